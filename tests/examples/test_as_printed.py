@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands of examples/README.md, run as they stand there, with the server that it starts."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from e2e.server import serve
+
+from vllm_metal.models.embedded import embedded_model_path
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "examples" / "README.md").read_text(), re.DOTALL)
+LINES = [line for block in BLOCKS for line in block.splitlines()]
+pytestmark = pytest.mark.more
+
+
+def command(words):
+    """The one line of the page that has these words."""
+    (found,) = (line for line in LINES if all(word in line for word in words.split()))
+    return found
+
+
+def options(line):
+    """What stands behind the model in a line that starts a server."""
+    _, _, behind = line.partition(" serve ")
+    return shlex.split(behind)[1:] if "$(" not in behind else shlex.split(behind.split(')"', 1)[1])
+
+
+def run(script, server=None):
+    """What a script prints, run as the page says."""
+    environment = {} if server is None else {"SERVER_URL": server.url}
+    done = subprocess.run(
+        ["bash", "-c", command(script)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ
+        | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        | environment,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The one that the page starts on MLX's CPU backend, on a port that is free."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    model = str(embedded_model_path(dequantize=True))
+    with serve(model, options(command("VLLM_METAL_DEVICE=cpu")), log) as started:
+        yield started
+
+
+def test_a_batch_shares_its_system_prompt():
+    printed = run("offline.py")
+    cached = [int(count) for count in re.findall(r"(\d+) from the prefix cache", printed)]
+    assert len(cached) == 4
+    assert max(cached) >= 16
+
+
+def test_requests_stream_side_by_side_until_one_is_cancelled():
+    streamed, *answers = run("async_llm.py").split("\n\n")
+    names = re.findall(r"(\w+):", streamed)
+    assert names[:3] != [names[0]] * 3  # they come by turns
+    assert names.count("Rome") > names.count("story") >= 5
+    assert "pieces, cancelled" in "".join(answers)
+
+
+def test_the_openai_client_streams_and_follows_a_schema(server):
+    printed = run("openai_client.py", server)
+    assert "Paris" in printed
+    assert re.search(r"\{'country': '.*', 'capital': '.*'\}", printed)
+
+
+def test_what_was_retrieved_before_is_cached(server):
+    printed = run("rag.py", server)
+    sources = re.findall(r"from ([\w, -]+)\n", printed)
+    assert [each.split(", ")[0] for each in sources] == ["disk-cache", "disk-cache", "production"]
+    shares = [int(share) for share in re.findall(r"(\d+)% of them cached", printed)]
+    assert shares[1] >= 40
+    assert shares[2] >= 40
+
+
+def test_responses_stream_and_a_second_turn_finds_the_first(server):
+    printed = run("responses_client.py", server)
+    assert "Paris" in printed
+    assert cached(printed) >= 32
+
+
+def test_messages_are_counted_and_a_second_turn_finds_the_first(server):
+    printed = run("messages_client.py", server)
+    assert "Oslo" in printed
+    assert cached(printed) >= 32
+
+
+def cached(printed):
+    """Tokens of the last turn that were found."""
+    return int(re.findall(r"(\d+)(?: of them)? cached\)", printed)[-1])
