@@ -37,9 +37,7 @@ def test_the_best_passage_is_that_of_the_formula(question):
 
 
 def test_paragraphs_are_passages_and_tables_are_not(tmp_path):
-    long = (
-        "A paragraph of some length, which goes over\nmore than one line of the page, and ends."
-    )
+    long = "A paragraph of some length, which goes over\nmore than one line of the page, and ends."
     (tmp_path / "page.md").write_text(f"# Page\n\n{long}\n\n| a table |\n| --- |{' |' * 80}\n")
     assert passages(tmp_path) == [Passage("page", long.replace("\n", " "))]
 
