@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import scripted
 from e2e.server import serve
+from scripted import Call, Script, Turn
 
 from vllm_metal.models.embedded import embedded_model_path
 
@@ -92,6 +94,24 @@ def test_responses_stream_and_a_second_turn_finds_the_first(server):
     printed = run("responses_client.py", server)
     assert "Paris" in printed
     assert cached(printed) >= 32
+
+
+def test_the_agent_reads_files_with_its_tools_and_answers(tmp_path):
+    read = [
+        Call("read_file", {"name": name}) for name in ("bakery-supplies.txt", "oven-repair.txt")
+    ]
+    add_up = Call("add_up", {"numbers": [54.7, 216]})
+    answer = Turn("Together they come to 270.70.")
+    turns = (Turn(calls=(Call("list_files", {}),)), Turn(calls=tuple(read)), Turn(calls=(add_up,)))
+    model = scripted.checkpoint(tmp_path / "model", [Script((*turns, answer))])
+    with serve(str(model), options(command("tool-call-parser")), tmp_path / "log") as server:
+        printed = run("agent.py", server)
+    calls = re.findall(r"^(\w+)\(.*\) = (.*)$", printed, re.MULTILINE)
+    assert [name for name, _ in calls] == ["list_files", "read_file", "read_file", "add_up"]
+    assert "54.70" in calls[1][1]
+    assert "216.00" in calls[2][1]
+    assert calls[3][1] == "270.7"
+    assert printed.splitlines()[-1] == answer.text
 
 
 def test_messages_are_counted_and_a_second_turn_finds_the_first(server):
