@@ -162,11 +162,16 @@ class MetalPlatform(Platform):
         engine_outputs.add_stat_logger(partial(MetalStatLogger, figures_of))
         if parser is not None:  # a command, which has uvicorn loaded; `LLM` has no use for it
             from vllm_metal.serving.prefix_misses import start
-            from vllm_metal.vllm_patches import first_mistake, http_protocol, prompts, server_end
+            from vllm_metal.vllm_patches import (
+                first_mistake,
+                http_protocol,
+                server_app,
+                server_end,
+            )
 
             http_protocol.limit_connections()
             first_mistake.stop_at_the_first_mistake()
-            prompts.around_servers(start.around)
+            server_app.around_servers(start.around)
             server_end.tell_how_servers_end()
 
     @classmethod
