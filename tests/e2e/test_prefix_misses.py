@@ -21,8 +21,8 @@ TOLD = [name for name, shape in SHAPES.items() if not any(shape.tools)]
 
 
 @pytest.fixture(scope="module")
-def server(smollm2, tmp_path_factory):
-    with serve(smollm2, OPTIONS, tmp_path_factory.mktemp("server") / "log") as started:
+def server(short, tmp_path_factory):
+    with serve(short, OPTIONS, tmp_path_factory.mktemp("server") / "log") as started:
         yield started
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_metal.serving.prefix_misses.explain import Miss
 from vllm_metal.serving.prefix_misses.usage import UsageWriter
+from vllm_metal.serving.prefix_misses.watch import Exchange
 
 MISS = Miss("date", 16, 5120, 37, 0, "system", before="2026-11-25", now="2026-11-26")
 REPORT = {
@@ -42,7 +43,9 @@ RESPONSE = {
 
 
 def whole(style, answer):
-    return json.loads(UsageWriter(style, MISS, False).write(json.dumps(answer).encode(), True))
+    return json.loads(
+        UsageWriter(style, Exchange(MISS), False).write(json.dumps(answer).encode(), True)
+    )
 
 
 def event(data, name=None):
@@ -52,7 +55,7 @@ def event(data, name=None):
 
 def written(style, stream, cuts=()):
     """What comes of a stream that comes in pieces."""
-    writer, data = UsageWriter(style, MISS, True), stream.encode()
+    writer, data = UsageWriter(style, Exchange(MISS), True), stream.encode()
     ends = [*sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
     pieces = [data[first:end] for first, end in zip([0, *ends], ends, strict=False)]
     out = [writer.write(piece, number == len(pieces) - 1) for number, piece in enumerate(pieces)]
@@ -92,14 +95,14 @@ def test_a_messages_usage_has_it_and_anthropics_client_reads_it():
 
 
 def test_what_is_not_known_is_not_said():
-    said = UsageWriter("messages", Miss("first_seen", 0, 99), False)
+    said = UsageWriter("messages", Exchange(Miss("first_seen", 0, 99)), False)
     told = json.loads(said.write(json.dumps(MESSAGE).encode(), True))
     assert told["usage"]["prefix_cache_miss"] == {"cause": "first_seen", "cached": 0, "lost": 99}
 
 
 @pytest.mark.parametrize("body", ["no JSON", '"usage"', '{"usage": null}', '[{"usage": {}}]', ""])
 def test_what_has_no_usage_is_left_as_it_is(body):
-    told = UsageWriter("chat", MISS, False).write(body.encode(), True).decode()
+    told = UsageWriter("chat", Exchange(MISS), False).write(body.encode(), True).decode()
     assert told.replace(" ", "") == body.replace(" ", "")
 
 
@@ -150,7 +153,17 @@ def test_events_with_a_usage_have_it(style, events, places):
 
 
 def test_an_event_is_sent_when_it_is_whole():
-    writer = UsageWriter("chat", MISS, True)
+    writer = UsageWriter("chat", Exchange(MISS), True)
     assert writer.write(b"data: 1\n", False) == b""
     assert writer.write(b"\ndata: 2", False) == b"data: 1\n\n"
     assert writer.write(b"", True) == b"data: 2"
+
+
+def test_what_becomes_known_behind_the_first_events_is_said_in_the_last():
+    exchange = Exchange()
+    writer = UsageWriter("responses", exchange, True)
+    first = event({"response": RESPONSE}, "response.created")
+    assert writer.write(first.encode(), False).decode() == first
+    exchange.miss = MISS
+    (last,) = data(writer.write(event({"response": RESPONSE}).encode(), True).decode())
+    assert last["response"]["usage"]["input_tokens_details"]["prefix_cache_miss"] == REPORT

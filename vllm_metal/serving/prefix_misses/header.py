@@ -24,7 +24,10 @@ _MOST_TEXT = 80  # characters
 
 
 class MissHeader:
-    """Holds the start of an answer until its first part is there, as the miss is known then."""
+    """Holds the start of an answer until its first part is there, as the miss is known then.
+
+    A stream of Responses begins before that: its usage alone says it.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         """Takes the application that answers."""
@@ -72,8 +75,9 @@ class _Answer:
             if not (message["body"] or last):
                 return  # the rest of an event, or of an object, is still to come
             if self._start is not None and not writer.streamed:
-                headers = MutableHeaders(raw=self._start["headers"])
+                headers = MutableHeaders(raw=list(self._start["headers"]))
                 headers["content-length"] = str(len(message["body"]))
+                self._start = {**self._start, "headers": headers.raw}
         if self._start is not None:
             await self._send(self._start)
             self._start = None
@@ -81,15 +85,13 @@ class _Answer:
 
     def _look(self, start: Message) -> None:
         """Puts what is known of the miss into the start, and has the usage say it if it shall."""
-        miss = self._exchange.miss
-        if miss is None:
-            return
         headers = MutableHeaders(raw=list(start.get("headers", ())))
-        headers[NAME] = value(miss, (self._asked or "").strip().lower() == "text")
-        self._start = {**start, "headers": headers.raw}
+        if (miss := self._exchange.miss) is not None:
+            headers[NAME] = value(miss, (self._asked or "").strip().lower() == "text")
+            self._start = {**start, "headers": headers.raw}
         if self._asked is not None and start["status"] == 200:
             streamed = headers.get("content-type", "").startswith("text/event-stream")
-            self._writer = UsageWriter(self._style, miss, streamed)
+            self._writer = UsageWriter(self._style, self._exchange, streamed)
 
 
 def value(miss: Miss, with_text: bool = False) -> str:

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from vllm_metal.serving.prefix_misses.explain import Miss
+from vllm_metal.serving.prefix_misses.watch import Exchange
 from vllm_metal.serving.routes import Style
 
 NAME = "prefix_cache_miss"
@@ -48,14 +49,14 @@ def report(miss: Miss) -> dict[str, str | int]:
 class UsageWriter:
     """Takes the body of one answer in pieces, and returns what the client gets."""
 
-    def __init__(self, style: Style, miss: Miss, streamed: bool) -> None:
+    def __init__(self, style: Style, exchange: Exchange, streamed: bool) -> None:
         """
         Args:
             style: of the route.
-            miss: of the prompt.
+            exchange: has the miss once it is known: behind the first events of a response.
             streamed: whether the body is a stream of events; else it is one JSON object.
         """
-        self._details, self._report = _DETAILS[style], report(miss)
+        self._details, self._exchange = _DETAILS[style], exchange
         self.streamed = streamed
         self._held = b""
 
@@ -82,7 +83,8 @@ class UsageWriter:
 
     def _told(self, text: bytes) -> bytes:
         """The JSON object with the report in it; any other text as it is."""
-        if b'"usage"' not in text:
+        miss = self._exchange.miss
+        if miss is None or b'"usage"' not in text:
             return text
         try:
             answer = json.loads(text)
@@ -92,7 +94,7 @@ class UsageWriter:
             details = usage
             if self._details is not None:
                 details = usage[self._details] = usage.get(self._details) or {}
-            details[NAME] = self._report
+            details[NAME] = report(miss)
         return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
 
 
