@@ -18,7 +18,6 @@ from vllm_metal.models.embedded import embedded_model_path
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "examples" / "README.md").read_text(), re.DOTALL)
 LINES = [line for block in BLOCKS for line in block.splitlines()]
-pytestmark = pytest.mark.more
 
 
 def command(words):
@@ -60,6 +59,7 @@ def server(tmp_path_factory):
         yield started
 
 
+@pytest.mark.slow
 def test_a_batch_shares_its_system_prompt():
     printed = run("offline.py")
     cached = [int(count) for count in re.findall(r"(\d+) from the prefix cache", printed)]
@@ -67,6 +67,7 @@ def test_a_batch_shares_its_system_prompt():
     assert max(cached) >= 16
 
 
+@pytest.mark.more
 def test_requests_stream_side_by_side_until_one_is_cancelled():
     streamed, *answers = run("async_llm.py").split("\n\n")
     names = re.findall(r"(\w+):", streamed)
@@ -75,12 +76,14 @@ def test_requests_stream_side_by_side_until_one_is_cancelled():
     assert "pieces, cancelled" in "".join(answers)
 
 
+@pytest.mark.slow
 def test_the_openai_client_streams_and_follows_a_schema(server):
     printed = run("openai_client.py", server)
     assert "Paris" in printed
     assert re.search(r"\{'country': '.*', 'capital': '.*'\}", printed)
 
 
+@pytest.mark.more
 def test_what_was_retrieved_before_is_cached(server):
     printed = run("rag.py", server)
     sources = re.findall(r"from ([\w, -]+)\n", printed)
@@ -90,12 +93,14 @@ def test_what_was_retrieved_before_is_cached(server):
     assert shares[2] >= 40
 
 
+@pytest.mark.more
 def test_responses_stream_and_a_second_turn_finds_the_first(server):
     printed = run("responses_client.py", server)
     assert "Paris" in printed
     assert cached(printed) >= 32
 
 
+@pytest.mark.more
 def test_the_agent_reads_files_with_its_tools_and_answers(tmp_path):
     read = [
         Call("read_file", {"name": name}) for name in ("bakery-supplies.txt", "oven-repair.txt")
@@ -114,6 +119,7 @@ def test_the_agent_reads_files_with_its_tools_and_answers(tmp_path):
     assert printed.splitlines()[-1] == answer.text
 
 
+@pytest.mark.more
 def test_messages_are_counted_and_a_second_turn_finds_the_first(server):
     printed = run("messages_client.py", server)
     assert "Oslo" in printed
