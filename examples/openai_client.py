@@ -6,7 +6,8 @@ import json
 import math
 import sys
 
-from openai import APIConnectionError, APIStatusError, OpenAI
+import _server
+from openai import OpenAI
 
 COUNTRY = {
     "type": "object",
@@ -17,32 +18,14 @@ COUNTRY = {
     "required": ["country", "capital"],
     "additionalProperties": False,
 }
-NO_SERVER = """\
-No server answers at {url}. Start one in another terminal, on a Mac:
-  vllm serve "$(vllm-metal model)" --kv-cache-memory-bytes 1G
-or on MLX's CPU backend:
-  VLLM_METAL_DEVICE=cpu vllm serve "$(vllm-metal model --dequantize)" --kv-cache-memory-bytes 1G"""
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
-    parser.add_argument("--api-key", default="none", help="the key given to vllm serve --api-key")
-    args = parser.parse_args()
-    client = OpenAI(base_url=args.base_url, api_key=args.api_key, max_retries=0)
-    try:
-        model = client.models.list().data[0].id
-        print(f"model: {model}")
-        stream(client, model)
-        log_probabilities(client, model)
-        by_schema(client, model)
-    except APIConnectionError:
-        print(NO_SERVER.format(url=args.base_url), file=sys.stderr)
-        return 1
-    except APIStatusError as error:
-        print(f"The server refused a request: {error}", file=sys.stderr)
-        return 1
-    return 0
+def main(args: argparse.Namespace) -> None:
+    client, model = _server.openai_client(args)
+    print(f"model: {model}")
+    stream(client, model)
+    log_probabilities(client, model)
+    by_schema(client, model)
 
 
 def stream(client: OpenAI, model: str) -> None:
@@ -94,4 +77,4 @@ def by_schema(client: OpenAI, model: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_server.run(main, _server.parser(__doc__).parse_args()))

@@ -6,12 +6,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 
 from . import memory, toolchain, translate
+from .declaration import Declaration, declaring
 from .launch import Buffer, Program, Result, Schedule, dispatch, load
-from .signature import Input, Mentions, Parameter, Signature, TemplateArgument
+from .signature import Input, Parameter, Signature, TemplateArgument
 
 # Limits of every Apple GPU.
 MAX_THREADS = 1024
@@ -21,7 +23,6 @@ Scalar = bool | int | float
 Observer = Callable[[str, Sequence[Buffer], Result], None]
 
 _KIND = {"input": 0, "output": 1, "shape": 2, "strides": 2, "ndim": 2}
-_MATH_MODES = ("safe", "relaxed", "fast")
 
 
 @dataclass(frozen=True)
@@ -32,62 +33,22 @@ class Executor:
     schedule: Schedule
     observe: Observer | None = None
 
-    def metal_kernel(
-        self,
-        name: str,
-        input_names: Sequence[str],
-        output_names: Sequence[str],
-        source: str,
-        header: str = "",
-        ensure_row_contiguous: bool = True,
-        atomic_outputs: bool = False,
-        compile_options: dict[str, str] | None = None,
-    ) -> MetalKernel:
+    @property
+    def metal_kernel(self) -> Callable[..., MetalKernel]:
         """As `mx.fast.metal_kernel`, whose errors it raises too."""
-        if not output_names:
-            raise ValueError("[metal_kernel] Must specify at least one output.")
-        for option, value in (compile_options or {}).items():
-            if option != "math_mode":
-                raise ValueError(f"[metal_kernel] Unknown compile option `{option}`.")
-            if value not in _MATH_MODES:
-                raise ValueError(
-                    "[metal_kernel] Expected math_mode to be 'safe', 'relaxed', or 'fast'."
-                )
-        return MetalKernel(
-            self,
-            name,
-            tuple(input_names),
-            tuple(output_names),
-            source,
-            header,
-            ensure_row_contiguous,
-            atomic_outputs,
-        )
+        return declaring(partial(MetalKernel, self))
 
 
 class MetalKernel:
     """A kernel; compiled when first called with a combination of types."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        name: str,
-        input_names: tuple[str, ...],
-        output_names: tuple[str, ...],
-        source: str,
-        header: str,
-        ensure_row_contiguous: bool,
-        atomic_outputs: bool,
-    ) -> None:
-        self._executor = executor
-        self._name = name
-        self._input_names = input_names
-        self._output_names = output_names
-        self._source = source
-        self._header = header
-        self._ensure_row_contiguous = ensure_row_contiguous
-        self._atomic_outputs = atomic_outputs
-        self._mentions = Mentions.of(source, input_names)
+    def __init__(self, executor: Executor, declaration: Declaration) -> None:
+        """
+        Args:
+            executor: runs it.
+            declaration: what it is.
+        """
+        self._executor, self._declared = executor, declaration
         self._compiled: dict[tuple[object, ...], tuple[Signature, Program]] = {}
 
     def __call__(
@@ -114,11 +75,10 @@ class MetalKernel:
         self._check_counts(arrays, output_shapes, output_dtypes)
         grid, threadgroup = _dispatch_size(grid, threadgroup)
         signature, program = self._program(arrays, tuple(output_dtypes), tuple(template or ()))
+        declared = self._declared
         if verbose:
-            print(
-                f"Generated source code for `{self._name}`:\n```\n"
-                f"{signature.text(self._header, self._source)}\n```"
-            )
+            text = signature.text(declared.header, declared.source)
+            print(f"Generated source code for `{declared.name}`:\n```\n{text}\n```")
         keep_alive: list[object] = []
         outputs = [
             memory.allocate(tuple(shape), dtype, init_value)
@@ -128,7 +88,7 @@ class MetalKernel:
             mx.eval(arrays)
         views = []
         for array in arrays:
-            if self._ensure_row_contiguous:
+            if declared.row_contiguous:
                 array, seen = memory.row_contiguous(array)
             else:
                 seen = memory.view(array)
@@ -138,9 +98,11 @@ class MetalKernel:
             _bind(p, views, outputs, init_value is not None, keep_alive)
             for p in signature.parameters
         ]
-        result = dispatch(program, self._name, buffers, grid, threadgroup, self._executor.schedule)
+        result = dispatch(
+            program, declared.name, buffers, grid, threadgroup, self._executor.schedule
+        )
         if self._executor.observe is not None:
-            self._executor.observe(self._name, buffers, result)
+            self._executor.observe(declared.name, buffers, result)
         return outputs
 
     def _check_counts(
@@ -150,9 +112,9 @@ class MetalKernel:
         output_dtypes: Sequence[mx.Dtype],
     ) -> None:
         for what, got, names in (
-            ("inputs", arrays, self._input_names),
-            ("output_shapes", output_shapes, self._output_names),
-            ("output_dtypes", output_dtypes, self._output_names),
+            ("inputs", arrays, self._declared.input_names),
+            ("output_shapes", output_shapes, self._declared.output_names),
+            ("output_dtypes", output_dtypes, self._declared.output_names),
         ):
             if len(got) != len(names):
                 raise ValueError(
@@ -171,22 +133,14 @@ class MetalKernel:
         key = (inputs, output_dtypes, template, tuple(type(value) for _, value in template))
         found = self._compiled.get(key)
         if found is None:
-            signature = Signature(
-                self._name,
-                self._input_names,
-                self._output_names,
-                inputs,
-                output_dtypes,
-                _checked(template),
-                self._mentions,
-                self._atomic_outputs,
-            )
+            declared = self._declared
+            signature = declared.signature(arrays, output_dtypes, _checked(template))
             if len(signature.parameters) > MAX_BUFFERS:
                 raise ValueError(
-                    f"[metal_kernel] {self._name} needs {len(signature.parameters)} buffers; "
+                    f"[metal_kernel] {declared.name} needs {len(signature.parameters)} buffers; "
                     f"Metal binds {MAX_BUFFERS}."
                 )
-            text = translate.unit(signature, self._header, self._source)
+            text = translate.unit(signature, declared.header, declared.source)
             mode = self._executor.mode
             found = signature, load(toolchain.build_kernel(text, mode), mode)
             self._compiled[key] = found

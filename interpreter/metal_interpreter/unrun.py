@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 
+from .declaration import Declaration, declaring
 from .kernel_call import Scalar
-from .signature import Input, Mentions, Signature, TemplateArgument
+from .signature import Signature, TemplateArgument
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,7 @@ class UnrunKernel:
     """A kernel like MLX's, whose outputs are zeros."""
 
     called: Callable[[Call], None]
-    name: str
-    input_names: tuple[str, ...]
-    output_names: tuple[str, ...]
-    source: str
-    header: str
-    atomic_outputs: bool
+    declared: Declaration
 
     def __call__(
         self,
@@ -63,17 +60,9 @@ class UnrunKernel:
             Zeros of the shapes and dtypes asked for.
         """
         arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
-        signature = Signature(
-            self.name,
-            self.input_names,
-            self.output_names,
-            tuple(Input.of(array) for array in arrays),
-            tuple(output_dtypes),
-            tuple(template or ()),
-            Mentions.of(self.source, self.input_names),
-            self.atomic_outputs,
-        )
-        self.called(Call(signature, self.header, self.source, threadgroup))
+        declared = self.declared
+        signature = declared.signature(arrays, output_dtypes, template)
+        self.called(Call(signature, declared.header, declared.source, threadgroup))
         return [
             mx.zeros(tuple(shape), dtype)
             for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
@@ -82,18 +71,4 @@ class UnrunKernel:
 
 def unrun(called: Callable[[Call], None]) -> Callable[..., UnrunKernel]:
     """What takes the place of `mx.fast.metal_kernel`, and tells `called` of its kernels' calls."""
-
-    def metal_kernel(
-        name: str,
-        input_names: Sequence[str],
-        output_names: Sequence[str],
-        source: str,
-        header: str = "",
-        ensure_row_contiguous: bool = True,
-        atomic_outputs: bool = False,
-        compile_options: dict[str, str] | None = None,
-    ) -> UnrunKernel:
-        names = tuple(input_names), tuple(output_names)
-        return UnrunKernel(called, name, *names, source, header, atomic_outputs)
-
-    return metal_kernel
+    return declaring(partial(UnrunKernel, called))

@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
@@ -27,6 +28,20 @@ _KERNEL = kernel.load(
 )
 _NO_ANGLES = mx.array([0.0] * kernel.MIN_ELEMENTS)
 _NO_ROTATION = Rotation(RotationKind(0))
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Rows and where they go, as `write` describes them."""
+
+    keys: mx.array
+    values: mx.array | None
+    slot_mapping: mx.array
+    key_pool: mx.array
+    value_pool: mx.array | None
+    after: Sequence[mx.array]
+    key_scales: mx.array | None
+    value_scales: mx.array | None
 
 
 def write(
@@ -64,11 +79,11 @@ def write(
     Raises:
         ValueError: shapes or dtypes are not as above.
     """
-    _check(keys, values, slot_mapping, key_pool, value_pool, key_scales, value_scales)
+    rows = _Rows(keys, values, slot_mapping, key_pool, value_pool, after, key_scales, value_scales)
+    _check(rows)
     if keys.shape[0] == 0:
         return op_common.merged(after)
-    rows = keys, values, slot_mapping, key_pool, value_pool, after, key_scales, value_scales
-    return _launch(*rows, queries=None, positions=slot_mapping, rotation=_NO_ROTATION)[1]
+    return _launch(rows, queries=None, positions=slot_mapping, rotation=_NO_ROTATION)[1]
 
 
 def rotate_and_write(
@@ -106,36 +121,29 @@ def rotate_and_write(
     Raises:
         ValueError: shapes or dtypes are not as above.
     """
+    rows = _Rows(keys, values, slot_mapping, key_pool, value_pool, after, key_scales, value_scales)
     _check_tails(keys, tails, key_pool, rotation)
-    _check(keys, values, slot_mapping, key_pool, value_pool, key_scales, value_scales, tails)
+    _check(rows, tails)
     _check_rotation(keys, queries, positions, rotation, key_pool.shape[3])
     if keys.shape[0] == 0:
         return queries, op_common.merged(after)
-    rows = keys, values, slot_mapping, key_pool, value_pool, after, key_scales, value_scales
     turned, fence = _launch(
-        *rows, queries=queries, positions=positions, rotation=rotation, tails=tails
+        rows, queries=queries, positions=positions, rotation=rotation, tails=tails
     )
     return (None if queries is None else turned), fence
 
 
 def _launch(
-    keys: mx.array,
-    values: mx.array | None,
-    slot_mapping: mx.array,
-    key_pool: mx.array,
-    value_pool: mx.array | None,
-    after: Sequence[mx.array],
-    key_scales: mx.array | None,
-    value_scales: mx.array | None,
-    *,
+    placed: _Rows,
     queries: mx.array | None,
     positions: mx.array,
     rotation: Rotation,
     tails: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Rotated queries, or an array of no meaning, and the fence."""
+    keys, values = placed.keys, placed.values
     num_tokens, num_heads, _ = keys.shape
-    key_size = key_pool.shape[3]
+    key_size = placed.key_pool.shape[3]
     kind, frequencies = rotation.kind, rotation.frequencies
     rows = num_heads + (0 if queries is None else queries.shape[1])
     heads = min(rows, _SIMDGROUPS)
@@ -143,21 +151,21 @@ def _launch(
         inputs=[
             keys,
             keys if values is None else values,
-            op_common.padded(slot_mapping.astype(mx.int32), fill=-1),
-            key_pool,
-            key_pool if value_pool is None else value_pool,
-            op_common.NO_SCALES if key_scales is None else key_scales,
-            op_common.NO_SCALES if value_scales is None else value_scales,
+            op_common.padded(placed.slot_mapping.astype(mx.int32), fill=-1),
+            placed.key_pool,
+            placed.key_pool if placed.value_pool is None else placed.value_pool,
+            op_common.NO_SCALES if placed.key_scales is None else placed.key_scales,
+            op_common.NO_SCALES if placed.value_scales is None else placed.value_scales,
             keys if tails is None else tails,
             keys if queries is None else queries,
             op_common.padded(positions.astype(mx.int32), fill=0),
             _NO_ANGLES if frequencies is None else frequencies,
             rotation.angles if kind.dims else _NO_ANGLES,
-            *op_common.fences(after),
+            *op_common.fences(placed.after),
         ],
         template=[
             ("T", keys.dtype),
-            ("C", key_pool.dtype),
+            ("C", placed.key_pool.dtype),
             ("KEY_SIZE", key_size),
             ("VALUE_SIZE", key_size if values is None else values.shape[2]),
             ("HAS_VALUES", values is not None),
@@ -177,26 +185,18 @@ def _launch(
     return turned, fence
 
 
-def _check(
-    keys: mx.array,
-    values: mx.array | None,
-    slot_mapping: mx.array,
-    key_pool: mx.array,
-    value_pool: mx.array | None,
-    key_scales: mx.array | None,
-    value_scales: mx.array | None,
-    tails: mx.array | None = None,
-) -> None:
+def _check(rows: _Rows, tails: mx.array | None = None) -> None:
     """Raises ValueError unless all are as `write` wants them."""
+    keys, values, key_pool, value_pool = rows.keys, rows.values, rows.key_pool, rows.value_pool
     _check_rows("keys", keys, key_pool, 0 if tails is None else tails.shape[-1])
     if (values is None) != (value_pool is None):
         raise ValueError("values and value_pool: expected both or neither")
     if values is not None and value_pool is not None:
         _check_rows("values", values, value_pool)
         _check_alike(keys, values, key_pool, value_pool)
-        op_common.check_scales("value_scales", value_scales, value_pool)
-    op_common.check_scales("key_scales", key_scales, key_pool)
-    _check_numbers("slot_mapping", slot_mapping, keys.shape[0])
+        op_common.check_scales("value_scales", rows.value_scales, value_pool)
+    op_common.check_scales("key_scales", rows.key_scales, key_pool)
+    _check_numbers("slot_mapping", rows.slot_mapping, keys.shape[0])
 
 
 def _check_rows(name: str, rows: mx.array, pool: mx.array, more: int = 0) -> None:

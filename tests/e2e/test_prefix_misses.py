@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why a prefix was missed, as a client of the real server reads it: each route, and each shape."""
 
+import anthropic
 import httpx
 import pytest
 from e2e.server import serve
@@ -20,8 +21,8 @@ TOLD = [name for name, shape in SHAPES.items() if not any(shape.tools)]
 
 
 @pytest.fixture(scope="module")
-def server(smollm2, tmp_path_factory):
-    with serve(smollm2, OPTIONS, tmp_path_factory.mktemp("server") / "log") as started:
+def server(short, tmp_path_factory):
+    with serve(short, OPTIONS, tmp_path_factory.mktemp("server") / "log") as started:
         yield started
 
 
@@ -105,6 +106,114 @@ def test_streams_texts_and_the_other_routes_say_it_too(client, server):
     log = server.log.read_text()
     assert "were not found in the prefix cache" in log
     assert "bakery" not in log
+
+
+ASKED = {"Prefix-Cache-Miss": "usage"}
+
+
+def system(hour, name):
+    """A first line that changes with the hour, before some hundred tokens."""
+    return f"{name}, {hour}:12:13: {RULES}"[:500]
+
+
+def chat(client, text):
+    reply = client.chat.completions.create(
+        model="smollm2", messages=[{"role": "system", "content": text}], max_tokens=1,
+        extra_headers=ASKED,
+    )  # fmt: skip
+    return reply.usage.prompt_tokens_details
+
+
+def chat_streamed(client, text):
+    chunks = client.chat.completions.create(
+        model="smollm2", messages=[{"role": "system", "content": text}], max_tokens=1,
+        stream=True, stream_options={"include_usage": True}, extra_headers=ASKED,
+    )  # fmt: skip
+    return [*chunks][-1].usage.prompt_tokens_details
+
+
+def completion(client, text):
+    reply = client.completions.create(
+        model="smollm2", prompt=text, max_tokens=1, extra_headers=ASKED
+    )
+    return reply.usage.prompt_tokens_details
+
+
+def completion_streamed(client, text):
+    chunks = client.completions.create(
+        model="smollm2", prompt=text, max_tokens=1, extra_headers=ASKED,
+        stream=True, stream_options={"include_usage": True},
+    )  # fmt: skip
+    return [*chunks][-1].usage.prompt_tokens_details
+
+
+def response(client, text):
+    reply = client.responses.create(
+        model="smollm2", instructions=text, input="Hi", max_output_tokens=1, extra_headers=ASKED
+    )
+    return reply.usage.input_tokens_details
+
+
+def response_streamed(client, text):
+    events = client.responses.create(
+        model="smollm2", instructions=text, input="Hi", max_output_tokens=1, stream=True,
+        extra_headers=ASKED,
+    )  # fmt: skip
+    return [*events][-1].response.usage.input_tokens_details
+
+
+def anthropics(client):
+    base_url = str(client.base_url).removesuffix("/v1/")
+    return anthropic.Anthropic(base_url=base_url, api_key="none", max_retries=0, timeout=120)
+
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def message(client, text):
+    reply = anthropics(client).messages.create(
+        model="smollm2", system=text, messages=MESSAGES, max_tokens=1, extra_headers=ASKED
+    )
+    return reply.usage
+
+
+def message_streamed(client, text):
+    with anthropics(client).messages.stream(
+        model="smollm2", system=text, messages=MESSAGES, max_tokens=1, extra_headers=ASKED
+    ) as stream:
+        return stream.get_final_message().usage
+
+
+@pytest.mark.parametrize(
+    ("ask", "role"),
+    [
+        (chat, "system"),
+        (chat_streamed, "system"),
+        (completion, None),
+        (completion_streamed, None),
+        (response, "system"),
+        (response_streamed, "system"),
+        (message, "system"),
+        (message_streamed, "system"),
+    ],
+)
+def test_the_clients_usage_has_it(client, ask, role):
+    ask(client, system(10, ask.__name__))
+    miss = ask(client, system(11, ask.__name__)).prefix_cache_miss
+    assert (miss["cause"], miss.get("role")) == ("date", role)
+    assert miss.get("message") == (None if role is None else 0)
+    assert miss["lost"] >= 64
+    assert miss["token"] >= miss["cached"]
+    assert "before" not in miss
+
+
+def test_nobody_gets_a_field_that_he_did_not_ask_for(client, server):
+    missed(client, SHAPES["the day"].before, "fields")
+    body = {"model": "smollm2", "max_tokens": 1, "cache_salt": "fields"}
+    body["messages"] = SHAPES["the day"].now
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
+    assert "prefix-cache-miss" in reply.headers
+    assert "prefix_cache_miss" not in reply.text
 
 
 def test_what_is_taken_out_of_system_messages_costs_no_prefix(client):

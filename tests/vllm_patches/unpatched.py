@@ -625,7 +625,7 @@ def who_changes_messages(folder):
     return not names, names
 
 
-@probe("prompts.around_servers", at_once=False)
+@probe("server_app.around_servers", at_once=False)
 def middlewares(folder):
     """A platform has no say in what stands around a server's application."""
     from vllm.platforms.interface import Platform

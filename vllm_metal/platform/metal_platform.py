@@ -164,11 +164,17 @@ class MetalPlatform(Platform):
         idle.keep_engines()
         if parser is not None:  # a command, which has uvicorn loaded; `LLM` has no use for it
             from vllm_metal.serving.prefix_misses import start as misses
-            from vllm_metal.vllm_patches import first_mistake, http_protocol, prompts, server_end
+            from vllm_metal.vllm_patches import (
+                first_mistake,
+                http_protocol,
+                server_app,
+                server_end,
+            )
 
             http_protocol.limit_connections()
             first_mistake.stop_at_the_first_mistake()
-            prompts.around_servers(lambda app, state: idle.around(misses.around(app, state), state))
+            server_app.around_servers(misses.around)
+            server_app.around_servers(idle.around)
             server_end.tell_how_servers_end()
 
     @classmethod

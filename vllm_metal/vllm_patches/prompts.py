@@ -60,22 +60,6 @@ def watch(engine: Any, watcher: Watcher) -> None:
     setattr(engine, _WATCHER, watcher)
 
 
-def around_servers(wrap: Callable[[Any, Any], Any]) -> None:
-    """Has each server run what `wrap` makes of its application and that one's state.
-
-    Call this where uvicorn is loaded.
-    """
-    from vllm.entrypoints.launchers.api_server import entry
-
-    async def serving(serve_http: Callable[..., Any], app: Any, *args: Any, **options: Any) -> Any:
-        # vLLM has put the middlewares together already.
-        stack = app.middleware_stack or app.build_middleware_stack()
-        app.middleware_stack = wrap(stack, app.state)
-        return await serve_http(app, *args, **options)
-
-    replace(entry, "serve_http", serving)
-
-
 def rewrite(renderer: Any, change: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
     """Has a server's renderer make prompts of what `change` makes of messages."""
     _patch()

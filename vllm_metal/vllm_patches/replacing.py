@@ -15,7 +15,8 @@ _OURS = "_vllm_metal_ours"  # of what is there: names of our functions, one arou
 def replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:
     """Puts `ours` in the place of `owner.name`; changes nothing the second time.
 
-    Another function of ours goes around the first.
+    Another function of ours goes around the first. Functions are told apart by their names: one
+    that is made anew by each call, whatever it closes over, counts as the one before.
 
     The mark is our own: `__wrapped__` is also set by decorators of vLLM's.
 

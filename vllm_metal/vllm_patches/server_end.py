@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import JSONResponse
 
 from vllm_metal.vllm_patches.replacing import replace
+from vllm_metal.vllm_patches.server_app import around_servers
 from vllm_metal.vllm_patches.shutdown import remembering_the_stop
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ def tell_how_servers_end() -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     replace(AsyncLLM, "shutdown", remembering_the_stop(_has_failed))
-    replace(entry, "serve_http", _serving)
+    around_servers(_turning_away)
+    replace(entry, "serve_http", _ending)
 
 
 def _has_failed(engine: Any) -> bool:
@@ -48,13 +50,14 @@ def _is_stopping(engine: Any) -> bool:
     return bool(getattr(engine, "told_to_stop", False))
 
 
-async def _serving(
+def _turning_away(app: ASGIApp, state: Any) -> ASGIApp:
+    return TurnAway(app, lambda: _is_stopping(state.engine_client))
+
+
+async def _ending(
     serve_http: Callable[..., Awaitable[Awaitable[None]]], app: Any, *args: Any, **options: Any
 ) -> Awaitable[None]:
     engine = app.state.engine_client
-    # vLLM has put the middlewares together already.
-    before = app.middleware_stack or app.build_middleware_stack()
-    app.middleware_stack = TurnAway(before, lambda: _is_stopping(engine))
     ending = await serve_http(app, *args, **options)
     died = engine is not None and engine.errored and not _is_stopping(engine)
     return _failed(ending) if died else ending

@@ -94,7 +94,7 @@ def _of_change(
     decode: Callable[[Sequence[int]], str],
 ) -> Miss:
     first, end = max(common - _BEFORE, 0), common + _BEHIND
-    texts = decode(before.tokens(first, end)), decode(list(prompt.tokens[first:end]))
+    texts = decode(before.tokens(first, end)), decode(prompt.tokens[first:end].tolist())
     difference = changes.first(*texts)
     message, cause = _place(prompt, before.prompt)
     behind = prompt.messages[(message or 0) + 1 :]

@@ -3,8 +3,9 @@
 
     Prefix-Cache-Miss: date; cached=0; lost=5120; token=37; message=0; role="system"
 
-It is an item with parameters (RFC 9651). A client that sends `Prefix-Cache-Miss: text` gets what
-stood there before and what stands there now, too: of its own prompts.
+It is an item with parameters (RFC 9651). A client that sends the header itself, as
+`Prefix-Cache-Miss: usage`, gets the same in the usage of its answers. To one that sends `text` the
+header also says what stood there before and what stands there now: of its own prompts.
 """
 
 from __future__ import annotations
@@ -14,45 +15,83 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_metal.serving import routes
 from vllm_metal.serving.prefix_misses.explain import Miss
+from vllm_metal.serving.prefix_misses.usage import UsageWriter
 from vllm_metal.serving.prefix_misses.watch import EXCHANGE, Exchange
+from vllm_metal.serving.routes import Style
 
 NAME = "prefix-cache-miss"
 _MOST_TEXT = 80  # characters
 
 
 class MissHeader:
-    """Holds the start of an answer until its first part is there, as the miss is known then."""
+    """Holds the start of an answer until its first part is there, as the miss is known then.
+
+    A stream of Responses begins before that: its usage alone says it.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         """Takes the application that answers."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not _generates(scope):
+        style = _style(scope)
+        if style is None:
             await self._app(scope, receive, send)
             return
         exchange = Exchange()
-        with_text = Headers(scope=scope).get(NAME, "").strip().lower() == "text"
-        held: list[Message] = []
-
-        async def send_on(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                held.append(message)
-                return
-            if held:
-                start = held.pop()
-                if exchange.miss is not None:
-                    headers = MutableHeaders(raw=list(start.get("headers", ())))
-                    headers[NAME] = value(exchange.miss, with_text)
-                    start = {**start, "headers": headers.raw}
-                await send(start)
-            await send(message)
-
+        answer = _Answer(style, Headers(scope=scope).get(NAME), exchange, send)
         token = EXCHANGE.set(exchange)
         try:
-            await self._app(scope, receive, send_on)
+            await self._app(scope, receive, answer.send)
         finally:
             EXCHANGE.reset(token)
+
+
+class _Answer:
+    """One answer on its way to the client."""
+
+    def __init__(self, style: Style, asked: str | None, exchange: Exchange, send: Send) -> None:
+        """
+        Args:
+            style: of the route.
+            asked: the header that the client sent; None: it sent none.
+            exchange: has the miss once it is known.
+            send: takes the answer.
+        """
+        self._style, self._asked, self._exchange, self._send = style, asked, exchange, send
+        self._start: Message | None = None  # until it is sent
+        self._writer: UsageWriter | None = None
+
+    async def send(self, message: Message) -> None:
+        """Takes a message of the application's."""
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        if self._start is not None and self._writer is None:
+            self._look(self._start)
+        if (writer := self._writer) is not None:
+            last = not message.get("more_body")
+            message = {**message, "body": writer.write(message.get("body", b""), last)}
+            if not (message["body"] or last):
+                return  # the rest of an event, or of an object, is still to come
+            if self._start is not None and not writer.streamed:
+                headers = MutableHeaders(raw=list(self._start["headers"]))
+                headers["content-length"] = str(len(message["body"]))
+                self._start = {**self._start, "headers": headers.raw}
+        if self._start is not None:
+            await self._send(self._start)
+            self._start = None
+        await self._send(message)
+
+    def _look(self, start: Message) -> None:
+        """Puts what is known of the miss into the start, and has the usage say it if it shall."""
+        headers = MutableHeaders(raw=list(start.get("headers", ())))
+        if (miss := self._exchange.miss) is not None:
+            headers[NAME] = value(miss, (self._asked or "").strip().lower() == "text")
+            self._start = {**start, "headers": headers.raw}
+        if self._asked is not None and start["status"] == 200:
+            streamed = headers.get("content-type", "").startswith("text/event-stream")
+            self._writer = UsageWriter(self._style, self._exchange, streamed)
 
 
 def value(miss: Miss, with_text: bool = False) -> str:
@@ -72,9 +111,10 @@ def value(miss: Miss, with_text: bool = False) -> str:
     return "; ".join(parts)
 
 
-def _generates(scope: Scope) -> bool:
-    match = routes.find(scope["method"], scope["path"])
-    return match is not None and match.route.style is not None
+def _style(scope: Scope) -> Style | None:
+    """Of a request that generates; None: of another."""
+    match = routes.find(scope["method"], scope["path"]) if scope["type"] == "http" else None
+    return None if match is None else match.route.style
 
 
 def _display(text: str) -> str:

@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+#: The type code of arrays of tokens: 32 bits. Python makes one of a list five times as fast as of
+#: the signed type "i", and tokens are never negative.
+TOKEN = "I"
 
 
 class Message(NamedTuple):
@@ -19,7 +24,7 @@ class Message(NamedTuple):
 class Prompt:
     """What a client asked, as the engine gets it."""
 
-    tokens: Sequence[int]
+    tokens: array[int]  # of TOKEN
     messages: tuple[Message, ...] = ()  # none of a plain text
     tools: tuple[int, ...] = ()  # fingerprints of their definitions, in order
 
@@ -37,7 +42,7 @@ class Prompt:
             tools: JSON objects.
         """
         found = (Message(_role(message), _fingerprint(message)) for message in messages)
-        return Prompt(tokens, tuple(found), tuple(map(_fingerprint, tools)))
+        return Prompt(array(TOKEN, tokens), tuple(found), tuple(map(_fingerprint, tools)))
 
 
 def _role(message: Any) -> str:
@@ -49,8 +54,10 @@ def _fingerprint(value: Any) -> int:
 
     Python's hash of a text is fast, and another in each process, so that it tells nothing of it.
     """
+    if isinstance(value, str):
+        return hash(value)
     if isinstance(value, Mapping):
-        return hash(frozenset((key, _fingerprint(part)) for key, part in value.items()))
+        return hash(frozenset([(key, _fingerprint(part)) for key, part in value.items()]))
     if isinstance(value, list | tuple):
         return hash(tuple(map(_fingerprint, value)))
-    return hash(value) if isinstance(value, str | int | float | None) else hash(repr(value))
+    return hash(value) if isinstance(value, int | float | None) else hash(repr(value))

@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 
 from vllm_metal.serving.prefix_misses.explain import Miss, explain
 from vllm_metal.serving.prefix_misses.prompt import Prompt
-from vllm_metal.serving.prefix_misses.recent import Closest, RecentPrompts, Remembered, first_chunk
+from vllm_metal.serving.prefix_misses.recent import Closest, RecentPrompts, Remembered
 
 logger = init_logger(__name__)
 
@@ -93,8 +93,8 @@ class Watch:
         recent = self._owners.setdefault(salt, RecentPrompts(self._prompts))
         self._owners.move_to_end(salt)
         remembered, closest = recent.add(prompt)
-        first = first_chunk(prompt.tokens)
-        elsewhere = any(x.has(first) for key, x in self._owners.items() if key != salt)
+        others = (other for key, other in self._owners.items() if key != salt)
+        elsewhere = any(other.has_beginning(prompt) for other in others)
         self._make_room()
         return Question(prompt, remembered, closest, elsewhere)
 
