@@ -94,7 +94,7 @@ def test_reasoning_comes_first_and_ends_in_the_token_that_parsers_look_for(tmp_p
     [
         ([SIDE], "one has to be without a marker"),
         ([SCRIPT, SCRIPT], "one has to be without a marker"),
-        ([SCRIPT] + [SIDE] * 16, "there is room for 16"),
+        ([SCRIPT] + [SIDE] * 24, "there is room for 24"),
         ([Script(())], "it needs turns"),
         ([Script((Turn(reasoning="Hm."),))], "it needs turns"),
         ([Script((Turn("One."), Turn("Two.")))], "without tool results is not its last"),
