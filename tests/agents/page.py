@@ -46,10 +46,6 @@ def written(page: str) -> str:
 
 def _row(name: str, result: Result) -> str:
     interface = _INTERFACES.get(name) or CLIENTS[name].interface
-    if result.why_not:
-        return (
-            f"| {_PACKAGES[name]} | {result.version} | {interface} | {result.why_not} | | | | | |"
-        )
     cells = [
         _PACKAGES[name],
         result.version,

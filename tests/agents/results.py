@@ -22,7 +22,6 @@ class Result:
         turns: how many answers the longest conversation had.
         first, last: tokens of its first and of its last prompt.
         least: the least cached share from its second turn on, 0 to 1.
-        why_not: why it could not start; empty: it did.
     """
 
     version: str
@@ -31,7 +30,6 @@ class Result:
     first: int = 0
     last: int = 0
     least: float = 0.0
-    why_not: str = ""
 
 
 def note(file: Path, client: str, version: str, task: str, answers: Sequence[Answer] = ()) -> None:
