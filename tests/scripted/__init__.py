@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import mlx.core as mx
+from safetensors.numpy import save_file
 
 from scripted import vocabulary
 from scripted.script import Call, Script, Turn, check
@@ -41,8 +41,7 @@ def checkpoint(folder: Path, scripts: Sequence[Script]) -> Path:
     reasons = any(turn.reasoning for script in scripts for turn in script.turns)
     known = vocabulary.write(folder, embedded_model_path(dequantize=True), scripts, reasons)
     unmarked = next(number for number, script in enumerate(scripts) if script.marker is None)
-    arrays = {name: mx.array(array) for name, array in weights(known, unmarked).items()}
-    mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})
+    save_file(weights(known, unmarked), folder / "model.safetensors", {"format": "mlx"})
     end = {"eos_token_id": known.end_of_turn, "bos_token_id": known.begin}
     _write(folder, "config.json", CONFIG | {"vocab_size": known.size} | end)
     _write(folder, "generation_config.json", end)

@@ -2,11 +2,10 @@
 """Transformers says of a script checkpoint what the script says."""
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import scripted
 from scripted import Call, Script, Turn
+from scripted.dense import Said, asked
 
 TITLE = "Write a title for this"
 READ = Call("read", {"path": "notes.txt", "lines": [1, 2], "text": 'né "so"\n'})
@@ -23,38 +22,9 @@ SIDE = Script((Turn("A title"),), marker=TITLE)
 LATER = Script((Turn("Another", (READ,)), Turn("A summary")), marker="Summarise")
 
 
-class Said:
-    """What transformers' model of a folder answers."""
-
-    def __init__(self, folder):
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-    def __call__(self, messages):
-        ids = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        with torch.inference_mode():
-            out = self.model.generate(**ids, max_new_tokens=400, do_sample=False)
-        return self.tokenizer.decode(
-            out[0, ids["input_ids"].shape[1] :].tolist(), skip_special_tokens=True
-        )
-
-
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
     return Said(scripted.checkpoint(tmp_path_factory.mktemp("plain"), [SCRIPT, SIDE, LATER]))
-
-
-def asked(text, results=0, filler=""):
-    """A conversation that has had so many tool results."""
-    history = [{"role": "user", "content": text}]
-    for number in range(results):
-        history += [
-            {"role": "assistant", "content": f"Step {number}."},
-            {"role": "tool", "content": f"result {number} {filler}"},
-        ]
-    return history
 
 
 @pytest.mark.parametrize(
@@ -94,7 +64,7 @@ def test_reasoning_comes_first_and_ends_in_the_token_that_parsers_look_for(tmp_p
     [
         ([SIDE], "one has to be without a marker"),
         ([SCRIPT, SCRIPT], "one has to be without a marker"),
-        ([SCRIPT] + [SIDE] * 16, "there is room for 16"),
+        ([SCRIPT] + [SIDE] * 24, "there is room for 24"),
         ([Script(())], "it needs turns"),
         ([Script((Turn(reasoning="Hm."),))], "it needs turns"),
         ([Script((Turn("One."), Turn("Two.")))], "without tool results is not its last"),

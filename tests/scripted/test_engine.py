@@ -12,6 +12,7 @@ pytestmark = pytest.mark.more  # tests/agents has a server say scripts in each `
 
 STEPS = tuple(Turn(f"Step {count}.", (Call("read", {"n": count}),)) for count in range(9))
 TURNS = (*STEPS, Turn("End."))
+LONG = Script((Turn("word and " * 1000),), marker="[long]")
 GREEDY = SamplingParams(temperature=0, max_tokens=200)
 SAMPLED = SamplingParams(temperature=1, max_tokens=200, seed=3)
 
@@ -32,7 +33,7 @@ def history(results):
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    model = scripted.checkpoint(tmp_path_factory.mktemp("model"), [Script(TURNS)])
+    model = scripted.checkpoint(tmp_path_factory.mktemp("model"), [Script(TURNS), LONG])
     options = {"max_model_len": 65536, "max_num_batched_tokens": 512}
     with engine(str(model), **options) as started:
         yield started
@@ -55,3 +56,10 @@ def test_each_turn_is_said_and_most_of_its_prompt_is_cached(llm, params):
 def test_turns_of_one_batch_are_told_apart(llm):
     outputs = llm.chat([history(results) for results in range(10)], GREEDY, use_tqdm=False)
     assert [output.outputs[0].text for output in outputs] == [turn.answer for turn in TURNS]
+
+
+def test_a_very_long_answer_ends_where_its_script_does(llm):
+    question = [{"role": "user", "content": "[long]"}]
+    (output,) = llm.chat(question, SamplingParams(temperature=0, max_tokens=4000), use_tqdm=False)
+    assert output.outputs[0].text == LONG.turns[0].answer
+    assert output.outputs[0].finish_reason == "stop"

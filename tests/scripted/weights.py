@@ -17,7 +17,7 @@ import numpy as np
 from scripted.vocabulary import Vocabulary
 
 #: Scripts of a checkpoint, the one without a marker among them; and tool results of a prompt.
-MAX_SCRIPTS, MAX_RESULTS = 16, 64
+MAX_SCRIPTS, MAX_RESULTS = 24, 64
 
 _DIGITS, _RADIX = 4, 16  # so that 65536 places have a code
 _HEAD_DIM = 32

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A proxy on loopback that keeps what a client asked, and can cut an answer midway."""
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "host"}
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A request and its answer.
+
+    Attributes:
+        method: of HTTP.
+        path: with its query.
+        body: what JSON the request had; None: it had none.
+        status: of the answer.
+        answer: as much of its text as the client got.
+        cut: whether the connection was cut.
+    """
+
+    method: str
+    path: str
+    body: Any
+    status: int
+    answer: str
+    cut: bool
+
+
+@dataclass
+class Proxy:
+    """A running proxy. `url` is its address, `exchanges` what it saw, oldest first.
+
+    Set `cut_next` to have it hang up in the middle of the next answer that is a stream.
+    """
+
+    url: str
+    upstream: str
+    exchanges: list[Exchange] = field(default_factory=list)
+    cut_next: bool = False
+
+
+@contextmanager
+def proxied(upstream: str) -> Iterator[Proxy]:
+    """A proxy before the server at `upstream`, until the block ends."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.daemon_threads = True
+    server.proxy = Proxy(f"http://127.0.0.1:{server.server_port}", upstream)  # type: ignore
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server.proxy  # type: ignore
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def handle(self) -> None:
+        """Serves a connection until either side ends it; a client that resets it has ended it."""
+        with suppress(ConnectionError):
+            super().handle()
+
+    def log_message(self, *_: object) -> None:
+        """Logs nothing."""
+
+    def _pass_on(self) -> None:
+        proxy: Proxy = self.server.proxy  # type: ignore
+        data = self._body()
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
+        headers["Accept-Encoding"] = "identity"
+        upstream = http.client.HTTPConnection(urlsplit(proxy.upstream).netloc, timeout=600)
+        try:
+            upstream.request(self.command, self.path, data, headers)
+            reply = upstream.getresponse()
+            answer, cut = self._answer(proxy, reply)
+        finally:
+            upstream.close()
+        body = _json(data)
+        proxy.exchanges.append(
+            Exchange(self.command, self.path, body, reply.status, answer.decode(), cut)
+        )
+
+    do_GET = do_POST = do_HEAD = do_DELETE = _pass_on
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        parts = []
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
+    def _answer(self, proxy: Proxy, reply: http.client.HTTPResponse) -> tuple[bytes, bool]:
+        """Passes the answer on in chunks; whether it was cut."""
+        streamed = "event-stream" in reply.headers.get("Content-Type", "")
+        cut, proxy.cut_next = streamed and proxy.cut_next, proxy.cut_next and not streamed
+        self.send_response(reply.status)
+        for name, value in reply.headers.items():
+            if name.lower() not in _HOP:
+                self.send_header(name, value)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        passed = b""
+        while part := reply.read1(65536):
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(part), part))
+            self.wfile.flush()
+            passed += part
+            if cut and passed.count(b"data:") > 3:
+                self.close_connection = True
+                return passed, True
+        self.wfile.write(b"0\r\n\r\n")
+        return passed, False
+
+
+def _json(data: bytes) -> Any:
+    return json.loads(data) if data else None

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each client is to do, as scripts that call its own tools with its own arguments."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from scripted import Call, Script, Turn
+
+#: What lies in the folder at first, and what `notes.txt` says when the task is done.
+FILES = {"notes.txt": "alpha\ngamma\n", "other.txt": "delta\n"}
+EDITED = "beta\ngamma\n"
+#: What the command of the task prints, of `EDITED`.
+PRINTED = "notes.txt has 2 lines"
+STEPS = 19
+#: How much of a prompt is to be found in the prefix cache from the second turn on.
+ENOUGH = 0.9
+DONE, ALL_STEPS = "The file says beta now.", "All steps are done."
+#: How opencode asks for a title of the conversation.
+TITLE_MARKER, TITLE = "You are a title generator.", "A word is changed"
+
+#: Libraries, in loops of our own that have pi's tools.
+SDKS = ("openai", "anthropic")
+
+_PATCH = """apply_patch <<'EOF'
+*** Begin Patch
+*** Update File: {path}
+@@
+-{old}
++{new}
+*** End Patch
+EOF
+"""
+_BLOCK = "notes.txt\n```\n<<<<<<< SEARCH\nalpha\n=======\nbeta\n>>>>>>> REPLACE\n```"
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Calls of one client: to read a file, to replace a word in it, and to run a command.
+
+    Attributes:
+        read: of a path.
+        edit: of a path, the old word and the new one.
+        run: of a command line.
+    """
+
+    read: Callable[[str], Call]
+    edit: Callable[[str, str, str], Call]
+    run: Callable[[str], Call]
+
+
+def tools(folder: str) -> dict[str, Tools]:
+    """The tools of each client that works in `folder`, an absolute path."""
+    return {
+        "claude": Tools(
+            lambda path: Call("Read", {"file_path": f"{folder}/{path}"}),
+            lambda path, old, new: Call(
+                "Edit", {"file_path": f"{folder}/{path}", "old_string": old, "new_string": new}
+            ),
+            lambda command: Call("Bash", {"command": command}),
+        ),
+        "codex": Tools(
+            lambda path: Call("exec_command", {"cmd": f"cat {path}"}),
+            lambda path, old, new: Call(
+                "exec_command", {"cmd": _PATCH.format(path=path, old=old, new=new)}
+            ),
+            lambda command: Call("exec_command", {"cmd": command}),
+        ),
+        "opencode": Tools(
+            lambda path: Call("read", {"filePath": f"{folder}/{path}"}),
+            lambda path, old, new: Call(
+                "edit", {"filePath": f"{folder}/{path}", "oldString": old, "newString": new}
+            ),
+            lambda command: Call("bash", {"command": command}),
+        ),
+        "pi": Tools(
+            lambda path: Call("read", {"path": path}),
+            lambda path, old, new: Call(
+                "edit", {"path": path, "edits": [{"oldText": old, "newText": new}]}
+            ),
+            lambda command: Call("bash", {"command": command}),
+        ),
+    }
+
+
+def marker(client: str, task: str) -> str:
+    """What a prompt says to have a client's script of a task: `edit`, `steps` or `broken`."""
+    return f"[{client} {task}]"
+
+
+def scripts(folder: str) -> list[Script]:
+    """All scripts, of clients that work in `folder`."""
+    made = [Script((Turn(TITLE),), TITLE_MARKER)]
+    for client, its in tools(folder).items():
+        made += [
+            Script(edit_turns(its), marker(client, "edit")),
+            Script(steps_turns(its), marker(client, "steps")),
+            Script(broken_turns(its), marker(client, "broken")),
+        ]
+    for sdk in SDKS:
+        made += [
+            Script(edit_turns(tools(folder)["pi"]), marker(sdk, "edit")),
+            Script(steps_turns(tools(folder)["pi"]), marker(sdk, "steps")),
+        ]
+    made.append(Script((Turn(f"I change it.\n\n{_BLOCK}"),), marker("aider", "edit")))
+    return [*made, Script((Turn("No script is asked for."),))]
+
+
+def edit_turns(its: Tools) -> tuple[Turn, ...]:
+    """Reads two files at once, edits one, runs a command that needs the edit, and ends."""
+    run = 'cp notes.txt seen.txt; echo "notes.txt has $(wc -l < notes.txt) lines"'
+    return (
+        Turn("I read both files.", (its.read("notes.txt"), its.read("other.txt"))),
+        Turn(calls=(its.edit("notes.txt", "alpha", "beta"),)),
+        Turn("Now I look at it.", (its.run(run),)),
+        Turn(DONE),
+    )
+
+
+def steps_turns(its: Tools) -> tuple[Turn, ...]:
+    """One command a turn, and an end: 20 turns."""
+    steps = (
+        Turn(f"Step {step}.", (its.run(f"echo step {step} >> steps.txt"),))
+        for step in range(1, STEPS + 1)
+    )
+    return (*steps, Turn(ALL_STEPS))
+
+
+def broken_turns(its: Tools) -> tuple[Turn, ...]:
+    """A call whose arguments are no JSON, then a right one, and an end."""
+    call = its.run("echo right > right.txt")
+    broken = Call(call.name, '{"command": "echo')
+    return Turn(calls=(broken,)), Turn("Again.", (call,)), Turn(DONE)
