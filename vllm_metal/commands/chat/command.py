@@ -103,7 +103,7 @@ def _show(
         while not server.started and not serving.done():
             await asyncio.sleep(_START_POLL)
         print(f"Chat: {address}   (Ctrl-C ends it)", flush=True)
-        if opened:
+        if opened and _has_windows():
             webbrowser.open(address)
         while not serving.done() and alive():
             await asyncio.wait((serving,), timeout=_POLL)
@@ -119,6 +119,11 @@ def _show(
     if not by_user:
         print("vllm-metal: error: the server has ended: start the chat again", file=sys.stderr)
     return 0 if by_user else 1
+
+
+def _has_windows() -> bool:
+    # Without, a browser of the terminal would open, and take the terminal for itself.
+    return sys.platform == "darwin" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
 
 
 @contextmanager
