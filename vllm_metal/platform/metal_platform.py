@@ -161,13 +161,21 @@ class MetalPlatform(Platform):
         engine_args.recompute_by_default()
         engine_outputs.add_stat_logger(partial(MetalStatLogger, figures_of))
         if parser is not None:  # a command, which has uvicorn loaded; `LLM` has no use for it
+            from vllm_metal.serving.parsers.serve import set_parsers
             from vllm_metal.serving.prefix_misses import start
-            from vllm_metal.vllm_patches import first_mistake, http_protocol, prompts, server_end
+            from vllm_metal.vllm_patches import (
+                first_mistake,
+                http_protocol,
+                prompts,
+                serve_arguments,
+                server_end,
+            )
 
             http_protocol.limit_connections()
             first_mistake.stop_at_the_first_mistake()
             prompts.around_servers(start.around)
             server_end.tell_how_servers_end()
+            serve_arguments.complete(set_parsers)
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:

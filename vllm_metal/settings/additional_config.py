@@ -65,6 +65,7 @@ _READERS: Mapping[str, values.Reader] = {
     "dense_check": values.flag,
     "explain_prefix_misses": values.flag,
     "normalise_prompts": _names,
+    "choose_parsers": values.flag,
     "prefix_cache_dir": values.path,
     "prefix_cache_bytes": values.size,
     "prefix_cache_daily_writes": values.daily_size,
@@ -92,6 +93,9 @@ class AdditionalConfig:
     explain_prefix_misses: bool = True
     #: What is taken out of system messages before templating, as it changes with each request.
     normalise_prompts: tuple[str, ...] = ()
+    #: Choose the parsers of tool calls and thoughts by the model's files, where no flag says them.
+    #: `vllm serve` reads it before there is an engine: serving/parsers/serve.py.
+    choose_parsers: bool = True
     #: Folder of the prefix cache on disk; None: there is none, or --kv-transfer-config names it.
     prefix_cache_dir: Path | None = None
     #: Most bytes of that folder; None: the default, which depends on the free space.
