@@ -7,6 +7,7 @@ The server is a double that says what vLLM's says of its models; one test has th
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import tomllib
@@ -87,6 +88,7 @@ class User:
     def started(self, *arguments, **variables):
         done = self.launch(*arguments, **variables)
         assert done.returncode == 0, done.stderr
+        assert list(self.home.iterdir()) == [], "something is written where the user keeps things"
         return json.loads(self.out.read_text())
 
 
@@ -145,13 +147,6 @@ def test_pi_is_told_by_a_temporary_file(user):
     assert found["environment"][provider["apiKey"].removeprefix("$")] == "none"
 
 
-@pytest.mark.parametrize("client", CLIENTS)
-def test_nothing_is_written_where_the_user_keeps_things(user, client):
-    with listening() as port:
-        user.started(client, "tiny", "--port", str(port))
-    assert list(user.home.iterdir()) == []
-
-
 def test_arguments_behind_two_dashes_are_the_clients(user):
     with listening() as port:
         found = user.started("claude", "--port", str(port), "--", "-p", "a b", "--", "--print")
@@ -201,3 +196,34 @@ def test_a_model_that_is_not_there_is_an_error_before_anything_starts(user, tmp_
     done = user.launch("claude", str(tmp_path), "--port", "1")
     assert done.returncode == 1 and "config.json is missing" in done.stderr
     assert not user.out.exists()
+
+
+ASKER = """#!{python}
+import json, os, sys, urllib.request
+root, key = os.environ["ANTHROPIC_BASE_URL"], os.environ["ANTHROPIC_AUTH_TOKEN"]
+body = {{"model": os.environ["ANTHROPIC_MODEL"], "max_tokens": 3,
+         "messages": [{{"role": "user", "content": "hello"}}]}}
+request = urllib.request.Request(root + "/v1/messages", json.dumps(body).encode(),
+    {{"Authorization": "Bearer " + key, "Content-Type": "application/json"}})
+answer = json.load(urllib.request.urlopen(request))
+json.dump(answer, open({out!r}, "w"))
+sys.exit(3)
+"""
+
+
+@pytest.mark.more
+def test_a_server_is_started_for_the_client_and_ends_with_it(user, tmp_path):
+    model = tmp_path / "small"
+    make = [sys.executable, "-m", "vllm_metal.commands.doctor.children.tiny_model", str(model)]
+    subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
+    (user.bin / "claude").write_text(ASKER.format(python=sys.executable, out=str(user.out)))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    done = user.launch("claude", str(model), "--port", str(port))
+    assert done.returncode == 3, done.stderr
+    answer = json.loads(user.out.read_text())
+    assert answer["model"] == "small" and answer["usage"]["output_tokens"] == 3
+    assert "the server starts (0 s)" in done.stderr
+    with socket.socket() as probe, pytest.raises(ConnectionRefusedError):
+        probe.connect(("127.0.0.1", port))

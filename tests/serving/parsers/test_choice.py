@@ -49,6 +49,15 @@ def test_a_model_without_the_tokens_gets_no_parser_that_needs_them():
     assert "mistral" in flags(template, tokens=["[TOOL_CALLS]"])
 
 
+def test_a_parser_whose_package_is_not_installed_is_not_chosen(monkeypatch):
+    """vLLM's Cohere parsers end a start without it."""
+    template = "<|START_ACTION|>{{ tools }}"
+    monkeypatch.setattr("vllm_metal.serving.parsers.choice.find_spec", {"cohere_melody": 1}.get)
+    assert "cohere_command3" in flags(template)
+    monkeypatch.setattr("vllm_metal.serving.parsers.choice.find_spec", {}.get)
+    assert flags(template) == ""
+
+
 @pytest.mark.parametrize(
     ("family", "parser"),
     [("qwen3_next", "qwen3_coder"), ("mimo_v2_flash", "mimo"), ("step3p5", "step3p5")],

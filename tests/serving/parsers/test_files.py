@@ -21,7 +21,7 @@ def folder(tmp_path):
 
 
 def test_a_folder_without_a_configuration_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="config.json"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
         files.read(str(tmp_path))
 
 
@@ -103,7 +103,7 @@ def test_files_that_are_not_json_are_left_to_vllm(folder):
 
 
 def test_a_name_that_the_hub_does_not_have_is_an_error():
-    with pytest.raises(OSError, match="config.json"):
+    with pytest.raises(OSError, match=r"config\.json"):
         files.read("nobody/has-this-model")
     with pytest.raises(OSError, match="no folder and no name"):
         files.read("not a name!")

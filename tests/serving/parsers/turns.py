@@ -59,23 +59,21 @@ ANSWER = "It rains; take an umbrella."
 
 
 @dataclass(frozen=True)
+class Read:
+    """What a turn means, as it was meant or as a parser takes it."""
+
+    reasoning: str | None
+    content: str | None
+    calls: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
 class Turn:
     """What a model writes in one turn, and what it means."""
 
     text: str
-    reasoning: str | None
-    content: str | None
-    calls: tuple[tuple[str, dict[str, Any]], ...] = ()
+    meant: Read
     prompt: str = ""
-
-
-@dataclass(frozen=True)
-class Read:
-    """What a parser makes of a turn."""
-
-    reasoning: str | None
-    content: str | None
-    calls: tuple[tuple[str, Any], ...]
 
 
 def render(template: str, messages: list[dict[str, Any]], *, prompt: bool, **options: Any) -> str:
@@ -96,7 +94,7 @@ def turn(
     calls: Sequence[tuple[str, dict[str, Any]]] = (),
     arguments_as_text: bool = False,
     **options: Any,
-) -> Turn:
+) -> Turn | None:
     """What the template writes of an assistant's turn, between the generation prompt and its end.
 
     Args:
@@ -107,6 +105,10 @@ def turn(
         calls: name and arguments of each call.
         arguments_as_text: hand the template arguments as JSON, not as an object.
         options: more variables of the template.
+
+    Returns:
+        The turn; None where a model cannot write it, as its prompt begins otherwise: with a
+        thought, say, and the turn has none.
     """
     question = {"role": "user", "content": QUESTION}
     answer: dict[str, Any] = {"role": "assistant", "content": content or ""}
@@ -129,14 +131,12 @@ def turn(
     tools = TOOLS
     prompt = render(template, [question], prompt=True, tools=tools, **options)
     whole = render(template, [question, answer], prompt=False, tools=tools, **options)
-    shared = next(
-        (n for n, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b),
-        min(len(prompt), len(whole)),
-    )
-    text = whole[shared:]
+    if not whole.startswith(prompt):
+        return None
+    text = whole[len(prompt) :]
     for end in ends:
         text = text.partition(end)[0] if end in text else text
-    return Turn(text, thought, content, tuple(calls), prompt)
+    return Turn(text, Read(thought, content, tuple(calls)), prompt)
 
 
 def tokenizer(tokens: Sequence[str], template: str) -> PreTrainedTokenizerFast:
@@ -159,6 +159,7 @@ class Reader:
         """Takes the choice, and what the family's tokenizer has as one token each."""
         self._tokens = sorted(tokens, key=len, reverse=True)
         self._tokenizer = tokenizer(tokens, choice.files.template)
+        self._ids: dict[str, list[int]] = {}
         self._class = ParserManager.get_parser(
             tool_parser_name=choice.tool and choice.tool.parser,
             reasoning_parser_name=choice.reasoning and choice.reasoning.parser,
@@ -170,7 +171,9 @@ class Reader:
         """The text's tokens, with those that make one letter together."""
         special = "|".join(map(re.escape, self._tokens)) or "(?!)"
         parts = re.findall(f"{special}|.", text, re.DOTALL)
-        return [(part, self._tokenizer.encode(part, add_special_tokens=False)) for part in parts]
+        for part in {*parts} - self._ids.keys():
+            self._ids[part] = self._tokenizer.encode(part, add_special_tokens=False)
+        return [(part, self._ids[part]) for part in parts]
 
     def whole(self, turn: Turn) -> Read:
         """What it makes of an answer that is there at once."""

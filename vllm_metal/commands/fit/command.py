@@ -68,9 +68,15 @@ def question(model: str | None, context: int | None) -> Namespace:
         context: tokens of the longest request; None: what fits.
     """
     unset = (
-        "memory requests dtype max_num_seqs num_speculative_tokens max_num_batched_tokens "
-        "gpu_memory_utilization block_size"
-    ).split()
+        "memory",
+        "requests",
+        "dtype",
+        "max_num_seqs",
+        "num_speculative_tokens",
+        "max_num_batched_tokens",
+        "gpu_memory_utilization",
+        "block_size",
+    )
     asked = {"model": model, "context": context, "kv_cache_dtype": "auto"}
     return Namespace(**dict.fromkeys(unset), **asked)
 

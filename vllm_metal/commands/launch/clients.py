@@ -54,9 +54,8 @@ class Client:
 
 def _claude(server: Endpoint, folder: Path) -> Start:
     """Claude Code: https://code.claude.com/docs/en/env-vars."""
-    models = ("ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL") + tuple(
-        f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU")
-    )
+    sizes = (f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU"))
+    models = ("ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL", *sizes)
     return Start(
         environment=dict.fromkeys(models, server.model)
         | {

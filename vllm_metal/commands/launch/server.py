@@ -111,7 +111,7 @@ def _wait(process: subprocess.Popen[bytes], port: int, log: Path, told: TextIO) 
 
 
 def _tell(told: TextIO, seconds: float, shown: str) -> str:
-    """Says how long it has been, and returns it: each second on a terminal, else each half minute."""
+    """Says how long it takes, each second on a terminal, else each half minute; the line."""
     step = 1 if told.isatty() else 30
     line = f"vllm-metal: the server starts ({int(seconds) // step * step} s)"
     if line != shown:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from vllm_metal.serving.parsers.files import ModelFiles
 from vllm_metal.serving.parsers.table import REASONING, TOOLS, Rule
@@ -114,6 +115,7 @@ def _holds(rule: Rule, files: ModelFiles) -> bool:
         and not any(part in files.template for part in rule.without)
         and all(map(files.has_token, rule.tokens))
         and _thinks(rule, files)
+        and (not rule.module or find_spec(rule.module) is not None)
     )
 
 

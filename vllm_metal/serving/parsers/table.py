@@ -27,6 +27,7 @@ class Rule:
     #: prompt ends inside of <think> ("opened"). The parser takes all text for a thought until it
     #: ends, so it is not for a model that answers at once. None: the parser can tell by itself.
     thinks: Literal["unasked", "opened"] | None = None
+    module: str = ""  # that the parser imports and vLLM does not require
 
 
 _THINK = ("<think>", "</think>")
@@ -42,6 +43,7 @@ _OLMO_3_TOKENS = ("Ġ</", "</", "think", ">")
 _ERNIE = ("ernie4_5", "ernie4_5_moe")
 _PYTHONIC = "[func_name1(params_name1=params_value1"
 
+#: phi4_mini_json is not among them: it streams nothing of an answer without calls.
 #: The first rule that holds decides; those that say most come first.
 TOOLS: tuple[Rule, ...] = (
     # Formats with marks of their own, whichever family writes them.
@@ -55,7 +57,7 @@ TOOLS: tuple[Rule, ...] = (
     Rule("seed_oss", ("<seed:tool_call>", "<function=")),
     Rule("kimi_k2", ("<|tool_calls_section_begin|>",)),
     Rule("plamo3", ("<|plamo:begin_tool_requests:plamo|>",)),
-    Rule("cohere_command3", ("<|START_ACTION|>",)),
+    Rule("cohere_command3", ("<|START_ACTION|>",), module="cohere_melody"),
     Rule("apertus", ("<|tools_prefix|>",)),
     Rule("muse_glimmer", ("<atem:function_calls>",)),
     Rule("dots", ("<dots_function_call>",)),
@@ -78,8 +80,6 @@ TOOLS: tuple[Rule, ...] = (
     Rule("hunyuan_a13b", ("<tool_calls>",), families=_HUNYUAN),
     Rule("jamba", ("<tool_calls>",), families=("jamba",), tokens=("<tool_calls>", "</tool_calls>")),
     Rule("olmo3", ("<function_calls>",), families=_OLMO_3),
-    Rule("phi4_mini_json", ("<|tool|>",), families=("phi3",)),
-    Rule("phi4_mini_json", ("functools[",), families=("phi3",)),
     Rule("gigachat3", ("function call", "<|role_sep|>", "<|message_sep|>")),
     Rule("llama4_json", ('"parameters": ',), families=_LLAMA_4, tokens=("<|python_tag|>",)),
     Rule("llama4_pythonic", families=_LLAMA_4, tokens=("<|python_start|>",)),
@@ -104,8 +104,8 @@ REASONING: tuple[Rule, ...] = (
     Rule("gemma4", ("<|channel>", "<channel|>")),
     Rule("seed_oss", ("<seed:think>",)),
     Rule("plamo3", ("<|plamo:begin_think:plamo|>",)),
-    Rule("cohere_command3", ("<|START_THINKING|>",)),
-    Rule("mistral", ("[THINK]",), tokens=("[THINK]", "[/THINK]")),
+    Rule("cohere_command3", ("<|START_THINKING|>",), module="cohere_melody"),
+    Rule("mistral", ("[THINK]",), tokens=("[THINK]", "[/THINK]", "[TOOL_CALLS]")),
     Rule("kimi_k2", ("<|tool_calls_section_begin|>", *_THINK), tokens=_THINK),
     Rule(
         "deepseek_v3", ("<｜Assistant｜>", "thinking", *_THINK), without=("```json",), tokens=_THINK
