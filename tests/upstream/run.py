@@ -33,6 +33,7 @@ def run(files: tuple[str, ...], arguments: list[str] | None = None) -> int:
             "VLLM_METAL_DEVICE": "cpu",
             "VLLM_NO_USAGE_STATS": "1",
         }
+        _compile(environment)
         command = [sys.executable, "-m", "pytest", "-p", "upstream.plugin", "-q"]
         command += ["-p", "no:cacheprovider", "-p", "no:warnings", "--timeout", "300"]
         paths = [f"tests/v1/{file}" for file in files]
@@ -42,6 +43,16 @@ def run(files: tuple[str, ...], arguments: list[str] | None = None) -> int:
             env=environment,
             stdin=subprocess.DEVNULL,
         ).returncode
+
+
+def _compile(environment: dict[str, str]) -> None:
+    """Keeps the bytecode that `python -O` has of vLLM.
+
+    test_kv_cache_utils gives a process of that kind 60 s, and a slow machine compiles for longer.
+    """
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    command = [sys.executable, "-O", "-c", "import vllm.v1.core.kv_cache_utils"]
+    subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, check=True)
 
 
 def main() -> int:
