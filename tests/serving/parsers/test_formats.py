@@ -118,4 +118,4 @@ def test_formats_that_are_written_down(family, case, way):
 @pytest.mark.more
 @pytest.mark.parametrize(("family", "case", "way"), [*_marked(RENDERED, "template")])
 def test_what_a_familys_own_template_writes(family, case, way):
-    _check(*_rendered(family, case), way, examples=15)
+    _check(*_rendered(family, case), way, examples=10)
