@@ -29,7 +29,12 @@ import pathlib, shutil
 
 
 def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
-    folder = pathlib.Path(metadata_directory, "vllm.dist-info")
+    lines = pathlib.Path("PKG-INFO").read_text().splitlines()
+    name, version = (
+        next(line.partition(": ")[2] for line in lines if line.startswith(f"{key}: "))
+        for key in ("Name", "Version")
+    )
+    folder = pathlib.Path(metadata_directory, f"{name.replace('-', '_')}-{version}.dist-info")
     folder.mkdir()
     shutil.copy("PKG-INFO", folder / "METADATA")
     return folder.name
@@ -52,7 +57,8 @@ def extracted() -> Path:
         raise RuntimeError(
             f"vLLM {installed} is installed, and {Path(__file__).name} names {VERSION}'s archive"
         )
-    return _fetched(cache_dir() / "vllm-tests" / VERSION, VERSION, SHA256, _OF_TESTS)
+    folder = cache_dir() / "vllm-tests" / VERSION
+    return _fetched(folder, f"vllm=={VERSION}", SHA256, _OF_TESTS)
 
 
 def file(name: str) -> Path:
@@ -71,6 +77,25 @@ def file(name: str) -> Path:
     return found
 
 
+def part(
+    name: str, version: str, sha256: str, wanted: tuple[str, ...], backend: str = "setuptools"
+) -> Path:
+    """Folder with some files of a package's source archive, fetched when not in the cache.
+
+    Args:
+        name: of the package.
+        version: of it.
+        sha256: of the archive.
+        wanted: what the files' paths in it begin with.
+        backend: the module of the package's build backend.
+
+    Raises:
+        UnavailableError: pip does not get the archive.
+    """
+    folder = cache_dir() / "source-archives" / f"{name}-{version}"
+    return _fetched(folder, f"{name}=={version}", sha256, wanted, backend)
+
+
 def newest(folder: Path) -> None:
     """The same of the newest release, with its requirements, whatever the index says it holds.
 
@@ -82,13 +107,19 @@ def newest(folder: Path) -> None:
         _extract(archive, folder, ("vllm/", "requirements/", "PKG-INFO"))
 
 
-def _fetched(folder: Path, version: str, sha256: str, wanted: tuple[str, ...]) -> Path:
+def _fetched(
+    folder: Path,
+    requirement: str,
+    sha256: str,
+    wanted: tuple[str, ...],
+    backend: str = "setuptools",
+) -> Path:
     """The folder, with what of an archive's files begins as wanted."""
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as work:
-        archive = _download(Path(work), f"vllm=={version}", f"--hash=sha256:{sha256}")
+        archive = _download(Path(work), requirement, f"--hash=sha256:{sha256}", backend=backend)
         fresh = Path(work) / "extracted"
         _extract(archive, fresh, wanted)
         try:
@@ -99,25 +130,27 @@ def _fetched(folder: Path, version: str, sha256: str, wanted: tuple[str, ...]) -
     return folder
 
 
-def _download(work: Path, requirement: str, *hashes: str) -> Path:
-    """vLLM's source archive, from where pip is configured to find packages."""
-    backend = work / "backend" / "setuptools"
-    backend.mkdir(parents=True)
-    (backend / "__init__.py").touch()
-    (backend / "build_meta.py").write_text(_BACKEND)
+def _download(work: Path, requirement: str, *hashes: str, backend: str = "setuptools") -> Path:
+    """A source archive, from where pip is configured to find packages."""
+    name = requirement.partition("==")[0]
+    stand_in = work / "backend" / backend
+    stand_in.mkdir(parents=True)
+    (stand_in / "__init__.py").touch()
+    for module in ("build_meta.py", "build.py"):  # of setuptools, and of scikit-build-core
+        (stand_in / module).write_text(_BACKEND)
     wanted = work / "requirements.txt"
     wanted.write_text(" ".join([requirement, *hashes]))
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--retries", "1"]
-    options = ["--no-deps", "--no-binary", "vllm", "--no-build-isolation"]
+    options = ["--no-deps", "--no-binary", name, "--no-build-isolation"]
     options += ["--require-hashes"] if hashes else []
     done = subprocess.run(
         [*pip, *options, "--dest", str(work), "--requirement", str(wanted)],
-        env=os.environ | {"PYTHONPATH": str(backend.parent)},
+        env=os.environ | {"PYTHONPATH": str(stand_in.parent)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
     )
-    archives = list(work.glob("vllm-*.tar.gz"))
+    archives = list(work.glob("*.tar.gz"))
     if done.returncode or not archives:
         errors = (line for line in done.stderr.splitlines() if line.startswith("ERROR: "))
         raise UnavailableError(

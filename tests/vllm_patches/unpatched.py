@@ -634,6 +634,17 @@ def middlewares(folder):
     return not names, names
 
 
+@probe("serve_arguments.complete", at_once=False)
+def who_chooses_parsers(folder):
+    """vLLM chooses no parser of tool calls, and a platform sees no parsed arguments of a server."""
+    from vllm.entrypoints.launchers.cli_args import FrontendArgs
+    from vllm.platforms.interface import Platform
+
+    names = [name for name in dir(Platform) if re.search("parser|serve|front|cli|args", name)]
+    chosen = FrontendArgs.tool_call_parser, FrontendArgs.enable_auto_tool_choice
+    return chosen == (None, False) and not names, (chosen, names)
+
+
 @probe("http_protocol.limit_connections", at_once=False)
 def limits_on_headers(folder):
     """uvicorn's protocol for httptools takes longer headers than its configuration says."""

@@ -17,8 +17,11 @@ from vllm_metal.commands import units
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return the exit status."""
-    args = _parser().parse_args(argv)
-    args.own_process = argv is None
+    given = list(sys.argv[1:] if argv is None else argv)
+    launches = given[:1] == ["launch"] and "--" in given
+    end = given.index("--") if launches else len(given)  # the rest is the launched command's
+    args = _parser().parse_args(given[:end])
+    args.own_process, args.behind = argv is None, given[end + 1 :]
     for number in (signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
         signal.signal(number, _unwind)
     try:
@@ -53,6 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(commands.add_parser("model", help="print the path of the embedded default model"))
     _add_fit(
         commands.add_parser("fit", help="say how much memory a model needs, and whether it fits")
+    )
+    _add_launch(
+        commands.add_parser("launch", help="start a coding agent on a model of this machine")
     )
     _add_doctor(
         commands.add_parser("doctor", help="check this machine, the engine and every kernel")
@@ -170,6 +176,42 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
     served.add_argument("--gpu-memory-utilization", type=units.share, metavar="SHARE")
     served.add_argument("--block-size", type=int, metavar="16|32")
     parser.set_defaults(run=_fit)
+
+
+def _add_launch(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Start an agent on a model of this machine. Where no server runs on the port, one is "
+        "started, with the context that fits and the parsers of tool calls and thoughts that the "
+        "model's files call for, and ends with the agent. The agent is told by variables, "
+        "arguments and temporary files: its own configuration stays as it is. The exit status is "
+        "the agent's."
+    )
+    parser.add_argument("client", choices=("claude", "codex", "opencode", "pi"))
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="a folder, or a name on the Hugging Face hub; default: what the running server "
+        "serves, else the largest that fits of a few well-known models",
+    )
+    parser.add_argument(
+        "--port",
+        type=units.count,
+        default=8000,
+        help="of the server, on this machine; default: %(default)s",
+    )
+    parser.add_argument(
+        "--context",
+        type=units.tokens,
+        metavar="TOKENS",
+        help="longest request of a server that is started, prompt and answer together, such as "
+        "64k; default: what fits, up to what the model is made for",
+    )
+    parser.add_argument(
+        "--print", action="store_true", help="say what would be done, without keys, and do nothing"
+    )
+    parser.epilog = "Arguments behind -- are the agent's: vllm-metal launch claude -- -p 'Hello'"
+    parser.set_defaults(run=_launch)
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -395,6 +437,12 @@ def _fit(args: argparse.Namespace) -> int:
 
         partial_imports.plan_only()
     from vllm_metal.commands.fit import command
+
+    return command.run(args)
+
+
+def _launch(args: argparse.Namespace) -> int:
+    from vllm_metal.commands.launch import command
 
     return command.run(args)
 

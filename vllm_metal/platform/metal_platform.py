@@ -163,10 +163,12 @@ class MetalPlatform(Platform):
         engine_outputs.add_stat_logger(partial(MetalStatLogger, figures_of))
         idle.keep_engines()
         if parser is not None:  # a command, which has uvicorn loaded; `LLM` has no use for it
+            from vllm_metal.serving.parsers.serve import set_parsers
             from vllm_metal.serving.prefix_misses import start as misses
             from vllm_metal.vllm_patches import (
                 first_mistake,
                 http_protocol,
+                serve_arguments,
                 server_app,
                 server_end,
             )
@@ -176,6 +178,7 @@ class MetalPlatform(Platform):
             server_app.around_servers(misses.around)
             server_app.around_servers(idle.around)
             server_end.tell_how_servers_end()
+            serve_arguments.complete(set_parsers)
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:

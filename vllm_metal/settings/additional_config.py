@@ -76,6 +76,7 @@ _READERS: Mapping[str, values.Reader] = {
     "dense_check": values.flag,
     "explain_prefix_misses": values.flag,
     "normalise_prompts": _names,
+    "choose_parsers": values.flag,
     "idle_sleep": values.duration,
     "idle_sleep_weights": _duration_or_never,
     "prefix_cache_dir": values.path,
@@ -105,6 +106,9 @@ class AdditionalConfig:
     explain_prefix_misses: bool = True
     #: What is taken out of system messages before templating, as it changes with each request.
     normalise_prompts: tuple[str, ...] = ()
+    #: Choose the parsers of tool calls and thoughts by the model's files, where no flag says them.
+    #: `vllm serve` reads it before there is an engine: serving/parsers/serve.py.
+    choose_parsers: bool = True
     #: Seconds without a request after which the KV pool's memory is given back; None: it stays.
     idle_sleep: float | None = None
     #: Likewise the weights', from the same moment on; None: twice as many seconds as the pool's.

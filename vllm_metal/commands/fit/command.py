@@ -43,17 +43,42 @@ def run(args: Namespace) -> int:
     Raises:
         ValueError: the model is not found, or the engine would refuse it or these options.
     """
+    answer = find(args)
+    print(json.dumps(report.as_json(answer), indent=1) if args.json else report.as_text(answer))
+    return 0 if answer.fits else 1
+
+
+def find(args: Namespace) -> Answer:
+    """The answer that `run` prints; args and errors are those of `run`."""
     machine = Machine.this() if args.memory is None else Machine.mac(args.memory)
     try:
         if args.model is None:
-            answer = _largest_known(args, machine)
-        else:
-            with folder(args.model) as path:
-                answer = _answer(args, path, machine)
+            return _largest_known(args, machine)
+        with folder(args.model) as path:
+            return _answer(args, path, machine)
     except (ModelLoadError, NotImplementedError) as error:
         raise ValueError(str(error)) from error
-    print(json.dumps(report.as_json(answer), indent=1) if args.json else report.as_text(answer))
-    return 0 if answer.fits else 1
+
+
+def question(model: str | None, context: int | None) -> Namespace:
+    """Arguments of `run` for one request on this machine, with a server's defaults.
+
+    Args:
+        model: a folder, or a name on the hub; None: the largest known one that fits.
+        context: tokens of the longest request; None: what fits.
+    """
+    unset = (
+        "memory",
+        "requests",
+        "dtype",
+        "max_num_seqs",
+        "num_speculative_tokens",
+        "max_num_batched_tokens",
+        "gpu_memory_utilization",
+        "block_size",
+    )
+    asked = {"model": model, "context": context, "kv_cache_dtype": "auto"}
+    return Namespace(**dict.fromkeys(unset), **asked)
 
 
 def _largest_known(args: Namespace, machine: Machine) -> Answer:

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-metal launch` as a process, with a client that writes down how it was started.
+
+The server is a double that says what vLLM's says of its models; one test has the real one.
+"""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tomllib
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+CLIENTS = ("claude", "codex", "opencode", "pi")
+RECORDER = """#!{python}
+import json, os, sys
+given = sys.argv[1:]
+files = {{path: open(path).read() for path in given if os.path.isfile(path)}}
+found = {{"arguments": given, "environment": dict(os.environ), "files": files}}
+json.dump(found, open({out!r}, "w"))
+sys.exit({status})
+"""
+
+
+class Models(BaseHTTPRequestHandler):
+    """Answers /v1/models as vLLM does, to whoever has the key."""
+
+    def do_GET(self):
+        allowed = self.headers.get("Authorization") in self.server.accepted
+        entry = {"id": "tiny", "object": "model", "max_model_len": 40000}
+        body = json.dumps({"object": "list", "data": [entry]} if allowed else {}).encode()
+        self.send_response(200 if allowed else 401)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def listening(key=None):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Models)
+    server.accepted = [f"Bearer {key}"] if key else [None]
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def user(tmp_path):
+    """A user with all clients, each a program that writes down how it was started."""
+    return User(tmp_path)
+
+
+class User:
+    def __init__(self, root: Path):
+        self.bin, self.home, self.out = root / "bin", root / "home", root / "started.json"
+        self.bin.mkdir()
+        self.home.mkdir()
+        self.install()
+
+    def install(self, status=0):
+        for name in CLIENTS:
+            program = self.bin / name
+            text = RECORDER.format(python=sys.executable, out=str(self.out), status=status)
+            program.write_text(text)
+            program.chmod(0o755)
+
+    def launch(self, *arguments, **variables):
+        own = {"PATH": str(self.bin), "HOME": str(self.home), "VLLM_API_KEY": "", **variables}
+        return subprocess.run(
+            [sys.executable, "-m", "vllm_metal.commands.cli", "launch", *arguments],
+            env=os.environ | own,
+            capture_output=True,
+            text=True,
+        )
+
+    def started(self, *arguments, **variables):
+        done = self.launch(*arguments, **variables)
+        assert done.returncode == 0, done.stderr
+        assert list(self.home.iterdir()) == [], "something is written where the user keeps things"
+        return json.loads(self.out.read_text())
+
+
+def test_claude_code_is_told_by_its_environment(user):
+    with listening() as port:
+        found = user.started("claude", "--port", str(port), ANTHROPIC_API_KEY="the user's own")
+    variables = found["environment"]
+    assert variables["ANTHROPIC_BASE_URL"] == f"http://127.0.0.1:{port}"
+    assert "ANTHROPIC_API_KEY" not in variables  # it goes before ANTHROPIC_AUTH_TOKEN
+    named = {name: value for name, value in variables.items() if name.endswith("_MODEL")}
+    assert set(named.values()) == {"tiny"} and len(named) == 5
+    assert int(variables["CLAUDE_CODE_MAX_OUTPUT_TOKENS"]) == 10000
+    assert found["arguments"] == []
+
+
+def test_codex_is_told_by_its_arguments(user):
+    with listening() as port:
+        found = user.started("codex", "--port", str(port))
+    flags, settings = found["arguments"][::2], found["arguments"][1::2]
+    assert set(flags) == {"-c"}
+    read = tomllib.loads("\n".join(settings))
+    (name,) = read["model_providers"]
+    provider = read["model_providers"][name]
+    assert (read["model"], read["model_provider"]) == ("tiny", name)
+    assert read["model_context_window"] == 40000
+    assert provider["base_url"] == f"http://127.0.0.1:{port}/v1"
+    assert provider["wire_api"] == "responses"
+    assert found["environment"][provider["env_key"]] == "none"
+
+
+def test_opencode_is_told_by_its_environment(user):
+    with listening("k1") as port:
+        found = user.started("opencode", "--port", str(port), VLLM_API_KEY="k1")
+    config = json.loads(found["environment"]["OPENCODE_CONFIG_CONTENT"])
+    name, _, model = config["model"].partition("/")
+    provider = config["provider"][name]
+    assert model in provider["models"] and config["small_model"] == config["model"]
+    assert provider["models"][model]["limit"] == {"context": 40000, "output": 10000}
+    assert provider["options"]["baseURL"] == f"http://127.0.0.1:{port}/v1"
+    variable = re.fullmatch(r"\{env:(\w+)\}", provider["options"]["apiKey"])[1]
+    assert found["environment"][variable] == "k1"
+
+
+def test_pi_is_told_by_a_temporary_file(user):
+    with listening() as port:
+        found = user.started("pi", "--port", str(port))
+    ((path, extension),) = found["files"].items()
+    assert not Path(path).exists()
+    flag, given, *rest = found["arguments"]
+    assert (flag, given) == ("--extension", path)
+    assert rest == ["--provider", "vllm-metal", "--model", "tiny"]
+    stated = re.search(r'registerProvider\("vllm-metal", (\{.*\})\);', extension)[1]
+    provider = json.loads(stated)
+    assert provider["baseUrl"] == f"http://127.0.0.1:{port}/v1"
+    assert provider["models"][0]["contextWindow"] == 40000
+    assert found["environment"][provider["apiKey"].removeprefix("$")] == "none"
+
+
+def test_arguments_behind_two_dashes_are_the_clients(user):
+    with listening() as port:
+        found = user.started("claude", "--port", str(port), "--", "-p", "a b", "--", "--print")
+    assert found["arguments"] == ["-p", "a b", "--", "--print"]
+
+
+def test_the_exit_status_is_the_clients(user):
+    user.install(status=7)
+    with listening() as port:
+        assert user.launch("claude", "--port", str(port)).returncode == 7
+
+
+def test_a_client_that_is_missing_is_named_with_what_installs_it(user):
+    (user.bin / "codex").unlink()
+    done = user.launch("codex")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "vllm-metal: error: codex is not installed: npm install -g @openai/codex\n"
+    )
+
+
+def test_print_says_what_would_be_done_and_no_key(user):
+    with listening("secret-key") as port:
+        done = user.launch(
+            "pi", "--port", str(port), "--print", "--", "x", VLLM_API_KEY="secret-key"
+        )
+    assert done.returncode == 0 and not user.out.exists()
+    assert "secret-key" not in done.stdout + done.stderr
+    assert f"http://127.0.0.1:{port}" in done.stdout
+    assert "Temporary file vllm-metal.js" in done.stdout and "--model tiny x" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "said"),
+    [
+        (["claude", "other"], "k", "serves tiny and not other"),
+        (["claude"], "wrong", "wants its key: set VLLM_API_KEY"),
+    ],
+)
+def test_a_server_that_is_another_is_not_used(user, arguments, key, said):
+    with listening("k") as port:
+        done = user.launch(*arguments, "--port", str(port), VLLM_API_KEY=key)
+    assert done.returncode == 1 and said in done.stderr and not user.out.exists()
+
+
+def test_a_model_that_is_not_there_is_an_error_before_anything_starts(user, tmp_path):
+    done = user.launch("claude", str(tmp_path), "--port", "1")
+    assert done.returncode == 1 and "config.json is missing" in done.stderr
+    assert not user.out.exists()
+
+
+ASKER = """#!{python}
+import json, os, sys, urllib.request
+root, key = os.environ["ANTHROPIC_BASE_URL"], os.environ["ANTHROPIC_AUTH_TOKEN"]
+body = {{"model": os.environ["ANTHROPIC_MODEL"], "max_tokens": 3,
+         "messages": [{{"role": "user", "content": "hello"}}]}}
+request = urllib.request.Request(root + "/v1/messages", json.dumps(body).encode(),
+    {{"Authorization": "Bearer " + key, "Content-Type": "application/json"}})
+answer = json.load(urllib.request.urlopen(request))
+json.dump(answer, open({out!r}, "w"))
+sys.exit(3)
+"""
+
+
+@pytest.mark.more
+def test_a_server_is_started_for_the_client_and_ends_with_it(user, tmp_path):
+    model = tmp_path / "small"
+    make = [sys.executable, "-m", "vllm_metal.commands.doctor.children.tiny_model", str(model)]
+    subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
+    (user.bin / "claude").write_text(ASKER.format(python=sys.executable, out=str(user.out)))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    done = user.launch("claude", str(model), "--port", str(port))
+    assert done.returncode == 3, done.stderr
+    answer = json.loads(user.out.read_text())
+    assert answer["model"] == "small" and answer["usage"]["output_tokens"] == 3
+    assert "the server starts (0 s)" in done.stderr
+    with socket.socket() as probe, pytest.raises(ConnectionRefusedError):
+        probe.connect(("127.0.0.1", port))

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chat templates as their models' publishers wrote them, out of source archives on PyPI.
+
+llama-cpp-python's has those that llama.cpp collects, vLLM's the ones that it recommends beside its
+parsers. None of them is in this repository: most have licences of their own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from upstream import archive
+
+_LLAMA_CPP = "vendor/llama.cpp/models/templates/"
+_VLLM = "examples/tool_chat_template_"
+
+
+def template(name: str) -> str:
+    """A template by its name: of llama.cpp's file, or of vLLM's behind "vllm:".
+
+    Raises:
+        archive.UnavailableError: pip does not get the archive.
+    """
+    if name.startswith("vllm:"):
+        folder = archive.part("vllm", archive.VERSION, archive.SHA256, (_VLLM,))
+        return _read(folder / f"{_VLLM}{name.removeprefix('vllm:')}.jinja")
+    folder = archive.part(
+        "llama-cpp-python",
+        "0.3.22",
+        "93c54af95d917fe6d6d70039efe16ca9240634d11010f5aaf795261b9f43042f",
+        (_LLAMA_CPP,),
+        "scikit_build_core",
+    )
+    return _read(folder / _LLAMA_CPP / f"{name}.jinja")
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")

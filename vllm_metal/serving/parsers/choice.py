@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses the parsers of a model by its files, and says in words what was chosen and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from vllm_metal.serving.parsers.files import ModelFiles
+from vllm_metal.serving.parsers.table import REASONING, TOOLS, Rule
+
+TOOL_FLAGS = "--enable-auto-tool-choice --tool-call-parser"
+REASONING_FLAG = "--reasoning-parser"
+#: vLLM's parsers that read what a tokenizer's `response_template` says. It goes with no other.
+BY_TOKENIZER = Rule("hf")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Parsers for a model; None where no rule holds."""
+
+    files: ModelFiles
+    tool: Rule | None
+    reasoning: Rule | None
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Arguments of `vllm serve` that state the choice."""
+        found: list[str] = []
+        if self.tool is not None:
+            found += [*TOOL_FLAGS.split(), self.tool.parser]
+        if self.reasoning is not None:
+            found += [REASONING_FLAG, self.reasoning.parser]
+        return tuple(found)
+
+    def lines(self) -> Iterator[str]:
+        """All that there is to say, a sentence each; nothing of the model's texts is in it."""
+        yield from filter(None, (self.of_tools, self.of_reasoning, self.of_sampling))
+
+    @property
+    def of_tools(self) -> str:
+        """What becomes of tool calls, and why."""
+        template = self.files.template
+        if self.tool is not None:
+            return f"Chose {TOOL_FLAGS} {self.tool.parser}: {_why(self.tool, self.files)}."
+        if not template:
+            return (
+                "The model's files have no chat template: chats need --chat-template FILE, and "
+                f"tool calls {TOOL_FLAGS} NAME."
+            )
+        if "tool" not in template:
+            return "The chat template has no tools, so requests with tools are refused."
+        return (
+            "No parser of tool calls is known for this chat template: to serve them, pass "
+            f"{TOOL_FLAGS} NAME (`vllm serve --help=tool-call-parser` lists the names)."
+        )
+
+    @property
+    def of_reasoning(self) -> str:
+        """What becomes of thoughts, and why; "" where the chat template speaks of none."""
+        if self.reasoning is not None:
+            why = _why(self.reasoning, self.files)
+            return f"Chose {REASONING_FLAG} {self.reasoning.parser}: {why}."
+        if "think" not in self.files.template:
+            return ""
+        return (
+            "No parser of thoughts is chosen, as this model does not think unasked, or in a form "
+            f"that is not known: thoughts are text of the answer, unless {REASONING_FLAG} NAME "
+            "says how to tell them apart."
+        )
+
+    @property
+    def of_sampling(self) -> str:
+        """Defaults of requests, which vLLM takes from the model's files by itself."""
+        if not (sampling := self.files.sampling):
+            return ""
+        named = ", ".join(f"{key} {value}" for key, value in sampling.items())
+        return f"Requests that say nothing else have {named}, of generation_config.json."
+
+
+def _why(rule: Rule, files: ModelFiles) -> str:
+    if rule is BY_TOKENIZER:
+        return "the tokenizer's response_template says how to read answers"
+    reasons = []
+    if rule.markers:
+        reasons.append(f"the chat template has {_listed(rule.markers)}")
+    if rule.families:
+        reasons.append(f"the model is of the family {files.model_type}")
+    if rule.tokens and not rule.markers:
+        reasons.append(f"the tokenizer has {_listed(rule.tokens)}")
+    return " and ".join(reasons)
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return ", ".join(parts)
+
+
+def choose(files: ModelFiles) -> Choice:
+    """The first rule that holds for each of the two parsers."""
+    tool, reasoning = _first(TOOLS, files), _first(REASONING, files)
+    if files.response_template and tool is None and reasoning is None:
+        return Choice(files, BY_TOKENIZER, BY_TOKENIZER)
+    return Choice(files, tool, reasoning)
+
+
+def _first(rules: Sequence[Rule], files: ModelFiles) -> Rule | None:
+    return next((rule for rule in rules if _holds(rule, files)), None)
+
+
+def _holds(rule: Rule, files: ModelFiles) -> bool:
+    return (
+        (not rule.families or files.model_type in rule.families)
+        and all(marker in files.template for marker in rule.markers)
+        and not any(part in files.template for part in rule.without)
+        and all(map(files.has_token, rule.tokens))
+        and _thinks(rule, files)
+        and (not rule.module or find_spec(rule.module) is not None)
+    )
+
+
+def _thinks(rule: Rule, files: ModelFiles) -> bool:
+    if rule.thinks is None:
+        return True
+    return files.thinking.by_default if rule.thinks == "unasked" else files.thinking.opened

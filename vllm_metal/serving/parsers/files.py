@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads of a model's files what says how it writes tool calls and thoughts; loads no model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from vllm_metal.serving.parsers import thinking
+from vllm_metal.serving.parsers.thinking import Thinking
+
+#: Keys of generation_config.json that vLLM takes as defaults of requests.
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+#: Files that name a tokenizer's tokens.
+_TOKENS = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What a choice is made of."""
+
+    model_type: str  # of config.json, or of the text model in it
+    templates: tuple[str, ...] = ()  # chat templates, the one for chats without tools first
+    tokens: str = ""  # text of the files that name tokens
+    sampling: Mapping[str, float] = field(default_factory=dict)  # of generation_config.json
+    response_template: bool = False  # the tokenizer says itself how answers are to be read
+
+    @cached_property
+    def template(self) -> str:
+        """All templates, one behind the other; "" where there is none."""
+        return "\n".join(self.templates)
+
+    @cached_property
+    def thinking(self) -> Thinking:
+        """What the model does where a request says nothing of thinking."""
+        return thinking.of_template(self.templates[0]) if self.templates else thinking.NEVER
+
+    def has_token(self, token: str) -> bool:
+        """Whether the tokenizer's files name `token` as one, as JSON writes it."""
+        plain, escaped = json.dumps(token, ensure_ascii=False), json.dumps(token)
+        return plain in self.tokens or escaped in self.tokens
+
+
+def read(
+    model: str,
+    revision: str | None = None,
+    chat_template: str | None = None,
+    tokenizer: str | None = None,
+) -> ModelFiles:
+    """What a model's files say.
+
+    Args:
+        model: a folder, or a name on the Hugging Face hub, of which the small files are fetched
+            that vLLM reads, too.
+        revision: on the hub.
+        chat_template: --chat-template, a file or the template itself, in place of the model's own.
+        tokenizer: --tokenizer, a folder or a name, in place of the model's own.
+
+    Raises:
+        OSError: there is no config.json, or the hub cannot be asked.
+    """
+    path_of = _finder(model, revision)
+    tokenizer_path = _finder(tokenizer, None) if tokenizer else path_of
+    config = _json(path_of("config.json"))
+    if not config:
+        raise FileNotFoundError(f"{model} has no config.json that can be read")
+    settings = _json(tokenizer_path("tokenizer_config.json"))
+    text = config.get("text_config")
+    inner = text.get("model_type") if isinstance(text, dict) else None
+    generation = _json(path_of("generation_config.json"))
+    return ModelFiles(
+        model_type=str(inner or config.get("model_type", "")),
+        templates=(_given(chat_template),) if chat_template else _own(tokenizer_path, settings),
+        tokens="\n".join(filter(None, (_text(tokenizer_path(name)) for name in _TOKENS))),
+        sampling={key: generation[key] for key in _SAMPLING if generation.get(key) is not None},
+        response_template=isinstance(settings.get("response_template"), dict),
+    )
+
+
+def _finder(model: str, revision: str | None) -> Callable[[str], Path | None]:
+    """What finds a file of the model by name; None where it has no such file."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return lambda name: folder / name
+
+    def fetched(name: str) -> Path | None:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+
+        try:
+            return Path(hf_hub_download(model, name, revision=revision))
+        except EntryNotFoundError:  # or offline, and not in the cache
+            return None
+        except HFValidationError as error:
+            raise FileNotFoundError(f"{model} is no folder and no name on the hub") from error
+
+    return fetched
+
+
+def _own(path_of: Callable[[str], Path | None], settings: Mapping[str, Any]) -> tuple[str, ...]:
+    if found := _text(path_of("chat_template.jinja")):
+        return (found,)
+    kept = _json(path_of("chat_template.json")).get("chat_template")
+    named = kept or settings.get("chat_template") or []
+    if not isinstance(named, list):
+        return (str(named),)
+    # A template for each purpose: {"name": "default" or "tool_use", "template": ...}.
+    by_name = {str(part.get("name")): str(part.get("template", "")) for part in named}
+    return tuple(by_name[name] for name in sorted(by_name, key="default".__ne__))
+
+
+def _given(chat_template: str) -> str:
+    path = Path(chat_template).expanduser()
+    try:
+        return path.read_text()
+    except OSError:  # not a file: vLLM takes it for the template, or refuses it
+        return chat_template
+
+
+def _text(path: Path | None) -> str:
+    try:
+        return "" if path is None else path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _json(path: Path | None) -> dict[str, Any]:
+    """A file's object; empty where it cannot be read, which vLLM says of the files it needs."""
+    try:
+        found = json.loads(_text(path) or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
