@@ -5,22 +5,24 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import socket
 import sys
 import webbrowser
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from vllm_metal.commands import local_server
 from vllm_metal.commands.chat import surroundings
+from vllm_metal.commands.local_server import HOST, KEY_OF_SERVER
 from vllm_metal.settings.extras import install_advice
 
-_HOST = "127.0.0.1"
 _POLL = 1.0  # seconds
 _START_POLL = 0.02
-#: Where a key is taken from, as vLLM's server does; never from the command line, which others see.
-_KEY = "VLLM_API_KEY"
 _NEEDED = ("starlette", "uvicorn", "httpx", "markdown_it", "pygments", "prometheus_client")
 
 
@@ -46,25 +48,31 @@ def run(args: Namespace) -> int:
         raise ImportError(f"the page needs {', '.join(missing)}: {install_advice('chat')}")
     with _listening(args.port) as listener:
         if args.url is not None:
-            return _show(listener, args.url, os.environ.get(_KEY), args.open)
+            return _show(listener, args.url, os.environ.get(KEY_OF_SERVER), args.open)
         return _serve_and_show(args, listener)
 
 
 def _serve_and_show(args: Namespace, listener: socket.socket) -> int:
-    from vllm_metal.commands.chat import local_server
+    surroundings.prepare(offline=args.model is None)
+    model = args.model or str(_default_model())
+    port, key = local_server.free_port(), secrets.token_urlsafe()
+    context = -1 if args.max_model_len is None else args.max_model_len
+    flags = ["--max-model-len", str(context)]
+    flags += ["--kv-cache-memory-bytes", str(int(args.kv_cache_gib * 2**30))]
+    name = local_server.request_name(model)
+    command = local_server.serve_command(model, name, port, flags)
+    with TemporaryDirectory(prefix="vllm-metal-chat-") as scratch:
+        log, environment = Path(scratch) / "server.log", {KEY_OF_SERVER: key}
+        with local_server.started(command, environment, port, log, sys.stderr) as process:
+            url = f"http://{HOST}:{port}"
+            return _show(listener, url, key, args.open, lambda: process.poll() is None)
+
+
+def _default_model() -> Path:
     from vllm_metal.commands.chat.terminal import prints
 
-    surroundings.prepare(offline=args.model is None)
-    with ExitStack() as stack:
-        try:
-            with prints.working("Loading the model (the embedded one is converted the first time)"):
-                model = args.model or str(surroundings.default_model())
-                server = stack.enter_context(
-                    local_server.serving(model, args.max_model_len, args.kv_cache_gib)
-                )
-        except local_server.DidNotStart as error:
-            raise ValueError(str(error)) from error
-        return _show(listener, server.url, server.key, args.open, lambda: server.process.alive)
+    with prints.working("Making the embedded model ready"):
+        return surroundings.default_model()
 
 
 def _show(
@@ -91,7 +99,7 @@ def _show(
     from vllm_metal.commands.chat import page
     from vllm_metal.commands.chat.upstream import Upstream
 
-    address = f"http://{_HOST}:{listener.getsockname()[1]}/"
+    address = f"http://{HOST}:{listener.getsockname()[1]}/"
 
     async def serve() -> bool:
         server = uvicorn.Server(
@@ -131,7 +139,7 @@ def _listening(port: int) -> Iterator[socket.socket]:
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((_HOST, port))
+            listener.bind((HOST, port))
         except OSError as error:
             raise OSError(
                 f"port {port} is taken ({error.strerror}): name another by --port; conversations "

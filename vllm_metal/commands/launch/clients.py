@@ -12,25 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vllm_metal.commands.local_server import Endpoint
+
 #: Variable of the client's process that has the server's key, where a client is told its name.
 KEY = "VLLM_METAL_LAUNCH_KEY"
 PROVIDER = "vllm-metal"  # the server's name among a client's providers
-_MOST_OUTPUT = 16384  # tokens of an answer; what these clients ask of hosted models is more
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """A server, as clients see it."""
-
-    root: str  # http://host:port, without a path
-    model: str  # the name in requests
-    key: str
-    context: int  # tokens of prompt and answer together
-
-    @property
-    def output(self) -> int:
-        """Most tokens of an answer: a quarter of the context, so that prompts have the rest."""
-        return min(_MOST_OUTPUT, self.context // 4)
 
 
 @dataclass(frozen=True)
@@ -61,6 +47,7 @@ def _claude(server: Endpoint, folder: Path) -> Start:
         | {
             "ANTHROPIC_BASE_URL": server.root,
             "ANTHROPIC_AUTH_TOKEN": server.key,
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(server.context),
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(server.output),
             # A line at the head of the prompt that changes, so that no prefix would be found.
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",

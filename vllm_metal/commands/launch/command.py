@@ -16,9 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from vllm_metal.commands.launch import planning, server
-from vllm_metal.commands.launch.clients import CLIENTS, Client, Endpoint, Start
-from vllm_metal.commands.launch.server import KEY_OF_SERVER
+from vllm_metal.commands.launch import planning
+from vllm_metal.commands.launch.clients import CLIENTS, Client, Start
+from vllm_metal.commands.local_server import (
+    HOST,
+    KEY_OF_SERVER,
+    Endpoint,
+    request_name,
+    running,
+    serve_command,
+    started,
+)
 
 HIDDEN = "..."  # in place of a key
 
@@ -46,7 +54,7 @@ def run(args: Namespace) -> int:
     if executable is None and not args.print:
         raise ValueError(f"{client.executable} is not installed: {client.install}")
     key = os.environ.get(KEY_OF_SERVER, "")
-    found = server.running(args.port, key, args.model and _name(args.model))
+    found = running(args.port, key, args.model and request_name(args.model))
     plan = Plan(found, ()) if found else _own(args, key or secrets.token_urlsafe())
     with TemporaryDirectory(prefix="vllm-metal-launch-") as scratch:
         start = client.start(plan.endpoint, Path(scratch))
@@ -57,18 +65,12 @@ def run(args: Namespace) -> int:
             return _run(executable or "", start, args.behind, Path(scratch))
 
 
-def _name(model: str) -> str:
-    """The model's name in requests: a folder's last part, or its name on the hub."""
-    path = Path(model).expanduser()
-    return path.resolve().name if path.is_dir() else model
-
-
 def _own(args: Namespace, key: str) -> Plan:
     """A server of the command's own."""
     planned = planning.planned(args.model, args.context)
-    name = _name(planned.model)
-    root = f"http://{server.HOST}:{args.port}"
-    command = server.serve_command(planned.model, name, args.port, planned.flags)
+    name = request_name(planned.model)
+    root = f"http://{HOST}:{args.port}"
+    command = serve_command(planned.model, name, args.port, planned.flags)
     return Plan(Endpoint(root, name, key, planned.context), command, tuple(planned.said))
 
 
@@ -81,7 +83,7 @@ def _served(plan: Plan, scratch: Path) -> Iterator[None]:
             port = int(plan.endpoint.root.rpartition(":")[2])
             log = scratch / "server.log"
             environment = {KEY_OF_SERVER: plan.endpoint.key}
-            stack.enter_context(server.started(plan.command, environment, port, log, sys.stderr))
+            stack.enter_context(started(plan.command, environment, port, log, sys.stderr))
         yield
 
 

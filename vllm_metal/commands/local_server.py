@@ -5,23 +5,39 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 import httpx
 
-from vllm_metal.commands.launch.clients import Endpoint
-
 HOST = "127.0.0.1"
 KEY_OF_SERVER = "VLLM_API_KEY"  # vLLM's own variable, so that the key is in no command line
 _POLL_S = 0.25
 _STOP_S = 30.0  # after it the server is killed
+_MOST_OUTPUT = 16384  # tokens of an answer; what these clients ask of hosted models is more
 _TAIL = 20  # lines of the log of a server that does not start
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server, as clients see it."""
+
+    root: str  # http://host:port, without a path
+    model: str  # the name in requests
+    key: str
+    context: int  # tokens of prompt and answer together
+
+    @property
+    def output(self) -> int:
+        """Most tokens of an answer: a quarter of the context, so that prompts have the rest."""
+        return min(_MOST_OUTPUT, self.context // 4)
 
 
 def running(port: int, key: str, model: str | None) -> Endpoint | None:
@@ -65,7 +81,7 @@ def running(port: int, key: str, model: str | None) -> Endpoint | None:
 @contextmanager
 def started(
     command: Sequence[str], environment: Mapping[str, str], port: int, log: Path, told: TextIO
-) -> Iterator[None]:
+) -> Iterator[subprocess.Popen[bytes]]:
     """Runs a server in a `with` block, from when it answers to the end of the block.
 
     Args:
@@ -74,6 +90,9 @@ def started(
         port: that it will listen on.
         log: file for what it prints.
         told: gets its progress, a line that is written over where it is a terminal.
+
+    Yields:
+        Its process.
 
     Raises:
         ValueError: it ended before it answered; the message has the end of its log.
@@ -89,7 +108,7 @@ def started(
         )
     try:
         _wait(process, port, log, told)
-        yield
+        yield process
     finally:
         _stop(process)
 
@@ -137,8 +156,21 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def request_name(model: str) -> str:
+    """The model's name in requests: a folder's last part, or its name on the hub."""
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() else model
+
+
 def serve_command(model: str, name: str, port: int, flags: Sequence[str]) -> tuple[str, ...]:
-    """The command of a server.
+    """The command of a server, which tells clients how much of a prompt was cached.
 
     Args:
         model: a folder or a name on the hub.
@@ -147,4 +179,5 @@ def serve_command(model: str, name: str, port: int, flags: Sequence[str]) -> tup
         flags: more of `vllm serve`.
     """
     place = ("--host", HOST, "--port", str(port), "--served-model-name", name)
-    return (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *place, *flags)
+    serve = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model)
+    return (*serve, *place, "--enable-prompt-tokens-details", *flags)
