@@ -42,7 +42,7 @@ async def answer_all(engine: "AsyncLLM", max_tokens: int) -> dict[str, list[str]
         name: asyncio.create_task(answer(engine, name, max_tokens, pieces[name]))
         for name in QUESTIONS
     }
-    while len(pieces[CANCELLED]) < AFTER:
+    while len(pieces[CANCELLED]) < AFTER and not tasks[CANCELLED].done():
         await asyncio.sleep(0.01)
     tasks[CANCELLED].cancel()  # the engine computes it no further, and its memory is free
     done = await asyncio.gather(*tasks.values(), return_exceptions=True)
