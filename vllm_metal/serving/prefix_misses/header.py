@@ -114,7 +114,7 @@ def value(miss: Miss, with_text: bool = False) -> str:
 
 
 def _style(scope: Scope) -> Style | None:
-    """Of a request that generates; None: of another."""
+    """The style of a request that generates; None: it is another."""
     match = routes.find(scope["method"], scope["path"]) if scope["type"] == "http" else None
     return None if match is None else match.route.style
 
