@@ -24,6 +24,7 @@ QUESTIONS = {
     "http_protocol.LimitedHttp",
     "processes.in_users_process",
     "prompts.Watcher",
+    "prompts.begin_request",
     "processes.is_engine_process",
     "server_end.TurnAway",
     "shutdown.ignore_ctrl_c",

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vllm_metal.vllm_patches.replacing import replace
@@ -45,17 +46,35 @@ class Watcher(Protocol):
         """
 
 
-#: Messages and tools of the prompt that this task makes.
-_CHAT: ContextVar[tuple[Sequence[Any], Sequence[Any]]] = ContextVar(
-    "prompts_chat", default=((), ())
-)
+@dataclass
+class _Chat:
+    """What the newest prompt of a request was made of."""
+
+    messages: Sequence[Any] = ()
+    tools: Sequence[Any] = ()
+
+
+#: Of the request that this task serves.
+_CHAT: ContextVar[_Chat | None] = ContextVar("prompts_chat", default=None)
+
+
+def begin_request() -> None:
+    """Has all tasks that this one starts know what a prompt of its request was made of.
+
+    vLLM makes the prompt of a Responses stream in another task than the one that asks the engine.
+    """
+    _CHAT.set(_Chat())
+
+
+def _note(messages: Sequence[Any], tools: Sequence[Any]) -> None:
+    if (chat := _CHAT.get()) is None:
+        _CHAT.set(_Chat(messages, tools))
+    else:
+        chat.messages, chat.tools = messages, tools
 
 
 def watch(engine: Any, watcher: Watcher) -> None:
-    """Tells a watcher of all prompts that a server asks this engine.
-
-    vLLM makes a prompt's tokens, asks for its answer and reads it in one task.
-    """
+    """Tells a watcher of all prompts that a server asks this engine."""
     _patch()
     setattr(engine, _WATCHER, watcher)
 
@@ -87,7 +106,7 @@ async def _noting_chat(
     **options: Any,
 ) -> Any:
     messages = _rewritten(renderer, messages)
-    _CHAT.set((messages, tool_dicts or ()))
+    _note(messages, tool_dicts or ())
     return await preprocess(renderer, request, messages, *args, tool_dicts=tool_dicts, **options)
 
 
@@ -95,7 +114,7 @@ def _noting_harmony(
     make: Callable[..., Any], renderer: Any, request: Any, *args: Any, **options: Any
 ) -> Any:
     request.messages = _rewritten(renderer, request.messages)
-    _CHAT.set((request.messages, [tool.model_dump() for tool in request.tools or ()]))
+    _note(request.messages, [tool.model_dump() for tool in request.tools or ()])
     return make(renderer, request, *args, **options)
 
 
@@ -105,7 +124,7 @@ def _rewritten(renderer: Any, messages: Sequence[Any]) -> list[Any]:
 
 
 async def _noting_text(preprocess: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    _CHAT.set(((), ()))
+    _note((), ())
     return await preprocess(*args, **options)
 
 
@@ -121,7 +140,9 @@ def _telling(
     tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
     if watcher is None or not tokens:
         return outputs
-    return _told(outputs, watcher, watcher.asked(tokens, prompt.get("cache_salt"), *_CHAT.get()))
+    chat = _CHAT.get() or _Chat()
+    question = watcher.asked(tokens, prompt.get("cache_salt"), chat.messages, chat.tools)
+    return _told(outputs, watcher, question)
 
 
 async def _told(

@@ -18,6 +18,7 @@ from vllm_metal.serving.prefix_misses.explain import Miss
 from vllm_metal.serving.prefix_misses.usage import UsageWriter
 from vllm_metal.serving.prefix_misses.watch import EXCHANGE, Exchange
 from vllm_metal.serving.routes import Style
+from vllm_metal.vllm_patches import prompts
 
 NAME = "prefix-cache-miss"
 _MOST_TEXT = 80  # characters
@@ -40,6 +41,7 @@ class MissHeader:
             return
         exchange = Exchange()
         answer = _Answer(style, Headers(scope=scope).get(NAME), exchange, send)
+        prompts.begin_request()
         token = EXCHANGE.set(exchange)
         try:
             await self._app(scope, receive, answer.send)
@@ -112,7 +114,7 @@ def value(miss: Miss, with_text: bool = False) -> str:
 
 
 def _style(scope: Scope) -> Style | None:
-    """Of a request that generates; None: of another."""
+    """The style of a request that generates; None: it is another."""
     match = routes.find(scope["method"], scope["path"]) if scope["type"] == "http" else None
     return None if match is None else match.route.style
 
