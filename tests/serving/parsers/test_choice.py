@@ -5,7 +5,7 @@ import json
 import re
 
 import pytest
-from serving.parsers import turns
+from tool_formats import turns
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 

@@ -11,10 +11,10 @@ from functools import cache
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from serving.parsers import turns
-from serving.parsers.families import RENDERED, WRITTEN, Rendered, Written
-from serving.parsers.templates import template
-from serving.parsers.turns import ANSWER, FILE, THOUGHT, WEATHER, Reader, Turn
+from tool_formats import turns
+from tool_formats.families import RENDERED, WRITTEN, Rendered, Written
+from tool_formats.templates import template
+from tool_formats.turns import ANSWER, FILE, THOUGHT, WEATHER, Reader, Turn
 from upstream.archive import UnavailableError
 
 from vllm_metal.serving.parsers.choice import choose

@@ -40,7 +40,7 @@ def _prompt(template: str, **options: Any) -> str:
     # transformers compiles templates in jinja's sandbox, as it does for each request.
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    rendered = render_jinja_template(
+    rendered: Any = render_jinja_template(
         [_QUESTION], chat_template=template, add_generation_prompt=True, **options | _TOKENS
     )
     return str(rendered[0][0])
