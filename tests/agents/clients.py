@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The live clients: their pinned packages, and how each is started unattended on loopback."""
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_metal.commands.launch import clients as launch
+from vllm_metal.commands.local_server import Endpoint
+
 MODEL, CONTEXT = "script", 131072
 #: The folder that `python -m agents.install FOLDER` filled.
 FOLDER_VARIABLE = "VLLM_METAL_AGENTS"
+_PROMPT = "{prompt}"  # where it stands among a client's arguments
 NODE = "node@26.10.0"  # pi and Claude Code want 22 or newer
 #: What each start is: command line, and variables, of (server's address, home, prompt).
 Start = Callable[[str, Path, str], tuple[Sequence[str], Mapping[str, str]]]
@@ -46,60 +49,17 @@ def installed() -> Path | None:
     return Path(folder) if folder else None
 
 
-def _claude(url: str, home: Path, prompt: str) -> tuple[Sequence[str], Mapping[str, str]]:
-    return ["claude", "-p", prompt, "--allowedTools", "Read,Edit,Bash"], {
-        "ANTHROPIC_BASE_URL": url,
-        "ANTHROPIC_AUTH_TOKEN": "none",
-        "ANTHROPIC_MODEL": MODEL,
-        "ANTHROPIC_SMALL_FAST_MODEL": MODEL,
-        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(CONTEXT),
-        "DISABLE_AUTOUPDATER": "1",
-    }
+def _launched(name: str, arguments: Sequence[str], settings: Mapping[str, str]) -> Start:
+    """As `vllm-metal launch` starts a client; the rest is what has it ask nobody."""
 
+    def start(url: str, home: Path, prompt: str) -> tuple[Sequence[str], Mapping[str, str]]:
+        told = launch.CLIENTS[name].start(Endpoint(url, MODEL, "none", CONTEXT), home)
+        for file, text in told.files.items():
+            (home / file).write_text(text)
+        asked = [prompt if argument == _PROMPT else argument for argument in arguments]
+        return [name, *told.arguments, *asked], {**told.environment, **settings}
 
-def _codex(url: str, home: Path, prompt: str) -> tuple[Sequence[str], Mapping[str, str]]:
-    provider = f'{{name="local",base_url="{url}/v1",wire_api="responses"}}'
-    settings = {
-        "model_provider": "local",
-        "model_providers.local": provider,
-        "model_context_window": str(CONTEXT),
-    }
-    options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
-    flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-m", MODEL]
-    return ["codex", "exec", *flags, *options, prompt], {}
-
-
-def _opencode(url: str, home: Path, prompt: str) -> tuple[Sequence[str], Mapping[str, str]]:
-    provider = {
-        "npm": "@ai-sdk/openai-compatible",
-        "options": {"baseURL": f"{url}/v1", "apiKey": "none"},
-        "models": {MODEL: {"limit": {"context": CONTEXT, "output": 4096}}},
-    }
-    config = {
-        "provider": {"local": provider},
-        "model": f"local/{MODEL}",
-        "permission": "allow",
-        "autoupdate": False,
-        "share": "disabled",
-    }
-    return ["opencode", "run", prompt], {
-        "OPENCODE_CONFIG_CONTENT": json.dumps(config),
-        "OPENCODE_DISABLE_AUTOUPDATE": "1",
-        "OPENCODE_DISABLE_MODELS_FETCH": "1",
-    }
-
-
-def _pi(url: str, home: Path, prompt: str) -> tuple[Sequence[str], Mapping[str, str]]:
-    provider = {
-        "baseUrl": f"{url}/v1",
-        "api": "openai-completions",
-        "apiKey": "none",
-        "models": [{"id": MODEL, "contextWindow": CONTEXT, "maxTokens": 4096}],
-    }
-    (home / "models.json").write_text(json.dumps({"providers": {"local": provider}}))
-    settings = {"PI_CODING_AGENT_DIR": str(home), "PI_OFFLINE": "1"}
-    return ["pi", "-p", "--provider", "local", "--model", MODEL, prompt], settings
+    return start
 
 
 def _aider(url: str, home: Path, prompt: str) -> tuple[Sequence[str], Mapping[str, str]]:
@@ -112,13 +72,34 @@ def _aider(url: str, home: Path, prompt: str) -> tuple[Sequence[str], Mapping[st
     return ["aider", *flags, *named, "notes.txt"], settings
 
 
+_CLAUDE = _launched(
+    "claude",
+    ("-p", _PROMPT, "--allowedTools", "Read,Edit,Bash"),
+    {"DISABLE_AUTOUPDATER": "1"},
+)
+_CODEX = _launched(
+    "codex",
+    ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", _PROMPT),
+    {},
+)
+_OPENCODE = _launched(
+    "opencode",
+    ("run", _PROMPT),
+    {
+        "OPENCODE_DISABLE_AUTOUPDATE": "1",
+        "OPENCODE_DISABLE_MODELS_FETCH": "1",
+        "OPENCODE_PERMISSION": '{"edit": "allow", "bash": "allow"}',
+    },
+)
+_PI = _launched("pi", ("-p", _PROMPT), {"PI_OFFLINE": "1"})
+
 CLIENTS = {
     client.name: client
     for client in (
-        Client("claude", "@anthropic-ai/claude-code", "2.1.332", "Messages", _claude),
-        Client("codex", "@openai/codex", "0.169.0", "Responses", _codex),
-        Client("opencode", "opencode-ai", "1.18.33", "Chat Completions", _opencode),
-        Client("pi", "@earendil-works/pi-coding-agent", "1.3.0", "Chat Completions", _pi),
+        Client("claude", "@anthropic-ai/claude-code", "2.1.332", "Messages", _CLAUDE),
+        Client("codex", "@openai/codex", "0.169.0", "Responses", _CODEX),
+        Client("opencode", "opencode-ai", "1.18.33", "Chat Completions", _OPENCODE),
+        Client("pi", "@earendil-works/pi-coding-agent", "1.3.0", "Chat Completions", _PI),
         Client("aider", "aider-chat", "0.86.2", "Chat Completions", _aider, python=True),
     )
 }

@@ -37,15 +37,37 @@ class Exchange:
 
 @dataclass
 class Proxy:
-    """A running proxy. `url` is its address, `exchanges` what it saw, oldest first.
+    """A running proxy. `url` is its address, `upstream` the server's.
 
     Set `cut_next` to have it hang up in the middle of the next answer that is a stream.
     """
 
     url: str
     upstream: str
-    exchanges: list[Exchange] = field(default_factory=list)
     cut_next: bool = False
+    _seen: list[Exchange] = field(default_factory=list)
+    _under_way: int = 0
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def exchanges(self) -> list[Exchange]:
+        """What it saw, the first to end first; a client may leave before an answer's last byte."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: not self._under_way, timeout=60)
+            return list(self._seen)
+
+    @contextmanager
+    def keeping(self) -> Iterator[list[Exchange]]:
+        """Surrounds an exchange, which is put into the list."""
+        with self._changed:
+            self._under_way += 1
+        kept: list[Exchange] = []
+        try:
+            yield kept
+        finally:
+            with self._changed:
+                self._seen += kept
+                self._under_way -= 1
+                self._changed.notify_all()
 
 
 @contextmanager
@@ -75,6 +97,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _pass_on(self) -> None:
         proxy: Proxy = self.server.proxy  # type: ignore
+        with proxy.keeping() as kept:
+            kept.append(self._exchange(proxy))
+
+    do_GET = do_POST = do_HEAD = do_DELETE = _pass_on
+
+    def _exchange(self, proxy: Proxy) -> Exchange:
         data = self._body()
         headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
         headers["Accept-Encoding"] = "identity"
@@ -86,11 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             upstream.close()
         body = _json(data)
-        proxy.exchanges.append(
-            Exchange(self.command, self.path, body, reply.status, answer.decode(), cut)
-        )
-
-    do_GET = do_POST = do_HEAD = do_DELETE = _pass_on
+        return Exchange(self.command, self.path, body, reply.status, answer.decode(), cut)
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":

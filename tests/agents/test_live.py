@@ -52,7 +52,7 @@ def does(server, installation, project):
         with proxied(server.url) as proxy:
             proxy.cut_next = cut
             outcome = run(CLIENTS[name], task, proxy, installation, project)
-            return outcome, list(proxy.exchanges)
+            return outcome, proxy.exchanges()
 
     return do
 

@@ -19,7 +19,7 @@ def run(server, name, task, folder):
     fill(folder)
     with proxied(server.url) as proxy:
         said = LOOPS[name](proxy.url, f"Do the task {tasks.marker(name, task)}.", folder)
-        return said, [answers.read(each.path, each.answer) for each in proxy.exchanges]
+        return said, [answers.read(each.path, each.answer) for each in proxy.exchanges()]
 
 
 def keep(name, task, said=()):

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 #: Tokens that an agent's instructions and tools leave room in: Claude Code's first prompt has
-#: 18,000 by itself.
+#: 12,000 by itself.
 LEAST_CONTEXT = 32768
 
 
