@@ -104,12 +104,11 @@ CLIENTS = {
     )
 }
 
-#: What a server of a script checkpoint is started with.
+#: What a server of a script checkpoint is started with. It chooses the parser of tool calls itself.
 SERVER_OPTIONS = (
     *("--served-model-name", MODEL),
     *("--max-model-len", str(CONTEXT)),
     *("--max-num-batched-tokens", "2048"),
     *("--kv-cache-memory-bytes", str(256 << 20)),
-    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     "--enable-prompt-tokens-details",
 )
