@@ -11,7 +11,15 @@ import sys
 from pathlib import Path
 
 #: Names of the folders in it, one for each kind of result. `make distclean` removes them.
-PARTS = ("interpreter", "models", "selfcheck", "tuned", "vllm-tests", "weights")
+PARTS = (
+    "interpreter",
+    "models",
+    "selfcheck",
+    "source-archives",
+    "tuned",
+    "vllm-tests",
+    "weights",
+)
 
 
 def cache_dir() -> Path:
