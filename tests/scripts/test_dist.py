@@ -74,7 +74,14 @@ def test_the_wheel_names_no_folder_and_no_machine(wheel):
         text = opened.read(name).decode()
     about = Parser().parsestr(text)
     assert "file:" not in text and str(wheel.parents[1]) not in text
-    assert set(about.get_all("Provides-Extra")) == {"bench", "embedded", "gguf", "redis"}
+    assert set(about.get_all("Provides-Extra")) == {
+        "bench",
+        "chat",
+        "embedded",
+        "energy",
+        "gguf",
+        "redis",
+    }
     # vLLM is the host; an installer must not look for it, nor for us.
     wanted = {line.split()[0].split("=")[0] for line in about.get_all("Requires-Dist")}
     assert not any(name.startswith("vllm") for name in wanted)
