@@ -13,8 +13,12 @@ from typing import Any
 from vllm_metal.serving.parsers import thinking
 from vllm_metal.serving.parsers.thinking import Thinking
 
-#: Keys of generation_config.json that vLLM takes as defaults of requests.
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+#: Keys of generation_config.json that vLLM takes as defaults of requests
+#: (`ModelConfig.get_diff_sampling_param`).
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "max_new_tokens"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 #: Files that name a tokenizer's tokens.
 _TOKENS = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json")
 
