@@ -43,7 +43,8 @@ class TakenFromClass:
         self.undo = []
 
     def __enter__(self):
-        for base in self.owner.__mro__[:-1]:  # not object
+        # Not Python's own, which may not be changed.
+        for base in (each for each in self.owner.__mro__ if each.__module__ != "builtins"):
             annotations = vars(base).get("__annotations__", {})
             if self.name in annotations:
                 self.undo.append((annotations.__setitem__, self.name, annotations.pop(self.name)))
