@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,11 +13,11 @@ import httpx
 from vllm_metal.commands.doctor.engine import KV_CACHE_BYTES, NUM_TOKENS, PROMPT, environment
 from vllm_metal.commands.doctor.model import Model
 from vllm_metal.commands.doctor.report import REPORT_BUG, Finding
+from vllm_metal.commands.local_server import HOST, free_port
 from vllm_metal.device.child import LIMITS, Child, Ended, Progress, TookTooLong, python
 
 _NAME = "engine, as a server"
 _SERVED = "doctor"  # the model's name in requests
-_HOST = "127.0.0.1"
 _POLL = 0.25  # seconds
 #: Between two answers, so that macOS may take back what the GPU does not use.
 IDLE_SECONDS = 5.0
@@ -51,13 +50,13 @@ def try_server(
         limits: seconds by stage.
         idle_seconds: without a request, before the last of three.
     """
-    port = _free_port()
-    command = [*(command or _serve(model, small_pool)), "--host", _HOST, "--port", str(port)]
+    port = free_port()
+    command = [*(command or _serve(model, small_pool)), "--host", HOST, "--port", str(port)]
     # With the user's key the server would refuse the doctor, and the log might show the key.
     with (
         Child(command, environment(model) | {"VLLM_API_KEY": None}) as child,
         # Not through the user's proxy.
-        httpx.Client(base_url=f"http://{_HOST}:{port}", trust_env=False, timeout=30) as client,
+        httpx.Client(base_url=f"http://{HOST}:{port}", trust_env=False, timeout=30) as client,
     ):
         stages = _stages(child, client, limits, idle_seconds)
         try:
@@ -100,12 +99,6 @@ def _stages(
     }
     yield "shutting down"
     child.interrupt()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 def _is_up(child: Child, client: httpx.Client, limit: float) -> bool:
