@@ -27,6 +27,11 @@ def test_the_command_is_that_of_this_interpreter():
         extras.install_advice("absent")
 
 
+def test_what_declares_too_much_is_installed_alone():
+    command = f"{sys.executable} -m pip install --no-deps 'mlx-vlm>=0.7.10,<0.8'"
+    assert extras.install_advice("vlm") == command
+
+
 def test_an_environment_without_pip_is_uvs(monkeypatch):
     monkeypatch.setattr(extras.PathFinder, "find_spec", lambda name: None)
     command = f"uv pip install --python {sys.executable} 'gguf>=0.19' 'filelock>=3.20.3'"

@@ -22,7 +22,10 @@ PACKAGES = {
         "starlette>=0.49",
         "uvicorn>=0.38",
     ),
+    "vlm": ("mlx-vlm>=0.7.10,<0.8",),
 }
+#: Extras whose packages declare far more than the modules used here import: installed alone.
+ALONE = ("vlm",)
 #: Extras that are folders of the clone, and no part of the wheel.
 FOLDERS = {"interpreter": "interpreter"}
 #: What the extra `interpreter` brings: the compiler that runs kernels on a CPU.
@@ -38,7 +41,7 @@ def install_advice(extra: str) -> str:
         KeyError: it is in neither `PACKAGES` nor `FOLDERS`.
     """
     if extra not in FOLDERS:
-        return pip_install(*PACKAGES[extra])
+        return pip_install(*(["--no-deps"] if extra in ALONE else []), *PACKAGES[extra])
     folder = CLONE / FOLDERS[extra]
     if (folder / "pyproject.toml").is_file():
         return pip_install(str(folder))

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives model modules that mlx-lm lacks, towers and encoders, from the optional mlx-vlm."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+from vllm_metal.settings.extras import install_advice
+
+#: Variables that importing mlx-vlm sets for the whole process.
+_VARIABLES = ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "TRANSFORMERS_VERBOSITY")
+
+
+def family(name: str, wanted_by: str) -> ModuleType:
+    """The module `mlx_vlm.models.NAME`. Whoever imports it gets nothing else changed.
+
+    Args:
+        name: of the module, as a rule the `model_type` of a configuration.
+        wanted_by: what needs it, as the subject of the error's sentence.
+
+    Raises:
+        ImportError: mlx-vlm is not installed; the message has the command that installs it.
+        ModuleNotFoundError: this release of mlx-vlm has no such family.
+    """
+    if find_spec("mlx_vlm") is None:
+        raise ImportError(f"{wanted_by} needs mlx-vlm; run: {install_advice('vlm')}")
+    with _process_unchanged():
+        return import_module(f"mlx_vlm.models.{name}")
+
+
+@contextmanager
+def _process_unchanged() -> Iterator[None]:
+    """Takes back what mlx-vlm changes on import: processors of transformers, and its log level."""
+    from transformers import AutoProcessor
+
+    variables = {name: os.environ.get(name) for name in _VARIABLES}
+    from_pretrained = AutoProcessor.__dict__["from_pretrained"]
+    try:
+        yield
+    finally:
+        AutoProcessor.from_pretrained = from_pretrained
+        for name, value in variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
