@@ -41,7 +41,7 @@ def _process_unchanged() -> Iterator[None]:
     try:
         yield
     finally:
-        AutoProcessor.from_pretrained = from_pretrained
+        setattr(AutoProcessor, "from_pretrained", from_pretrained)  # noqa: B010 - mypy: no method
         for name, value in variables.items():
             if value is None:
                 os.environ.pop(name, None)
