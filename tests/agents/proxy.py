@@ -4,7 +4,7 @@
 import http.client
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -39,15 +39,24 @@ class Exchange:
 class Proxy:
     """A running proxy. `url` is its address, `upstream` the server's.
 
-    Set `cut_next` to have it hang up in the middle of the next answer that is a stream.
+    Set `cut` to have it hang up once, in the middle of the next stream that answers a request whose
+    body `cut` holds for.
     """
 
     url: str
     upstream: str
-    cut_next: bool = False
+    cut: Callable[[Any], bool] | None = None
     _seen: list[Exchange] = field(default_factory=list)
     _under_way: int = 0
     _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def cuts(self, body: Any) -> bool:
+        """Whether the stream that answers `body` is the one to cut; true once."""
+        with self._changed:
+            chosen = self.cut is not None and self.cut(body)
+            if chosen:
+                self.cut = None
+            return chosen
 
     def exchanges(self) -> list[Exchange]:
         """What it saw, the first to end first; a client may leave before an answer's last byte."""
@@ -104,16 +113,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _exchange(self, proxy: Proxy) -> Exchange:
         data = self._body()
+        body = _json(data)
         headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
         headers["Accept-Encoding"] = "identity"
         upstream = http.client.HTTPConnection(urlsplit(proxy.upstream).netloc, timeout=600)
         try:
             upstream.request(self.command, self.path, data, headers)
             reply = upstream.getresponse()
-            answer, cut = self._answer(proxy, reply)
+            streamed = "event-stream" in reply.headers.get("Content-Type", "")
+            answer, cut = self._answer(reply, streamed and proxy.cuts(body))
         finally:
             upstream.close()
-        body = _json(data)
         return Exchange(self.command, self.path, body, reply.status, answer.decode(), cut)
 
     def _body(self) -> bytes:
@@ -126,10 +136,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return b"".join(parts)
 
-    def _answer(self, proxy: Proxy, reply: http.client.HTTPResponse) -> tuple[bytes, bool]:
-        """Passes the answer on in chunks; whether it was cut."""
-        streamed = "event-stream" in reply.headers.get("Content-Type", "")
-        cut, proxy.cut_next = streamed and proxy.cut_next, proxy.cut_next and not streamed
+    def _answer(self, reply: http.client.HTTPResponse, cut: bool) -> tuple[bytes, bool]:
+        """Passes the answer on in chunks, or the first of them; and whether the rest is missing."""
         self.send_response(reply.status)
         for name, value in reply.headers.items():
             if name.lower() not in _HOP:
