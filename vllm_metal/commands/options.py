@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of each `vllm-metal` command, with the words of its help."""
+
+import argparse
+from importlib.metadata import version
+from pathlib import Path
+
+from vllm_metal.commands import units
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(version("vllm-metal"))
+        parser.exit()
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of a command line; `command` of what it finds is the command's name."""
+    made = argparse.ArgumentParser(
+        prog="vllm-metal", description="Serve mlx-lm models with vLLM on Apple silicon."
+    )
+    made.add_argument("--version", action=_Version, nargs=0, help="print it and exit")
+    commands = made.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    _add_convert(commands.add_parser("convert", help="turn a GGUF file into a model directory"))
+    _add_model(commands.add_parser("model", help="print the path of the embedded default model"))
+    _add_fit(
+        commands.add_parser("fit", help="say how much memory a model needs, and whether it fits")
+    )
+    _add_launch(
+        commands.add_parser("launch", help="start a coding agent on a model of this machine")
+    )
+    _add_doctor(
+        commands.add_parser("doctor", help="check this machine, the engine and every kernel")
+    )
+    _add_chat(commands.add_parser("chat", help="talk to a model, in a page or in the terminal"))
+    _add_cache(commands.add_parser("cache", help="list, remove or check prefixes kept on disk"))
+    _add_tenants(commands.add_parser("tenants", help="make, remove or list tenants' API keys"))
+    _add_answers(commands.add_parser("answers", help="remove answers that a server has kept"))
+    return made
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Turn a GGUF file of the llama, qwen2, qwen3 or gemma3 family into a directory that "
+        "`vllm serve` and mlx-lm load. Blocks of 4, 5 and 8 bits stay exactly as they are."
+    )
+    parser.add_argument("gguf", type=Path, metavar="MODEL.gguf")
+    parser.add_argument("out", type=Path, metavar="OUT", help="directory to make")
+    parser.add_argument(
+        "--kquants",
+        choices=("dequantize", "requantize"),
+        default="dequantize",
+        help="Q2_K to Q6_K matrices: store them dense, or quantise them anew at --bits "
+        "(smaller, with a second rounding); default: %(default)s",
+    )
+    parser.add_argument(
+        "--bits",
+        type=int,
+        choices=(4, 8),
+        default=4,
+        help="width for --kquants requantize; default: %(default)s",
+    )
+    parser.add_argument(
+        "--blocks",
+        choices=("keep", "dequantize"),
+        default="keep",
+        help="Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 matrices: keep them quantised, or store them dense; "
+        "default: %(default)s",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float16", "bfloat16", "float32"),
+        help="type of dense weights and scales; default: the file's own, or for a quantised file "
+        "float16 (gemma3: bfloat16, which rounds the scales of kept blocks)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="copy the tokenizer from this model directory instead of making it from the GGUF",
+    )
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Print the directory of SmolLM2-135M-Instruct, converting it on the first call: "
+        "vllm serve $(vllm-metal model)"
+    )
+    parser.add_argument(
+        "--dequantize",
+        action=argparse.BooleanOptionalAction,
+        help="dense float32 weights, which the CPU device runs much faster than 4-bit ones; "
+        "default: what suits this machine's device",
+    )
+
+
+def _add_fit(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Say how much memory a model needs and how many requests fit beside it. Only config.json "
+        "and the headers of the weight files are read. The exit status is 0 if the requests fit "
+        "and 1 if they do not."
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="a folder, or a name on the Hugging Face hub; default: the largest that fits of a few "
+        "well-known models, without asking the hub",
+    )
+    parser.add_argument(
+        "--memory",
+        type=units.memory,
+        metavar="SIZE",
+        help="memory of the Mac to serve on, such as 24GB; default: what this machine has now",
+    )
+    parser.add_argument(
+        "--context",
+        type=units.tokens,
+        metavar="TOKENS",
+        help="longest request, prompt and answer together, such as 32k; default: what fits, up to "
+        "what the model is made for",
+    )
+    parser.add_argument(
+        "--requests",
+        type=units.count,
+        metavar="N",
+        help="requests that must fit at once, each of --context tokens; default: 1",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON; sizes are bytes")
+    served = parser.add_argument_group("options of `vllm serve`, with its defaults")
+    served.add_argument("--kv-cache-dtype", default="auto", metavar="auto|fp8|int8")
+    served.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"))
+    served.add_argument("--max-num-seqs", type=units.count, metavar="N", help="default: --requests")
+    served.add_argument(
+        "--num-speculative-tokens",
+        type=units.count,
+        metavar="N",
+        help="drafts of a request in a step, in --speculative-config; the weights of a network "
+        "that drafts are not counted",
+    )
+    served.add_argument("--max-num-batched-tokens", type=units.tokens, metavar="N")
+    served.add_argument("--gpu-memory-utilization", type=units.share, metavar="SHARE")
+    served.add_argument("--block-size", type=int, metavar="16|32")
+
+
+def _add_launch(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Start an agent on a model of this machine. Where no server runs on the port, one is "
+        "started, with the context that fits and the parsers of tool calls and thoughts that the "
+        "model's files call for, and ends with the agent. The agent is told by variables, "
+        "arguments and temporary files: its own configuration stays as it is. The exit status is "
+        "the agent's."
+    )
+    parser.add_argument("client", choices=("claude", "codex", "opencode", "pi"))
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="a folder, or a name on the Hugging Face hub; default: what the running server "
+        "serves, else the largest that fits of a few well-known models",
+    )
+    parser.add_argument(
+        "--port",
+        type=units.count,
+        default=8000,
+        help="of the server, on this machine; default: %(default)s",
+    )
+    parser.add_argument(
+        "--context",
+        type=units.tokens,
+        metavar="TOKENS",
+        help="longest request of a server that is started, prompt and answer together, such as "
+        "64k; default: what fits, up to what the model is made for",
+    )
+    parser.add_argument(
+        "--print", action="store_true", help="say what would be done, without keys, and do nothing"
+    )
+    parser.epilog = "Arguments behind -- are the agent's: vllm-metal launch claude -- -p 'Hello'"
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Check what serving needs, quick checks first: versions, macOS and memory; which platform "
+        "vLLM chooses; an engine that generates ten tokens and shuts down, then a server that does "
+        "the same; and the Metal kernels against their references, for a few shapes and the models "
+        "that this machine has served, with times. It takes some three minutes; what it found of "
+        "kernels is kept, for servers and for the next run, which goes on where this one stopped. "
+        "Each problem is printed with advice, and everything is written to a file, without the "
+        "names of the user, the home folder and the "
+        "machine. The exit status is 1 if a check fails. Without a Metal device, an interpreter "
+        "runs the kernels for a few shapes. With --tune it checks nothing: it finds, in some three "
+        "minutes, what the kernels are quickest with on this Mac, and keeps it for servers."
+    )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="PATH",
+        default=Path("vllm-metal-doctor.json"),
+        help="JSON file to write; default: %(default)s",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="use a small KV cache, and check the kernels for a few shapes",
+    )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="check the kernels for all dtypes, head sizes, block sizes and caches, too (the first "
+        "time perhaps half an hour; it may be interrupted and goes on the next time)",
+    )
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="check anew what was checked before on this machine",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="folder or hub name of the model to try; default: the embedded model if it is "
+        "installed, else a tiny one with random weights",
+    )
+    parser.add_argument(
+        "--only",
+        choices=("machine", "engine", "kernels"),
+        help="check the machine and this part; default: all parts",
+    )
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="time the kernels on this Mac's GPU, and keep what is quickest for servers; plug the "
+        "Mac in and leave it alone meanwhile",
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="with --tune: for all kinds of layer that this machine has served, however long it "
+        "takes",
+    )
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Talk to a model in a page that this command serves on 127.0.0.1, with what each answer "
+        "took and what the engine does beside it. Nothing is loaded from elsewhere, and "
+        "conversations stay in the browser. With --terminal: in the terminal."
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="folder or hub name of the model to serve; default: the embedded one",
+    )
+    parser.add_argument(
+        "--url",
+        help="ask this server, which runs already, in place of one that is started; its key is "
+        "taken from the variable VLLM_API_KEY",
+    )
+    parser.add_argument(
+        "--port",
+        type=units.port,
+        default=8090,
+        help="of the page; default: %(default)s. Browsers keep conversations for each port",
+    )
+    parser.add_argument(
+        "--open",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="open the page in the browser; default: yes",
+    )
+    parser.add_argument("--max-model-len", type=units.tokens, help="context; default: what fits")
+    parser.add_argument(
+        "--kv-cache-gib",
+        type=units.positive,
+        default=1.0,
+        metavar="GIB",
+        help="size of the KV cache; default: %(default)s",
+    )
+    terminal = parser.add_argument_group("in the terminal")
+    terminal.add_argument("--terminal", action="store_true", help="chat here, without a server")
+    terminal.add_argument("--system", default="", help="system prompt; default: the model's own")
+    terminal.add_argument(
+        "--max-tokens",
+        type=units.count,
+        default=512,
+        metavar="N",
+        help="longest answer; default: %(default)s",
+    )
+    terminal.add_argument(
+        "--temperature", type=units.at_least_0, default=0.7, help="0: greedy; default: %(default)s"
+    )
+
+
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "List, remove or check the blocks of a prefix cache, in the folder that prefix_cache_dir "
+        "names. All of it is safe while engines use the folder."
+    )
+    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
+    listing = actions.add_parser("ls", help="what is there, by model and namespace")
+    listing.add_argument("--json", action="store_true", help="print JSON; sizes are bytes")
+    removal = actions.add_parser("rm", help="remove blocks: all, or those that every option is for")
+    removal.add_argument(
+        "--fingerprint",
+        metavar="HEX",
+        type=units.fingerprint,
+        help="of this one, or that begin so",
+    )
+    removal.add_argument("--namespace", metavar="NAME", help="of this one")
+    removal.add_argument(
+        "--older-than",
+        metavar="AGE",
+        type=units.age,
+        help="not used for so long, such as 30d",
+    )
+    removal.add_argument("--yes", action="store_true", help="do not ask")
+    check = actions.add_parser(
+        "verify", help="read every block; the exit status is 1 if bad ones are left"
+    )
+    check.add_argument("--remove", action="store_true", help="remove bad blocks")
+    for action in (listing, removal, check):
+        action.add_argument("dir", type=Path, metavar="DIR")
+
+
+def _add_tenants(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Make, remove or list the API keys of tenants. The file keeps digests only, and a server "
+        "takes a change up within a second."
+    )
+    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
+    new = actions.add_parser("add", help="print a new key")
+    new.add_argument("name", metavar="NAME", help="of the tenant; it may have several keys")
+    new.add_argument("--metrics", action="store_true", help="a key for /metrics and nothing else")
+    removal = actions.add_parser(
+        "rm", help="remove a key, or all of a tenant; with the last one, what was the tenant's own"
+    )
+    removal.add_argument("which", metavar="NAME|ID")
+    removal.add_argument(
+        "--prefix-cache",
+        type=Path,
+        metavar="DIR",
+        help="remove the tenant's K/V from this folder, which prefix_cache_dir names",
+    )
+    listing = actions.add_parser("list", help="ids, ages and names; not the keys")
+    for action in (new, removal, listing):
+        action.add_argument(
+            "--keys",
+            type=Path,
+            metavar="FILE",
+            help="default: the one that VLLM_METAL_SERVING_CONFIG names",
+        )
+
+
+def _add_answers(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Remove kept answers from the store that VLLM_METAL_SERVING_CONFIG names. Servers that use "
+        "it do not give them any more."
+    )
+    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
+    purge = actions.add_parser("purge", help="remove all answers, or those of a tenant")
+    purge.add_argument("--tenant", metavar="NAME", help="of this one")
