@@ -93,9 +93,13 @@ def test_aider_applies_edit_blocks(does, installation, project):
 def test_a_client_asks_again_where_its_stream_was_cut(name, does, installation):
     """The stream of its work: an agent may ask for a title, without tools, before or beside it."""
     agent = name in AGENTS
-    outcome, exchanges = does(name, "edit", cut=lambda body: not agent or bool(body.get("tools")))
+
+    def works(body):
+        return bool(body.get("tools")) == agent and marker(name, "edit") in json.dumps(body)
+
+    outcome, exchanges = does(name, "edit", cut=works)
     (lost,) = (each for each in exchanges if each.cut)
-    assert marker(name, "edit") in json.dumps(lost.body)
+    assert works(lost.body)
     again = exchanges[exchanges.index(lost) + 1 :]
     assert any(_last(each.body) == _last(lost.body) for each in again)  # the same turn once more
     assert edited(outcome), outcome.printed
