@@ -22,6 +22,8 @@ KEY_OF_SERVER = "VLLM_API_KEY"  # vLLM's own variable, so that the key is in no 
 _POLL_S = 0.25
 _STOP_S = 30.0  # after it the server is killed
 _MOST_OUTPUT = 16384  # tokens of an answer; what these clients ask of hosted models is more
+#: Options of `vllm serve` that say where a server is found, which who starts one must know.
+_PLACE = ("--host", "--port", "--served-model-name")
 _TAIL = 20  # lines of the log of a server that does not start
 
 
@@ -167,6 +169,23 @@ def request_name(model: str) -> str:
     """The model's name in requests: a folder's last part, or its name on the hub."""
     path = Path(model).expanduser()
     return path.resolve().name if path.is_dir() else model
+
+
+def check_options(given: Sequence[str], own: Mapping[str, str]) -> None:
+    """Refuses options for a server that the command which starts it sets by itself.
+
+    Args:
+        given: a user's options of `vllm serve`.
+        own: options that the command has another way for, and what to write in place of each.
+
+    Raises:
+        ValueError: they set where the server is found, or what the command has an option for.
+    """
+    advice = dict.fromkeys((*_PLACE, "--api-key"), "the command sets it by itself") | dict(own)
+    for option in given:
+        name = option.partition("=")[0].replace("_", "-")
+        if option.startswith("--") and name in advice:
+            raise ValueError(f"{name} behind --serve: {advice[name]}")
 
 
 def serve_command(model: str, name: str, port: int, flags: Sequence[str]) -> tuple[str, ...]:

@@ -162,7 +162,7 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--port",
-        type=units.count,
+        type=units.port,
         default=8000,
         help="of the server, on this machine; default: %(default)s",
     )
@@ -176,7 +176,19 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--print", action="store_true", help="say what would be done, without keys, and do nothing"
     )
+    _add_serve(parser)
     parser.epilog = "Arguments behind -- are the agent's: vllm-metal launch claude -- -p 'Hello'"
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--serve",
+        nargs=argparse.REMAINDER,
+        default=[],
+        metavar="OPTION",
+        help="behind all other options: what follows is for the `vllm serve` that is started, such "
+        "as --serve --kv-cache-dtype fp8",
+    )
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -290,6 +302,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     terminal.add_argument(
         "--temperature", type=units.at_least_0, default=0.7, help="0: greedy; default: %(default)s"
     )
+    _add_serve(parser)
 
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from vllm_metal.commands import cli
+from vllm_metal.commands import cli, local_server
 from vllm_metal.commands.chat import command
 
 
@@ -38,3 +38,36 @@ def test_values_that_make_no_sense_are_refused(capsys, option):
     with pytest.raises(SystemExit):
         cli.main(["chat", option])
     assert option.partition("=")[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("other", [["--terminal"], ["--url", "http://127.0.0.1:8000"]])
+def test_options_for_a_server_that_is_not_started_are_refused(capsys, other):
+    assert cli.main(["chat", *other, "--serve", "--kv-cache-dtype", "fp8"]) == 1
+    assert f"chat {other[0]} starts no server" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "advice"),
+    [
+        ("--max-model-len=4k", "write it before --serve"),
+        ("--kv_cache_memory_bytes=1", "write --kv-cache-gib"),
+        ("--api-key", "sets it by itself"),
+    ],
+)
+def test_options_that_the_command_sets_are_not_for_the_server(capsys, option, advice):
+    assert cli.main(["chat", "--serve", option]) == 1
+    assert advice in capsys.readouterr().err
+
+
+def test_a_started_server_gets_the_options_behind_serve(monkeypatch):
+    commands = []
+
+    def started(given, *_):
+        commands.append(given)
+        raise ValueError("not in this test")
+
+    monkeypatch.setattr(command.local_server, "started", started)
+    monkeypatch.setattr(command.surroundings, "prepare", lambda offline: None)
+    words = ["chat", "m", "--port", str(local_server.free_port())]
+    assert cli.main([*words, "--serve", "--speculative-config", '{"method": "ngram"}']) == 1
+    assert commands[0][-2:] == ("--speculative-config", '{"method": "ngram"}')

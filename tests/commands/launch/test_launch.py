@@ -18,6 +18,9 @@ from threading import Thread
 
 import pytest
 
+from vllm_metal.commands import cli
+from vllm_metal.commands.launch import planning
+
 CLIENTS = ("claude", "codex", "opencode", "pi")
 RECORDER = """#!{python}
 import json, os, sys
@@ -192,6 +195,46 @@ def test_a_server_that_is_another_is_not_used(user, arguments, key, said):
     assert done.returncode == 1 and said in done.stderr and not user.out.exists()
 
 
+def test_options_of_the_server_stand_between_the_commands_and_the_clients(monkeypatch, capsys):
+    plan = planning.Planned("m", 4096, ["--max-model-len", "4096"], [])
+    monkeypatch.setattr(planning, "planned", lambda model, context: plan)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        port = str(nobody.getsockname()[1])
+        words = ["launch", "claude", "m", "--port", port, "--print"]
+        assert cli.main([*words, "--serve", "--kv-cache-dtype", "fp8", "--", "-p", "x"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (server,) = (line for line in lines if " serve m " in line)
+    assert server.endswith("--max-model-len 4096 --kv-cache-dtype fp8")
+    assert "  claude -p x" in lines
+
+
+@pytest.mark.parametrize(
+    ("option", "advice"),
+    [
+        ("--max-model-len=4k", "write --context"),
+        ("--model", "write MODEL"),
+        ("--served_model_name=x", "sets it by itself"),
+        ("--port", "sets it by itself"),
+    ],
+)
+def test_options_that_the_command_sets_are_not_for_the_server(capsys, option, advice):
+    assert cli.main(["launch", "claude", "--print", "--serve", option]) == 1
+    assert advice in capsys.readouterr().err
+
+
+def test_a_running_server_gets_no_options(user):
+    with listening() as port:
+        done = user.launch("claude", "--port", str(port), "--serve", "--kv-cache-dtype", "fp8")
+    assert done.returncode == 1 and "--serve has no effect" in done.stderr
+
+
+def test_a_port_is_a_ports_number(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["launch", "claude", "--port", "70000"])
+    assert "'70000' is not a port" in capsys.readouterr().err
+
+
 def test_a_model_that_is_not_there_is_an_error_before_anything_starts(user, tmp_path):
     done = user.launch("claude", str(tmp_path), "--port", "1")
     assert done.returncode == 1 and "config.json is missing" in done.stderr
@@ -220,10 +263,11 @@ def test_a_server_is_started_for_the_client_and_ends_with_it(user, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    done = user.launch("claude", str(model), "--port", str(port))
+    shorter = ("--serve", "--override-generation-config", '{"max_new_tokens": 2}')
+    done = user.launch("claude", str(model), "--port", str(port), *shorter)
     assert done.returncode == 3, done.stderr
     answer = json.loads(user.out.read_text())
-    assert answer["model"] == "small" and answer["usage"]["output_tokens"] == 3
+    assert answer["model"] == "small" and answer["usage"]["output_tokens"] == 2
     assert "the server starts (0 s)" in done.stderr
     with socket.socket() as probe, pytest.raises(ConnectionRefusedError):
         probe.connect(("127.0.0.1", port))

@@ -23,6 +23,11 @@ from vllm_metal.settings.extras import install_advice
 
 _POLL = 1.0  # seconds
 _START_POLL = 0.02
+_OWN = {
+    "--max-model-len": "write it before --serve",
+    "--kv-cache-memory-bytes": "write --kv-cache-gib",
+    "--model": "write MODEL",
+}
 _NEEDED = ("starlette", "uvicorn", "httpx", "markdown_it", "pygments", "prometheus_client")
 
 
@@ -40,6 +45,10 @@ def run(args: Namespace) -> int:
     if args.url is not None and (args.model is not None or args.terminal):
         other = "--terminal" if args.terminal else "MODEL"
         raise ValueError(f"chat --url asks a server that runs: leave out {other}")
+    if args.serve and (args.url is not None or args.terminal):
+        other = "--terminal" if args.terminal else "--url"
+        raise ValueError(f"chat {other} starts no server: leave out --serve")
+    local_server.check_options(args.serve, _OWN)
     if args.terminal:
         from vllm_metal.commands.chat.terminal import session
 
@@ -59,6 +68,7 @@ def _serve_and_show(args: Namespace, listener: socket.socket) -> int:
     context = -1 if args.max_model_len is None else args.max_model_len
     flags = ["--max-model-len", str(context)]
     flags += ["--kv-cache-memory-bytes", str(int(args.kv_cache_gib * 2**30))]
+    flags += args.serve
     name = local_server.request_name(model)
     command = local_server.serve_command(model, name, port, flags)
     with TemporaryDirectory(prefix="vllm-metal-chat-") as scratch:

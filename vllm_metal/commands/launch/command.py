@@ -22,6 +22,7 @@ from vllm_metal.commands.local_server import (
     HOST,
     KEY_OF_SERVER,
     Endpoint,
+    check_options,
     request_name,
     running,
     serve_command,
@@ -29,6 +30,7 @@ from vllm_metal.commands.local_server import (
 )
 
 HIDDEN = "..."  # in place of a key
+_OWN = {"--max-model-len": "write --context", "--model": "write MODEL"}
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,14 @@ def run(args: Namespace) -> int:
     executable = shutil.which(client.executable)
     if executable is None and not args.print:
         raise ValueError(f"{client.executable} is not installed: {client.install}")
+    check_options(args.serve, _OWN)
     key = os.environ.get(KEY_OF_SERVER, "")
     found = running(args.port, key, args.model and request_name(args.model))
+    if found and args.serve:
+        raise ValueError(
+            f"the server on port {args.port} runs already, so --serve has no effect: end that "
+            "server, or choose another --port"
+        )
     plan = Plan(found, ()) if found else _own(args, key or secrets.token_urlsafe())
     with TemporaryDirectory(prefix="vllm-metal-launch-") as scratch:
         start = client.start(plan.endpoint, Path(scratch))
@@ -70,7 +78,7 @@ def _own(args: Namespace, key: str) -> Plan:
     planned = planning.planned(args.model, args.context)
     name = request_name(planned.model)
     root = f"http://{HOST}:{args.port}"
-    command = serve_command(planned.model, name, args.port, planned.flags)
+    command = serve_command(planned.model, name, args.port, [*planned.flags, *args.serve])
     return Plan(Endpoint(root, name, key, planned.context), command, tuple(planned.said))
 
 
