@@ -26,8 +26,8 @@ def template(name: str) -> str:
         return _read(folder / f"{_VLLM}{name.removeprefix('vllm:')}.jinja")
     folder = archive.part(
         "llama-cpp-python",
-        "0.3.22",
-        "93c54af95d917fe6d6d70039efe16ca9240634d11010f5aaf795261b9f43042f",
+        "0.3.36",
+        "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e",
         (_LLAMA_CPP,),
         "scikit_build_core",
     )

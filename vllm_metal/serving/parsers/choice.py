@@ -9,6 +9,7 @@ from importlib.util import find_spec
 
 from vllm_metal.serving.parsers.files import ModelFiles
 from vllm_metal.serving.parsers.table import REASONING, TOOLS, Rule
+from vllm_metal.settings.extras import pip_install
 
 TOOL_FLAGS = "--enable-auto-tool-choice --tool-call-parser"
 REASONING_FLAG = "--reasoning-parser"
@@ -18,11 +19,18 @@ BY_TOKENIZER = Rule("hf")
 
 @dataclass(frozen=True)
 class Choice:
-    """Parsers for a model; None where no rule holds."""
+    """Parsers for a model.
+
+    Attributes:
+        files: of the model.
+        tool, reasoning: the rules of the parsers that are chosen; None where none is.
+        left_out: rules that hold, and whose parsers cannot be chosen.
+    """
 
     files: ModelFiles
     tool: Rule | None
     reasoning: Rule | None
+    left_out: tuple[Rule, ...] = ()
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -43,7 +51,9 @@ class Choice:
         """What becomes of tool calls, and why."""
         template = self.files.template
         if self.tool is not None:
-            return f"Chose {TOOL_FLAGS} {self.tool.parser}: {_why(self.tool, self.files)}."
+            return _chosen(TOOL_FLAGS, self.tool, self.files)
+        if (rule := self._left_out(TOOLS)) is not None:
+            return _left(TOOL_FLAGS, rule)
         if not template:
             return (
                 "The model's files have no chat template: chats need --chat-template FILE, and "
@@ -60,8 +70,9 @@ class Choice:
     def of_reasoning(self) -> str:
         """What becomes of thoughts, and why; "" where the chat template speaks of none."""
         if self.reasoning is not None:
-            why = _why(self.reasoning, self.files)
-            return f"Chose {REASONING_FLAG} {self.reasoning.parser}: {why}."
+            return _chosen(REASONING_FLAG, self.reasoning, self.files)
+        if (rule := self._left_out(REASONING)) is not None:
+            return _left(REASONING_FLAG, rule)
         if "think" not in self.files.template:
             return ""
         return (
@@ -77,6 +88,26 @@ class Choice:
             return ""
         named = ", ".join(f"{key} {value}" for key, value in sampling.items())
         return f"Requests that say nothing else have {named}, of generation_config.json."
+
+    def _left_out(self, rules: Sequence[Rule]) -> Rule | None:
+        return next((rule for rule in self.left_out if rule in rules), None)
+
+
+def _chosen(flags: str, rule: Rule, files: ModelFiles) -> str:
+    errs = f" Known of this parser of vLLM's: it {rule.errs}." if rule.errs else ""
+    return f"Chose {flags} {rule.parser}: {_why(rule, files)}.{errs}"
+
+
+def _left(flags: str, rule: Rule) -> str:
+    if rule.chosen:
+        package = rule.module.replace("_", "-")
+        return (
+            f"{flags} {rule.parser} is for this model and needs a package: {pip_install(package)}"
+        )
+    return (
+        f"No parser is chosen in place of {flags} {rule.parser}, which is for this model and "
+        f"{rule.errs}."
+    )
 
 
 def _why(rule: Rule, files: ModelFiles) -> str:
@@ -98,10 +129,16 @@ def _listed(parts: Sequence[str]) -> str:
 
 def choose(files: ModelFiles) -> Choice:
     """The first rule that holds for each of the two parsers."""
-    tool, reasoning = _first(TOOLS, files), _first(REASONING, files)
-    if files.response_template and tool is None and reasoning is None:
+    found = _first(TOOLS, files), _first(REASONING, files)
+    if files.response_template and found == (None, None):
         return Choice(files, BY_TOKENIZER, BY_TOKENIZER)
-    return Choice(files, tool, reasoning)
+    tool, reasoning = (rule if rule and _can_be_chosen(rule) else None for rule in found)
+    left_out = tuple(rule for rule in found if rule and not _can_be_chosen(rule))
+    return Choice(files, tool, reasoning, left_out)
+
+
+def _can_be_chosen(rule: Rule) -> bool:
+    return rule.chosen and (not rule.module or find_spec(rule.module) is not None)
 
 
 def _first(rules: Sequence[Rule], files: ModelFiles) -> Rule | None:
@@ -115,7 +152,6 @@ def _holds(rule: Rule, files: ModelFiles) -> bool:
         and not any(part in files.template for part in rule.without)
         and all(map(files.has_token, rule.tokens))
         and _thinks(rule, files)
-        and (not rule.module or find_spec(rule.module) is not None)
     )
 
 
