@@ -7,10 +7,11 @@ texts are padded to the longest of them. A group goes on while
 
     length <= PADDING * shortest + SLACK    and    texts * longest <= MAX_ROWS
 
-so a text pays for a little padding at most, texts of like lengths share a call, and there are about
-log(longest / shortest) / log(PADDING) groups. Queries of a group are taken in chunks of as many rows
-as keep its scores under MAX_SCORES for a head: the memory of a step does not grow with the square of
-a text. A chunk of a layer with a window reads no keys but those that its window reaches.
+so a text pays for a little padding at most, texts of like lengths share a call, and there are
+log(longest / shortest) / log(PADDING) groups, about. Queries of a group are taken in chunks of as
+many rows as keep its scores under MAX_SCORES for a head: the memory of a step does not grow with
+the square of a text. A chunk of a layer with a window reads no keys but those that its window
+reaches.
 """
 
 from __future__ import annotations

@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
-import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import torch
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import load_config
 from mlx_lm.utils import load_model as load_mlx_model
 
+from vllm_metal.encoders import heads
 from vllm_metal.encoders.networks import Bert, EmbeddingGemma, Encoder, ModernBert, PlacedRoPE
 from vllm_metal.encoders.served import (
     BERT,
@@ -36,20 +38,20 @@ from vllm_metal.models.weight_files import ModelLoadError, check_weight_files
 _LONGEST_REASON = 400  # characters of another package's message
 #: What the layer norms of Google's first files are called, and are called now.
 _OLD_NAMES = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))
-#: Modules behind the pooling. They keep the precision of their files, as vLLM's heads do.
-_HEADS = re.compile(r"(pooler|classifier|head)\.")
+#: Modules behind the pooling, which leave the model once a head is made of them.
+_HEADS = ("pooler", "classifier", "head")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def lazy_encoder(
     path: Path, served: Architecture, dtype: mx.Dtype, overrides: Config | None = None
-) -> Encoder:
-    """The encoder of a folder; its weights are read when they are used.
+) -> tuple[Encoder, torch.nn.Module | None]:
+    """The encoder of a folder, whose weights are read when they are used, and its head in float32.
 
     Args:
         path: the folder.
         served: its architecture.
-        dtype: of its weights, those of its head aside, which are float32.
+        dtype: of its weights.
         overrides: keys of config.json, and what they are instead.
 
     Raises:
@@ -59,7 +61,7 @@ def lazy_encoder(
     check_weight_files(path)
     config = load_config(path) | dict(overrides or {})
     config = {key: value for key, value in config.items() if value is not None}
-    model_classes, changed = _CLASSES[served.family.module](served, config)
+    model_classes, changed = _PARTS[served.family.module].classes(served, config)
     try:
         model, _ = load_mlx_model(
             path,
@@ -71,13 +73,14 @@ def lazy_encoder(
         reason = shorten(str(error), _LONGEST_REASON)
         raise ModelLoadError(f"{path} cannot be loaded: {reason}") from error
     patches.install()
-    parameters = dict(tree_flatten(model.parameters()))
-    body = {name: array for name, array in parameters.items() if not _HEADS.match(name)}
-    head = {name: parameters[name] for name in parameters.keys() - body.keys()}
-    typed = in_dtype(body, dtype) | in_dtype(head, mx.float32)
-    model.update(tree_unflatten(list(typed.items())))
+    parts = _PARTS[served.family.module]
+    head = parts.head(model) if served.classifies else None
+    for name in _HEADS:
+        model.pop(name, None)
+    parameters = in_dtype(dict(tree_flatten(model.parameters())), dtype)
+    model.update(tree_unflatten(list(parameters.items())))
     model.eval()
-    return _ENCODERS[served.family.module](model, config)
+    return parts.encoder(model, config), head
 
 
 Classes = tuple[type, type]
@@ -88,15 +91,8 @@ def _of_mlx_vlm(served: Architecture, config: Config) -> tuple[Classes, dict[str
     check_config(config, served.family)
     module = mlx_vlm_family(served.family.module, "an encoder of this family")
     model = module.SequenceClassificationModel if served.classifies else module.Model
-    encoder_seam.install(_source(model))
+    encoder_seam.install(sys.modules[model.__module__])
     return (_renamed(model), module.ModelConfig), {"num_labels": num_labels(config)}
-
-
-def _source(model: type) -> Any:
-    """The module that a class is written in."""
-    import sys
-
-    return sys.modules[model.__module__]
 
 
 def _of_gemma(served: Architecture, config: Config) -> tuple[Classes, dict[str, Any]]:
@@ -162,9 +158,11 @@ def _modernbert(model: Any, config: Config) -> Encoder:
         layer.attn.local = kind == _SLIDING
         layer.attn.rotary_emb = PlacedRoPE(layer.attn.head_dim, bases[kind])
         layer.mlp.act = nn.GELU()
-    if "head" in model:
-        model.head.act = nn.GELU()
     return ModernBert(model, window=int(config.get("local_attention", 128)) // 2)
+
+
+def _no_head(model: nn.Module) -> torch.nn.Module:
+    raise ModelLoadError("EmbeddingGemma has no head over labels")
 
 
 def _gemma(model: nn.Module, config: Config) -> Encoder:
@@ -172,15 +170,17 @@ def _gemma(model: nn.Module, config: Config) -> Encoder:
     return EmbeddingGemma(model, window=int(config.get("sliding_window", 4096)) // 2)
 
 
-_CLASSES: Mapping[str, Callable[[Architecture, Config], tuple[Classes, dict[str, Any]]]] = {
-    BERT.module: _of_mlx_vlm,
-    ROBERTA.module: _of_mlx_vlm,
-    MODERNBERT.module: _of_mlx_vlm,
-    EMBEDDING_GEMMA.module: _of_gemma,
-}
-_ENCODERS: Mapping[str, Callable[[Any, Config], Encoder]] = {
-    BERT.module: _bert,
-    ROBERTA.module: _roberta,
-    MODERNBERT.module: _modernbert,
-    EMBEDDING_GEMMA.module: _gemma,
+class _Parts(NamedTuple):
+    """How a family's encoder is made."""
+
+    classes: Callable[[Architecture, Config], tuple[Classes, dict[str, Any]]]
+    encoder: Callable[[Any, Config], Encoder]
+    head: Callable[[Any], torch.nn.Module]
+
+
+_PARTS: Mapping[str, _Parts] = {
+    BERT.module: _Parts(_of_mlx_vlm, _bert, heads.of_bert),
+    ROBERTA.module: _Parts(_of_mlx_vlm, _roberta, heads.of_roberta),
+    MODERNBERT.module: _Parts(_of_mlx_vlm, _modernbert, heads.of_modernbert),
+    EMBEDDING_GEMMA.module: _Parts(_of_gemma, _gemma, _no_head),
 }

@@ -31,14 +31,6 @@ class Encoder(Protocol):
         """[T, 1, H] hidden states of a step's rows, after the last norm; lazy."""
         ...
 
-    def classify(self, pooled: mx.array) -> mx.array:
-        """[R, labels] logits of [R, H] pooled hidden states; lazy.
-
-        Raises:
-            AttributeError: the model has no head.
-        """
-        ...
-
 
 class Bert:
     """BERT, RoBERTa and XLM-R: learnt positions, and norms behind the residuals."""
@@ -62,12 +54,6 @@ class Bert:
         embedded = parts.LayerNorm(embedded + parts.position_embeddings(positions))
         return cast(mx.array, self.model.encoder(embedded, attention[None]))
 
-    def classify(self, pooled: mx.array) -> mx.array:
-        first = pooled[:, None]  # as the first token of texts
-        if "pooler" in self.model:  # BERT's; RoBERTa has all of it in its classifier
-            return cast(mx.array, self.model.classifier(self.model.pooler(first)))
-        return cast(mx.array, self.model.classifier(first))
-
 
 class ModernBert:
     """ModernBERT: rotated queries and keys, and layers with and without a window."""
@@ -89,9 +75,6 @@ class ModernBert:
         for layer in self.model.layers:
             states = layer(states, whole, near)
         return cast(mx.array, self.model.final_norm(states))
-
-    def classify(self, pooled: mx.array) -> mx.array:
-        return cast(mx.array, self.model.classifier(self.model.head(pooled)))
 
 
 class PlacedRoPE(nn.Module):
@@ -129,9 +112,6 @@ class EmbeddingGemma:
     def hidden(self, inputs: ForwardInputs, attention: Attention) -> mx.array:
         caches = [attention[window] for window in self._by_layer]
         return cast(mx.array, self.model.model(inputs.input_ids[:, None], cache=caches))
-
-    def classify(self, pooled: mx.array) -> mx.array:
-        raise AttributeError("EmbeddingGemma has no head")
 
 
 def with_positions(inputs: ForwardInputs) -> ForwardInputs:

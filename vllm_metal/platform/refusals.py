@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_metal.device import mlx_device
+from vllm_metal.encoders import refusals as encoders
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_transfer.config import CONNECTOR, CONNECTOR_MODULE
 from vllm_metal.platform.refused_options import refused_options
@@ -42,6 +43,7 @@ def refuse_unsupported(config: VllmConfig) -> None:
         | _speculation_refusals(config)
         | _serving_refusals(config)
         | spells.refusals(config)
+        | encoders.refusals(config)
     )
     refusals["--additional-config wire_memory (it needs a Mac's GPU, and macOS 15 or newer)"] = (
         given.wire_memory and not mlx_device.can_wire(device)
