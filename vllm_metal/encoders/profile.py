@@ -18,9 +18,20 @@ if TYPE_CHECKING:
 def profile_step(executor: EncoderExecutor, config: VllmConfig) -> None:
     """Runs max_num_batched_tokens rows, of the longest texts: their scores take the most."""
     scheduler, longest = config.scheduler_config, config.model_config.max_model_len
-    whole, rest = divmod(scheduler.max_num_batched_tokens, longest)
-    lengths = ([longest] * whole + [rest] * (rest > 0))[: scheduler.max_num_seqs]
+    lengths = largest_lengths(scheduler.max_num_batched_tokens, longest, scheduler.max_num_seqs)
     mx.eval(executor.forward_hidden(rows_of(lengths), None))
+
+
+def largest_lengths(rows: int, longest: int, texts: int) -> list[int]:
+    """Tokens of each text of a step that takes the most.
+
+    Args:
+        rows: of a step, at most.
+        longest: tokens of a text, at most.
+        texts: of a step, at most.
+    """
+    whole, rest = divmod(rows, longest)
+    return ([longest] * whole + [rest] * (rest > 0))[:texts]
 
 
 def rows_of(lengths: list[int], token_ids: np.ndarray | None = None) -> Rows:

@@ -125,6 +125,14 @@ def of_config(config: VllmConfig) -> Architecture | None:
     return found
 
 
+def of_content(content: Config) -> Architecture | None:
+    """Likewise of what a config.json says, where its model would be served as vLLM chooses."""
+    (name, *_) = content.get("architectures") or ("",)
+    found = ARCHITECTURES.get(name)
+    causal = not content.get("use_bidirectional_attention", False)
+    return None if found is not None and found.family is EMBEDDING_GEMMA and causal else found
+
+
 def is_causal(hf_config: Any) -> bool:
     """Whether tokens of a Gemma see only those before them."""
     return not getattr(hf_config, "use_bidirectional_attention", False)
