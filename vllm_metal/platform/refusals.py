@@ -124,7 +124,7 @@ def _model_refusals(config: VllmConfig) -> dict[str, bool]:
             # vLLM sets it to either of the others, with and without prefix caching.
             cache.mamba_block_size not in (None, cache.block_size, model.max_model_len)
         ),
-        f"--runner {model.runner_type}": model.runner_type != "generate",
+        f"--runner {model.runner_type}": model.runner_type not in ("generate", "pooling"),
         "multimodal inputs (--language-model-only, or a text-only checkpoint)": (
             model.multimodal_config is not None and not model.multimodal_config.language_model_only
         ),

@@ -19,6 +19,7 @@ from vllm_metal.spec_decode.registry import load_network
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.model_executor.layers.pooler.abstract import Pooler
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,16 @@ class Networks:
     #: What modules of the target read of requests, see `attention.forward_inputs.of_rows`. They
     #: outlive a runner: a row is of whoever entered it last.
     columns: Sequence[RequestColumn] = ()
+    pooler: Pooler | None = None  # of the target's hidden states; None: it samples
 
     @staticmethod
     def load(config: VllmConfig) -> Networks:
+        if config.model_config.runner_type == "pooling":
+            from vllm_metal.pooling import decoders  # imports vLLM's poolers
+
+            pooling = decoders.load(config)
+            layers = attention_layers(pooling.parts.model, loader.model_type(config))
+            return Networks(pooling.parts, layers, None, 0, pooler=pooling.pooler)
         model = loader.load(config)
         layers = attention_layers(model, loader.model_type(config))
         target = ModelParts(model)
