@@ -37,6 +37,7 @@ def with_config(folder, tmp_path, **changes):
         ({"kv_cache_memory_bytes": 1 << 20}, "--kv-cache-memory-bytes .*keeps no K/V"),
         ({"num_gpu_blocks_override": 9}, "--num-gpu-blocks-override .*keeps no K/V"),
         ({"enable_lora": True}, "--enable-lora"),
+        ({"convert": "classify"}, "--convert classify of BertModel"),
     ],
 )
 def test_what_an_encoder_has_no_use_for_is_named(bert, options, named):

@@ -37,6 +37,9 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
         f"--kv-transfer-config, or prefix_cache_dir ({keeps_none})": (
             config.kv_transfer_config is not None
         ),
+        f"--convert {model.convert_type} of {model.architecture} (leave it out)": (
+            model.convert_type == ("embed" if served.classifies else "classify")
+        ),
         "--enable-lora (of an encoder)": config.lora_config is not None,
         "--speculative-config (an encoder generates nothing)": (
             config.speculative_config is not None

@@ -58,3 +58,9 @@ def test_text_says_that_there_is_no_kv_cache(capsys, modernbert):
 def test_a_context_beyond_the_positions_is_refused(modernbert):
     with pytest.raises(ValueError, match="longer than the 256 tokens"):
         command.run(Namespace(**ask(modernbert, context=300)))
+
+
+def test_a_mac_serves_it_in_float16(capsys, modernbert):
+    """As vLLM chooses for what pools; its test of dtypes is `_resolve_auto_dtype`."""
+    _, found = answer(capsys, modernbert, memory=16 << 30)
+    assert found["dtype"] == "float16"

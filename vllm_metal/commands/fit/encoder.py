@@ -99,7 +99,7 @@ def find(args: Namespace, path: Path, served: Architecture, machine: Machine) ->
         ValueError: the context is longer than a text may be.
     """
     content = json.loads((path / "config.json").read_text())
-    dtype = engine.dtype_of(content, machine.kind, args.dtype or "auto")
+    dtype = engine.dtype_of(content, machine.kind, args.dtype or "auto", encoder=True)
     encoder, _ = lazy_encoder(path, served, MLX_DTYPES[dtype])
     most = _longest(path, content, served)
     if args.context is not None and args.context > most:
