@@ -16,6 +16,8 @@ _SIZES = {
     "intermediate_size": 80,
 }
 _BERT = {**_SIZES, "num_hidden_layers": 2, "max_position_embeddings": 130}
+#: vLLM wants the key, which transformers 5 no longer writes.
+_XLMR = {**_BERT, "pad_token_id": 1, "position_embedding_type": "absolute"}
 _MODERN = {
     **_SIZES,
     "num_hidden_layers": 4,
@@ -43,11 +45,10 @@ _GEMMA = {
 CONFIGS: dict[str, tuple[type[PretrainedConfig], dict]] = {
     "BertModel": (transformers.BertConfig, _BERT),
     "BertForSequenceClassification": (transformers.BertConfig, _BERT | {"num_labels": 3}),
-    "RobertaModel": (transformers.RobertaConfig, _BERT | {"pad_token_id": 1}),
-    "XLMRobertaModel": (transformers.XLMRobertaConfig, _BERT | {"pad_token_id": 1}),
+    "XLMRobertaModel": (transformers.XLMRobertaConfig, _XLMR),
     "XLMRobertaForSequenceClassification": (
         transformers.XLMRobertaConfig,
-        _BERT | {"pad_token_id": 1, "num_labels": 1},
+        _XLMR | {"num_labels": 1},
     ),
     "ModernBertModel": (transformers.ModernBertConfig, _MODERN),
     "ModernBertForSequenceClassification": (

@@ -31,9 +31,16 @@ CLASSIFYING = (
 PLAIN = {"ModernBertModel": "CLS", "Gemma3TextModel": "LAST"}
 
 
+class Hollow:
+    """Stands for vLLM's class: a front end that scores pairs looks whether it has a template."""
+
+
 @dataclass(frozen=True)
 class EncoderModel(TextModel):
     """A registered architecture of an encoder."""
+
+    def load_model_cls(self) -> type:  # type: ignore[override]
+        return Hollow
 
     def inspect_model_cls(self) -> _ModelInfo:
         name = self.architecture
