@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +22,16 @@ def install(module: ModuleType) -> None:
 
     Args:
         module: of an encoder, which has imported mlx-vlm's attention.
+
+    Raises:
+        ValueError: mlx-vlm is of a release whose modules were not compared with transformers'.
     """
+    release = "mlx-vlm " + ".".join(version("mlx-vlm").split(".")[:2])
+    if release not in RELEASES:
+        raise ValueError(
+            f"{release} may compute encoders as transformers does not: vllm-metal knows those of "
+            f"{' and '.join(RELEASES)}"
+        )
     dense = getattr(module, _NAME)
     if hasattr(dense, "__wrapped__"):
         return
