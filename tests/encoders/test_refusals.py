@@ -31,8 +31,8 @@ def with_config(folder, tmp_path, **changes):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"enable_chunked_prefill": True}, r"--enable-chunked-prefill \(an encoder reads whole"),
-        ({"enable_prefix_caching": True}, r"--enable-prefix-caching \(an encoder keeps no K/V"),
+        ({"enable_chunked_prefill": True}, "--enable-chunked-prefill with CLS/ALL pooling"),
+        ({"enable_prefix_caching": True}, "--enable-prefix-caching with CLS/ALL pooling"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8.* keeps no K/V"),
         ({"kv_cache_memory_bytes": 1 << 20}, "--kv-cache-memory-bytes .*keeps no K/V"),
         ({"num_gpu_blocks_override": 9}, "--num-gpu-blocks-override .*keeps no K/V"),

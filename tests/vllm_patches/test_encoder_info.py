@@ -13,7 +13,7 @@ from vllm_metal.vllm_patches.encoder_info import CLASSIFYING, PLAIN, POOLING, En
 #: What differs, and why.
 REASONS = {
     "architecture",  # theirs is the name of the class
-    "supports_pp",  # ours serves on one device
+    "supports_pp",  # so that the platform refuses the option by its name
 }
 
 

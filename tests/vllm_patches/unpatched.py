@@ -624,6 +624,34 @@ def who_lets_engines_sleep(folder):
     return not names and not wakes, names
 
 
+@probe("pooling_failures.tell_pooling_failures")
+def who_hears_of_a_pooling_request_that_failed(folder):
+    """Of one without a result, the front end thinks that it generates: it raises, for all."""
+    from vllm.pooling_params import PoolingParams
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    processor = OutputProcessor(None, log_stats=False)
+    given = {"prompt_token_ids": [1], "mm_features": None, "sampling_params": None}
+    request = EngineCoreRequest(
+        request_id="a",
+        external_req_id="a",
+        pooling_params=PoolingParams(task="embed"),
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+        **given,
+    )
+    processor.add_request(request, None)
+    failed = EngineCoreOutput("a", [], finish_reason=FinishReason.ERROR, stop_reason="too hot")
+    try:
+        (output,) = processor.process_outputs([failed]).request_outputs
+    except AssertionError:
+        return True, "AssertionError"
+    return output.error is None, repr(output.error)
+
+
 @probe("prompts.watch", at_once=False)
 def who_sees_prompts(folder):
     """Nobody is shown a prompt with its messages, nor what was found of it."""

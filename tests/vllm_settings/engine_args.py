@@ -30,6 +30,11 @@ _HONOURED = honoured(
         "e2e/test_quantised_cache.py::test_a_token_takes_its_codes_and_two_bytes_a_row": (
             "kv_cache_dtype"
         ),
+        "e2e/test_scores.py::test_a_reranker_compares_two_tokens_of_its_head": "runner",
+        "pooling/test_refusals.py::test_an_architecture_says_what_a_decoder_is_for": "convert",
+        "pooling/test_refusals.py::test_a_way_of_pooling_that_its_user_names_counts": (
+            "pooler_config"
+        ),
         "sample/test_sampler.py::test_engine_seed_decides_unseeded_draws": "seed",
         _PROCESSORS: ("logits_processors"),
         "e2e/test_prefix_cache.py::test_every_prompt_length_around_block_boundaries": (
@@ -186,7 +191,7 @@ _WITHOUT_MEANING = without_meaning(
             "mamba_cache_philox_rounds"
         ),
         "it refines --enable-return-routed-experts, which is refused": "aux_output_config",
-        "it is for pooling models, which --runner refuses": "pooler_config io_processor_plugin",
+        "it is for models that pool, and refused with --runner pooling": "io_processor_plugin",
         "`thinking_token_budget` alone reads it, which requests are refused for": (
             "reasoning_config"
         ),
@@ -201,7 +206,6 @@ _REFUSED = union(
                     "tensor_parallel_size pipeline_parallel_size data_parallel_size "
                     "decode_context_parallel_size distributed_executor_backend"
                 ),
-                "only texts are generated": "runner convert",
                 "vLLM has it for its second model runner, which is refused": (
                     "return_sampling_mask enable_trace_replay"
                 ),

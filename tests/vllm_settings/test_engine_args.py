@@ -25,8 +25,6 @@ REFUSED = {
     "data_parallel_size": 2,
     "decode_context_parallel_size": 2,
     "distributed_executor_backend": "mp",
-    "runner": "pooling",
-    "convert": "embed",
     "hf_config_path": ELSEWHERE,
     "quantization": "awq",
     "enable_prompt_embeds": True,
@@ -69,7 +67,6 @@ REFUSED = {
 }
 #: What the error names, where it is not the option.
 NAMED = {
-    "convert": "--runner pooling",
     "quantization": "quantization='awq' is not an MLX format",
     "return_sampling_mask": "sampling distribution replay requires Model Runner V2",
     "enable_trace_replay": "trace replay requires Model Runner V2",

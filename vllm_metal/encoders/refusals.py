@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which settings are refused beside an encoder, and how long its texts may be."""
+"""Decides which settings are refused of an encoder besides, and how long its texts may be."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_metal.encoders.served import ARCHITECTURES, of_config
+from vllm_metal.encoders.served import of_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -13,37 +13,18 @@ if TYPE_CHECKING:
 
 def refusals(config: VllmConfig) -> dict[str, bool]:
     """Settings of an encoder by name, and whether each was asked for."""
-    model = config.model_config
-    if model is None or model.runner_type != "pooling":
-        return {}
-    served = of_config(config)
+    model, served, cache = config.model_config, of_config(config), config.cache_config
     if served is None:
-        architecture, choices = model.architecture, ", ".join(sorted(ARCHITECTURES))
-        return {
-            f"the architecture {architecture} (encoders that are served: {choices})": (
-                model.attn_type == "encoder_only"
-            )
-        }
-    cache, reads_whole = config.cache_config, "an encoder reads whole texts"
+        return {}
     keeps_none = "an encoder keeps no K/V"
     return {
-        f"--enable-chunked-prefill ({reads_whole})": (
-            config.scheduler_config.enable_chunked_prefill
-        ),
-        f"--enable-prefix-caching ({keeps_none})": cache.enable_prefix_caching,
         f"--kv-cache-dtype {cache.cache_dtype} ({keeps_none})": cache.cache_dtype != "auto",
         f"--kv-cache-memory-bytes ({keeps_none})": cache.kv_cache_memory_bytes is not None,
         f"--num-gpu-blocks-override ({keeps_none})": cache.num_gpu_blocks_override is not None,
-        f"--kv-transfer-config, or prefix_cache_dir ({keeps_none})": (
-            config.kv_transfer_config is not None
-        ),
         f"--convert {model.convert_type} of {model.architecture} (leave it out)": (
             model.convert_type == ("embed" if served.classifies else "classify")
         ),
         "--enable-lora (of an encoder)": config.lora_config is not None,
-        "--speculative-config (an encoder generates nothing)": (
-            config.speculative_config is not None
-        ),
         **_positions(config),
     }
 

@@ -33,6 +33,7 @@ from vllm_metal.vllm_patches import (  # noqa: E402
     engine_args,
     engine_outputs,
     logs,
+    pooling_failures,
     probe,
     processes,
     shutdown,
@@ -168,6 +169,7 @@ class MetalPlatform(Platform):
         streaming_sessions.end_failed_sessions()
         engine_args.recompute_by_default()
         engine_outputs.add_stat_logger(partial(MetalStatLogger, figures_of))
+        pooling_failures.tell_pooling_failures()
         idle.keep_engines()
         if parser is not None:  # a command, which has uvicorn loaded; `LLM` has no use for it
             from vllm_metal.serving.parsers.serve import set_parsers

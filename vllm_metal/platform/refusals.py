@@ -10,10 +10,12 @@ import torch
 
 from vllm_metal.device import mlx_device
 from vllm_metal.encoders import refusals as encoders
+from vllm_metal.encoders import served
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_transfer.config import CONNECTOR, CONNECTOR_MODULE
 from vllm_metal.platform.refused_options import refused_options
 from vllm_metal.platform.refused_variables import refused_variables
+from vllm_metal.pooling import refusals as pooling
 from vllm_metal.serving import start
 from vllm_metal.serving.idle import spells
 from vllm_metal.settings import envs
@@ -41,6 +43,7 @@ def refuse_unsupported(config: VllmConfig) -> None:
         | _transfer_refusals(config)
         | _model_refusals(config)
         | _speculation_refusals(config)
+        | pooling.refusals(config, served.of_config(config) is not None, served.ARCHITECTURES)
         | _serving_refusals(config)
         | spells.refusals(config)
         | encoders.refusals(config)
@@ -124,7 +127,6 @@ def _model_refusals(config: VllmConfig) -> dict[str, bool]:
             # vLLM sets it to either of the others, with and without prefix caching.
             cache.mamba_block_size not in (None, cache.block_size, model.max_model_len)
         ),
-        f"--runner {model.runner_type}": model.runner_type not in ("generate", "pooling"),
         "multimodal inputs (--language-model-only, or a text-only checkpoint)": (
             model.multimodal_config is not None and not model.multimodal_config.language_model_only
         ),

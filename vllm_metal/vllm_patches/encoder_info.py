@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.registry import _BaseRegisteredModel, _ModelInfo
 
 from vllm_metal.vllm_patches.model_info import TextModel
-
-if TYPE_CHECKING:
-    from vllm.model_executor.models.registry import _ModelInfo
 
 #: Encoders by architecture. vLLM's classes of them bring a pooler, by the first token ...
 POOLING = (
@@ -36,21 +34,22 @@ class Hollow:
 
 
 @dataclass(frozen=True)
-class EncoderModel(TextModel):
+class EncoderModel(_BaseRegisteredModel):
     """A registered architecture of an encoder."""
 
-    def load_model_cls(self) -> type:  # type: ignore[override]
+    architecture: str
+
+    def load_model_cls(self) -> Any:
         return Hollow
 
     def inspect_model_cls(self) -> _ModelInfo:
         name = self.architecture
         return replace(
-            super().inspect_model_cls(),
+            TextModel(name).inspect_model_cls(),
             is_text_generation_model=False,
             is_pooling_model=name not in PLAIN,
             default_seq_pooling_type=PLAIN.get(name, "CLS"),
             score_type="cross-encoder" if name in CLASSIFYING else "bi-encoder",
-            supports_pp=False,
         )
 
 

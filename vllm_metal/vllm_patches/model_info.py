@@ -67,6 +67,19 @@ _HYBRID = (
     "Qwen3_5MoeFor",
     "Qwen4ExpFor",
 )
+#: What a text model's architecture ends in where its checkpoint embeds or classifies, ...
+_GENERATES, _POOLS = "ForCausalLM", ("Model", "ForSequenceClassification", "ForTokenClassification")
+#: ... and those among vLLM's own models that pool which are such decoders and nothing more.
+_POOLING_DECODERS = frozenset(
+    {
+        "GPT2ForSequenceClassification",
+        "Gemma2Model",
+        "JambaForSequenceClassification",
+        "LlamaModel",
+        "MistralModel",
+        "Qwen2Model",
+    }
+)
 #: Some of its blocks have no attention at all.
 _WITHOUT_SOME_LAYERS = ("DeciLMFor",)
 #: Names of transformers that vLLM asks every configuration for, and what families call the same.
@@ -82,15 +95,16 @@ class TextModel(_BaseRegisteredModel):
     """A registered architecture that mlx-lm's module or a proposer of ours computes."""
 
     architecture: str
+    decoder: str | None = None  # that pools, by the name under which it generates; None: itself
 
     def inspect_model_cls(self) -> _ModelInfo:
         """What `vllm.config.ModelConfig` asks of the architecture."""
-        name = self.architecture
+        name = self.decoder or self.architecture
         hybrid, attention_free = name.startswith(_HYBRID), name.startswith(_ATTENTION_FREE)
         return _ModelInfo(
-            architecture=name,
-            is_text_generation_model=True,
-            is_pooling_model=False,
+            architecture=self.architecture,
+            is_text_generation_model=self.decoder is None,
+            is_pooling_model=False,  # --convert makes it one
             attn_type="decoder",
             default_seq_pooling_type="LAST",
             default_tok_pooling_type="ALL",
@@ -125,7 +139,7 @@ def answer_for_models() -> None:
 
     vLLM imports its own class, in a process of its own, only to ask that: seconds at a first start,
     and a refusal where the class needs packages, or a processor, that serving text does not.
-    Architectures of other kinds (images, pooling) stay vLLM's.
+    Architectures of other kinds (images, encoders) stay vLLM's.
     """
     listed: dict[str, Any] = {
         **registry._TEXT_GENERATION_MODELS,
@@ -134,6 +148,22 @@ def answer_for_models() -> None:
     }
     ours = {*listed, *_TEXT_PARTS, *_BY_TRANSFORMERS, _MLP_SPECULATOR, MLX_MODEL} - _MULTIMODAL
     ModelRegistry.models.update({name: TextModel(name) for name in sorted(ours)})
+    _answer_for_decoders_that_pool(ours)
+
+
+def _answer_for_decoders_that_pool(text_models: Container[str]) -> None:
+    """Registers what checkpoints of decoders are called that embed or classify.
+
+    vLLM finds the decoder for most such names only once it has looked for a class of transformers'.
+    """
+    listed = set(ModelRegistry.models)
+    for name in sorted(listed):
+        base = name.removesuffix(_GENERATES)
+        if base == name or name not in text_models:
+            continue
+        for pooling in (f"{base}{suffix}" for suffix in _POOLS):
+            if pooling not in listed or pooling in _POOLING_DECODERS:
+                ModelRegistry.models[pooling] = TextModel(pooling, name)
 
 
 def take_mlx_models() -> None:

@@ -90,6 +90,7 @@ def question(model: str | None, context: int | None) -> Namespace:
         "memory",
         "requests",
         "dtype",
+        "runner",
         "max_num_seqs",
         "num_speculative_tokens",
         "max_num_batched_tokens",
@@ -133,7 +134,10 @@ def _answer(args: Namespace, path: Path, machine: Machine) -> Answer:
     requests = args.max_num_seqs or args.requests or min(metal_platform.MAX_NUM_SEQS, rows)
     if requests > rows:
         raise ValueError(f"{requests} requests at once need --max-num-batched-tokens {requests}")
-    model = Model.read(path, content["model_type"], dtype)
+    runner = args.runner or "generate"
+    if runner == "pooling" and args.num_speculative_tokens:
+        raise ValueError("--num-speculative-tokens with --runner pooling: nothing is sampled")
+    model = Model.read(path, content["model_type"], dtype, pools=runner == "pooling")
     estimates = {}
     for cache_dtype in dict.fromkeys((args.kv_cache_dtype, _QUANTISED)):
         config = engine.config(
@@ -148,6 +152,7 @@ def _answer(args: Namespace, path: Path, machine: Machine) -> Answer:
             block_size=args.block_size or BLOCK_SIZES[0],
             block_size_asked=args.block_size is not None,
             num_drafts=args.num_speculative_tokens or 0,
+            runner_type=runner,
         )
         estimates[cache_dtype] = estimate(model, config, machine)
         if estimates[cache_dtype].quantised is None:
@@ -230,6 +235,7 @@ def _command(args: Namespace, found: Estimate, cache_dtype: str) -> str:
     if args.num_speculative_tokens:
         drafts = {"method": "ngram", "num_speculative_tokens": args.num_speculative_tokens}
     options = {
+        "runner": args.runner,
         "max-model-len": found.settings.max_model_len,
         "max-num-seqs": found.settings.max_num_seqs,
         "max-num-batched-tokens": args.max_num_batched_tokens,

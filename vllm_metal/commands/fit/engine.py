@@ -56,6 +56,7 @@ def config(
     max_num_seqs: int,
     gpu_memory_utilization: float | None = None,
     num_drafts: int = 0,
+    runner_type: str = "generate",
 ) -> VllmConfig:
     """A configuration with vLLM's defaults for all else, made without loading the model.
 
@@ -84,7 +85,7 @@ def config(
             max_model_len=max_model_len,
             original_max_model_len=-1 if fitted else max_model_len,
             dtype=dtype,
-            runner_type="generate",
+            runner_type=runner_type,
             max_logprobs=20,  # vLLM's defaults from here on
             logprobs_mode="raw_logprobs",
             seed=0,

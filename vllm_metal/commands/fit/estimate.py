@@ -31,6 +31,8 @@ from vllm_metal.memory import budget
 from vllm_metal.memory.budget import Budget, Measured, Request, Settings
 from vllm_metal.memory.planner import Needs, at_work, quantised_share, settings_of
 from vllm_metal.memory.profile import LargestCalls, Peaks
+from vllm_metal.mlx_patches import registry
+from vllm_metal.models import headless
 from vllm_metal.models.loader import lazy_model
 from vllm_metal.models.parts import ModelParts
 
@@ -49,18 +51,22 @@ class Model:
     layers: Sequence[StatefulLayer]
 
     @staticmethod
-    def read(folder: Path, model_type: str, dtype: torch.dtype) -> Model:
+    def read(folder: Path, model_type: str, dtype: torch.dtype, pools: bool = False) -> Model:
         """
         Args:
             folder: with config.json and weight files, of which only headers are read.
             model_type: for messages.
             dtype: of the engine.
+            pools: whether it is served without its head for logits.
 
         Raises:
             ModelLoadError: the loader cannot build it.
             NotImplementedError: the engine does not serve it.
         """
-        network = lazy_model(folder, MLX_DTYPES[dtype])
+        classes = headless.classes if pools else registry.classes
+        network = lazy_model(folder, MLX_DTYPES[dtype], classes=classes)
+        if pools:
+            headless.drop_head(network)
         parameters = cast(list[tuple[str, mx.array]], tree_flatten(network.parameters()))
         weights = sum(array.nbytes for _, array in parameters)
         layers = attention_layers(network, model_type)
