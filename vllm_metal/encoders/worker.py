@@ -39,7 +39,9 @@ logger = init_logger(__name__)
 class EncoderWorker(MetalWorker):
     """Owns an encoder and its runner. A step's texts are there from beginning to end."""
 
-    _encoder: Encoder
+    @property
+    def _encoder(self) -> Encoder:
+        return cast(Encoder, self.networks.target)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
@@ -50,17 +52,17 @@ class EncoderWorker(MetalWorker):
         dtype = loader.mlx_dtype(self.vllm_config)
         path = loader.model_folder(model, self.vllm_config)
         overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {}
-        self._encoder, head = lazy_encoder(path, served, dtype, overrides)
+        encoder, head = lazy_encoder(path, served, dtype, overrides)
         try:
-            mx.eval(self._encoder.model.parameters())
+            mx.eval(encoder.model.parameters())
         except RuntimeError as error:
             raise ModelLoadError(f"weights in {path} are unreadable: {error}") from error
         pooler = self._pooler(served, head)
         types = TokenTypes(
             self.scheduler_config.max_num_seqs, getattr(model.hf_config, "type_vocab_size", 1)
         )
-        # Of the target, nothing is asked here but the model: the rest is overridden.
-        target = cast(Any, self._encoder)
+        # Of the target, MetalWorker asks nothing but the model in what is not overridden here.
+        target = cast(Any, encoder)
         self._networks = Networks(target, [], None, 0, columns=(types,), pooler=pooler)
         self._kv_cache_type = ScatterKVCache  # of which there are none
         logger.info(

@@ -4,6 +4,7 @@
 import json
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 import torch
@@ -86,8 +87,9 @@ def test_too_long_a_text_is_refused(minilm):
 
 
 def test_an_engine_sleeps_and_wakes_up(minilm):
-    before = embeddings(minilm.embed(["a text"], use_tqdm=False))
+    before, awake = embeddings(minilm.embed(["a text"], use_tqdm=False)), mx.get_active_memory()
     minilm.sleep(level=2)
+    assert awake - mx.get_active_memory() > 80e6  # its weights
     minilm.wake_up()
     assert np.array_equal(embeddings(minilm.embed(["a text"], use_tqdm=False)), before)
 
