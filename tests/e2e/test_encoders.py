@@ -12,6 +12,7 @@ from e2e.harness import engine
 from encoders import checkpoints
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
+from vllm.exceptions import VLLMValidationError
 
 pytestmark = pytest.mark.more  # engines, and a model of 22 million weights
 
@@ -82,7 +83,7 @@ def test_minilm_embeds_as_sentence_transformers_do(minilm, texts):
 
 
 def test_too_long_a_text_is_refused(minilm):
-    with pytest.raises(ValueError, match="256 tokens"):
+    with pytest.raises(VLLMValidationError, match="256 tokens"):
         minilm.embed(["a " * 300], use_tqdm=False)
 
 
