@@ -324,6 +324,27 @@ def multimodal(folder):
         return found, found
 
 
+@probe("encoder_info.EncoderModel")
+def own_class_of_an_encoder(folder):
+    """vLLM imports a class of torch's to ask what an encoder can do."""
+    from vllm.model_executor.models import ModelRegistry
+
+    found = ModelRegistry.models["BertModel"]
+    return hasattr(found, "module_name"), repr(found)
+
+
+@probe("encoder_info.answer_for_encoders")
+def own_classes_of_encoders(folder):
+    """So with all encoders that are served."""
+    from vllm.model_executor.models import ModelRegistry
+
+    from vllm_metal.vllm_patches import encoder_info
+
+    names = (*encoder_info.POOLING, *encoder_info.CLASSIFYING, *encoder_info.PLAIN)
+    missing = [name for name in names if not hasattr(ModelRegistry.models[name], "module_name")]
+    return not missing, repr(missing)
+
+
 @probe("model_info.take_mlx_models")
 def family_of_mlx(folder):
     """A family that mlx-lm alone has is a model type that transformers does not recognise."""

@@ -147,6 +147,37 @@ class MemoryPlanner:
             mx.set_cache_limit(self._cache + budget.peak_of_a_step(measured) + states)
         return found.left
 
+    def without_pool(self, config: VllmConfig, forward: Callable[[], None]) -> None:
+        """Logs the sum of an engine that keeps no K/V, and holds MLX to it.
+
+        Args:
+            config: vLLM's.
+            forward: runs its largest forward pass.
+
+        Raises:
+            BudgetError: steps do not fit.
+        """
+        scheduler, model = config.scheduler_config, config.model_config
+        settings = Settings(
+            utilization=config.cache_config.gpu_memory_utilization,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_model_len=model.max_model_len,
+        )
+        peak = _rounded(peak_of(forward, waiting=self._kind == "metal"))
+        measured = replace(self._at_rest(0), forward=peak)
+        found = replace(budget.budget_of(measured, settings), result="left: there is no KV pool")
+        if found.left < 0:
+            raise advice.BudgetError(
+                f"a step of {settings.max_num_batched_tokens} tokens does not fit:\n"
+                f"{found.table()}\nA smaller --max-num-batched-tokens, and where that is "
+                "--max-model-len, a smaller one of it, takes less; so do fewer other programs"
+            )
+        logger.info("Memory:\n%s", found.table())
+        self._hold_to(self._other_engines + budget.room(measured, settings))
+        if self._kind == "metal":
+            mx.set_cache_limit(self._cache + peak)
+
     def _at_rest(self, draft_weights: int) -> Measured:
         mx.clear_cache()
         total = self._before.total

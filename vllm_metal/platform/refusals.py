@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_metal.device import mlx_device
+from vllm_metal.encoders import refusals as encoders
+from vllm_metal.encoders import served
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_transfer.config import CONNECTOR, CONNECTOR_MODULE
 from vllm_metal.platform.refused_options import refused_options
@@ -41,9 +43,10 @@ def refuse_unsupported(config: VllmConfig) -> None:
         | _transfer_refusals(config)
         | _model_refusals(config)
         | _speculation_refusals(config)
-        | pooling.refusals(config)
+        | pooling.refusals(config, served.of_config(config) is not None, served.ARCHITECTURES)
         | _serving_refusals(config)
         | spells.refusals(config)
+        | encoders.refusals(config)
     )
     refusals["--additional-config wire_memory (it needs a Mac's GPU, and macOS 15 or newer)"] = (
         given.wire_memory and not mlx_device.can_wire(device)

@@ -15,12 +15,13 @@ from vllm_metal.platform import metal_platform  # first: it loads a BLAS before 
 
 # isort: split
 from metal_kernels.layout import BLOCK_SIZES
-from vllm_metal.commands.fit import engine, report
+from vllm_metal.commands.fit import encoder, engine, report
 from vllm_metal.commands.fit.estimate import Estimate, Model, estimate
 from vllm_metal.commands.fit.known import KNOWN, KnownModel
 from vllm_metal.commands.fit.machine import Machine
 from vllm_metal.commands.fit.report import Answer
 from vllm_metal.commands.fit.source import folder
+from vllm_metal.encoders.served import of_content
 from vllm_metal.kv_cache import formats
 from vllm_metal.memory import advice, budget
 from vllm_metal.models.weight_files import ModelLoadError
@@ -43,9 +44,27 @@ def run(args: Namespace) -> int:
     Raises:
         ValueError: the model is not found, or the engine would refuse it or these options.
     """
+    if (found := _encoder(args)) is not None:
+        print(json.dumps(found.content(), indent=1) if args.json else found.text())
+        return 0 if found.fits else 1
     answer = find(args)
     print(json.dumps(report.as_json(answer), indent=1) if args.json else report.as_text(answer))
     return 0 if answer.fits else 1
+
+
+def _encoder(args: Namespace) -> encoder.Answer | None:
+    """The answer for an encoder; None: the model is none."""
+    if args.model is None:
+        return None
+    try:
+        with folder(args.model) as path:
+            served = of_content(json.loads((path / "config.json").read_text()))
+            if served is None:
+                return None
+            machine = Machine.this() if args.memory is None else Machine.mac(args.memory)
+            return encoder.find(args, path, served, machine)
+    except (ModelLoadError, ImportError) as error:
+        raise ValueError(str(error)) from error
 
 
 def find(args: Namespace) -> Answer:

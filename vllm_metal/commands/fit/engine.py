@@ -101,13 +101,16 @@ def config(
     return cast("VllmConfig", made)
 
 
-def dtype_of(content: dict[str, Any], kind: envs.Device, asked: str = "auto") -> torch.dtype:
+def dtype_of(
+    content: dict[str, Any], kind: envs.Device, asked: str = "auto", encoder: bool = False
+) -> torch.dtype:
     """The dtype that vLLM takes for --dtype; for `auto` it replaces float32 by a 16-bit one.
 
     Args:
         content: of config.json.
         kind: of device; on a CPU the dtype is float32 (MetalPlatform.supported_dtypes).
         asked: the option.
+        encoder: whether the model pools: vLLM then prefers float16.
     """
     if asked != "auto":
         return DTYPES[asked]
@@ -123,8 +126,11 @@ def dtype_of(content: dict[str, Any], kind: envs.Device, asked: str = "auto") ->
         "float32",
     )
     dtype = DTYPES.get(str(name).removeprefix("torch."), torch.float32)
-    valid = _is_valid_dtype(str(content.get("model_type")), dtype)
-    return dtype if valid and dtype != torch.float32 else torch.bfloat16
+    model_type = str(content.get("model_type"))
+    if _is_valid_dtype(model_type, dtype) and dtype != torch.float32:
+        return dtype
+    half = encoder and _is_valid_dtype(model_type, torch.float16)
+    return torch.float16 if half else torch.bfloat16
 
 
 def longest_text(content: dict[str, Any]) -> int | None:
