@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adds low-rank updates to a model's layers: each row's by the adapter that its request named.
+
+An update is that of Hu et al. 2021 (arXiv:2106.09685): y + B A x. The matrices of all adapters that
+are in use lie one behind the other, and `gather_mm` picks each row's, so that a batch may have as
+many adapters as there are slots. A row whose request names none reads slot 0, of zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from vllm_metal.attention.forward_inputs import ForwardInputs, bound, of_rows
+from vllm_metal.lora.adapter import LowRank
+from vllm_metal.mlx_patches.adapted_linears import Expert, Sizes, adapt, sizes
+
+#: The name of a forward's slots: [T] uint32, of each row.
+SLOTS = "lora_slots"
+#: Modules behind the layers, which see some of a step's rows: adapters of them are refused.
+_NOT_OF_ROWS = frozenset(("lm_head", "embed_out", "output"))
+
+
+@dataclass
+class Layer:
+    """A layer that may be adapted."""
+
+    sizes: Sizes
+    in_use: bool = False  # whether the model calls it with a step's rows
+
+    def nbytes(self, rank: int, dtype: mx.Dtype) -> int:
+        """Bytes of one update."""
+        return self._experts * rank * (self.sizes.num_in + self.sizes.num_out) * int(dtype.size)
+
+    @property
+    def _experts(self) -> int:
+        return self.sizes.num_experts or 1
+
+    def fits(self, update: LowRank) -> bool:
+        """Whether an update is of the layer's shape."""
+        experts = () if self.sizes.num_experts is None else (self.sizes.num_experts,)
+        same = update.sizes == (self.sizes.num_in, self.sizes.num_out)
+        return same and update.a.shape[:-2] == experts == update.b.shape[:-2]
+
+    def empty(self, slots: int, rank: int, dtype: mx.Dtype) -> list[mx.array]:
+        """[slots * E, in, r] and [slots * E, r, out] of zeros: A and B, transposed."""
+        count = slots * self._experts
+        shapes = (count, self.sizes.num_in, rank), (count, rank, self.sizes.num_out)
+        return [mx.zeros(shape, dtype) for shape in shapes]
+
+
+class Updates:
+    """The updates of a model's layers, by slot."""
+
+    def __init__(
+        self, model: nn.Module, num_slots: int, rank: int, dtype: mx.Dtype,
+        only: Iterable[str] | None = None,
+    ) -> None:
+        """
+        Args:
+            model: mlx-lm's, whose layers are changed.
+            num_slots: adapters at once.
+            rank: the largest.
+            dtype: of the matrices.
+            only: last parts of the names of modules that may be adapted; None: all.
+        """
+        self._rank, self.dtype, self._num_slots = rank, dtype, num_slots
+        self.layers = _layers(model, only)
+        for name, module in model.named_modules():
+            if name in self.layers:
+                adapt(module, _Update(self, name))
+        #: A and B of all slots by layer: what forwards read that has SLOTS among its extras.
+        self.matrices: dict[str, list[mx.array]] = {}
+        self._written: dict[int, set[str]] = {}  # layers that are not zeros, by slot
+        self._find_layers_in_use(model)
+        self.layers = {name: layer for name, layer in self.layers.items() if layer.in_use}
+        for name, layer in self.layers.items():
+            self.matrices[name] = layer.empty(num_slots + 1, rank, dtype)
+        mx.eval(self.matrices)
+
+    def _find_layers_in_use(self, model: nn.Module) -> None:
+        """Builds a forward of two rows, and computes nothing."""
+        ids = mx.zeros(2, mx.int32)
+        inputs = ForwardInputs(ids, mx.arange(2)[None]).with_extras({SLOTS: ids.astype(mx.uint32)})
+        with bound(inputs):
+            model(ids[None])
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one adapter's updates at the largest rank."""
+        return sum(each.nbytes(self._rank, self.dtype) for each in self.layers.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return (self._num_slots + 1) * self.slot_bytes
+
+    def write(self, slot: int, updates: Mapping[str, LowRank]) -> None:
+        """Puts an adapter into a slot, from 1 on; waits for the device.
+
+        Args:
+            slot: its place.
+            updates: by layer, of shapes that fit.
+        """
+        for name in self._written.pop(slot, set()) - set(updates):
+            self._put(name, slot, None)
+        self._written[slot] = set(updates)
+        for name, update in updates.items():
+            self._put(name, slot, update)
+
+    def _put(self, name: str, slot: int, update: LowRank | None) -> None:
+        count = self.layers[name].sizes.num_experts or 1
+        where = slice(slot * count, (slot + 1) * count)
+        parts = [mx.zeros(())] * 2
+        if update is not None:
+            whole = update.of_rank(self._rank)
+            parts = [array.swapaxes(-1, -2).astype(self.dtype) for array in (whole.a, whole.b)]
+        for matrices, part in zip(self.matrices[name], parts, strict=True):
+            matrices[where] = part
+        mx.eval(self.matrices[name])  # by layer: what a queued step still reads is there twice
+
+    def variables(self, inputs: ForwardInputs) -> dict[str, list[mx.array]] | None:
+        """What a compiled forward reads that changes from step to step beside its inputs."""
+        return self.matrices if any(name == SLOTS for name, _ in inputs.extras) else None
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What is added to the output of one layer."""
+
+    updates: Updates
+    name: str
+
+    def __call__(self, x: mx.array, expert: Expert | None) -> mx.array | None:
+        try:
+            slots = of_rows(SLOTS)
+        except KeyError:
+            return None
+        matrices = self.updates.matrices.get(self.name)
+        places = _places(slots, x, expert)
+        if matrices is None:  # while it is found out which layers are in use
+            if places is not None and (layer := self.updates.layers.get(self.name)):
+                layer.in_use = True
+            return None
+        if places is None:
+            raise RuntimeError(f"{self.name} is called with rows {x.shape}, not those of a step")
+        if expert is None:
+            a, b = matrices
+            added = mx.gather_mm(x[..., None, :], a, rhs_indices=places)
+            return mx.gather_mm(added, b, rhs_indices=places).squeeze(-2)
+        layer = self.updates.layers[self.name]
+        indices = places * (layer.sizes.num_experts or 1) + expert.indices.astype(mx.uint32)
+        a, b = matrices
+        added = mx.gather_mm(x, a, rhs_indices=indices)
+        return mx.gather_mm(added, b, rhs_indices=indices)
+
+
+def _places(slots: mx.array, x: mx.array, expert: Expert | None) -> mx.array | None:
+    """The slot of each matrix product of a call; None: its rows are not those of `slots`.
+
+    Args:
+        slots: [n, L] of the rows.
+        x: [..., in] of a linear layer; of experts [..., 1, 1, in], [..., k, 1, in] or sorted.
+        expert: of each row.
+    """
+    if expert is not None:
+        if expert.rows is not None:
+            return slots.reshape(-1)[expert.rows]
+        rows = expert.indices.shape[:-1]
+        if math.prod(rows) != slots.size:
+            return None
+        return mx.broadcast_to(slots.reshape(*rows, 1), expert.indices.shape)
+    rows = x.shape[:-1]
+    if rows == slots.shape:
+        return slots
+    if math.prod(rows) == slots.size:
+        return slots.reshape(rows)
+    if rows[: slots.ndim] == slots.shape:  # heads of each row, say
+        more = (1,) * (len(rows) - slots.ndim)
+        return mx.broadcast_to(slots.reshape(*slots.shape, *more), rows)
+    return None
+
+
+def _layers(model: nn.Module, only: Iterable[str] | None) -> dict[str, Layer]:
+    wanted = None if only is None else frozenset(only)
+    found = {}
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        if last in _NOT_OF_ROWS or (wanted is not None and last not in wanted):
+            continue
+        if (of_module := sizes(module)) is not None:
+            found[name] = Layer(of_module)
+    return found
