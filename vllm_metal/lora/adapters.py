@@ -16,6 +16,7 @@ from vllm_metal.lora.files import AdapterError, AdapterFiles
 from vllm_metal.lora.names import on_modules
 from vllm_metal.lora.updates import Updates
 from vllm_metal.lora.versions import AdapterRequest, of_content
+from vllm_metal.memory.planner import AdapterBytes
 
 if TYPE_CHECKING:
     from vllm.config.lora import LoRAConfig
@@ -52,9 +53,9 @@ class Adapters:
         self.in_use: Collection[str] = ()  # digests that requests of a step may need
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all slots and of all adapters that may be kept beside them."""
-        return self.updates.nbytes + self._max_kept * self.updates.slot_bytes
+    def nbytes(self) -> AdapterBytes:
+        """What adapters of the largest rank take, of all layers."""
+        return AdapterBytes(self.updates.nbytes, self._max_kept * self.updates.slot_bytes)
 
     def add(self, request: LoRARequest) -> bool:
         """Loads an adapter for a client; what it had under the same number is let go of.

@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vllm_metal.attention.forward_inputs import ForwardInputs, bound, of_rows
+from vllm_metal.batch.rows import Rows
 from vllm_metal.lora.adapter import LowRank
 from vllm_metal.mlx_patches.adapted_linears import Expert, Sizes, adapt, sizes
 
@@ -75,6 +76,7 @@ class Updates:
                 adapt(module, _Update(self, name))
         #: A and B of all slots by layer: what forwards read that has SLOTS among its extras.
         self.matrices: dict[str, list[mx.array]] = {}
+        self._newest: tuple[mx.array, tuple[mx.array, mx.array]] | None = None
         self._written: dict[int, set[str]] = {}  # layers that are not zeros, by slot
         self._find_layers_in_use(model)
         self.layers = {name: layer for name, layer in self.layers.items() if layer.in_use}
@@ -89,6 +91,16 @@ class Updates:
         with bound(inputs):
             model(ids[None])
 
+    def one_by_one(self, slots: mx.array) -> tuple[mx.array, mx.array]:
+        """[n] uint32 slots of [n, 1], and the numbers of the rows: made once for all layers.
+
+        MLX would count the rows anew in each product.
+        """
+        if self._newest is None or self._newest[0] is not slots:
+            rows = mx.arange(len(slots), dtype=mx.uint32)
+            self._newest = slots, (slots[:, 0], rows)
+        return self._newest[1]
+
     @property
     def slot_bytes(self) -> int:
         """Bytes of one adapter's updates at the largest rank."""
@@ -98,6 +110,10 @@ class Updates:
     def nbytes(self) -> int:
         """Bytes of all slots."""
         return (self._num_slots + 1) * self.slot_bytes
+
+    def heaviest(self, rows: Rows) -> dict[str, mx.array]:
+        """The extras of a forward whose rows have adapters."""
+        return {SLOTS: mx.ones(len(rows.positions_np), mx.uint32)}
 
     def write(self, slot: int, updates: Mapping[str, LowRank]) -> None:
         """Puts an adapter into a slot, from 1 on; waits for the device.
@@ -148,15 +164,18 @@ class _Update:
             return None
         if places is None:
             raise RuntimeError(f"{self.name} is called with rows {x.shape}, not those of a step")
-        if expert is None:
-            a, b = matrices
+        a, b = matrices
+        if expert is not None:
+            count = self.updates.layers[self.name].sizes.num_experts or 1
+            places = places * count + expert.indices.astype(mx.uint32)
+        elif places is slots and slots.shape[1] == 1:  # rows one by one, as in most layers
+            at, rows = self.updates.one_by_one(slots)
+            added = mx.gather_mm(x, a, rows, at)
+            return mx.gather_mm(added, b, rows, at)
+        else:
             added = mx.gather_mm(x[..., None, :], a, rhs_indices=places)
             return mx.gather_mm(added, b, rhs_indices=places).squeeze(-2)
-        layer = self.updates.layers[self.name]
-        indices = places * (layer.sizes.num_experts or 1) + expert.indices.astype(mx.uint32)
-        a, b = matrices
-        added = mx.gather_mm(x, a, rhs_indices=indices)
-        return mx.gather_mm(added, b, rhs_indices=indices)
+        return mx.gather_mm(mx.gather_mm(x, a, rhs_indices=places), b, rhs_indices=places)
 
 
 def _places(slots: mx.array, x: mx.array, expert: Expert | None) -> mx.array | None:

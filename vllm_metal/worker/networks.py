@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,9 @@ import mlx.core as mx
 from vllm_metal.attention.forward_inputs import ForwardInputs
 from vllm_metal.attention.layers import attention_layers
 from vllm_metal.batch.columns import RequestColumn
+from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
+from vllm_metal.memory.planner import AdapterBytes
 from vllm_metal.models import loader
 from vllm_metal.models.parts import ModelParts
 from vllm_metal.spec_decode.network import DraftNetwork
@@ -51,6 +53,15 @@ class Networks:
     def variables(self, inputs: ForwardInputs) -> object:
         """What a forward of the target reads that may be others in its next step, if anything."""
         return None if self.adapters is None else self.adapters.updates.variables(inputs)
+
+    @property
+    def adapter_bytes(self) -> AdapterBytes | None:
+        """What LoRA adapters take at most; None: none are served."""
+        return None if self.adapters is None else self.adapters.nbytes
+
+    def heaviest_extras(self, rows: Rows) -> Mapping[str, mx.array]:
+        """What a forward of these rows reads where it takes most memory (ForwardInputs.extras)."""
+        return {} if self.adapters is None else self.adapters.updates.heaviest(rows)
 
     @property
     def all_layers(self) -> list[StatefulLayer]:

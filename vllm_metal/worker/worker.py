@@ -154,11 +154,18 @@ class MetalWorker(WorkerBase):
             self._largest_step,
             partial(requests_profile, networks.target, networks.layers, config, kv_cache),
             self.transfers.memory_bytes,
+            networks.adapter_bytes,
         )
 
     def _largest_step(self) -> None:
         networks = self.networks
-        profile_step(networks.target, networks.layers, self.vllm_config, self._kv_cache_type)
+        profile_step(
+            networks.target,
+            networks.layers,
+            self.vllm_config,
+            self._kv_cache_type,
+            networks.heaviest_extras,
+        )
         if networks.draft is not None:
             networks.draft.profile(self._kv_cache_type)
 

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each row gets the update of its own slot, in linear layers and in experts, sorted or not."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_map_with_path
+from mlx_lm.models.switch_layers import SwitchGLU
+
+from vllm_metal.attention.forward_inputs import ForwardInputs, bound
+from vllm_metal.lora.adapter import LowRank
+from vllm_metal.lora.updates import SLOTS, Updates
+
+DIM, INNER, EXPERTS, SLOTS_USED = 16, 12, 4, 3
+
+
+class Model(nn.Module):
+    """A linear layer, experts, a layer nobody calls, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, DIM)
+        self.first = nn.Linear(DIM, DIM)
+        self.experts = SwitchGLU(DIM, INNER, EXPERTS)
+        self.unused = nn.Linear(DIM, DIM)
+        self.lm_head = nn.Linear(DIM, 8)
+
+    def hidden(self, x):
+        x = self.first(x)
+        chosen = mx.argsort(x[..., :EXPERTS], axis=-1)[..., :2]
+        return self.experts(x, chosen).sum(-2)
+
+    def __call__(self, ids):
+        return self.lm_head(self.hidden(self.embed(ids)))
+
+
+def low_rank(sizes, seed, rank):
+    experts = () if sizes.num_experts is None else (sizes.num_experts,)
+    a, b = (mx.random.key(seed), mx.random.key(seed + 1000))
+    return LowRank(
+        mx.random.normal((*experts, rank, sizes.num_in), key=a),
+        mx.random.normal((*experts, sizes.num_out, rank), key=b),
+    )
+
+
+def merged(weights, updates):
+    """A model with the updates in its weights."""
+    plain = Model()
+    plain.update(weights)
+    for name, update in updates.items():
+        module = plain
+        for part in name.split("."):
+            module = module[part]
+        module.weight = module.weight + update.b @ update.a
+    return plain
+
+
+@pytest.mark.parametrize("num_rows", [5, 80])  # experts sort from 64 indices on
+def test_rows_get_the_update_of_their_slot(num_rows):
+    mx.random.seed(0)
+    model = Model()
+    weights = tree_map_with_path(lambda _, array: array, model.parameters())
+    updates = Updates(model, SLOTS_USED, 3, mx.float32)
+    assert set(updates.layers) == {
+        "first", "experts.gate_proj", "experts.up_proj", "experts.down_proj",
+    }
+    given = {
+        slot: {
+            name: low_rank(layer.sizes, 10 * slot + at, 1 + slot % 3)
+            for at, (name, layer) in enumerate(updates.layers.items())
+            if slot != 2 or at < 2  # one updates some layers only
+        }
+        for slot in (1, 2, 3)
+    }
+    for slot, of_slot in given.items():
+        updates.write(slot, given[3])  # what was there before leaves nothing
+        updates.write(slot, of_slot)
+    x = mx.random.normal((num_rows, 1, DIM))
+    slots_np = np.arange(num_rows) % 4
+    inputs = ForwardInputs(mx.zeros(num_rows, mx.int32), mx.zeros((1, num_rows), mx.int32))
+    with bound(inputs.with_extras({SLOTS: mx.array(slots_np.astype(np.uint32))})):
+        found = np.array(model.hidden(x))
+    with bound(inputs):
+        plain = np.array(model.hidden(x))
+    for slot in range(4):
+        expected = np.array(merged(weights, given.get(slot, {})).hidden(x))
+        mine = slots_np == slot
+        np.testing.assert_allclose(found[mine], expected[mine], rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(plain[slots_np == 0], found[slots_np == 0], rtol=1e-5, atol=1e-5)
+
+
+def test_only_named_modules_are_adapted_and_memory_is_what_is_said():
+    model = Model()
+    before = mx.get_active_memory()
+    updates = Updates(model, 2, 4, mx.float32, ["first", "down_proj"])
+    assert set(updates.layers) == {"first", "experts.down_proj"}
+    one = 4 * 4 * (2 * DIM + EXPERTS * (INNER + DIM))
+    assert updates.slot_bytes == one
+    assert updates.nbytes == 3 * one <= mx.get_active_memory() - before
+
+
+def test_a_forward_without_adapters_reads_none():
+    updates = Updates(Model(), 2, 4, mx.float32)
+    inputs = ForwardInputs(mx.zeros(2, mx.int32), mx.zeros((1, 2), mx.int32))
+    assert updates.variables(inputs) is None
+    assert updates.variables(inputs.with_extras({SLOTS: mx.zeros(2)})) is updates.matrices
