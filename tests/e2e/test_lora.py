@@ -72,8 +72,7 @@ def test_adapters_and_none_in_one_batch_are_what_peft_computes(llm, toy, adapter
     requests = [named(n, folder) for n, (folder, _) in enumerate(adapters, 1)] + [None]
     models = [adapted for _, adapted in adapters] + [toy.model]
     expected = [
-        greedy_tokens(model, each, NUM_TOKENS)
-        for model, each in zip(models, prompts, strict=True)
+        greedy_tokens(model, each, NUM_TOKENS) for model, each in zip(models, prompts, strict=True)
     ]
     assert tokens(ask(llm, prompts, requests)) == expected
     llm.reset_prefix_cache()
@@ -90,9 +89,7 @@ def test_prefixes_are_found_by_the_same_adapter_only(llm, adapters):
 
 
 @pytest.mark.parametrize("way", ["in place", "unloaded"])
-def test_an_adapter_trained_anew_under_its_path_finds_no_old_kv(
-    llm, toy, adapters, tmp_path, way
-):
+def test_an_adapter_trained_anew_under_its_path_finds_no_old_kv(llm, toy, adapters, tmp_path, way):
     number = 20 + (way == "unloaded")
     text = prompt(80, number)
     path = tmp_path / "adapter"
@@ -128,9 +125,7 @@ def test_drafts_are_lossless_and_more_adapters_than_slots_take_turns(toy, adapte
     models.append((None, toy.model))
     expected = [greedy_tokens(model, text, 40) for _, model in models]
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    with engine(
-        str(toy.folder), max_loras=2, speculative_config=speculation, **SMALL
-    ) as drafting:
+    with engine(str(toy.folder), max_loras=2, speculative_config=speculation, **SMALL) as drafting:
         outputs = ask(drafting, [text] * len(models), [each for each, _ in models], 40)
         assert tokens(outputs) == expected
         found = counters(drafting)
@@ -154,8 +149,6 @@ def test_the_configuration_of_an_adapter_counts(llm, toy, adapters, tmp_path):
     config = tmp_path / "louder" / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 64}))
     text = prompt(40, 95)
-    quiet, loud = ask(
-        llm, [text] * 2, [named(1, adapters[0][0]), named(40, tmp_path / "louder")]
-    )
+    quiet, loud = ask(llm, [text] * 2, [named(1, adapters[0][0]), named(40, tmp_path / "louder")])
     assert tokens([quiet]) == [greedy_tokens(adapters[0][1], text, NUM_TOKENS)]
     assert tokens([loud]) != tokens([quiet])

@@ -20,8 +20,7 @@ def check(base, adapters, toy):
     prompts = [prompt(70, 1), prompt(9, 2), prompt(30, 3)]
     models = [*(adapted for _, adapted in adapters), toy.model]
     expected = [
-        greedy_tokens(model, each, NUM_TOKENS)
-        for model, each in zip(models, prompts, strict=True)
+        greedy_tokens(model, each, NUM_TOKENS) for model, each in zip(models, prompts, strict=True)
     ]
     requests = [*(named(n, folder) for n, (folder, _) in enumerate(adapters, 1)), None]
     with engine(base, max_loras=2, **SMALL) as llm:

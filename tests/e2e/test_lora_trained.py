@@ -17,7 +17,15 @@ from vllm.lora.request import LoRARequest
 
 RANK, SCALE, NUM_TOKENS = 4, 8.0, 12
 TASKS = {
-    "capitals": [f"Q: the capital of {c}? A: {a}!!!" for c, a in (("France", "PARIS"), ("Italy", "ROME"), ("Spain", "MADRID"), ("Japan", "TOKYO"))],
+    "capitals": [
+        f"Q: the capital of {c}? A: {a}!!!"
+        for c, a in (
+            ("France", "PARIS"),
+            ("Italy", "ROME"),
+            ("Spain", "MADRID"),
+            ("Japan", "TOKYO"),
+        )
+    ],
     "sums": [f"Q: what is {n} and {n}? A: it is {2 * n}, dear friend." for n in (2, 3, 5, 8)],
 }
 QUESTIONS = ("Q: the capital of France? A:", "Q: what is 3 and 3? A:", "Once upon a time")

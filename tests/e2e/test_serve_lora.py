@@ -69,7 +69,9 @@ def complete(client, model, count=NUM_TOKENS):
 
 def test_load_unload_and_404_under_traffic(server, toy, adapters):
     client = server.client()
-    wanted = {name: greedy_tokens(model, PROMPT, NUM_TOKENS) for name, (_, model) in adapters.items()}
+    wanted = {
+        name: greedy_tokens(model, PROMPT, NUM_TOKENS) for name, (_, model) in adapters.items()
+    }
     wanted["base"] = greedy_tokens(toy.model, PROMPT, NUM_TOKENS)
     stop, wrong, rounds = threading.Event(), [], []
 

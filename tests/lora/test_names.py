@@ -58,9 +58,7 @@ def test_a_model_that_splits_and_reorders_rows_and_columns():
 
 def test_matrices_the_other_way_round():
     given = update(5, 8, 2)
-    found = placed(
-        {"c": given}, lambda w: {"c.weight": w["c.weight"].T}, fan_in_fan_out=True
-    )
+    found = placed({"c": given}, lambda w: {"c.weight": w["c.weight"].T}, fan_in_fan_out=True)
     np.testing.assert_allclose(delta(found["c"]), delta(given), atol=1e-6)
     with pytest.raises(AdapterError, match="parts of c"):
         placed({"c": given}, lambda w: {"c.weight": w["c.weight"].T})
@@ -70,7 +68,7 @@ def stacking(weights):
     """As mlx-lm's models do it: experts of every layer, all there or none."""
     for layer in range(2):
         stem = f"layers.{layer}.mlp"
-        if f"layers.0.mlp.experts.0.up_proj.weight" not in weights and layer == 0:
+        if "layers.0.mlp.experts.0.up_proj.weight" not in weights and layer == 0:
             return weights
         for name in ("gate_proj", "up_proj", "down_proj"):
             parts = [weights.pop(f"{stem}.experts.{e}.{name}.weight") for e in range(EXPERTS)]

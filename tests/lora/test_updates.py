@@ -9,8 +9,9 @@ from mlx.utils import tree_map_with_path
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from vllm_metal.attention.forward_inputs import ForwardInputs, bound
+from vllm_metal.commands.fit.graph import record
 from vllm_metal.lora.adapter import LowRank
-from vllm_metal.lora.updates import SLOTS, Updates
+from vllm_metal.lora.updates import Updates
 
 DIM, INNER, EXPERTS, SLOTS_USED = 16, 12, 4, 3
 
@@ -63,7 +64,10 @@ def test_rows_get_the_update_of_their_slot(num_rows):
     weights = tree_map_with_path(lambda _, array: array, model.parameters())
     updates = Updates(model, SLOTS_USED, 3, mx.float32)
     assert set(updates.layers) == {
-        "first", "experts.gate_proj", "experts.up_proj", "experts.down_proj",
+        "first",
+        "experts.gate_proj",
+        "experts.up_proj",
+        "experts.down_proj",
     }
     given = {
         slot: {
@@ -79,7 +83,7 @@ def test_rows_get_the_update_of_their_slot(num_rows):
     x = mx.random.normal((num_rows, 1, DIM))
     slots_np = np.arange(num_rows) % 4
     inputs = ForwardInputs(mx.zeros(num_rows, mx.int32), mx.zeros((1, num_rows), mx.int32))
-    with bound(inputs.with_extras({SLOTS: mx.array(slots_np.astype(np.uint32))})):
+    with bound(inputs.with_extras({updates.extra: mx.array(slots_np.astype(np.uint32))})):
         found = np.array(model.hidden(x))
     with bound(inputs):
         plain = np.array(model.hidden(x))
@@ -104,4 +108,21 @@ def test_a_forward_without_adapters_reads_none():
     updates = Updates(Model(), 2, 4, mx.float32)
     inputs = ForwardInputs(mx.zeros(2, mx.int32), mx.zeros((1, 2), mx.int32))
     assert updates.variables(inputs) is None
-    assert updates.variables(inputs.with_extras({SLOTS: mx.zeros(2)})) is updates.matrices
+    with_slots = inputs.with_extras({updates.extra: mx.zeros(2)})
+    assert updates.variables(with_slots) == updates.matrices
+
+
+def test_layers_that_no_slot_updates_compute_nothing_more():
+    model = Model()
+    updates = Updates(model, 2, 4, mx.float32)
+    first = updates.extra
+    updates.write(1, {"first": low_rank(updates.layers["first"].sizes, 1, 2)})
+    assert updates.extra != first
+    inputs = ForwardInputs(mx.zeros(2, mx.int32), mx.zeros((1, 2), mx.int32))
+    inputs = inputs.with_extras({updates.extra: mx.array([0, 1], mx.uint32)})
+    assert set(updates.variables(inputs)) == {"first"}
+    with bound(inputs):
+        products = record(lambda x: [model.hidden(x)], [mx.ones((2, 1, DIM))]).operations
+    assert [step.kind for step in products].count("GatherMM") == 3 + 2
+    updates.write(1, {})
+    assert updates.extra not in (first, inputs.extras[0][0])

@@ -19,8 +19,8 @@ from vllm_metal.lora.files import AdapterContent, AdapterError
 
 _PEFT_KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 _MLX_KEY = re.compile(r"(.+)\.lora_([ab])")
-#: Keys of PEFT's configuration that are read here or by vLLM's PEFTHelper, which refuses values that
-#: nobody serves; and those that say how an adapter was made, or where.
+#: Keys of PEFT's configuration that are read here or by vLLM's PEFTHelper, which refuses values
+#: that nobody serves; and those that say how an adapter was made, or where.
 _READ = {
     *("peft_type", "r", "lora_alpha", "bias", "use_rslora", "use_dora", "lora_bias"),
     *("init_lora_weights", "alora_invocation_tokens", "layer_replication", "use_bdlora"),
@@ -88,11 +88,10 @@ def read_adapter(content: AdapterContent, max_rank: int) -> Adapter:
         AdapterError: the files cannot be read, or the adapter does what is not served.
     """
     config = _config(content)
-    tensors = _tensors(content)
     if "peft_type" in config or "target_modules" in config:
-        return _of_peft(content.name, config, tensors, max_rank)
+        return _of_peft(content, config, max_rank)
     if "lora_parameters" in config:
-        return _of_mlx_lm(content.name, config, tensors, max_rank)
+        return _of_mlx_lm(content, config, max_rank)
     raise AdapterError(content.name, "has a configuration that is neither PEFT's nor mlx-lm's")
 
 
@@ -117,9 +116,7 @@ def _tensors(content: AdapterContent) -> dict[str, mx.array]:
 
 
 def _arrays(content: AdapterContent) -> dict[str, mx.array]:
-    return cast(
-        dict[str, mx.array], mx.load(io.BytesIO(content.weights), format="safetensors")
-    )
+    return cast(dict[str, mx.array], mx.load(io.BytesIO(content.weights), format="safetensors"))
 
 
 def _torch_tensors(content: AdapterContent) -> dict[str, mx.array]:
@@ -127,9 +124,8 @@ def _torch_tensors(content: AdapterContent) -> dict[str, mx.array]:
     return {name: mx.array(tensor.float().numpy()) for name, tensor in tensors.items()}
 
 
-def _of_peft(
-    name: str, config: dict[str, Any], tensors: dict[str, mx.array], max_rank: int
-) -> Adapter:
+def _of_peft(content: AdapterContent, config: dict[str, Any], max_rank: int) -> Adapter:
+    name = content.name
     if (kind := config.get("peft_type", "LORA")) != "LORA":
         raise AdapterError(name, f"is of peft_type {kind!r}: only LORA is served")
     if config.get("use_dora"):
@@ -144,7 +140,7 @@ def _of_peft(
         raise AdapterError(name, f"has a configuration that is not served: {error}") from error
     experts = _experts(config)
     updates = {}
-    for module, (a, b) in _pairs(name, tensors, _PEFT_KEY, "AB").items():
+    for module, (a, b) in _pairs(name, _tensors(content), _PEFT_KEY, "AB").items():
         rank, scale = helper.get_rank_and_scaling(module)
         if module.rpartition(".experts")[2] in ("", ".base_layer") and experts:
             a, b = _by_expert(name, module, a, b, rank)
@@ -178,16 +174,15 @@ def _by_expert(
     return a.reshape(experts, rank, -1), by_rank.transpose(2, 0, 1)
 
 
-def _of_mlx_lm(
-    name: str, config: dict[str, Any], tensors: dict[str, mx.array], max_rank: int
-) -> Adapter:
+def _of_mlx_lm(content: AdapterContent, config: dict[str, Any], max_rank: int) -> Adapter:
+    name = content.name
     if (kind := config.get("fine_tune_type", "lora")) != "lora":
         raise AdapterError(name, f"has fine_tune_type {kind!r}: only lora is served")
     stated = config["lora_parameters"]
     if not isinstance(stated, dict) or not isinstance(stated.get("scale"), int | float):
         raise AdapterError(name, "has lora_parameters without a scale")
     scale, updates = float(stated["scale"]), {}
-    for module, (a, b) in _pairs(name, tensors, _MLX_KEY, "ab").items():
+    for module, (a, b) in _pairs(name, _tensors(content), _MLX_KEY, "ab").items():
         if a.ndim == 2 and b.ndim == 2:
             a, b = a.T, b.T  # [in, r] and [r, out]
         elif b.ndim == 3 and a.ndim == 2:
@@ -232,4 +227,3 @@ def _check_ranks(
         raise AdapterError(name, f"has ranks {of_a} and {of_b} at {module}{stated_too}")
     if of_a > max_rank:
         raise AdapterError(name, f"has rank {of_a} at {module}: --max-lora-rank is {max_rank}")
-

@@ -43,9 +43,7 @@ class Adapters:
         self._num_slots = config.max_loras
         # One more: that whose place a reload takes, for requests that wait with it.
         self._max_kept = (config.max_cpu_loras or config.max_loras) + 1
-        self.updates = Updates(
-            model, self._num_slots, self._max_rank, dtype, config.target_modules
-        )
+        self.updates = Updates(model, self._num_slots, self._max_rank, dtype, config.target_modules)
         self._kept: OrderedDict[str, Mapping[str, LowRank]] = OrderedDict()
         self._slots: OrderedDict[str, int] = OrderedDict()  # the least recently used first
         self._by_id: dict[int, str] = {}  # by the client's number
@@ -130,7 +128,7 @@ class Adapters:
         return {self._by_id[asked_id] for asked_id in self._pinned if asked_id in self._by_id}
 
     def remove(self, asked_id: int) -> bool:
-        """Forgets a client's adapter; requests that have it end with it. Says whether it was there."""
+        """Forgets a client's adapter, if it is there; requests that have it end with it."""
         self._pinned.discard(asked_id)
         digest = self._by_id.pop(asked_id, None)
         if digest is None:

@@ -11,7 +11,6 @@ import numpy as np
 
 from vllm_metal.batch.columns import RequestColumn
 from vllm_metal.lora.adapters import Adapters
-from vllm_metal.lora.updates import SLOTS
 from vllm_metal.lora.versions import of_content
 
 if TYPE_CHECKING:
@@ -55,4 +54,8 @@ class AdapterColumn(RequestColumn):
         slots = self._adapters.activate(needed)
         by_request = [0 if digest is None else slots[digest] for digest in digests]
         counts = np.diff(rows.query_start_loc_np)
-        return {SLOTS: mx.array(np.repeat(np.array(by_request, np.uint32), counts))}
+        return {
+            self._adapters.updates.extra: mx.array(
+                np.repeat(np.array(by_request, np.uint32), counts)
+            )
+        }

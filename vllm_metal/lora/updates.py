@@ -20,8 +20,6 @@ from vllm_metal.batch.rows import Rows
 from vllm_metal.lora.adapter import LowRank
 from vllm_metal.mlx_patches.adapted_linears import Expert, Sizes, adapt, sizes
 
-#: The name of a forward's slots: [T] uint32, of each row.
-SLOTS = "lora_slots"
 #: Modules behind the layers, which see some of a step's rows: adapters of them are refused.
 _NOT_OF_ROWS = frozenset(("lm_head", "embed_out", "output"))
 
@@ -58,7 +56,11 @@ class Updates:
     """The updates of a model's layers, by slot."""
 
     def __init__(
-        self, model: nn.Module, num_slots: int, rank: int, dtype: mx.Dtype,
+        self,
+        model: nn.Module,
+        num_slots: int,
+        rank: int,
+        dtype: mx.Dtype,
         only: Iterable[str] | None = None,
     ) -> None:
         """
@@ -77,7 +79,9 @@ class Updates:
         #: A and B of all slots by layer: what forwards read that has SLOTS among its extras.
         self.matrices: dict[str, list[mx.array]] = {}
         self._newest: tuple[mx.array, tuple[mx.array, mx.array]] | None = None
-        self._written: dict[int, set[str]] = {}  # layers that are not zeros, by slot
+        self._written: dict[int, frozenset[str]] = {}  # layers that are not zeros, by slot
+        self._touched = frozenset(self.layers)  # by any slot, once one is written
+        self._numbers: dict[frozenset[str], int] = {}  # of such sets of layers
         self._find_layers_in_use(model)
         self.layers = {name: layer for name, layer in self.layers.items() if layer.in_use}
         for name, layer in self.layers.items():
@@ -87,9 +91,23 @@ class Updates:
     def _find_layers_in_use(self, model: nn.Module) -> None:
         """Builds a forward of two rows, and computes nothing."""
         ids = mx.zeros(2, mx.int32)
-        inputs = ForwardInputs(ids, mx.arange(2)[None]).with_extras({SLOTS: ids.astype(mx.uint32)})
+        extras = {self.extra: ids.astype(mx.uint32)}
+        inputs = ForwardInputs(ids, mx.arange(2)[None]).with_extras(extras)
         with bound(inputs):
             model(ids[None])
+
+    @property
+    def extra(self) -> str:
+        """The name of a forward's slots among its extras: [T] uint32, of each row.
+
+        Layers that no slot updates compute nothing more. Which these are is part of the name, and
+        so of what compiled forwards are told apart by.
+        """
+        return f"lora_slots_{self._numbers.setdefault(self._touched, len(self._numbers))}"
+
+    def matrices_of(self, name: str) -> list[mx.array] | None:
+        """A and B of a layer in all slots; None: none of them updates it."""
+        return self.matrices[name] if name in self._touched else None
 
     def one_by_one(self, slots: mx.array) -> tuple[mx.array, mx.array]:
         """[n] uint32 slots of [n, 1], and the numbers of the rows: made once for all layers.
@@ -113,7 +131,7 @@ class Updates:
 
     def heaviest(self, rows: Rows) -> dict[str, mx.array]:
         """The extras of a forward whose rows have adapters."""
-        return {SLOTS: mx.ones(len(rows.positions_np), mx.uint32)}
+        return {self.extra: mx.ones(len(rows.positions_np), mx.uint32)}
 
     def write(self, slot: int, updates: Mapping[str, LowRank]) -> None:
         """Puts an adapter into a slot, from 1 on; waits for the device.
@@ -122,11 +140,12 @@ class Updates:
             slot: its place.
             updates: by layer, of shapes that fit.
         """
-        for name in self._written.pop(slot, set()) - set(updates):
+        for name in self._written.pop(slot, frozenset()) - set(updates):
             self._put(name, slot, None)
-        self._written[slot] = set(updates)
         for name, update in updates.items():
             self._put(name, slot, update)
+        self._written[slot] = frozenset(updates)
+        self._touched = frozenset().union(*self._written.values())
 
     def _put(self, name: str, slot: int, update: LowRank | None) -> None:
         count = self.layers[name].sizes.num_experts or 1
@@ -141,7 +160,9 @@ class Updates:
 
     def variables(self, inputs: ForwardInputs) -> dict[str, list[mx.array]] | None:
         """What a compiled forward reads that changes from step to step beside its inputs."""
-        return self.matrices if any(name == SLOTS for name, _ in inputs.extras) else None
+        if not any(name == self.extra for name, _ in inputs.extras):
+            return None
+        return {name: self.matrices[name] for name in self._touched}
 
 
 @dataclass(frozen=True)
@@ -153,16 +174,16 @@ class _Update:
 
     def __call__(self, x: mx.array, expert: Expert | None) -> mx.array | None:
         try:
-            slots = of_rows(SLOTS)
+            slots = of_rows(self.updates.extra)
         except KeyError:
             return None
-        matrices = self.updates.matrices.get(self.name)
-        places = _places(slots, x, expert)
-        if matrices is None:  # while it is found out which layers are in use
-            if places is not None and (layer := self.updates.layers.get(self.name)):
-                layer.in_use = True
+        if not self.updates.matrices:  # it is being found out which layers are in use
+            layer = self.updates.layers[self.name]
+            layer.in_use |= _places(slots, x, expert) is not None
             return None
-        if places is None:
+        if (matrices := self.updates.matrices_of(self.name)) is None:
+            return None
+        if (places := _places(slots, x, expert)) is None:
             raise RuntimeError(f"{self.name} is called with rows {x.shape}, not those of a step")
         a, b = matrices
         if expert is not None:

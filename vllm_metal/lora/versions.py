@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import cast
 
 from vllm.lora.request import LoRARequest
 
@@ -20,7 +19,7 @@ from vllm_metal.lora.files import AdapterFiles
 _DIGITS = 15  # hex, of a content's number: it stays below 2^60
 
 
-class AdapterRequest(LoRARequest, omit_defaults=True, array_like=True):  # type: ignore[call-arg,misc]
+class AdapterRequest(LoRARequest, omit_defaults=True, array_like=True):
     """A LoRARequest whose content is known; `lora_int_id` is the content's number."""
 
     digest: str = ""  # see AdapterFiles.digest
@@ -43,8 +42,8 @@ class Versions:
     def of(self, request: LoRARequest, anew: bool = False) -> AdapterRequest:
         """The request with the content that its adapter has now.
 
-        That is what was there when the adapter was loaded or used first, until it is forgotten. With
-        `load_inplace` it is what is there now.
+        That is what was there when the adapter was loaded or used first, until it is forgotten.
+        With `load_inplace` it is what is there now.
 
         Args:
             request: a client's.
@@ -81,5 +80,5 @@ class Versions:
 def of_content(request: LoRARequest) -> AdapterRequest:
     """The request with its content, which is looked up where that is not known yet."""
     if isinstance(request, AdapterRequest):
-        return cast(AdapterRequest, request)
+        return request
     return Versions().of(request)

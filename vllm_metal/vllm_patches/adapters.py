@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class Contents(Protocol):
+class _Contents(Protocol):
     """Which content adapters stand for (lora.versions)."""
 
     def of(self, request: LoRARequest, anew: bool = False) -> LoRARequest:
@@ -27,7 +27,7 @@ class Contents(Protocol):
         """Has an adapter's files read again."""
 
 
-def know_by_content(make: Callable[[], Contents]) -> None:
+def know_by_content(make: Callable[[], _Contents]) -> None:
     """Has engines tell adapters apart by what is in their files.
 
     vLLM hashes blocks with an adapter's name and path. An adapter that was trained anew under both
@@ -37,11 +37,12 @@ def know_by_content(make: Callable[[], Contents]) -> None:
         make: called once an engine, when it first sees an adapter.
     """
 
-    def contents(core: Any) -> Contents:
-        known = vars(core)
+    def contents(core: Any) -> _Contents:
+        known: dict[str, Any] = vars(core)
         if "_adapter_contents" not in known:
             known["_adapter_contents"] = make()
-        return known["_adapter_contents"]
+        found: _Contents = known["_adapter_contents"]
+        return found
 
     def with_content(
         preprocess: Callable[..., tuple[Request, int]], self: Any, request: EngineCoreRequest
