@@ -110,7 +110,7 @@ def test_a_truncated_file_is_named(tmp_path, file):
 
 
 def test_a_rank_above_the_largest_is_refused(tmp_path):
-    with pytest.raises(AdapterError, match="rank 2 at .*q_proj: --max-lora-rank is 1"):
+    with pytest.raises(AdapterError, match=r"rank 2 at .*q_proj: --max-lora-rank is 1"):
         read(write(tmp_path, arrays()), max_rank=1)
 
 

@@ -27,10 +27,10 @@ def test_the_digest_is_of_the_content(tmp_path):
 
 def test_what_is_not_there_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(LoRAAdapterNotFoundError, match="mine .*/no/such"):
+    with pytest.raises(LoRAAdapterNotFoundError, match=r"mine .*/no/such"):
         AdapterFiles.find("mine", str(tmp_path / "no/such"))
-    with pytest.raises(AdapterError, match="'mine' has no adapter_config.json"):
+    with pytest.raises(AdapterError, match=r"'mine' has no adapter_config.json"):
         AdapterFiles.find("mine", str(tmp_path))
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(AdapterError, match="'mine' has none of adapter_model.safetensors"):
+    with pytest.raises(AdapterError, match=r"'mine' has none of adapter_model.safetensors"):
         AdapterFiles.find("mine", str(tmp_path))

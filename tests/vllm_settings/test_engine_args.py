@@ -87,7 +87,7 @@ NAMED = {
 }
 #: What some options take beside them to be let through by vLLM.
 BESIDE = {
-    **dict.fromkeys((field for field in REFUSED if "lora" in field), {"enable_lora": True}),
+    **{field: {"enable_lora": True} for field in REFUSED if "lora" in field},
     "_api_process_rank": {"_api_process_count": 2},
     "per_request_spec_decode_metrics": {"spec_method": "ngram", "spec_tokens": 2},
 }

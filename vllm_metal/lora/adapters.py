@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vllm_metal.lora.adapter import LowRank, read_adapter
 from vllm_metal.lora.files import AdapterError, AdapterFiles
 from vllm_metal.lora.names import on_modules
-from vllm_metal.lora.updates import Updates
+from vllm_metal.lora.updates import Updates, kept_at_most
 from vllm_metal.lora.versions import AdapterRequest, of_content
 from vllm_metal.memory.planner import AdapterBytes
 
@@ -41,8 +41,7 @@ class Adapters:
         """
         self._model, self._max_rank = model, int(config.max_lora_rank)
         self._num_slots = config.max_loras
-        # One more: that whose place a reload takes, for requests that wait with it.
-        self._max_kept = (config.max_cpu_loras or config.max_loras) + 1
+        self._max_kept = kept_at_most(config)
         self.updates = Updates(model, self._num_slots, self._max_rank, dtype, config.target_modules)
         self._kept: OrderedDict[str, Mapping[str, LowRank]] = OrderedDict()
         self._slots: OrderedDict[str, int] = OrderedDict()  # the least recently used first

@@ -54,8 +54,5 @@ class AdapterColumn(RequestColumn):
         slots = self._adapters.activate(needed)
         by_request = [0 if digest is None else slots[digest] for digest in digests]
         counts = np.diff(rows.query_start_loc_np)
-        return {
-            self._adapters.updates.extra: mx.array(
-                np.repeat(np.array(by_request, np.uint32), counts)
-            )
-        }
+        by_row = np.repeat(np.array(by_request, np.uint32), counts)
+        return {self._adapters.updates.extra: mx.array(by_row)}

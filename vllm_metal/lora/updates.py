@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,7 +19,11 @@ import mlx.nn as nn
 from vllm_metal.attention.forward_inputs import ForwardInputs, bound, of_rows
 from vllm_metal.batch.rows import Rows
 from vllm_metal.lora.adapter import LowRank
+from vllm_metal.memory.planner import AdapterBytes
 from vllm_metal.mlx_patches.adapted_linears import Expert, Sizes, adapt, sizes
+
+if TYPE_CHECKING:
+    from vllm.config.lora import LoRAConfig
 
 #: Modules behind the layers, which see some of a step's rows: adapters of them are refused.
 _NOT_OF_ROWS = frozenset(("lm_head", "embed_out", "output"))
@@ -84,6 +89,7 @@ class Updates:
         self._numbers: dict[frozenset[str], int] = {}  # of such sets of layers
         self._find_layers_in_use(model)
         self.layers = {name: layer for name, layer in self.layers.items() if layer.in_use}
+        self._touched = frozenset(self.layers)
         for name, layer in self.layers.items():
             self.matrices[name] = layer.empty(num_slots + 1, rank, dtype)
         mx.eval(self.matrices)
@@ -223,6 +229,27 @@ def _places(slots: mx.array, x: mx.array, expert: Expert | None) -> mx.array | N
         more = (1,) * (len(rows) - slots.ndim)
         return mx.broadcast_to(slots.reshape(*slots.shape, *more), rows)
     return None
+
+
+def adapter_bytes(model: nn.Module, config: LoRAConfig, dtype: mx.Dtype) -> AdapterBytes:
+    """What an engine's adapters take, of all layers that may be adapted, at the largest rank.
+
+    Args:
+        model: mlx-lm's; its weights are not read.
+        config: vLLM's settings.
+        dtype: of the model.
+    """
+    layers = _layers(model, config.target_modules).values()
+    one = sum(layer.nbytes(int(config.max_lora_rank), dtype) for layer in layers)
+    return AdapterBytes((config.max_loras + 1) * one, kept_at_most(config) * one)
+
+
+def kept_at_most(config: LoRAConfig) -> int:
+    """Adapters that are kept beside those in slots: --max-cpu-loras, and one.
+
+    That one is what a reload takes the place of, for requests that wait with it.
+    """
+    return (config.max_cpu_loras or config.max_loras) + 1
 
 
 def _layers(model: nn.Module, only: Iterable[str] | None) -> dict[str, Layer]:
