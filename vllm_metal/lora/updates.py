@@ -18,12 +18,13 @@ import mlx.nn as nn
 
 from vllm_metal.attention.forward_inputs import ForwardInputs, bound, of_rows
 from vllm_metal.batch.rows import Rows
-from vllm_metal.lora.adapter import LowRank
 from vllm_metal.memory.planner import AdapterBytes
 from vllm_metal.mlx_patches.adapted_linears import Expert, Sizes, adapt, sizes
 
 if TYPE_CHECKING:
     from vllm.config.lora import LoRAConfig
+
+    from vllm_metal.lora.adapter import LowRank
 
 #: Modules behind the layers, which see some of a step's rows: adapters of them are refused.
 _NOT_OF_ROWS = frozenset(("lm_head", "embed_out", "output"))
