@@ -14,26 +14,51 @@ from vllm_metal.lora.adapter import LowRank
 from vllm_metal.lora.updates import Updates
 
 DIM, INNER, EXPERTS, SLOTS_USED = 16, 12, 4, 3
+BLOCK = "model.layers.0"
 
 
-class Model(nn.Module):
-    """A linear layer, experts, a layer nobody calls, and a head."""
+class Block(nn.Module):
+    """A linear layer, experts, and a layer that nobody calls."""
 
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(8, DIM)
         self.first = nn.Linear(DIM, DIM)
         self.experts = SwitchGLU(DIM, INNER, EXPERTS)
         self.unused = nn.Linear(DIM, DIM)
-        self.lm_head = nn.Linear(DIM, 8)
 
-    def hidden(self, x):
+    def __call__(self, x):
         x = self.first(x)
         chosen = mx.argsort(x[..., :EXPERTS], axis=-1)[..., :2]
         return self.experts(x, chosen).sum(-2)
 
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(8, DIM)
+        self.layers = [Block()]
+
     def __call__(self, ids):
-        return self.lm_head(self.hidden(self.embed(ids)))
+        return self.layers[0](self.embed_tokens(ids))
+
+
+class Model(nn.Module):
+    """A block, and a head, which is called with some of a step's rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = Decoder()
+        self.lm_head = nn.Linear(DIM, 8)
+
+    @property
+    def layers(self):
+        return self.model.layers
+
+    def hidden(self, x):
+        return self.layers[0](x)
+
+    def __call__(self, ids):
+        return self.lm_head(self.model(ids))
 
 
 def low_rank(sizes, seed, rank):
@@ -52,7 +77,7 @@ def merged(weights, updates):
     for name, update in updates.items():
         module = plain
         for part in name.split("."):
-            module = module[part]
+            module = module[int(part)] if isinstance(module, list) else module[part]
         module.weight = module.weight + update.b @ update.a
     return plain
 
@@ -63,12 +88,8 @@ def test_rows_get_the_update_of_their_slot(num_rows):
     model = Model()
     weights = tree_map_with_path(lambda _, array: array, model.parameters())
     updates = Updates(model, SLOTS_USED, 3, mx.float32)
-    assert set(updates.layers) == {
-        "first",
-        "experts.gate_proj",
-        "experts.up_proj",
-        "experts.down_proj",
-    }
+    experts = {f"{BLOCK}.experts.{name}_proj" for name in ("gate", "up", "down")}
+    assert set(updates.layers) == {f"{BLOCK}.first", *experts}
     given = {
         slot: {
             name: low_rank(layer.sizes, 10 * slot + at, 1 + slot % 3)
@@ -98,7 +119,7 @@ def test_only_named_modules_are_adapted_and_memory_is_what_is_said():
     model = Model()
     before = mx.get_active_memory()
     updates = Updates(model, 2, 4, mx.float32, ["first", "down_proj"])
-    assert set(updates.layers) == {"first", "experts.down_proj"}
+    assert set(updates.layers) == {f"{BLOCK}.first", f"{BLOCK}.experts.down_proj"}
     one = 4 * 4 * (2 * DIM + EXPERTS * (INNER + DIM))
     assert updates.slot_bytes == one
     assert updates.nbytes == 3 * one <= mx.get_active_memory() - before
@@ -116,11 +137,12 @@ def test_layers_that_no_slot_updates_compute_nothing_more():
     model = Model()
     updates = Updates(model, 2, 4, mx.float32)
     first = updates.extra
-    updates.write(1, {"first": low_rank(updates.layers["first"].sizes, 1, 2)})
+    first_layer = f"{BLOCK}.first"
+    updates.write(1, {first_layer: low_rank(updates.layers[first_layer].sizes, 1, 2)})
     assert updates.extra != first
     inputs = ForwardInputs(mx.zeros(2, mx.int32), mx.zeros((1, 2), mx.int32))
     inputs = inputs.with_extras({updates.extra: mx.array([0, 1], mx.uint32)})
-    assert set(updates.variables(inputs)) == {"first"}
+    assert set(updates.variables(inputs)) == {first_layer}
     with bound(inputs):
         products = record(lambda x: [model.hidden(x)], [mx.ones((2, 1, DIM))]).operations
     assert [step.kind for step in products].count("GatherMM") == 3 + 2

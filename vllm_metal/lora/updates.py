@@ -20,14 +20,12 @@ from vllm_metal.attention.forward_inputs import ForwardInputs, bound, of_rows
 from vllm_metal.batch.rows import Rows
 from vllm_metal.memory.planner import AdapterBytes
 from vllm_metal.mlx_patches.adapted_linears import Expert, Sizes, adapt, sizes
+from vllm_metal.models.parts import decoder_of
 
 if TYPE_CHECKING:
     from vllm.config.lora import LoRAConfig
 
     from vllm_metal.lora.adapter import LowRank
-
-#: Modules behind the layers, which see some of a step's rows: adapters of them are refused.
-_NOT_OF_ROWS = frozenset(("lm_head", "embed_out", "output"))
 
 
 @dataclass
@@ -254,12 +252,14 @@ def kept_at_most(config: LoRAConfig) -> int:
 
 
 def _layers(model: nn.Module, only: Iterable[str] | None) -> dict[str, Layer]:
+    """Layers that are called with all rows of a step: of the head, which is called with some of
+    them, there are none."""
+    of_rows = {id(module) for module in (decoder_of(model) or model).modules()}
     wanted = None if only is None else frozenset(only)
     found = {}
     for name, module in model.named_modules():
-        last = name.rpartition(".")[2]
-        if last in _NOT_OF_ROWS or (wanted is not None and last not in wanted):
-            continue
-        if (of_module := sizes(module)) is not None:
-            found[name] = Layer(of_module)
+        if id(module) in of_rows and (wanted is None or name.rpartition(".")[2] in wanted):
+            of_module = sizes(module)
+            if of_module is not None:
+                found[name] = Layer(of_module)
     return found
