@@ -80,15 +80,15 @@ class Updates:
         for name, module in model.named_modules():
             if name in self.layers:
                 adapt(module, _Update(self, name))
-        #: A and B of all slots by layer: what forwards read that has SLOTS among its extras.
+        #: A and B of all slots by layer.
         self.matrices: dict[str, list[mx.array]] = {}
         self._newest: tuple[mx.array, tuple[mx.array, mx.array]] | None = None
         self._written: dict[int, frozenset[str]] = {}  # layers that are not zeros, by slot
-        self._touched = frozenset(self.layers)  # by any slot, once one is written
-        self._numbers: dict[frozenset[str], int] = {}  # of such sets of layers
+        self._numbers: dict[frozenset[str], int] = {}  # of sets of layers
+        self._touch(self.layers)
         self._find_layers_in_use(model)
         self.layers = {name: layer for name, layer in self.layers.items() if layer.in_use}
-        self._touched = frozenset(self.layers)
+        self._touch(self.layers)
         for name, layer in self.layers.items():
             self.matrices[name] = layer.empty(num_slots + 1, rank, dtype)
         mx.eval(self.matrices)
@@ -101,14 +101,13 @@ class Updates:
         with bound(inputs):
             model(ids[None])
 
-    @property
-    def extra(self) -> str:
-        """The name of a forward's slots among its extras: [T] uint32, of each row.
-
-        Layers that no slot updates compute nothing more. Which these are is part of the name, and
-        so of what compiled forwards are told apart by.
-        """
-        return f"lora_slots_{self._numbers.setdefault(self._touched, len(self._numbers))}"
+    def _touch(self, layers: Iterable[str]) -> None:
+        """Notes which layers any slot updates: others compute nothing more."""
+        self._touched = frozenset(layers)
+        number = self._numbers.setdefault(self._touched, len(self._numbers))
+        #: The name of a forward's slots among its extras: [T] uint32, of each row. Which layers are
+        #: touched is part of it, and so of what compiled forwards are told apart by.
+        self.extra = f"lora_slots_{number}"
 
     def matrices_of(self, name: str) -> list[mx.array] | None:
         """A and B of a layer in all slots; None: none of them updates it."""
@@ -145,12 +144,14 @@ class Updates:
             slot: its place.
             updates: by layer, of shapes that fit.
         """
-        for name in self._written.pop(slot, frozenset()) - set(updates):
+        before = self._written.get(slot, frozenset())
+        self._written[slot] = before | frozenset(updates)  # until all is there
+        for name in before - set(updates):
             self._put(name, slot, None)
         for name, update in updates.items():
             self._put(name, slot, update)
         self._written[slot] = frozenset(updates)
-        self._touched = frozenset().union(*self._written.values())
+        self._touch(name for of_slot in self._written.values() for name in of_slot)
 
     def _put(self, name: str, slot: int, update: LowRank | None) -> None:
         count = self.layers[name].sizes.num_experts or 1
