@@ -26,6 +26,7 @@ def configure(model, options):
     [
         ({"enable_lora": True, "lora_dtype": "bfloat16"}, "--lora-dtype .*the model's"),
         ({"enable_lora": True, "fully_sharded_loras": True}, "--fully-sharded-loras"),
+        ({"enable_lora": True, "runner": "pooling"}, "--enable-lora with --runner pooling"),
         ({"use_fp64_gumbel": True}, r"--use-fp64-gumbel \(.*no float64"),
         ({"enable_return_routed_experts": True}, "--enable-return-routed-experts"),
         (

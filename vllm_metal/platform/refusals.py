@@ -82,6 +82,9 @@ def _lora_refusals(config: VllmConfig) -> dict[str, bool]:
     if lora is None:
         return {}
     return {
+        "--enable-lora with --runner pooling (adapters are for models that generate)": (
+            model is not None and model.runner_type == "pooling"
+        ),
         f"--lora-dtype {lora.lora_dtype} (adapters have the model's: leave it out)": (
             model is not None and lora.lora_dtype not in ("auto", model.dtype)
         ),
@@ -143,7 +146,7 @@ def _model_refusals(config: VllmConfig) -> dict[str, bool]:
             # vLLM sets it to either of the others, with and without prefix caching.
             cache.mamba_block_size not in (None, cache.block_size, model.max_model_len)
         ),
-        f"--runner {model.runner_type}": model.runner_type != "generate",
+        f"--runner {model.runner_type}": model.runner_type not in ("generate", "pooling"),
         "multimodal inputs (--language-model-only, or a text-only checkpoint)": (
             model.multimodal_config is not None and not model.multimodal_config.language_model_only
         ),

@@ -23,6 +23,7 @@ from vllm_metal.spec_decode.registry import load_network
 if TYPE_CHECKING:
     import mlx.nn as nn
     from vllm.config import VllmConfig
+    from vllm.model_executor.layers.pooler.abstract import Pooler
 
     from vllm_metal.lora.adapters import Adapters
 
@@ -39,16 +40,24 @@ class Networks:
     #: outlive a runner: a row is of whoever entered it last.
     columns: Sequence[RequestColumn] = ()
     adapters: Adapters | None = None  # None: without --enable-lora
+    pooler: Pooler | None = None  # of the target's hidden states; None: it samples
 
     @staticmethod
     def load(config: VllmConfig) -> Networks:
+        if config.model_config.runner_type == "pooling":
+            from vllm_metal.pooling import decoders  # imports vLLM's poolers
+
+            pooling = decoders.load(config)
+            layers = attention_layers(pooling.parts.model, loader.model_type(config))
+            return Networks(pooling.parts, layers, None, 0, pooler=pooling.pooler)
         model = loader.load(config)
         layers = attention_layers(model, loader.model_type(config))
         adapters, columns = _adapters(model, config)
         target = ModelParts(model)
         before = mx.get_active_memory()
         draft = load_network(config, target)
-        return Networks(target, layers, draft, mx.get_active_memory() - before, columns, adapters)
+        draft_bytes = mx.get_active_memory() - before
+        return Networks(target, layers, draft, draft_bytes, columns, adapters)
 
     def variables(self, inputs: ForwardInputs) -> object:
         """What a forward of the target reads that may be others in its next step, if anything."""
