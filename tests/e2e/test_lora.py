@@ -119,6 +119,7 @@ def test_a_request_whose_adapter_cannot_be_read_fails_alone(llm, toy, adapters, 
     assert tokens([good]) == [greedy_tokens(adapters[0][1], text, NUM_TOKENS)]
 
 
+@pytest.mark.more
 def test_drafts_are_lossless_and_more_adapters_than_slots_take_turns(toy, adapters):
     text = prompt(12, 94) * 4
     models = [(named(n, folder), adapted) for n, (folder, adapted) in enumerate(adapters[:4], 1)]
