@@ -86,7 +86,9 @@ class Updates:
         self._written: dict[int, frozenset[str]] = {}  # layers that are not zeros, by slot
         self._numbers: dict[frozenset[str], int] = {}  # of sets of layers
         self._touch(self.layers)
+        self.is_looking = True  # for layers in use
         self._find_layers_in_use(model)
+        self.is_looking = False
         self.layers = {name: layer for name, layer in self.layers.items() if layer.in_use}
         self._touch(self.layers)
         for name, layer in self.layers.items():
@@ -183,9 +185,9 @@ class _Update:
             slots = of_rows(self.updates.extra)
         except KeyError:
             return None
-        if not self.updates.matrices:  # it is being found out which layers are in use
-            layer = self.updates.layers[self.name]
-            layer.in_use |= _places(slots, x, expert) is not None
+        if self.updates.is_looking:
+            if _places(slots, x, expert) is not None:
+                self.updates.layers[self.name].in_use = True
             return None
         if (matrices := self.updates.matrices_of(self.name)) is None:
             return None
