@@ -15,6 +15,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models import base, gated_delta, llama, mla, ssm
 from mlx_lm.models.cache import KVCache
+from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 from mlx_patches.test_seam import Noting
 from mlx_patches.test_traced_layers import operations
 
@@ -71,6 +72,14 @@ def rows_are_multiplied_one_by_one():
         if [graph.arrays[step.inputs[0]][0][-2] for step in found] != [1]:
             return False
     return True
+
+
+@probe("adapted_linears")
+def a_layer_has_one_adapter():
+    """mlx-lm's layers with an adapter have one, for all rows."""
+    layers = LoRALinear, LoRASwitchLinear
+    names = [list(inspect.signature(layer.__call__).parameters) for layer in layers]
+    return names == [["self", "x"], ["self", "x", "indices", "sorted_indices"]]
 
 
 @probe("module_calls")

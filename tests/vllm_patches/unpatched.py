@@ -97,6 +97,19 @@ def salts(folder):
     return "pepper" not in repr(vars(sent)), vars(sent)
 
 
+@probe("adapters.know_by_content", at_once=False)
+def adapters(folder):
+    """Blocks are hashed with an adapter's name and path, whatever is in its files."""
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+    from vllm.v1.request import Request
+
+    request = Request("a", [1, 2], SimpleNamespace(), None)
+    request.lora_request = LoRARequest("mine", 1, folder)
+    keys, _ = generate_block_hash_extra_keys(request, 0, 2, 0)
+    return keys == (("lora", "mine", folder),), keys
+
+
 @probe("engine_args.set_batch_defaults")
 def batch_defaults(folder):
     """vLLM asks a platform for its device's name and memory, and for nothing else."""

@@ -180,6 +180,11 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
     served.add_argument("--max-num-batched-tokens", type=units.tokens, metavar="N")
     served.add_argument("--gpu-memory-utilization", type=units.share, metavar="SHARE")
     served.add_argument("--block-size", type=int, metavar="16|32")
+    served.add_argument(
+        "--max-loras", type=units.count, metavar="N", help="with --enable-lora; default: none"
+    )
+    served.add_argument("--max-cpu-loras", type=units.count, metavar="N")
+    served.add_argument("--max-lora-rank", type=units.count, metavar="N")
     parser.set_defaults(run=_fit)
 
 

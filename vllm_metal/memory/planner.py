@@ -70,6 +70,14 @@ SOURCES: dict[Device, str] = {
 }
 
 
+@dataclass(frozen=True)
+class AdapterBytes:
+    """What LoRA adapters take at most."""
+
+    slots: int  # allocated with the weights
+    kept: int  # of adapters beside them, not allocated yet
+
+
 class MemoryPlanner:
     """A process's share of a device, from before its model is loaded until it is gone."""
 
@@ -96,6 +104,7 @@ class MemoryPlanner:
         forward: Callable[[], None],
         requests: Callable[[int], Callable[[], None]],
         transfer_bytes: int = 0,
+        adapters: AdapterBytes | None = None,
     ) -> int:
         """Bytes for the KV pool; measures with the networks loaded and nothing else.
 
@@ -109,6 +118,7 @@ class MemoryPlanner:
             requests: gives what runs steps of the requests of `profile.drafted` with so many
                 drafts, once their pool is there; asked where layers keep states.
             transfer_bytes: of staging for K/V transfers, not allocated yet; 0: there are none.
+            adapters: of LoRA; None: none are served.
 
         Raises:
             BudgetError: it would not hold one request of max_model_len.
@@ -116,7 +126,7 @@ class MemoryPlanner:
         needs = Needs.of(config, specs)
         settings = settings_of(config, self._kind, needs, self._before.total)
         request = Request(needs, quantised)
-        measured = replace(self._at_rest(draft_weights), transfers=transfer_bytes)
+        measured = replace(self._at_rest(draft_weights, adapters), transfers=transfer_bytes)
         if settings.asked is not None:
             advice.check(measured, settings, request)
             self._warn_of_much(measured, settings)
@@ -165,7 +175,7 @@ class MemoryPlanner:
             max_model_len=model.max_model_len,
         )
         peak = _rounded(peak_of(forward, waiting=self._kind == "metal"))
-        measured = replace(self._at_rest(0), forward=peak)
+        measured = replace(self._at_rest(0, None), forward=peak)
         found = replace(budget.budget_of(measured, settings), result="left: there is no KV pool")
         if found.left < 0:
             raise advice.BudgetError(
@@ -178,16 +188,18 @@ class MemoryPlanner:
         if self._kind == "metal":
             mx.set_cache_limit(self._cache + peak)
 
-    def _at_rest(self, draft_weights: int) -> Measured:
+    def _at_rest(self, draft_weights: int, adapters: AdapterBytes | None) -> Measured:
         mx.clear_cache()
         total = self._before.total
+        slots = adapters.slots if adapters else 0
         return Measured(
             source=SOURCES[self._kind],
             total=total,
             other_engines=self._other_engines,
             in_use=max(total - self._before.available, 0),
-            weights=mx.get_active_memory() - self._other_engines - draft_weights,
+            weights=mx.get_active_memory() - self._other_engines - draft_weights - slots,
             draft_weights=draft_weights,
+            adapters=slots + (adapters.kept if adapters else 0),
             cache=self._cache,
         )
 

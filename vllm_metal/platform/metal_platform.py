@@ -222,6 +222,11 @@ class MetalPlatform(Platform):
         complete_kv_transfer(vllm_config)
         propose_nothing(vllm_config)
         cls._change_schedulers()
+        if vllm_config.lora_config is not None:
+            from vllm_metal.lora.versions import Versions
+            from vllm_metal.vllm_patches import adapters
+
+            adapters.know_by_content(Versions)
 
     @staticmethod
     def _change_schedulers() -> None:

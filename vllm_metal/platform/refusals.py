@@ -41,6 +41,7 @@ def refuse_unsupported(config: VllmConfig) -> None:
         | refused_options(config)
         | refused_variables()
         | _transfer_refusals(config)
+        | _lora_refusals(config)
         | _model_refusals(config)
         | _speculation_refusals(config)
         | pooling.refusals(config, served.of_config(config) is not None, served.ARCHITECTURES)
@@ -70,7 +71,6 @@ def _engine_refusals(config: VllmConfig) -> dict[str, bool]:
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
         "--data-parallel-size": parallel.data_parallel_size > 1,
         "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
-        "--enable-lora": config.lora_config is not None,
         "--ec-transfer-config": config.ec_transfer_config is not None,
         "--kv-cache-dtype-skip-layers": bool(config.cache_config.kv_cache_dtype_skip_layers),
         f"--distributed-executor-backend {executor} (there is one device: leave it out)": (
@@ -78,6 +78,30 @@ def _engine_refusals(config: VllmConfig) -> dict[str, bool]:
         ),
         "--attention-config use_non_causal": config.attention_config.use_non_causal,
         "VLLM_USE_V2_MODEL_RUNNER=1": config.use_v2_model_runner,
+    }
+
+
+def _lora_refusals(config: VllmConfig) -> dict[str, bool]:
+    """Settings of LoRA adapters, and whether each was asked for."""
+    lora, model = config.lora_config, config.model_config
+    if lora is None:
+        return {}
+    return {
+        "--enable-lora with --runner pooling (adapters are for models that generate)": (
+            model is not None and model.runner_type == "pooling"
+        ),
+        f"--lora-dtype {lora.lora_dtype} (adapters have the model's: leave it out)": (
+            model is not None and lora.lora_dtype not in ("auto", model.dtype)
+        ),
+        "--fully-sharded-loras": lora.fully_sharded_loras,
+        "--default-mm-loras": bool(lora.default_mm_loras),
+        "--enable-tower-connector-lora": lora.enable_tower_connector_lora,
+        "--specialize-active-lora": lora.specialize_active_lora,
+        "--enable-mixed-moe-lora-format (both formats are read without it)": (
+            lora.enable_mixed_moe_lora_format
+        ),
+        "--enable-moe-shared-loras": lora.enable_moe_shared_loras,
+        "--max-lora-cls-labels": lora.max_lora_cls_labels is not None,
     }
 
 

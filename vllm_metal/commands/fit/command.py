@@ -96,6 +96,9 @@ def question(model: str | None, context: int | None) -> Namespace:
         "max_num_batched_tokens",
         "gpu_memory_utilization",
         "block_size",
+        "max_loras",
+        "max_cpu_loras",
+        "max_lora_rank",
     )
     asked = {"model": model, "context": context, "kv_cache_dtype": "auto"}
     return Namespace(**dict.fromkeys(unset), **asked)
@@ -153,6 +156,7 @@ def _answer(args: Namespace, path: Path, machine: Machine) -> Answer:
             block_size_asked=args.block_size is not None,
             num_drafts=args.num_speculative_tokens or 0,
             runner_type=runner,
+            adapters=engine.adapters(args.max_loras, args.max_cpu_loras, args.max_lora_rank),
         )
         estimates[cache_dtype] = estimate(model, config, machine)
         if estimates[cache_dtype].quantised is None:

@@ -43,6 +43,31 @@ class _TextDrafts:
         return False
 
 
+@dataclass(frozen=True)
+class AdapterLimits:
+    """What the estimate reads of a LoRAConfig."""
+
+    max_loras: int
+    max_cpu_loras: int
+    max_lora_rank: int
+    target_modules: None = None
+
+
+def adapters(
+    max_loras: int | None, max_cpu_loras: int | None, max_lora_rank: int | None
+) -> AdapterLimits | None:
+    """The limits of adapters with vLLM's defaults; None: --max-loras is not given.
+
+    Raises:
+        ValueError: another of them is.
+    """
+    if max_loras is None:
+        if max_cpu_loras or max_lora_rank:
+            raise ValueError("--max-cpu-loras and --max-lora-rank need --max-loras")
+        return None
+    return AdapterLimits(max_loras, max_cpu_loras or max_loras, max_lora_rank or 16)
+
+
 def config(
     *,
     model_type: str,
@@ -57,6 +82,7 @@ def config(
     gpu_memory_utilization: float | None = None,
     num_drafts: int = 0,
     runner_type: str = "generate",
+    adapters: AdapterLimits | None = None,
 ) -> VllmConfig:
     """A configuration with vLLM's defaults for all else, made without loading the model.
 
@@ -93,7 +119,7 @@ def config(
         ),
         speculative_config=_TextDrafts(num_drafts) if num_drafts else None,
         kv_transfer_config=None,
-        lora_config=None,
+        lora_config=adapters,
         # What VllmConfig derives: nothing is drafted, and two steps are in flight.
         num_prefill_lookahead_tokens=0,
         max_in_flight_tokens=2 * max_num_batched_tokens,

@@ -27,6 +27,7 @@ from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.kv_cache.specs import choose_block_size, kv_cache_specs
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
+from vllm_metal.lora.updates import adapter_bytes
 from vllm_metal.memory import budget
 from vllm_metal.memory.budget import Budget, Measured, Request, Settings
 from vllm_metal.memory.planner import Needs, at_work, quantised_share, settings_of
@@ -150,6 +151,7 @@ def estimate(
         total=machine.total,
         in_use=machine.in_use,
         weights=model.weights,
+        adapters=_adapter_bytes(model, config),
         cache=machine.cache,
     )
     measured = at_work(
@@ -162,6 +164,14 @@ def estimate(
     attending = [layer for layer in model.layers if not layer.state_bytes]
     rows = sum(layer.spec(block_size, pool_dtype).page_size_bytes for layer in attending)
     return Estimate(rows // block_size, states, block_size, needs, measured, settings, quantised)
+
+
+def _adapter_bytes(model: Model, config: VllmConfig) -> int:
+    """What slots of LoRA adapters take, and adapters that are kept beside them."""
+    if config.lora_config is None:
+        return 0
+    found = adapter_bytes(model.parts.model, config.lora_config, MLX_DTYPES[model.dtype])
+    return found.slots + found.kept
 
 
 def _kv_cache_type(model: Model, machine: Machine, block_size: int) -> type[LayerKVCache]:
