@@ -256,6 +256,8 @@ class ModelRunner:
                 request anything is lost. What this runner keeps of them, a custom logits
                 processor's state say, may be anything: it is to be made anew.
         """
+        for column in self._columns:
+            column.step_begins(scheduler_output)
         changes = self._requests.apply(scheduler_output)
         failed = dict(changes.failed)
         for state in changes.left:
@@ -296,7 +298,7 @@ class ModelRunner:
         )
         inputs = batch.inputs
         for column in self._columns:
-            inputs = inputs.with_extras(column.extras(batch))
+            inputs = column.inputs(batch, inputs)
         hidden_states = self._model.forward_hidden(batch, self._requests.block_tables, inputs)
         self._end.begin(batch, hidden_states)
         if self._speculator is not None:

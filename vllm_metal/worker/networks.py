@@ -20,6 +20,9 @@ from vllm_metal.spec_decode.registry import load_network
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_metal.vision.column import ImageColumn
+    from vllm_metal.vision.encoder import Encoder
+
 
 @dataclass(frozen=True)
 class Networks:
@@ -32,17 +35,32 @@ class Networks:
     #: What modules of the target read of requests, see `attention.forward_inputs.of_rows`. They
     #: outlive a runner: a row is of whoever entered it last.
     columns: Sequence[RequestColumn] = ()
+    encoder: Encoder | None = None  # of images
 
     @staticmethod
     def load(config: VllmConfig) -> Networks:
         model = loader.load(config)
         layers = attention_layers(model, loader.model_type(config))
         target = ModelParts(model)
+        images = _images(config, target)
         before = mx.get_active_memory()
         draft = load_network(config, target)
-        return Networks(target, layers, draft, mx.get_active_memory() - before)
+        draft_bytes = mx.get_active_memory() - before
+        if images is None:
+            return Networks(target, layers, draft, draft_bytes)
+        return Networks(target, layers, draft, draft_bytes, (images,), images.encoder)
 
     @property
     def all_layers(self) -> list[StatefulLayer]:
         """Layers of both networks; what they keep lies in the same blocks."""
         return [*self.layers, *(self.draft.layers if self.draft else ())]
+
+
+def _images(config: VllmConfig, target: ModelParts) -> ImageColumn | None:
+    """What brings images to the target; None: its text alone is served."""
+    multimodal = config.model_config.multimodal_config
+    if multimodal is None or multimodal.language_model_only:
+        return None
+    from vllm_metal.vision import loading  # nothing of it where text is served
+
+    return loading.load(config, target)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Toy models that read images, beside transformers' class of the same files; features by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import torch
+import transformers
+from vision import checkpoints
+from vision.by_hand import ByHand, feature
+
+from vllm_metal.models import loader
+from vllm_metal.vision.encoder import Encoder
+from vllm_metal.vision.families import FAMILIES
+from vllm_metal.vision.loading import fitted
+from vllm_metal.vision.tower import load_weights
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What a processor makes of an image: rows in the prompt, and the tower's inputs."""
+
+    ids: list[int]  # in the prompt
+    is_embed: list[bool]  # which of them the tower makes embeddings for
+    data: dict[str, np.ndarray]
+
+
+@dataclass
+class Prompt:
+    """A prompt with pictures at their places."""
+
+    ids: list[int] = field(default_factory=list)
+    placed: list[tuple[int, Picture, str]] = field(default_factory=list)
+
+    def say(self, *ids: int) -> Prompt:
+        self.ids += ids
+        return self
+
+    def show(self, picture: Picture, identifier: str) -> Prompt:
+        self.placed.append((len(self.ids), picture, identifier))
+        self.ids += picture.ids
+        return self
+
+    @property
+    def features(self):
+        return [
+            feature(picture.data, offset, len(picture.ids), identifier, picture.is_embed)
+            for offset, picture, identifier in self.placed
+        ]
+
+
+class Toy:
+    """A family's toy on the disk, with both of its models."""
+
+    def __init__(self, name: str, folder: Path, **changes: Any):
+        self.name, self.folder = name, folder
+        changes = _CHANGES.get(name, {}) | changes
+        checkpoints.FAMILIES[name].write(folder, **changes)
+        self.config = transformers.AutoConfig.from_pretrained(folder)
+        self.rng = np.random.default_rng(5)
+
+    @cached_property
+    def reference(self):
+        cls = getattr(transformers, checkpoints.FAMILIES[self.name].architecture)
+        return cls.from_pretrained(self.folder, dtype=torch.float32).eval()
+
+    def served(self, **options: Any) -> ByHand:
+        text = loader.lazy_model(self.folder, mx.float32)
+        family = FAMILIES[self.name]
+        tower = family.tower(self.config.to_dict())
+        load_weights(tower, self.folder, mx.float32, None)
+        self.encoder = Encoder(tower, mx.float32)
+        column_of: Callable[..., Any] = partial(
+            fitted, self.encoder, config=self.config.to_dict(), family=family
+        )
+        return ByHand(text, self.name, column_of, **options)
+
+    def words(self, count: int) -> list[int]:
+        return self.rng.integers(120, 220, count).tolist()
+
+    def picture(self, rows: int, columns: int) -> Picture:
+        return _PICTURES[self.name](self, rows, columns)
+
+    def logits(self, prompt: Prompt, ids: list[int] | None = None) -> np.ndarray:
+        """[n, V] of transformers' model, of the prompt or of `ids`, which begin with it."""
+        tokens = torch.tensor([ids or prompt.ids])
+        data: dict[str, Any] = {}
+        for name in prompt.placed[0][1].data if prompt.placed else ():
+            parts = [torch.as_tensor(picture.data[name]) for _, picture, _ in prompt.placed]
+            data[name] = torch.stack(parts) if "grid" in name else torch.cat(parts)
+        if self.name.startswith(("qwen", "gemma")):
+            of_images = tokens == self.image_token
+            key = "token_type_ids" if self.name.startswith("gemma") else "mm_token_type_ids"
+            data[key] = of_images.int()
+        with torch.inference_mode():
+            out = self.reference(input_ids=tokens, **data)
+        return out.logits[0].numpy()
+
+    @property
+    def image_token(self) -> int:
+        config = self.config
+        return getattr(config, "image_token_id", None) or config.image_token_index
+
+
+def _qwen(toy: Toy, rows: int, columns: int) -> Picture:
+    vision = toy.config.vision_config
+    merge = vision.spatial_merge_size
+    grid = np.array([1, rows * merge, columns * merge])
+    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    pixels = toy.rng.normal(size=(grid.prod(), width)).astype(np.float32)
+    count = rows * columns
+    data = {"pixel_values": pixels, "image_grid_thw": grid}
+    return Picture([toy.image_token] * count, [True] * count, data)
+
+
+#: Of the text's configuration.
+_CHANGES: dict[str, dict[str, Any]] = {"qwen3_5": {"partial_rotary_factor": 0.5}}
+_PICTURES: dict[str, Callable[[Toy, int, int], Picture]] = {"qwen3_vl": _qwen, "qwen3_5": _qwen}

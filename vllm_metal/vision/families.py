@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families whose images are served: which tower, and what the text model needs beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm_metal.vision.qwen import QwenTower
+from vllm_metal.vision.tower import Config, Tower
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """What is particular to a family."""
+
+    tower: Callable[[Config], Tower]  # of the configuration of the whole model
+    mrope: bool = False  # rows of images have three positions
+
+
+#: By `model_type` of config.json.
+FAMILIES = {
+    "qwen3_5": VisionFamily(QwenTower, mrope=True),
+    "qwen3_5_moe": VisionFamily(QwenTower, mrope=True),
+    "qwen3_vl": VisionFamily(QwenTower, mrope=True),
+    "qwen3_vl_moe": VisionFamily(QwenTower, mrope=True),
+}
