@@ -6,9 +6,9 @@ import pytest
 from vision.by_hand import BLOCK
 from vision.toys import Prompt, Toy
 
-from vllm_metal.worker.results import RequestsRefused
+from vllm_metal.batch.columns import RequestsRefused
 
-FAMILIES = ("qwen3_vl", "qwen3_5")
+FAMILIES = ("mistral3", "qwen3_vl", "qwen3_5")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
