@@ -230,6 +230,7 @@ def _qwen3_5(ids: dict[str, int]) -> dict[str, Any]:
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
+        "partial_rotary_factor": 0.5,
     }
     partial = {"mrope_section": [3, 3, 2], "partial_rotary_factor": 0.5}
     return _qwen_ids(ids) | {

@@ -208,5 +208,5 @@ def test_a_text_only_checkpoint_is_served(folder):
     config.model_config.multimodal_config = MultiModalConfig(language_model_only=True)
     current_platform.check_and_update_config(config)
     config.model_config.multimodal_config = MultiModalConfig()
-    with pytest.raises(ValueError, match=r"multimodal inputs \(--language-model-only"):
+    with pytest.raises(ValueError, match=r"multimodal inputs of 'llama' \(--language-model-only"):
         current_platform.check_and_update_config(config)

@@ -11,6 +11,7 @@ import torch
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_transfer.config import CONNECTOR, CONNECTOR_MODULE
+from vllm_metal.platform.image_refusals import image_refusals
 from vllm_metal.platform.refused_options import refused_options
 from vllm_metal.platform.refused_variables import refused_variables
 from vllm_metal.serving import start
@@ -39,6 +40,7 @@ def refuse_unsupported(config: VllmConfig) -> None:
         | refused_variables()
         | _transfer_refusals(config)
         | _model_refusals(config)
+        | image_refusals(config)
         | _speculation_refusals(config)
         | _serving_refusals(config)
         | spells.refusals(config)
@@ -123,9 +125,6 @@ def _model_refusals(config: VllmConfig) -> dict[str, bool]:
             cache.mamba_block_size not in (None, cache.block_size, model.max_model_len)
         ),
         f"--runner {model.runner_type}": model.runner_type != "generate",
-        "multimodal inputs (--language-model-only, or a text-only checkpoint)": (
-            model.multimodal_config is not None and not model.multimodal_config.language_model_only
-        ),
         "--hf-config-path (mlx-lm reads the config.json beside the weights)": (
             model.hf_config_path not in (None, model.model)
         ),
