@@ -92,6 +92,8 @@ class Toy:
         """[n, V] of transformers' model, of the prompt or of `ids`, which begin with it."""
         tokens = torch.tensor([ids or prompt.ids])
         data: dict[str, Any] = {}
+        if self.name == "mistral3" and prompt.placed:
+            return self._logits_of_shapes(prompt, tokens)
         for name in prompt.placed[0][1].data if prompt.placed else ():
             parts = [torch.as_tensor(picture.data[name]) for _, picture, _ in prompt.placed]
             data[name] = torch.stack(parts) if "grid" in name else torch.cat(parts)
@@ -101,6 +103,20 @@ class Toy:
             data[key] = of_images.int()
         with torch.inference_mode():
             out = self.reference(input_ids=tokens, **data)
+        return out.logits[0].numpy()
+
+    def _logits_of_shapes(self, prompt: Prompt, tokens: torch.Tensor) -> np.ndarray:
+        """Images of several shapes are padded, and their sizes told."""
+        pixels = [picture.data["pixel_values"] for _, picture, _ in prompt.placed]
+        height, width = (max(each.shape[axis] for each in pixels) for axis in (1, 2))
+        padded = np.zeros((len(pixels), 3, height, width), np.float32)
+        for target, each in zip(padded, pixels, strict=True):
+            target[:, : each.shape[1], : each.shape[2]] = each
+        sizes = torch.tensor([each.shape[1:] for each in pixels])
+        with torch.inference_mode():
+            out = self.reference(
+                input_ids=tokens, pixel_values=torch.as_tensor(padded), image_sizes=sizes
+            )
         return out.logits[0].numpy()
 
     @property
@@ -120,6 +136,28 @@ def _qwen(toy: Toy, rows: int, columns: int) -> Picture:
     return Picture([toy.image_token] * count, [True] * count, data)
 
 
+def _mistral(toy: Toy, rows: int, columns: int) -> Picture:
+    """Rows of tokens, each with a break behind it."""
+    side = toy.config.vision_config.patch_size * toy.config.spatial_merge_size
+    pixels = toy.rng.normal(size=(3, rows * side, columns * side)).astype(np.float32)
+    line = [toy.image_token] * columns + [toy.image_token - 1]  # any other token
+    ids = line * rows
+    return Picture(ids, [token == toy.image_token for token in ids], {"pixel_values": pixels})
+
+
+def _gemma(toy: Toy, rows: int, columns: int) -> Picture:
+    """All images have one size."""
+    side = toy.config.vision_config.image_size
+    pixels = toy.rng.normal(size=(1, 3, side, side)).astype(np.float32)
+    count = toy.config.mm_tokens_per_image
+    return Picture([toy.image_token] * count, [True] * count, {"pixel_values": pixels})
+
+
 #: Of the text's configuration.
 _CHANGES: dict[str, dict[str, Any]] = {"qwen3_5": {"partial_rotary_factor": 0.5}}
-_PICTURES: dict[str, Callable[[Toy, int, int], Picture]] = {"qwen3_vl": _qwen, "qwen3_5": _qwen}
+_PICTURES: dict[str, Callable[[Toy, int, int], Picture]] = {
+    "gemma3": _gemma,
+    "mistral3": _mistral,
+    "qwen3_5": _qwen,
+    "qwen3_vl": _qwen,
+}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RequestColumn: what requests bring for one part of a step, kept by req_idx."""
+"""RequestColumn: what requests bring for one part of a step, kept by req_idx; who is refused."""
 
 from __future__ import annotations
 
@@ -13,6 +13,18 @@ if TYPE_CHECKING:
     from vllm_metal.attention.forward_inputs import ForwardInputs
     from vllm_metal.batch.requests import RequestState
     from vllm_metal.batch.rows import Rows
+
+
+class RequestsRefused(Exception):
+    """Requests that a runner could not take in; all others it has."""
+
+    def __init__(self, errors: dict[str, Exception]) -> None:
+        """
+        Args:
+            errors: by request id.
+        """
+        super().__init__(", ".join(errors))
+        self.errors = errors
 
 
 class RequestColumn(Protocol):

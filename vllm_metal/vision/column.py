@@ -11,13 +11,12 @@ import mlx.core as mx
 import numpy as np
 
 from vllm_metal.attention.forward_inputs import ForwardInputs
-from vllm_metal.batch.columns import RequestColumn
+from vllm_metal.batch.columns import RequestColumn, RequestsRefused
 from vllm_metal.vision.deepstack import DEEPSTACK
 from vllm_metal.vision.encoder import Encoder
 from vllm_metal.vision.images import Image, images_of
 from vllm_metal.vision.positions import AXES, Shifts, shifts
 from vllm_metal.vision.rotation import ROTATION, Rotation
-from vllm_metal.worker.results import RequestsRefused
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from vllm_metal.vision.gemma import GemmaTower
+from vllm_metal.vision.mistral import MistralTower
 from vllm_metal.vision.qwen import QwenTower
 from vllm_metal.vision.tower import Config, Tower
 
@@ -20,6 +22,8 @@ class VisionFamily:
 
 #: By `model_type` of config.json.
 FAMILIES = {
+    "gemma3": VisionFamily(GemmaTower),
+    "mistral3": VisionFamily(MistralTower),
     "qwen3_5": VisionFamily(QwenTower, mrope=True),
     "qwen3_5_moe": VisionFamily(QwenTower, mrope=True),
     "qwen3_vl": VisionFamily(QwenTower, mrope=True),

@@ -33,6 +33,7 @@ class QwenTower(Tower):
         super().__init__()
         module = mlx_vlm_families.family("qwen3_vl", "an image")
         vision = {**config["vision_config"], "model_type": "qwen3_vl"}
+        self.check_fixed(vision, hidden_act="gelu_pytorch_tanh")
         vision["deepstack_visual_indexes"] = vision.get("deepstack_visual_indexes") or []
         self.vision_tower = module.VisionModel(module.VisionConfig.from_dict(vision))
         self.levels = len(vision["deepstack_visual_indexes"])

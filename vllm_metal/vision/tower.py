@@ -15,6 +15,17 @@ from vllm_metal.models import loader
 from vllm_metal.models.weight_files import ModelLoadError
 
 Config = Mapping[str, Any]
+#: Names of towers with a projector beside them, as checkpoints of transformers' and mlx-vlm's have
+#: them, the longer ones first.
+PARTS = {
+    f"{before}{name}": attribute
+    for before in ("model.", "")
+    for name, attribute in {
+        "vision_tower.vision_model": "vision_tower.vision_model",
+        "vision_tower": "vision_tower.vision_model",
+        "multi_modal_projector": "multi_modal_projector",
+    }.items()
+}
 
 
 class Tower(nn.Module, ABC):
@@ -39,6 +50,22 @@ class Tower(nn.Module, ABC):
         Raises:
             Exception: it cannot be computed.
         """
+
+    def check_fixed(self, config: Config, **fixed: Any) -> None:
+        """Refuses what mlx-vlm's modules have no choice of.
+
+        Args:
+            config: of the tower, or of the whole model.
+            fixed: the values that they compute, by key.
+
+        Raises:
+            ModelLoadError: the configuration has another one.
+        """
+        for key, value in fixed.items():
+            if config.get(key, value) != value:
+                raise ModelLoadError(
+                    f"the vision tower is computed with {key} {value!r}, and not {config[key]!r}"
+                )
 
     def own_name(self, name: str) -> str | None:
         """The name here of a checkpoint's array; None where it is of the text model."""

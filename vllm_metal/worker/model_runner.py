@@ -11,7 +11,7 @@ import numpy as np
 from vllm.v1.outputs import DraftTokenIds
 
 from metal_kernels.layout import PositionLag
-from vllm_metal.batch.columns import RequestColumn
+from vllm_metal.batch.columns import RequestColumn, RequestsRefused
 from vllm_metal.batch.input_batch import InputBatch, StepDrafts, prepare
 from vllm_metal.batch.outputs import StepOutput, Unread
 from vllm_metal.batch.requests import Requests
@@ -19,7 +19,7 @@ from vllm_metal.kv_transfer.step_hooks import NO_HOOKS, StepHooks
 from vllm_metal.metrics.figures import take_measured
 from vllm_metal.metrics.step_clock import StepClock
 from vllm_metal.spec_decode.speculator import Speculator
-from vllm_metal.worker.results import RequestsRefused, Step
+from vllm_metal.worker.results import Step
 from vllm_metal.worker.step_end import SamplingEnd, StepEnd
 
 if TYPE_CHECKING:
