@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 from vllm_metal.vllm_patches import torchvision_functions
+from vllm_metal.vllm_patches.replacing import replace
 
 #: What transformers offers with torchvision alone, though it works without: module, class.
 _OFFERED_WITH_TORCHVISION = (
@@ -43,6 +45,26 @@ def readable() -> Iterator[None]:
     with _named_torchvision():
         _give_functions()
         yield
+
+
+def refuse_bombs() -> None:
+    """Has a file of too many pixels for Pillow fail its request as any bad image does.
+
+    vLLM answers 400 for what is above its own limit, but reads that behind Pillow's, whose error it
+    takes for one of the server.
+    """
+    from vllm.multimodal.media import image
+
+    replace(image, "open_image", _without_bombs)
+
+
+def _without_bombs(open_image: Callable[[Any], Any], fp: Any) -> Any:
+    from PIL.Image import DecompressionBombError
+
+    try:
+        return open_image(fp)
+    except DecompressionBombError as error:
+        raise ValueError(f"Failed to load image: {error}") from error
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from vllm.config import ModelConfig
 from vllm.model_executor.models import ModelRegistry, registry
 from vllm.model_executor.models.registry import _BaseRegisteredModel, _ModelInfo
 
-from vllm_metal.vllm_patches.image_processors import readable
+from vllm_metal.vllm_patches.image_processors import readable, refuse_bombs
 from vllm_metal.vllm_patches.replacing import replace
 
 #: vLLM's name for families that it does not list; their configurations use it.
@@ -146,6 +146,7 @@ class ImageModel(TextModel):
 
     def load_model_cls(self) -> Any:
         """vLLM's class, which is asked for its processor and never for a model."""
+        refuse_bombs()
         with readable():
             return self.own.load_model_cls()
 
@@ -166,6 +167,14 @@ def answer_for_models() -> None:
     }
     ours = {*listed, *_TEXT_PARTS, *_BY_TRANSFORMERS, _MLP_SPECULATOR, MLX_MODEL} - _MULTIMODAL
     ModelRegistry.models.update({name: TextModel(name) for name in sorted(ours)})
+    answer_for_images()
+
+
+def answer_for_images() -> None:
+    """Registers the architectures whose images are served.
+
+    An engine's own process, where its scheduler asks for their processor, calls this by itself.
+    """
     for name in WITH_IMAGES:
         if name not in _TEXT_PARTS or importlib.util.find_spec("mlx_vlm") is not None:
             module, cls = registry._MULTIMODAL_MODELS[name]

@@ -53,7 +53,9 @@ def resize(
     interpolation: InterpolationMode = InterpolationMode.BILINEAR,
     antialias: bool = True,
 ) -> torch.Tensor:
-    """An image of another size (height, width), of the same dtype.
+    """A float or uint8 image of another size (height, width), of the same dtype.
+
+    torch rounds and limits uint8 between width and height, as Pillow does.
 
     Raises:
         ValueError: torch has no such interpolation.
@@ -63,12 +65,9 @@ def resize(
     smooth = {}
     if interpolation in _WITH_ANTIALIAS:
         smooth = {"align_corners": False, "antialias": antialias}
-    flat = image.reshape(-1, *image.shape[-3:]).float()
+    flat = image.reshape(-1, *image.shape[-3:])
     made = functional.interpolate(flat, size=tuple(size), mode=interpolation.value, **smooth)
-    if not image.is_floating_point():
-        limits = torch.iinfo(image.dtype)  # bicubic goes beyond what there was
-        made = made.round().clamp(limits.min, limits.max)
-    return made.to(image.dtype).reshape(*image.shape[:-2], *size)
+    return made.reshape(*image.shape[:-2], *size)
 
 
 def normalize(

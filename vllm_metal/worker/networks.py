@@ -70,5 +70,8 @@ def _images(config: VllmConfig, target: ModelParts) -> ImageColumn | None:
     if multimodal is None or multimodal.language_model_only:
         return None
     from vllm_metal.vision import loading  # nothing of it where text is served
+    from vllm_metal.vllm_patches import model_info
+
+    model_info.answer_for_images()  # the scheduler, made behind this, asks for their processor
 
     return loading.load(config, target)
