@@ -259,7 +259,8 @@ def _gemma3(ids: dict[str, int]) -> dict[str, Any]:
 def _mistral3(ids: dict[str, int]) -> dict[str, Any]:
     return {
         "text_config": _TEXT | {"model_type": "mistral", "sliding_window": None},
-        "vision_config": _VISION | {"model_type": "pixtral", "image_size": 128, "patch_size": 8},
+        "vision_config": _VISION
+        | {"model_type": "pixtral", "image_size": 128, "patch_size": 8, "hidden_act": "silu"},
         "image_token_index": ids["[IMG]"],
         "spatial_merge_size": 2,
         "tie_word_embeddings": False,

@@ -8,7 +8,7 @@ from vision.toys import Prompt, Toy
 
 from vllm_metal.batch.columns import RequestsRefused
 
-FAMILIES = ("mistral3", "qwen3_vl", "qwen3_5")
+FAMILIES = ("gemma3", "mistral3", "qwen3_vl", "qwen3_5")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -36,8 +36,9 @@ def check(logits, expected):
 def test_logits_equal_those_of_transformers_wherever_chunks_end(toy, served, two):
     expected = toy.logits(two)
     check(served.step({"a": len(two.ids)}, [served.new("a", two.ids, two.features)])["a"], expected)
-    parts = [served.step({"b": 8}, [served.new("b", two.ids, two.features)])["b"]]
-    parts += [served.step({"b": count})["b"] for count in (14, 3, len(two.ids) - 25)]
+    ends = [toy.end(two, wished) for wished in (8, 22, 25, len(two.ids))]
+    parts = [served.step({"b": ends[0]}, [served.new("b", two.ids, two.features)])["b"]]
+    parts += [served.step({"b": count})["b"] for count in np.diff(ends).tolist()]
     check(np.concatenate(parts), expected)
     assert toy.encoder.num_encoded == 2  # in one request, in two, in any number of chunks
 
@@ -47,7 +48,7 @@ def test_images_and_texts_of_many_requests_share_a_step(toy, served, two):
     one = Prompt().show(toy.picture(3, 3), "third").say(*toy.words(4))
     prompts = {"a": two, "b": text, "c": one}
     news = [served.new(name, each.ids, each.features) for name, each in prompts.items()]
-    first = served.step({"a": 9, "b": 20, "c": 5}, news)
+    first = served.step({"a": toy.end(two, 9), "b": 20, "c": toy.end(one, 5)}, news)
     rest = {name: len(each.ids) - len(first[name]) for name, each in prompts.items()}
     second = served.step({name: count for name, count in rest.items() if count})
     for name, each in prompts.items():
@@ -85,7 +86,7 @@ def test_a_prefix_that_was_found_needs_only_the_rest_of_the_images(toy, served, 
 
 
 def test_a_request_that_was_preempted_inside_an_image_starts_again(toy, served, two):
-    served.step({"a": 9}, [served.new("a", two.ids, two.features)])
+    served.step({"a": toy.end(two, 9)}, [served.new("a", two.ids, two.features)])
     other = Prompt().say(*toy.words(6))
     served.step({"b": 6}, [served.new("b", other.ids)], preempted_req_ids={"a"})
     served.computed["a"] = 0
@@ -104,7 +105,7 @@ def test_an_image_that_cannot_be_computed_fails_its_request_alone(toy, served, t
     pixels = news[0].mm_features[0].data["pixel_values"]
     pixels.data = pixels.data[..., 1:]
     with pytest.raises(RequestsRefused) as refused:
-        served.step({"a": 9, "b": 9}, news)
+        served.step({name: toy.end(each, 9) for name, each in prompts.items()}, news)
     assert set(refused.value.errors) == {"a"}
 
 
@@ -115,3 +116,12 @@ def test_an_image_without_its_data_fails_its_request_alone(toy, served, two):
         served.step({"a": len(two.ids), "b": 2}, [torn, served.new("b", toy.words(2))])
     assert set(refused.value.errors) == {"a"}
     assert "the scheduler sent no" in str(refused.value.errors["a"])
+
+
+def test_an_image_whose_rows_see_each_other_is_never_computed_in_parts(tmp_path):
+    toy = Toy("gemma3", tmp_path)
+    prompt = Prompt().say(*toy.words(3)).show(toy.picture(4, 4), "first")
+    served = toy.served()
+    with pytest.raises(RequestsRefused) as refused:
+        served.step({"a": 9}, [served.new("a", prompt.ids, prompt.features)])
+    assert "--max-num-batched-tokens" in str(refused.value.errors["a"])

@@ -88,6 +88,13 @@ class Toy:
     def picture(self, rows: int, columns: int) -> Picture:
         return _PICTURES[self.name](self, rows, columns)
 
+    def end(self, prompt: Prompt, wished: int) -> int:
+        """Where a chunk may end, near `wished`: not inside an image that is read whole."""
+        for offset, picture, _ in prompt.placed if FAMILIES[self.name].whole else ():
+            if offset < wished < offset + len(picture.ids):
+                return offset or len(picture.ids)
+        return wished
+
     def logits(self, prompt: Prompt, ids: list[int] | None = None) -> np.ndarray:
         """[n, V] of transformers' model, of the prompt or of `ids`, which begin with it."""
         tokens = torch.tensor([ids or prompt.ids])

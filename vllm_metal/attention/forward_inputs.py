@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from vllm_metal.kv_cache.layer_state import Run
+
 
 @dataclass(frozen=True)
 class ForwardInputs:
@@ -21,6 +23,7 @@ class ForwardInputs:
     positions: mx.array  # [1, T] int32, what ropes turn by; as a rule the place in the request
     embeddings: mx.array | None = None  # [T, 1, H], in place of those of `input_ids`
     extras: tuple[tuple[str, mx.array], ...] = ()  # [T, ...] by name, for modules that ask for them
+    runs: tuple[Run, ...] = ()
 
     def with_extras(self, extras: Mapping[str, mx.array]) -> ForwardInputs:
         """Adds arrays of T rows by name; `of_rows` gives them to the modules of the model."""

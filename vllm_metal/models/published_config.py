@@ -188,6 +188,11 @@ def _attention_of_dbrx(config: Config) -> dict[str, Any] | None:
     return {**own, "rope_theta": theta}
 
 
+def _vocabulary_of_text(config: Config) -> int | None:
+    """mlx-lm's module of the whole model reads it beside the text's own configuration."""
+    return (config.get("text_config") or {}).get("vocab_size")
+
+
 #: By module, what transformers' class has no choice of, so that its files do not name it.
 _CHOICES: Mapping[str, Mapping[str, Any]] = {
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
@@ -235,6 +240,7 @@ ROWS: Sequence[Row] = (
     Row("first_k_dense_replace", _num_dense_layers),
     Row("is_moe_layer", _sparse_layers),
     Row("num_experts", _renamed("num_local_experts")),
+    Row("vocab_size", _vocabulary_of_text, ("gemma3",)),
     Row("n_ctx", _renamed("n_positions"), ("gpt2",)),
     Row("block_dim", _renamed("hidden_size"), ("lfm2",)),
     # transformers' default; mlx-lm's other one is of no file.

@@ -200,6 +200,10 @@ class MetalPlatform(Platform):
             parallel.worker_cls = WORKER
         parallel.disable_custom_all_reduce = True
         speculation.schedule_ahead_with_ngram(vllm_config.speculative_config)
+        model = vllm_config.model_config
+        if model is not None and model.is_multimodal_model and model.is_mm_prefix_lm:
+            # Rows of an image see each other: it is read in one step.
+            vllm_config.scheduler_config.disable_chunked_mm_input = True
         cache = vllm_config.cache_config
         cache.cache_dtype = cast("CacheDType", formats.canonical(cache.cache_dtype))
         if not cache.user_specified_block_size:

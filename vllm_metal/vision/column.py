@@ -12,6 +12,7 @@ import numpy as np
 
 from vllm_metal.attention.forward_inputs import ForwardInputs
 from vllm_metal.batch.columns import RequestColumn, RequestsRefused
+from vllm_metal.kv_cache.layer_state import Run
 from vllm_metal.vision.deepstack import DEEPSTACK
 from vllm_metal.vision.encoder import Encoder
 from vllm_metal.vision.images import Image, images_of
@@ -64,6 +65,7 @@ class ImageColumn(RequestColumn):
         embed: Callable[[mx.array], mx.array],
         axes: Axes | None = None,
         scale: float = 1.0,
+        whole: bool = False,
     ) -> None:
         """
         Args:
@@ -71,9 +73,10 @@ class ImageColumn(RequestColumn):
             embed: makes [T, 1, H] embeddings of [T] int32 tokens, the text model's own.
             axes: of rows of images; None: they are placed as text is.
             scale: what the text model multiplies embeddings with, and those of images not.
+            whole: whether the rows of an image see each other whatever their order.
         """
         self.encoder, self._embed = encoder, embed
-        self._axes, self._scale = axes, scale
+        self._axes, self._scale, self._whole = axes, scale, whole
         self._prompts: dict[int, _Prompt] = {}  # by req_idx
 
     def step_begins(self, scheduler_output: SchedulerOutput) -> None:
@@ -132,9 +135,11 @@ class ImageColumn(RequestColumn):
         """
         where: list[np.ndarray] = []
         outputs: list[mx.array] = []
+        runs: list[Run] = []
         failed: dict[str, Exception] = {}
         for span in spans:
             try:
+                runs += self._runs(span)
                 for rows_np, output in self._outputs(span):
                     where.append(rows_np)
                     outputs.append(output)
@@ -148,7 +153,7 @@ class ImageColumn(RequestColumn):
         of_images = mx.concatenate(outputs)
         embeddings = self._embed(inputs.input_ids)
         embeddings[at, 0] = (of_images[:, 0] / self._scale).astype(embeddings.dtype)
-        inputs = replace(inputs, embeddings=embeddings)
+        inputs = replace(inputs, embeddings=embeddings, runs=tuple(runs))
         if (levels := of_images.shape[1] - 1) == 0:
             return inputs
         added = mx.zeros((len(embeddings), levels, embeddings.shape[-1]), of_images.dtype)
@@ -164,3 +169,22 @@ class ImageColumn(RequestColumn):
             if begin < end:
                 rows = places[begin:end] - first + span.start
                 yield rows.astype(np.int32), self.encoder.output(image)[int(begin) : int(end)]
+
+    def _runs(self, span: _Span) -> Iterator[Run]:
+        """Rows of the batch that see each other.
+
+        Raises:
+            ValueError: some of them are to be computed in a later step.
+        """
+        first, last = int(span.places_np[0]), int(span.places_np[-1])
+        for image in span.prompt.images if self._whole else ():
+            for begin, end in image.runs_np.tolist():
+                if end <= first or begin > last:
+                    continue
+                if end > last + 1:
+                    raise ValueError(
+                        f"an image of {end - begin} rows, which see each other, is to be computed "
+                        f"in parts: set --max-num-batched-tokens to more than that"
+                    )
+                shift = span.start - first
+                yield Run(max(begin, first) + shift, end + shift, begin)

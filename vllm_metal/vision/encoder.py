@@ -60,6 +60,10 @@ class Encoder:
         """Forgets all outputs."""
         self._outputs.clear()
 
+    def row_bytes(self, rows: mx.array) -> int:
+        """Bytes that are kept of one of [n, 1 + levels, H] rows."""
+        return rows[0].size * self._dtype.size
+
     @property
     def nbytes(self) -> int:
         """Bytes of what is kept."""

@@ -18,11 +18,13 @@ class VisionFamily:
 
     tower: Callable[[Config], Tower]  # of the configuration of the whole model
     mrope: bool = False  # rows of images have three positions
+    whole: bool = False  # rows of an image see each other whatever their order
+    scaled: bool = False  # the text model multiplies embeddings with sqrt(H), those of images not
 
 
 #: By `model_type` of config.json.
 FAMILIES = {
-    "gemma3": VisionFamily(GemmaTower),
+    "gemma3": VisionFamily(GemmaTower, whole=True, scaled=True),
     "mistral3": VisionFamily(MistralTower),
     "qwen3_5": VisionFamily(QwenTower, mrope=True),
     "qwen3_5_moe": VisionFamily(QwenTower, mrope=True),

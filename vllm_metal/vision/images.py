@@ -44,6 +44,14 @@ class Image:
         """The first place behind it."""
         return self.feature.mm_position.offset + self.feature.mm_position.length
 
+    @cached_property
+    def runs_np(self) -> np.ndarray:
+        """[m, 2] int32, the first place of each run of `places_np`, and the one behind its last."""
+        places = self.places_np
+        gaps = np.flatnonzero(np.diff(places) != 1)
+        firsts, lasts = places[np.append(0, gaps + 1)], places[np.append(gaps, len(places) - 1)]
+        return np.stack([firsts, lasts + 1], axis=1)
+
     @property
     def data(self) -> Mapping[str, mx.array]:
         """The tower's inputs by name, as the processor made them.

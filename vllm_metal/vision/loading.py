@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import mlx.core as mx
 from mlx_lm.utils import load_config
 
 from vllm_metal.models import loader
@@ -59,4 +60,7 @@ def fitted(encoder: Encoder, text: ModelParts, config: Config, family: VisionFam
         sections = config["text_config"]["rope_parameters"]["mrope_section"]
         merge_size = config["vision_config"]["spatial_merge_size"]
         axes = Axes(rotation.put_in(text.model, sections), merge_size)
-    return ImageColumn(encoder, text.embed, axes)
+    scale = 1.0
+    if family.scaled:  # rounded as mlx-lm's module does
+        scale = mx.array(config["text_config"]["hidden_size"] ** 0.5, mx.bfloat16).item()
+    return ImageColumn(encoder, text.embed, axes, scale, family.whole)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import ClassVar
@@ -63,3 +64,11 @@ class MistralTower(Tower):
         )
         rows: mx.array = self.multi_modal_projector(states[self._layer][0], sizes)
         return rows[:, None]
+
+    def sample(self, rows: int) -> Mapping[str, mx.array]:
+        """See Tower."""
+        vision = self.vision_tower.vision_model.config
+        merged = vision.patch_size * self.multi_modal_projector.patch_merger.spatial_merge_size
+        most = max(vision.image_size // merged, 1)
+        side = min(math.isqrt(max(rows, 1)), most) * merged
+        return {"pixel_values": mx.zeros((vision.num_channels, side, side))}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -45,3 +46,11 @@ class QwenTower(Tower):
         dtype = self.vision_tower.patch_embed.proj.weight.dtype
         rows, levels = self.vision_tower(pixels.astype(dtype), grid)
         return mx.stack([rows, *levels], axis=1)
+
+    def sample(self, rows: int) -> Mapping[str, mx.array]:
+        """See Tower."""
+        config = self.vision_tower.config
+        side = math.isqrt(max(rows, 1)) * config.spatial_merge_size
+        width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        grid = mx.array([1, side, side], mx.int32)
+        return {"pixel_values": mx.zeros((side * side, width)), "image_grid_thw": grid}

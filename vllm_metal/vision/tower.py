@@ -51,6 +51,10 @@ class Tower(nn.Module, ABC):
             Exception: it cannot be computed.
         """
 
+    @abstractmethod
+    def sample(self, rows: int) -> Mapping[str, mx.array]:
+        """What `encode` takes of an image that makes about so many rows, to measure it."""
+
     def check_fixed(self, config: Config, **fixed: Any) -> None:
         """Refuses what mlx-vlm's modules have no choice of.
 

@@ -55,6 +55,14 @@ class Networks:
         """Layers of both networks; what they keep lies in the same blocks."""
         return [*self.layers, *(self.draft.layers if self.draft else ())]
 
+    def image_bytes(self, config: VllmConfig) -> int:
+        """Bytes that images take beside weights and pool, measured; 0 where none are served."""
+        if self.encoder is None:
+            return 0
+        from vllm_metal.vision import room
+
+        return room.image_bytes(self.encoder, config)
+
 
 def _images(config: VllmConfig, target: ModelParts) -> ImageColumn | None:
     """What brings images to the target; None: its text alone is served."""

@@ -151,6 +151,7 @@ class MetalWorker(WorkerBase):
             self._largest_step,
             partial(requests_profile, networks.target, networks.layers, config, kv_cache),
             self.transfers.memory_bytes,
+            networks.image_bytes(config),
         )
 
     def _largest_step(self) -> None:
