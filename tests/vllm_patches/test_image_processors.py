@@ -12,6 +12,7 @@ from vision import reference
 from vision.checkpoints import FAMILIES
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.media.image import ImageMediaIO
 from vllm.renderers import renderer_from_config
 from vllm.v1.engine.input_processor import InputProcessor
@@ -103,7 +104,7 @@ def test_an_image_is_named_by_what_it_shows(front):
 
 def test_frames_of_a_video_are_those_of_transformers(front):
     if front.family.video is None:
-        with pytest.raises(ValueError, match="At most 0 video"):
+        with pytest.raises(VLLMValidationError, match="At most 0 video"):
             front.sent("Hello", video=[(FRAMES, METADATA)])
         return
     request = front.sent(front.family.video + "what happens?", video=[(FRAMES, METADATA)])

@@ -25,7 +25,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 #: Modules of vllm_patches that change nothing.
-APART = {"__init__", "chunk_lengths", "probe", "releases", "replacing", "step_result"}
+APART = {
+    *("__init__", "chunk_lengths", "probe", "releases", "replacing", "step_result"),
+    "torchvision_functions",
+}
 #: A module of changes that is there in this process, too: it chooses what to import.
 _IMPORTED = {"partial_imports"}
 MODEL = {
@@ -322,6 +325,58 @@ def multimodal(folder):
         except Exception as error:
             return True, repr(error)
         return found, found
+
+
+@probe("model_info.ImageModel")
+def images_in_a_process_apart(folder):
+    """vLLM imports a class of torch's to ask whether an architecture takes images."""
+    from vllm.model_executor.models import ModelRegistry
+
+    found = ModelRegistry.models["Gemma3ForConditionalGeneration"]
+    return hasattr(found, "module_name"), repr(found)
+
+
+@probe("model_info.answer_for_images")
+def class_of_text_alone(folder):
+    """vLLM loads the class of a model that takes images where its text alone is served."""
+    from vllm.config import ModelConfig
+    from vllm.config.multimodal import MultiModalConfig
+
+    class Text(ModelConfig):
+        is_multimodal_model = True
+        multimodal_config = MultiModalConfig(language_model_only=True)
+
+        def __init__(self):
+            pass
+
+        @property
+        def hf_config(self):
+            raise LookupError("the class is looked up")
+
+    found = raised(lambda: Text()._supports_multimodal_inputs())
+    return bool(found), found
+
+
+@probe("image_processors.readable", at_once=False)
+def without_torchvision(folder):
+    """vLLM's classes of models that take images cannot be imported without torchvision."""
+    found = raised(importlib.import_module, "vllm.model_executor.models.gemma3_mm")
+    return "No module named 'torchvision'" in found, found
+
+
+@probe("image_processors.refuse_bombs", at_once=False)
+def bomb(folder):
+    """Pillow's error of an image of too many pixels is none of ValueError, which means 400."""
+    import io
+
+    from PIL import Image
+    from vllm.multimodal.media.image import ImageMediaIO
+
+    written = io.BytesIO()
+    Image.new("RGB", (9, 9)).save(written, "PNG")
+    Image.MAX_IMAGE_PIXELS = 9
+    found = raised(ImageMediaIO().load_bytes, written.getvalue())
+    return found.startswith("DecompressionBombError"), found
 
 
 @probe("model_info.take_mlx_models")

@@ -22,7 +22,6 @@ REFUSED_OF_IMAGES: dict[str, tuple[str, str]] = {
         "the worker shares no memory with the server: leave it out",
     ),
     "--mm-tensor-ipc": ("mm_tensor_ipc", "leave it out"),
-    "--mm-encoder-tp-mode": ("mm_encoder_tp_mode", "there is one device"),
     "--mm-encoder-attn-backend": ("mm_encoder_attn_backend", _OURS),
     "--mm-encoder-attn-dtype": ("mm_encoder_attn_dtype", _NO_KERNELS),
     "--mm-ipc-gpu-memory-gb": ("mm_ipc_gpu_memory_gb", "the server uses no GPU"),
