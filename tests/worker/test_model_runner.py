@@ -12,13 +12,13 @@ from vllm.v1.core.sched.output import CachedRequestData
 from vllm_metal.batch.columns import RequestColumn
 from vllm_metal.batch.outputs import StepOutput
 from vllm_metal.batch.requests import BlockTables, Requests
+from vllm_metal.batch.step_end import StepEnd
 from vllm_metal.metrics.figures import STEP, measure
 from vllm_metal.sample import Sampler
 from vllm_metal.vllm_patches.step_result import has_results
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.rehearsal import Room, rehearse
 from vllm_metal.worker.results import Step
-from vllm_metal.worker.step_end import StepEnd
 
 VOCAB, MOST = COMMON["vocab_size"], 4
 PROMPT = np.random.default_rng(3).integers(0, VOCAB, 40).tolist()

@@ -237,13 +237,10 @@ def at_work(
         calls: are run and measured here.
         peaks: of the largest forward passes.
     """
-    at_once = min(rows_at_once(calls.vocab_size), calls.most_sampled)
-    rows = min(SAMPLED_ROWS, at_once)
-    sampling = peak_of(lambda: calls.sampling(rows))
     measured = replace(
         measured,
         forward=_rounded(peaks.forward),
-        sampling=_rounded(-(-sampling * at_once // rows)),
+        sampling=_sampling(calls),
         logits=calls.most_sampled * calls.vocab_size * calls.logit_bytes,
         counts=settings.max_num_seqs * calls.vocab_size * COUNT_BYTES,
         states=calls.step_states(peaks, settings.max_num_batched_tokens),
@@ -253,6 +250,15 @@ def at_work(
     # Of contexts that the pool has room for at all; where there is none, all is lost anyway.
     context = max(budget.longest(measured, settings, request), 1)
     return replace(measured, attention=_rounded(peak_of(lambda: attention(context))))
+
+
+def _sampling(calls: LargestCalls) -> int:
+    """What sampling takes at most; it is measured of a few rows."""
+    if (sampling := calls.sampling) is None:
+        return 0
+    at_once = min(rows_at_once(calls.vocab_size), calls.most_sampled)
+    rows = min(SAMPLED_ROWS, at_once)
+    return _rounded(-(-peak_of(lambda: sampling(rows)) * at_once // rows))
 
 
 def peak_of(run: Callable[[], None], waiting: bool = True) -> int:

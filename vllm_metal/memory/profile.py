@@ -71,8 +71,8 @@ def requests_profile(
 def _run(parts: ModelParts, step: LargestStep) -> None:
     with step.caches() as caches:
         # Of all rows nobody holds the hidden states, as in a step.
-        hidden_states = step.rows.of_logits(parts.forward_hidden(step.rows.inputs, caches))
-    mx.eval(parts.compute_logits(hidden_states))
+        results = step.results(parts, parts.forward_hidden(step.rows.inputs, caches))
+    mx.eval(results)
 
 
 def profile_layers(
@@ -135,6 +135,11 @@ def drafted(config: VllmConfig) -> tuple[int, int]:
     return max(min(DRAFTED, scheduler.max_num_seqs, tokens // (1 + drafts)), 1), drafts
 
 
+def pools(config: VllmConfig) -> bool:
+    """Whether an engine makes something else than tokens of hidden states."""
+    return config.model_config.runner_type == "pooling"
+
+
 def num_drafts(config: VllmConfig) -> int:
     """Drafts of a request in a step, at most."""
     speculation = config.speculative_config
@@ -148,6 +153,7 @@ class LargestStep:
     layers: PagedLayers
     rows: Rows  # tokens are zeros, logits those of the rows that are sampled
     block_tables: BlockTables
+    pools: bool = False  # whether all hidden states are wanted, and no logits
 
     @staticmethod
     def of(
@@ -204,7 +210,17 @@ class LargestStep:
             for layer in layers
         }
         paged = PagedLayers(layers, states, dict.fromkeys(states, 0), block_size, paced)
-        return LargestStep(paged, rows, tables)
+        return LargestStep(paged, rows, tables, pools(config))
+
+    def results(self, parts: ModelParts, hidden_states: mx.array) -> mx.array:
+        """What the step computes of its [T, 1, H] hidden states; lazy.
+
+        Returns:
+            [N, V] logits of the rows that are sampled; or [T, H] float32, for a pooler of all rows.
+        """
+        if self.pools:
+            return hidden_states[:, 0].astype(mx.float32)
+        return parts.compute_logits(self.rows.of_logits(hidden_states))
 
     def caches(self) -> AbstractContextManager[list[Any]]:
         """The layers' caches, for a forward of the rows; see PagedLayers.step."""
@@ -232,8 +248,8 @@ class LargestCalls:
     """The largest attention and sampling calls of a step, run once to measure their memory."""
 
     attention: Callable[[int], None] | None  # over a context of so many tokens; None: nothing more
-    sampling: Callable[[int], None]  # of so many rows
-    vocab_size: int
+    sampling: Callable[[int], None] | None  # of so many rows; None: nothing is sampled
+    vocab_size: int  # 0: nothing is sampled
     most_sampled: int  # rows of a step
     logit_bytes: int  # of one
     drafted: tuple[int, int] = (1, 0)  # see `drafted`
@@ -250,8 +266,8 @@ class LargestCalls:
         gathers = any(layer.gathers(kv_cache_type) for layer in layers)
         return LargestCalls(
             partial(profile_layers, layers, config, kv_cache_type) if gathers else None,
-            partial(profile_sampling, config, vocab_size),
-            vocab_size,
+            None if pools(config) else partial(profile_sampling, config, vocab_size),
+            0 if pools(config) else vocab_size,
             most_sampled(config),
             mlx_dtype(config).size,
             drafted(config),

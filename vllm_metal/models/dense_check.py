@@ -11,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from vllm_metal.models.parts import ModelParts
 from vllm_metal.models.weight_files import ModelLoadError
 
 #: The largest mean difference of log-probabilities, by the dtype of weights. Both forwards round
@@ -18,6 +19,11 @@ from vllm_metal.models.weight_files import ModelLoadError
 #: changes moves a token's by one half; a module that is served wrong moves most tokens' by more
 #: than one.
 LIMITS = {mx.float32: 0.01, mx.float16: 0.7, mx.bfloat16: 0.7}
+#: Likewise of hidden states, by their lengths: two that have nothing in common are 1.4 apart.
+HIDDEN_LIMITS = {mx.float32: 0.01, mx.float16: 0.5, mx.bfloat16: 0.5}
+_REPORT = (
+    "Please report it; --additional-config '{\"dense_check\": false}' serves the model nevertheless"
+)
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,37 @@ class Told:
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
+
+
+@dataclass(frozen=True)
+class HiddenTold:
+    """What an engine that pools computed of a text. hidden_states: [n, H] float32."""
+
+    token_ids: Sequence[int]
+    hidden_states: np.ndarray
+
+
+def check_hidden(parts: ModelParts, told: HiddenTold, dtype: mx.Dtype, model_type: str) -> None:
+    """Computes the hidden states once more, at once and with mlx-lm's own cache.
+
+    Args:
+        parts: of the model that was asked.
+        told: of a text of a few tokens.
+        dtype: of its weights.
+        model_type: for the message.
+
+    Raises:
+        ModelLoadError: what was told is not what the model computes.
+    """
+    expected = np.array(parts.dense_hidden(told.token_ids).astype(mx.float32))
+    apart = np.linalg.norm(told.hidden_states - expected, axis=-1)
+    difference = float((apart / np.linalg.norm(expected, axis=-1)).mean())
+    if not difference <= HIDDEN_LIMITS[dtype]:
+        raise ModelLoadError(
+            f"{model_type} is not served right: through the KV cache, hidden states of a short "
+            f"text differ by {difference:.2g} of their length in the mean from those of mlx-lm's "
+            f"own forward ({HIDDEN_LIMITS[dtype]} at most). {_REPORT}"
+        )
 
 
 def check(model: nn.Module, told: Told, dtype: mx.Dtype, model_type: str) -> None:
@@ -52,6 +89,5 @@ def check(model: nn.Module, told: Told, dtype: mx.Dtype, model_type: str) -> Non
         raise ModelLoadError(
             f"{model_type} is not served right: through the KV cache, log-probabilities of a short "
             f"text differ by {difference:.2g} in the mean from those of mlx-lm's own forward "
-            f"({LIMITS[dtype]} at most). Please report it; --additional-config "
-            "'{\"dense_check\": false}' serves the model nevertheless"
+            f"({LIMITS[dtype]} at most). {_REPORT}"
         )

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 logger = init_logger(__name__)
+#: Of a config.json, mlx-lm's model and its arguments.
+Classes = Callable[[dict[str, Any]], tuple[type, type]]
 #: Files that mlx-lm needs of a model; vLLM fetches the tokenizer itself.
 _PATTERNS = ("*.json", "model*.safetensors", "*.py", "*.tiktoken", "*.jinja")
 #: Keys of config.json that say how positions turn queries and keys.
@@ -39,7 +41,12 @@ _FLOATING = (mx.float16, mx.bfloat16, mx.float32)
 _LONGEST_REASON = 400  # characters of another package's message
 
 
-def load(config: VllmConfig, model_config: ModelConfig | None = None) -> nn.Module:
+def load(
+    config: VllmConfig,
+    model_config: ModelConfig | None = None,
+    classes: Classes = patches.classes,
+    prepare: Callable[[nn.Module], None] = lambda model: None,
+) -> nn.Module:
     """The model of `config`, its floating-point weights cast to the configured dtype.
 
     Quantised weights stay packed; their scales and biases are cast.
@@ -47,6 +54,8 @@ def load(config: VllmConfig, model_config: ModelConfig | None = None) -> nn.Modu
     Args:
         config: vLLM's.
         model_config: of another model in the target's dtype, which drafts; None: the target's own.
+        classes: of the model, by its config.json.
+        prepare: is given the model before its weights are read; may take parts away.
 
     Raises:
         ModelLoadError: the folder is missing, incomplete or unreadable, or mlx-lm does not know the
@@ -55,7 +64,9 @@ def load(config: VllmConfig, model_config: ModelConfig | None = None) -> nn.Modu
     model_config = model_config or config.model_config
     path = model_folder(model_config, config)
     overrides = _overrides(model_config, path)
-    model = lazy_model(path, mlx_dtype(config), model_config.trust_remote_code, overrides)
+    trusted = model_config.trust_remote_code
+    model = lazy_model(path, mlx_dtype(config), trusted, overrides, classes)
+    prepare(model)
     fit_context(model, model_config.max_model_len)
     _materialise(model, path)
     return model
@@ -109,6 +120,7 @@ def lazy_model(
     dtype: mx.Dtype,
     trust_remote_code: bool = False,
     overrides: Mapping[str, Any] | None = None,
+    classes: Classes = patches.classes,
 ) -> nn.Module:
     """The model of a folder as `load` returns it, except that weights are read when they are used.
 
@@ -117,6 +129,7 @@ def lazy_model(
         dtype: of its floating-point weights.
         trust_remote_code: whether the folder's own code may run.
         overrides: keys of config.json, and what they are instead.
+        classes: see `load`.
 
     Raises:
         ModelLoadError: see `load`.
@@ -124,7 +137,7 @@ def lazy_model(
     check_weight_files(path)
     try:
         patches.install()
-        model = dense_model(path, trust_remote_code, overrides)
+        model = dense_model(path, trust_remote_code, overrides, classes)
         patches.install()  # again: mlx-lm has just imported the modules of the folder's own code
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
         reason = shorten(str(error), _LONGEST_REASON)  # mlx-lm lists every missing weight on a line
@@ -139,6 +152,7 @@ def dense_model(
     path: Path,
     trust_remote_code: bool = False,
     overrides: Mapping[str, Any] | None = None,
+    classes: Classes = patches.classes,
 ) -> nn.Module:
     """mlx-lm's own model of a folder, which computes what the folder says; as its files are typed.
 
@@ -148,6 +162,7 @@ def dense_model(
         path: the folder.
         trust_remote_code: whether the folder's own code may run.
         overrides: keys of config.json, and what they are instead.
+        classes: see `load`.
 
     Raises:
         ModelLoadError: the folder asks for what mlx-lm's module does not compute.
@@ -158,7 +173,7 @@ def dense_model(
         path,
         lazy=True,
         model_config=dict(overrides or {}) | _as_read(config),
-        get_model_classes=patches.classes,
+        get_model_classes=classes,
         trust_remote_code=trust_remote_code,
     )
     mend_ropes(model, config)

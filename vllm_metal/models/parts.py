@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_metal.attention.forward_inputs import ForwardInputs, bound
 from vllm_metal.mlx_patches.module_calls import follow_call
@@ -98,6 +99,30 @@ class ModelParts:
             return self.model(mx.zeros(hidden_states.shape[:2], mx.int32))[:, 0]
         finally:
             self._call = _Call()
+
+    @property
+    def decoder_path(self) -> str | None:
+        """Where the module is that returns hidden states; None where the model has no other."""
+        return next(
+            (path for path, module in self.model.named_modules() if module is self._decoder), None
+        )
+
+    def dense_hidden(self, token_ids: Sequence[int]) -> mx.array:
+        """[T, H] hidden states of a text of T tokens, by the module's own cache; lazy.
+
+        Raises:
+            NotImplementedError: the model has no head of its own.
+        """
+        if self._decoder is None:
+            raise NotImplementedError("the model's hidden states cannot be told from its head")
+        self._call = _Call(stops=True)
+        try:
+            self.model(mx.array([list(token_ids)]), cache=make_prompt_cache(self.model))
+        except _DecoderReturned as returned:
+            return returned.hidden_states[0]
+        finally:
+            self._call = _Call()
+        raise RuntimeError("the model never called the module that holds its layers")
 
     @property
     def text_args(self) -> Any:

@@ -43,6 +43,9 @@ def image_refusals(config: VllmConfig) -> dict[str, bool]:
     return _model_refusals(model, multimodal) | {
         "--speculative-config with a draft network, which reads no images (choose ngram or suffix; "
         "or serve text alone: --language-model-only)": method is not None and method.has_network,
+        "--runner pooling of images (--language-model-only pools text)": (
+            model.runner_type == "pooling"
+        ),
         **_option_refusals(multimodal),
     }
 

@@ -124,7 +124,7 @@ def _model_refusals(config: VllmConfig) -> dict[str, bool]:
             # vLLM sets it to either of the others, with and without prefix caching.
             cache.mamba_block_size not in (None, cache.block_size, model.max_model_len)
         ),
-        f"--runner {model.runner_type}": model.runner_type != "generate",
+        f"--runner {model.runner_type}": model.runner_type not in ("generate", "pooling"),
         "--hf-config-path (mlx-lm reads the config.json beside the weights)": (
             model.hf_config_path not in (None, model.model)
         ),

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -15,19 +15,18 @@ from vllm_metal.batch.columns import RequestColumn, RequestsRefused
 from vllm_metal.batch.input_batch import InputBatch, StepDrafts, prepare
 from vllm_metal.batch.outputs import StepOutput, Unread
 from vllm_metal.batch.requests import Requests
+from vllm_metal.batch.step_end import StepEnd
 from vllm_metal.kv_transfer.step_hooks import NO_HOOKS, StepHooks
 from vllm_metal.metrics.figures import take_measured
 from vllm_metal.metrics.step_clock import StepClock
 from vllm_metal.spec_decode.speculator import Speculator
 from vllm_metal.worker.results import Step
-from vllm_metal.worker.step_end import SamplingEnd, StepEnd
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
     from vllm_metal.models.executor import ModelExecutor
     from vllm_metal.models.paged_layers import PagedLayers
-    from vllm_metal.sample import Sampler
     from vllm_metal.spec_decode.draft_writer import DraftWriter
 
 
@@ -140,15 +139,15 @@ class ModelRunner:
             step.transfers = self._hooks.after_step(computed)
             step.figures = self._hooks.figures()
 
-    def twin(self, sampler: Sampler) -> ModelRunner:
+    def twin(self, make_end: Callable[[ModelExecutor, Requests], StepEnd]) -> ModelRunner:
         """A runner over the same networks, pool and requests. This one learns nothing of its steps.
 
         It does not draft where drafts are made of text: these take no passes of a network.
 
         Args:
-            sampler: that it samples with.
+            make_end: of this runner's model and requests, makes the end of the twin's steps.
         """
-        end = SamplingEnd(self._model, self._requests, sampler)
+        end = make_end(self._model, self._requests)
         speculator = self._speculator
         if speculator is not None:
             speculator = None if speculator.reads_text else speculator.twin()

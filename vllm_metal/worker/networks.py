@@ -19,6 +19,7 @@ from vllm_metal.spec_decode.registry import load_network
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.model_executor.layers.pooler.abstract import Pooler
 
     from vllm_metal.vision.column import ImageColumn
     from vllm_metal.vision.encoder import Encoder
@@ -36,9 +37,16 @@ class Networks:
     #: outlive a runner: a row is of whoever entered it last.
     columns: Sequence[RequestColumn] = ()
     encoder: Encoder | None = None  # of images
+    pooler: Pooler | None = None  # of the target's hidden states; None: it samples
 
     @staticmethod
     def load(config: VllmConfig) -> Networks:
+        if config.model_config.runner_type == "pooling":
+            from vllm_metal.pooling import decoders  # imports vLLM's poolers
+
+            pooling = decoders.load(config)
+            layers = attention_layers(pooling.parts.model, loader.model_type(config))
+            return Networks(pooling.parts, layers, None, 0, pooler=pooling.pooler)
         model = loader.load(config)
         layers = attention_layers(model, loader.model_type(config))
         target = ModelParts(model)

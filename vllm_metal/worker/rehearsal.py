@@ -9,18 +9,25 @@ right (see models.dense_check).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from vllm_metal.models.dense_check import Told
+from vllm_metal.models.dense_check import HiddenTold, Told
+from vllm_metal.pooling.pooling_end import PoolingEnd
 from vllm_metal.worker.results import Step
+from vllm_metal.worker.step_end import SamplingEnd
 
 if TYPE_CHECKING:
+    from vllm.config.pooler import PoolerConfig
+
     from vllm_metal.sample import Sampler
     from vllm_metal.worker.model_runner import ModelRunner
 
@@ -75,21 +82,51 @@ def rehearse(
     with_drafts, rows = runner.num_drafts > 0, 1 + runner.num_drafts
     num_steps = NUM_DECODE_STEPS_WITH_DRAFTS if with_drafts else NUM_DECODE_STEPS
     num_tokens = min(NUM_PROMPT_TOKENS + num_steps * rows, room.num_tokens)
-    prompt = np.random.default_rng(0).integers(0, vocab_size, NUM_PROMPT_TOKENS)[:num_tokens]
-    blocks = room.blocks(num_tokens)
-    request = _Request(runner.twin(sampler), prompt.tolist())
-    try:
+    twin = runner.twin(partial(SamplingEnd, sampler=sampler))
+    with _request(twin, vocab_size, num_tokens, room) as request:
         telling = {**sampling, "logprobs": 0, "prompt_logprobs": 0}
-        request.read_prompt(SamplingParams.from_optional(**telling), blocks)
+        request.read_prompt(SamplingParams.from_optional(**telling))
         while num_steps and request.num_computed + rows <= num_tokens:
             request.decode(rows)
             num_steps -= 1
         request.runner.learn()
-    finally:
-        request.runner.update_requests(_step({}, finished_req_ids={REQ_ID}))
-    request.runner.layers.update_blocks([block for group in blocks for block in group], ())
-    request.runner.wait()
     return Told(request.token_ids, request.logprobs)
+
+
+def rehearse_pooling(
+    runner: ModelRunner, config: PoolerConfig, vocab_size: int, room: Room
+) -> HiddenTold:
+    """Computes a short prompt likewise, where no token follows.
+
+    Args:
+        runner: see `rehearse`.
+        config: of the engine's pooler.
+        vocab_size, room: see `rehearse`.
+    """
+    from vllm_metal.pooling.all_rows import AllRows  # imports vLLM's poolers
+
+    end = partial(PoolingEnd, AllRows(), config)
+    twin = runner.twin(lambda model, requests: end(requests))
+    num_tokens = min(NUM_PROMPT_TOKENS, room.num_tokens)
+    with _request(twin, vocab_size, num_tokens, room) as request:
+        request.read_prompt(PoolingParams(task=AllRows.TASK))
+    assert request.pooled is not None
+    return HiddenTold(request.token_ids, request.pooled)
+
+
+@contextmanager
+def _request(
+    runner: ModelRunner, vocab_size: int, num_tokens: int, room: Room
+) -> Iterator[_Request]:
+    """A request with blocks for so many tokens, which are cleared afterwards."""
+    prompt = np.random.default_rng(0).integers(0, vocab_size, NUM_PROMPT_TOKENS)[:num_tokens]
+    blocks = room.blocks(num_tokens)
+    try:
+        yield _Request(runner, prompt.tolist(), blocks)
+    finally:
+        runner.update_requests(_step({}, finished_req_ids={REQ_ID}))
+    runner.layers.update_blocks([block for group in blocks for block in group], ())
+    runner.wait()
 
 
 @dataclass
@@ -98,14 +135,18 @@ class _Request:
 
     runner: ModelRunner
     token_ids: list[int]  # known
+    blocks: tuple[list[int], ...]
     logprobs: list[float] = field(default_factory=list)  # of all but the first
     num_computed: int = 0
+    pooled: np.ndarray | None = None  # what its pooler makes of it
 
-    def read_prompt(self, sampling: SamplingParams, blocks: tuple[list[int], ...]) -> None:
+    def read_prompt(self, params: SamplingParams | PoolingParams) -> None:
         """Computes the prompt in two chunks."""
         prompt = self.token_ids
         first = min(FIRST_CHUNK, len(prompt))
-        new = NewRequestData(REQ_ID, list(prompt), [], sampling, None, blocks, 0, None)
+        sampling = params if isinstance(params, SamplingParams) else None
+        pooling = params if isinstance(params, PoolingParams) else None
+        new = NewRequestData(REQ_ID, list(prompt), [], sampling, pooling, self.blocks, 0, None)
         self._run(_step({REQ_ID: first}, scheduled_new_reqs=[new]), first)
         if rest := len(prompt) - first:
             self._run(_step({REQ_ID: rest}, scheduled_cached_reqs=self._running()), rest)
@@ -139,6 +180,8 @@ class _Request:
         (sampled,) = result.sampled_token_ids
         if (told := result.prompt_logprobs_dict.get(REQ_ID)) is not None:
             self.logprobs += told.logprobs[:, 0].tolist()
+        if result.pooler_output and (pooled := result.pooler_output[0]) is not None:
+            self.pooled = pooled.numpy()
         if result.logprobs is not None:
             self.logprobs += result.logprobs.logprobs[:, 0].tolist()
         self.token_ids = self.token_ids + sampled

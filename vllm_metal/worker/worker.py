@@ -27,8 +27,9 @@ from vllm_metal.metrics.step_clock import StepClock, StepTimes
 from vllm_metal.metrics.step_meter import StepMeter, StepRows
 from vllm_metal.models import dense_check, loader
 from vllm_metal.models.compiled import Graphs
-from vllm_metal.models.dense_check import Told
+from vllm_metal.models.dense_check import HiddenTold, Told
 from vllm_metal.models.executor import ModelExecutor
+from vllm_metal.pooling.pooling_end import PoolingEnd
 from vllm_metal.sample import CustomProcessors, Sampler
 from vllm_metal.settings.additional_config import AdditionalConfig
 from vllm_metal.spec_decode.network import DraftPool
@@ -38,7 +39,7 @@ from vllm_metal.vllm_patches.step_result import StepResult
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.networks import Networks
 from vllm_metal.worker.recovery import RecoveringRunner
-from vllm_metal.worker.rehearsal import Room, rehearse
+from vllm_metal.worker.rehearsal import Room, rehearse, rehearse_pooling
 from vllm_metal.worker.results import LateOutput
 from vllm_metal.worker.step_end import SamplingEnd
 
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
+
+    from vllm_metal.batch.step_end import StepEnd
 
 logger = init_logger(__name__)
 
@@ -211,18 +214,11 @@ class MetalWorker(WorkerBase):
         elif networks.draft is not None:
             proposer = networks.draft.proposer(pool)
         max_num_reqs = self.scheduler_config.max_num_seqs
-        sampler = Sampler(
-            self.vocab_size,
-            max_num_reqs,
-            self.model_config.logprobs_mode,
-            self.model_config.seed,
-            CustomProcessors(self.vllm_config),
-        )
         speculator = make_speculator(self.vllm_config, requests, proposer, self._memory.most_drafts)
         return ModelRunner(
             executor,
             requests,
-            SamplingEnd(executor, requests, sampler),
+            self._make_end(executor),
             max_num_reqs,
             speculator,
             writer,
@@ -230,6 +226,21 @@ class MetalWorker(WorkerBase):
             hooks=self.transfers.hooks,
             clock=self._clock,
         )
+
+    def _make_end(self, executor: ModelExecutor) -> StepEnd:
+        """What makes results of hidden states."""
+        model = self.model_config
+        if (pooler := self.networks.pooler) is not None:
+            assert model.pooler_config is not None
+            return PoolingEnd(pooler, model.pooler_config, self._requests)
+        sampler = Sampler(
+            self.vocab_size,
+            self.scheduler_config.max_num_seqs,
+            model.logprobs_mode,
+            model.seed,
+            CustomProcessors(self.vllm_config),
+        )
+        return SamplingEnd(executor, self._requests, sampler)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         started = time.perf_counter()
@@ -246,7 +257,7 @@ class MetalWorker(WorkerBase):
         shutdown.ignore_ctrl_c()  # not before: a start can be interrupted
         return CompilationTimes(language_model=seconds, encoder=0.0)
 
-    def _rehearse(self, runner: ModelRunner) -> Told:
+    def _rehearse(self, runner: ModelRunner) -> Told | HiddenTold:
         pool = self._kv_cache_config
         room = Room(
             len(pool.kv_cache_groups),
@@ -254,16 +265,21 @@ class MetalWorker(WorkerBase):
             pool.num_blocks,
             self.model_config.max_model_len,
         )
+        if (pooler := self.model_config.pooler_config) is not None:
+            return rehearse_pooling(runner, pooler, self.vocab_size, room)
         sampler = Sampler(self.vocab_size, self.scheduler_config.max_num_seqs)
         defaults = self.model_config.get_diff_sampling_param()
         return rehearse(runner, sampler, defaults, self.vocab_size, room)
 
-    def _check(self, told: Told) -> None:
+    def _check(self, told: Told | HiddenTold) -> None:
         """Refuses a model that is not served right; codes in the pool would hide it."""
         dtype = loader.mlx_dtype(self.vllm_config)
         if AdditionalConfig.of(self.vllm_config).dense_check and self._pool_dtype == dtype:
-            family = loader.model_type(self.vllm_config)
-            dense_check.check(self.networks.target.model, told, dtype, family)
+            family, target = loader.model_type(self.vllm_config), self.networks.target
+            if isinstance(told, HiddenTold):
+                dense_check.check_hidden(target, told, dtype, family)
+            else:
+                dense_check.check(target.model, told, dtype, family)
 
     def execute_model(
         self, scheduler_output: SchedulerOutput
@@ -344,7 +360,8 @@ class MetalWorker(WorkerBase):
         return len(self._requests) + self._requests.num_preempted
 
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
-        return ("generate",)
+        pooler = self.networks.pooler
+        return ("generate",) if pooler is None else tuple(sorted(pooler.get_supported_tasks()))
 
     def get_model(self) -> Any:
         return self.networks.target.model

@@ -84,6 +84,7 @@ def config(
             max_model_len=max_model_len,
             original_max_model_len=-1 if fitted else max_model_len,
             dtype=dtype,
+            runner_type="generate",
             max_logprobs=20,  # vLLM's defaults from here on
             logprobs_mode="raw_logprobs",
             seed=0,

@@ -42,7 +42,7 @@ def step_peak(
         kind: of the device that the engine runs on.
 
     Returns:
-        The peaks, and the size of the vocabulary.
+        The peaks, and the size of the vocabulary, or of hidden states where the engine pools.
 
     Raises:
         ValueError: the model uses an operation of which MLX does not tell what it is.
@@ -91,22 +91,22 @@ def _recorded(parts: ModelParts, step: LargestStep, twice: bool = False) -> tupl
         graph = record(build, [*parameters, *step.layers.pool_arrays()])
     finally:
         model.update(tree_unflatten(list(zip(names, parameters, strict=True))))
-    logits, *kept = graph.outputs
-    shape, _ = graph.arrays[logits]
-    return peak(graph, [logits], kept, graph.inputs[: len(parameters)]), shape[-1]
+    results, *kept = graph.outputs
+    shape, _ = graph.arrays[results]
+    return peak(graph, [results], kept, graph.inputs[: len(parameters)]), shape[-1]
 
 
 def _forward(parts: ModelParts, step: LargestStep, before: Sequence[mx.array]) -> list[mx.array]:
     """Builds a forward that runs once `before` is there.
 
     Returns:
-        The logits, and all that the layers keep besides, read again, or leave for the next step.
+        Its results, and all that the layers keep besides, read again, or leave for the next step.
     """
     with step.caches() as caches:
         (input_ids,) = mx.depends([mx.zeros(step.rows.input_ids.shape, mx.int32)], before)
         hidden_states = parts.forward_hidden(replace(step.rows.inputs, input_ids=input_ids), caches)
-    logits = parts.compute_logits(step.rows.of_logits(hidden_states))
+    results = step.results(parts, hidden_states)
     states = [state for state in step.layers.layer_states if isinstance(state, Traceable)]
     left = [array for state in states for each in state.outputs for array in each.arrays]
     read = [array for state in states for array in state.inputs]
-    return [logits, *step.layers.pool_arrays(), *read, *left]
+    return [results, *step.layers.pool_arrays(), *read, *left]

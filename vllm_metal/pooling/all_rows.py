@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AllRows: a pooler that gives hidden states as they are, chunk by chunk: what a start checks."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from vllm.model_executor.layers.pooler.abstract import Pooler
+
+if TYPE_CHECKING:
+    from vllm.tasks import PoolingTask
+    from vllm.v1.pool.metadata import PoolingMetadata
+
+
+class AllRows(Pooler):
+    """Gives [n, H] hidden states of a prompt of n tokens, in as many chunks as it comes in."""
+
+    TASK: ClassVar[PoolingTask] = "token_embed"
+
+    def get_supported_tasks(self) -> Set[PoolingTask]:
+        return {self.TASK}
+
+    def forward(
+        self, hidden_states: torch.Tensor, pooling_metadata: PoolingMetadata
+    ) -> list[torch.Tensor | None]:
+        cursor = pooling_metadata.get_pooling_cursor()
+        chunks = torch.split(hidden_states, cursor.num_scheduled_tokens_cpu.tolist())
+        found: list[torch.Tensor | None] = []
+        for states, chunk, done in zip(
+            pooling_metadata.pooling_states, chunks, cursor.get_finished_mask(), strict=True
+        ):
+            states.hidden_states_cache.append(chunk)
+            found.append(torch.concat(states.hidden_states_cache) if done else None)
+        return found
