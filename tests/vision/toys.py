@@ -61,7 +61,7 @@ class Toy:
 
     def __init__(self, name: str, folder: Path, **changes: Any):
         self.name, self.folder = name, folder
-        changes = _CHANGES.get(name, {}) | changes
+        changes = CHANGES.get(name, {}) | changes
         checkpoints.FAMILIES[name].write(folder, **changes)
         self.config = transformers.AutoConfig.from_pretrained(folder)
         self.rng = np.random.default_rng(5)
@@ -161,7 +161,7 @@ def _gemma(toy: Toy, rows: int, columns: int) -> Picture:
 
 
 #: Of the text's configuration.
-_CHANGES: dict[str, dict[str, Any]] = {"qwen3_5": {"partial_rotary_factor": 0.5}}
+CHANGES: dict[str, dict[str, Any]] = {"qwen3_5": {"partial_rotary_factor": 0.5}}
 _PICTURES: dict[str, Callable[[Toy, int, int], Picture]] = {
     "gemma3": _gemma,
     "mistral3": _mistral,

@@ -100,6 +100,25 @@ def salts(folder):
     return "pepper" not in repr(vars(sent)), vars(sent)
 
 
+@probe("scheduler.send_images")
+def images(folder):
+    """The data of an image in a prefix that was found do not come with a request's start."""
+    from vllm import SamplingParams
+    from vllm.multimodal.inputs import (
+        MultiModalFeatureSpec,
+        MultiModalKwargsItem,
+        PlaceholderRange,
+    )
+    from vllm.v1.core.sched.output import NewRequestData
+    from vllm.v1.request import Request
+
+    image = MultiModalFeatureSpec(MultiModalKwargsItem(), "image", "a", PlaceholderRange(1, 4))
+    request = Request("a", [1] * 8, SamplingParams(), None, mm_features=[image])
+    request.num_computed_tokens = 6
+    (sent,) = NewRequestData.from_request(request, ([0],)).mm_features
+    return sent.data is None, repr(sent)
+
+
 @probe("engine_args.set_batch_defaults")
 def batch_defaults(folder):
     """vLLM asks a platform for its device's name and memory, and for nothing else."""

@@ -42,9 +42,8 @@ def planned(layout: StepLayout, window: int | None, plan_of: Callable[[StepLayou
 def _cut(layout: StepLayout) -> tuple[StepLayout, np.ndarray]:
     """The layout with a request for each run and what lies between; [R'] bool, which are runs."""
     starts = layout.query_start_loc_np
-    edges = np.unique(
-        np.concatenate([starts, np.array([(run.first, run.end) for run in layout.runs]).ravel()])
-    )
+    of_runs = np.array([(run.first, run.end) for run in layout.runs]).ravel()
+    edges = np.unique(np.concatenate([starts, of_runs]))
     owner = np.searchsorted(starts, edges[:-1], side="right") - 1
     behind = starts[owner + 1] - edges[1:]  # rows of the request that come later
     cut = replace(
@@ -101,15 +100,16 @@ def _attend_to(
     scoring: Scoring,
 ) -> mx.array:
     """[n, H, DV] of a run's [n, H, D] queries over [Hkv, S, D] keys and values of its context."""
-    mask = None
-    if window is not None and run.context > window:
-        places = np.arange(run.context)
-        rows = np.arange(run.context - run.num_rows, run.context)[:, None]
-        mask = mx.array((places > rows - window) | (places >= run.begin))
+    rows, start, mask = np.arange(run.context - run.num_rows, run.context), 0, None
+    if window is not None:
+        start = max(min(run.begin, int(rows[0]) - window + 1), 0)  # blocks before may be gone
+        places = np.arange(start, run.context)
+        seen = (places > rows[:, None] - window) | (places >= run.begin)
+        mask = None if seen.all() else mx.array(seen)
     out = mx.fast.scaled_dot_product_attention(
         queries.swapaxes(0, 1)[None].astype(keys.dtype),
-        keys[None],
-        values[None],
+        keys[None, :, start:],
+        values[None, :, start:],
         scale=scoring.scale,
         mask=mask,
     )

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from vllm_metal.settings.extras import install_advice
+from vllm_metal.spec_decode.registry import BY_NAME
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, MultiModalConfig, VllmConfig
@@ -37,7 +38,17 @@ def image_refusals(config: VllmConfig) -> dict[str, bool]:
         return {}
     if multimodal.language_model_only:
         return {}
+    speculation = config.speculative_config
+    method = None if speculation is None else BY_NAME.get(speculation.method or "")
     return _model_refusals(model, multimodal) | {
+        "--speculative-config with a draft network, which reads no images (choose ngram or suffix; "
+        "or serve text alone: --language-model-only)": method is not None and method.has_network,
+        **_option_refusals(multimodal),
+    }
+
+
+def _option_refusals(multimodal: MultiModalConfig) -> dict[str, bool]:
+    return {
         f"{option} ({why})": getattr(multimodal, field) not in (None, _default(multimodal, field))
         for option, (field, why) in REFUSED_OF_IMAGES.items()
     }

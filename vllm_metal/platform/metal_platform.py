@@ -230,6 +230,7 @@ class MetalPlatform(Platform):
         streaming_sessions.serve_sessions()
         streaming_sessions.queue_preempted_sessions()
         scheduler.send_salts()
+        scheduler.send_images()
         scheduler.end_chunks_within_blocks()
         shutdown.leave_ctrl_c_to_the_parent()
 
