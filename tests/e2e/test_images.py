@@ -4,7 +4,10 @@
 import base64
 import http.server
 import io
+import json
 import struct
+import subprocess
+import sys
 import threading
 import zlib
 from contextlib import contextmanager
@@ -12,6 +15,7 @@ from contextlib import contextmanager
 import numpy as np
 import openai
 import pytest
+from e2e.harness import counters, engine, greedy
 from e2e.server import serve
 from PIL import Image
 from vision import reference
@@ -219,3 +223,43 @@ def test_limits_and_other_media_are_named(client):
         client.chat.completions.create(
             model="toy", messages=[{"role": "user", "content": [sound]}], max_tokens=1
         )
+
+
+@pytest.mark.slow
+def test_vllms_benchmark_of_random_images_runs(server, checkpoint, tmp_path):
+    command = (
+        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"),
+        *("--backend", "openai-chat", "--endpoint", "/v1/chat/completions"),
+        *("--base-url", server.url, "--model", "toy", "--tokenizer", checkpoint),
+        *("--dataset-name", "random-mm", "--num-prompts", "4"),
+        *("--random-input-len", "20", "--random-output-len", "4"),
+        *("--random-mm-base-items-per-request", "1"),
+        *("--random-mm-limit-mm-per-prompt", '{"image": 1, "video": 0}'),
+        *("--random-mm-bucket-config", "{(64, 96, 1): 1.0}"),
+        *("--save-result", "--result-dir", str(tmp_path)),
+    )
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (result,) = tmp_path.glob("*.json")
+    told = json.loads(result.read_text())
+    assert (told["completed"], told["failed"]) == (4, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5"])
+def test_answers_about_frames_of_a_video_are_those_of_transformers(name, tmp_path):
+    family = FAMILIES[name]
+    folder = family.write(tmp_path)
+    frames = np.random.default_rng(3).integers(0, 255, (6, 100, 150, 3), dtype=np.uint8)
+    told = {"fps": 2.0, "duration": 3.0, "total_num_frames": 6, "frames_indices": [*range(6)]}
+    prompt = f"{family.video} and {family.image} {QUESTION}"
+    media = {"video": [(frames, told | {"do_sample_frames": False})], "image": [picture()]}
+    with engine(folder, max_model_len=512) as llm:
+        (output,) = llm.generate(
+            {"prompt": prompt, "multi_modal_data": media}, greedy(8), use_tqdm=False
+        )
+        assert counters(llm)["vllm:mm_cache_queries"] == 2
+    expected = reference.generated(
+        folder, family, prompt, media["image"], 8, videos=[frames], video_metadata=[told]
+    )
+    assert (output.prompt_token_ids, [*output.outputs[0].token_ids]) == expected

@@ -248,7 +248,7 @@ def _gemma3(ids: dict[str, int]) -> dict[str, Any]:
     }
     return {
         "text_config": _TEXT | layers,
-        "vision_config": _VISION | {"image_size": 64, "patch_size": 8},
+        "vision_config": _VISION | {"image_size": 64, "patch_size": 8, "vision_use_head": False},
         "mm_tokens_per_image": 16,
         "boi_token_index": ids["<start_of_image>"],
         "eoi_token_index": ids["<end_of_image>"],

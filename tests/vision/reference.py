@@ -23,9 +23,23 @@ def processor(folder: str | Path) -> Any:
 
 
 def generated(
-    folder: str | Path, family: Family, prompt: str, images: Sequence[Image], count: int
+    folder: str | Path,
+    family: Family,
+    prompt: str,
+    images: Sequence[Image],
+    count: int,
+    **videos: Any,
 ) -> tuple[list[int], list[int]]:
-    """Tokens of the prompt as the processor expands it, and `count` greedy ones behind it."""
+    """Tokens of the prompt as the processor expands it, and `count` greedy ones behind it.
+
+    Args:
+        folder: of the checkpoint.
+        family: of the checkpoint.
+        prompt: with what stands for images and videos in it.
+        images: in the prompt.
+        count: of tokens to generate.
+        videos: what the processor takes of them, all of whose frames are taken.
+    """
     import transformers
 
     model = getattr(transformers, family.architecture).from_pretrained(folder, dtype=torch.float32)
@@ -34,6 +48,7 @@ def generated(
         images=[list(images)] if images else None,
         add_special_tokens=False,
         return_tensors="pt",
+        **(videos | {"do_sample_frames": False} if videos else {}),
     )
     lengths = {"max_new_tokens": count, "min_new_tokens": count}
     (made,) = model.eval().generate(**inputs, **lengths, do_sample=False).tolist()

@@ -76,6 +76,7 @@ def question(model: str | None, context: int | None) -> Namespace:
         "max_num_batched_tokens",
         "gpu_memory_utilization",
         "block_size",
+        "language_model_only",
     )
     asked = {"model": model, "context": context, "kv_cache_dtype": "auto"}
     return Namespace(**dict.fromkeys(unset), **asked)
@@ -114,7 +115,7 @@ def _answer(args: Namespace, path: Path, machine: Machine) -> Answer:
     requests = args.max_num_seqs or args.requests or min(metal_platform.MAX_NUM_SEQS, rows)
     if requests > rows:
         raise ValueError(f"{requests} requests at once need --max-num-batched-tokens {requests}")
-    model = Model.read(path, content["model_type"], dtype)
+    model = Model.read(path, content["model_type"], dtype, bool(args.language_model_only))
     estimates = {}
     for cache_dtype in dict.fromkeys((args.kv_cache_dtype, _QUANTISED)):
         config = engine.config(
