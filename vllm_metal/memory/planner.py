@@ -105,6 +105,7 @@ class MemoryPlanner:
         requests: Callable[[int], Callable[[], None]],
         transfer_bytes: int = 0,
         adapters: AdapterBytes | None = None,
+        image_bytes: int = 0,
     ) -> int:
         """Bytes for the KV pool; measures with the networks loaded and nothing else.
 
@@ -119,6 +120,7 @@ class MemoryPlanner:
                 drafts, once their pool is there; asked where layers keep states.
             transfer_bytes: of staging for K/V transfers, not allocated yet; 0: there are none.
             adapters: of LoRA; None: none are served.
+            image_bytes: of embeddings of images and of their tower at work; 0: there is none.
 
         Raises:
             BudgetError: it would not hold one request of max_model_len.
@@ -126,7 +128,11 @@ class MemoryPlanner:
         needs = Needs.of(config, specs)
         settings = settings_of(config, self._kind, needs, self._before.total)
         request = Request(needs, quantised)
-        measured = replace(self._at_rest(draft_weights, adapters), transfers=transfer_bytes)
+        measured = replace(
+            self._at_rest(draft_weights, adapters),
+            transfers=transfer_bytes,
+            images=_rounded(image_bytes),
+        )
         if settings.asked is not None:
             advice.check(measured, settings, request)
             self._warn_of_much(measured, settings)

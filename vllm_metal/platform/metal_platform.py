@@ -211,6 +211,10 @@ class MetalPlatform(Platform):
         fit_positions(vllm_config)
         parallel.disable_custom_all_reduce = True
         speculation.schedule_ahead_with_ngram(vllm_config.speculative_config)
+        model = vllm_config.model_config
+        if model is not None and model.is_multimodal_model and model.is_mm_prefix_lm:
+            # Rows of an image see each other: it is read in one step.
+            vllm_config.scheduler_config.disable_chunked_mm_input = True
         cache = vllm_config.cache_config
         cache.cache_dtype = cast("CacheDType", formats.canonical(cache.cache_dtype))
         if not cache.user_specified_block_size:
@@ -242,6 +246,7 @@ class MetalPlatform(Platform):
         streaming_sessions.serve_sessions()
         streaming_sessions.queue_preempted_sessions()
         scheduler.send_salts()
+        scheduler.send_images()
         scheduler.end_chunks_within_blocks()
         shutdown.leave_ctrl_c_to_the_parent()
 

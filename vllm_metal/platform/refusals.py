@@ -13,6 +13,7 @@ from vllm_metal.encoders import refusals as encoders
 from vllm_metal.encoders import served
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_transfer.config import CONNECTOR, CONNECTOR_MODULE
+from vllm_metal.platform.image_refusals import image_refusals
 from vllm_metal.platform.refused_options import refused_options
 from vllm_metal.platform.refused_variables import refused_variables
 from vllm_metal.pooling import refusals as pooling
@@ -43,6 +44,7 @@ def refuse_unsupported(config: VllmConfig) -> None:
         | _transfer_refusals(config)
         | _lora_refusals(config)
         | _model_refusals(config)
+        | image_refusals(config)
         | _speculation_refusals(config)
         | pooling.refusals(config, served.of_config(config) is not None, served.ARCHITECTURES)
         | _serving_refusals(config)
@@ -150,9 +152,6 @@ def _model_refusals(config: VllmConfig) -> dict[str, bool]:
         f"--mamba-block-size {cache.mamba_block_size} (states lie in blocks of --block-size)": (
             # vLLM sets it to either of the others, with and without prefix caching.
             cache.mamba_block_size not in (None, cache.block_size, model.max_model_len)
-        ),
-        "multimodal inputs (--language-model-only, or a text-only checkpoint)": (
-            model.multimodal_config is not None and not model.multimodal_config.language_model_only
         ),
         "--hf-config-path (mlx-lm reads the config.json beside the weights)": (
             model.hf_config_path not in (None, model.model)

@@ -99,6 +99,7 @@ def question(model: str | None, context: int | None) -> Namespace:
         "max_loras",
         "max_cpu_loras",
         "max_lora_rank",
+        "language_model_only",
     )
     asked = {"model": model, "context": context, "kv_cache_dtype": "auto"}
     return Namespace(**dict.fromkeys(unset), **asked)
@@ -140,7 +141,8 @@ def _answer(args: Namespace, path: Path, machine: Machine) -> Answer:
     runner = args.runner or "generate"
     if runner == "pooling" and args.num_speculative_tokens:
         raise ValueError("--num-speculative-tokens with --runner pooling: nothing is sampled")
-    model = Model.read(path, content["model_type"], dtype, pools=runner == "pooling")
+    pools, text_only = runner == "pooling", bool(args.language_model_only)
+    model = Model.read(path, content["model_type"], dtype, pools=pools, text_only=text_only)
     estimates = {}
     for cache_dtype in dict.fromkeys((args.kv_cache_dtype, _QUANTISED)):
         config = engine.config(
