@@ -16,8 +16,7 @@ from vllm_metal.vision.families import FAMILIES
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 NUM_TOKENS = 16
-#: As many as the encoder cache must hold of the families whose images are smallest. Chunks end inside
-#: images of those that allow it.
+#: As many as the encoder cache must hold of the families whose images are smallest.
 NUM_BATCHED_TOKENS = 34
 DRAFTS = {
     "method": "ngram",
@@ -27,7 +26,13 @@ DRAFTS = {
 }
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES.keys() & checkpoints.FAMILIES.keys()))
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name == "qwen3_vl" else pytest.mark.more)
+        for name in sorted(FAMILIES.keys() & checkpoints.FAMILIES.keys())
+    ],
+)
 def asked(request, tmp_path_factory):
     """A family's checkpoint, and prompts with images by the same name in several of them."""
     name = request.param
@@ -79,7 +84,11 @@ def test_tokens_equal_those_of_transformers_with_drafts_and_cached_prefixes(aske
         again = llm.generate(prompts[:2], greedy(NUM_TOKENS), use_tqdm=False)
         worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         found, block_size = counters(llm), llm.llm_engine.vllm_config.cache_config.block_size
-        assert worker.networks.encoder.num_encoded == 2
+        encoder = worker.networks.encoder
+        assert encoder.num_encoded == 2
+        assert worker.networks.image_bytes(worker.vllm_config) > encoder.nbytes > 0
+        worker.reset_encoder_cache()
+        assert encoder.nbytes == 0
     for prompt, output in zip([*prompts, *prompts[:2]], [*first, *again], strict=True):
         ids, tokens = expected(family, folder, prompt)
         assert output.prompt_token_ids == ids

@@ -1,17 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts with images, in any chunks and beside others, equal transformers' same model."""
 
+import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten, tree_unflatten
 from vision.by_hand import BLOCK
 from vision.toys import Prompt, Toy
 
 from vllm_metal.batch.columns import RequestsRefused
+from vllm_metal.models.weight_files import ModelLoadError
+from vllm_metal.vision.families import FAMILIES as FAMILIES_SERVED
+from vllm_metal.vision.images import images_of
+from vllm_metal.vision.tower import load_weights
 
 FAMILIES = ("gemma3", "mistral3", "qwen3_vl", "qwen3_5")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name == "qwen3_vl" else pytest.mark.more)
+        for name in FAMILIES
+    ],
+)
 def toy(request, tmp_path_factory):
     return Toy(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -125,3 +138,73 @@ def test_an_image_whose_rows_see_each_other_is_never_computed_in_parts(tmp_path)
     with pytest.raises(RequestsRefused) as refused:
         served.step({"a": 9}, [served.new("a", prompt.ids, prompt.features)])
     assert "--max-num-batched-tokens" in str(refused.value.errors["a"])
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5"])
+def test_frames_of_a_video_are_placed_as_transformers_does(tmp_path, name):
+    toy = Toy(name, tmp_path)
+    prompt = Prompt(modality="video").say(*toy.words(3)).show(toy.video(3, 2, 4), "video")
+    prompt.say(*toy.words(5))
+    served = toy.served()
+    parts = [served.step({"a": 20}, [served.new("a", prompt.ids, prompt.features)])["a"]]
+    parts.append(served.step({"a": len(prompt.ids) - 20})["a"])
+    check(np.concatenate(parts), toy.logits(prompt))
+
+
+def test_a_quantised_tower_computes_what_its_weights_stand_for(tmp_path):
+    toy = Toy("qwen3_vl", tmp_path)
+    image = images_of(Prompt().show(toy.picture(3, 4), "image").features)[0]
+    served_tower = FAMILIES_SERVED["qwen3_vl"].tower
+    plain, packed, dense = (served_tower(toy.config.to_dict()) for _ in range(3))
+    load_weights(plain, toy.folder, mx.float32, None)
+    nn.quantize(plain, 32, 8, class_predicate=quantisable)
+    write(tmp_path / "packed", dict(tree_flatten(plain.parameters())))
+    load_weights(packed, tmp_path / "packed", mx.float32, {"group_size": 32, "bits": 8})
+    found = packed.encode("image", image.data)
+    write(tmp_path / "dense", dict(tree_flatten(dequantised(plain).parameters())))
+    load_weights(dense, tmp_path / "dense", mx.float32, None)
+    expected = dense.encode("image", image.data)
+    np.testing.assert_allclose(np.array(found), np.array(expected), atol=1e-4)
+
+
+def test_weights_that_are_missing_or_have_no_place_are_an_error(tmp_path):
+    toy = Toy("qwen3_vl", tmp_path)
+    tower = FAMILIES_SERVED["qwen3_vl"].tower(toy.config.to_dict())
+    names = dict(tree_flatten(tower.parameters()))
+    one = next(iter(names))
+    write(tmp_path / "fewer", {name: array for name, array in names.items() if name != one})
+    with pytest.raises(ModelLoadError, match=r"Missing 1 parameters"):
+        load_weights(tower, tmp_path / "fewer", mx.float32, None)
+    write(tmp_path / "more", names | {"vision_tower.another": mx.zeros(1)})
+    with pytest.raises(ModelLoadError, match=r"vision_tower\.another"):
+        load_weights(tower, tmp_path / "more", mx.float32, None)
+    write(tmp_path / "none", {"language_model.norm": mx.zeros(1)})
+    with pytest.raises(ModelLoadError, match="no weights of a vision tower"):
+        load_weights(tower, tmp_path / "none", mx.float32, None)
+
+
+def quantisable(path, module):
+    return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
+
+
+def dequantised(module):
+    """The module, of dense ones again."""
+    dense = {
+        path: nn.Linear(1, 1).update({"weight": weight_of(part), "bias": part.bias})
+        if isinstance(part, nn.QuantizedLinear)
+        else nn.Embedding(1, 1).update({"weight": weight_of(part)})
+        for path, part in module.named_modules()
+        if isinstance(part, (nn.QuantizedLinear, nn.QuantizedEmbedding))
+    }
+    module.update_modules(tree_unflatten(list(dense.items())))
+    return module
+
+
+def weight_of(part):
+    return mx.dequantize(part.weight, part.scales, part.biases, part.group_size, part.bits)
+
+
+def write(folder, arrays):
+    folder.mkdir()
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays)

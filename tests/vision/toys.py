@@ -38,6 +38,7 @@ class Prompt:
 
     ids: list[int] = field(default_factory=list)
     placed: list[tuple[int, Picture, str]] = field(default_factory=list)
+    modality: str = "image"
 
     def say(self, *ids: int) -> Prompt:
         self.ids += ids
@@ -51,7 +52,14 @@ class Prompt:
     @property
     def features(self):
         return [
-            feature(picture.data, offset, len(picture.ids), identifier, picture.is_embed)
+            feature(
+                picture.data,
+                offset,
+                len(picture.ids),
+                identifier,
+                picture.is_embed,
+                self.modality,
+            )
             for offset, picture, identifier in self.placed
         ]
 
@@ -88,6 +96,20 @@ class Toy:
     def picture(self, rows: int, columns: int) -> Picture:
         return _PICTURES[self.name](self, rows, columns)
 
+    def video(self, frames: int, rows: int, columns: int) -> Picture:
+        """Frames of Qwen's, each behind words that say its time and between two marks."""
+        one = self.picture(rows, columns)
+        config, count = self.config, rows * columns
+        ids: list[int] = []
+        for _ in range(frames):
+            ids += [*self.words(2), config.vision_start_token_id]
+            ids += [config.video_token_id] * count + [config.vision_end_token_id]
+        grid = one.data["image_grid_thw"] * [frames, 1, 1]
+        width = one.data["pixel_values"].shape[1]
+        pixels = self.rng.normal(size=(grid.prod(), width)).astype(np.float32)
+        of_frames = [token == config.video_token_id for token in ids]
+        return Picture(ids, of_frames, {"pixel_values_videos": pixels, "video_grid_thw": grid})
+
     def end(self, prompt: Prompt, wished: int) -> int:
         """Where a chunk may end, near `wished`: not inside an image that is read whole."""
         for offset, picture, _ in prompt.placed if FAMILIES[self.name].whole else ():
@@ -108,6 +130,8 @@ class Toy:
             of_images = tokens == self.image_token
             key = "token_type_ids" if self.name.startswith("gemma") else "mm_token_type_ids"
             data[key] = of_images.int()
+            if prompt.modality == "video":
+                data[key] = 2 * (tokens == self.config.video_token_id).int()
         with torch.inference_mode():
             out = self.reference(input_ids=tokens, **data)
         return out.logits[0].numpy()
