@@ -46,7 +46,9 @@ def naive(queries, keys, values, place, window, begins):
 
 
 @pytest.mark.parametrize("window", [None, 14])
-@pytest.mark.parametrize("kv_cache_type", [KernelKVCache, ScatterKVCache])
+@pytest.mark.parametrize(
+    "kv_cache_type", [pytest.param(KernelKVCache, marks=pytest.mark.more), ScatterKVCache]
+)
 def test_rows_see_all_of_their_run_and_what_is_before_it(kv_cache_type, window):
     kind = AttentionKind(SHAPE, window)
     plan_of = partial(kv_cache_type.plan, kind=kind)
