@@ -182,6 +182,12 @@ def test_images_are_served_unless_their_text_alone_is_asked_for(reader, monkeypa
     configure(reader, language_model_only=True)
 
 
+def test_images_are_not_embedded(reader):
+    with pytest.raises(ValueError, match="images with --runner pooling"):
+        configure(reader, runner="pooling", convert="embed")
+    configure(reader, runner="pooling", convert="embed", language_model_only=True)
+
+
 @pytest.mark.parametrize("row", REFUSED_OPTIONS, ids=lambda row: row.field)
 def test_a_value_that_asks_for_nothing_is_not_refused(folder, row):
     for value in row.allowed:
