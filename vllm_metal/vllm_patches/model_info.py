@@ -167,7 +167,7 @@ class TextModel(_BaseRegisteredModel):
         return type(self.architecture, (_NoModel,), {})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ImageModel(TextModel):
     """A registered architecture that takes images too. vLLM's class has the processor of images."""
 
@@ -228,7 +228,7 @@ def answer_for_images() -> None:
         if name not in _TEXT_PARTS or importlib.util.find_spec("mlx_vlm") is not None:
             module, cls = registry._MULTIMODAL_MODELS[name]
             own = registry._LazyRegisteredModel(f"vllm.model_executor.models.{module}", cls)
-            ModelRegistry.models[name] = ImageModel(name, own)
+            ModelRegistry.models[name] = ImageModel(name, own=own)
     replace(ModelConfig, "_supports_multimodal_inputs", _with_a_class_for_images_only)
 
 
