@@ -9,6 +9,7 @@ from e2e.harness import counters, engine
 from pooling import checkpoints
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
+from vllm.exceptions import VLLMValidationError
 
 HITS, PREEMPTIONS = "vllm:prefix_cache_hits", "vllm:num_preemptions"
 #: Of one length after another; half of them begin alike, by several blocks.
@@ -84,10 +85,14 @@ def test_dimensions_and_normalisation_are_a_request_s(llm, expected):
     assert cosines(long_cut, expected[2, :32]) >= 0.9999
 
 
-def test_every_token_of_a_text_in_chunks(llm, embedder):
-    """Behind a text that is in the prefix cache, of which the pooler wants all rows."""
+@pytest.mark.more
+def test_every_token_of_a_text_in_chunks(embedder):
+    """Also where the text is in the prefix cache, and the pooler wants all rows."""
     text = TEXTS[-1]
-    found, again = llm.encode([text, text], pooling_task="token_embed", use_tqdm=False)
+    with engine(embedder, pooler_config={"task": "token_embed"}, **SMALL) as llm:
+        found, again = (
+            llm.encode([text], pooling_task="token_embed", use_tqdm=False)[0] for _ in range(2)
+        )
     ids = AutoTokenizer.from_pretrained(embedder)(text, return_tensors="pt")
     assert ids["input_ids"].shape[1] > 3 * SMALL["max_num_batched_tokens"]
     with torch.no_grad():
@@ -99,7 +104,7 @@ def test_every_token_of_a_text_in_chunks(llm, embedder):
 
 def test_a_text_that_is_too_long_is_cut_or_refused(llm, expected):
     long = TEXTS[-1] * 8
-    with pytest.raises(ValueError, match="maximum"):
+    with pytest.raises(VLLMValidationError, match="maximum context length is 256"):
         llm.embed([long], use_tqdm=False)
     found = embedded(llm, [TEXTS[3] + " and more" * 300], tokenization_kwargs=kept(llm, TEXTS[3]))
     assert cosines(found, expected[3:4]).min() >= 0.9999
@@ -111,6 +116,22 @@ def kept(llm, text):
     return {"truncate_prompt_tokens": count, "truncation_side": "right"}
 
 
+def test_a_pooler_that_fails_fails_its_step_alone(llm, expected, monkeypatch):
+    core = llm.llm_engine.engine_core.engine_core
+    pooler = core.model_executor.driver_worker.worker.networks.pooler
+
+    def failing(*args, **options):
+        monkeypatch.undo()
+        raise RuntimeError("the pooler has had enough")
+
+    monkeypatch.setattr(pooler, "forward", failing)
+    (failed,) = llm.embed(TEXTS[:1], use_tqdm=False)
+    assert "the pooler has had enough" in failed.error.message
+    found = embedded(llm, TEXTS[:2])
+    assert cosines(found, expected[:2]).min() >= 0.9999
+
+
+@pytest.mark.more
 def test_preempted_requests(embedder, expected):
     """Two texts grow side by side until the pool holds one of them."""
     options = {"num_gpu_blocks_override": 17, "long_prefill_token_threshold": 16}
@@ -120,6 +141,7 @@ def test_preempted_requests(embedder, expected):
     assert cosines(found, expected).min() >= 0.9999
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_poolings_that_read_a_whole_text(tmp_path, pooling):
     """And a Dense layer behind them, without a norm."""

@@ -31,7 +31,7 @@ def last_logits(model, token_ids):
     return torch.stack([each[-1] if each.ndim == 2 else each for each in found])
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.more)])
 def test_a_reranker_compares_two_tokens_of_its_head(tmp_path, tied):
     folder = checkpoints.qwen3(tmp_path / "model", tied=tied)
     with engine(folder, runner="pooling", hf_overrides=RERANKER, **SMALL) as llm:
@@ -49,6 +49,7 @@ def test_a_reranker_compares_two_tokens_of_its_head(tmp_path, tied):
         np.testing.assert_allclose([each.outputs.score for each in found], wanted, atol=1e-4)
 
 
+@pytest.mark.more
 def test_a_classifier_reads_its_layer_of_the_files(tmp_path):
     folder = checkpoints.qwen3(tmp_path / "model")
     labels = {str(n): name for n, name in enumerate(("cold", "mild", "hot"))}
@@ -57,6 +58,7 @@ def test_a_classifier_reads_its_layer_of_the_files(tmp_path):
     Qwen3ForSequenceClassification(config).save_pretrained(folder)
     with engine(folder, **SMALL) as llm:
         classified = llm.classify(DOCUMENTS, use_tqdm=False)
+    with engine(folder, pooler_config={"task": "token_classify"}, **SMALL) as llm:
         per_token = llm.encode(DOCUMENTS[-1:], pooling_task="token_classify", use_tqdm=False)
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     wanted = last_logits(model, [each.prompt_token_ids for each in classified]).softmax(dim=-1)

@@ -91,6 +91,7 @@ def module(place, **keys):
     return "modules.json", lambda content: content[place].update(keys)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("edit", "named"),
     [

@@ -67,8 +67,9 @@ _HYBRID = (
     "Qwen3_5MoeFor",
     "Qwen4ExpFor",
 )
-#: What a text model's architecture ends in where its checkpoint embeds or classifies, ...
-_GENERATES, _POOLS = "ForCausalLM", ("Model", "ForSequenceClassification", "ForTokenClassification")
+#: What a text model's architecture ends in, and in what where it embeds or classifies, ...
+_GENERATES = ("ForCausalLM", "LMHeadModel")
+_POOLS = ("Model", "ForSequenceClassification", "ForTokenClassification")
 #: ... and those among vLLM's own models that pool which are such decoders and nothing more.
 _POOLING_DECODERS = frozenset(
     {
@@ -88,6 +89,26 @@ _OTHER_NAMES = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "num_transformer_layers"),
     "num_attention_heads": ("n_head", "n_heads", "num_heads"),
 }
+
+
+class _NoModel:
+    """What vLLM finds in the place of a model class of torch's: of one that scores, it looks at it.
+
+    It has the methods that vLLM knows a model by, and counts as one that pools: vLLM adapts others.
+    """
+
+    is_pooling_model = True
+
+    def __init__(self, vllm_config: Any, prefix: str = "") -> None:
+        raise NotImplementedError(
+            f"vllm-metal computes {type(self).__name__} with MLX, and uses no class of vLLM's"
+        )
+
+    def embed_input_ids(self, input_ids: Any) -> NoReturn:
+        raise NotImplementedError
+
+    def forward(self, input_ids: Any, positions: Any) -> NoReturn:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -127,11 +148,9 @@ class TextModel(_BaseRegisteredModel):
             supports_mm_device_do_normalize=False,
         )
 
-    def load_model_cls(self) -> NoReturn:
-        """Raises NotImplementedError: the model is MLX's, and has no class of torch's."""
-        raise NotImplementedError(
-            f"vllm-metal computes {self.architecture} with MLX and never loads vLLM's class of it"
-        )
+    def load_model_cls(self) -> type[Any]:
+        """A class that vLLM may ask for features, of which it has none; nobody can make a model."""
+        return type(self.architecture, (_NoModel,), {})
 
 
 def answer_for_models() -> None:
@@ -158,10 +177,10 @@ def _answer_for_decoders_that_pool(text_models: Container[str]) -> None:
     """
     listed = set(ModelRegistry.models)
     for name in sorted(listed):
-        base = name.removesuffix(_GENERATES)
-        if base == name or name not in text_models:
+        ending = next((each for each in _GENERATES if name.endswith(each)), None)
+        if ending is None or name not in text_models:
             continue
-        for pooling in (f"{base}{suffix}" for suffix in _POOLS):
+        for pooling in (name.removesuffix(ending) + suffix for suffix in _POOLS):
             if pooling not in listed or pooling in _POOLING_DECODERS:
                 ModelRegistry.models[pooling] = TextModel(pooling, name)
 
