@@ -70,6 +70,8 @@ EXAMPLES = {
             "vllm_metal/mlx_patches/families/": "families that have such layers",
             "tests/upstream/touched/": "names of vLLM's that the syntax does not show",
             "vllm_metal/models/": "likewise",
+            "tests/encoders/": "windows of encoders, which keep nothing",
+            "vllm_metal/encoders/": "likewise",
         },
     ),
     "a kernel": Example(

@@ -61,7 +61,7 @@ def texts():
     """As many tokens as the model takes at most, and fewer."""
     tokenizer = AutoTokenizer.from_pretrained(MINILM)
     words = "a " * 254  # and two tokens around them
-    found = [*make_texts(NUM_TEXTS - 2, 40), "a", words]
+    found = [*make_texts(NUM_TEXTS - 2, 24), "a", words]
     lengths = [len(ids) for ids in tokenizer(found)["input_ids"]]
     assert (min(lengths), max(lengths)) == (3, 256)
     return found

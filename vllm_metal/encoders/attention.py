@@ -176,8 +176,8 @@ class TextAttention(AttendingCache):
         """
         if scoring.softcap is not None:
             raise NotImplementedError("an encoder's scores are capped, which is not served")
-        rows = [array[:, :, 0] for array in (queries, keys, values)]  # [T, H, D]
-        found = [_attend(piece, *rows, scoring) for piece in self._plan.pieces]
+        q, k, v = (array[:, :, 0] for array in (queries, keys, values))  # [T, H, D]
+        found = [_attend(piece, q, k, v, scoring) for piece in self._plan.pieces]
         out = found[0] if len(found) == 1 else mx.concatenate(found)
         if self._plan.places is not None:
             out = out[self._plan.places]

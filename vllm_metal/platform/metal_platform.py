@@ -56,7 +56,7 @@ logger = init_logger(__name__)
 logs.show_our_messages()
 
 WORKER = "vllm_metal.worker.worker.MetalWorker"
-ENCODER_WORKER = "vllm_metal.encoders.worker.EncoderWorker"
+ENCODER_WORKER = "vllm_metal.worker.encoder_worker.EncoderWorker"
 #: Default of --max-num-batched-tokens by device. vLLM's own, up to 16384 by memory size alone, are
 #: made for data-centre GPUs: on a Mac such a step would hold every other stream up for seconds.
 #: 2048 is mlx-lm's prefill step; the CPU device reaches its full speed at a quarter of that.

@@ -29,18 +29,14 @@ CLASSIFYING = (
 PLAIN = {"ModernBertModel": "CLS", "Gemma3TextModel": "LAST"}
 
 
-class Hollow:
-    """Stands for vLLM's class: a front end that scores pairs looks whether it has a template."""
-
-
 @dataclass(frozen=True)
 class EncoderModel(_BaseRegisteredModel):
     """A registered architecture of an encoder."""
 
     architecture: str
 
-    def load_model_cls(self) -> Any:
-        return Hollow
+    def load_model_cls(self) -> type[Any]:
+        return TextModel(self.architecture).load_model_cls()
 
     def inspect_model_cls(self) -> _ModelInfo:
         name = self.architecture

@@ -159,6 +159,6 @@ def settings(folder, dtype, **changes):
     return config
 
 
-def read(folder, dtype):
+def read(folder, dtype, pools=False):
     content = json.loads((folder / "config.json").read_text())
-    return Model.read(folder, content["model_type"], dtype)
+    return Model.read(folder, content["model_type"], dtype, pools)

@@ -13,7 +13,7 @@ from vllm_metal.attention.layers import attention_layers
 from vllm_metal.commands.fit.step import step_peak
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.memory import profile
-from vllm_metal.models import loader
+from vllm_metal.models import headless, loader
 from vllm_metal.models.parts import ModelParts
 
 
@@ -39,6 +39,26 @@ def test_the_peak_of_a_step_is_within_15_percent_of_what_is_measured(folder, nam
     found, vocab_size = step_peak(model.parts, layers, config, ScatterKVCache, "cpu")
     assert found.forward == pytest.approx(measured, rel=0.15)
     assert vocab_size == 600
+
+
+def test_the_peak_of_an_engine_that_pools(folder):
+    """Without logits, and with all hidden states in float32; the head takes nothing."""
+    config = settings(folder("llama"), torch.float32, runner_type="pooling")
+    network = loader.load(config, classes=headless.classes, prepare=headless.drop_head)
+    layers, parts = attention_layers(network, "llama"), ModelParts(network)
+
+    def run():
+        profile.profile_step(parts, layers, config, ScatterKVCache)
+
+    run()  # what only a first one takes
+    measured = least_peak(run)
+    model = read(folder("llama"), torch.float32, pools=True)
+    found, _ = step_peak(model.parts, layers, config, ScatterKVCache, "cpu")
+    assert found.forward == pytest.approx(measured, rel=0.15)
+    head = network.args.vocab_size * network.args.hidden_size * 4
+    assert read(folder("llama"), torch.float32).weights == model.weights + head
+    calls = profile.LargestCalls.of(config, layers, ScatterKVCache, 600)
+    assert (calls.sampling, calls.vocab_size) == (None, 0)
 
 
 @pytest.mark.parametrize(
