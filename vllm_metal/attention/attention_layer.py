@@ -125,13 +125,13 @@ class AttentionLayer(StatefulLayer):
         plan_of = partial(type(state).plan, kind=self.kind)
         heads = self._built_over(type(state))
 
-        def plan(layout: StepLayout) -> Any:
+        def of_step(layout: StepLayout) -> Any:
             layout = layout.split(state.split)
             if layout.runs:
                 return seen_whole.planned(layout, self.window, plan_of)
             return planned(layout, heads, plan_of)
 
-        return StepScope(plan)
+        return StepScope(of_step)
 
     def _built_over(self, kv_cache_type: type[LayerKVCache]) -> LatentHeads | None:
         """Heads whose keys and values are built for prompts; None: for none."""

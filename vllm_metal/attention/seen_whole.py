@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.kv_cache.layer_state import StepLayout, joined
+from vllm_metal.kv_cache.layer_state import PlanT, StepLayout, joined
 from vllm_metal.kv_cache.prompts_apart import Prompt, PromptsApart, without
 from vllm_metal.mlx_patches.seam import Scoring
 
@@ -60,8 +60,8 @@ def _cut(layout: StepLayout) -> tuple[StepLayout, np.ndarray]:
 
 
 def attend(
-    kv_cache: LayerKVCache[Any],
-    plan: Any,
+    kv_cache: LayerKVCache[PlanT],
+    plan: PlanT,
     apart: PromptsApart,
     queries: mx.array,
     scoring: Scoring,

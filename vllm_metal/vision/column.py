@@ -76,7 +76,7 @@ class ImageColumn(RequestColumn):
             whole: whether the rows of an image see each other whatever their order.
         """
         self.encoder, self._embed = encoder, embed
-        self._axes, self._scale, self._whole = axes, scale, whole
+        self._axes, self._embed_scale, self._whole = axes, scale, whole
         self._prompts: dict[int, _Prompt] = {}  # by req_idx
 
     def step_begins(self, scheduler_output: SchedulerOutput) -> None:
@@ -152,7 +152,7 @@ class ImageColumn(RequestColumn):
         at = mx.array(np.concatenate(where))
         of_images = mx.concatenate(outputs)
         embeddings = self._embed(inputs.input_ids)
-        embeddings[at, 0] = (of_images[:, 0] / self._scale).astype(embeddings.dtype)
+        embeddings[at, 0] = (of_images[:, 0] / self._embed_scale).astype(embeddings.dtype)
         inputs = replace(inputs, embeddings=embeddings, runs=tuple(runs))
         if (levels := of_images.shape[1] - 1) == 0:
             return inputs
