@@ -11,6 +11,7 @@ import sys
 import threading
 import zlib
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import openai
@@ -223,6 +224,17 @@ def test_limits_and_other_media_are_named(client):
         client.chat.completions.create(
             model="toy", messages=[{"role": "user", "content": [sound]}], max_tokens=1
         )
+
+
+def test_the_example_asks_about_a_picture(server, readable):
+    example = Path(__file__).parents[2] / "examples" / "images.py"
+    command = (str(example), "--server", server.url, "--max-tokens", "8")
+    done = subprocess.run(
+        [sys.executable, *command, str(readable / "picture.png"), QUESTION],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.slow

@@ -323,27 +323,14 @@ def own_class(folder):
 
 @probe("model_info.answer_for_models")
 def multimodal(folder):
-    """A checkpoint of Qwen3.5 is one that takes images, or does not load without what they need."""
-    import pathlib
-    import tempfile
+    """A checkpoint of Gemma 3n is one that takes images, or is not known without what they need."""
+    from vllm.model_executor.models import ModelRegistry
 
-    text = MODEL | {"model_type": "qwen3_5_text"}
-    config = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5",
-        "text_config": text,
-    }
-    with tempfile.TemporaryDirectory() as name:
-        pathlib.Path(name, "config.json").write_text(json.dumps(config))
-
-        def make():
-            return arguments(name).create_engine_config().model_config.is_multimodal_model
-
-        try:
-            found = make()
-        except Exception as error:
-            return True, repr(error)
-        return found, found
+    try:
+        found = ModelRegistry.models["Gemma3nForConditionalGeneration"].inspect_model_cls()
+    except Exception as error:
+        return True, repr(error)
+    return found.supports_multimodal, found.supports_multimodal
 
 
 @probe("model_info.ImageModel")

@@ -68,6 +68,9 @@ def _model_refusals(model: ModelConfig, multimodal: MultiModalConfig) -> dict[st
         f"multimodal inputs of {name!r} (--language-model-only, or a text-only checkpoint)": (
             not served
         ),
+        "images with --runner pooling (--language-model-only embeds texts)": (
+            served and model.runner_type == "pooling"
+        ),
         f"images without mlx-vlm (run: {install_advice('vlm')}; or serve text alone: "
         "--language-model-only)": served and not installed,
         f"images of {name!r} (vLLM's processor of them does not load, see above; "

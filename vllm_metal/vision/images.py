@@ -62,7 +62,9 @@ class Image:
         item = self.feature.data
         if item is None or not item:
             raise ValueError(f"the scheduler sent no data of a {self.modality}")
-        return {name: _on_device(tensor) for name, tensor in item.get_data().items()}
+        # The times of a video's frames are texts in the prompt, and none of a tower's inputs.
+        data = item.get_data().items()
+        return {name: _on_device(each) for name, each in data if isinstance(each, torch.Tensor)}
 
     def numbers(self, name: str) -> list[int]:
         """Integers among the inputs.
@@ -83,8 +85,7 @@ def images_of(features: Sequence[MultiModalFeatureSpec]) -> list[Image]:
     return [Image(each) for each in sorted(features, key=lambda f: f.mm_position.offset)]
 
 
-def _on_device(tensor: object) -> mx.array:
-    assert isinstance(tensor, torch.Tensor)
+def _on_device(tensor: torch.Tensor) -> mx.array:
     if tensor.dtype == torch.bfloat16:  # numpy has none; float32 holds it exactly
         tensor = tensor.float()
     return mx.array(tensor.numpy())

@@ -111,4 +111,6 @@ def _work(vision: Mapping[str, Any], dtype: mx.Dtype) -> int:
     """
     channels = vision.get("in_channels") or vision.get("num_channels") or 3
     pixels = channels * vision["patch_size"] ** 2 * vision.get("temporal_patch_size", 1)
-    return (3 * vision["intermediate_size"] + 8 * vision["hidden_size"]) * dtype.size + 3 * 4 * pixels
+    return (
+        3 * vision["intermediate_size"] + 8 * vision["hidden_size"]
+    ) * dtype.size + 3 * 4 * pixels
