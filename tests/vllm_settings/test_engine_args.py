@@ -164,6 +164,7 @@ def test_a_refused_option_is_named(folder, elsewhere, field):
         configure(model, **{field: value}, **BESIDE.get(field, {}))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("field", REFUSED_WITH_IMAGES)
 def test_a_refused_option_of_images_is_named(reader, field, monkeypatch):
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # --mm-tensor-ipc asks for it
@@ -173,6 +174,7 @@ def test_a_refused_option_of_images_is_named(reader, field, monkeypatch):
     configure(reader, language_model_only=True, **given)
 
 
+@pytest.mark.more
 def test_images_are_served_unless_their_text_alone_is_asked_for(reader, monkeypatch):
     assert configure(reader).model_config.supports_multimodal_inputs
     assert not configure(reader, language_model_only=True).model_config.supports_multimodal_inputs
@@ -182,6 +184,7 @@ def test_images_are_served_unless_their_text_alone_is_asked_for(reader, monkeypa
     configure(reader, language_model_only=True)
 
 
+@pytest.mark.more
 def test_images_are_not_embedded(reader):
     with pytest.raises(ValueError, match="images with --runner pooling"):
         configure(reader, runner="pooling", convert="embed")

@@ -252,4 +252,5 @@ def _command(args: Namespace, found: Estimate, cache_dtype: str) -> str:
         "speculative-config": drafts and json.dumps(drafts),
     }
     flags = [part for name, value in options.items() if value for part in (f"--{name}", str(value))]
-    return shlex.join(["vllm", "serve", args.model, *flags])
+    text = ["--language-model-only"] if args.language_model_only else []
+    return shlex.join(["vllm", "serve", args.model, *text, *flags])
