@@ -23,6 +23,7 @@ from vllm_metal import mlx_patches
 from vllm_metal.commands.fit.graph import record
 from vllm_metal.mlx_patches import library_kernels, seam
 from vllm_metal.mlx_patches.replacing import replaced
+from vllm_metal.models import mlx_vlm_families
 
 #: A module that changes nothing by itself, and that of families.
 APART = {"__init__", "replacing", "registry"}
@@ -47,6 +48,17 @@ def attention_asks_no_cache():
     own = inspect.unwrap(base.scaled_dot_product_attention)
     own(rows, rows, rows, cache=cache, scale=0.5, mask=None)
     return not hasattr(cache, "seen")
+
+
+@probe("encoder_seam")
+def attention_of_encoders_asks_no_mask():
+    """mlx-vlm's attention computes by itself, over one length of texts and a mask that is dense."""
+    module, given = mlx_vlm_families.family("bert", "this test").bert, Noting()
+    rows = mx.ones((2, 4, 1, 16))
+    own = inspect.unwrap(module.scaled_dot_product_attention)
+    with pytest.raises(TypeError):
+        own(rows, rows, rows, None, 0.5, given)
+    return not hasattr(given, "seen")
 
 
 @probe("multi_linear")

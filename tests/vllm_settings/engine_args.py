@@ -3,6 +3,7 @@
 
 from vllm_settings.row import honoured, passed_on, read_by_vllm, refused, union, without_meaning
 
+from vllm_metal.platform.image_refusals import REFUSED_OF_IMAGES
 from vllm_metal.platform.refused_options import REFUSED_OPTIONS
 
 _PROCESSORS = (
@@ -30,6 +31,11 @@ _HONOURED = honoured(
         "e2e/test_quantised_cache.py::test_a_token_takes_its_codes_and_two_bytes_a_row": (
             "kv_cache_dtype"
         ),
+        "e2e/test_scores.py::test_a_reranker_compares_two_tokens_of_its_head": "runner",
+        "pooling/test_refusals.py::test_an_architecture_says_what_a_decoder_is_for": "convert",
+        "pooling/test_refusals.py::test_a_way_of_pooling_that_its_user_names_counts": (
+            "pooler_config"
+        ),
         "sample/test_sampler.py::test_engine_seed_decides_unseeded_draws": "seed",
         _PROCESSORS: ("logits_processors"),
         "e2e/test_prefix_cache.py::test_every_prompt_length_around_block_boundaries": (
@@ -53,6 +59,10 @@ _HONOURED = honoured(
         ),
         "vllm_settings/test_engine_args.py::test_a_text_only_checkpoint_is_served": (
             "language_model_only"
+        ),
+        "e2e/test_images.py::test_limits_and_other_media_are_named": "limit_mm_per_prompt",
+        "e2e/test_images.py::test_nothing_else_is_fetched": (
+            "allowed_local_media_path allowed_media_domains"
         ),
         "e2e/test_parameters.py::test_a_limit_of_the_scheduler_holds": (
             "max_num_scheduled_tokens max_num_active_seqs long_prefill_token_threshold"
@@ -122,7 +132,12 @@ _READ_BEFORE = read_by_vllm(
         "vLLM's own code reads it, before it makes a configuration": (
             "fail_on_environ_validation tokens_only enable_log_requests logging_config log_level "
             "log_config_file reasoning_parser"
-        )
+        ),
+        "vLLM's own code reads it, of images": (
+            "interleave_mm_strings media_io_kwargs mm_processor_kwargs mm_processor_cache_gb "
+            "mm_hasher_algorithm mm_processor_device enable_mm_processor_stats "
+            "disable_chunked_mm_input"
+        ),
     }
 )
 
@@ -169,17 +184,21 @@ _WITHOUT_MEANING = without_meaning(
             "safetensors_load_strategy safetensors_prefetch_num_threads "
             "safetensors_prefetch_block_size use_tqdm_on_load pt_load_map_location"
         ),
-        "it refines multimodal inputs, which are refused": (
-            "limit_mm_per_prompt allowed_local_media_path allowed_media_domains enable_mm_embeds "
-            "interleave_mm_strings media_io_kwargs mm_processor_kwargs mm_processor_cache_gb "
-            "mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb "
-            "mm_encoder_only mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype "
-            "mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path "
-            "mm_encoder_fp8_scale_save_margin skip_mm_profiling video_pruning_rate "
-            "video_pruning_method mm_tensor_ipc mm_processor_device mm_ipc_gpu_memory_gb "
-            "mm_device_do_normalize disable_chunked_mm_input enable_mm_processor_stats "
-            "ec_manager_config"
+        "it refines --mm-processor-cache-type shm, which is refused": (
+            "mm_shm_cache_max_object_size_mb"
         ),
+        "it refines --mm-encoder-attn-dtype, which is refused": (
+            "mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path "
+            "mm_encoder_fp8_scale_save_margin"
+        ),
+        "it refines --video-pruning-rate, which is refused": "video_pruning_method",
+        "vLLM knows no tower of ours that could be spread, and there is one device": (
+            "mm_encoder_tp_mode"
+        ),
+        "vLLM turns it off, with a warning, where the engine gets pixels as they are to be": (
+            "mm_device_do_normalize"
+        ),
+        "it refines --ec-transfer-config, which is refused": "ec_manager_config",
         "it refines --cpu-offload-gb and --offload-group-size, which are refused": (
             "offload_backend cpu_offload_params offload_num_in_group offload_prefetch_step "
             "offload_params"
@@ -191,7 +210,7 @@ _WITHOUT_MEANING = without_meaning(
             "mamba_cache_philox_rounds"
         ),
         "it refines --enable-return-routed-experts, which is refused": "aux_output_config",
-        "it is for pooling models, which --runner refuses": "pooler_config io_processor_plugin",
+        "it is for models that pool, and refused with --runner pooling": "io_processor_plugin",
         "`thinking_token_budget` alone reads it, which requests are refused for": (
             "reasoning_config"
         ),
@@ -206,7 +225,6 @@ _REFUSED = union(
                     "tensor_parallel_size pipeline_parallel_size data_parallel_size "
                     "decode_context_parallel_size distributed_executor_backend"
                 ),
-                "only texts are generated": "runner convert",
                 "vLLM has it for its second model runner, which is refused": (
                     "return_sampling_mask enable_trace_replay"
                 ),
@@ -226,6 +244,7 @@ _REFUSED = union(
             }
         ),
         *(refused({row.why: row.field}) for row in REFUSED_OPTIONS),
+        *(refused({why: field}) for field, why in REFUSED_OF_IMAGES.values()),
     )
 )
 

@@ -164,6 +164,11 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
     served = parser.add_argument_group("options of `vllm serve`, with its defaults")
     served.add_argument("--kv-cache-dtype", default="auto", metavar="auto|fp8|int8")
     served.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"))
+    served.add_argument(
+        "--runner",
+        choices=("generate", "pooling"),
+        help="pooling: the model embeds, scores or classifies; default: generate",
+    )
     served.add_argument("--max-num-seqs", type=units.count, metavar="N", help="default: --requests")
     served.add_argument(
         "--num-speculative-tokens",
@@ -173,6 +178,9 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
         "that drafts are not counted",
     )
     served.add_argument("--max-num-batched-tokens", type=units.tokens, metavar="N")
+    served.add_argument(
+        "--language-model-only", action="store_true", help="the text of a model that reads images"
+    )
     served.add_argument("--gpu-memory-utilization", type=units.share, metavar="SHARE")
     served.add_argument("--block-size", type=int, metavar="16|32")
     served.add_argument(

@@ -53,8 +53,9 @@ class ModelExecutor(PagedLayers):
             inputs: what the model reads; None: the rows' own `inputs`.
         """
         self.begin_step()
-        plans = self.plans(rows, block_tables)
-        hidden_states, *shown = self._forward(inputs or rows.inputs, plans, len(rows.positions_np))
+        inputs = inputs or rows.inputs
+        plans = self.plans(rows, block_tables, runs=inputs.runs)
+        hidden_states, *shown = self._forward(inputs, plans, len(rows.positions_np))
         for observer in self.parts.observers:
             observer.newest, shown = shown[: observer.num_layers], shown[observer.num_layers :]
         return hidden_states

@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_metal.device import mlx_device
+from vllm_metal.encoders import refusals as encoders
+from vllm_metal.encoders import served
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_transfer.config import CONNECTOR, CONNECTOR_MODULE
+from vllm_metal.platform.image_refusals import image_refusals
 from vllm_metal.platform.refused_options import refused_options
 from vllm_metal.platform.refused_variables import refused_variables
+from vllm_metal.pooling import refusals as pooling
 from vllm_metal.serving import start
 from vllm_metal.serving.idle import spells
 from vllm_metal.settings import envs
@@ -40,9 +44,12 @@ def refuse_unsupported(config: VllmConfig) -> None:
         | _transfer_refusals(config)
         | _lora_refusals(config)
         | _model_refusals(config)
+        | image_refusals(config)
         | _speculation_refusals(config)
+        | pooling.refusals(config, served.of_config(config) is not None, served.ARCHITECTURES)
         | _serving_refusals(config)
         | spells.refusals(config)
+        | encoders.refusals(config)
     )
     refusals["--additional-config wire_memory (it needs a Mac's GPU, and macOS 15 or newer)"] = (
         given.wire_memory and not mlx_device.can_wire(device)
@@ -145,10 +152,6 @@ def _model_refusals(config: VllmConfig) -> dict[str, bool]:
         f"--mamba-block-size {cache.mamba_block_size} (states lie in blocks of --block-size)": (
             # vLLM sets it to either of the others, with and without prefix caching.
             cache.mamba_block_size not in (None, cache.block_size, model.max_model_len)
-        ),
-        f"--runner {model.runner_type}": model.runner_type not in ("generate", "pooling"),
-        "multimodal inputs (--language-model-only, or a text-only checkpoint)": (
-            model.multimodal_config is not None and not model.multimodal_config.language_model_only
         ),
         "--hf-config-path (mlx-lm reads the config.json beside the weights)": (
             model.hf_config_path not in (None, model.model)

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM and transformers are told of the models that we serve, without classes of theirs."""
+"""What vLLM and transformers are told of the models that we serve, mostly without their classes."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
+from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vllm.config import ModelConfig
 from vllm.model_executor.models import ModelRegistry, registry
 from vllm.model_executor.models.registry import _BaseRegisteredModel, _ModelInfo
+
+from vllm_metal.vllm_patches.image_processors import readable, refuse_bombs
+from vllm_metal.vllm_patches.replacing import replace
 
 #: vLLM's name for families that it does not list; their configurations use it.
 MLX_MODEL = "MlxForCausalLM"
@@ -24,6 +29,15 @@ _TEXT_PARTS = (
     "KimiVLForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
     "KimiK3ForConditionalGeneration",
+)
+#: Models whose images are served, where mlx-vlm is installed.
+WITH_IMAGES = (
+    "Gemma3ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 )
 #: vLLM's stand-ins for text models that transformers has and its own list has not.
 _BY_TRANSFORMERS = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
@@ -67,6 +81,20 @@ _HYBRID = (
     "Qwen3_5MoeFor",
     "Qwen4ExpFor",
 )
+#: What a text model's architecture ends in, and in what where it embeds or classifies, ...
+_GENERATES = ("ForCausalLM", "LMHeadModel")
+_POOLS = ("Model", "ForSequenceClassification", "ForTokenClassification")
+#: ... and those among vLLM's own models that pool which are such decoders and nothing more.
+_POOLING_DECODERS = frozenset(
+    {
+        "GPT2ForSequenceClassification",
+        "Gemma2Model",
+        "JambaForSequenceClassification",
+        "LlamaModel",
+        "MistralModel",
+        "Qwen2Model",
+    }
+)
 #: Some of its blocks have no attention at all.
 _WITHOUT_SOME_LAYERS = ("DeciLMFor",)
 #: Names of transformers that vLLM asks every configuration for, and what families call the same.
@@ -77,20 +105,41 @@ _OTHER_NAMES = {
 }
 
 
+class _NoModel:
+    """What vLLM finds in the place of a model class of torch's: of one that scores, it looks at it.
+
+    It has the methods that vLLM knows a model by, and counts as one that pools: vLLM adapts others.
+    """
+
+    is_pooling_model = True
+
+    def __init__(self, vllm_config: Any, prefix: str = "") -> None:
+        raise NotImplementedError(
+            f"vllm-metal computes {type(self).__name__} with MLX, and uses no class of vLLM's"
+        )
+
+    def embed_input_ids(self, input_ids: Any) -> NoReturn:
+        raise NotImplementedError
+
+    def forward(self, input_ids: Any, positions: Any) -> NoReturn:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class TextModel(_BaseRegisteredModel):
     """A registered architecture that mlx-lm's module or a proposer of ours computes."""
 
     architecture: str
+    decoder: str | None = None  # that pools, by the name under which it generates; None: itself
 
     def inspect_model_cls(self) -> _ModelInfo:
         """What `vllm.config.ModelConfig` asks of the architecture."""
-        name = self.architecture
+        name = self.decoder or self.architecture
         hybrid, attention_free = name.startswith(_HYBRID), name.startswith(_ATTENTION_FREE)
         return _ModelInfo(
-            architecture=name,
-            is_text_generation_model=True,
-            is_pooling_model=False,
+            architecture=self.architecture,
+            is_text_generation_model=self.decoder is None,
+            is_pooling_model=False,  # --convert makes it one
             attn_type="decoder",
             default_seq_pooling_type="LAST",
             default_tok_pooling_type="ALL",
@@ -113,11 +162,26 @@ class TextModel(_BaseRegisteredModel):
             supports_mm_device_do_normalize=False,
         )
 
-    def load_model_cls(self) -> NoReturn:
-        """Raises NotImplementedError: the model is MLX's, and has no class of torch's."""
-        raise NotImplementedError(
-            f"vllm-metal computes {self.architecture} with MLX and never loads vLLM's class of it"
-        )
+    def load_model_cls(self) -> type[Any]:
+        """A class that vLLM may ask for features, of which it has none; nobody can make a model."""
+        return type(self.architecture, (_NoModel,), {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageModel(TextModel):
+    """A registered architecture that takes images too. vLLM's class has the processor of images."""
+
+    own: _BaseRegisteredModel
+
+    def inspect_model_cls(self) -> _ModelInfo:
+        """What `vllm.config.ModelConfig` asks of the architecture."""
+        return replaced(super().inspect_model_cls(), supports_multimodal=True)
+
+    def load_model_cls(self) -> Any:
+        """vLLM's class, which is asked for its processor and never for a model."""
+        refuse_bombs()
+        with readable():
+            return self.own.load_model_cls()
 
 
 def answer_for_models() -> None:
@@ -125,7 +189,9 @@ def answer_for_models() -> None:
 
     vLLM imports its own class, in a process of its own, only to ask that: seconds at a first start,
     and a refusal where the class needs packages, or a processor, that serving text does not.
-    Architectures of other kinds (images, pooling) stay vLLM's.
+    So are those whose images are served; text models that are published as a part of such a one
+    are text models where mlx-vlm, which has the towers, is not installed. Architectures of other
+    kinds (other images, encoders) stay vLLM's.
     """
     listed: dict[str, Any] = {
         **registry._TEXT_GENERATION_MODELS,
@@ -134,6 +200,44 @@ def answer_for_models() -> None:
     }
     ours = {*listed, *_TEXT_PARTS, *_BY_TRANSFORMERS, _MLP_SPECULATOR, MLX_MODEL} - _MULTIMODAL
     ModelRegistry.models.update({name: TextModel(name) for name in sorted(ours)})
+    _answer_for_decoders_that_pool(ours)
+    answer_for_images()
+
+
+def _answer_for_decoders_that_pool(text_models: Container[str]) -> None:
+    """Registers what checkpoints of decoders are called that embed or classify.
+
+    vLLM finds the decoder for most such names only once it has looked for a class of transformers'.
+    """
+    listed = set(ModelRegistry.models)
+    for name in sorted(listed):
+        ending = next((each for each in _GENERATES if name.endswith(each)), None)
+        if ending is None or name not in text_models:
+            continue
+        for pooling in (name.removesuffix(ending) + suffix for suffix in _POOLS):
+            if pooling not in listed or pooling in _POOLING_DECODERS:
+                ModelRegistry.models[pooling] = TextModel(pooling, name)
+
+
+def answer_for_images() -> None:
+    """Registers the architectures whose images are served.
+
+    An engine's own process, where its scheduler asks for their processor, calls this by itself.
+    """
+    for name in WITH_IMAGES:
+        if name not in _TEXT_PARTS or importlib.util.find_spec("mlx_vlm") is not None:
+            module, cls = registry._MULTIMODAL_MODELS[name]
+            own = registry._LazyRegisteredModel(f"vllm.model_executor.models.{module}", cls)
+            ModelRegistry.models[name] = ImageModel(name, own=own)
+    replace(ModelConfig, "_supports_multimodal_inputs", _with_a_class_for_images_only)
+
+
+def _with_a_class_for_images_only(ask: Callable[[ModelConfig], bool], self: ModelConfig) -> bool:
+    """Spares text alone of such a model vLLM's class, which has vLLM's limits of zero looked up."""
+    config = self.multimodal_config
+    if config is not None and config.language_model_only and not config.enable_mm_embeds:
+        return False
+    return ask(self)
 
 
 def take_mlx_models() -> None:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.pooler.abstract import Pooler
 
     from vllm_metal.lora.adapters import Adapters
+    from vllm_metal.vision.column import ImageColumn
+    from vllm_metal.vision.encoder import Encoder
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Networks:
     #: outlive a runner: a row is of whoever entered it last.
     columns: Sequence[RequestColumn] = ()
     adapters: Adapters | None = None  # None: without --enable-lora
+    encoder: Encoder | None = None  # of images
     pooler: Pooler | None = None  # of the target's hidden states; None: it samples
 
     @staticmethod
@@ -54,10 +57,13 @@ class Networks:
         layers = attention_layers(model, loader.model_type(config))
         adapters, columns = _adapters(model, config)
         target = ModelParts(model)
+        images = _images(config, target)
         before = mx.get_active_memory()
         draft = load_network(config, target)
         draft_bytes = mx.get_active_memory() - before
-        return Networks(target, layers, draft, draft_bytes, columns, adapters)
+        columns = columns if images is None else (*columns, images)
+        encoder = None if images is None else images.encoder
+        return Networks(target, layers, draft, draft_bytes, columns, adapters, encoder)
 
     def variables(self, inputs: ForwardInputs) -> object:
         """What a forward of the target reads that may be others in its next step, if anything."""
@@ -77,6 +83,14 @@ class Networks:
         """Layers of both networks; what they keep lies in the same blocks."""
         return [*self.layers, *(self.draft.layers if self.draft else ())]
 
+    def image_bytes(self, config: VllmConfig) -> int:
+        """Bytes that images take beside weights and pool, measured; 0 where none are served."""
+        if self.encoder is None:
+            return 0
+        from vllm_metal.vision import room
+
+        return room.image_bytes(self.encoder, config)
+
 
 def _adapters(
     model: nn.Module, config: VllmConfig
@@ -89,3 +103,15 @@ def _adapters(
 
     adapters = Adapters(model, config.lora_config, loader.mlx_dtype(config))
     return adapters, (AdapterColumn(adapters),)
+
+
+def _images(config: VllmConfig, target: ModelParts) -> ImageColumn | None:
+    """What brings images to the target; None: its text alone is served."""
+    multimodal = config.model_config.multimodal_config
+    if multimodal is None or multimodal.language_model_only:
+        return None
+    from vllm_metal.vision import loading  # nothing of it where text is served
+    from vllm_metal.vllm_patches import model_info
+
+    model_info.answer_for_images()  # the scheduler, made behind this, asks for their processor
+    return loading.load(config, target)

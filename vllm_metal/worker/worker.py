@@ -157,6 +157,7 @@ class MetalWorker(WorkerBase):
             partial(requests_profile, networks.target, networks.layers, config, kv_cache),
             self.transfers.memory_bytes,
             networks.adapter_bytes,
+            networks.image_bytes(config),
         )
 
     def _largest_step(self) -> None:
@@ -333,6 +334,7 @@ class MetalWorker(WorkerBase):
             self._awake_bytes = mx.get_active_memory()
         self._memory.unwire()
         self.runner.release_pool()
+        self.reset_encoder_cache()
         if "weights" in tags:
             self._release_weights()
 
@@ -417,7 +419,8 @@ class MetalWorker(WorkerBase):
         self.runner.wait()
 
     def reset_encoder_cache(self) -> None:
-        return  # text models keep none
+        if self._networks is not None and self._networks.encoder is not None:
+            self._networks.encoder.reset()
 
     def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> None:
         """Captures a Metal trace between start and stop; needs MTL_CAPTURE_ENABLED=1."""

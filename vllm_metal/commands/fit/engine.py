@@ -81,6 +81,7 @@ def config(
     max_num_seqs: int,
     gpu_memory_utilization: float | None = None,
     num_drafts: int = 0,
+    runner_type: str = "generate",
     adapters: AdapterLimits | None = None,
 ) -> VllmConfig:
     """A configuration with vLLM's defaults for all else, made without loading the model.
@@ -110,7 +111,7 @@ def config(
             max_model_len=max_model_len,
             original_max_model_len=-1 if fitted else max_model_len,
             dtype=dtype,
-            runner_type="generate",
+            runner_type=runner_type,
             max_logprobs=20,  # vLLM's defaults from here on
             logprobs_mode="raw_logprobs",
             seed=0,
@@ -126,13 +127,16 @@ def config(
     return cast("VllmConfig", made)
 
 
-def dtype_of(content: dict[str, Any], kind: envs.Device, asked: str = "auto") -> torch.dtype:
+def dtype_of(
+    content: dict[str, Any], kind: envs.Device, asked: str = "auto", encoder: bool = False
+) -> torch.dtype:
     """The dtype that vLLM takes for --dtype; for `auto` it replaces float32 by a 16-bit one.
 
     Args:
         content: of config.json.
         kind: of device; on a CPU the dtype is float32 (MetalPlatform.supported_dtypes).
         asked: the option.
+        encoder: whether the model pools: vLLM then prefers float16.
     """
     if asked != "auto":
         return DTYPES[asked]
@@ -148,8 +152,11 @@ def dtype_of(content: dict[str, Any], kind: envs.Device, asked: str = "auto") ->
         "float32",
     )
     dtype = DTYPES.get(str(name).removeprefix("torch."), torch.float32)
-    valid = _is_valid_dtype(str(content.get("model_type")), dtype)
-    return dtype if valid and dtype != torch.float32 else torch.bfloat16
+    model_type = str(content.get("model_type"))
+    if _is_valid_dtype(model_type, dtype) and dtype != torch.float32:
+        return dtype
+    half = encoder and _is_valid_dtype(model_type, torch.float16)
+    return torch.float16 if half else torch.bfloat16
 
 
 def longest_text(content: dict[str, Any]) -> int | None:

@@ -18,6 +18,7 @@ import torch
 from mlx.utils import tree_flatten
 
 from vllm_metal.attention.layers import attention_layers
+from vllm_metal.commands.fit.images import Images
 from vllm_metal.commands.fit.machine import Machine
 from vllm_metal.commands.fit.step import step_peak
 from vllm_metal.kv_cache import formats
@@ -32,6 +33,8 @@ from vllm_metal.memory import budget
 from vllm_metal.memory.budget import Budget, Measured, Request, Settings
 from vllm_metal.memory.planner import Needs, at_work, quantised_share, settings_of
 from vllm_metal.memory.profile import LargestCalls, Peaks
+from vllm_metal.mlx_patches import registry
+from vllm_metal.models import headless
 from vllm_metal.models.loader import lazy_model
 from vllm_metal.models.parts import ModelParts
 
@@ -48,24 +51,38 @@ class Model:
     weights: int  # bytes, as the engine will hold them
     parts: ModelParts
     layers: Sequence[StatefulLayer]
+    images: Images | None = None  # the weights of whose tower are among those
 
     @staticmethod
-    def read(folder: Path, model_type: str, dtype: torch.dtype) -> Model:
+    def read(
+        folder: Path,
+        model_type: str,
+        dtype: torch.dtype,
+        pools: bool = False,
+        text_only: bool = False,
+    ) -> Model:
         """
         Args:
             folder: with config.json and weight files, of which only headers are read.
             model_type: for messages.
             dtype: of the engine.
+            pools: whether it is served without its head for logits.
+            text_only: whether images are left out.
 
         Raises:
             ModelLoadError: the loader cannot build it.
             NotImplementedError: the engine does not serve it.
         """
-        network = lazy_model(folder, MLX_DTYPES[dtype])
+        classes = headless.classes if pools else registry.classes
+        network = lazy_model(folder, MLX_DTYPES[dtype], classes=classes)
+        if pools:
+            headless.drop_head(network)
         parameters = cast(list[tuple[str, mx.array]], tree_flatten(network.parameters()))
         weights = sum(array.nbytes for _, array in parameters)
         layers = attention_layers(network, model_type)
-        return Model(model_type, dtype, weights, ModelParts(network), layers)
+        images = None if text_only else Images.read(folder, MLX_DTYPES[dtype])
+        weights += 0 if images is None else images.weights
+        return Model(model_type, dtype, weights, ModelParts(network), layers, images)
 
 
 @dataclass(frozen=True)
@@ -140,6 +157,7 @@ def estimate(
     quantised = quantised_share(model.layers, pool_dtype)
     kv_cache_type = _kv_cache_type(model, machine, block_size)
     found, vocab_size = step_peak(model.parts, model.layers, config, kv_cache_type, machine.kind)
+    rows_of_a_step = config.scheduler_config.max_num_batched_tokens
     at_rest = Measured(
         source=machine.source,
         total=machine.total,
@@ -147,6 +165,7 @@ def estimate(
         weights=model.weights,
         adapters=_adapter_bytes(model, config),
         cache=machine.cache,
+        images=0 if model.images is None else model.images.beside(rows_of_a_step),
     )
     measured = at_work(
         at_rest,
