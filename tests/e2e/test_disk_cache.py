@@ -14,7 +14,6 @@ from e2e.disk import (
 )
 from e2e.fuzz.models import VOCAB
 from e2e.harness import counters, engine, greedy, run_out
-from lora.toys import Toy, greedy_tokens
 from vllm.lora.request import LoRARequest
 
 LENGTHS = (300, 16, 17, 131, 200, 64)
@@ -145,6 +144,8 @@ def test_generated_blocks_are_found_too(tiny, tmp_path):
 @pytest.mark.more
 def test_an_adapter_finds_what_its_content_has_stored(tmp_path):
     """After a restart; trained anew under its name and path it finds nothing, and put back all."""
+    from lora.toys import Toy, greedy_tokens  # imports PEFT
+
     toy = Toy("llama", tmp_path / "base")
     model, path = toy.save(), tmp_path / "adapter"
     (prompt,) = random_prompts([100], VOCAB)

@@ -10,7 +10,10 @@ import urllib.request
 import openai
 import pytest
 from e2e.server import serve
-from lora.toys import Toy, greedy_tokens
+from lora.toys import VOCAB, Toy, greedy_tokens
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 pytestmark = pytest.mark.more
 NUM_TOKENS = 16
@@ -21,7 +24,18 @@ PROMPT = list(range(5, 60))
 def toy(tmp_path_factory):
     made = Toy("llama", tmp_path_factory.mktemp("base"))
     made.save()
+    write_tokenizer(made.folder)
     return made
+
+
+def write_tokenizer(folder):
+    """A tokenizer of words, one a token."""
+    words = {f"t{token}": token for token in range(VOCAB)}
+    tokenizer = Tokenizer(WordLevel(words, "t0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t0", "unk_token": "t0"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kind))
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +47,7 @@ def adapters(toy, tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(toy, adapters, tmp_path_factory):
     options = [
-        *("--served-model-name", "base", "--skip-tokenizer-init", "--max-model-len", "256"),
+        *("--served-model-name", "base", "--max-model-len", "256"),
         *("--kv-cache-memory-bytes", str(16 << 20), "--enable-lora", "--max-loras", "2"),
         *("--max-cpu-loras", "4", "--lora-modules", f"a={adapters['a'][0]}"),
     ]
@@ -62,7 +76,7 @@ def complete(client, model, count=NUM_TOKENS):
         prompt=PROMPT,
         max_tokens=count,
         temperature=0,
-        extra_body={"ignore_eos": True, "return_token_ids": True, "detokenize": False},
+        extra_body={"ignore_eos": True, "return_token_ids": True},
     )
     return answer.choices[0].token_ids
 

@@ -55,7 +55,7 @@ class LowRank:
         return int(self.a.shape[-1]), int(self.b.shape[-2])
 
     def of_rank(self, rank: int) -> LowRank:
-        """The same update with zeros up to a rank."""
+        """This update with zeros up to a rank."""
         more = rank - self.rank
         if not more:
             return self
@@ -106,7 +106,7 @@ def _config(content: AdapterContent) -> dict[str, Any]:
 
 
 def _tensors(content: AdapterContent) -> dict[str, mx.array]:
-    """Of the file, in float32."""
+    """The file's tensors by name, in float32."""
     try:
         found = _torch_tensors(content) if content.file.endswith(".bin") else _arrays(content)
         return {name: array.astype(mx.float32) for name, array in found.items()}

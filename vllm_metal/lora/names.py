@@ -157,7 +157,7 @@ def _other_experts(
 
 
 def _origins(weights: _Weights, model: nn.Module) -> dict[str, _Origin]:
-    """Of all weights of the model that come of an adapter's, by module."""
+    """The origins of the model's weights that come of an adapter's, by module."""
     sources, rows, columns = (
         _renamed(model, weights.arrays(values)) for values in ("source", "row", "column")
     )

@@ -111,7 +111,9 @@ def main() -> None:
             ms = found[f"{kind}, {count}"]
             print(f"requests: {count}, layers with an update: {kind}: {ms:.2f} ms, {ms / none:.2f}")
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "lora.json").write_text(json.dumps({"steps": args.steps, "ms": runs}, indent=2))
+    (args.out / "adapter_steps.json").write_text(
+        json.dumps({"steps": args.steps, "ms": runs}, indent=2)
+    )
 
 
 if __name__ == "__main__":
