@@ -25,6 +25,10 @@ def configure(model, options):
     ("options", "named"),
     [
         ({"enable_lora": True}, "--enable-lora"),
+        (
+            {"runner": "pooling", "additional_config": {"prefix_cache_dir": "/nowhere"}},
+            "prefix_cache_dir with --runner pooling",
+        ),
         ({"use_fp64_gumbel": True}, r"--use-fp64-gumbel \(.*no float64"),
         ({"enable_return_routed_experts": True}, "--enable-return-routed-experts"),
         (

@@ -22,8 +22,6 @@ def configure(model, **options):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"kv_transfer_config": {"kv_connector": "MetalConnector", "kv_role": "kv_both"}}, "stay"),
-        ({"additional_config": {"prefix_cache_dir": "/nowhere"}}, "prefix_cache_dir .*stay in"),
         ({"logits_processors": ["x:Y"]}, "--logits-processors with --runner pooling"),
         (
             {"pooler_config": {"seq_pooling_type": "MEAN"}, "enable_chunked_prefill": True},
