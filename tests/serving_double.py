@@ -18,6 +18,7 @@ from vllm_metal.serving import tenants_file
 from vllm_metal.serving.config import BodyLimits, ResponseCacheConfig, ServingConfig, TenantsConfig
 from vllm_metal.serving.gate import Tenants
 from vllm_metal.serving.metrics import Figures
+from vllm_metal.serving.response_cache.key import Rendered
 from vllm_metal.vllm_patches.http_protocol import HANG_UP
 
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -380,7 +381,7 @@ def identity(gate, key):
 async def render(style, fields):
     """Tokens of a prompt: its bytes. None for what vLLM would refuse."""
     prompt = fields.get("messages", fields.get("prompt"))
-    return None if prompt is None else [list(json.dumps(prompt).encode())]
+    return None if prompt is None else [Rendered(list(json.dumps(prompt).encode()))]
 
 
 MODEL = (lambda state: render, lambda state, memo: "the model")

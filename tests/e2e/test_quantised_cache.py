@@ -118,7 +118,7 @@ def test_cold_and_warm_in_a_small_pool_equal_a_naive_forward(short, cache):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("cache", ["fp8", pytest.param("int8", marks=pytest.mark.slow)])
 def test_windows_and_chunks_equal_a_naive_forward(windowed, cache):
     tokens = text_tokens(windowed)
     prompts = [tokens[:180], tokens[100:117], tokens[:160]]

@@ -134,7 +134,10 @@ def test_every_method_and_number_of_drafts(
     )
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize(
+    "async_scheduling",
+    [pytest.param(True, id="async"), pytest.param(False, id="sync", marks=pytest.mark.slow)],
+)
 def test_a_draft_model_that_is_the_target_is_always_right(short, async_scheduling):
     spec = {"method": "draft_model", "model": short, "num_speculative_tokens": 4}
     _, warm = serve_and_check(

@@ -88,7 +88,10 @@ def beside_a_stream(play, kind=RequestOutputKind.CUMULATIVE):
     return found
 
 
-@pytest.mark.parametrize("ahead", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize(
+    "ahead",
+    [pytest.param(True, id="async"), pytest.param(False, id="sync", marks=pytest.mark.slow)],
+)
 def test_chunks_beside_a_stream_fit_into_the_time_and_change_no_token(tiny, monkeypatch, ahead):
     options = {"async_scheduling": ahead, "enable_prefix_caching": False}
     with played(tiny, monkeypatch, additional_config={"max_step_ms": None}, **options) as unbounded:

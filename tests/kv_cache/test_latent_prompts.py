@@ -113,7 +113,8 @@ def test_contexts_are_what_the_steps_have_written(kv_cache_type, elements):
             kv_cache.write(plan, latents, latents)
             others = queries if plan.prompts is None else queries[plan.prompts.others]
             found = kv_cache.attend(plan, others, Scoring(0.1))
-            contexts = [] if plan.prompts is None else kv_cache.contexts(plan, plan.prompts)
+            found = [] if plan.prompts is None else kv_cache.contexts(plan, plan.prompts)
+            contexts = [keys[0] for keys, _ in found]
             mx.eval(found, contexts)
 
             of_all = kv_cache_type.plan(step, KIND)

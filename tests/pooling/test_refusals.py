@@ -33,7 +33,6 @@ def configure(model, **options):
         ),
         ({"hf_overrides": {"is_causal": False}}, "attends in both directions"),
         ({"hf_overrides": {"use_bidirectional_attention": True}}, "attends in both directions"),
-        ({"enable_lora": True}, "--enable-lora"),
     ],
 )
 def test_what_cannot_be_honoured_is_named(plain, options, named):

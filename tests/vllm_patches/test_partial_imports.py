@@ -84,6 +84,7 @@ class Base(VllmConfig):
 """)
 
 
+@pytest.mark.slow
 def test_nothing_changes_where_vllm_is_there_already():
     alone("""
 import os

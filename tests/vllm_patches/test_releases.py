@@ -72,7 +72,7 @@ def another_vllm(folder, *command, **environment):
 @pytest.mark.parametrize(
     "command",
     [
-        ("-c", "from vllm import LLM; LLM('model')"),
+        pytest.param(("-c", "from vllm import LLM; LLM('model')"), marks=pytest.mark.slow),
         ("-m", "vllm.entrypoints.cli.main", "serve", "model"),
     ],
     ids=["LLM", "serve"],

@@ -25,7 +25,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 #: Modules of vllm_patches that change nothing.
-APART = {"__init__", "chunk_lengths", "probe", "releases", "replacing", "step_result"}
+APART = {
+    *("__init__", "chunk_lengths", "probe", "releases", "replacing", "step_result"),
+    "torchvision_functions",
+}
 #: A module of changes that is there in this process, too: it chooses what to import.
 _IMPORTED = {"partial_imports"}
 MODEL = {
@@ -95,6 +98,38 @@ def salts(folder):
     scheduler.add_request(Request("a", [1, 2], SamplingParams(), None, cache_salt="pepper"))
     (sent,) = scheduler.schedule().scheduled_new_reqs
     return "pepper" not in repr(vars(sent)), vars(sent)
+
+
+@probe("adapters.know_by_content", at_once=False)
+def adapters(folder):
+    """Blocks are hashed with an adapter's name and path, whatever is in its files."""
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+    from vllm.v1.request import Request
+
+    request = Request("a", [1, 2], SimpleNamespace(), None)
+    request.lora_request = LoRARequest("mine", 1, folder)
+    keys, _ = generate_block_hash_extra_keys(request, 0, 2, 0)
+    return keys == (("lora", "mine", folder),), keys
+
+
+@probe("scheduler.send_images")
+def images(folder):
+    """The data of an image in a prefix that was found do not come with a request's start."""
+    from vllm import SamplingParams
+    from vllm.multimodal.inputs import (
+        MultiModalFeatureSpec,
+        MultiModalKwargsItem,
+        PlaceholderRange,
+    )
+    from vllm.v1.core.sched.output import NewRequestData
+    from vllm.v1.request import Request
+
+    image = MultiModalFeatureSpec(MultiModalKwargsItem(), "image", "a", PlaceholderRange(1, 4))
+    request = Request("a", [1] * 8, SamplingParams(), None, mm_features=[image])
+    request.num_computed_tokens = 6
+    (sent,) = NewRequestData.from_request(request, ([0],)).mm_features
+    return sent.data is None, repr(sent)
 
 
 @probe("engine_args.set_batch_defaults")
@@ -301,27 +336,87 @@ def own_class(folder):
 
 @probe("model_info.answer_for_models")
 def multimodal(folder):
-    """A checkpoint of Qwen3.5 is one that takes images, or does not load without what they need."""
-    import pathlib
-    import tempfile
+    """A checkpoint of Gemma 3n is one that takes images, or is not known without what they need."""
+    from vllm.model_executor.models import ModelRegistry
 
-    text = MODEL | {"model_type": "qwen3_5_text"}
-    config = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5",
-        "text_config": text,
-    }
-    with tempfile.TemporaryDirectory() as name:
-        pathlib.Path(name, "config.json").write_text(json.dumps(config))
+    try:
+        found = ModelRegistry.models["Gemma3nForConditionalGeneration"].inspect_model_cls()
+    except Exception as error:
+        return True, repr(error)
+    return found.supports_multimodal, found.supports_multimodal
 
-        def make():
-            return arguments(name).create_engine_config().model_config.is_multimodal_model
 
-        try:
-            found = make()
-        except Exception as error:
-            return True, repr(error)
-        return found, found
+@probe("encoder_info.EncoderModel")
+def own_class_of_an_encoder(folder):
+    """vLLM imports a class of torch's to ask what an encoder can do."""
+    from vllm.model_executor.models import ModelRegistry
+
+    found = ModelRegistry.models["BertModel"]
+    return hasattr(found, "module_name"), repr(found)
+
+
+@probe("encoder_info.answer_for_encoders")
+def own_classes_of_encoders(folder):
+    """So with all encoders that are served."""
+    from vllm.model_executor.models import ModelRegistry
+
+    from vllm_metal.vllm_patches import encoder_info
+
+    names = (*encoder_info.POOLING, *encoder_info.CLASSIFYING, *encoder_info.PLAIN)
+    missing = [name for name in names if not hasattr(ModelRegistry.models[name], "module_name")]
+    return not missing, repr(missing)
+
+
+@probe("model_info.ImageModel")
+def images_in_a_process_apart(folder):
+    """vLLM imports a class of torch's to ask whether an architecture takes images."""
+    from vllm.model_executor.models import ModelRegistry
+
+    found = ModelRegistry.models["Gemma3ForConditionalGeneration"]
+    return hasattr(found, "module_name"), repr(found)
+
+
+@probe("model_info.answer_for_images")
+def class_of_text_alone(folder):
+    """vLLM loads the class of a model that takes images where its text alone is served."""
+    from vllm.config import ModelConfig
+    from vllm.config.multimodal import MultiModalConfig
+
+    class Text(ModelConfig):
+        is_multimodal_model = True
+        multimodal_config = MultiModalConfig(language_model_only=True)
+
+        def __init__(self):
+            pass
+
+        @property
+        def hf_config(self):
+            raise LookupError("the class is looked up")
+
+    found = raised(lambda: Text()._supports_multimodal_inputs())
+    return bool(found), found
+
+
+@probe("image_processors.readable", at_once=False)
+def without_torchvision(folder):
+    """vLLM's classes of models that take images cannot be imported without torchvision."""
+    found = raised(importlib.import_module, "vllm.model_executor.models.gemma3_mm")
+    return "No module named 'torchvision'" in found, found
+
+
+@probe("image_processors.refuse_bombs", at_once=False)
+def bomb(folder):
+    """Pillow's error of an image of too many pixels is none of ValueError, which means 400."""
+    import io
+
+    from PIL import Image
+    from vllm.multimodal.media.image import ImageMediaIO
+
+    written = io.BytesIO()
+    Image.new("RGB", (9, 9)).save(written, "PNG")
+    Image.MAX_IMAGE_PIXELS = 9
+    found = raised(ImageMediaIO().load_bytes, written.getvalue())
+    return found.startswith("DecompressionBombError"), found
 
 
 @probe("model_info.take_mlx_models")

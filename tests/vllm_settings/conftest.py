@@ -4,6 +4,7 @@
 import json
 
 import pytest
+from vision.checkpoints import FAMILIES
 from vllm_patches import unpatched
 
 
@@ -11,6 +12,17 @@ from vllm_patches import unpatched
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("model")
     (made / "config.json").write_text(json.dumps(unpatched.MODEL))
+    return str(made)
+
+
+@pytest.fixture(scope="session")
+def reader(tmp_path_factory):
+    """Of a model that reads images."""
+    made = tmp_path_factory.mktemp("reader")
+    family = FAMILIES["qwen3_vl"]
+    config = family.config({token: index for index, token in enumerate(family.special)})
+    config |= {"model_type": "qwen3_vl", "architectures": [family.architecture]}
+    (made / "config.json").write_text(json.dumps(config))
     return str(made)
 
 

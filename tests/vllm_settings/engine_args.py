@@ -3,6 +3,7 @@
 
 from vllm_settings.row import honoured, passed_on, read_by_vllm, refused, union, without_meaning
 
+from vllm_metal.platform.image_refusals import REFUSED_OF_IMAGES
 from vllm_metal.platform.refused_options import REFUSED_OPTIONS
 
 _PROCESSORS = (
@@ -59,8 +60,22 @@ _HONOURED = honoured(
         "vllm_settings/test_engine_args.py::test_a_text_only_checkpoint_is_served": (
             "language_model_only"
         ),
+        "e2e/test_images.py::test_limits_and_other_media_are_named": "limit_mm_per_prompt",
+        "e2e/test_images.py::test_nothing_else_is_fetched": (
+            "allowed_local_media_path allowed_media_domains"
+        ),
         "e2e/test_parameters.py::test_a_limit_of_the_scheduler_holds": (
             "max_num_scheduled_tokens max_num_active_seqs long_prefill_token_threshold"
+        ),
+        "e2e/test_lora.py::test_adapters_and_none_in_one_batch_are_what_peft_computes": (
+            "enable_lora"
+        ),
+        "e2e/test_lora.py::test_drafts_are_lossless_and_more_adapters_than_slots_take_turns": (
+            "max_loras max_cpu_loras"
+        ),
+        "lora/test_adapter.py::test_a_rank_above_the_largest_is_refused": "max_lora_rank",
+        "lora/test_updates.py::test_only_named_modules_are_adapted_and_memory_is_what_is_said": (
+            "lora_target_modules"
         ),
         "vllm_settings/test_engine_args.py::test_defaults_of_requests": (
             "generation_config override_generation_config"
@@ -117,7 +132,12 @@ _READ_BEFORE = read_by_vllm(
         "vLLM's own code reads it, before it makes a configuration": (
             "fail_on_environ_validation tokens_only enable_log_requests logging_config log_level "
             "log_config_file reasoning_parser"
-        )
+        ),
+        "vLLM's own code reads it, of images": (
+            "interleave_mm_strings media_io_kwargs mm_processor_kwargs mm_processor_cache_gb "
+            "mm_hasher_algorithm mm_processor_device enable_mm_processor_stats "
+            "disable_chunked_mm_input"
+        ),
     }
 )
 
@@ -164,22 +184,21 @@ _WITHOUT_MEANING = without_meaning(
             "safetensors_load_strategy safetensors_prefetch_num_threads "
             "safetensors_prefetch_block_size use_tqdm_on_load pt_load_map_location"
         ),
-        "it refines multimodal inputs, which are refused": (
-            "limit_mm_per_prompt allowed_local_media_path allowed_media_domains enable_mm_embeds "
-            "interleave_mm_strings media_io_kwargs mm_processor_kwargs mm_processor_cache_gb "
-            "mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb "
-            "mm_encoder_only mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype "
+        "it refines --mm-processor-cache-type shm, which is refused": (
+            "mm_shm_cache_max_object_size_mb"
+        ),
+        "it refines --mm-encoder-attn-dtype, which is refused": (
             "mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path "
-            "mm_encoder_fp8_scale_save_margin skip_mm_profiling video_pruning_rate "
-            "video_pruning_method mm_tensor_ipc mm_processor_device mm_ipc_gpu_memory_gb "
-            "mm_device_do_normalize disable_chunked_mm_input enable_mm_processor_stats "
-            "ec_manager_config"
+            "mm_encoder_fp8_scale_save_margin"
         ),
-        "it refines --enable-lora, which is refused": (
-            "max_loras max_lora_rank default_mm_loras fully_sharded_loras max_cpu_loras "
-            "lora_dtype lora_target_modules enable_tower_connector_lora specialize_active_lora "
-            "enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels"
+        "it refines --video-pruning-rate, which is refused": "video_pruning_method",
+        "vLLM knows no tower of ours that could be spread, and there is one device": (
+            "mm_encoder_tp_mode"
         ),
+        "vLLM turns it off, with a warning, where the engine gets pixels as they are to be": (
+            "mm_device_do_normalize"
+        ),
+        "it refines --ec-transfer-config, which is refused": "ec_manager_config",
         "it refines --cpu-offload-gb and --offload-group-size, which are refused": (
             "offload_backend cpu_offload_params offload_num_in_group offload_prefetch_step "
             "offload_params"
@@ -212,13 +231,20 @@ _REFUSED = union(
                 "mlx-lm reads the config.json beside the weights": "hf_config_path",
                 "use a folder that mlx-lm has quantised, or `vllm-metal convert`": "quantization",
                 "inputs are tokens": "enable_prompt_embeds ec_transfer_config",
-                "adapters are not applied": "enable_lora",
+                "adapters have the model's dtype": "lora_dtype",
+                "it is for adapters of other parts than a text model's linear layers": (
+                    "default_mm_loras enable_tower_connector_lora max_lora_cls_labels"
+                ),
+                "it is for kernels of vLLM's": "fully_sharded_loras specialize_active_lora",
+                "both formats are read without it": "enable_mixed_moe_lora_format",
+                "each expert has matrices of its own": "enable_moe_shared_loras",
                 "states lie in blocks of --block-size": "mamba_block_size",
                 "all layers of a model share one format": "kv_cache_dtype_skip_layers",
                 "memory is unified; `prefix_cache_dir` keeps K/V on disk": "kv_offloading_size",
             }
         ),
         *(refused({row.why: row.field}) for row in REFUSED_OPTIONS),
+        *(refused({why: field}) for field, why in REFUSED_OF_IMAGES.values()),
     )
 )
 

@@ -42,7 +42,6 @@ _CHAT_AND_COMPLETION = _ALL + (
     "stream_interval thinking_token_budget routed_experts_prompt_start "
 )
 _SERVER = "vLLM's own server reads it"
-_MULTIMODAL = "it is for multimodal inputs, which are refused"
 _EVERYWHERE = union(
     (
         honoured(
@@ -59,13 +58,13 @@ _EVERYWHERE = union(
             {
                 _SERVER: (
                     "model priority request_id session_id tools tool_choice include_reasoning "
-                    "chat_template_kwargs"
+                    "chat_template_kwargs media_io_kwargs mm_processor_kwargs mm_payload "
+                    "return_mm_kwargs"
                 )
             }
         ),
         without_meaning(
             {
-                _MULTIMODAL: "media_io_kwargs mm_processor_kwargs mm_payload return_mm_kwargs",
                 "it refines --ec-transfer-config, which is refused": "ec_transfer_params",
                 "vLLM's own server takes it and does nothing with it": "user",
             }

@@ -15,6 +15,7 @@ from vllm_settings.configured import configure
 from vllm_settings.engine_args import PLACES, TABLE
 from vllm_settings.row import differences, of_kind
 
+from vllm_metal.platform import image_refusals
 from vllm_metal.platform.refused_options import REFUSED_OPTIONS
 
 ELSEWHERE = "stands for a folder with another config.json"
@@ -29,7 +30,14 @@ REFUSED = {
     "quantization": "awq",
     "enable_prompt_embeds": True,
     "ec_transfer_config": ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_both"),
-    "enable_lora": True,
+    "lora_dtype": "bfloat16",
+    "fully_sharded_loras": True,
+    "default_mm_loras": {"image": "/somewhere"},
+    "enable_tower_connector_lora": True,
+    "specialize_active_lora": True,
+    "enable_mixed_moe_lora_format": True,
+    "enable_moe_shared_loras": True,
+    "max_lora_cls_labels": 3,
     "kv_cache_dtype_skip_layers": ["0"],
     "kv_offloading_size": 1.0,
     "return_sampling_mask": True,
@@ -73,9 +81,23 @@ NAMED = {
     "decode_context_parallel_size": r"tp_size=1 must be divisible by dcp_size=2",
     "enable_elastic_ep": "Elastic EP is only supported with",
     "enable_fault_tolerance": "Fault tolerance requires",
+    "default_mm_loras": "provided for a non multimodal model",
+}
+#: Of images: a value that each refused option is refused for, where images are served.
+REFUSED_WITH_IMAGES = {
+    "enable_mm_embeds": True,
+    "mm_encoder_only": True,
+    "mm_processor_cache_type": "shm",
+    "mm_tensor_ipc": "torch_shm",
+    "mm_encoder_attn_backend": "TORCH_SDPA",
+    "mm_encoder_attn_dtype": "fp8",
+    "mm_ipc_gpu_memory_gb": 1.0,
+    "skip_mm_profiling": True,
+    "video_pruning_rate": 0.5,
 }
 #: What some options take beside them to be let through by vLLM.
 BESIDE = {
+    **{field: {"enable_lora": True} for field in REFUSED if "lora" in field},
     "_api_process_rank": {"_api_process_count": 2},
     "per_request_spec_decode_metrics": {"spec_method": "ngram", "spec_tokens": 2},
 }
@@ -129,7 +151,7 @@ def test_every_field_has_a_row():
 
 
 def test_every_row_has_a_case():
-    assert set(of_kind(TABLE, "refused")) == REFUSED.keys()
+    assert set(of_kind(TABLE, "refused")) == REFUSED.keys() | REFUSED_WITH_IMAGES.keys()
     assert PLACES.keys() == PASSED_ON.keys()
 
 
@@ -139,7 +161,31 @@ def test_a_refused_option_is_named(folder, elsewhere, field):
     value = elsewhere if REFUSED[field] is ELSEWHERE else REFUSED[field]
     model = elsewhere if field == "config_format" else folder
     with pytest.raises(ValueError, match=NAMED.get(field, option)):
-        configure(model, **{field: value})
+        configure(model, **{field: value}, **BESIDE.get(field, {}))
+
+
+@pytest.mark.parametrize("field", REFUSED_WITH_IMAGES)
+def test_a_refused_option_of_images_is_named(reader, field, monkeypatch):
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # --mm-tensor-ipc asks for it
+    given = {field: REFUSED_WITH_IMAGES[field]}
+    with pytest.raises(ValueError, match="does not support --" + field.replace("_", "-")):
+        configure(reader, **given)
+    configure(reader, language_model_only=True, **given)
+
+
+def test_images_are_served_unless_their_text_alone_is_asked_for(reader, monkeypatch):
+    assert configure(reader).model_config.supports_multimodal_inputs
+    assert not configure(reader, language_model_only=True).model_config.supports_multimodal_inputs
+    monkeypatch.setattr(image_refusals, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"images without mlx-vlm \(run: .*mlx-vlm.*; or serve"):
+        configure(reader)
+    configure(reader, language_model_only=True)
+
+
+def test_images_are_not_embedded(reader):
+    with pytest.raises(ValueError, match="images with --runner pooling"):
+        configure(reader, runner="pooling", convert="embed")
+    configure(reader, runner="pooling", convert="embed", language_model_only=True)
 
 
 @pytest.mark.parametrize("row", REFUSED_OPTIONS, ids=lambda row: row.field)
@@ -205,5 +251,5 @@ def test_a_text_only_checkpoint_is_served(folder):
     config.model_config.multimodal_config = MultiModalConfig(language_model_only=True)
     current_platform.check_and_update_config(config)
     config.model_config.multimodal_config = MultiModalConfig()
-    with pytest.raises(ValueError, match=r"multimodal inputs \(--language-model-only"):
+    with pytest.raises(ValueError, match=r"multimodal inputs of 'llama' \(--language-model-only"):
         current_platform.check_and_update_config(config)

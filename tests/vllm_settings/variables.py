@@ -13,9 +13,14 @@ _HONOURED = honoured(
         "vllm_patches/test_environment.py::test_defaults_give_way_to_what_a_user_sets": (
             "VLLM_COMPUTE_NANS_IN_LOGITS"
         ),
+        "e2e/test_images.py::test_redirections_are_not_followed": "VLLM_MEDIA_URL_ALLOW_REDIRECTS",
+        "e2e/test_images.py::test_a_bad_image_fails_its_own_request_alone": "VLLM_MAX_IMAGE_PIXELS",
         "vllm_settings/test_variables.py::test_a_limit_is_what_the_variable_says": (
             "VLLM_MAX_N_SEQUENCES VLLM_MAX_NUM_BAD_WORDS VLLM_MAX_COMPLETION_PROMPTS "
             "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+        ),
+        "e2e/test_serve_lora.py::test_load_unload_and_404_under_traffic": (
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
         ),
     }
 )
@@ -33,7 +38,8 @@ _READ_BY_VLLM = read_by_vllm(
             "VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS VLLM_ENFORCE_STRICT_TOOL_CALLING "
             "VLLM_LOOPBACK_IP "
             "VLLM_PROCESS_NAME_PREFIX VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS "
-            "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"
+            "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE VLLM_LORA_RESOLVER_CACHE_DIR "
+            "VLLM_LORA_RESOLVER_HF_REPO_LIST"
         ),
         "vLLM checks requests with it": (
             "VLLM_MAX_STOP_STRINGS VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
@@ -59,6 +65,13 @@ _READ_BY_VLLM = read_by_vllm(
             "VLLM_CUSTOM_SCOPES_FOR_PROFILING VLLM_USAGE_STATS_SERVER VLLM_NO_USAGE_STATS "
             "VLLM_DO_NOT_TRACK VLLM_USAGE_SOURCE"
         ),
+        "vLLM fetches images and videos by it": (
+            "VLLM_ASSETS_CACHE VLLM_ASSETS_CACHE_MODEL_CLEAN VLLM_IMAGE_FETCH_TIMEOUT "
+            "VLLM_VIDEO_FETCH_TIMEOUT VLLM_MEDIA_CACHE VLLM_MEDIA_CACHE_MAX_SIZE_MB "
+            "VLLM_MEDIA_CACHE_TTL_HOURS VLLM_MEDIA_FETCH_MAX_RETRIES "
+            "VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB VLLM_MEDIA_LOADING_THREAD_COUNT "
+            "VLLM_VIDEO_LOADER_BACKEND VLLM_MEDIA_CONNECTOR"
+        ),
     }
 )
 
@@ -71,19 +84,17 @@ _WITHOUT_MEANING = without_meaning(
             "VLLM_IMAGE_TAG CMAKE_BUILD_TYPE VERBOSE VLLM_USE_RUST_BENCH VLLM_RUST_FRONTEND_PATH "
             "VLLM_SKIP_VERSION_SUFFIX"
         ),
-        "it is for multimodal inputs, which are refused": (
-            "VLLM_ASSETS_CACHE VLLM_ASSETS_CACHE_MODEL_CLEAN VLLM_IMAGE_FETCH_TIMEOUT "
-            "VLLM_VIDEO_FETCH_TIMEOUT VLLM_AUDIO_FETCH_TIMEOUT VLLM_MEDIA_CACHE "
-            "VLLM_MEDIA_CACHE_MAX_SIZE_MB VLLM_MEDIA_CACHE_TTL_HOURS VLLM_MEDIA_FETCH_MAX_RETRIES "
-            "VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB VLLM_MEDIA_URL_ALLOW_REDIRECTS "
-            "VLLM_MEDIA_LOADING_THREAD_COUNT VLLM_MAX_AUDIO_CLIP_FILESIZE_MB "
+        "it is for sound, which no served model takes": (
+            "VLLM_AUDIO_FETCH_TIMEOUT VLLM_MAX_AUDIO_CLIP_FILESIZE_MB "
             "VLLM_MAX_AUDIO_DECODE_DURATION_S VLLM_MAX_AUDIO_DECODE_BYTES "
-            "VLLM_MAX_EMBED_DECODE_BYTES VLLM_MAX_AUDIO_PREPROCESS_WORKERS VLLM_MAX_IMAGE_PIXELS "
-            "VLLM_VIDEO_LOADER_BACKEND VLLM_MEDIA_CONNECTOR VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME"
+            "VLLM_MAX_AUDIO_PREPROCESS_WORKERS"
         ),
-        "it is for adapters, which are refused": (
-            "VLLM_LORA_RESOLVER_CACHE_DIR VLLM_LORA_RESOLVER_HF_REPO_LIST "
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_LORA_DISABLE_PDL VLLM_LORA_ENABLE_DUAL_STREAM"
+        "it refines --enable-mm-embeds, which is refused": "VLLM_MAX_EMBED_DECODE_BYTES",
+        "it refines --mm-processor-cache-type shm, which is refused": (
+            "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME"
+        ),
+        "it is for kernels of vLLM's for adapters": (
+            "VLLM_LORA_DISABLE_PDL VLLM_LORA_ENABLE_DUAL_STREAM"
         ),
         "it is for several workers, which are refused: one has the one device": (
             "VLLM_REPLICATE_EMBED VLLM_NCCL_SO_PATH LOCAL_RANK VLLM_PP_LAYER_PARTITION "

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -21,11 +22,11 @@ from metal_kernels.kernel import MIN_ELEMENTS
 from metal_kernels.kv_write import Rotation, RotationKind
 from metal_kernels.paged_attention import AttentionShape, buckets
 from metal_kernels.selfcheck import CHOICES, Case
-from vllm_metal.attention import latent_heads
+from vllm_metal.attention import latent_heads, seen_whole
 from vllm_metal.attention.latent_heads import Projections
 from vllm_metal.attention.paged_cache import LatentCache, LayerRotation, PagedCache, SharedCache
 from vllm_metal.kv_cache import formats
-from vllm_metal.kv_cache.latent_prompts import LatentHeads, LatentPrompts, planned
+from vllm_metal.kv_cache.latent_prompts import LatentHeads, planned
 from vllm_metal.kv_cache.layer_cache import (
     AttentionKind,
     KVShape,
@@ -36,6 +37,7 @@ from vllm_metal.kv_cache.layer_cache import (
     row_bytes,
 )
 from vllm_metal.kv_cache.layer_state import LayerState, PlanT, StepLayout, StepScope
+from vllm_metal.kv_cache.prompts_apart import PromptsApart
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer, StepBounds
 
 #: The kernels that serve attention layers, and where MLX's operations may be faster.
@@ -122,7 +124,14 @@ class AttentionLayer(StatefulLayer):
         assert isinstance(state, LayerKVCache)
         plan_of = partial(type(state).plan, kind=self.kind)
         heads = self._built_over(type(state))
-        return StepScope(lambda layout: planned(layout.split(state.split), heads, plan_of))
+
+        def of_step(layout: StepLayout) -> Any:
+            layout = layout.split(state.split)
+            if layout.runs:
+                return seen_whole.planned(layout, self.window, plan_of)
+            return planned(layout, heads, plan_of)
+
+        return StepScope(of_step)
 
     def _built_over(self, kv_cache_type: type[LayerKVCache]) -> LatentHeads | None:
         """Heads whose keys and values are built for prompts; None: for none."""
@@ -220,8 +229,8 @@ class AttentionLayer(StatefulLayer):
         layout = _layout_of_long_contexts(1, block_size, block_size, block_size)
         plan = kv_cache.plan(layout, self.kind)
         self._write_once(kv_cache, plan, block_size, dtype)
-        prompts = LatentPrompts.of(layout, np.ones(1, bool))
-        (context,) = kv_cache.contexts(plan, prompts)
+        prompts = PromptsApart.of(layout, np.ones(1, bool))
+        (((context,), _),) = kv_cache.contexts(plan, prompts)
         rows = mx.zeros((block_size, heads.num_heads, heads.key + heads.rotated), dtype)
         made = Projections.of_zeros(heads, dtype)
         return latent_heads.attend(rows, context, made, 1.0)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from vllm_metal.kv_cache.layer_state import Run
+
 
 @dataclass(frozen=True)
 class ForwardInputs:
@@ -18,9 +20,10 @@ class ForwardInputs:
     """
 
     input_ids: mx.array  # [T] int32
-    positions: mx.array  # [A, T] int32, by axis; the first axis is the place in the request
+    positions: mx.array  # [1, T] int32, what ropes turn by; as a rule the place in the request
     embeddings: mx.array | None = None  # [T, 1, H], in place of those of `input_ids`
     extras: tuple[tuple[str, mx.array], ...] = ()  # [T, ...] by name, for modules that ask for them
+    runs: tuple[Run, ...] = ()
 
     def with_extras(self, extras: Mapping[str, mx.array]) -> ForwardInputs:
         """Adds arrays of T rows by name; `of_rows` gives them to the modules of the model."""
@@ -47,6 +50,11 @@ def of_rows(name: str, otherwise: mx.array | None = None) -> mx.array:
         KeyError: the forward has no such value, and nothing stands for it.
     """
     return _of_rows[name] if otherwise is None else _of_rows.get(name, otherwise)
+
+
+def optional_of_rows(name: str) -> mx.array | None:
+    """As `of_rows`; None where the forward that is being built has no such value."""
+    return _of_rows.get(name)
 
 
 def bound(inputs: ForwardInputs) -> AbstractContextManager[None]:

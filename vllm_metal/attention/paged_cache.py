@@ -10,11 +10,11 @@ from typing import Any, Generic, NamedTuple, cast
 import mlx.core as mx
 
 from metal_kernels.kv_write import RotationKind
-from vllm_metal.attention import latent_heads
+from vllm_metal.attention import latent_heads, seen_whole
 from vllm_metal.attention.latent_heads import Projections
-from vllm_metal.kv_cache.latent_prompts import LatentPrompts, PlanWithPrompts
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import PlanT, StepScope, joined
+from vllm_metal.kv_cache.prompts_apart import PlanWithPrompts, PromptsApart
 from vllm_metal.mlx_patches import multi_linear, rotations
 from vllm_metal.mlx_patches.module_calls import CallingCache
 from vllm_metal.mlx_patches.rotations import OfLayer
@@ -97,7 +97,10 @@ class PagedCache(AttendingCache, Generic[PlanT]):
         turned, self._turned = self._turned, None
         if turned is not None and queries is turned[0]:
             queries = turned[1]
-        return self._kv_cache.attend(self._scope.plan, queries[:, :, 0], scoring)[:, :, None]
+        plan, rows = self._scope.plan, queries[:, :, 0]
+        if (apart := cast(PlanWithPrompts, plan).prompts) is not None:
+            return seen_whole.attend(self._kv_cache, plan, apart, rows, scoring)[:, :, None]
+        return self._kv_cache.attend(plan, rows, scoring)[:, :, None]
 
 
 class SharedCache(PagedCache[PlanT]):
@@ -177,11 +180,11 @@ class LatentCache(PagedCache[PlanT], CallingCache):
         return self._attend_apart(self._prompts, rows[:, :, 0], key_size, scale)[:, :, None]
 
     @property
-    def _prompts(self) -> LatentPrompts | None:
+    def _prompts(self) -> PromptsApart | None:
         return cast(PlanWithPrompts, self._scope.plan).prompts
 
     def _attend_apart(
-        self, plan: LatentPrompts, queries: mx.array, key_size: int, scale: float
+        self, plan: PromptsApart, queries: mx.array, key_size: int, scale: float
     ) -> mx.array:
         """[T, H, value] of [T, H, key + rotated] queries that no projection was applied to."""
         outputs = []
@@ -191,7 +194,7 @@ class LatentCache(PagedCache[PlanT], CallingCache):
             out = self._kv_cache.attend(self._scope.plan, rows.swapaxes(0, 1), Scoring(scale))
             outputs.append(self._projections.unembed(out.swapaxes(0, 1)).swapaxes(0, 1))
         contexts = self._kv_cache.contexts(self._scope.plan, plan)
-        for prompt, context in zip(plan.prompts, contexts, strict=True):
+        for prompt, ((context,), _) in zip(plan.prompts, contexts, strict=True):
             rows = queries[prompt.first : prompt.first + prompt.num_rows]
             context = context.astype(queries.dtype)
             outputs.append(latent_heads.attend(rows, context, self._projections, scale, plan.pace))

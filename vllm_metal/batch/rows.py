@@ -11,7 +11,7 @@ import numpy as np
 from metal_kernels.layout import PositionLag
 from metal_kernels.pace import Pace
 from vllm_metal.attention.forward_inputs import ForwardInputs
-from vllm_metal.kv_cache.layer_state import StepLayout
+from vllm_metal.kv_cache.layer_state import Run, StepLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,7 @@ def step_layout(
     pace: Pace | None,
     group: int = 0,
     earlier_slots_np: np.ndarray | None = None,
+    runs: tuple[Run, ...] = (),
 ) -> StepLayout:
     """Where the rows lie in one KV cache group's blocks; those that are not kept: at slot -1.
 
@@ -72,7 +73,7 @@ def step_layout(
         block_size: tokens of a block.
         pace: of the network; None: MLX ends command buffers.
         group: the group.
-        earlier_slots_np: see StepLayout.
+        earlier_slots_np, runs: see StepLayout.
     """
     # Narrowed to the longest context, so that a step's cost follows what it really holds.
     width = -(-int(rows.seq_lens_np.max()) // block_size)
@@ -101,4 +102,5 @@ def step_layout(
         slot_mapping=slot_mapping,
         group=group,
         earlier_slots_np=earlier_slots_np,
+        runs=runs,
     )

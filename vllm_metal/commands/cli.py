@@ -178,8 +178,16 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
         "that drafts are not counted",
     )
     served.add_argument("--max-num-batched-tokens", type=units.tokens, metavar="N")
+    served.add_argument(
+        "--language-model-only", action="store_true", help="the text of a model that reads images"
+    )
     served.add_argument("--gpu-memory-utilization", type=units.share, metavar="SHARE")
     served.add_argument("--block-size", type=int, metavar="16|32")
+    served.add_argument(
+        "--max-loras", type=units.count, metavar="N", help="with --enable-lora; default: none"
+    )
+    served.add_argument("--max-cpu-loras", type=units.count, metavar="N")
+    served.add_argument("--max-lora-rank", type=units.count, metavar="N")
     parser.set_defaults(run=_fit)
 
 

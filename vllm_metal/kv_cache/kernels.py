@@ -27,9 +27,9 @@ from metal_kernels.paged_attention import AttentionPlan, Splits, Tiles, prompts
 from metal_kernels.paged_attention.splits import DEFAULT
 from vllm_metal.kv_cache import gathered
 from vllm_metal.kv_cache.gathered import ByMLX, GatheredPlan
-from vllm_metal.kv_cache.latent_prompts import LatentPrompts
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
 from vllm_metal.kv_cache.layer_state import Fenced, Pending, StepLayout
+from vllm_metal.kv_cache.prompts_apart import PromptsApart
 from vllm_metal.mlx_patches.seam import Scoring
 
 ResultT = TypeVar("ResultT")
@@ -44,7 +44,7 @@ class KernelPlan:
     attention: AttentionPlan | None  # of the rows that the kernels serve; None: of none
     gathered: GatheredPlan | None  # of those that MLX's attention serves
     pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
-    prompts: LatentPrompts | None = None  # of latents, which the two before leave out
+    prompts: PromptsApart | None = None  # of latents, which the two before leave out
 
     @property
     def num_tokens(self) -> int:
@@ -331,23 +331,27 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
             out = out[split.order]
         return out.astype(queries.dtype)
 
-    def contexts(self, plan: KernelPlan, prompts: LatentPrompts) -> list[mx.array]:
+    def contexts(self, plan: KernelPlan, prompts: PromptsApart) -> list[tuple[mx.array, mx.array]]:
         written = self._written
         assert written is not None
         if prompts.pace is not None and prompts.others is None:
             prompts.pace.end(written)  # the layers before
-        found, reads = [], []
+        found: list[tuple[mx.array, mx.array]] = []
+        reads: list[mx.array] = []
         for prompt in prompts.prompts:
-            context, read = kv_gather.gather(
-                self.keys.elements,
-                prompt.places.block_table,
-                self._row_dtype,
-                [written],
-                self.keys.scales,
-                prompt.places.bounds,
-            )
-            found.append(context[0, 0, : prompt.context])
-            reads.append(read)
+            parts = []
+            for pool in (self.keys,) if self.values is None else (self.keys, self.values):
+                context, read = kv_gather.gather(
+                    pool.elements,
+                    prompt.places.block_table,
+                    self._row_dtype,
+                    [written],
+                    pool.scales,
+                    prompt.places.bounds,
+                )
+                parts.append(context[:, 0, : prompt.context])
+                reads.append(read)
+            found.append((parts[0], parts[-1]))
         self._since = [*(fence for fence in self._since if fence is not written), *reads]
         return found
 

@@ -19,7 +19,7 @@ from vllm_metal.kv_cache.layer_state import PlanT, StepLayout, Storage, Traceabl
 from vllm_metal.mlx_patches.seam import Scoring
 
 if TYPE_CHECKING:
-    from vllm_metal.kv_cache.latent_prompts import LatentPrompts
+    from vllm_metal.kv_cache.prompts_apart import PromptsApart
 
 
 class KVShape(NamedTuple):
@@ -250,8 +250,9 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
         """
 
     @abstractmethod
-    def contexts(self, plan: PlanT, prompts: LatentPrompts) -> list[mx.array]:
-        """[S, D] rows of each prompt's context, of a layer that has just written its latents.
+    def contexts(self, plan: PlanT, prompts: PromptsApart) -> list[tuple[mx.array, mx.array]]:
+        """[Hkv, S, D] keys and [Hkv, S, DV] values of each prompt's context; one, of latents.
 
-        As `attend` counts them. The step's other rows have attended, if there are any.
+        Of a layer that has just written its rows. As `attend` counts them. The step's other rows
+        have attended, if there are any.
         """

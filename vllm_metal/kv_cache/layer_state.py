@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -25,6 +25,14 @@ from metal_kernels.pace import Pace
 #: What a kind of layer makes of a step's layout, for its storage.
 PlanT = TypeVar("PlanT")
 _NO_STEP = "a paged cache was used outside a step"
+
+
+class Run(NamedTuple):
+    """Rows of one request that see each other whatever their order, as those of an image may."""
+
+    first: int  # row of the forward
+    end: int  # the row behind the last
+    begin: int  # place in the request where the run begins, before these rows if it was found there
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,7 @@ class StepLayout(RaggedLayout):
     #: in as many rows: [E] int32, slots of the rows of those before it, the newest last. There is
     #: room for those of all but one; what is not taken is -1, and comes first.
     earlier_slots_np: np.ndarray | None = None
+    runs: tuple[Run, ...] = ()
 
     def rows_of(self, requests: np.ndarray) -> np.ndarray:
         """[t] int32, batch rows of [R] bool requests, in order."""

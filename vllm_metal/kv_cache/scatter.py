@@ -18,9 +18,9 @@ from metal_kernels.op_common import CODE_DTYPES
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import buckets, reference
 from metal_kernels.paged_attention.buckets import Places
-from vllm_metal.kv_cache.latent_prompts import LatentPrompts
-from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
+from vllm_metal.kv_cache.layer_cache import AttentionKind, KVArray, LayerKVCache
 from vllm_metal.kv_cache.layer_state import Pending, StepLayout, joined
+from vllm_metal.kv_cache.prompts_apart import Prompt, PromptsApart
 from vllm_metal.mlx_patches.seam import Scoring
 
 
@@ -35,7 +35,7 @@ class ScatterPlan:
     block_size: int
     group: int  # whose block tables these are
     num_earlier: int  # E
-    prompts: LatentPrompts | None = None  # of latents, which `attention` leaves out
+    prompts: PromptsApart | None = None  # of latents, which `attention` leaves out
 
     @cached_property
     def places(self) -> Places:
@@ -182,15 +182,19 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         )
         return out[..., : self.value_size]
 
-    def contexts(self, plan: ScatterPlan, prompts: LatentPrompts) -> list[mx.array]:
-        rows = self._as_held(self._newest(plan).arrays)
+    def contexts(self, plan: ScatterPlan, prompts: PromptsApart) -> list[tuple[mx.array, mx.array]]:
+        newest, held = self._newest(plan).arrays, (self.keys, self.values)
+        count = len(self.keys.arrays)
+        rows = self._as_held(newest[:count]), self._as_held(newest[count:] or newest[:count])
         if prompts.pace is not None and prompts.others is None:
-            prompts.pace.end(rows)  # the layers before
+            prompts.pace.end(rows[0])  # the layers before
         found = []
         for prompt in prompts.prompts:
-            pool = self.keys.elements, self.keys.scales
-            context = reference.context(prompt.places, rows, *pool, rows.dtype)
-            found.append(context[0, 0, : prompt.context])
+            keys, values = (
+                part if pool is None else _context(prompt, part, pool)
+                for part, pool in zip(rows, held, strict=True)
+            )
+            found.append((keys, keys if self.values is None else values))
         return found
 
     def _newest(self, plan: ScatterPlan) -> Pending[ScatterPlan]:
@@ -202,3 +206,9 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         if self.dtype not in CODE_DTYPES:
             return encoded[0]
         return decode(*encoded).astype(self._row_dtype)
+
+
+def _context(prompt: Prompt, rows: mx.array, pool: KVArray) -> mx.array:
+    """[Hkv, S, D] of K or V, a step's rows among them."""
+    found = reference.context(prompt.places, rows, pool.elements, pool.scales, rows.dtype)
+    return found[:, 0, : prompt.context]

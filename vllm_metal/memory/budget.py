@@ -43,12 +43,14 @@ class Measured:
     cache: int  # buffers that MLX may keep for reuse
     other_engines: int = 0  # of `in_use`, by other engines of this process
     draft_weights: int = 0
+    adapters: int = 0  # slots of LoRA adapters, and those that are kept beside them
     forward: int = 0  # the most that a step of max_num_batched_tokens rows needs
     attention: int = 0  # what it needs besides where a long context is gathered
     sampling: int = 0  # the most that sampling one chunk of rows needs, after the forward pass
     logits: int = 0  # of all rows, held while sampling
     counts: int = 0  # token counts of all requests, for penalties; held at all times
     transfers: int = 0  # staging of K/V on their way to a prefix cache on disk, or from it
+    images: int = 0  # embeddings of images that are kept, and what a tower needs to make them
     states: StepStates | None = None  # None: no layer keeps states
 
 
@@ -147,15 +149,19 @@ def budget_of(measured: Measured, settings: Settings) -> Budget:
     networks = [
         ("- weights", -measured.weights),
         ("- weights of the draft network", -measured.draft_weights),
+        ("- LoRA adapters", -measured.adapters),
     ]
-    staging = ("- staging of K/V transfers", -measured.transfers)
+    beside = [
+        ("- staging of K/V transfers", -measured.transfers),
+        ("- images: embeddings, and the tower's largest", -measured.images),
+    ]
     if (asked := settings.asked) is not None:
         lines = [
             (measured.source, total),
             ("- margin for the system", most_of_it - total),
             ("- held by other engines of this process", -measured.other_engines),
             *networks,
-            staging,
+            *beside,
             (f"- KV pool by {asked.setting} {asked.count}", -asked.nbytes),
         ]
         return Budget(_worth_showing(lines), "left for steps")
@@ -172,7 +178,7 @@ def budget_of(measured: Measured, settings: Settings) -> Budget:
         *networks,
         ("- peak of a full step", -step),
         ("- more of it where contexts are longest", step - longest),
-        staging,
+        *beside,
         ("- buffers MLX keeps for reuse", -measured.cache),
     ]
     left = sum(nbytes for _, nbytes in lines)

@@ -14,7 +14,7 @@ import numpy as np
 from metal_kernels.pace import Pace
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows, step_layout
-from vllm_metal.kv_cache.layer_state import LayerState, Restorable, StepLayout, StepScope
+from vllm_metal.kv_cache.layer_state import LayerState, Restorable, Run, StepLayout, StepScope
 from vllm_metal.kv_cache.pages import BlockPages
 from vllm_metal.kv_cache.sequence_plan import SequenceScope
 from vllm_metal.kv_cache.sequence_state import SequenceState
@@ -164,7 +164,11 @@ class PagedLayers:
                 state.begin_step()
 
     def plans(
-        self, rows: Rows, block_tables: BlockTables, earlier: EarlierSlots | None = None
+        self,
+        rows: Rows,
+        block_tables: BlockTables,
+        earlier: EarlierSlots | None = None,
+        runs: tuple[Run, ...] = (),
     ) -> list[object]:
         """What each scope needs of a forward.
 
@@ -173,13 +177,14 @@ class PagedLayers:
             block_tables: of the requests.
             earlier: of the hand-over that the forward is one of, which gets these rows' slots;
                 None: it is handed over by itself.
+            runs: of these rows, see StepLayout.
         """
         layouts: dict[int, StepLayout] = {}
         for group, _ in self._scopes:
             if group not in layouts:
                 table_np = block_tables.tables_np[group]
                 earlier_np = None if earlier is None else earlier.of(group)
-                placed = self.block_size, self._pace, group, earlier_np
+                placed = self.block_size, self._pace, group, earlier_np, runs
                 layouts[group] = step_layout(rows, table_np, *placed)
         if earlier is not None:
             for group, layout in layouts.items():

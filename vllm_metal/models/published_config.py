@@ -188,6 +188,11 @@ def _attention_of_dbrx(config: Config) -> dict[str, Any] | None:
     return {**own, "rope_theta": theta}
 
 
+def _vocabulary_of_text(config: Config) -> int | None:
+    """mlx-lm's module of the whole model reads it beside the text's own configuration."""
+    return (config.get("text_config") or {}).get("vocab_size")
+
+
 #: By module, what transformers' class has no choice of, so that its files do not name it.
 _CHOICES: Mapping[str, Mapping[str, Any]] = {
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
@@ -235,6 +240,7 @@ ROWS: Sequence[Row] = (
     Row("first_k_dense_replace", _num_dense_layers),
     Row("is_moe_layer", _sparse_layers),
     Row("num_experts", _renamed("num_local_experts")),
+    Row("vocab_size", _vocabulary_of_text, ("gemma3",)),
     Row("n_ctx", _renamed("n_positions"), ("gpt2",)),
     Row("block_dim", _renamed("hidden_size"), ("lfm2",)),
     # transformers' default; mlx-lm's other one is of no file.
@@ -306,22 +312,37 @@ def _read(config: Config, module: str, args: type) -> tuple[dict[str, Any], Unre
     if "text_config" in read and isinstance(text := config.get("text_config"), Mapping):
         inner, inner_args = _text_args(text, module)
         if inner_args is not None:
-            of_text, unread_of_text = _read(text, inner, inner_args)
-            if of_text:  # replaced as a whole
+            tied = _tied(config, text, inner_args)
+            of_text, unread_of_text = _read({**text, **tied}, inner, inner_args)
+            if of_text := tied | of_text:  # replaced as a whole
                 changed["text_config"] = {**text, **of_text}
             unread |= {("text_config", *path): value for path, value in unread_of_text.items()}
     return changed, unread
+
+
+def _tied(config: Config, text: Config, args: type) -> dict[str, bool]:
+    """Whether head and embedding are one, which transformers says around the text model alone."""
+    key = "tie_word_embeddings"
+    if key in text or key not in _required(args):
+        return {}
+    return {key: bool(config.get(key))}
+
+
+def _required(args: type) -> set[str]:
+    """Keys without a default."""
+    fields: Any = dataclasses.fields(args)
+    return {
+        field.name
+        for field in fields
+        if field.default is field.default_factory is dataclasses.MISSING
+    }
 
 
 def _changed(config: Config, module: str, args: type) -> tuple[dict[str, Any], set[str]]:
     """The keys that rows give, and those that they were made of."""
     fields: Any = dataclasses.fields(args)
     read = {field.name for field in fields}
-    required = {
-        field.name
-        for field in fields
-        if field.default is field.default_factory is dataclasses.MISSING
-    }
+    required = _required(args)
     changed: dict[str, Any] = {}
     used: set[str] = set()
     for row in (*ROWS, *(() if module in config_refusals.READ_ROPE else _ROPE_ROWS)):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from vllm_metal.pooling import sentence_transformers
@@ -16,8 +17,14 @@ def pools(config: VllmConfig) -> bool:
     return config.model_config is not None and config.model_config.runner_type == "pooling"
 
 
-def refusals(config: VllmConfig) -> dict[str, bool]:
-    """Settings by name, and whether each was asked for; empty where an engine generates."""
+def refusals(config: VllmConfig, encoder: bool, encoders: Iterable[str]) -> dict[str, bool]:
+    """Settings by name, and whether each was asked for; empty where an engine generates.
+
+    Args:
+        config: vLLM's.
+        encoder: whether the model is served as one that attends in both directions.
+        encoders: architectures that are.
+    """
     model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
     if not pools(config):
         return {}
@@ -25,7 +32,7 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
     assert pooler is not None
     way = f"{pooler.seq_pooling_type}/{pooler.tok_pooling_type} pooling"
     beside = "with --runner pooling"
-    return _of_model(model) | {
+    return _of_model(model, encoder, encoders) | {
         f"--speculative-config {beside} (nothing is sampled)": config.speculative_config
         is not None,
         f"--io-processor-plugin {beside}": bool(model.io_processor_plugin),
@@ -39,7 +46,7 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
     }
 
 
-def _of_model(model: ModelConfig) -> dict[str, bool]:
+def _of_model(model: ModelConfig, encoder: bool, encoders: Iterable[str]) -> dict[str, bool]:
     config, architectures = model.hf_config, ", ".join(model.architectures)
     both_ways = (
         model.attn_type == "encoder_only"
@@ -48,7 +55,8 @@ def _of_model(model: ModelConfig) -> dict[str, bool]:
     )
     left_out = sentence_transformers.left_out(model)
     return {
-        f"{architectures} (it attends in both directions: served are decoders)": both_ways,
+        f"{architectures} (it attends in both directions: of such models, served are "
+        f"{', '.join(encoders)})": both_ways and not encoder,
         f"{architectures} (vLLM's own class pools: served are decoders that --convert adapts)": (
             model.convert_type == "none" and not both_ways
         ),

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.logger import init_logger
 
-from vllm_metal.serving import body, headers, metrics, response_ids, routes
+from vllm_metal.serving import body, headers, media, metrics, response_ids, routes
 from vllm_metal.serving.config import ServingConfig, required
 from vllm_metal.serving.deadline import Sleep
 from vllm_metal.serving.generation import ClientRequest, Generation, Shared, client_salt
@@ -224,6 +224,7 @@ class Tenants:
             await self._generate(match.route.style, key, read, scope, receive, send)
         elif match.route.body:
             fields = await self._fields(read, receive)
+            media.check(fields)
             salt = self._salt(key, fields) if match.route.pools else None
             fields = {name: each for name, each in fields.items() if name not in _NOT_PASSED_ON}
             if salt is not None:
@@ -261,7 +262,10 @@ class Tenants:
         send: Send,
     ) -> None:
         self._refuse_second_key(scope)
-        request = ClientRequest(style, key, await self._fields(read, receive), read.fresh)
+        fields = await self._fields(read, receive)
+        if key is not None:
+            media.check(fields)
+        request = ClientRequest(style, key, fields, read.fresh)
         await Generation(self._shared, request, scope).run(receive, send)
 
     async def _fields(self, read: Headers, receive: Receive) -> dict[str, Any]:

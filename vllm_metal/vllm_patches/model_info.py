@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM and transformers are told of the models that we serve, without classes of theirs."""
+"""What vLLM and transformers are told of the models that we serve, mostly without their classes."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
+from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vllm.config import ModelConfig
 from vllm.model_executor.models import ModelRegistry, registry
 from vllm.model_executor.models.registry import _BaseRegisteredModel, _ModelInfo
+
+from vllm_metal.vllm_patches.image_processors import readable, refuse_bombs
+from vllm_metal.vllm_patches.replacing import replace
 
 #: vLLM's name for families that it does not list; their configurations use it.
 MLX_MODEL = "MlxForCausalLM"
@@ -24,6 +29,15 @@ _TEXT_PARTS = (
     "KimiVLForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
     "KimiK3ForConditionalGeneration",
+)
+#: Models whose images are served, where mlx-vlm is installed.
+WITH_IMAGES = (
+    "Gemma3ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 )
 #: vLLM's stand-ins for text models that transformers has and its own list has not.
 _BY_TRANSFORMERS = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
@@ -153,12 +167,31 @@ class TextModel(_BaseRegisteredModel):
         return type(self.architecture, (_NoModel,), {})
 
 
+@dataclass(frozen=True, kw_only=True)
+class ImageModel(TextModel):
+    """A registered architecture that takes images too. vLLM's class has the processor of images."""
+
+    own: _BaseRegisteredModel
+
+    def inspect_model_cls(self) -> _ModelInfo:
+        """What `vllm.config.ModelConfig` asks of the architecture."""
+        return replaced(super().inspect_model_cls(), supports_multimodal=True)
+
+    def load_model_cls(self) -> Any:
+        """vLLM's class, which is asked for its processor and never for a model."""
+        refuse_bombs()
+        with readable():
+            return self.own.load_model_cls()
+
+
 def answer_for_models() -> None:
     """Registers every architecture of text models and draft heads with what vLLM asks of it.
 
     vLLM imports its own class, in a process of its own, only to ask that: seconds at a first start,
     and a refusal where the class needs packages, or a processor, that serving text does not.
-    Architectures of other kinds (images, encoders) stay vLLM's.
+    So are those whose images are served; text models that are published as a part of such a one
+    are text models where mlx-vlm, which has the towers, is not installed. Architectures of other
+    kinds (other images, encoders) stay vLLM's.
     """
     listed: dict[str, Any] = {
         **registry._TEXT_GENERATION_MODELS,
@@ -168,6 +201,7 @@ def answer_for_models() -> None:
     ours = {*listed, *_TEXT_PARTS, *_BY_TRANSFORMERS, _MLP_SPECULATOR, MLX_MODEL} - _MULTIMODAL
     ModelRegistry.models.update({name: TextModel(name) for name in sorted(ours)})
     _answer_for_decoders_that_pool(ours)
+    answer_for_images()
 
 
 def _answer_for_decoders_that_pool(text_models: Container[str]) -> None:
@@ -183,6 +217,27 @@ def _answer_for_decoders_that_pool(text_models: Container[str]) -> None:
         for pooling in (name.removesuffix(ending) + suffix for suffix in _POOLS):
             if pooling not in listed or pooling in _POOLING_DECODERS:
                 ModelRegistry.models[pooling] = TextModel(pooling, name)
+
+
+def answer_for_images() -> None:
+    """Registers the architectures whose images are served.
+
+    An engine's own process, where its scheduler asks for their processor, calls this by itself.
+    """
+    for name in WITH_IMAGES:
+        if name not in _TEXT_PARTS or importlib.util.find_spec("mlx_vlm") is not None:
+            module, cls = registry._MULTIMODAL_MODELS[name]
+            own = registry._LazyRegisteredModel(f"vllm.model_executor.models.{module}", cls)
+            ModelRegistry.models[name] = ImageModel(name, own=own)
+    replace(ModelConfig, "_supports_multimodal_inputs", _with_a_class_for_images_only)
+
+
+def _with_a_class_for_images_only(ask: Callable[[ModelConfig], bool], self: ModelConfig) -> bool:
+    """Spares text alone of such a model vLLM's class, which has vLLM's limits of zero looked up."""
+    config = self.multimodal_config
+    if config is not None and config.language_model_only and not config.enable_mm_embeds:
+        return False
+    return ask(self)
 
 
 def take_mlx_models() -> None:

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 from vllm_metal.vllm_patches.replacing import replace
 
+#: Numbers from here on, which have 32 bits, are no tokens.
+IMAGES = 2**31
 _WATCHER = "vllm_metal_watcher"  # an engine's attribute
 _REWRITE = "vllm_metal_rewrite"  # a renderer's
 
@@ -28,8 +30,9 @@ class Watcher(Protocol):
         """A prompt goes to the engine.
 
         Args:
-            tokens: of the prompt.
-            salt: its `cache_salt`.
+            tokens: of the prompt. Where an image is, there are numbers from IMAGES on, others for
+                another image.
+            salt: its `cache_salt`, and the name of its adapter if it has one.
             messages: that a chat template made it of; none of a plain text.
             tools: likewise.
 
@@ -141,8 +144,26 @@ def _telling(
     if watcher is None or not tokens:
         return outputs
     chat = _CHAT.get() or _Chat()
-    question = watcher.asked(tokens, prompt.get("cache_salt"), chat.messages, chat.tools)
+    owner = prompt.get("cache_salt")
+    if (adapter := options.get("lora_request")) is not None:  # K/V of another one are no prefix
+        owner = f"{owner or ''}\0{adapter.lora_name}"
+    question = watcher.asked(_told_apart(tokens, prompt), owner, chat.messages, chat.tools)
     return _told(outputs, watcher, question)
+
+
+def _told_apart(tokens: Sequence[int], prompt: Mapping[str, Any]) -> Sequence[int]:
+    """Tokens of a prompt, with numbers of their own for its images.
+
+    A placeholder's tokens say nothing of the image, which the prefix cache tells apart.
+    """
+    if not (kinds := prompt.get("mm_placeholders")):
+        return tokens
+    numbers = list(tokens)
+    for kind, places in kinds.items():
+        for place, name in zip(places, prompt["mm_hashes"][kind], strict=True):
+            for index in range(place.length):
+                numbers[place.offset + index] = IMAGES + hash((name, index)) % IMAGES
+    return numbers
 
 
 async def _told(

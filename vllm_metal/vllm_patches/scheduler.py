@@ -8,6 +8,7 @@ from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
+from vllm.v1.core.sched import output as sched_output
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
@@ -57,6 +58,15 @@ def send_salts() -> None:
     replace(Scheduler, "schedule", _with_salts)
 
 
+def send_images() -> None:
+    """Has vLLM's schedulers send the data of all images of a request when it starts.
+
+    They leave out those of images that lie in a prefix that was found. A request that is preempted
+    comes back without its data, and by then the prefix may be gone.
+    """
+    replace(sched_output, "strip_covered_mm_data", _not_stripped)
+
+
 def end_chunks_within_blocks() -> None:
     """Has vLLM's schedulers prefill part of a block where there is no room for all of it.
 
@@ -66,6 +76,12 @@ def end_chunks_within_blocks() -> None:
     wherever that is, so a chunk may end there.
     """
     replace(Scheduler, "_mamba_block_aligned_split", _never_empty)
+
+
+def _not_stripped(
+    strip: Callable[..., Any], mm_features: list[Any], *args: Any, **options: Any
+) -> list[Any]:
+    return mm_features
 
 
 def _with_salts(

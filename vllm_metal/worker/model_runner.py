@@ -11,7 +11,7 @@ import numpy as np
 from vllm.v1.outputs import DraftTokenIds
 
 from metal_kernels.layout import PositionLag
-from vllm_metal.batch.columns import RequestColumn
+from vllm_metal.batch.columns import RequestColumn, RequestsRefused
 from vllm_metal.batch.input_batch import InputBatch, StepDrafts, prepare
 from vllm_metal.batch.outputs import StepOutput, Unread
 from vllm_metal.batch.requests import Requests
@@ -20,7 +20,7 @@ from vllm_metal.kv_transfer.step_hooks import NO_HOOKS, StepHooks
 from vllm_metal.metrics.figures import take_measured
 from vllm_metal.metrics.step_clock import StepClock
 from vllm_metal.spec_decode.speculator import Speculator
-from vllm_metal.worker.results import RequestsRefused, Step
+from vllm_metal.worker.results import Step
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -255,6 +255,8 @@ class ModelRunner:
                 request anything is lost. What this runner keeps of them, a custom logits
                 processor's state say, may be anything: it is to be made anew.
         """
+        for column in self._columns:
+            column.step_begins(scheduler_output)
         changes = self._requests.apply(scheduler_output)
         failed = dict(changes.failed)
         for state in changes.left:
@@ -295,7 +297,7 @@ class ModelRunner:
         )
         inputs = batch.inputs
         for column in self._columns:
-            inputs = inputs.with_extras(column.extras(batch))
+            inputs = column.inputs(batch, inputs)
         hidden_states = self._model.forward_hidden(batch, self._requests.block_tables, inputs)
         self._end.begin(batch, hidden_states)
         if self._speculator is not None:

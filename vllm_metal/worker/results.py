@@ -35,18 +35,6 @@ class Step:
         return list(self.scheduler_output.num_scheduled_tokens)
 
 
-class RequestsRefused(Exception):
-    """Requests that a runner could not take in; all others it has."""
-
-    def __init__(self, errors: dict[str, Exception]) -> None:
-        """
-        Args:
-            errors: by request id.
-        """
-        super().__init__(", ".join(errors))
-        self.errors = errors
-
-
 class LateOutput(AsyncModelRunnerOutput):
     """A step's results, which are found out when vLLM asks for them."""
 

@@ -93,7 +93,7 @@ def test_every_feature():
     check_features(np.random.default_rng(2), AttentionShape(4, 2, 64, 64), mx.float16, mx.uint8)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pairwise(
     sizes=[*((size, size) for size in HEAD_SIZES), *SIZES_APART, *LATENT_SIZES],
     dtype=list(DTYPES),

@@ -18,6 +18,7 @@ import torch
 from mlx.utils import tree_flatten
 
 from vllm_metal.attention.layers import attention_layers
+from vllm_metal.commands.fit.images import Images
 from vllm_metal.commands.fit.machine import Machine
 from vllm_metal.commands.fit.step import step_peak
 from vllm_metal.kv_cache import formats
@@ -27,6 +28,7 @@ from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.kv_cache.specs import choose_block_size, kv_cache_specs
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
+from vllm_metal.lora.updates import adapter_bytes
 from vllm_metal.memory import budget
 from vllm_metal.memory.budget import Budget, Measured, Request, Settings
 from vllm_metal.memory.planner import Needs, at_work, quantised_share, settings_of
@@ -49,15 +51,23 @@ class Model:
     weights: int  # bytes, as the engine will hold them
     parts: ModelParts
     layers: Sequence[StatefulLayer]
+    images: Images | None = None  # the weights of whose tower are among those
 
     @staticmethod
-    def read(folder: Path, model_type: str, dtype: torch.dtype, pools: bool = False) -> Model:
+    def read(
+        folder: Path,
+        model_type: str,
+        dtype: torch.dtype,
+        pools: bool = False,
+        text_only: bool = False,
+    ) -> Model:
         """
         Args:
             folder: with config.json and weight files, of which only headers are read.
             model_type: for messages.
             dtype: of the engine.
             pools: whether it is served without its head for logits.
+            text_only: whether images are left out.
 
         Raises:
             ModelLoadError: the loader cannot build it.
@@ -70,7 +80,9 @@ class Model:
         parameters = cast(list[tuple[str, mx.array]], tree_flatten(network.parameters()))
         weights = sum(array.nbytes for _, array in parameters)
         layers = attention_layers(network, model_type)
-        return Model(model_type, dtype, weights, ModelParts(network), layers)
+        images = None if text_only else Images.read(folder, MLX_DTYPES[dtype])
+        weights += 0 if images is None else images.weights
+        return Model(model_type, dtype, weights, ModelParts(network), layers, images)
 
 
 @dataclass(frozen=True)
@@ -145,12 +157,15 @@ def estimate(
     quantised = quantised_share(model.layers, pool_dtype)
     kv_cache_type = _kv_cache_type(model, machine, block_size)
     found, vocab_size = step_peak(model.parts, model.layers, config, kv_cache_type, machine.kind)
+    rows_of_a_step = config.scheduler_config.max_num_batched_tokens
     at_rest = Measured(
         source=machine.source,
         total=machine.total,
         in_use=machine.in_use,
         weights=model.weights,
+        adapters=_adapter_bytes(model, config),
         cache=machine.cache,
+        images=0 if model.images is None else model.images.beside(rows_of_a_step),
     )
     measured = at_work(
         at_rest,
@@ -162,6 +177,14 @@ def estimate(
     attending = [layer for layer in model.layers if not layer.state_bytes]
     rows = sum(layer.spec(block_size, pool_dtype).page_size_bytes for layer in attending)
     return Estimate(rows // block_size, states, block_size, needs, measured, settings, quantised)
+
+
+def _adapter_bytes(model: Model, config: VllmConfig) -> int:
+    """What slots of LoRA adapters take, and adapters that are kept beside them."""
+    if config.lora_config is None:
+        return 0
+    found = adapter_bytes(model.parts.model, config.lora_config, MLX_DTYPES[model.dtype])
+    return found.slots + found.kept
 
 
 def _kv_cache_type(model: Model, machine: Machine, block_size: int) -> type[LayerKVCache]:

@@ -14,11 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from vllm_metal.commands.fit import images
 from vllm_metal.models.weight_files import ModelLoadError, check_weight_files
 
 _WEIGHTS = "model*.safetensors"
 #: Beside config.json, what mlx-lm looks for when it builds a model.
-_OTHERS = ("generation_config.json", "hf_quant_config.json", "model.safetensors.index.json")
+_OTHERS = (
+    *("generation_config.json", "hf_quant_config.json", "model.safetensors.index.json"),
+    *images.FILES,
+)
 
 
 @contextmanager

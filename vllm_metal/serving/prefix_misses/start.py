@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_metal.serving import metrics
@@ -31,8 +32,12 @@ def around(app: ASGIApp, state: Any) -> ASGIApp:
         prompts.rewrite(state.online_renderer, normaliser(settings.normalise_prompts))
     if not (settings.explain_prefix_misses and config.cache_config.enable_prefix_caching):
         return app
-    tokenizer = engine.renderer.get_tokenizer()
+    decode = engine.renderer.get_tokenizer().decode
+
+    def text(tokens: Sequence[int]) -> str:
+        return str(decode([token for token in tokens if token < prompts.IMAGES]))
+
     block_size = None if config.model_config.is_hybrid else config.cache_config.block_size
     lost = metrics.of_process().lost_tokens
-    prompts.watch(engine, Watch(tokenizer.decode, lost, block_size))
+    prompts.watch(engine, Watch(text, lost, block_size))
     return MissHeader(app)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from vllm_metal.serving.fields import Fields
 from vllm_metal.serving.routes import Style
@@ -20,8 +21,16 @@ from vllm_metal.serving.routes import Style
 #: They say who asks, how the answer is sent, or when it is computed; not what it is. Whether it is
 #: a stream, and what of its usage is in it, counts as vLLM reads it, not as it is written.
 HARMLESS = ("stream", "stream_options", "user", "metadata", "request_id", "priority")
-#: vLLM's renderer, as a route has it: tokens of each prompt; None: the request is not a good one.
-Render = Callable[[Style, dict[str, Any]], Awaitable[list[list[int]] | None]]
+#: vLLM's renderer, as a route has it: each prompt; None: the request is not a good one.
+Render = Callable[[Style, dict[str, Any]], Awaitable["list[Rendered] | None"]]
+
+
+class Rendered(NamedTuple):
+    """A prompt, as the engine gets it."""
+
+    tokens: list[int]
+    #: vLLM's hashes of images and videos by their kind. What is behind an address may change.
+    media: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
 async def of_request(
@@ -46,7 +55,10 @@ async def of_request(
     counted["stream"] = [read.stream, read.usage, read.every_usage]
     facts = {"tenant": tenant, "model": model, "style": style, "fields": counted}
     made = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    for prompt in prompts:
-        made.update(b"\0%d\0" % len(prompt))
-        made.update(array("q", prompt).tobytes())
+    for tokens, media in prompts:
+        made.update(b"\0%d\0" % len(tokens))
+        made.update(array("q", tokens).tobytes())
+        if media:
+            named = {kind: list(hashes) for kind, hashes in media.items()}
+            made.update(json.dumps(named, sort_keys=True).encode())
     return made.hexdigest()

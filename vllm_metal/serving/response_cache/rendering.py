@@ -21,7 +21,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from vllm_metal.kv_transfer import weights_digest
 from vllm_metal.models import loader
-from vllm_metal.serving.response_cache.key import Render
+from vllm_metal.serving.response_cache.key import Render, Rendered
 from vllm_metal.serving.routes import Style
 from vllm_metal.settings import envs, facts
 
@@ -34,9 +34,11 @@ _NO_PART = (
     *("enable_log_deltas", "disable_log_stats", "log_error_stack", "dispatch_function"),
     *("subparser", "model_tag", "headless", "api_server_count", "grpc", "grpc_port"),
 )
-#: Packages from which text is made, tokens are made, or grammars are held, beside vLLM.
+#: Packages from which text is made, tokens are made, images are read, or grammars are held, beside
+#: vLLM.
 _PACKAGES = (
     *("mlx", "mlx-lm", "transformers", "tokenizers", "jinja2", "mistral_common", "tiktoken"),
+    *("mlx-vlm", "pillow", "torchvision"),
     *("xgrammar", "llguidance", "outlines_core", "lm-format-enforcer", "openai_harmony"),
 )
 #: Arguments that name files of Python code.
@@ -58,10 +60,11 @@ def renderer(state: Any) -> Render:
         state: of vLLM's application.
     """
 
-    async def render(style: Style, fields: dict[str, Any]) -> list[list[int]] | None:
+    async def render(style: Style, fields: dict[str, Any]) -> list[Rendered] | None:
         model, name = _REQUESTS[style]
         serving = state.serving_render
         copy = json.loads(json.dumps(fields))  # vLLM's models change what they are given
+        copy["mm_payload"] = "none"  # of images the hashes alone
         try:
             made = await getattr(serving, name)(model.model_validate(copy))
         except Exception:  # of pydantic, of a template: vLLM's own answer will say what is wrong
@@ -69,7 +72,12 @@ def renderer(state: Any) -> Render:
         prompts = made if isinstance(made, list) else [made]
         if not prompts or any(isinstance(prompt, ErrorResponse) for prompt in prompts):
             return None
-        return [prompt.token_ids for prompt in prompts]
+        if fields.get("model") in list(serving.models.lora_requests):
+            return None  # an adapter may be replaced under its name
+        return [
+            Rendered(prompt.token_ids, prompt.features.mm_hashes if prompt.features else {})
+            for prompt in prompts
+        ]
 
     return render
 

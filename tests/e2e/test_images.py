@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server that reads images, as users ask it; what it must not fetch, open or write down."""
+
+import base64
+import http.server
+import io
+import json
+import struct
+import subprocess
+import sys
+import threading
+import zlib
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+from e2e.harness import counters, engine, greedy
+from e2e.server import serve
+from PIL import Image
+from vision import reference
+from vision.checkpoints import FAMILIES
+
+pytestmark = pytest.mark.more
+FAMILY = FAMILIES["qwen3_vl"]
+QUESTION = "What do you see?"
+
+
+def picture(width=100, height=150, seed=0):
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def encoded(image, kind="PNG", **options):
+    written = io.BytesIO()
+    image.save(written, kind, **options)
+    return written.getvalue()
+
+
+def data_url(content, kind="image/png"):
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+@contextmanager
+def files(content):
+    """A server of `content` by path, or of a redirection to the path that is there; counts."""
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            found = content[self.path]
+            self.send_response(302 if isinstance(found, str) else 200)
+            if isinstance(found, str):
+                self.send_header("Location", found)
+            body = found if isinstance(found, bytes) else b""
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return FAMILY.write(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def readable(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("readable")
+    (folder / "picture.png").write_bytes(encoded(picture(seed=1)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint, readable, tmp_path_factory):
+    options = (
+        *("--served-model-name", "toy"),
+        *("--max-model-len", "512"),
+        *("--kv-cache-memory-bytes", str(64 << 20)),
+        *("--limit-mm-per-prompt", '{"image": 2}'),
+        *("--allowed-local-media-path", str(readable)),
+        *("--allowed-media-domains", "127.0.0.1"),
+    )
+    unredirected = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", "VLLM_MEDIA_FETCH_MAX_RETRIES": "1"}
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serve(checkpoint, options, log, environment=unredirected) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with server.client() as connected:
+        yield connected
+
+
+def ask(client, *urls, **options):
+    """What a greedy chat about images says."""
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    message = {"role": "user", "content": [*images, {"type": "text", "text": QUESTION}]}
+    more = {"ignore_eos": True, "return_token_ids": True}
+    settings = {"temperature": 0, "max_tokens": 8, "extra_body": more}
+    return client.chat.completions.create(model="toy", messages=[message], **(settings | options))
+
+
+def tokens(client, *urls):
+    """Of the prompt, and of the answer."""
+    answer = ask(client, *urls)
+    return answer.prompt_token_ids, answer.choices[0].token_ids
+
+
+def test_answers_are_those_of_transformers(server, client, checkpoint):
+    images = [picture(), picture(90, 200, seed=2)]
+    urls = [data_url(encoded(image)) for image in images]
+    hits = server.metric("vllm:prefix_cache_hits_total")
+    first, again = tokens(client, *urls), tokens(client, *urls)
+    assert first == again == reference.answer(checkpoint, FAMILY, images, QUESTION, count=8)
+    assert server.metric("vllm:prefix_cache_hits_total") - hits >= 48
+    assert server.metric("vllm:mm_cache_hits_total") >= 2
+    others = reference.answer(checkpoint, FAMILY, images[::-1], QUESTION, count=8)
+    assert tokens(client, *reversed(urls)) == others
+
+
+def test_images_come_from_where_the_options_allow(client, readable):
+    content = encoded(picture(seed=1))
+    expected = tokens(client, data_url(content))
+    assert tokens(client, f"file://{readable}/picture.png") == expected
+    with files({"/picture.png": content}) as (address, asked):
+        assert tokens(client, f"{address}/picture.png") == expected
+        assert asked == ["/picture.png"]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "file:///etc/hostname",
+        "file://{readable}/../secret.png",
+        "http://localhost:{port}/picture.png",
+        "ftp://127.0.0.1/x",
+    ],
+)
+def test_nothing_else_is_fetched(client, readable, url):
+    with files({"/picture.png": encoded(picture())}) as (address, asked):
+        url = url.format(readable=readable, port=address.rpartition(":")[2])
+        with pytest.raises(openai.BadRequestError):
+            ask(client, url)
+        assert asked == []
+
+
+def test_redirections_are_not_followed(client):
+    with files({"/a": "/picture.png", "/picture.png": encoded(picture())}) as (address, asked):
+        with pytest.raises(openai.BadRequestError):
+            ask(client, f"{address}/a")
+        assert asked == ["/a"]
+
+
+def zeros(width, height):
+    """A file that says it has that many pixels, and has none of them."""
+
+    def chunk(name, data):
+        checked = name + data
+        return struct.pack(">I", len(data)) + checked + struct.pack(">I", zlib.crc32(checked))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b""))
+        + chunk(b"IEND", b"")
+    )
+
+
+def _truncated():
+    whole = encoded(picture())
+    return whole[: len(whole) // 2]
+
+
+BAD = {
+    "truncated": _truncated(),
+    "no image": b"GIF89a and then nothing of it",
+    "empty": b"",
+    "0 pixels": zeros(0, 0),
+    "0 rows": zeros(10, 0),
+    "a bomb": zeros(60_000, 60_000),
+    "a small bomb": encoded(Image.new("1", (9000, 9000))),
+    "a line": encoded(picture(4000, 4)),
+    "too wide": encoded(picture(60_000, 1)),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_image_fails_its_own_request_alone(server, client, name):
+    with pytest.raises(openai.BadRequestError):
+        ask(client, data_url(BAD[name]))
+    assert server.health() == 200
+
+
+def test_the_server_still_answers_and_wrote_nothing_down(server, client):
+    content = data_url(encoded(picture()))
+    tokens(client, content)
+    log = server.log.read_text()
+    assert content[40:100] not in log
+    assert "Traceback" not in log
+
+
+def test_limits_and_other_media_are_named(client):
+    url = data_url(encoded(picture()))
+    with pytest.raises(openai.BadRequestError, match="At most 2 image"):
+        ask(client, url, url, url)
+    sound = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+    with pytest.raises(openai.BadRequestError, match="audio"):
+        client.chat.completions.create(
+            model="toy", messages=[{"role": "user", "content": [sound]}], max_tokens=1
+        )
+
+
+def test_the_example_asks_about_a_picture(server, readable):
+    example = Path(__file__).parents[2] / "examples" / "images.py"
+    command = (str(example), "--server", server.url, "--max-tokens", "8")
+    done = subprocess.run(
+        [sys.executable, *command, str(readable / "picture.png"), QUESTION],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_vllms_benchmark_of_random_images_runs(server, checkpoint, tmp_path):
+    command = (
+        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"),
+        *("--backend", "openai-chat", "--endpoint", "/v1/chat/completions"),
+        *("--base-url", server.url, "--model", "toy", "--tokenizer", checkpoint),
+        *("--dataset-name", "random-mm", "--num-prompts", "4"),
+        *("--random-input-len", "20", "--random-output-len", "4"),
+        *("--random-mm-base-items-per-request", "1"),
+        *("--random-mm-limit-mm-per-prompt", '{"image": 1, "video": 0}'),
+        *("--random-mm-bucket-config", "{(64, 96, 1): 1.0}"),
+        *("--save-result", "--result-dir", str(tmp_path)),
+    )
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (result,) = tmp_path.glob("*.json")
+    told = json.loads(result.read_text())
+    assert (told["completed"], told["failed"]) == (4, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5"])
+def test_answers_about_frames_of_a_video_are_those_of_transformers(name, tmp_path):
+    family = FAMILIES[name]
+    folder = family.write(tmp_path)
+    frames = np.random.default_rng(3).integers(0, 255, (6, 100, 150, 3), dtype=np.uint8)
+    told = {"fps": 2.0, "duration": 3.0, "total_num_frames": 6, "frames_indices": [*range(6)]}
+    prompt = f"{family.video} and {family.image} {QUESTION}"
+    media = {"video": [(frames, told | {"do_sample_frames": False})], "image": [picture()]}
+    with engine(folder, max_model_len=512) as llm:
+        (output,) = llm.generate(
+            {"prompt": prompt, "multi_modal_data": media}, greedy(8), use_tqdm=False
+        )
+        assert counters(llm)["vllm:mm_cache_queries"] == 2
+    expected = reference.generated(
+        folder, family, prompt, media["image"], 8, videos=[frames], video_metadata=[told]
+    )
+    assert (output.prompt_token_ids, [*output.outputs[0].token_ids]) == expected

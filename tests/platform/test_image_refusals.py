@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two lists of models whose images are served agree: by architecture and by model type."""
+
+import transformers
+
+from vllm_metal.vision.families import FAMILIES
+from vllm_metal.vllm_patches.model_info import WITH_IMAGES
+
+
+def test_architectures_that_take_images_have_towers():
+    assert {getattr(transformers, name).config_class.model_type for name in WITH_IMAGES} == {
+        *FAMILIES
+    }

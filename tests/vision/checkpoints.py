@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes toy checkpoints that read images, so that transformers' own classes are the reference."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+#: Sizes that all toys share; head_dim * heads is not hidden_size, as in published models.
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 64, 128, 4, 2, 32
+_TEXT: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": 2048,
+}
+_VISION: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "num_channels": 3,
+}
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_heads": 2,
+    "out_hidden_size": HIDDEN,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 64,
+}
+_HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models that read images, in toy sizes.
+
+    Attributes:
+        architecture: the model's class in transformers.
+        config: of config.json, from the ids of the special tokens by their text.
+        special: texts of the special tokens, the first of which begin and end texts.
+        image: what stands for an image in a prompt, before any processor expands it.
+        template: Jinja of the chat template.
+        files: further files by name, as they are in JSON.
+        named: special tokens that the tokenizer has as attributes, by the attribute's name.
+        video: what stands for a video in a prompt, if the family takes videos.
+        byte_level: whether tokens are bytes, as transformers' own class of a tokenizer has them.
+    """
+
+    architecture: str
+    config: Callable[[dict[str, int]], dict[str, Any]]
+    special: tuple[str, ...]
+    image: str
+    template: str
+    files: dict[str, Any]
+    named: dict[str, str] = field(default_factory=dict)
+    video: str | None = None
+    byte_level: bool = False
+
+    def write(self, folder: Path, *, seed: int = 0, **changes: Any) -> str:
+        """Writes a whole checkpoint of random float32 weights into `folder`; returns its path.
+
+        Args:
+            folder: is made if it is missing.
+            seed: of the weights.
+            changes: of keys of the text's configuration.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        ids = self._write_tokenizer(folder)
+        config = self.config(ids)
+        config["text_config"] |= {"vocab_size": len(ids)} | changes
+        _write_model(self.architecture, config, folder, seed)
+        for name, content in self.files.items():
+            (folder / name).write_text(json.dumps(content))
+        return str(folder)
+
+    def _write_tokenizer(self, folder: Path) -> dict[str, int]:
+        """A vocabulary of characters or bytes; returns all ids by their token."""
+        tokenizer = _bytes(self.special) if self.byte_level else _characters(self.special)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        bos, eos = self.special[:2]
+        content = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": bos,
+            "eos_token": eos,
+            "pad_token": eos,
+            "clean_up_tokenization_spaces": False,
+            "extra_special_tokens": self.named,
+            **self.named,
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(content))
+        (folder / "chat_template.jinja").write_text(self.template)
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
+        return vocabulary
+
+
+def _characters(special: tuple[str, ...]) -> Tokenizer:
+    """A tokenizer of special tokens, printable characters, runs of line ends, and all bytes."""
+    tokens = [*special, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
+    tokens += [chr(code) for code in range(33, 127)] + ["\n" * many for many in (1, 2, 3, 4)]
+    merges = [("\n", "\n"), ("\n\n", "\n"), ("\n\n", "\n\n")]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    return tokenizer
+
+
+def _bytes(special: tuple[str, ...]) -> Tokenizer:
+    """A tokenizer of special tokens and all bytes."""
+    tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    return tokenizer
+
+
+def _write_model(architecture: str, config: dict[str, Any], folder: Path, seed: int) -> None:
+    import transformers
+
+    cls = getattr(transformers, architecture)
+    model = cls(cls.config_class(**config, architectures=[architecture])).float().eval()
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=random)
+            if parameter.ndim > 1:  # outputs of the size of their inputs, so that images matter
+                scale = 0.5 if "embed" in name else 1.0  # a tied head would repeat the last token
+                parameter.copy_(noise * scale * parameter[0].numel() ** -0.5)
+            else:
+                parameter.add_(0.1 * noise)
+    model.save_pretrained(folder)
+
+
+def _chatml(parts: str) -> str:
+    return (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+        + parts
+        + "{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+_QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+_QWEN_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
+_QWEN: dict[str, Any] = {
+    "special": (
+        "<|endoftext|>",
+        "<|im_end|>",
+        "<|im_start|>",
+        "<|vision_start|>",
+        "<|vision_end|>",
+        "<|vision_pad|>",
+        "<|image_pad|>",
+        "<|video_pad|>",
+    ),
+    "byte_level": True,
+    "image": _QWEN_IMAGE,
+    "video": _QWEN_VIDEO,
+    "template": _chatml(
+        "{% if p.type == 'image' or 'image_url' in p %}" + _QWEN_IMAGE + "{% endif %}"
+        "{% if p.type == 'video' %}" + _QWEN_VIDEO + "{% endif %}"
+    ),
+    "files": {
+        "preprocessor_config.json": {
+            "image_processor_type": "Qwen2VLImageProcessorFast",
+            "processor_class": "Qwen3VLProcessor",
+            "size": {"shortest_edge": 64 * 64, "longest_edge": 256 * 256},  # 4 to 64 tokens
+            "patch_size": 16,
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+            **_HALVES,
+        },
+        "video_preprocessor_config.json": {
+            "video_processor_type": "Qwen3VLVideoProcessor",
+            "processor_class": "Qwen3VLProcessor",
+            "size": {"shortest_edge": 64 * 64, "longest_edge": 4 * 128 * 128},
+            "patch_size": 16,
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+            **_HALVES,
+        },
+    },
+}
+
+
+def _qwen_ids(ids: dict[str, int]) -> dict[str, int]:
+    return {
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+    }
+
+
+def _qwen3_vl(ids: dict[str, int]) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
+    return _qwen_ids(ids) | {
+        "text_config": _TEXT | {"rope_parameters": rope | {"mrope_section": [6, 5, 5]}},
+        "vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0]},
+    }
+
+
+def _qwen3_5(ids: dict[str, int]) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
+    layers = {
+        "layer_types": ["linear_attention", "full_attention"],
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "partial_rotary_factor": 0.5,
+    }
+    partial = {"mrope_section": [3, 3, 2], "partial_rotary_factor": 0.5}
+    return _qwen_ids(ids) | {
+        "text_config": _TEXT | layers | {"rope_parameters": rope | partial},
+        "vision_config": _QWEN_VISION,
+    }
+
+
+def _gemma3(ids: dict[str, int]) -> dict[str, Any]:
+    layers = {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window_pattern": 2,
+        "sliding_window": 32,
+        "query_pre_attn_scalar": HEAD_DIM,
+    }
+    return {
+        "text_config": _TEXT | layers,
+        "vision_config": _VISION | {"image_size": 64, "patch_size": 8, "vision_use_head": False},
+        "mm_tokens_per_image": 16,
+        "boi_token_index": ids["<start_of_image>"],
+        "eoi_token_index": ids["<end_of_image>"],
+        "image_token_index": ids["<image_soft_token>"],
+    }
+
+
+def _mistral3(ids: dict[str, int]) -> dict[str, Any]:
+    return {
+        "text_config": _TEXT | {"model_type": "mistral", "sliding_window": None},
+        "vision_config": _VISION
+        | {"model_type": "pixtral", "image_size": 128, "patch_size": 8, "hidden_act": "silu"},
+        "image_token_index": ids["[IMG]"],
+        "spatial_merge_size": 2,
+        "tie_word_embeddings": False,
+    }
+
+
+FAMILIES = {
+    "qwen3_vl": Family("Qwen3VLForConditionalGeneration", _qwen3_vl, **_QWEN),
+    "qwen3_5": Family("Qwen3_5ForConditionalGeneration", _qwen3_5, **_QWEN),
+    "gemma3": Family(
+        "Gemma3ForConditionalGeneration",
+        _gemma3,
+        special=(
+            "<bos>",
+            "<eos>",
+            "<start_of_turn>",
+            "<end_of_turn>",
+            "<start_of_image>",
+            "<end_of_image>",
+            "<image_soft_token>",
+        ),
+        image="<start_of_image>",
+        template=(
+            "<bos>{% for m in messages %}<start_of_turn>"
+            "{{ 'model' if m.role == 'assistant' else m.role }}\n"
+            "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+            "{% if p.type == 'image' %}<start_of_image>{% elif p.type == 'text' %}{{ p.text }}"
+            "{% endif %}{% endfor %}{% endif %}<end_of_turn>\n{% endfor %}"
+            "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+        ),
+        files={
+            "preprocessor_config.json": {
+                "image_processor_type": "Gemma3ImageProcessor",
+                "processor_class": "Gemma3Processor",
+                "size": {"height": 64, "width": 64},
+                **_HALVES,
+            },
+            "processor_config.json": {"image_seq_length": 16, "processor_class": "Gemma3Processor"},
+        },
+        named={
+            "image_token": "<image_soft_token>",
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+        },
+    ),
+    "mistral3": Family(
+        "Mistral3ForConditionalGeneration",
+        _mistral3,
+        special=("<s>", "</s>", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        image="[IMG]",
+        template=(
+            "<s>{% for m in messages %}{% if m.role == 'user' %}[INST]{% endif %}"
+            "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+            "{% if p.type == 'image' %}[IMG]{% elif p.type == 'text' %}{{ p.text }}"
+            "{% endif %}{% endfor %}{% endif %}"
+            "{% if m.role == 'user' %}[/INST]{% else %}</s>{% endif %}{% endfor %}"
+        ),
+        files={
+            "preprocessor_config.json": {
+                "image_processor_type": "PixtralImageProcessorFast",
+                "processor_class": "PixtralProcessor",
+                "size": {"longest_edge": 128},
+                "patch_size": {"height": 8, "width": 8},
+                "image_mean": [0.48145466, 0.4578275, 0.40821073],
+                "image_std": [0.26862954, 0.26130258, 0.27577711],
+            },
+            "processor_config.json": {
+                "processor_class": "PixtralProcessor",
+                "patch_size": 8,
+                "spatial_merge_size": 2,
+                "image_token": "[IMG]",
+                "image_break_token": "[IMG_BREAK]",
+                "image_end_token": "[IMG_END]",
+            },
+        },
+    ),
+}

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that read images: tokens equal transformers', whatever is cached, cut or drafted."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from e2e.harness import counters, engine, greedy
+from PIL import Image
+from vision import checkpoints
+from vision.toys import CHANGES
+
+from vllm_metal.vision.families import FAMILIES
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+#: Enough for texts of random weights to repeat themselves, so that drafts are right.
+NUM_TOKENS = {"qwen3_5": 48}
+#: As many as the encoder cache must hold of the families whose images are smallest.
+NUM_BATCHED_TOKENS = 34
+DRAFTS = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 2,
+    "prompt_lookup_min": 1,
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name == "qwen3_vl" else pytest.mark.more)
+        for name in sorted(FAMILIES.keys() & checkpoints.FAMILIES.keys())
+    ],
+)
+def asked(request, tmp_path_factory):
+    """A family's checkpoint, and prompts with images by the same name in several of them."""
+    name = request.param
+    folder = tmp_path_factory.mktemp(name)
+    family = checkpoints.FAMILIES[name]
+    family.write(folder, **CHANGES.get(name, {}))
+    rng = np.random.default_rng(0)
+    wide, tall = (
+        Image.fromarray(rng.integers(0, 255, (*shape, 3), dtype=np.uint8))
+        for shape in ((96, 192), (96, 64))
+    )
+    word = "tell tell tell "
+    prompts = [
+        {"prompt": f"see {family.image} {word}", "multi_modal_data": {"image": [wide]}},
+        {
+            "prompt": f"{word}{family.image} and {family.image} {word}",
+            "multi_modal_data": {"image": [tall, wide]},
+        },
+        {"prompt": word},
+    ]
+    return family, folder, prompts, NUM_TOKENS.get(name, 16)
+
+
+def expected(family, folder, prompt, num_tokens):
+    """Ids of the prompt, and what transformers' model says."""
+    model = getattr(transformers, family.architecture).from_pretrained(folder, dtype=torch.float32)
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    images = prompt.get("multi_modal_data", {}).get("image")
+    inputs = processor(text=prompt["prompt"], images=images, return_tensors="pt")
+    with torch.inference_mode():
+        found = model.eval().generate(
+            **inputs, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False
+        )
+    count = inputs["input_ids"].shape[1]
+    return inputs["input_ids"][0].tolist(), found[0, count:].tolist()
+
+
+def test_tokens_equal_those_of_transformers_with_drafts_and_cached_prefixes(asked):
+    family, folder, prompts, num_tokens = asked
+    with engine(
+        str(folder),
+        max_model_len=256,
+        max_num_batched_tokens=NUM_BATCHED_TOKENS,
+        max_num_seqs=4,
+        dtype="float32",
+        speculative_config=DRAFTS,
+    ) as llm:
+        first = llm.generate(prompts, greedy(num_tokens), use_tqdm=False)
+        again = llm.generate(prompts[:2], greedy(num_tokens), use_tqdm=False)
+        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        found, block_size = counters(llm), llm.llm_engine.vllm_config.cache_config.block_size
+        encoder = worker.networks.encoder
+        assert encoder.num_encoded == 2
+        assert worker.networks.image_bytes(worker.vllm_config) > encoder.nbytes > 0
+        worker.reset_encoder_cache()
+        assert encoder.nbytes == 0
+    for prompt, output in zip([*prompts, *prompts[:2]], [*first, *again], strict=True):
+        ids, tokens = expected(family, folder, prompt, num_tokens)
+        assert output.prompt_token_ids == ids
+        assert list(output.outputs[0].token_ids) == tokens
+    for output in again:  # blocks that have room for a state are larger than these prompts
+        whole = (len(output.prompt_token_ids) - 1) // block_size * block_size
+        assert output.num_cached_tokens == whole
+    assert found["vllm:spec_decode_num_accepted_tokens"] > 0

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images in the engine's process: towers, their outputs by hash, rows and positions of images."""

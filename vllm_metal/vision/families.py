@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families whose images are served: which tower, and what the text model needs beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm_metal.vision.gemma import GemmaTower
+from vllm_metal.vision.mistral import MistralTower
+from vllm_metal.vision.qwen import QwenTower
+from vllm_metal.vision.tower import Config, Tower
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """What is particular to a family."""
+
+    tower: Callable[[Config], Tower]  # of the configuration of the whole model
+    mrope: bool = False  # rows of images have three positions
+    whole: bool = False  # rows of an image see each other whatever their order
+    scaled: bool = False  # the text model multiplies embeddings with sqrt(H), those of images not
+
+
+#: By `model_type` of config.json.
+FAMILIES = {
+    "gemma3": VisionFamily(GemmaTower, whole=True, scaled=True),
+    "mistral3": VisionFamily(MistralTower),
+    "qwen3_5": VisionFamily(QwenTower, mrope=True),
+    "qwen3_5_moe": VisionFamily(QwenTower, mrope=True),
+    "qwen3_vl": VisionFamily(QwenTower, mrope=True),
+    "qwen3_vl_moe": VisionFamily(QwenTower, mrope=True),
+}

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An image of a request: which rows of the prompt are its own, and the tower's inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Image:
+    """An image, or a video, as vLLM's processor placed it in a prompt."""
+
+    feature: MultiModalFeatureSpec
+
+    @property
+    def key(self) -> str:
+        """The hash of what was processed, by which the scheduler counts and frees outputs."""
+        return self.feature.identifier
+
+    @property
+    def modality(self) -> str:
+        """What it is: "image" or "video"."""
+        return self.feature.modality
+
+    @cached_property
+    def places_np(self) -> np.ndarray:
+        """[n] int32, the places in the prompt whose embeddings the tower makes, in its order."""
+        position = self.feature.mm_position
+        places = np.arange(position.offset, position.offset + position.length, dtype=np.int32)
+        return places if position.is_embed is None else places[position.is_embed.numpy()]
+
+    @property
+    def end(self) -> int:
+        """The first place behind it."""
+        return self.feature.mm_position.offset + self.feature.mm_position.length
+
+    @cached_property
+    def runs_np(self) -> np.ndarray:
+        """[m, 2] int32, the first place of each run of `places_np`, and the one behind its last."""
+        places = self.places_np
+        gaps = np.flatnonzero(np.diff(places) != 1)
+        firsts, lasts = places[np.append(0, gaps + 1)], places[np.append(gaps, len(places) - 1)]
+        return np.stack([firsts, lasts + 1], axis=1)
+
+    @property
+    def data(self) -> Mapping[str, mx.array]:
+        """The tower's inputs by name, as the processor made them.
+
+        Raises:
+            ValueError: vLLM did not send them.
+        """
+        item = self.feature.data
+        if item is None or not item:
+            raise ValueError(f"the scheduler sent no data of a {self.modality}")
+        # The times of a video's frames are texts in the prompt, and none of a tower's inputs.
+        data = item.get_data().items()
+        return {name: _on_device(each) for name, each in data if isinstance(each, torch.Tensor)}
+
+    def numbers(self, name: str) -> list[int]:
+        """Integers among the inputs.
+
+        Raises:
+            ValueError: they did not come with the request.
+        """
+        item = self.feature.data
+        if item is None or name not in item:
+            raise ValueError(f"the scheduler sent no {name} of a {self.modality}")
+        tensor = item[name].data
+        assert isinstance(tensor, torch.Tensor)
+        return [int(number) for number in tensor.flatten().tolist()]
+
+
+def images_of(features: Sequence[MultiModalFeatureSpec]) -> list[Image]:
+    """The images of a request, by their place in the prompt."""
+    return [Image(each) for each in sorted(features, key=lambda f: f.mm_position.offset)]
+
+
+def _on_device(tensor: torch.Tensor) -> mx.array:
+    if tensor.dtype == torch.bfloat16:  # numpy has none; float32 holds it exactly
+        tensor = tensor.float()
+    return mx.array(tensor.numpy())

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads the tower of a model that is served with images, and fits the text model to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+from mlx_lm.utils import load_config
+
+from vllm_metal.models import loader
+from vllm_metal.models.parts import ModelParts
+from vllm_metal.models.weight_files import ModelLoadError
+from vllm_metal.vision import deepstack, rotation
+from vllm_metal.vision.column import Axes, ImageColumn
+from vllm_metal.vision.encoder import Encoder
+from vllm_metal.vision.families import FAMILIES, VisionFamily
+from vllm_metal.vision.tower import Config, load_weights
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def load(config: VllmConfig, text: ModelParts) -> ImageColumn:
+    """The column that brings images to the text model of a checkpoint.
+
+    Args:
+        config: vLLM's.
+        text: the loaded text model; its layers get what rows of images need.
+
+    Raises:
+        ModelLoadError: the family's images are not served, or the checkpoint's tower cannot be.
+        ImportError: mlx-vlm is not installed.
+    """
+    name = loader.model_type(config)
+    if name not in FAMILIES:
+        raise ModelLoadError(
+            f"images of {name!r} are not served: serve its text with --language-model-only"
+        )
+    family, of_model = FAMILIES[name], config.model_config.hf_config.to_dict()
+    folder = loader.model_folder(config.model_config, config)
+    dtype = loader.mlx_dtype(config)
+    tower = family.tower(of_model)
+    load_weights(tower, folder, dtype, load_config(folder).get("quantization"))
+    return fitted(Encoder(tower, dtype), text, of_model, family)
+
+
+def fitted(encoder: Encoder, text: ModelParts, config: Config, family: VisionFamily) -> ImageColumn:
+    """The column over a tower and a text model, whose layers are given what rows of images need.
+
+    Args:
+        encoder: of a tower with its weights.
+        text: the text model.
+        config: of the whole model.
+        family: of the model.
+    """
+    deepstack.put_in(text.model, encoder.tower.levels)
+    axes = None
+    if family.mrope:
+        sections = config["text_config"]["rope_parameters"]["mrope_section"]
+        merge_size = config["vision_config"]["spatial_merge_size"]
+        axes = Axes(rotation.put_in(text.model, sections), merge_size)
+    scale = 1.0
+    if family.scaled:  # rounded as mlx-lm's module does
+        scale = mx.array(config["text_config"]["hidden_size"] ** 0.5, mx.bfloat16).item()
+    return ImageColumn(encoder, text.embed, axes, scale, family.whole)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tower: mlx-vlm's modules that make embeddings of images, with the checkpoint's weights."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from vllm_metal.models import loader
+from vllm_metal.models.weight_files import ModelLoadError
+
+Config = Mapping[str, Any]
+#: Names of towers with a projector beside them, as checkpoints of transformers' and mlx-vlm's have
+#: them, the longer ones first.
+PARTS = {
+    f"{before}{name}": attribute
+    for before in ("model.", "")
+    for name, attribute in {
+        "vision_tower.vision_model": "vision_tower.vision_model",
+        "vision_tower": "vision_tower.vision_model",
+        "multi_modal_projector": "multi_modal_projector",
+    }.items()
+}
+
+
+class Tower(nn.Module, ABC):
+    """Modules of a vision tower and its projector; one class for each family.
+
+    A family's class makes them of the configuration, under the names of `parts`.
+    """
+
+    #: What checkpoints put before the names of the tower's weights, and the attribute that it is.
+    parts: ClassVar[Mapping[str, str]]
+    #: How many of the text model's layers add something to rows of images (see deepstack).
+    levels: int = 0
+
+    @abstractmethod
+    def encode(self, modality: str, data: Mapping[str, mx.array]) -> mx.array:
+        """[n, 1 + levels, H] of an image or a video; lazy.
+
+        Args:
+            modality: "image" or "video".
+            data: what vLLM's processor of the family made of it, by name.
+
+        Raises:
+            Exception: it cannot be computed.
+        """
+
+    @abstractmethod
+    def sample(self, rows: int) -> Mapping[str, mx.array]:
+        """What `encode` takes of an image that makes about so many rows, to measure it."""
+
+    def check_fixed(self, config: Config, **fixed: Any) -> None:
+        """Refuses what mlx-vlm's modules have no choice of.
+
+        Args:
+            config: of the tower, or of the whole model.
+            fixed: the values that they compute, by key.
+
+        Raises:
+            ModelLoadError: the configuration has another one.
+        """
+        for key, value in fixed.items():
+            if config.get(key, value) != value:
+                raise ModelLoadError(
+                    f"the vision tower is computed with {key} {value!r}, and not {config[key]!r}"
+                )
+
+    def own_name(self, name: str) -> str | None:
+        """The name here of a checkpoint's array; None where it is of the text model."""
+        for before, attribute in self.parts.items():
+            if name.startswith(f"{before}."):
+                return attribute + name[len(before) :]
+        return None
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """The arrays as mlx-vlm's modules take them, of those of transformers or mlx-vlm."""
+        for part in self.children().values():
+            if hasattr(part, "sanitize"):
+                weights = part.sanitize(weights)
+        return weights
+
+
+def load_weights(tower: Tower, folder: Path, dtype: mx.Dtype, quantization: Config | None) -> None:
+    """Fills a tower from a checkpoint's files.
+
+    Args:
+        tower: as it was made.
+        folder: of the checkpoint.
+        dtype: of floating-point numbers.
+        quantization: of config.json, as mlx-vlm writes it; None: nothing is quantised.
+
+    Raises:
+        ModelLoadError: weights are missing, or the tower has no place for some.
+    """
+    found: dict[str, mx.array] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        for name, array in cast(dict[str, mx.array], mx.load(str(path))).items():
+            if (own := tower.own_name(name)) is not None:
+                found[own] = array
+    if not found:
+        raise ModelLoadError(
+            f"{folder} has no weights of a vision tower: serve its text with --language-model-only"
+        )
+    try:
+        weights = tower.sanitize(found)
+        if quantization is not None:
+            _quantise(tower, weights, quantization)
+        tower.load_weights(list(loader.in_dtype(weights, dtype).items()), strict=True)
+    except ValueError as error:
+        raise ModelLoadError(f"the vision tower in {folder}: {str(error)[:400]}") from error
+    tower.eval()
+    mx.eval(tower.parameters())
+
+
+def _quantise(tower: Tower, weights: Mapping[str, mx.array], quantization: Config) -> None:
+    """Makes quantised modules of those whose weights have scales."""
+
+    def how(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if f"{path}.scales" not in weights or not hasattr(module, "to_quantized"):
+            return False
+        given = quantization.get(path, True)
+        return given if isinstance(given, (bool, dict)) else True
+
+    nn.quantize(
+        tower,
+        group_size=quantization["group_size"],
+        bits=quantization["bits"],
+        mode=quantization.get("mode", "affine"),
+        class_predicate=how,
+    )
