@@ -24,6 +24,10 @@ def configure(model, options):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
+        (
+            {"runner": "pooling", "additional_config": {"prefix_cache_dir": "/nowhere"}},
+            "prefix_cache_dir with --runner pooling",
+        ),
         ({"enable_lora": True, "lora_dtype": "bfloat16"}, "--lora-dtype .*the model's"),
         ({"enable_lora": True, "fully_sharded_loras": True}, "--fully-sharded-loras"),
         ({"enable_lora": True, "runner": "pooling"}, "--enable-lora with --runner pooling"),

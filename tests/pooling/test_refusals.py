@@ -22,8 +22,6 @@ def configure(model, **options):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"kv_transfer_config": {"kv_connector": "MetalConnector", "kv_role": "kv_both"}}, "stay"),
-        ({"additional_config": {"prefix_cache_dir": "/nowhere"}}, "prefix_cache_dir .*stay in"),
         ({"logits_processors": ["x:Y"]}, "--logits-processors with --runner pooling"),
         (
             {"pooler_config": {"seq_pooling_type": "MEAN"}, "enable_chunked_prefill": True},
@@ -35,7 +33,6 @@ def configure(model, **options):
         ),
         ({"hf_overrides": {"is_causal": False}}, "attends in both directions"),
         ({"hf_overrides": {"use_bidirectional_attention": True}}, "attends in both directions"),
-        ({"enable_lora": True}, "--enable-lora"),
     ],
 )
 def test_what_cannot_be_honoured_is_named(plain, options, named):

@@ -116,7 +116,14 @@ def _transfer_refusals(config: VllmConfig) -> dict[str, bool]:
         "--kv-offloading-size (memory is unified: there is no other side to offload to; "
         "--additional-config prefix_cache_dir keeps K/V on disk)": (
             config.cache_config.kv_offloading_size is not None
-        )
+        ),
+        "--kv-transfer-config or a prefix_cache_dir with --runner pooling (K/V stay in the pool)": (
+            pooling.pools(config)
+            and (
+                config.kv_transfer_config is not None
+                or AdditionalConfig.of(config).prefix_cache_dir is not None
+            )
+        ),
     }
     transfer = config.kv_transfer_config
     if transfer is None:

@@ -7,10 +7,14 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from vllm_metal.pooling import sentence_transformers
-from vllm_metal.settings.additional_config import AdditionalConfig
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+
+
+def pools(config: VllmConfig) -> bool:
+    """Whether an engine embeds, scores or classifies."""
+    return config.model_config is not None and config.model_config.runner_type == "pooling"
 
 
 def refusals(config: VllmConfig, encoder: bool, encoders: Iterable[str]) -> dict[str, bool]:
@@ -22,20 +26,17 @@ def refusals(config: VllmConfig, encoder: bool, encoders: Iterable[str]) -> dict
         encoders: architectures that are.
     """
     model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
-    if model is None or model.runner_type != "pooling":
+    if not pools(config):
         return {}
     pooler = model.pooler_config
     assert pooler is not None
     way = f"{pooler.seq_pooling_type}/{pooler.tok_pooling_type} pooling"
-    pools = "with --runner pooling"
-    given = AdditionalConfig.of(config)
+    beside = "with --runner pooling"
     return _of_model(model, encoder, encoders) | {
-        f"--speculative-config {pools} (nothing is sampled)": config.speculative_config is not None,
-        f"--io-processor-plugin {pools}": bool(model.io_processor_plugin),
-        f"--logits-processors {pools} (nothing is sampled)": bool(model.logits_processors),
-        f"--kv-transfer-config or a prefix_cache_dir {pools} (K/V stay in the pool)": (
-            config.kv_transfer_config is not None or given.prefix_cache_dir is not None
-        ),
+        f"--speculative-config {beside} (nothing is sampled)": config.speculative_config
+        is not None,
+        f"--io-processor-plugin {beside}": bool(model.io_processor_plugin),
+        f"--logits-processors {beside} (nothing is sampled)": bool(model.logits_processors),
         f"--enable-chunked-prefill with {way} (it reads all rows of a text at once)": (
             bool(scheduler.enable_chunked_prefill) and not model.is_chunked_prefill_supported
         ),
