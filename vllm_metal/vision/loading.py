@@ -62,5 +62,5 @@ def fitted(encoder: Encoder, text: ModelParts, config: Config, family: VisionFam
         axes = Axes(rotation.put_in(text.model, sections), merge_size)
     scale = 1.0
     if family.scaled:  # rounded as mlx-lm's module does
-        scale = mx.array(config["text_config"]["hidden_size"] ** 0.5, mx.bfloat16).item()
+        scale = float(mx.array(config["text_config"]["hidden_size"] ** 0.5, mx.bfloat16))
     return ImageColumn(encoder, text.embed, axes, scale, family.whole)
