@@ -141,6 +141,18 @@ def test_one_word_of_the_scheduler_tells_who_left_and_who_entered():
     assert [table[resumed.req_idx, 0] for table in requests.block_tables.tables_np] == [7, 8]
 
 
+def test_a_request_of_a_model_without_blocks_resumes():
+    """Of no groups vLLM names no blocks."""
+    requests = Requests(1, 64, BlockTables(0, 1, 5))
+    requests.add_request(new_request("a", [1, 2], ()))
+    requests.preempt_request("a")
+    back = CachedRequestData.make_empty()
+    back.req_ids, back.resumed_req_ids, back.num_computed_tokens = ["a"], {"a"}, [0]
+    back.new_block_ids, back.all_token_ids = [None], {"a": [1, 2]}
+    changes = requests.apply(word(scheduled_cached_reqs=back))
+    assert not changes.failed and [state.prompt_token_ids for state in changes.entered] == [[1, 2]]
+
+
 def next_turn(prompt, block_ids, num_computed_tokens):
     return word(scheduled_new_reqs=[new_request("session", prompt, block_ids, num_computed_tokens)])
 

@@ -20,7 +20,7 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 # The `vllm` command of an interpreter, whether or not its folder is on the PATH.
-_VLLM = ("-m", "vllm.entrypoints.cli.main")
+VLLM = ("-m", "vllm.entrypoints.cli.main")
 #: What the tests of in-process engines set; and a ban on bytecode, as some environments have it:
 #: without it vLLM's imports take 9 s instead of 20 s (measured on two cores) after the first time.
 _NOT_FOR_THE_SERVER = (
@@ -140,7 +140,7 @@ def started(
     kept = {key: value for key, value in os.environ.items() if key not in _NOT_FOR_THE_SERVER}
     with log.open("w") as output:
         process = subprocess.Popen(
-            [python, *_VLLM, "serve", model, "--host", "127.0.0.1", *options],
+            [python, *VLLM, "serve", model, "--host", "127.0.0.1", *options],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -13,7 +13,9 @@ from e2e.disk import (
     random_prompts,
 )
 from e2e.fuzz.models import VOCAB
-from e2e.harness import counters, engine, run_out
+from e2e.harness import counters, engine, greedy, run_out
+from lora.toys import Toy, greedy_tokens
+from vllm.lora.request import LoRARequest
 
 LENGTHS = (300, 16, 17, 131, 200, 64)
 
@@ -138,3 +140,28 @@ def test_generated_blocks_are_found_too(tiny, tmp_path):
         check_same(found, expected)
         # The last token's K/V were never computed: 139 tokens are 8 whole blocks.
         assert found[0].cached == 128
+
+
+@pytest.mark.more
+def test_an_adapter_finds_what_its_content_has_stored(tmp_path):
+    """After a restart; trained anew under its name and path it finds nothing, and put back all."""
+    toy = Toy("llama", tmp_path / "base")
+    model, path = toy.save(), tmp_path / "adapter"
+    (prompt,) = random_prompts([100], VOCAB)
+    options = {"enable_lora": True, "skip_tokenizer_init": True, "max_num_batched_tokens": 64}
+
+    def loaded():
+        """Tokens that an engine generates, and how many of the prompt's it found on disk."""
+        with disk_engine(model, tmp_path / "disk", **options) as llm:
+            outputs = llm.generate(
+                [{"prompt_token_ids": prompt}],
+                greedy(8),
+                use_tqdm=False,
+                lora_request=LoRARequest("mine", 1, str(path)),
+            )
+            run_out(llm)
+            return outputs[0].outputs[0].token_ids, counters(llm).get(HITS, 0)
+
+    for seed, found in ((1, 0), (2, 0), (1, 96), (2, 96)):
+        adapted = toy.adapter(path, seed)
+        assert loaded() == (greedy_tokens(adapted, prompt, 8), found)

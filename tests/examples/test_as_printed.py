@@ -126,6 +126,15 @@ def test_messages_are_counted_and_a_second_turn_finds_the_first(server):
     assert cached(printed) >= 32
 
 
+@pytest.mark.more
+def test_vectors_find_the_passage_of_each_question(tmp_path):
+    model = str(embedded_model_path(dequantize=True))
+    with serve(model, options(command("runner pooling")), tmp_path / "log") as embedder:
+        printed = run("embeddings.py", embedder)
+    found = re.findall(r"^  \d\.\d+  (.*)$", printed, re.MULTILINE)
+    assert [each.split(" ")[1] for each in found] == ["ferry", "is", "library"]
+
+
 def cached(printed):
     """Tokens of the last turn that were found."""
     return int(re.findall(r"(\d+)(?: of them)? cached\)", printed)[-1])

@@ -30,7 +30,7 @@ from vllm_metal.memory.budget import (
 MIB = 2**20
 NEEDS = (
     *("weights", "draft_weights", "forward", "attention"),
-    *("sampling", "logits", "counts", "cache", "transfers"),
+    *("sampling", "logits", "counts", "cache", "transfers", "adapters"),
 )
 
 
@@ -53,6 +53,7 @@ def machines(draw):
         in_use=held + draw(st.integers(0, total // 2)),
         weights=draw(st.integers(0, int(1.2 * total))),
         draft_weights=draw(st.integers(0, total // 8)),
+        adapters=draw(st.just(0) | st.integers(0, total // 8)),
         forward=draw(st.integers(0, total // 4)),
         attention=draw(st.integers(0, total // 8)),
         sampling=draw(st.integers(0, total // 8)),
@@ -105,7 +106,7 @@ def test_a_pool_holds_a_request_and_leaves_the_margin_or_there_is_an_error(machi
     pool = pool_bytes(machine, flag)
     assert pool >= request.needed(flag.least_context)
     used = machine.other_engines + machine.weights + machine.draft_weights + pool
-    used += machine.transfers
+    used += machine.transfers + machine.adapters
     if flag.asked is None:
         assert pool == budget.left == sum(nbytes for _, nbytes in budget.lines)
         sampling = machine.sampling + machine.logits

@@ -15,7 +15,7 @@ from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache.specs import kv_cache_specs
 from vllm_metal.memory.advice import BudgetError
-from vllm_metal.memory.planner import MemoryPlanner
+from vllm_metal.memory.planner import AdapterBytes, MemoryPlanner
 from vllm_metal.memory.profile import LargestCalls
 
 GIB = 2**30
@@ -74,7 +74,7 @@ class Gpu:
 def serve(model, monkeypatch):
     """Bytes of the KV pool on `mac`, measured while the model's pages are there."""
 
-    def serve(mac, loaded=None, weights=WEIGHTS, transfer_bytes=0, **options):
+    def serve(mac, loaded=None, weights=WEIGHTS, transfer_bytes=0, adapters=None, **options):
         args = EngineArgs(
             model=model,
             skip_tokenizer_init=True,
@@ -93,7 +93,9 @@ def serve(model, monkeypatch):
             (loaded or mac).take_over(patches)
             gpu.active = weights
             try:
-                return memory.pool_size(config, specs, 0, None, *gpu.work(), transfer_bytes)
+                return memory.pool_size(
+                    config, specs, 0, None, *gpu.work(), transfer_bytes, adapters
+                )
             finally:
                 memory.release()
 
@@ -122,6 +124,15 @@ def test_what_the_model_itself_takes_does_not_count_against_it(serve):
 def test_an_idle_mac_gives_what_metal_recommends(serve):
     pool = serve(IDLE, max_model_len=16_384, gpu_memory_utilization=0.9)
     assert pool > 0.9 * IDLE.ram * IDLE.gpu_share - WEIGHTS - GIB
+
+
+def test_adapters_take_their_slots_and_what_is_kept_beside_them(serve):
+    """Slots lie in memory with the weights when the pool's size is asked for."""
+    settings = {"max_model_len": 16_384, "gpu_memory_utilization": 0.9}
+    slots, kept = GIB // 4, GIB // 8
+    without = serve(IDLE, **settings)
+    found = serve(IDLE, weights=WEIGHTS + slots, adapters=AdapterBytes(slots, kept), **settings)
+    assert without - found == slots + kept
 
 
 def test_a_quarter_of_it_will_do_unless_a_request_or_its_user_wants_more(serve):

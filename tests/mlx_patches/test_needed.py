@@ -15,6 +15,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models import base, gated_delta, llama, mla, ssm
 from mlx_lm.models.cache import KVCache
+from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 from mlx_patches.test_seam import Noting
 from mlx_patches.test_traced_layers import operations
 
@@ -22,6 +23,7 @@ from vllm_metal import mlx_patches
 from vllm_metal.commands.fit.graph import record
 from vllm_metal.mlx_patches import library_kernels, seam
 from vllm_metal.mlx_patches.replacing import replaced
+from vllm_metal.models import mlx_vlm_families
 
 #: A module that changes nothing by itself, and that of families.
 APART = {"__init__", "replacing", "registry"}
@@ -48,6 +50,17 @@ def attention_asks_no_cache():
     return not hasattr(cache, "seen")
 
 
+@probe("encoder_seam")
+def attention_of_encoders_asks_no_mask():
+    """mlx-vlm's attention computes by itself, over one length of texts and a mask that is dense."""
+    module, given = mlx_vlm_families.family("bert", "this test").bert, Noting()
+    rows = mx.ones((2, 4, 1, 16))
+    own = inspect.unwrap(module.scaled_dot_product_attention)
+    with pytest.raises(TypeError):
+        own(rows, rows, rows, None, 0.5, given)
+    return not hasattr(given, "seen")
+
+
 @probe("multi_linear")
 def rows_are_multiplied_one_by_one():
     """mlx-lm multiplies each row of length 1 with a head's matrix by itself."""
@@ -59,6 +72,14 @@ def rows_are_multiplied_one_by_one():
         if [graph.arrays[step.inputs[0]][0][-2] for step in found] != [1]:
             return False
     return True
+
+
+@probe("adapted_linears")
+def a_layer_has_one_adapter():
+    """mlx-lm's layers with an adapter have one, for all rows."""
+    layers = LoRALinear, LoRASwitchLinear
+    names = [list(inspect.signature(layer.__call__).parameters) for layer in layers]
+    return names == [["self", "x"], ["self", "x", "indices", "sorted_indices"]]
 
 
 @probe("module_calls")

@@ -24,7 +24,9 @@ def configure(model, options):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"enable_lora": True}, "--enable-lora"),
+        ({"enable_lora": True, "lora_dtype": "bfloat16"}, "--lora-dtype .*the model's"),
+        ({"enable_lora": True, "fully_sharded_loras": True}, "--fully-sharded-loras"),
+        ({"enable_lora": True, "runner": "pooling"}, "--enable-lora with --runner pooling"),
         ({"use_fp64_gumbel": True}, r"--use-fp64-gumbel \(.*no float64"),
         ({"enable_return_routed_experts": True}, "--enable-return-routed-experts"),
         (
@@ -112,6 +114,7 @@ def test_a_configuration_of_elsewhere_is_refused(model, tmp_path):
 
 
 def test_all_that_cannot_be_honoured_is_named_at_once(model):
-    options = {"enable_lora": True, "kv_cache_dtype": "nvfp4"}
-    with pytest.raises(ValueError, match="not support --enable-lora, --kv-cache-dtype nvfp4 "):
+    options = {"enable_lora": True, "fully_sharded_loras": True, "kv_cache_dtype": "nvfp4"}
+    named = "not support --fully-sharded-loras, --kv-cache-dtype nvfp4 "
+    with pytest.raises(ValueError, match=named):
         configure(model, options)

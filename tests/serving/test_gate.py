@@ -13,11 +13,13 @@ from vllm_metal.serving.routes import ROUTES
 from vllm_metal.settings import salts
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
+#: Routes that embed, score and classify.
+POOLING = ("/v1/embeddings", "/pooling", "/classify", "/score", "/rerank", "/v2/rerank")
 #: Routes of vLLM's that are not for tenants; some reach the engine.
 UNLISTED = [
     *(("POST", f"/{name}") for name in ("invocations", "generative_scoring", "ping", "sleep")),
-    *(("POST", f"/{name}") for name in ("abort_requests", "inference/v1/generate", "pooling")),
-    *(("POST", f"/v1/{name}") for name in ("chat/completions/batch", "embeddings", "score")),
+    *(("POST", f"/{name}") for name in ("abort_requests", "inference/v1/generate", "v2/embed")),
+    *(("POST", f"/v1/{name}") for name in ("chat/completions/batch", "embeddings/render")),
     *(("POST", f"/v1/{name}") for name in ("chat/completions/render", "load_lora_adapter")),
     *(("POST", f"/v1/{name}") for name in ("responses/resp_1/cancel/", "chat/completions/")),
     *(("GET", path) for path in ("/docs", "/openapi.json", "/load", "/version", "/server_info")),
@@ -151,18 +153,22 @@ def test_metrics_can_be_open(app, tmp_path):
     refused(gate, app, 401, "/v1/models", method="GET")
 
 
-def test_vllm_gets_the_tenants_salt(made, app):
+@pytest.mark.parametrize("path", ["/v1/chat/completions", *POOLING])
+def test_vllm_gets_the_tenants_salt(made, app, path):
     gate, keys = made
     for name in ("acme", "other"):
-        run(ask(gate, fields=CHAT, key=keys[name]))
-        run(ask(gate, fields=CHAT | {"cache_salt": "mine"}, key=keys[name]))
+        run(ask(gate, path, CHAT, keys[name]))
+        run(ask(gate, path, CHAT | {"cache_salt": "mine", "request_id": "mine"}, keys[name]))
+        assert "request_id" not in app.seen[-1][2]
         plain, mine = (fields["cache_salt"] for _, _, fields in app.seen[-2:])
         assert plain == salts.derive(SECRET, identity(gate, keys[name]))
         assert mine == salts.derive(SECRET, identity(gate, keys[name]), "mine")
     assert len({fields["cache_salt"] for _, _, fields in app.seen}) == 4
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
+)
 @pytest.mark.parametrize("salt", ["FORGED", "", 1, None.__class__, ["a"], "a/b", "a@b", "x" * 129])
 def test_a_forged_salt_is_refused(made, app, path, salt):
     """One made for another tenant with everything but the secret, and what vLLM would refuse."""

@@ -100,6 +100,19 @@ def salts(folder):
     return "pepper" not in repr(vars(sent)), vars(sent)
 
 
+@probe("adapters.know_by_content", at_once=False)
+def adapters(folder):
+    """Blocks are hashed with an adapter's name and path, whatever is in its files."""
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+    from vllm.v1.request import Request
+
+    request = Request("a", [1, 2], SimpleNamespace(), None)
+    request.lora_request = LoRARequest("mine", 1, folder)
+    keys, _ = generate_block_hash_extra_keys(request, 0, 2, 0)
+    return keys == (("lora", "mine", folder),), keys
+
+
 @probe("scheduler.send_images")
 def images(folder):
     """The data of an image in a prefix that was found do not come with a request's start."""
@@ -331,6 +344,27 @@ def multimodal(folder):
     except Exception as error:
         return True, repr(error)
     return found.supports_multimodal, found.supports_multimodal
+
+
+@probe("encoder_info.EncoderModel")
+def own_class_of_an_encoder(folder):
+    """vLLM imports a class of torch's to ask what an encoder can do."""
+    from vllm.model_executor.models import ModelRegistry
+
+    found = ModelRegistry.models["BertModel"]
+    return hasattr(found, "module_name"), repr(found)
+
+
+@probe("encoder_info.answer_for_encoders")
+def own_classes_of_encoders(folder):
+    """So with all encoders that are served."""
+    from vllm.model_executor.models import ModelRegistry
+
+    from vllm_metal.vllm_patches import encoder_info
+
+    names = (*encoder_info.POOLING, *encoder_info.CLASSIFYING, *encoder_info.PLAIN)
+    missing = [name for name in names if not hasattr(ModelRegistry.models[name], "module_name")]
+    return not missing, repr(missing)
 
 
 @probe("model_info.ImageModel")
@@ -662,6 +696,34 @@ def who_lets_engines_sleep(folder):
     names = [name for name in vars(arguments(folder)) if re.search("idle|auto_?sleep", name)]
     wakes = "wake_up" in inspect.getsource(AsyncLLM.add_request)
     return not names and not wakes, names
+
+
+@probe("pooling_failures.tell_pooling_failures")
+def who_hears_of_a_pooling_request_that_failed(folder):
+    """Of one without a result, the front end thinks that it generates: it raises, for all."""
+    from vllm.pooling_params import PoolingParams
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    processor = OutputProcessor(None, log_stats=False)
+    given = {"prompt_token_ids": [1], "mm_features": None, "sampling_params": None}
+    request = EngineCoreRequest(
+        request_id="a",
+        external_req_id="a",
+        pooling_params=PoolingParams(task="embed"),
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+        **given,
+    )
+    processor.add_request(request, None)
+    failed = EngineCoreOutput("a", [], finish_reason=FinishReason.ERROR, stop_reason="too hot")
+    try:
+        (output,) = processor.process_outputs([failed]).request_outputs
+    except AssertionError:
+        return True, "AssertionError"
+    return output.error is None, repr(output.error)
 
 
 @probe("prompts.watch", at_once=False)

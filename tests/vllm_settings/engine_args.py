@@ -31,6 +31,11 @@ _HONOURED = honoured(
         "e2e/test_quantised_cache.py::test_a_token_takes_its_codes_and_two_bytes_a_row": (
             "kv_cache_dtype"
         ),
+        "e2e/test_scores.py::test_a_reranker_compares_two_tokens_of_its_head": "runner",
+        "pooling/test_refusals.py::test_an_architecture_says_what_a_decoder_is_for": "convert",
+        "pooling/test_refusals.py::test_a_way_of_pooling_that_its_user_names_counts": (
+            "pooler_config"
+        ),
         "sample/test_sampler.py::test_engine_seed_decides_unseeded_draws": "seed",
         _PROCESSORS: ("logits_processors"),
         "e2e/test_prefix_cache.py::test_every_prompt_length_around_block_boundaries": (
@@ -61,6 +66,16 @@ _HONOURED = honoured(
         ),
         "e2e/test_parameters.py::test_a_limit_of_the_scheduler_holds": (
             "max_num_scheduled_tokens max_num_active_seqs long_prefill_token_threshold"
+        ),
+        "e2e/test_lora.py::test_adapters_and_none_in_one_batch_are_what_peft_computes": (
+            "enable_lora"
+        ),
+        "e2e/test_lora.py::test_drafts_are_lossless_and_more_adapters_than_slots_take_turns": (
+            "max_loras max_cpu_loras"
+        ),
+        "lora/test_adapter.py::test_a_rank_above_the_largest_is_refused": "max_lora_rank",
+        "lora/test_updates.py::test_only_named_modules_are_adapted_and_memory_is_what_is_said": (
+            "lora_target_modules"
         ),
         "vllm_settings/test_engine_args.py::test_defaults_of_requests": (
             "generation_config override_generation_config"
@@ -184,11 +199,6 @@ _WITHOUT_MEANING = without_meaning(
             "mm_device_do_normalize"
         ),
         "it refines --ec-transfer-config, which is refused": "ec_manager_config",
-        "it refines --enable-lora, which is refused": (
-            "max_loras max_lora_rank default_mm_loras fully_sharded_loras max_cpu_loras "
-            "lora_dtype lora_target_modules enable_tower_connector_lora specialize_active_lora "
-            "enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels"
-        ),
         "it refines --cpu-offload-gb and --offload-group-size, which are refused": (
             "offload_backend cpu_offload_params offload_num_in_group offload_prefetch_step "
             "offload_params"
@@ -200,7 +210,7 @@ _WITHOUT_MEANING = without_meaning(
             "mamba_cache_philox_rounds"
         ),
         "it refines --enable-return-routed-experts, which is refused": "aux_output_config",
-        "it is for pooling models, which --runner refuses": "pooler_config io_processor_plugin",
+        "it is for models that pool, and refused with --runner pooling": "io_processor_plugin",
         "`thinking_token_budget` alone reads it, which requests are refused for": (
             "reasoning_config"
         ),
@@ -215,14 +225,19 @@ _REFUSED = union(
                     "tensor_parallel_size pipeline_parallel_size data_parallel_size "
                     "decode_context_parallel_size distributed_executor_backend"
                 ),
-                "only texts are generated": "runner convert",
                 "vLLM has it for its second model runner, which is refused": (
                     "return_sampling_mask enable_trace_replay"
                 ),
                 "mlx-lm reads the config.json beside the weights": "hf_config_path",
                 "use a folder that mlx-lm has quantised, or `vllm-metal convert`": "quantization",
                 "inputs are tokens": "enable_prompt_embeds ec_transfer_config",
-                "adapters are not applied": "enable_lora",
+                "adapters have the model's dtype": "lora_dtype",
+                "it is for adapters of other parts than a text model's linear layers": (
+                    "default_mm_loras enable_tower_connector_lora max_lora_cls_labels"
+                ),
+                "it is for kernels of vLLM's": "fully_sharded_loras specialize_active_lora",
+                "both formats are read without it": "enable_mixed_moe_lora_format",
+                "each expert has matrices of its own": "enable_moe_shared_loras",
                 "states lie in blocks of --block-size": "mamba_block_size",
                 "all layers of a model share one format": "kv_cache_dtype_skip_layers",
                 "memory is unified; `prefix_cache_dir` keeps K/V on disk": "kv_offloading_size",

@@ -26,13 +26,18 @@ REFUSED = {
     "data_parallel_size": 2,
     "decode_context_parallel_size": 2,
     "distributed_executor_backend": "mp",
-    "runner": "pooling",
-    "convert": "embed",
     "hf_config_path": ELSEWHERE,
     "quantization": "awq",
     "enable_prompt_embeds": True,
     "ec_transfer_config": ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_both"),
-    "enable_lora": True,
+    "lora_dtype": "bfloat16",
+    "fully_sharded_loras": True,
+    "default_mm_loras": {"image": "/somewhere"},
+    "enable_tower_connector_lora": True,
+    "specialize_active_lora": True,
+    "enable_mixed_moe_lora_format": True,
+    "enable_moe_shared_loras": True,
+    "max_lora_cls_labels": 3,
     "kv_cache_dtype_skip_layers": ["0"],
     "kv_offloading_size": 1.0,
     "return_sampling_mask": True,
@@ -70,13 +75,13 @@ REFUSED = {
 }
 #: What the error names, where it is not the option.
 NAMED = {
-    "convert": "--runner pooling",
     "quantization": "quantization='awq' is not an MLX format",
     "return_sampling_mask": "sampling distribution replay requires Model Runner V2",
     "enable_trace_replay": "trace replay requires Model Runner V2",
     "decode_context_parallel_size": r"tp_size=1 must be divisible by dcp_size=2",
     "enable_elastic_ep": "Elastic EP is only supported with",
     "enable_fault_tolerance": "Fault tolerance requires",
+    "default_mm_loras": "provided for a non multimodal model",
 }
 #: Of images: a value that each refused option is refused for, where images are served.
 REFUSED_WITH_IMAGES = {
@@ -92,6 +97,7 @@ REFUSED_WITH_IMAGES = {
 }
 #: What some options take beside them to be let through by vLLM.
 BESIDE = {
+    **{field: {"enable_lora": True} for field in REFUSED if "lora" in field},
     "_api_process_rank": {"_api_process_count": 2},
     "per_request_spec_decode_metrics": {"spec_method": "ngram", "spec_tokens": 2},
 }
@@ -155,7 +161,7 @@ def test_a_refused_option_is_named(folder, elsewhere, field):
     value = elsewhere if REFUSED[field] is ELSEWHERE else REFUSED[field]
     model = elsewhere if field == "config_format" else folder
     with pytest.raises(ValueError, match=NAMED.get(field, option)):
-        configure(model, **{field: value})
+        configure(model, **{field: value}, **BESIDE.get(field, {}))
 
 
 @pytest.mark.more

@@ -19,6 +19,9 @@ _HONOURED = honoured(
             "VLLM_MAX_N_SEQUENCES VLLM_MAX_NUM_BAD_WORDS VLLM_MAX_COMPLETION_PROMPTS "
             "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
         ),
+        "e2e/test_serve_lora.py::test_load_unload_and_404_under_traffic": (
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+        ),
     }
 )
 
@@ -35,7 +38,8 @@ _READ_BY_VLLM = read_by_vllm(
             "VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS VLLM_ENFORCE_STRICT_TOOL_CALLING "
             "VLLM_LOOPBACK_IP "
             "VLLM_PROCESS_NAME_PREFIX VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS "
-            "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"
+            "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE VLLM_LORA_RESOLVER_CACHE_DIR "
+            "VLLM_LORA_RESOLVER_HF_REPO_LIST"
         ),
         "vLLM checks requests with it": (
             "VLLM_MAX_STOP_STRINGS VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
@@ -89,9 +93,8 @@ _WITHOUT_MEANING = without_meaning(
         "it refines --mm-processor-cache-type shm, which is refused": (
             "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME"
         ),
-        "it is for adapters, which are refused": (
-            "VLLM_LORA_RESOLVER_CACHE_DIR VLLM_LORA_RESOLVER_HF_REPO_LIST "
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_LORA_DISABLE_PDL VLLM_LORA_ENABLE_DUAL_STREAM"
+        "it is for kernels of vLLM's for adapters": (
+            "VLLM_LORA_DISABLE_PDL VLLM_LORA_ENABLE_DUAL_STREAM"
         ),
         "it is for several workers, which are refused: one has the one device": (
             "VLLM_REPLICATE_EMBED VLLM_NCCL_SO_PATH LOCAL_RANK VLLM_PP_LAYER_PARTITION "

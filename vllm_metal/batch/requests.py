@@ -158,7 +158,9 @@ class Requests:
 
     def _resume(self, changes: Changes, cached: CachedRequestData, index: int) -> None:
         req_id, block_ids = cached.req_ids[index], cached.new_block_ids[index]
-        assert block_ids is not None  # a resumed request starts from new blocks
+        if block_ids is None:  # a resumed request starts from new blocks, where there are any
+            assert not self.block_tables.tables_np
+            block_ids = ()
         num_computed, tokens = cached.num_computed_tokens[index], cached.all_token_ids[req_id]
         changes.entered.append(self.resume_request(req_id, tokens, block_ids, num_computed))
 

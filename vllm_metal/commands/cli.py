@@ -164,6 +164,11 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
     served = parser.add_argument_group("options of `vllm serve`, with its defaults")
     served.add_argument("--kv-cache-dtype", default="auto", metavar="auto|fp8|int8")
     served.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"))
+    served.add_argument(
+        "--runner",
+        choices=("generate", "pooling"),
+        help="pooling: the model embeds, scores or classifies; default: generate",
+    )
     served.add_argument("--max-num-seqs", type=units.count, metavar="N", help="default: --requests")
     served.add_argument(
         "--num-speculative-tokens",
@@ -178,6 +183,11 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
     )
     served.add_argument("--gpu-memory-utilization", type=units.share, metavar="SHARE")
     served.add_argument("--block-size", type=int, metavar="16|32")
+    served.add_argument(
+        "--max-loras", type=units.count, metavar="N", help="with --enable-lora; default: none"
+    )
+    served.add_argument("--max-cpu-loras", type=units.count, metavar="N")
+    served.add_argument("--max-lora-rank", type=units.count, metavar="N")
     parser.set_defaults(run=_fit)
 
 

@@ -43,6 +43,7 @@ class Measured:
     cache: int  # buffers that MLX may keep for reuse
     other_engines: int = 0  # of `in_use`, by other engines of this process
     draft_weights: int = 0
+    adapters: int = 0  # slots of LoRA adapters, and those that are kept beside them
     forward: int = 0  # the most that a step of max_num_batched_tokens rows needs
     attention: int = 0  # what it needs besides where a long context is gathered
     sampling: int = 0  # the most that sampling one chunk of rows needs, after the forward pass
@@ -148,6 +149,7 @@ def budget_of(measured: Measured, settings: Settings) -> Budget:
     networks = [
         ("- weights", -measured.weights),
         ("- weights of the draft network", -measured.draft_weights),
+        ("- LoRA adapters", -measured.adapters),
     ]
     beside = [
         ("- staging of K/V transfers", -measured.transfers),

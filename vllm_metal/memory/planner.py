@@ -70,6 +70,14 @@ SOURCES: dict[Device, str] = {
 }
 
 
+@dataclass(frozen=True)
+class AdapterBytes:
+    """What LoRA adapters take at most."""
+
+    slots: int  # allocated with the weights
+    kept: int  # of adapters beside them, not allocated yet
+
+
 class MemoryPlanner:
     """A process's share of a device, from before its model is loaded until it is gone."""
 
@@ -96,6 +104,7 @@ class MemoryPlanner:
         forward: Callable[[], None],
         requests: Callable[[int], Callable[[], None]],
         transfer_bytes: int = 0,
+        adapters: AdapterBytes | None = None,
         image_bytes: int = 0,
     ) -> int:
         """Bytes for the KV pool; measures with the networks loaded and nothing else.
@@ -110,6 +119,7 @@ class MemoryPlanner:
             requests: gives what runs steps of the requests of `profile.drafted` with so many
                 drafts, once their pool is there; asked where layers keep states.
             transfer_bytes: of staging for K/V transfers, not allocated yet; 0: there are none.
+            adapters: of LoRA; None: none are served.
             image_bytes: of embeddings of images and of their tower at work; 0: there is none.
 
         Raises:
@@ -119,7 +129,9 @@ class MemoryPlanner:
         settings = settings_of(config, self._kind, needs, self._before.total)
         request = Request(needs, quantised)
         measured = replace(
-            self._at_rest(draft_weights), transfers=transfer_bytes, images=_rounded(image_bytes)
+            self._at_rest(draft_weights, adapters),
+            transfers=transfer_bytes,
+            images=_rounded(image_bytes),
         )
         if settings.asked is not None:
             advice.check(measured, settings, request)
@@ -151,16 +163,49 @@ class MemoryPlanner:
             mx.set_cache_limit(self._cache + budget.peak_of_a_step(measured) + states)
         return found.left
 
-    def _at_rest(self, draft_weights: int) -> Measured:
+    def without_pool(self, config: VllmConfig, forward: Callable[[], None]) -> None:
+        """Logs the sum of an engine that keeps no K/V, and holds MLX to it.
+
+        Args:
+            config: vLLM's.
+            forward: runs its largest forward pass.
+
+        Raises:
+            BudgetError: steps do not fit.
+        """
+        scheduler, model = config.scheduler_config, config.model_config
+        settings = Settings(
+            utilization=config.cache_config.gpu_memory_utilization,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_model_len=model.max_model_len,
+        )
+        peak = _rounded(peak_of(forward, waiting=self._kind == "metal"))
+        measured = replace(self._at_rest(0, None), forward=peak)
+        found = replace(budget.budget_of(measured, settings), result="left: there is no KV pool")
+        if found.left < 0:
+            raise advice.BudgetError(
+                f"a step of {settings.max_num_batched_tokens} tokens does not fit:\n"
+                f"{found.table()}\nA smaller --max-num-batched-tokens, and where that is "
+                "--max-model-len, a smaller one of it, takes less; so do fewer other programs"
+            )
+        logger.info("Memory:\n%s", found.table())
+        self._hold_to(self._other_engines + budget.room(measured, settings))
+        if self._kind == "metal":
+            mx.set_cache_limit(self._cache + peak)
+
+    def _at_rest(self, draft_weights: int, adapters: AdapterBytes | None) -> Measured:
         mx.clear_cache()
         total = self._before.total
+        slots = adapters.slots if adapters else 0
         return Measured(
             source=SOURCES[self._kind],
             total=total,
             other_engines=self._other_engines,
             in_use=max(total - self._before.available, 0),
-            weights=mx.get_active_memory() - self._other_engines - draft_weights,
+            weights=mx.get_active_memory() - self._other_engines - draft_weights - slots,
             draft_weights=draft_weights,
+            adapters=slots + (adapters.kept if adapters else 0),
             cache=self._cache,
         )
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,13 +37,15 @@ def profile_step(
     layers: Sequence[StatefulLayer],
     config: VllmConfig,
     kv_cache_type: type[LayerKVCache],
+    extras: Callable[[Rows], Mapping[str, mx.array]] = lambda rows: {},
 ) -> None:
     """Runs prompts of max_num_batched_tokens rows, with logits of all that may be sampled.
 
     The figure of interest is the peak of MLX's memory while it runs; the small pool it needs is
-    part of that and gone afterwards.
+    part of that and gone afterwards. `extras` gives what modules of the model read of rows besides.
     """
-    _run(parts, LargestStep.of(layers, config, kv_cache_type))
+    step = LargestStep.of(layers, config, kv_cache_type)
+    _run(parts, step, extras(step.rows))
 
 
 def requests_profile(
@@ -68,10 +70,13 @@ def requests_profile(
     return run
 
 
-def _run(parts: ModelParts, step: LargestStep) -> None:
+def _run(
+    parts: ModelParts, step: LargestStep, extras: Mapping[str, mx.array] | None = None
+) -> None:
+    inputs = step.rows.inputs.with_extras(extras or {})
     with step.caches() as caches:
         # Of all rows nobody holds the hidden states, as in a step.
-        results = step.results(parts, parts.forward_hidden(step.rows.inputs, caches))
+        results = step.results(parts, parts.forward_hidden(inputs, caches))
     mx.eval(results)
 
 

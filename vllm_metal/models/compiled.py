@@ -60,6 +60,7 @@ class CompiledForward:
         module: nn.Module,
         states: Sequence[LayerState],
         graphs: Graphs,
+        variables: Callable[[Any], object] = lambda inputs: None,
     ) -> None:
         """
         Args:
@@ -68,10 +69,14 @@ class CompiledForward:
             module: the network, with its weights.
             states: the storage that the forward reads and writes.
             graphs: whether to make any; forwards that they build are counted there.
+            variables: from inputs to lists and dictionaries of arrays that the forward reads, and
+                that may be others in the next step. Of two inputs that differ in nothing but their
+                arrays they are the same.
         """
         self._build = build
         self._states = [state for state in states if isinstance(state, Traceable)]
         self._of_all = graphs
+        self._variables = variables
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         every = len(self._states) == len(states)
         self._traceable = graphs.allowed and every and all(s.traceable for s in self._states)
@@ -111,7 +116,8 @@ class CompiledForward:
             return None
         if graph.compute is None:
             self._weights.make()
-            graph.compute = mx.compile(self._traced(graph, inputs, plans, num_inputs))
+            traced = self._traced(graph, inputs, plans, num_inputs)
+            graph.compute = mx.compile(traced, inputs=self._variables(inputs))
             try:
                 outputs = graph.compute(arrays)
             except (RuntimeError, ValueError) as error:  # the model wants to see a value

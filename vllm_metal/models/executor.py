@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import mlx.core as mx
 
@@ -28,17 +28,19 @@ class ModelExecutor(PagedLayers):
         group_of: Mapping[str, int],
         block_size: int,
         graphs: Graphs | None = None,
+        variables: Callable[[ForwardInputs], object] = lambda inputs: None,
     ) -> None:
         """
         Args:
             parts: an mlx-lm model's.
             layers, layer_states, group_of, block_size: see PagedLayers.
             graphs: whether forwards may be built by graphs; None: they may, and nobody counts.
+            variables: see CompiledForward.
         """
         super().__init__(layers, layer_states, group_of, block_size)
         self.parts = parts
         placed = parts.model, self.own_states, graphs or Graphs()
-        self._forward = CompiledForward(self._build, *placed)
+        self._forward = CompiledForward(self._build, *placed, variables)
 
     def forward_hidden(
         self, rows: Rows, block_tables: BlockTables, inputs: ForwardInputs | None = None

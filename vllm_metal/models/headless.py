@@ -69,13 +69,20 @@ def _within_layers(path: str) -> bool:
     return any(part.isdigit() for part in path.split("."))
 
 
+class _NoHead(nn.Module):
+    """Stands where a model calls its head, and has nothing to compute."""
+
+    def __call__(self, hidden_states: mx.array) -> mx.array:
+        return hidden_states
+
+
 def drop_head(model: nn.Module) -> None:
     """Takes away the module that makes logits; the model can give hidden states only."""
     if (path := head_path(model)) is None:
         return
     *outer, name = path.split(".")
     parent: Any = functools.reduce(getattr, outer, model)
-    del parent[name]
+    setattr(parent, name, _NoHead())
 
 
 def head_rows(model: nn.Module, embedding: nn.Module, token_ids: Sequence[int]) -> mx.array:

@@ -47,6 +47,11 @@ GROUPS: Mapping[str, frozenset[str]] = {
         "summary_activation summary_first_dropout summary_proj_to_labels summary_type "
         "summary_use_proj"
     ),
+    "what vLLM's poolers and their routes read": names(
+        "classifier_from_token head_dtype is_matryoshka is_original_qwen3_reranker "
+        "matryoshka_dimensions method sbert_ce_default_activation_function sentence_transformers "
+        "use_sep_token"
+    ),
     "defaults of generation, which vLLM reads in generation_config.json": names(
         "bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping "
         "encoder_no_repeat_ngram_size exponential_decay_length_penalty length_penalty max_length "

@@ -37,11 +37,13 @@ def _process_unchanged() -> Iterator[None]:
     from transformers import AutoProcessor
 
     variables = {name: os.environ.get(name) for name in _VARIABLES}
-    from_pretrained = AutoProcessor.__dict__["from_pretrained"]
+    # A class without it is hollow: see `vllm_patches.partial_imports`.
+    from_pretrained = AutoProcessor.__dict__.get("from_pretrained")
     try:
         yield
     finally:
-        setattr(AutoProcessor, "from_pretrained", from_pretrained)  # noqa: B010 - mypy: no method
+        if from_pretrained is not None:
+            setattr(AutoProcessor, "from_pretrained", from_pretrained)  # noqa: B010 - mypy: no method
         for name, value in variables.items():
             if value is None:
                 os.environ.pop(name, None)

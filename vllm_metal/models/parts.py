@@ -50,7 +50,7 @@ class ModelParts:
         self._observer: Callable[[mx.array], object] | None = None
         #: Who is shown hidden states of every forward.
         self.observers: list[HiddenStates] = []
-        self._decoder = _decoder(model)
+        self._decoder = decoder_of(model)
         if self._decoder is not None:
             follow_call(self._decoder, self._show, lambda: self._call.hidden_states)
         self._embedding = _embedding(model)
@@ -224,7 +224,7 @@ class HiddenStates:
 _NO_EMBEDDING = "the model's token embedding is not where mlx-lm's families keep it"
 
 
-def _decoder(model: nn.Module) -> nn.Module | None:
+def decoder_of(model: nn.Module) -> nn.Module | None:
     """The module that holds the layers and returns hidden states; None where that is the model."""
     layers = [id(layer) for layer in model.layers]  # some families give a copy of the list
     for _, module in model.named_modules():
@@ -240,7 +240,7 @@ def _decoder(model: nn.Module) -> nn.Module | None:
 
 def _embedding(model: nn.Module) -> nn.Module | None:
     """The model's embedding of tokens; None where it is under none of mlx-lm's usual names."""
-    decoder = _decoder(model) or model
+    decoder = decoder_of(model) or model
     for name in ("embed_tokens", "wte", "embedding"):
         if isinstance(module := decoder.get(name), nn.Module):
             return module

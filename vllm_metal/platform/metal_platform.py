@@ -23,6 +23,8 @@ from vllm.platforms.interface import Platform, PlatformEnum  # noqa: E402
 
 from metal_kernels.layout import BLOCK_SIZES  # noqa: E402
 from vllm_metal.device import mlx_device  # noqa: E402
+from vllm_metal.encoders import served as encoders  # noqa: E402
+from vllm_metal.encoders.refusals import fit_positions  # noqa: E402
 from vllm_metal.kv_cache import formats  # noqa: E402
 from vllm_metal.kv_transfer.config import complete_kv_transfer, figures_of  # noqa: E402
 from vllm_metal.platform.refusals import refuse_unsupported  # noqa: E402
@@ -31,6 +33,7 @@ from vllm_metal.vllm_patches import (  # noqa: E402
     engine_args,
     engine_outputs,
     logs,
+    pooling_failures,
     probe,
     processes,
     shutdown,
@@ -53,6 +56,7 @@ logger = init_logger(__name__)
 logs.show_our_messages()
 
 WORKER = "vllm_metal.worker.worker.MetalWorker"
+ENCODER_WORKER = "vllm_metal.encoders.worker.EncoderWorker"
 #: Default of --max-num-batched-tokens by device. vLLM's own, up to 16384 by memory size alone, are
 #: made for data-centre GPUs: on a Mac such a step would hold every other stream up for seconds.
 #: 2048 is mlx-lm's prefill step; the CPU device reaches its full speed at a quarter of that.
@@ -143,7 +147,10 @@ class MetalPlatform(Platform):
         """Changes vLLM's defaults and methods for this platform, before any engine is made."""
         from vllm_metal.metrics.stat_logger import MetalStatLogger
         from vllm_metal.serving.idle import start as idle
-        from vllm_metal.vllm_patches import model_info  # which imports the list of vLLM's models
+        from vllm_metal.vllm_patches import (  # which import the list of vLLM's models
+            encoder_info,
+            model_info,
+        )
 
         probe.warn_if_untested()
         engine_args.set_batch_defaults(MAX_NUM_BATCHED_TOKENS[cls.mlx_device], MAX_NUM_SEQS)
@@ -156,11 +163,13 @@ class MetalPlatform(Platform):
         speculation.allow_lookup_methods()
         model_info.answer_for_models()
         model_info.take_mlx_models()
+        encoder_info.answer_for_encoders()
         speculation.allow_min_p_and_logit_bias()
         streaming_sessions.refuse_in_sessions()
         streaming_sessions.end_failed_sessions()
         engine_args.recompute_by_default()
         engine_outputs.add_stat_logger(partial(MetalStatLogger, figures_of))
+        pooling_failures.tell_pooling_failures()
         idle.keep_engines()
         if parser is not None:  # a command, which has uvicorn loaded; `LLM` has no use for it
             from vllm_metal.serving.parsers.serve import set_parsers
@@ -197,7 +206,9 @@ class MetalPlatform(Platform):
         refuse_unsupported(vllm_config)
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
-            parallel.worker_cls = WORKER
+            is_encoder = encoders.of_config(vllm_config) is not None
+            parallel.worker_cls = ENCODER_WORKER if is_encoder else WORKER
+        fit_positions(vllm_config)
         parallel.disable_custom_all_reduce = True
         speculation.schedule_ahead_with_ngram(vllm_config.speculative_config)
         model = vllm_config.model_config
@@ -215,6 +226,11 @@ class MetalPlatform(Platform):
         complete_kv_transfer(vllm_config)
         propose_nothing(vllm_config)
         cls._change_schedulers()
+        if vllm_config.lora_config is not None:
+            from vllm_metal.lora.versions import Versions
+            from vllm_metal.vllm_patches import adapters
+
+            adapters.know_by_content(Versions)
 
     @staticmethod
     def _change_schedulers() -> None:

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_metal.device import mlx_device
+from vllm_metal.encoders import refusals as encoders
+from vllm_metal.encoders import served
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_transfer.config import CONNECTOR, CONNECTOR_MODULE
 from vllm_metal.platform.image_refusals import image_refusals
 from vllm_metal.platform.refused_options import refused_options
 from vllm_metal.platform.refused_variables import refused_variables
+from vllm_metal.pooling import refusals as pooling
 from vllm_metal.serving import start
 from vllm_metal.serving.idle import spells
 from vllm_metal.settings import envs
@@ -39,11 +42,14 @@ def refuse_unsupported(config: VllmConfig) -> None:
         | refused_options(config)
         | refused_variables()
         | _transfer_refusals(config)
+        | _lora_refusals(config)
         | _model_refusals(config)
         | image_refusals(config)
         | _speculation_refusals(config)
+        | pooling.refusals(config, served.of_config(config) is not None, served.ARCHITECTURES)
         | _serving_refusals(config)
         | spells.refusals(config)
+        | encoders.refusals(config)
     )
     refusals["--additional-config wire_memory (it needs a Mac's GPU, and macOS 15 or newer)"] = (
         given.wire_memory and not mlx_device.can_wire(device)
@@ -67,7 +73,6 @@ def _engine_refusals(config: VllmConfig) -> dict[str, bool]:
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
         "--data-parallel-size": parallel.data_parallel_size > 1,
         "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
-        "--enable-lora": config.lora_config is not None,
         "--ec-transfer-config": config.ec_transfer_config is not None,
         "--kv-cache-dtype-skip-layers": bool(config.cache_config.kv_cache_dtype_skip_layers),
         f"--distributed-executor-backend {executor} (there is one device: leave it out)": (
@@ -75,6 +80,30 @@ def _engine_refusals(config: VllmConfig) -> dict[str, bool]:
         ),
         "--attention-config use_non_causal": config.attention_config.use_non_causal,
         "VLLM_USE_V2_MODEL_RUNNER=1": config.use_v2_model_runner,
+    }
+
+
+def _lora_refusals(config: VllmConfig) -> dict[str, bool]:
+    """Settings of LoRA adapters, and whether each was asked for."""
+    lora, model = config.lora_config, config.model_config
+    if lora is None:
+        return {}
+    return {
+        "--enable-lora with --runner pooling (adapters are for models that generate)": (
+            model is not None and model.runner_type == "pooling"
+        ),
+        f"--lora-dtype {lora.lora_dtype} (adapters have the model's: leave it out)": (
+            model is not None and lora.lora_dtype not in ("auto", model.dtype)
+        ),
+        "--fully-sharded-loras": lora.fully_sharded_loras,
+        "--default-mm-loras": bool(lora.default_mm_loras),
+        "--enable-tower-connector-lora": lora.enable_tower_connector_lora,
+        "--specialize-active-lora": lora.specialize_active_lora,
+        "--enable-mixed-moe-lora-format (both formats are read without it)": (
+            lora.enable_mixed_moe_lora_format
+        ),
+        "--enable-moe-shared-loras": lora.enable_moe_shared_loras,
+        "--max-lora-cls-labels": lora.max_lora_cls_labels is not None,
     }
 
 
@@ -124,7 +153,6 @@ def _model_refusals(config: VllmConfig) -> dict[str, bool]:
             # vLLM sets it to either of the others, with and without prefix caching.
             cache.mamba_block_size not in (None, cache.block_size, model.max_model_len)
         ),
-        f"--runner {model.runner_type}": model.runner_type not in ("generate", "pooling"),
         "--hf-config-path (mlx-lm reads the config.json beside the weights)": (
             model.hf_config_path not in (None, model.model)
         ),

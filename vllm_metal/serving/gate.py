@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 from vllm_metal.serving import body, headers, media, metrics, response_ids, routes
 from vllm_metal.serving.config import ServingConfig, required
 from vllm_metal.serving.deadline import Sleep
-from vllm_metal.serving.generation import ClientRequest, Generation, Shared
+from vllm_metal.serving.generation import ClientRequest, Generation, Shared, client_salt
 from vllm_metal.serving.headers import Headers
 from vllm_metal.serving.meter import Meter
 from vllm_metal.serving.metrics import NOBODY, Figures
@@ -27,12 +27,15 @@ from vllm_metal.serving.response_cache.key import Render
 from vllm_metal.serving.response_cache.stores import open_store, secret_of
 from vllm_metal.serving.routes import Match, Style
 from vllm_metal.serving.tenants_file import Key, KeyFile
+from vllm_metal.settings import salts
 from vllm_metal.vllm_patches.engine_outputs import watch
 
 logger = init_logger(__name__)
 
 #: What makes prompts' tokens, and what says what an answer depends on; of vLLM's application.
 Model = tuple[Callable[[Any], Render], Callable[[Any, Path | None], str]]
+#: Fields of requests that are not generated for: their salt is the server's, and so is their id.
+_NOT_PASSED_ON = {"cache_salt", "request_id"}
 _UNLISTED = Refusal(404, "This server has no such route for this key.")
 _SECOND_KEY = (
     "vLLM's own --api-key (VLLM_API_KEY) cannot go with VLLM_METAL_SERVING_CONFIG: a request has "
@@ -222,13 +225,23 @@ class Tenants:
         elif match.route.body:
             fields = await self._fields(read, receive)
             media.check(fields)
-            fields.pop("cache_salt", None)
+            salt = self._salt(key, fields) if match.route.pools else None
+            fields = {name: each for name, each in fields.items() if name not in _NOT_PASSED_ON}
+            if salt is not None:
+                fields["cache_salt"] = salt
             written = body.write(fields)
             scope["headers"] = headers.with_body(read.passed_on, len(written))
             await self.app(scope, _with_body(written, receive), send)
         else:
             await self._bring_figures_up_to_date(match)
             await self.app(scope, _with_body(b"", receive), send)
+
+    def _salt(self, key: Key, fields: dict[str, Any]) -> str:
+        """The salt of a tenant's request that pools, whose tokens are counted from now on."""
+        salt = salts.derive(self._shared.secret, key.identity, client_salt(fields))
+        if self._shared.meter is not None:
+            self._shared.meter.introduce(key, salt)
+        return salt
 
     async def _open(self, match: Match | None, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request where there are no tenants: only one that generates is looked into."""

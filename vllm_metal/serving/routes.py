@@ -25,8 +25,9 @@ class Route:
     path: str  # as vLLM has it; "{id}" stands for a response's id
     asks: Asks = "tenant"
     body: bool = False  # whether it takes a JSON object
-    style: Style | None = None  # of routes that generate; None: it never reaches the engine
+    style: Style | None = None  # of routes that generate; None: it generates nothing
     query: bool = False  # whether vLLM reads its query
+    pools: bool = False  # whether it reaches the engine, which embeds, scores or classifies
 
 
 _RESPONSE = "/v1/responses/{id}"
@@ -39,6 +40,19 @@ ROUTES = (
     Route("POST", "/v1/messages", body=True, style="messages"),
     Route("POST", "/v1/responses", body=True, style="responses"),
     Route("POST", "/v1/messages/count_tokens", body=True),
+    *(
+        Route("POST", path, body=True, pools=True)
+        for path in (
+            "/v1/embeddings",
+            "/pooling",
+            "/classify",
+            "/score",
+            "/v1/score",
+            "/rerank",
+            "/v1/rerank",
+            "/v2/rerank",
+        )
+    ),
     Route("POST", "/tokenize", body=True),
     Route("POST", "/detokenize", body=True),
     Route("GET", _RESPONSE, query=True),

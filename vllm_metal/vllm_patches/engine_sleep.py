@@ -107,7 +107,8 @@ def keep(
 
     replace(LLMEngine, "__init__", refusing)
     replace(AsyncLLM, "__init__", keeping)
-    replace(AsyncLLM, "generate", _generate)
+    for answers in ("generate", "encode"):
+        replace(AsyncLLM, answers, _generate)
     replace(AsyncLLM, "sleep", _sleep)
     replace(AsyncLLM, "wake_up", _wake_up)
     replace(AsyncLLM, "shutdown", _shutdown)

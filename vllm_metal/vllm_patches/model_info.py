@@ -81,6 +81,20 @@ _HYBRID = (
     "Qwen3_5MoeFor",
     "Qwen4ExpFor",
 )
+#: What a text model's architecture ends in, and in what where it embeds or classifies, ...
+_GENERATES = ("ForCausalLM", "LMHeadModel")
+_POOLS = ("Model", "ForSequenceClassification", "ForTokenClassification")
+#: ... and those among vLLM's own models that pool which are such decoders and nothing more.
+_POOLING_DECODERS = frozenset(
+    {
+        "GPT2ForSequenceClassification",
+        "Gemma2Model",
+        "JambaForSequenceClassification",
+        "LlamaModel",
+        "MistralModel",
+        "Qwen2Model",
+    }
+)
 #: Some of its blocks have no attention at all.
 _WITHOUT_SOME_LAYERS = ("DeciLMFor",)
 #: Names of transformers that vLLM asks every configuration for, and what families call the same.
@@ -91,20 +105,41 @@ _OTHER_NAMES = {
 }
 
 
+class _NoModel:
+    """What vLLM finds in the place of a model class of torch's: of one that scores, it looks at it.
+
+    It has the methods that vLLM knows a model by, and counts as one that pools: vLLM adapts others.
+    """
+
+    is_pooling_model = True
+
+    def __init__(self, vllm_config: Any, prefix: str = "") -> None:
+        raise NotImplementedError(
+            f"vllm-metal computes {type(self).__name__} with MLX, and uses no class of vLLM's"
+        )
+
+    def embed_input_ids(self, input_ids: Any) -> NoReturn:
+        raise NotImplementedError
+
+    def forward(self, input_ids: Any, positions: Any) -> NoReturn:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class TextModel(_BaseRegisteredModel):
     """A registered architecture that mlx-lm's module or a proposer of ours computes."""
 
     architecture: str
+    decoder: str | None = None  # that pools, by the name under which it generates; None: itself
 
     def inspect_model_cls(self) -> _ModelInfo:
         """What `vllm.config.ModelConfig` asks of the architecture."""
-        name = self.architecture
+        name = self.decoder or self.architecture
         hybrid, attention_free = name.startswith(_HYBRID), name.startswith(_ATTENTION_FREE)
         return _ModelInfo(
-            architecture=name,
-            is_text_generation_model=True,
-            is_pooling_model=False,
+            architecture=self.architecture,
+            is_text_generation_model=self.decoder is None,
+            is_pooling_model=False,  # --convert makes it one
             attn_type="decoder",
             default_seq_pooling_type="LAST",
             default_tok_pooling_type="ALL",
@@ -127,14 +162,12 @@ class TextModel(_BaseRegisteredModel):
             supports_mm_device_do_normalize=False,
         )
 
-    def load_model_cls(self) -> NoReturn:
-        """Raises NotImplementedError: the model is MLX's, and has no class of torch's."""
-        raise NotImplementedError(
-            f"vllm-metal computes {self.architecture} with MLX and never loads vLLM's class of it"
-        )
+    def load_model_cls(self) -> type[Any]:
+        """A class that vLLM may ask for features, of which it has none; nobody can make a model."""
+        return type(self.architecture, (_NoModel,), {})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ImageModel(TextModel):
     """A registered architecture that takes images too. vLLM's class has the processor of images."""
 
@@ -158,7 +191,7 @@ def answer_for_models() -> None:
     and a refusal where the class needs packages, or a processor, that serving text does not.
     So are those whose images are served; text models that are published as a part of such a one
     are text models where mlx-vlm, which has the towers, is not installed. Architectures of other
-    kinds (other images, pooling) stay vLLM's.
+    kinds (other images, encoders) stay vLLM's.
     """
     listed: dict[str, Any] = {
         **registry._TEXT_GENERATION_MODELS,
@@ -167,7 +200,23 @@ def answer_for_models() -> None:
     }
     ours = {*listed, *_TEXT_PARTS, *_BY_TRANSFORMERS, _MLP_SPECULATOR, MLX_MODEL} - _MULTIMODAL
     ModelRegistry.models.update({name: TextModel(name) for name in sorted(ours)})
+    _answer_for_decoders_that_pool(ours)
     answer_for_images()
+
+
+def _answer_for_decoders_that_pool(text_models: Container[str]) -> None:
+    """Registers what checkpoints of decoders are called that embed or classify.
+
+    vLLM finds the decoder for most such names only once it has looked for a class of transformers'.
+    """
+    listed = set(ModelRegistry.models)
+    for name in sorted(listed):
+        ending = next((each for each in _GENERATES if name.endswith(each)), None)
+        if ending is None or name not in text_models:
+            continue
+        for pooling in (name.removesuffix(ending) + suffix for suffix in _POOLS):
+            if pooling not in listed or pooling in _POOLING_DECODERS:
+                ModelRegistry.models[pooling] = TextModel(pooling, name)
 
 
 def answer_for_images() -> None:
@@ -179,7 +228,7 @@ def answer_for_images() -> None:
         if name not in _TEXT_PARTS or importlib.util.find_spec("mlx_vlm") is not None:
             module, cls = registry._MULTIMODAL_MODELS[name]
             own = registry._LazyRegisteredModel(f"vllm.model_executor.models.{module}", cls)
-            ModelRegistry.models[name] = ImageModel(name, own)
+            ModelRegistry.models[name] = ImageModel(name, own=own)
     replace(ModelConfig, "_supports_multimodal_inputs", _with_a_class_for_images_only)
 
 

@@ -32,7 +32,7 @@ class Watcher(Protocol):
         Args:
             tokens: of the prompt. Where an image is, there are numbers from IMAGES on, others for
                 another image.
-            salt: its `cache_salt`.
+            salt: its `cache_salt`, and the name of its adapter if it has one.
             messages: that a chat template made it of; none of a plain text.
             tools: likewise.
 
@@ -144,8 +144,10 @@ def _telling(
     if watcher is None or not tokens:
         return outputs
     chat = _CHAT.get() or _Chat()
-    tokens = _told_apart(tokens, prompt)
-    question = watcher.asked(tokens, prompt.get("cache_salt"), chat.messages, chat.tools)
+    owner = prompt.get("cache_salt")
+    if (adapter := options.get("lora_request")) is not None:  # K/V of another one are no prefix
+        owner = f"{owner or ''}\0{adapter.lora_name}"
+    question = watcher.asked(_told_apart(tokens, prompt), owner, chat.messages, chat.tools)
     return _told(outputs, watcher, question)
 
 

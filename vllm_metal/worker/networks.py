@@ -3,24 +3,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from vllm_metal.attention.forward_inputs import ForwardInputs
 from vllm_metal.attention.layers import attention_layers
 from vllm_metal.batch.columns import RequestColumn
+from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
+from vllm_metal.memory.planner import AdapterBytes
 from vllm_metal.models import loader
 from vllm_metal.models.parts import ModelParts
 from vllm_metal.spec_decode.network import DraftNetwork
 from vllm_metal.spec_decode.registry import load_network
 
 if TYPE_CHECKING:
+    import mlx.nn as nn
     from vllm.config import VllmConfig
     from vllm.model_executor.layers.pooler.abstract import Pooler
 
+    from vllm_metal.lora.adapters import Adapters
     from vllm_metal.vision.column import ImageColumn
     from vllm_metal.vision.encoder import Encoder
 
@@ -36,6 +41,7 @@ class Networks:
     #: What modules of the target read of requests, see `attention.forward_inputs.of_rows`. They
     #: outlive a runner: a row is of whoever entered it last.
     columns: Sequence[RequestColumn] = ()
+    adapters: Adapters | None = None  # None: without --enable-lora
     encoder: Encoder | None = None  # of images
     pooler: Pooler | None = None  # of the target's hidden states; None: it samples
 
@@ -49,14 +55,28 @@ class Networks:
             return Networks(pooling.parts, layers, None, 0, pooler=pooling.pooler)
         model = loader.load(config)
         layers = attention_layers(model, loader.model_type(config))
+        adapters, columns = _adapters(model, config)
         target = ModelParts(model)
         images = _images(config, target)
         before = mx.get_active_memory()
         draft = load_network(config, target)
         draft_bytes = mx.get_active_memory() - before
-        if images is None:
-            return Networks(target, layers, draft, draft_bytes)
-        return Networks(target, layers, draft, draft_bytes, (images,), images.encoder)
+        columns = columns if images is None else (*columns, images)
+        encoder = None if images is None else images.encoder
+        return Networks(target, layers, draft, draft_bytes, columns, adapters, encoder)
+
+    def variables(self, inputs: ForwardInputs) -> object:
+        """What a forward of the target reads that may be others in its next step, if anything."""
+        return None if self.adapters is None else self.adapters.updates.variables(inputs)
+
+    @property
+    def adapter_bytes(self) -> AdapterBytes | None:
+        """What LoRA adapters take at most; None: none are served."""
+        return None if self.adapters is None else self.adapters.nbytes
+
+    def heaviest_extras(self, rows: Rows) -> Mapping[str, mx.array]:
+        """What a forward of these rows reads where it takes most memory (ForwardInputs.extras)."""
+        return {} if self.adapters is None else self.adapters.updates.heaviest(rows)
 
     @property
     def all_layers(self) -> list[StatefulLayer]:
@@ -72,6 +92,19 @@ class Networks:
         return room.image_bytes(self.encoder, config)
 
 
+def _adapters(
+    model: nn.Module, config: VllmConfig
+) -> tuple[Adapters | None, Sequence[RequestColumn]]:
+    """What serves LoRA adapters, and their column; nothing where none are to be served."""
+    if config.lora_config is None:
+        return None, ()
+    from vllm_metal.lora.adapters import Adapters
+    from vllm_metal.lora.column import AdapterColumn
+
+    adapters = Adapters(model, config.lora_config, loader.mlx_dtype(config))
+    return adapters, (AdapterColumn(adapters),)
+
+
 def _images(config: VllmConfig, target: ModelParts) -> ImageColumn | None:
     """What brings images to the target; None: its text alone is served."""
     multimodal = config.model_config.multimodal_config
@@ -81,5 +114,4 @@ def _images(config: VllmConfig, target: ModelParts) -> ImageColumn | None:
     from vllm_metal.vllm_patches import model_info
 
     model_info.answer_for_images()  # the scheduler, made behind this, asks for their processor
-
     return loading.load(config, target)

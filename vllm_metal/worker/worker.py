@@ -44,12 +44,14 @@ from vllm_metal.worker.results import LateOutput
 from vllm_metal.worker.step_end import SamplingEnd
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.tasks import SupportedTask
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 
     from vllm_metal.batch.step_end import StepEnd
+    from vllm_metal.lora.adapters import Adapters
 
 logger = init_logger(__name__)
 
@@ -154,12 +156,19 @@ class MetalWorker(WorkerBase):
             self._largest_step,
             partial(requests_profile, networks.target, networks.layers, config, kv_cache),
             self.transfers.memory_bytes,
+            networks.adapter_bytes,
             networks.image_bytes(config),
         )
 
     def _largest_step(self) -> None:
         networks = self.networks
-        profile_step(networks.target, networks.layers, self.vllm_config, self._kv_cache_type)
+        profile_step(
+            networks.target,
+            networks.layers,
+            self.vllm_config,
+            self._kv_cache_type,
+            networks.heaviest_extras,
+        )
         if networks.draft is not None:
             networks.draft.profile(self._kv_cache_type)
 
@@ -204,7 +213,13 @@ class MetalWorker(WorkerBase):
         groups = self._kv_cache_config.kv_cache_groups
         group_of = {name: g for g, group in enumerate(groups) for name in group.layer_names}
         executor = ModelExecutor(
-            networks.target, networks.layers, kv_caches, group_of, block_size, graphs
+            networks.target,
+            networks.layers,
+            kv_caches,
+            group_of,
+            block_size,
+            graphs,
+            networks.variables,
         )
         mx.eval(executor.pool_arrays())
         requests, proposer, writer = self._requests, None, None
@@ -362,6 +377,31 @@ class MetalWorker(WorkerBase):
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         pooler = self.networks.pooler
         return ("generate",) if pooler is None else tuple(sorted(pooler.get_supported_tasks()))
+
+    @property
+    def _adapters(self) -> Adapters:
+        if self.networks.adapters is None:
+            raise ValueError("LoRA adapters need --enable-lora")
+        return self.networks.adapters
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Loads an adapter, before requests name it."""
+        with self._turn:
+            return self._adapters.add(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Lets go of an adapter; requests that have it end with it."""
+        with self._turn:
+            return self._adapters.remove(lora_id)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Has an adapter stay, in a slot."""
+        with self._turn:
+            return self._adapters.pin(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """The numbers of the adapters that are loaded."""
+        return self._adapters.ids()
 
     def get_model(self) -> Any:
         return self.networks.target.model

@@ -8,8 +8,10 @@ import pytest
 import torch
 from commands.fit.models import MODELS, read, settings, token_bytes
 
+from vllm_metal.commands.fit import engine
 from vllm_metal.commands.fit.estimate import estimate
 from vllm_metal.commands.fit.machine import Machine
+from vllm_metal.lora.adapters import Adapters
 from vllm_metal.models import loader
 
 MAC = Machine.mac(16 << 30)
@@ -39,3 +41,20 @@ def test_bytes_of_a_token_are_those_of_the_formula(folder, name):
         config = settings(folder(name), torch.bfloat16, cache_dtype=cache_dtype)
         found = estimate(model, config, MAC)
         assert found.token_bytes == token_bytes(name, *row)
+
+
+def test_adapters_are_those_of_the_engine(folder):
+    path = folder("llama")
+    limits = engine.adapters(3, None, 8)
+    config = settings(path, torch.bfloat16)
+    config.lora_config = limits
+    model = read(path, torch.bfloat16)
+    found = estimate(model, config, MAC).measured.adapters
+    of_engine = Adapters(loader.load(settings(path, torch.bfloat16)), limits, mx.bfloat16).nbytes
+    assert found == of_engine.slots + of_engine.kept > 0
+    assert (
+        estimate(read(path, torch.bfloat16), settings(path, torch.bfloat16), MAC).measured.adapters
+        == 0
+    )
+    with pytest.raises(ValueError, match="need --max-loras"):
+        engine.adapters(None, 4, None)

@@ -15,12 +15,13 @@ from vllm_metal.platform import metal_platform  # first: it loads a BLAS before 
 
 # isort: split
 from metal_kernels.layout import BLOCK_SIZES
-from vllm_metal.commands.fit import engine, report
+from vllm_metal.commands.fit import encoder, engine, report
 from vllm_metal.commands.fit.estimate import Estimate, Model, estimate
 from vllm_metal.commands.fit.known import KNOWN, KnownModel
 from vllm_metal.commands.fit.machine import Machine
 from vllm_metal.commands.fit.report import Answer
 from vllm_metal.commands.fit.source import folder
+from vllm_metal.encoders.served import of_content
 from vllm_metal.kv_cache import formats
 from vllm_metal.memory import advice, budget
 from vllm_metal.models.weight_files import ModelLoadError
@@ -43,9 +44,27 @@ def run(args: Namespace) -> int:
     Raises:
         ValueError: the model is not found, or the engine would refuse it or these options.
     """
+    if (found := _encoder(args)) is not None:
+        print(json.dumps(found.content(), indent=1) if args.json else found.text())
+        return 0 if found.fits else 1
     answer = find(args)
     print(json.dumps(report.as_json(answer), indent=1) if args.json else report.as_text(answer))
     return 0 if answer.fits else 1
+
+
+def _encoder(args: Namespace) -> encoder.Answer | None:
+    """The answer for an encoder; None: the model is none."""
+    if args.model is None:
+        return None
+    try:
+        with folder(args.model) as path:
+            served = of_content(json.loads((path / "config.json").read_text()))
+            if served is None:
+                return None
+            machine = Machine.this() if args.memory is None else Machine.mac(args.memory)
+            return encoder.find(args, path, served, machine)
+    except (ModelLoadError, ImportError) as error:
+        raise ValueError(str(error)) from error
 
 
 def find(args: Namespace) -> Answer:
@@ -71,11 +90,15 @@ def question(model: str | None, context: int | None) -> Namespace:
         "memory",
         "requests",
         "dtype",
+        "runner",
         "max_num_seqs",
         "num_speculative_tokens",
         "max_num_batched_tokens",
         "gpu_memory_utilization",
         "block_size",
+        "max_loras",
+        "max_cpu_loras",
+        "max_lora_rank",
         "language_model_only",
     )
     asked = {"model": model, "context": context, "kv_cache_dtype": "auto"}
@@ -115,7 +138,11 @@ def _answer(args: Namespace, path: Path, machine: Machine) -> Answer:
     requests = args.max_num_seqs or args.requests or min(metal_platform.MAX_NUM_SEQS, rows)
     if requests > rows:
         raise ValueError(f"{requests} requests at once need --max-num-batched-tokens {requests}")
-    model = Model.read(path, content["model_type"], dtype, bool(args.language_model_only))
+    runner = args.runner or "generate"
+    if runner == "pooling" and args.num_speculative_tokens:
+        raise ValueError("--num-speculative-tokens with --runner pooling: nothing is sampled")
+    pools, text_only = runner == "pooling", bool(args.language_model_only)
+    model = Model.read(path, content["model_type"], dtype, pools=pools, text_only=text_only)
     estimates = {}
     for cache_dtype in dict.fromkeys((args.kv_cache_dtype, _QUANTISED)):
         config = engine.config(
@@ -130,6 +157,8 @@ def _answer(args: Namespace, path: Path, machine: Machine) -> Answer:
             block_size=args.block_size or BLOCK_SIZES[0],
             block_size_asked=args.block_size is not None,
             num_drafts=args.num_speculative_tokens or 0,
+            runner_type=runner,
+            adapters=engine.adapters(args.max_loras, args.max_cpu_loras, args.max_lora_rank),
         )
         estimates[cache_dtype] = estimate(model, config, machine)
         if estimates[cache_dtype].quantised is None:
@@ -212,6 +241,7 @@ def _command(args: Namespace, found: Estimate, cache_dtype: str) -> str:
     if args.num_speculative_tokens:
         drafts = {"method": "ngram", "num_speculative_tokens": args.num_speculative_tokens}
     options = {
+        "runner": args.runner,
         "max-model-len": found.settings.max_model_len,
         "max-num-seqs": found.settings.max_num_seqs,
         "max-num-batched-tokens": args.max_num_batched_tokens,

@@ -43,6 +43,31 @@ class _TextDrafts:
         return False
 
 
+@dataclass(frozen=True)
+class AdapterLimits:
+    """What the estimate reads of a LoRAConfig."""
+
+    max_loras: int
+    max_cpu_loras: int
+    max_lora_rank: int
+    target_modules: None = None
+
+
+def adapters(
+    max_loras: int | None, max_cpu_loras: int | None, max_lora_rank: int | None
+) -> AdapterLimits | None:
+    """The limits of adapters with vLLM's defaults; None: --max-loras is not given.
+
+    Raises:
+        ValueError: another of them is.
+    """
+    if max_loras is None:
+        if max_cpu_loras or max_lora_rank:
+            raise ValueError("--max-cpu-loras and --max-lora-rank need --max-loras")
+        return None
+    return AdapterLimits(max_loras, max_cpu_loras or max_loras, max_lora_rank or 16)
+
+
 def config(
     *,
     model_type: str,
@@ -56,6 +81,8 @@ def config(
     max_num_seqs: int,
     gpu_memory_utilization: float | None = None,
     num_drafts: int = 0,
+    runner_type: str = "generate",
+    adapters: AdapterLimits | None = None,
 ) -> VllmConfig:
     """A configuration with vLLM's defaults for all else, made without loading the model.
 
@@ -84,7 +111,7 @@ def config(
             max_model_len=max_model_len,
             original_max_model_len=-1 if fitted else max_model_len,
             dtype=dtype,
-            runner_type="generate",
+            runner_type=runner_type,
             max_logprobs=20,  # vLLM's defaults from here on
             logprobs_mode="raw_logprobs",
             seed=0,
@@ -92,7 +119,7 @@ def config(
         ),
         speculative_config=_TextDrafts(num_drafts) if num_drafts else None,
         kv_transfer_config=None,
-        lora_config=None,
+        lora_config=adapters,
         # What VllmConfig derives: nothing is drafted, and two steps are in flight.
         num_prefill_lookahead_tokens=0,
         max_in_flight_tokens=2 * max_num_batched_tokens,
@@ -100,13 +127,16 @@ def config(
     return cast("VllmConfig", made)
 
 
-def dtype_of(content: dict[str, Any], kind: envs.Device, asked: str = "auto") -> torch.dtype:
+def dtype_of(
+    content: dict[str, Any], kind: envs.Device, asked: str = "auto", encoder: bool = False
+) -> torch.dtype:
     """The dtype that vLLM takes for --dtype; for `auto` it replaces float32 by a 16-bit one.
 
     Args:
         content: of config.json.
         kind: of device; on a CPU the dtype is float32 (MetalPlatform.supported_dtypes).
         asked: the option.
+        encoder: whether the model pools: vLLM then prefers float16.
     """
     if asked != "auto":
         return DTYPES[asked]
@@ -122,8 +152,11 @@ def dtype_of(content: dict[str, Any], kind: envs.Device, asked: str = "auto") ->
         "float32",
     )
     dtype = DTYPES.get(str(name).removeprefix("torch."), torch.float32)
-    valid = _is_valid_dtype(str(content.get("model_type")), dtype)
-    return dtype if valid and dtype != torch.float32 else torch.bfloat16
+    model_type = str(content.get("model_type"))
+    if _is_valid_dtype(model_type, dtype) and dtype != torch.float32:
+        return dtype
+    half = encoder and _is_valid_dtype(model_type, torch.float16)
+    return torch.float16 if half else torch.bfloat16
 
 
 def longest_text(content: dict[str, Any]) -> int | None:

@@ -28,10 +28,13 @@ from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.kv_cache.specs import choose_block_size, kv_cache_specs
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
+from vllm_metal.lora.updates import adapter_bytes
 from vllm_metal.memory import budget
 from vllm_metal.memory.budget import Budget, Measured, Request, Settings
 from vllm_metal.memory.planner import Needs, at_work, quantised_share, settings_of
 from vllm_metal.memory.profile import LargestCalls, Peaks
+from vllm_metal.mlx_patches import registry
+from vllm_metal.models import headless
 from vllm_metal.models.loader import lazy_model
 from vllm_metal.models.parts import ModelParts
 
@@ -52,24 +55,32 @@ class Model:
 
     @staticmethod
     def read(
-        folder: Path, model_type: str, dtype: torch.dtype, language_model_only: bool = False
+        folder: Path,
+        model_type: str,
+        dtype: torch.dtype,
+        pools: bool = False,
+        text_only: bool = False,
     ) -> Model:
         """
         Args:
             folder: with config.json and weight files, of which only headers are read.
             model_type: for messages.
             dtype: of the engine.
-            language_model_only: whether images are left out.
+            pools: whether it is served without its head for logits.
+            text_only: whether images are left out.
 
         Raises:
             ModelLoadError: the loader cannot build it.
             NotImplementedError: the engine does not serve it.
         """
-        network = lazy_model(folder, MLX_DTYPES[dtype])
+        classes = headless.classes if pools else registry.classes
+        network = lazy_model(folder, MLX_DTYPES[dtype], classes=classes)
+        if pools:
+            headless.drop_head(network)
         parameters = cast(list[tuple[str, mx.array]], tree_flatten(network.parameters()))
         weights = sum(array.nbytes for _, array in parameters)
         layers = attention_layers(network, model_type)
-        images = None if language_model_only else Images.read(folder, MLX_DTYPES[dtype])
+        images = None if text_only else Images.read(folder, MLX_DTYPES[dtype])
         weights += 0 if images is None else images.weights
         return Model(model_type, dtype, weights, ModelParts(network), layers, images)
 
@@ -152,6 +163,7 @@ def estimate(
         total=machine.total,
         in_use=machine.in_use,
         weights=model.weights,
+        adapters=_adapter_bytes(model, config),
         cache=machine.cache,
         images=0 if model.images is None else model.images.beside(rows_of_a_step),
     )
@@ -165,6 +177,14 @@ def estimate(
     attending = [layer for layer in model.layers if not layer.state_bytes]
     rows = sum(layer.spec(block_size, pool_dtype).page_size_bytes for layer in attending)
     return Estimate(rows // block_size, states, block_size, needs, measured, settings, quantised)
+
+
+def _adapter_bytes(model: Model, config: VllmConfig) -> int:
+    """What slots of LoRA adapters take, and adapters that are kept beside them."""
+    if config.lora_config is None:
+        return 0
+    found = adapter_bytes(model.parts.model, config.lora_config, MLX_DTYPES[model.dtype])
+    return found.slots + found.kept
 
 
 def _kv_cache_type(model: Model, machine: Machine, block_size: int) -> type[LayerKVCache]:

@@ -72,6 +72,8 @@ def renderer(state: Any) -> Render:
         prompts = made if isinstance(made, list) else [made]
         if not prompts or any(isinstance(prompt, ErrorResponse) for prompt in prompts):
             return None
+        if fields.get("model") in list(serving.models.lora_requests):
+            return None  # an adapter may be replaced under its name
         return [
             Rendered(prompt.token_ids, prompt.features.mm_hashes if prompt.features else {})
             for prompt in prompts

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of experts, of layers with a state, and over quantised weights, beside other models'."""
+
+import json
+
+import mlx.core as mx
+import pytest
+from e2e.harness import Dense, engine
+from e2e.test_lora import NUM_TOKENS, SMALL, ask, named, prompt, tokens
+from lora.toys import Toy, greedy_tokens
+from mlx_lm.utils import dequantize_model, load_config, load_model, quantize_model, save_model
+from safetensors.torch import load_file, save_file
+
+pytestmark = pytest.mark.more
+PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def check(base, adapters, toy):
+    """Two adapters and none, in one batch of prompts that are longer and shorter than a step."""
+    prompts = [prompt(70, 1), prompt(9, 2), prompt(30, 3)]
+    models = [*(adapted for _, adapted in adapters), toy.model]
+    expected = [
+        greedy_tokens(model, each, NUM_TOKENS) for model, each in zip(models, prompts, strict=True)
+    ]
+    requests = [*(named(n, folder) for n, (folder, _) in enumerate(adapters, 1)), None]
+    with engine(base, max_loras=2, **SMALL) as llm:
+        assert tokens(ask(llm, prompts, requests)) == expected
+        again = ask(llm, prompts[:1], requests[:1])
+        assert again[0].num_cached_tokens > 0
+        assert tokens(again) == expected[:1]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "gpt2"])
+def test_adapters_of_all_linear_layers(tmp_path, kind):
+    toy = Toy(kind, tmp_path / "base")
+    base = toy.save()
+    adapters = [(tmp_path / str(n), toy.adapter(tmp_path / str(n), n)) for n in (1, 2)]
+    check(base, adapters, toy)
+
+
+def test_experts_in_one_array_and_one_by_one(tmp_path):
+    toy = Toy("qwen3_moe", tmp_path / "base")
+    base = toy.save()
+    adapted = toy.adapter(
+        tmp_path / "1", 1, target_modules=["q_proj"], target_parameters=PARAMETERS
+    )
+    apart = tmp_path / "2"
+    adapted.save_pretrained(apart)
+    save_file(by_expert(load_file(apart / "adapter_model.safetensors"), 4), apart / "a")
+    (apart / "a").replace(apart / "adapter_model.safetensors")
+    check(base, [(tmp_path / "1", adapted), (apart, adapted)], toy)
+
+
+def by_expert(tensors, num_experts):
+    """An adapter of experts that lie in one array, as one of modules for each."""
+    found = {}
+    for name, array in tensors.items():
+        if ".experts." not in name or "lora_B" in name:
+            if ".experts." not in name:
+                found[name] = array
+            continue
+        b = tensors[name.replace("lora_A", "lora_B")]
+        a = array.reshape(num_experts, -1, array.shape[-1])
+        b = b.reshape(b.shape[0], -1, num_experts)
+        inner = ".base_layer" in name
+        stem = name.replace(".base_layer", "").removesuffix("lora_A.weight")
+        for expert in range(num_experts):
+            matrix = b[..., expert]
+            halves = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
+            for part, rows in halves.items() if inner else [("down_proj", matrix)]:
+                found[f"{stem}{expert}.{part}.lora_A.weight"] = a[expert].clone()
+                found[f"{stem}{expert}.{part}.lora_B.weight"] = rows.contiguous()
+    return found
+
+
+def test_an_adapter_over_quantised_weights(tmp_path):
+    """Against the dequantised weights with the update in them, by mlx-lm alone."""
+    toy = Toy("llama", tmp_path / "base")
+    toy.save()
+    adapted = toy.adapter(tmp_path / "adapter", 1)
+    model, config = load_model(tmp_path / "base")
+    model, config = quantize_model(model, config, group_size=32, bits=4)
+    save_model(tmp_path / "4bit", model)
+    write_config(tmp_path, "4bit", config)
+    model = dequantize_model(model)
+    updates = {
+        name: module.get_delta_weight("default").detach().numpy()
+        for name, module in adapted.base_model.model.named_modules()
+        if hasattr(module, "get_delta_weight")
+    }
+    for name, module in model.named_modules():
+        if name in updates:
+            module.weight = module.weight + mx.array(updates[name])
+    save_model(tmp_path / "merged", model)
+    write_config(tmp_path, "merged", load_config(tmp_path / "base"))
+    text = prompt(50, 4)
+    with engine(str(tmp_path / "4bit"), max_loras=1, **SMALL) as llm:
+        (generated,) = tokens(ask(llm, [text], [named(1, tmp_path / "adapter")]))
+    Dense(str(tmp_path / "merged")).check(text, generated)
+    assert generated != greedy_tokens(toy.model, text, NUM_TOKENS)
+
+
+def write_config(folder, name, config):
+    (folder / name / "config.json").write_text(json.dumps(config))

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the head that scores pooled hidden states, in torch: what vLLM's poolers call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import torch
+
+
+def of_bert(model: Any) -> torch.nn.Module:
+    """[R, H] to [R, labels] of mlx-vlm's BERT, whose pooler has a layer before the labels."""
+    return torch.nn.Sequential(
+        _linear(model.pooler.dense), torch.nn.Tanh(), _linear(model.classifier)
+    )
+
+
+def of_roberta(model: Any) -> torch.nn.Module:
+    """Likewise of RoBERTa, whose classifier has it."""
+    head = model.classifier
+    return torch.nn.Sequential(_linear(head.dense), torch.nn.Tanh(), _linear(head.out_proj))
+
+
+def of_modernbert(model: Any) -> torch.nn.Module:
+    """Likewise of ModernBERT, with a norm before the labels."""
+    dense, norm, labels = model.head.dense, model.head.norm, model.classifier
+    return torch.nn.Sequential(_linear(dense), torch.nn.GELU(), _norm(norm), _linear(labels))
+
+
+def _linear(layer: nn.Module) -> torch.nn.Linear:
+    weight = layer.weight
+    if isinstance(layer, nn.QuantizedLinear):
+        packed = {name: layer[name] for name in ("scales", "biases") if name in layer}
+        sizes = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+        weight = mx.dequantize(weight, **packed, **sizes)
+    labels, size = weight.shape
+    made = torch.nn.Linear(size, labels, bias="bias" in layer)
+    return _filled(made, weight, layer.get("bias"))
+
+
+def _norm(layer: Any) -> torch.nn.LayerNorm:
+    made = torch.nn.LayerNorm(layer.dims, eps=layer.eps, bias="bias" in layer)
+    return _filled(made, layer.weight, layer.get("bias"))
+
+
+def _filled(made: Any, weight: mx.array, bias: mx.array | None) -> Any:
+    with torch.no_grad():
+        for parameter, array in ((made.weight, weight), (made.bias, bias)):
+            if array is not None:
+                parameter.copy_(torch.from_numpy(np.array(array.astype(mx.float32))))
+    return made.requires_grad_(False)
