@@ -5,6 +5,7 @@ import base64
 import http.server
 import io
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -275,3 +276,27 @@ def test_answers_about_frames_of_a_video_are_those_of_transformers(name, tmp_pat
         folder, family, prompt, media["image"], 8, videos=[frames], video_metadata=[told]
     )
     assert (output.prompt_token_ids, [*output.outputs[0].token_ids]) == expected
+
+
+TEXT_ALONE = """
+import sys
+from vllm import LLM, SamplingParams
+
+llm = LLM(sys.argv[1], max_model_len=256, kv_cache_memory_bytes=2**24, language_model_only=True)
+(output,) = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+loaded = [name for name in sys.modules if name.startswith(
+    ("mlx_vlm", "vllm_metal.vision", "vllm.model_executor.models.qwen", "torchvision"))]
+print("LOADED", loaded, list(output.outputs[0].token_ids))
+"""
+
+
+def test_text_alone_loads_nothing_of_images(checkpoint):
+    done = subprocess.run(
+        [sys.executable, "-c", TEXT_ALONE, checkpoint],
+        env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, expected = reference.generated(checkpoint, FAMILY, "Hello", [], 8)
+    assert done.stdout.splitlines()[-1] == f"LOADED [] {expected}"
