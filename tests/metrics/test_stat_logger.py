@@ -2,7 +2,7 @@
 """Figures as users see them: in /metrics, and in a line of the log."""
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -94,6 +94,15 @@ def test_failed_steps_are_counted_once(stat_logger):
     for failed in (0, 1, 1, 3):
         stat_logger.record(stats(figures(failed=failed)), None)
     assert metric("vllm:metal_failed_steps_total") == 3
+
+
+def test_images_are_counted_where_there_are_any(stat_logger):
+    for images in (None, 2, 1):
+        seconds = None if images is None else images / 2
+        made = replace(figures(), images_encoded=images, image_seconds=seconds)
+        stat_logger.record(stats(made), None)
+    assert metric("vllm:metal_images_encoded_total") == 3
+    assert metric("vllm:metal_image_seconds_total") == 1.5
 
 
 def test_one_line_has_memory_times_hits_and_acceptance(stat_logger, lines):

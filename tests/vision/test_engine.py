@@ -86,7 +86,7 @@ def test_tokens_equal_those_of_transformers_with_drafts_and_cached_prefixes(aske
         worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         found, block_size = counters(llm), llm.llm_engine.vllm_config.cache_config.block_size
         encoder = worker.networks.encoder
-        assert encoder.num_encoded == 2
+        assert encoder.num_encoded == found["vllm:metal_images_encoded"] == 2
         assert worker.networks.image_bytes(worker.vllm_config) > encoder.nbytes > 0
         worker.reset_encoder_cache()
         assert encoder.nbytes == 0

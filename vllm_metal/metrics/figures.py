@@ -61,6 +61,15 @@ class StepFigures:
         "vllm:metal_failed_steps",
         "Steps that failed: their requests ended with an error, and all others started again.",
     ).field()
+    #: None: the step needed none that was not there.
+    images_encoded: int | None = Metric(
+        "counter",
+        "vllm:metal_images_encoded",
+        "Images and videos that a tower computed; one that is still kept is not computed again.",
+    ).field(default=None)
+    image_seconds: float | None = Metric(
+        "counter", "vllm:metal_image_seconds", "Time that towers took; steps wait for it."
+    ).field(default=None)
 
 
 class _Measured(threading.local):

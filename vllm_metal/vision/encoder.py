@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import mlx.core as mx
 
+from vllm_metal.metrics.figures import measure
 from vllm_metal.vision.images import Image
 from vllm_metal.vision.tower import Tower
 
@@ -40,6 +42,7 @@ class Encoder:
         """
         found = self._outputs.get(image.key)
         if found is None:
+            started = time.perf_counter()
             found = self.tower.encode(image.modality, image.data).astype(self._dtype)
             if len(found) != len(image.places_np):
                 raise ValueError(
@@ -47,6 +50,8 @@ class Encoder:
                     f"{len(image.places_np)} in the prompt"
                 )
             mx.eval(found)
+            measure("image_seconds", time.perf_counter() - started)
+            measure("images_encoded")
             self.num_encoded += 1
             self._outputs[image.key] = found
         return found
