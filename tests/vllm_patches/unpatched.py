@@ -103,11 +103,12 @@ def salts(folder):
 @probe("adapters.know_by_content", at_once=False)
 def adapters(folder):
     """Blocks are hashed with an adapter's name and path, whatever is in its files."""
+    from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
     from vllm.v1.request import Request
 
-    request = Request("a", [1, 2], SimpleNamespace(), None)
+    request = Request("a", [1, 2], SamplingParams(), None)
     request.lora_request = LoRARequest("mine", 1, folder)
     keys, _ = generate_block_hash_extra_keys(request, 0, 2, 0)
     return keys == (("lora", "mine", folder),), keys
@@ -360,10 +361,11 @@ def own_classes_of_encoders(folder):
     """So with all encoders that are served."""
     from vllm.model_executor.models import ModelRegistry
 
-    from vllm_metal.vllm_patches import encoder_info
+    from vllm_metal.encoders.served import ARCHITECTURES
 
-    names = (*encoder_info.POOLING, *encoder_info.CLASSIFYING, *encoder_info.PLAIN)
-    missing = [name for name in names if not hasattr(ModelRegistry.models[name], "module_name")]
+    missing = [
+        name for name in ARCHITECTURES if not hasattr(ModelRegistry.models[name], "module_name")
+    ]
     return not missing, repr(missing)
 
 
