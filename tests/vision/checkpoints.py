@@ -148,6 +148,11 @@ def _write_model(architecture: str, config: dict[str, Any], folder: Path, seed: 
                 parameter.copy_(noise * scale * parameter[0].numel() ** -0.5)
             else:
                 parameter.add_(0.1 * noise)
+        for name, buffer in model.named_buffers():  # what some towers clip and shift by
+            if name.endswith(("_min", "_max")):
+                buffer.fill_(-1.0 if name.endswith("_min") else 1.0)
+            elif "std_" in name:
+                buffer.add_(0.1 * torch.randn(buffer.shape, generator=random))
     model.save_pretrained(folder)
 
 
@@ -256,6 +261,43 @@ def _gemma3(ids: dict[str, int]) -> dict[str, Any]:
     }
 
 
+def _gemma4(ids: dict[str, int]) -> dict[str, Any]:
+    """Layers with embeddings of their own; a window that is less than an image."""
+    text = {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 8,
+        "global_head_dim": 2 * HEAD_DIM,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": len(ids),
+        "use_bidirectional_attention": "vision",
+        "final_logit_softcapping": 30.0,
+        "pad_token_id": ids["<eos>"],
+    }
+    vision = {
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 256,
+        "default_output_length": 70,
+        "use_clipped_linears": True,
+        "standardize": True,
+    }
+    return {
+        "text_config": _TEXT | text,
+        "vision_config": {k: v for k, v in _VISION.items() if k != "num_channels"} | vision,
+        "audio_config": None,
+        "vocab_size": len(ids),  # mlx-lm reads it here
+        "boi_token_id": ids["<|image>"],
+        "eoi_token_id": ids["<image|>"],
+        "image_token_id": ids["<|image|>"],
+        "boa_token_id": ids["<|audio>"],
+        "eoa_token_index": ids["<audio|>"],
+        "audio_token_id": ids["<|audio|>"],
+        "video_token_id": ids["<|video|>"],
+    }
+
+
 def _mistral3(ids: dict[str, int]) -> dict[str, Any]:
     return {
         "text_config": _TEXT | {"model_type": "mistral", "sliding_window": None},
@@ -304,6 +346,53 @@ FAMILIES = {
             "image_token": "<image_soft_token>",
             "boi_token": "<start_of_image>",
             "eoi_token": "<end_of_image>",
+        },
+    ),
+    "gemma4": Family(
+        "Gemma4ForConditionalGeneration",
+        _gemma4,
+        special=(
+            "<bos>",
+            "<eos>",
+            "<|turn>",
+            "<turn|>",
+            "<|image>",
+            "<image|>",
+            "<|image|>",
+            "<|audio>",
+            "<audio|>",
+            "<|audio|>",
+            "<|video|>",
+        ),
+        image="<|image|>",
+        template=(
+            "<bos>{% for m in messages %}<|turn>"
+            "{{ 'model' if m.role == 'assistant' else m.role }}\n"
+            "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+            "{% if p.type == 'image' %}<|image|>{% elif p.type == 'text' %}{{ p.text }}"
+            "{% endif %}{% endfor %}{% endif %}<turn|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|turn>model\n{% endif %}"
+        ),
+        files={
+            "processor_config.json": {
+                "processor_class": "Gemma4Processor",
+                "image_processor": {
+                    "image_processor_type": "Gemma4ImageProcessor",
+                    "max_soft_tokens": 70,
+                    "patch_size": 4,
+                    "pooling_kernel_size": 2,
+                },
+                "feature_extractor": {"feature_extractor_type": "Gemma4AudioFeatureExtractor"},
+                "video_processor": {"video_processor_type": "Gemma4VideoProcessor"},
+            },
+        },
+        named={
+            "image_token": "<|image|>",
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
         },
     ),
     "mistral3": Family(

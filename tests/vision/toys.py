@@ -123,12 +123,14 @@ class Toy:
         data: dict[str, Any] = {}
         if self.name == "mistral3" and prompt.placed:
             return self._logits_of_shapes(prompt, tokens)
-        for name in prompt.placed[0][1].data if prompt.placed else ():
+        if self.name == "gemma4" and prompt.placed:
+            data = self._filled_up(prompt)
+        for name in prompt.placed[0][1].data if prompt.placed and not data else ():
             parts = [torch.as_tensor(picture.data[name]) for _, picture, _ in prompt.placed]
             data[name] = torch.stack(parts) if "grid" in name else torch.cat(parts)
         if self.name.startswith(("qwen", "gemma")):
             of_images = tokens == self.image_token
-            key = "token_type_ids" if self.name.startswith("gemma") else "mm_token_type_ids"
+            key = "token_type_ids" if self.name == "gemma3" else "mm_token_type_ids"
             data[key] = of_images.int()
             if prompt.modality == "video":
                 data[key] = 2 * (tokens == self.config.video_token_id).int()
@@ -149,6 +151,20 @@ class Toy:
                 input_ids=tokens, pixel_values=torch.as_tensor(padded), image_sizes=sizes
             )
         return out.logits[0].numpy()
+
+    def _filled_up(self, prompt: Prompt) -> dict[str, torch.Tensor]:
+        """Patches of all images, each filled up to the number of the largest."""
+        pictures = [picture.data for _, picture, _ in prompt.placed]
+        most = max(len(each["pixel_values"]) for each in pictures)
+        filled: dict[str, list[np.ndarray]] = {"pixel_values": [], "pixel_position_ids": []}
+        for each in pictures:
+            missing = ((0, most - len(each["pixel_values"])), (0, 0))
+            for name, fill in (("pixel_values", 0), ("pixel_position_ids", -1)):
+                filled[name].append(np.pad(each[name], missing, constant_values=fill))
+        return {
+            "pixel_values": torch.as_tensor(np.stack(filled["pixel_values"])),
+            "image_position_ids": torch.as_tensor(np.stack(filled["pixel_position_ids"])),
+        }
 
     @property
     def image_token(self) -> int:
@@ -184,10 +200,25 @@ def _gemma(toy: Toy, rows: int, columns: int) -> Picture:
     return Picture([toy.image_token] * count, [True] * count, {"pixel_values": pixels})
 
 
+def _gemma4(toy: Toy, rows: int, columns: int) -> Picture:
+    """Patches with their places, filled up by those of none."""
+    vision = toy.config.vision_config
+    kernel, most = vision.pooling_kernel_size, 24
+    y, x = np.indices((rows * kernel, columns * kernel)).reshape(2, -1)
+    fill = most * kernel**2 - len(x)
+    places = np.pad(np.stack([x, y], axis=1), ((0, fill), (0, 0)), constant_values=-1)
+    pixels = toy.rng.uniform(size=(len(x), 3 * vision.patch_size**2)).astype(np.float32)
+    pixels = np.pad(pixels, ((0, fill), (0, 0)))
+    count = rows * columns
+    data = {"pixel_values": pixels, "pixel_position_ids": places}
+    return Picture([toy.image_token] * count, [True] * count, data)
+
+
 #: Of the text's configuration.
 CHANGES: dict[str, dict[str, Any]] = {"qwen3_5": {"partial_rotary_factor": 0.5}}
 _PICTURES: dict[str, Callable[[Toy, int, int], Picture]] = {
     "gemma3": _gemma,
+    "gemma4": _gemma4,
     "mistral3": _mistral,
     "qwen3_5": _qwen,
     "qwen3_vl": _qwen,

@@ -127,7 +127,7 @@ class AttentionLayer(StatefulLayer):
 
         def of_step(layout: StepLayout) -> Any:
             layout = layout.split(state.split)
-            if layout.runs:
+            if seen_whole.has_runs(layout, self.window):
                 return seen_whole.planned(layout, self.window, plan_of)
             return planned(layout, heads, plan_of)
 

@@ -4,7 +4,9 @@
 The rows of a step are cut where such a run begins and ends. What lies between goes on as prompts
 do, each with the context that it has at its end. A run attends over its context as it is read, the
 whole run included, by MLX's operations: with a window each row sees what the window allows before
-it, and all of the run (`or_mask_function` of transformers' gemma3).
+it, and all of the run (`or_mask_function` of transformers' gemma3). A run may also be one in layers
+with a window alone, where the window hides its first rows, too (`create_masks_for_vision_model` of
+transformers' gemma4).
 """
 
 from __future__ import annotations
@@ -18,9 +20,14 @@ import mlx.core as mx
 import numpy as np
 
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.kv_cache.layer_state import PlanT, StepLayout, joined
+from vllm_metal.kv_cache.layer_state import PlanT, Run, StepLayout, joined
 from vllm_metal.kv_cache.prompts_apart import Prompt, PromptsApart, without
 from vllm_metal.mlx_patches.seam import Scoring
+
+
+def has_runs(layout: StepLayout, window: int | None) -> bool:
+    """Whether rows of a step see each other in layers with such a window."""
+    return any(window is not None or not run.windowed for run in layout.runs)
 
 
 def planned(layout: StepLayout, window: int | None, plan_of: Callable[[StepLayout], Any]) -> Any:
@@ -33,8 +40,8 @@ def planned(layout: StepLayout, window: int | None, plan_of: Callable[[StepLayou
     """
     cut, whole = _cut(layout)
     found = PromptsApart.of(cut, whole)
-    begins = {run.first: run.begin for run in layout.runs}
-    runs = tuple(replace(each, begin=begins[each.first]) for each in found.prompts)
+    by_row = {run.first: run for run in layout.runs}
+    runs = tuple(_placed(each, by_row[each.first]) for each in found.prompts)
     apart = replace(found, prompts=runs, window=window)
     return replace(plan_of(without(cut, whole)), prompts=apart)
 
@@ -57,6 +64,11 @@ def _cut(layout: StepLayout) -> tuple[StepLayout, np.ndarray]:
         runs=(),
     )
     return cut, np.isin(edges[:-1], [run.first for run in layout.runs])
+
+
+def _placed(prompt: Prompt, run: Run) -> Prompt:
+    """The run as a prompt, which begins where its rows are seen whatever the window."""
+    return replace(prompt, begin=prompt.context if run.windowed else run.begin)
 
 
 def attend(

@@ -33,6 +33,7 @@ class Run(NamedTuple):
     first: int  # row of the forward
     end: int  # the row behind the last
     begin: int  # place in the request where the run begins, before these rows if it was found there
+    windowed: bool = False  # in layers with a window alone, and within it
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,8 @@ class ImageColumn(RequestColumn):
         axes: Axes | None = None,
         scale: float = 1.0,
         whole: bool = False,
+        windowed: bool = False,
+        padding: int | None = None,
     ) -> None:
         """
         Args:
@@ -74,9 +76,13 @@ class ImageColumn(RequestColumn):
             axes: of rows of images; None: they are placed as text is.
             scale: what the text model multiplies embeddings with, and those of images not.
             whole: whether the rows of an image see each other whatever their order.
+            windowed: whether they do so in layers with a window alone, and within it.
+            padding: the token that a row of an image is for layers that look at tokens themselves;
+                None: no layer does.
         """
         self.encoder, self._embed = encoder, embed
         self._axes, self._embed_scale, self._whole = axes, scale, whole
+        self._windowed, self._padding = windowed, padding
         self._prompts: dict[int, _Prompt] = {}  # by req_idx
 
     def step_begins(self, scheduler_output: SchedulerOutput) -> None:
@@ -154,6 +160,10 @@ class ImageColumn(RequestColumn):
         embeddings = self._embed(inputs.input_ids)
         embeddings[at, 0] = (of_images[:, 0] / self._embed_scale).astype(embeddings.dtype)
         inputs = replace(inputs, embeddings=embeddings, runs=tuple(runs))
+        if self._padding is not None:
+            input_ids = mx.array(inputs.input_ids)
+            input_ids[at] = self._padding
+            inputs = replace(inputs, input_ids=input_ids)
         if (levels := of_images.shape[1] - 1) == 0:
             return inputs
         added = mx.zeros((len(embeddings), levels, embeddings.shape[-1]), of_images.dtype)
@@ -187,4 +197,4 @@ class ImageColumn(RequestColumn):
                         f"in parts: set --max-num-batched-tokens to more than that"
                     )
                 shift = span.start - first
-                yield Run(max(begin, first) + shift, end + shift, begin)
+                yield Run(max(begin, first) + shift, end + shift, begin, self._windowed)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_metal.vision.gemma import GemmaTower
+from vllm_metal.vision.gemma4 import Gemma4Tower
 from vllm_metal.vision.mistral import MistralTower
 from vllm_metal.vision.qwen import QwenTower
 from vllm_metal.vision.tower import Config, Tower
@@ -19,12 +20,17 @@ class VisionFamily:
     tower: Callable[[Config], Tower]  # of the configuration of the whole model
     mrope: bool = False  # rows of images have three positions
     whole: bool = False  # rows of an image see each other whatever their order
+    #: They do so within the window of layers that have one, where the configuration says so.
+    windowed: bool = False
+    #: Layers have embeddings of their own of tokens; a row of an image has those of padding.
+    padded: bool = False
     scaled: bool = False  # the text model multiplies embeddings with sqrt(H), those of images not
 
 
 #: By `model_type` of config.json.
 FAMILIES = {
     "gemma3": VisionFamily(GemmaTower, whole=True, scaled=True),
+    "gemma4": VisionFamily(Gemma4Tower, whole=True, windowed=True, padded=True, scaled=True),
     "mistral3": VisionFamily(MistralTower),
     "qwen3_5": VisionFamily(QwenTower, mrope=True),
     "qwen3_5_moe": VisionFamily(QwenTower, mrope=True),

@@ -63,4 +63,8 @@ def fitted(encoder: Encoder, text: ModelParts, config: Config, family: VisionFam
     scale = 1.0
     if family.scaled:  # rounded as mlx-lm's module does
         scale = float(mx.array(config["text_config"]["hidden_size"] ** 0.5, mx.bfloat16))
-    return ImageColumn(encoder, text.embed, axes, scale, family.whole)
+    whole = family.whole
+    if family.windowed:
+        whole = config["text_config"].get("use_bidirectional_attention") == "vision"
+    padding = config["text_config"]["pad_token_id"] if family.padded else None
+    return ImageColumn(encoder, text.embed, axes, scale, whole, family.windowed, padding)

@@ -27,6 +27,8 @@ _OFFERED_WITH_TORCHVISION = (
     ("video_processing_utils", "VideoProcessorMixin"),
     ("models.qwen3_vl.video_processing_qwen3_vl", "Qwen3VLVideoProcessor"),
     ("models.pixtral.processing_pixtral", "PixtralProcessor"),
+    ("models.gemma4.video_processing_gemma4", "Gemma4VideoProcessor"),
+    ("models.gemma4.processing_gemma4", "Gemma4Processor"),
     ("models.lfm2_vl.image_processing_lfm2_vl", "Lfm2VlImageProcessor"),
 )
 _NAMES = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
@@ -91,6 +93,19 @@ def _named_torchvision() -> Iterator[None]:
             sys.modules.pop(name, None)
 
 
+@contextmanager
+def _said_to_be_there() -> Iterator[None]:
+    """Has a module of transformers' find our functions where it asks for torchvision before."""
+    from transformers import utils
+
+    asked = utils.is_torchvision_v2_available
+    utils.is_torchvision_v2_available = lambda: True
+    try:
+        yield
+    finally:
+        utils.is_torchvision_v2_available = asked
+
+
 @functools.cache
 def _give_functions() -> None:
     """Gives transformers' base classes the functions, and offers the classes that it holds back."""
@@ -108,7 +123,8 @@ def _give_functions() -> None:
     for module in (backends, videos):
         module.__dict__["tvF"] = torchvision_functions
     for path, name in _OFFERED_WITH_TORCHVISION:
-        module = import_module(f"transformers.{path}")
+        with _said_to_be_there():
+            module = import_module(f"transformers.{path}")
         package = import_module(module.__package__ or "transformers")
         for owner in (transformers, processing_utils.transformers_module, package):
             setattr(owner, name, getattr(module, name))

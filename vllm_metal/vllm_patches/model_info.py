@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from pathlib import Path
@@ -33,12 +33,15 @@ _TEXT_PARTS = (
 #: Models whose images are served, where mlx-vlm is installed.
 WITH_IMAGES = (
     "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
+#: Those of which vLLM takes videos and sound, too; with a tower here for images alone.
+_IMAGES_ALONE = frozenset({"Gemma4ForConditionalGeneration"})
 #: vLLM's stand-ins for text models that transformers has and its own list has not.
 _BY_TRANSFORMERS = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
 #: vLLM 0.32 has the method of MLP speculators, but lists their architecture no more.
@@ -181,7 +184,18 @@ class ImageModel(TextModel):
         """vLLM's class, which is asked for its processor and never for a model."""
         refuse_bombs()
         with readable():
-            return self.own.load_model_cls()
+            own = self.own.load_model_cls()
+        if self.architecture in _IMAGES_ALONE:
+            info = own._processor_factory.info
+            replace(info, "get_supported_mm_limits", _images_alone)
+            replace(info, "get_mm_max_tokens_per_item", _images_alone)
+        return own
+
+
+def _images_alone(
+    ask: Callable[..., Mapping[str, int | None]], self: Any, *args: Any, **options: Any
+) -> dict[str, int | None]:
+    return {name: n for name, n in ask(self, *args, **options).items() if name == "image"}
 
 
 def answer_for_models() -> None:

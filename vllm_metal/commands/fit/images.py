@@ -82,6 +82,8 @@ def _largest(folder: Path, config: Mapping[str, Any], vision: Mapping[str, Any])
     if "mm_tokens_per_image" in config:
         rows = int(config["mm_tokens_per_image"])
         return rows, -(-((vision["image_size"] // vision["patch_size"]) ** 2) // rows)
+    if config["model_type"] == "gemma4":
+        return vision.get("default_output_length", 280), vision["pooling_kernel_size"] ** 2
     merge = config.get("spatial_merge_size") or vision.get("spatial_merge_size") or 1
     side, sizes = vision["patch_size"] * merge, _sizes(folder)
     if "mistral3" in config["model_type"]:
@@ -111,6 +113,7 @@ def _work(vision: Mapping[str, Any], dtype: mx.Dtype) -> int:
     """
     channels = vision.get("in_channels") or vision.get("num_channels") or 3
     pixels = channels * vision["patch_size"] ** 2 * vision.get("temporal_patch_size", 1)
-    return (
-        3 * vision["intermediate_size"] + 8 * vision["hidden_size"]
-    ) * dtype.size + 3 * 4 * pixels
+    held = 3 * vision["intermediate_size"] + 8 * vision["hidden_size"]
+    if vision.get("model_type") == "gemma4_vision":  # heads are filled up to sizes that MLX fuses
+        held += 4 * vision["num_attention_heads"] * vision["head_dim"]
+    return held * dtype.size + 3 * 4 * pixels
