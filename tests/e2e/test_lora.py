@@ -2,12 +2,15 @@
 """Adapters in an engine: each row's own, whatever is beside it, and no K/V of another one."""
 
 import json
+import re
 import shutil
 
 import numpy as np
 import pytest
+import torch
 from e2e.harness import counters, engine, greedy
 from lora.toys import VOCAB, Toy, greedy_tokens
+from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
 
 from vllm_metal.models.parts import ModelParts
@@ -125,6 +128,25 @@ def test_a_request_whose_adapter_cannot_be_read_fails_alone(llm, toy, adapters, 
     bad, good = ask(llm, [text, text], [named(30, tmp_path / "broken"), named(1, adapters[0][0])])
     assert bad.outputs[0].finish_reason == "error"
     assert tokens([good]) == [greedy_tokens(adapters[0][1], text, NUM_TOKENS)]
+
+
+def test_an_adapter_of_another_models_shape_is_refused(llm, toy, tmp_path):
+    """With its name, the module, and both shapes."""
+    settings = {"target_modules": ["down_proj"], "layers_to_transform": [1]}
+    toy.adapter(tmp_path / "wide", 1, **settings)
+    file = tmp_path / "wide" / "adapter_model.safetensors"
+    longer = {
+        name: torch.cat([array, array[:, :32]], 1) if ".lora_A." in name else array
+        for name, array in load_file(file).items()
+    }
+    save_file(longer, file)
+    shapes = re.escape("shapes (4, 128) and (64, 4) at model.layers.1.mlp.down_proj")
+    with pytest.raises(ValueError, match=rf"'adapter-31' has {shapes}, .* is \[64, 96\]"):
+        llm.llm_engine.add_lora(named(31, tmp_path / "wide"))
+    assert 31 not in llm.llm_engine.list_loras()
+    text = prompt(20, 96)
+    (bad,) = ask(llm, [text], [named(31, tmp_path / "wide")])
+    assert bad.outputs[0].finish_reason == "error"
 
 
 @pytest.mark.more

@@ -5,6 +5,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models import gemma3_text
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from vllm_metal.lora.adapter import Adapter, LowRank
@@ -112,3 +113,20 @@ def test_experts_in_one_array():
 def test_what_cannot_be_placed_is_named(sanitize, named):
     with pytest.raises(AdapterError, match=f"'mine' .*{named}"):
         placed({"q": update(5, 8, 1), "k": update(5, 8, 2)}, sanitize)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_that_drops_its_head_stays_as_it_is(tied):
+    """mlx-lm's Gemma 3 does so where a checkpoint has no weights of it, as no adapter has."""
+    settings = {"hidden_size": 8, "intermediate_size": 8, "head_dim": 4, "vocab_size": 16}
+    args = gemma3_text.ModelArgs("gemma3_text", num_hidden_layers=1, **settings)
+    model = gemma3_text.Model(args)
+    if tied:
+        model.sanitize({})
+    modules, attributes = list(model), dict(vars(model))
+    given = update(8, 8, 1)
+    name = "model.layers.0.mlp.up_proj"
+    found = on_modules(Adapter("mine", {name: given}, True), model)
+    np.testing.assert_array_equal(delta(found[name]), delta(given))
+    assert (list(model), vars(model)) == (modules, attributes)
+    assert ("lm_head" in modules, model.tie_word_embeddings) == (not tied, tied)

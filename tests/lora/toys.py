@@ -39,6 +39,13 @@ CONFIGS = {
         "linear_conv_kernel_dim": 4,
         "layer_types": ["linear_attention"] * 3 + ["full_attention"],
     },
+    # With a head of its own, which mlx-lm's model drops if it sees no weights of it.
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 32,
+        "query_pre_attn_scalar": 16,
+    },
     "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024},
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ from vllm_metal.lora.files import AdapterError
 _PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w2", "w3"))
 _EXPERT = re.compile(r"(.*\blayers\.)(\d+)(\..+\.experts\.)\d+\.(\w+)\.weight")
 _LAYER = re.compile(r".*\blayers\.(\d+)\..+")
+#: Where a text model beside a tower is, in transformers and in mlx-lm; checkpoints have either.
+_TEXT_THERE, _TEXT_HERE = "model.language_model.", "language_model.model."
 _ALL, _GATE_UP, _DOWN = ".experts", ".experts.gate_up_proj", ".experts.down_proj"
 #: float32 counts exactly up to here.
 _MOST = 2**24
@@ -121,6 +124,8 @@ def _key(name: str, update: LowRank, model: nn.Module) -> str:
     PEFT names experts that lie in one array by their module alone, twice where it has two arrays:
     `experts` and `experts.base_layer`. Which array it is shows in its shape.
     """
+    if name.startswith(_TEXT_THERE) and hasattr(getattr(model, "language_model", None), "model"):
+        name = _TEXT_HERE + name.removeprefix(_TEXT_THERE)
     if update.a.ndim == 2:
         return f"{name}.weight"
     prefix = name.removesuffix(".base_layer").removesuffix(_ALL)
@@ -174,7 +179,8 @@ def _renamed(model: nn.Module, arrays: dict[str, mx.array]) -> dict[str, mx.arra
     """What mlx-lm's model makes of arrays of a checkpoint."""
     if hasattr(model, "sanitize"):
         try:
-            arrays = model.sanitize(arrays)
+            with _left_as_it_is(model):
+                arrays = model.sanitize(arrays)
         except Exception as error:  # of mlx-lm's code, which expects a whole checkpoint
             problem = f"{type(error).__name__}: {error}"
             raise _Unplaced(f"has names that mlx-lm's model cannot rename ({problem})") from error
@@ -182,6 +188,27 @@ def _renamed(model: nn.Module, arrays: dict[str, mx.array]) -> dict[str, mx.arra
     for key, array in arrays.items():
         renamed |= _of_one_array(key, array, model)
     return renamed
+
+
+@contextmanager
+def _left_as_it_is(model: nn.Module) -> Iterator[None]:
+    """Undoes what `sanitize` does to the model itself.
+
+    Gemma's drop their head if they see no weights of it, and fail if it was dropped before.
+    """
+    text = getattr(model, "language_model", None)
+    owners = [each for each in (model, text) if isinstance(each, nn.Module)]
+    before = [(dict(owner), dict(vars(owner))) for owner in owners]
+    for owner in owners:
+        owner.setdefault("lm_head", {})
+    try:
+        yield
+    finally:
+        for owner, (children, attributes) in zip(owners, before, strict=True):
+            owner.clear()
+            dict.update(owner, children)  # a module has an `update` of its own
+            vars(owner).clear()
+            vars(owner).update(attributes)
 
 
 def _of_one_array(key: str, array: mx.array, model: nn.Module) -> dict[str, mx.array]:
