@@ -184,7 +184,7 @@ class ImageModel(TextModel):
         """vLLM's class, which is asked for its processor and never for a model."""
         refuse_bombs()
         with readable():
-            own = self.own.load_model_cls()
+            own: Any = self.own.load_model_cls()
         if self.architecture in _IMAGES_ALONE:
             info = own._processor_factory.info
             replace(info, "get_supported_mm_limits", _images_alone)
