@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_metal.vision.gemma import GemmaTower
+from vllm_metal.vision.lfm2 import Lfm2Tower
 from vllm_metal.vision.mistral import MistralTower
 from vllm_metal.vision.qwen import QwenTower
 from vllm_metal.vision.tower import Config, Tower
@@ -25,6 +26,7 @@ class VisionFamily:
 #: By `model_type` of config.json.
 FAMILIES = {
     "gemma3": VisionFamily(GemmaTower, whole=True, scaled=True),
+    "lfm2_vl": VisionFamily(Lfm2Tower),
     "mistral3": VisionFamily(MistralTower),
     "qwen3_5": VisionFamily(QwenTower, mrope=True),
     "qwen3_5_moe": VisionFamily(QwenTower, mrope=True),

@@ -33,6 +33,7 @@ _TEXT_PARTS = (
 #: Models whose images are served, where mlx-vlm is installed.
 WITH_IMAGES = (
     "Gemma3ForConditionalGeneration",
+    "Lfm2VlForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
