@@ -16,7 +16,7 @@ from vllm_metal.vision.families import FAMILIES
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 #: Enough for texts of random weights to repeat themselves, so that drafts are right.
-NUM_TOKENS = {"lfm2_vl": 64, "qwen3_5": 48}
+NUM_TOKENS = {"qwen3_5": 48}
 #: As many as the encoder cache must hold of the families whose images are smallest.
 NUM_BATCHED_TOKENS = 34
 DRAFTS = {

@@ -201,8 +201,11 @@ def _gemma(toy: Toy, rows: int, columns: int) -> Picture:
     return Picture([toy.image_token] * count, [True] * count, {"pixel_values": pixels})
 
 
-#: Of the text's configuration.
-CHANGES: dict[str, dict[str, Any]] = {"qwen3_5": {"partial_rotary_factor": 0.5}}
+#: Of the text's configuration. LFM2 of random weights repeats itself with short convolutions only.
+CHANGES: dict[str, dict[str, Any]] = {
+    "lfm2_vl": {"conv_L_cache": 2},
+    "qwen3_5": {"partial_rotary_factor": 0.5},
+}
 _PICTURES: dict[str, Callable[[Toy, int, int], Picture]] = {
     "gemma3": _gemma,
     "lfm2_vl": _lfm2,
