@@ -11,14 +11,18 @@ from vllm_metal.models import mlx_vlm_families
 
 _CHANGES = """
 import json, os
+from copy import deepcopy
 from transformers import AutoProcessor
+from transformers.models.lfm2_vl import processing_lfm2_vl as lfm2
 from vllm_metal.models.mlx_vlm_families import family
 
 def now():
-    return dict(os.environ), AutoProcessor.__dict__["from_pretrained"]
+    of_auto = AutoProcessor.__dict__["from_pretrained"]
+    defaults = deepcopy(lfm2.Lfm2VlProcessorKwargs._defaults)
+    return dict(os.environ), of_auto, dict(lfm2.Lfm2VlProcessor.__dict__), defaults
 
 before = now()
-modules = [family(name, "a test").__name__ for name in ("bert", "gpt_oss", "molmo2")]
+modules = [family(name, "a test").__name__ for name in ("bert", "gpt_oss", "lfm2_vl", "molmo2")]
 print(json.dumps([modules, now() == before]))
 """
 
@@ -29,7 +33,9 @@ def test_a_process_stays_as_it_is():
         [sys.executable, "-c", _CHANGES], capture_output=True, text=True, check=True
     )
     modules, unchanged = json.loads(ran.stdout.splitlines()[-1])
-    assert modules == [f"mlx_vlm.models.{name}" for name in ("bert", "gpt_oss", "molmo2")]
+    assert modules == [
+        f"mlx_vlm.models.{name}" for name in ("bert", "gpt_oss", "lfm2_vl", "molmo2")
+    ]
     assert unchanged
 
 

@@ -27,7 +27,8 @@ from vllm_metal.models.weight_files import ModelLoadError
 
 #: Of log-probabilities, absolute. Both compute in float32 and sum in different orders.
 TOLERANCE = 1e-3
-#: Compared in mlx_patches/test_registry.py; of Llama's module, Mistral's files are.
+#: Compared in mlx_patches/test_registry.py or vision/test_towers.py; of Llama's module, Mistral's
+#: files are.
 PATCHED = {*registry.PATCHES, *registry.TEXT_MODELS} - {"llama"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "factor": 3.0}

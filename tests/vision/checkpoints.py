@@ -298,6 +298,27 @@ def _gemma4(ids: dict[str, int]) -> dict[str, Any]:
     }
 
 
+def _lfm2_vl(ids: dict[str, int]) -> dict[str, Any]:
+    text = _TEXT | {
+        "model_type": "lfm2",
+        "num_attention_heads": 2,  # heads of lfm2's are as wide as hidden_size says
+        "num_key_value_heads": 1,
+        "layer_types": ["conv", "full_attention"],
+        "conv_L_cache": 3,
+        "block_auto_adjust_ff_dim": False,
+    }
+    del text["head_dim"]
+    return {
+        "text_config": text,
+        "vision_config": _VISION
+        | {"model_type": "siglip2_vision_model", "num_patches": 36, "patch_size": 8}
+        | {"vision_use_head": False},
+        "downsample_factor": 2,
+        "projector_hidden_size": 96,
+        "image_token_id": ids["<image>"],
+    }
+
+
 def _mistral3(ids: dict[str, int]) -> dict[str, Any]:
     return {
         "text_config": _TEXT | {"model_type": "mistral", "sliding_window": None},
@@ -393,6 +414,41 @@ FAMILIES = {
             "audio_token": "<|audio|>",
             "boa_token": "<|audio>",
             "eoa_token": "<audio|>",
+        },
+    ),
+    "lfm2_vl": Family(
+        "Lfm2VlForConditionalGeneration",
+        _lfm2_vl,
+        special=(
+            "<|startoftext|>",
+            "<|im_end|>",
+            "<|im_start|>",
+            "<|image_start|>",
+            "<|image_end|>",
+            "<|img_thumbnail|>",
+            "<image>",
+            *(f"<|img_row_{row}_col_{column}|>" for row in (1, 2, 3, 4) for column in (1, 2, 3, 4)),
+        ),
+        byte_level=True,
+        image="<image>",
+        template=_chatml("{% if p.type == 'image' %}<image>{% endif %}"),
+        files={
+            "preprocessor_config.json": {
+                "image_processor_type": "Lfm2VlImageProcessor",
+                "processor_class": "Lfm2VlProcessor",
+                "encoder_patch_size": 8,
+                "tile_size": 32,
+                "max_tiles": 4,
+                "min_image_tokens": 4,
+                "max_image_tokens": 16,
+                **_HALVES,
+            },
+        },
+        named={
+            "image_token": "<image>",
+            "image_start_token": "<|image_start|>",
+            "image_end_token": "<|image_end|>",
+            "image_thumbnail_token": "<|img_thumbnail|>",
         },
     ),
     "mistral3": Family(

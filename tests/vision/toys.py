@@ -128,6 +128,11 @@ class Toy:
         for name in prompt.placed[0][1].data if prompt.placed and not data else ():
             parts = [torch.as_tensor(picture.data[name]) for _, picture, _ in prompt.placed]
             data[name] = torch.stack(parts) if "grid" in name else torch.cat(parts)
+        if "spatial_shapes" in data:
+            patches = torch.arange(data["pixel_values"].shape[1])
+            data["pixel_attention_mask"] = (
+                patches < data["spatial_shapes"].prod(dim=1, keepdim=True)
+            ).int()
         if self.name.startswith(("qwen", "gemma")):
             of_images = tokens == self.image_token
             key = "token_type_ids" if self.name == "gemma3" else "mm_token_type_ids"
@@ -183,6 +188,18 @@ def _qwen(toy: Toy, rows: int, columns: int) -> Picture:
     return Picture([toy.image_token] * count, [True] * count, data)
 
 
+def _lfm2(toy: Toy, rows: int, columns: int) -> Picture:
+    """A tile of 2 x 2 tokens and a thumbnail, each behind a mark; patches are padded."""
+    vision, factor = toy.config.vision_config, toy.config.downsample_factor
+    shapes = np.array([[2, 2], [rows, columns]]) * factor
+    most, width = 100, vision.num_channels * vision.patch_size**2
+    pixels = toy.rng.normal(size=(len(shapes), most, width)).astype(np.float32)
+    mark = toy.image_token - 1  # any other token
+    ids = [mark, *[toy.image_token] * 4, mark, *[toy.image_token] * rows * columns, mark]
+    of_image = [token == toy.image_token for token in ids]
+    return Picture(ids, of_image, {"pixel_values": pixels, "spatial_shapes": shapes})
+
+
 def _mistral(toy: Toy, rows: int, columns: int) -> Picture:
     """Rows of tokens, each with a break behind it."""
     side = toy.config.vision_config.patch_size * toy.config.spatial_merge_size
@@ -214,11 +231,15 @@ def _gemma4(toy: Toy, rows: int, columns: int) -> Picture:
     return Picture([toy.image_token] * count, [True] * count, data)
 
 
-#: Of the text's configuration.
-CHANGES: dict[str, dict[str, Any]] = {"qwen3_5": {"partial_rotary_factor": 0.5}}
+#: Of the text's configuration. LFM2 of random weights repeats itself with short convolutions only.
+CHANGES: dict[str, dict[str, Any]] = {
+    "lfm2_vl": {"conv_L_cache": 2},
+    "qwen3_5": {"partial_rotary_factor": 0.5},
+}
 _PICTURES: dict[str, Callable[[Toy, int, int], Picture]] = {
     "gemma3": _gemma,
     "gemma4": _gemma4,
+    "lfm2_vl": _lfm2,
     "mistral3": _mistral,
     "qwen3_5": _qwen,
     "qwen3_vl": _qwen,

@@ -46,6 +46,9 @@ TEXT_MODELS = {
     "qwen3_5_text": "qwen3_5",
 }
 
+#: What transformers calls a model whose module mlx-lm has under a name of its own.
+OTHER_NAMES = {"lfm2_vl": "lfm2-vl"}
+
 Patches = Mapping[str, tuple[Callable[[ModuleType], None], ...]]
 #: What modules of mlx_lm.models lack to compute what transformers' classes do. Applied in this
 #: order, once, when mlx-lm has imported the module.
@@ -65,6 +68,7 @@ PATCHES: Patches = {
     "gpt_neox": (activations.gelu("hidden_act", "gelu", "dense_h_to_4h", "dense_4h_to_h"),),
     "gpt_oss": (arrays.converted(experts.in_full_precision),),
     "jamba": (experts.jamba,),
+    "lfm2-vl": (arrays.converted(text_models.of_lfm2_vl),),
     "llama": (windows.mistral,),
     "llama4_text": (llama4.llama4_text,),
     "longcat_flash": (arrays.converted(experts.with_weights), norms.of_latents("LongcatFlashMLA")),
@@ -145,7 +149,7 @@ def module_of(config: Mapping[str, Any], model: type) -> str:
 def _model_type(config: Mapping[str, Any]) -> str:
     """The type as mlx-lm knows it."""
     model_type = str(config["model_type"])
-    return TEXT_MODELS.get(model_type, model_type)
+    return {**TEXT_MODELS, **OTHER_NAMES}.get(model_type, model_type)
 
 
 def install() -> None:

@@ -120,6 +120,11 @@ OF_MODULE: Mapping[str, frozenset[str]] = {
     "lfm2": names(
         "block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init"
     ),  # of the first weights
+    "lfm2-vl": names(
+        "do_image_splitting downsample_factor encoder_patch_size max_image_tokens max_num_patches "
+        "max_pixels_tolerance max_tiles min_image_tokens min_tiles projector_bias "
+        "projector_use_layernorm tile_size use_image_special_tokens use_thumbnail"
+    ),  # of images alone
     "mamba": _OF_STEPS,  # of the first weights
     "mamba2": _OF_STEPS | names("chunk_size"),
     "minimax": names("shared_moe_mode"),  # no experts are shared

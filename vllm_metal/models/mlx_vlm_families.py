@@ -4,6 +4,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -12,6 +13,9 @@ from vllm_metal.settings.extras import install_advice
 
 #: Variables that importing mlx-vlm sets for the whole process.
 _VARIABLES = ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "TRANSFORMERS_VERBOSITY")
+
+#: Modules of transformers whose processor importing a family changes, and the start of its name.
+_PROCESSORS = {"lfm2_vl": ("transformers.models.lfm2_vl.processing_lfm2_vl", "Lfm2VlProcessor")}
 
 
 def family(name: str, wanted_by: str) -> ModuleType:
@@ -27,8 +31,30 @@ def family(name: str, wanted_by: str) -> ModuleType:
     """
     if find_spec("mlx_vlm") is None:
         raise ImportError(f"{wanted_by} needs mlx-vlm; run: {install_advice('vlm')}")
-    with _process_unchanged():
+    with _process_unchanged(), _processor_unchanged(name):
         return import_module(f"mlx_vlm.models.{name}")
+
+
+@contextmanager
+def _processor_unchanged(name: str) -> Iterator[None]:
+    """Takes back what mlx-vlm changes of a family's own processor, with which vLLM reads images."""
+    if name not in _PROCESSORS:
+        yield
+        return
+    module, processor = _PROCESSORS[name]
+    cls = getattr(import_module(module), processor)
+    defaults = getattr(import_module(module), f"{processor}Kwargs")._defaults
+    methods, values = dict(cls.__dict__), deepcopy(defaults)
+    try:
+        yield
+    finally:
+        for key in ("__init__", "__call__", "from_pretrained"):
+            if key in methods:
+                setattr(cls, key, methods[key])
+            elif key in cls.__dict__:
+                delattr(cls, key)
+        defaults.clear()
+        defaults.update(values)
 
 
 @contextmanager

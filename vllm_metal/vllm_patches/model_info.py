@@ -34,6 +34,7 @@ _TEXT_PARTS = (
 WITH_IMAGES = (
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
+    "Lfm2VlForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",

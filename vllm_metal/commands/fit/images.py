@@ -84,6 +84,8 @@ def _largest(folder: Path, config: Mapping[str, Any], vision: Mapping[str, Any])
         return rows, -(-((vision["image_size"] // vision["patch_size"]) ** 2) // rows)
     if config["model_type"] == "gemma4":
         return vision.get("default_output_length", 280), vision["pooling_kernel_size"] ** 2
+    if "downsample_factor" in config:
+        return _of_processor(folder, "max_image_tokens", 256), config["downsample_factor"] ** 2
     merge = config.get("spatial_merge_size") or vision.get("spatial_merge_size") or 1
     side, sizes = vision["patch_size"] * merge, _sizes(folder)
     if "mistral3" in config["model_type"]:
@@ -94,15 +96,30 @@ def _largest(folder: Path, config: Mapping[str, Any], vision: Mapping[str, Any])
     return max(image, video) // side**2, merge**2
 
 
+def _of_processor(folder: Path, key: str, default: int) -> int:
+    """A number that a processor's file says, the first that has it."""
+    for content in _contents(folder).values():
+        if key in content:
+            return int(content[key])
+    return default
+
+
 def _sizes(folder: Path) -> dict[str, Mapping[str, int]]:
     """The processor's `size` by file."""
+    return {
+        name: content["size"]
+        for name, content in _contents(folder).items()
+        if isinstance(content.get("size"), Mapping)
+    }
+
+
+def _contents(folder: Path) -> dict[str, Mapping[str, Any]]:
+    """What the files say of images or videos, by file."""
     found = {}
     for name in FILES:
         if (folder / name).is_file():
             content = json.loads((folder / name).read_text())
-            content = content.get("image_processor", content)
-            if isinstance(content.get("size"), Mapping):
-                found[name] = content["size"]
+            found[name] = content.get("image_processor", content)
     return found
 
 

@@ -21,6 +21,7 @@ from vllm_metal.mlx_patches.replacing import after_init, wrap
 #: Parts of Gemma 3n's multimodal model.
 _PARTS = ("language_model", "vision_tower", "audio_tower", "embed_audio", "embed_vision")
 _OF_KV = ("k_proj", "v_proj", "k_norm")
+_OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
 _EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(.*)")
 
 
@@ -64,6 +65,22 @@ def _unused(name: str, first: int) -> bool:
     if "self_attn" not in parts or parts[parts.index("self_attn") + 1] not in _OF_KV:
         return False
     return int(parts[parts.index("self_attn") - 1]) >= first
+
+
+def of_lfm2_vl(model: Any, weights: Arrays) -> Arrays:
+    """The text's arrays of LFM2-VL, as transformers or mlx-vlm writes them.
+
+    mlx-lm's module of the whole knows neither transformers' names nor its order of a convolution.
+    """
+    text: Arrays = {}
+    for name, array in weights.items():
+        inner = name.removeprefix("model.")
+        if inner.startswith(_OF_IMAGES):
+            continue
+        if inner != name and inner.startswith("language_model."):  # as transformers writes it
+            name = f"model.{inner.removeprefix('language_model.')}"
+        text[name.removeprefix("language_model.")] = array
+    return {f"language_model.{n}": a for n, a in model.language_model.sanitize(text).items()}
 
 
 def stacked(model: Any, weights: Arrays) -> Arrays:
