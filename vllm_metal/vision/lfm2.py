@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import mlx.core as mx
+import numpy as np
 
 from vllm_metal.models import mlx_vlm_families
 from vllm_metal.vision.tower import Config, Tower
@@ -62,7 +63,7 @@ class Lfm2Tower(Tower):
     def encode(self, modality: str, data: Mapping[str, mx.array]) -> mx.array:
         """See Tower; one view is computed after another, so that memory is that of the largest."""
         views: list[mx.array] = []
-        shapes = data["spatial_shapes"].reshape(-1, 2).tolist()
+        shapes = np.array(data["spatial_shapes"]).reshape(-1, 2).tolist()
         for padded, (height, width) in zip(data["pixel_values"], shapes, strict=True):
             patches = padded[None, : height * width]  # [1, n, C * patch_size**2]
             if views:
