@@ -65,6 +65,7 @@ EXAMPLES = {
             "tests/e2e/conftest.py": "models that tests share",
             "tests/models/": "likewise",
             "tests/vision/checkpoints.py": "likewise",
+            "tests/lora/toys.py": "likewise",
             "tests/kv_cache/recurrent.py": "another kind of layer",
             "tests/kv_transfer/": "groups of vLLM's, whatever their layers",
             "tests/spec_decode/": "targets and drafts that have such layers",

@@ -10,13 +10,13 @@ import transformers
 from e2e.harness import counters, engine, greedy
 from PIL import Image
 from vision import checkpoints
-from vision.toys import CHANGES
+from vision.toys import REPEATING
 
 from vllm_metal.vision.families import FAMILIES
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 #: Enough for texts of random weights to repeat themselves, so that drafts are right.
-NUM_TOKENS = {"qwen3_5": 48}
+NUM_TOKENS = {"qwen3_5": 128}
 #: As many as the encoder cache must hold of the families whose images are smallest.
 NUM_BATCHED_TOKENS = {"gemma4": 144}  # all other families' are of 34 at most
 DRAFTS = {
@@ -39,7 +39,7 @@ def asked(request, tmp_path_factory):
     name = request.param
     folder = tmp_path_factory.mktemp(name)
     family = checkpoints.FAMILIES[name]
-    family.write(folder, **CHANGES.get(name, {}))
+    family.write(folder, **REPEATING.get(name, {}))
     rng = np.random.default_rng(0)
     wide, tall = (
         Image.fromarray(rng.integers(0, 255, (*shape, 3), dtype=np.uint8))

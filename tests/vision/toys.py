@@ -231,10 +231,12 @@ def _gemma4(toy: Toy, rows: int, columns: int) -> Picture:
     return Picture([toy.image_token] * count, [True] * count, data)
 
 
-#: Of the text's configuration. LFM2 of random weights repeats itself with short convolutions only.
-CHANGES: dict[str, dict[str, Any]] = {
+#: Of the text's configuration.
+CHANGES: dict[str, dict[str, Any]] = {"qwen3_5": {"partial_rotary_factor": 0.5}}
+#: Likewise, so that a model of random weights repeats itself: hybrids do with short convolutions.
+REPEATING: dict[str, dict[str, Any]] = {
     "lfm2_vl": {"conv_L_cache": 2},
-    "qwen3_5": {"partial_rotary_factor": 0.5},
+    "qwen3_5": {"linear_conv_kernel_dim": 2},
 }
 _PICTURES: dict[str, Callable[[Toy, int, int], Picture]] = {
     "gemma3": _gemma,
