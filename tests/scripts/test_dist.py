@@ -81,6 +81,7 @@ def test_the_wheel_names_no_folder_and_no_machine(wheel):
         "energy",
         "gguf",
         "redis",
+        "vlm",
     }
     # vLLM is the host; an installer must not look for it, nor for us.
     wanted = {line.split()[0].split("=")[0] for line in about.get_all("Requires-Dist")}
