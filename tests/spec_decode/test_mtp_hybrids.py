@@ -18,7 +18,12 @@ LENGTHS = (1, 17, 40, 100)  # of prompts
 @pytest.fixture(scope="module", params=FAMILIES)
 def bench(request, tmp_path_factory):
     folder = write_hybrid(tmp_path_factory.mktemp("models") / "target", request.param)
-    return Bench(engine_config(folder, folder, "mtp"), NaiveMTP(folder))
+    return Bench(engine_config(folder, folder, "mtp", **text_of(request.param)), NaiveMTP(folder))
+
+
+def text_of(family):
+    """What has a model's text served alone; there are images where mlx-vlm is installed."""
+    return {"language_model_only": True} if family.startswith("qwen3_5") else {}
 
 
 def test_drafts_are_the_formulas_for_prompts_in_chunks_and_any_pattern_of_acceptance(bench):
@@ -40,7 +45,7 @@ def test_a_conversions_layer_is_the_published_one(tmp_path, monkeypatch, family)
     monkeypatch.setattr(mtp, "MTPHead", lambda *of: heads.append(make(*of)) or heads[-1])
     for converted in (False, True):
         folder = write_hybrid(tmp_path / str(converted), family, converted)
-        config = engine_config(folder, folder, "mtp")
+        config = engine_config(folder, folder, "mtp", **text_of(family))
         load_network(config, parts.ModelParts(loader.load(config)))
     published, kept = map(parameters, heads)
     assert published.keys() == kept.keys()
@@ -66,7 +71,8 @@ def parameters(head):
 def test_served(tmp_path, monkeypatch, family):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     folder = write_hybrid(tmp_path / "target", family, vocab_size=32)
-    serve_and_check(folder, {"method": "mtp", "num_speculative_tokens": 3})
+    speculation = {"method": "mtp", "num_speculative_tokens": 3}
+    serve_and_check(folder, speculation, **text_of(family))
 
 
 @pytest.mark.parametrize("lengths", ["fixed", "adaptive"])
