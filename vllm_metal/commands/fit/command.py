@@ -44,38 +44,38 @@ def run(args: Namespace) -> int:
     Raises:
         ValueError: the model is not found, or the engine would refuse it or these options.
     """
-    if (found := _encoder(args)) is not None:
-        print(json.dumps(found.content(), indent=1) if args.json else found.text())
-        return 0 if found.fits else 1
-    answer = find(args)
-    print(json.dumps(report.as_json(answer), indent=1) if args.json else report.as_text(answer))
+    answer = _answered(args)
+    if isinstance(answer, encoder.Answer):
+        content, text = answer.content(), answer.text()
+    else:
+        content, text = report.as_json(answer), report.as_text(answer)
+    print(json.dumps(content, indent=1) if args.json else text)
     return 0 if answer.fits else 1
 
 
-def _encoder(args: Namespace) -> encoder.Answer | None:
-    """The answer for an encoder; None: the model is none."""
-    if args.model is None:
-        return None
-    try:
-        with folder(args.model) as path:
-            served = of_content(json.loads((path / "config.json").read_text()))
-            if served is None:
-                return None
-            machine = Machine.this() if args.memory is None else Machine.mac(args.memory)
-            return encoder.find(args, path, served, machine)
-    except (ModelLoadError, ImportError) as error:
-        raise ValueError(str(error)) from error
-
-
 def find(args: Namespace) -> Answer:
-    """The answer that `run` prints; args and errors are those of `run`."""
+    """The answer that `run` prints for a model that generates; args and errors are those of `run`.
+
+    Raises:
+        ValueError: the model is an encoder.
+    """
+    answer = _answered(args)
+    if isinstance(answer, encoder.Answer):
+        raise ValueError(f"{answer.model} is an encoder ({answer.architecture}): it writes no text")
+    return answer
+
+
+def _answered(args: Namespace) -> Answer | encoder.Answer:
     machine = Machine.this() if args.memory is None else Machine.mac(args.memory)
     try:
         if args.model is None:
             return _largest_known(args, machine)
         with folder(args.model) as path:
+            served = of_content(json.loads((path / "config.json").read_text()))
+            if served is not None:
+                return encoder.find(args, path, served, machine)
             return _answer(args, path, machine)
-    except (ModelLoadError, NotImplementedError) as error:
+    except (ModelLoadError, NotImplementedError, ImportError) as error:
         raise ValueError(str(error)) from error
 
 
