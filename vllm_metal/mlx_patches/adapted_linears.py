@@ -71,8 +71,7 @@ def adapt(module: nn.Module, update: Callable[[mx.array, Expert | None], mx.arra
 @dataclass(frozen=True)
 class _Sorted:
     indices: mx.array  # [T * k], as they are handed to the projections
-    inverse: mx.array  # [T * k], where each was sorted to
-    per_row: int  # k
+    rows: mx.array  # [T * k], the row that each comes from
 
 
 _newest: list[_Sorted] = []  # one at most
@@ -83,12 +82,13 @@ def _noting_order(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """mlx-lm sorts rows by expert before it calls the projections, which are not told the order."""
     found = sort(x, indices)
-    _newest[:] = [_Sorted(found[1], found[2], indices.shape[-1])]
+    _, sorted_indices, inverse = found
+    # Once for all projections of a layer.
+    _newest[:] = [_Sorted(sorted_indices, mx.argsort(inverse) // indices.shape[-1])]
     return found
 
 
 def _expert(indices: mx.array, *_: Any) -> Expert:
     if not _newest or _newest[0].indices is not indices:
         return Expert(indices, None)
-    order = mx.argsort(_newest[0].inverse)
-    return Expert(indices, order // _newest[0].per_row)
+    return Expert(indices, _newest[0].rows)
