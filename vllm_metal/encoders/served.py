@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_metal.models.inert_keys import GENERAL, is_inert, names
 from vllm_metal.models.weight_files import ModelLoadError
+from vllm_metal.settings.runner import pools
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -116,9 +117,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 def of_config(config: VllmConfig) -> Architecture | None:
     """The encoder that a configuration asks for; None: its model is no encoder."""
-    model = config.model_config
-    if model is None or model.runner_type != "pooling":
+    if not pools(config):
         return None
+    model = config.model_config
     found = ARCHITECTURES.get(model.architecture)
     if found is None or (found.family is EMBEDDING_GEMMA and is_causal(model.hf_config)):
         return None

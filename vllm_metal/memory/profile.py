@@ -23,6 +23,7 @@ from vllm_metal.models.loader import mlx_dtype
 from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.models.parts import ModelParts
 from vllm_metal.sample import Sampler
+from vllm_metal.settings.runner import pools
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -138,11 +139,6 @@ def drafted(config: VllmConfig) -> tuple[int, int]:
     tokens = scheduler.max_num_batched_tokens
     drafts = min(num_drafts(config), tokens - 1)
     return max(min(DRAFTED, scheduler.max_num_seqs, tokens // (1 + drafts)), 1), drafts
-
-
-def pools(config: VllmConfig) -> bool:
-    """Whether an engine makes something else than tokens of hidden states."""
-    return config.model_config.runner_type == "pooling"
 
 
 def num_drafts(config: VllmConfig) -> int:

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from vllm_metal.settings.extras import install_advice
+from vllm_metal.settings.runner import pools
 from vllm_metal.spec_decode.registry import BY_NAME
 
 if TYPE_CHECKING:
@@ -43,9 +44,7 @@ def image_refusals(config: VllmConfig) -> dict[str, bool]:
     return _model_refusals(model, multimodal) | {
         "--speculative-config with a draft network, which reads no images (choose ngram or suffix; "
         "or serve text alone: --language-model-only)": method is not None and method.has_network,
-        "--runner pooling of images (--language-model-only pools text)": (
-            model.runner_type == "pooling"
-        ),
+        "images with --runner pooling (--language-model-only embeds texts)": pools(config),
         **_option_refusals(multimodal),
     }
 
@@ -67,9 +66,6 @@ def _model_refusals(model: ModelConfig, multimodal: MultiModalConfig) -> dict[st
     return {
         f"multimodal inputs of {name!r} (--language-model-only, or a text-only checkpoint)": (
             not served
-        ),
-        "images with --runner pooling (--language-model-only embeds texts)": (
-            served and model.runner_type == "pooling"
         ),
         f"images without mlx-vlm (run: {install_advice('vlm')}; or serve text alone: "
         "--language-model-only)": served and not installed,

@@ -21,6 +21,7 @@ from vllm_metal.serving import start
 from vllm_metal.serving.idle import spells
 from vllm_metal.settings import envs
 from vllm_metal.settings.additional_config import AdditionalConfig
+from vllm_metal.settings.runner import pools
 from vllm_metal.spec_decode import checkpoint
 from vllm_metal.spec_decode.registry import BY_NAME, SPECULATIVE_METHODS
 
@@ -90,7 +91,7 @@ def _lora_refusals(config: VllmConfig) -> dict[str, bool]:
         return {}
     return {
         "--enable-lora with --runner pooling (adapters are for models that generate)": (
-            model is not None and model.runner_type == "pooling"
+            pools(config)
         ),
         f"--lora-dtype {lora.lora_dtype} (adapters have the model's: leave it out)": (
             model is not None and lora.lora_dtype not in ("auto", model.dtype)
@@ -118,7 +119,7 @@ def _transfer_refusals(config: VllmConfig) -> dict[str, bool]:
             config.cache_config.kv_offloading_size is not None
         ),
         "--kv-transfer-config or a prefix_cache_dir with --runner pooling (K/V stay in the pool)": (
-            pooling.pools(config)
+            pools(config)
             and (
                 config.kv_transfer_config is not None
                 or AdditionalConfig.of(config).prefix_cache_dir is not None

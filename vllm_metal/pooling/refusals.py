@@ -7,14 +7,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from vllm_metal.pooling import sentence_transformers
+from vllm_metal.settings.runner import pools
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
-
-
-def pools(config: VllmConfig) -> bool:
-    """Whether an engine embeds, scores or classifies."""
-    return config.model_config is not None and config.model_config.runner_type == "pooling"
 
 
 def refusals(config: VllmConfig, encoder: bool, encoders: Iterable[str]) -> dict[str, bool]:

@@ -17,6 +17,7 @@ from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory.planner import AdapterBytes
 from vllm_metal.models import loader
 from vllm_metal.models.parts import ModelParts
+from vllm_metal.settings.runner import pools
 from vllm_metal.spec_decode.network import DraftNetwork
 from vllm_metal.spec_decode.registry import load_network
 
@@ -47,7 +48,7 @@ class Networks:
 
     @staticmethod
     def load(config: VllmConfig) -> Networks:
-        if config.model_config.runner_type == "pooling":
+        if pools(config):
             from vllm_metal.pooling import decoders  # imports vLLM's poolers
 
             pooling = decoders.load(config)
