@@ -138,7 +138,9 @@ def _write_model(architecture: str, config: dict[str, Any], folder: Path, seed: 
     import transformers
 
     cls = getattr(transformers, architecture)
-    model = cls(cls.config_class(**config, architectures=[architecture])).float().eval()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # of what is added to below
+        model = cls(cls.config_class(**config, architectures=[architecture])).float().eval()
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -16,7 +16,7 @@ from vllm_metal.vision.families import FAMILIES
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 #: Enough for texts of random weights to repeat themselves, so that drafts are right.
-NUM_TOKENS = {"qwen3_5": 128}
+NUM_TOKENS = {"qwen3_5": 64}
 #: As many as the encoder cache must hold of the families whose images are smallest.
 NUM_BATCHED_TOKENS = {"gemma4": 144}  # all other families' are of 34 at most
 DRAFTS = {
