@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
-from vllm.logger import init_logger
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_metal.encoders.executor import EncoderExecutor
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.pooler.abstract import Pooler
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-logger = init_logger(__name__)
-
 
 class EncoderWorker(MetalWorker):
     """Owns an encoder and its runner. A step's texts are there from beginning to end."""
@@ -43,10 +39,8 @@ class EncoderWorker(MetalWorker):
     def _encoder(self) -> Encoder:
         return cast(Encoder, self.networks.target)
 
-    def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        if load_dummy_weights:
-            raise NotImplementedError("--load-format dummy is not supported by vllm-metal")
-        started, model = time.perf_counter(), self.model_config
+    def _load(self) -> None:
+        model = self.model_config
         served = of_config(self.vllm_config)
         assert served is not None
         dtype = loader.mlx_dtype(self.vllm_config)
@@ -65,13 +59,6 @@ class EncoderWorker(MetalWorker):
         target = cast(Any, encoder)
         self._networks = Networks(target, [], None, 0, columns=(types,), pooler=pooler)
         self._kv_cache_type = ScatterKVCache  # of which there are none
-        logger.info(
-            "Loaded %s in %.1f s: %.2f GiB of weights on %s",
-            model.model,
-            time.perf_counter() - started,
-            mx.get_active_memory() / 2**30,
-            self.current_platform.get_device_name(),
-        )
 
     def _pooler(self, served: Architecture, head: torch.nn.Module | None) -> Pooler:
         """vLLM's pooler, by the rows that the family's head is for.

@@ -94,6 +94,17 @@ class MetalWorker(WorkerBase):
         if load_dummy_weights:
             raise NotImplementedError("--load-format dummy is not supported by vllm-metal")
         started = time.perf_counter()
+        self._load()
+        logger.info(
+            "Loaded %s in %.1f s: %.2f GiB of weights on %s",
+            self.model_config.model,
+            time.perf_counter() - started,
+            mx.get_active_memory() / 2**30,
+            self.current_platform.get_device_name(),
+        )
+
+    def _load(self) -> None:
+        """Loads the networks, and chooses the blocks and the kind of their pool."""
         self._networks = Networks.load(self.vllm_config)
         self.transfers.weights_loaded()
         dtype = loader.mlx_dtype(self.vllm_config)
@@ -107,13 +118,6 @@ class MetalWorker(WorkerBase):
             self.cache_config.block_size,
             Splits.of_gpu(gpu_cores.count(), AdditionalConfig.of(self.vllm_config).fixed_splits),
             tuned.current(),
-        )
-        logger.info(
-            "Loaded %s in %.1f s: %.2f GiB of weights on %s",
-            self.model_config.model,
-            time.perf_counter() - started,
-            mx.get_active_memory() / 2**30,
-            self.current_platform.get_device_name(),
         )
 
     def _choose_block_size(self) -> None:
