@@ -10,13 +10,14 @@ from typing import ClassVar
 import mlx.core as mx
 
 from vllm_metal.models import mlx_vlm_families
-from vllm_metal.vision.tower import PARTS, Config, Tower
+from vllm_metal.vision.tower import Config, Tower, with_projector
 
 
 class GemmaTower(Tower):
     """mlx-vlm's vision model and projector of Gemma 3."""
 
-    parts: ClassVar[Mapping[str, str]] = PARTS
+    parts: ClassVar[Mapping[str, str]] = with_projector("vision_tower.vision_model")
+    unread = ("vision_tower.vision_model.head.",)  # makes SigLIP's own pooled output
 
     def __init__(self, config: Config) -> None:
         """
@@ -38,11 +39,6 @@ class GemmaTower(Tower):
         )
         of_projector = SimpleNamespace(vision_config=of_tower, text_config=text)
         self.multi_modal_projector = module.gemma3.Gemma3MultiModalProjector(of_projector)
-
-    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """See Tower; SigLIP's own pooled output is not read."""
-        pooled = "vision_tower.vision_model.head."
-        return super().sanitize({n: a for n, a in weights.items() if not n.startswith(pooled)})
 
     def encode(self, modality: str, data: Mapping[str, mx.array]) -> mx.array:
         """See Tower; crops of an image come one after another."""

@@ -12,21 +12,14 @@ import mlx.core as mx
 import numpy as np
 
 from vllm_metal.models import mlx_vlm_families
-from vllm_metal.vision.tower import Config, Tower
+from vllm_metal.vision.tower import Config, Tower, with_projector
 
 
 class Lfm2Tower(Tower):
     """mlx-vlm's vision model and projector of LFM2-VL."""
 
-    parts: ClassVar[Mapping[str, str]] = {
-        f"{before}{name}": attribute
-        for before in ("model.", "")
-        for name, attribute in {
-            "vision_tower.vision_model": "vision_tower",
-            "vision_tower": "vision_tower",
-            "multi_modal_projector": "multi_modal_projector",
-        }.items()
-    }
+    parts: ClassVar[Mapping[str, str]] = with_projector("vision_tower")
+    unread = ("vision_tower.head.",)  # makes SigLIP's own pooled output
 
     def __init__(self, config: Config) -> None:
         """
@@ -54,11 +47,6 @@ class Lfm2Tower(Tower):
             projector_use_layernorm=config.get("projector_use_layernorm", True),
         )
         self.multi_modal_projector = module.lfm2_vl.Lfm2VlMultiModalProjector(of_projector)
-
-    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """See Tower; SigLIP's own pooled output is not read."""
-        pooled = "vision_tower.head."
-        return super().sanitize({n: a for n, a in weights.items() if not n.startswith(pooled)})
 
     def encode(self, modality: str, data: Mapping[str, mx.array]) -> mx.array:
         """See Tower; one view is computed after another, so that memory is that of the largest."""

@@ -12,13 +12,13 @@ import mlx.core as mx
 
 from vllm_metal.models import mlx_vlm_families
 from vllm_metal.models.weight_files import ModelLoadError
-from vllm_metal.vision.tower import PARTS, Config, Tower
+from vllm_metal.vision.tower import Config, Tower, with_projector
 
 
 class MistralTower(Tower):
     """mlx-vlm's vision model of Pixtral, and Mistral 3's projector."""
 
-    parts: ClassVar[Mapping[str, str]] = PARTS
+    parts: ClassVar[Mapping[str, str]] = with_projector("vision_tower.vision_model")
 
     def __init__(self, config: Config) -> None:
         """

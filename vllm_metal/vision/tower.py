@@ -15,17 +15,23 @@ from vllm_metal.models import loader
 from vllm_metal.models.weight_files import ModelLoadError
 
 Config = Mapping[str, Any]
-#: Names of towers with a projector beside them, as checkpoints of transformers' and mlx-vlm's have
-#: them, the longer ones first.
-PARTS = {
-    f"{before}{name}": attribute
-    for before in ("model.", "")
-    for name, attribute in {
-        "vision_tower.vision_model": "vision_tower.vision_model",
-        "vision_tower": "vision_tower.vision_model",
-        "multi_modal_projector": "multi_modal_projector",
-    }.items()
-}
+
+
+def with_projector(tower: str) -> Mapping[str, str]:
+    """`Tower.parts` of a tower with a projector beside it, as transformers and mlx-vlm name them.
+
+    Args:
+        tower: the attribute that the tower's own weights belong to.
+    """
+    return {
+        f"{before}{name}": attribute
+        for before in ("model.", "")
+        for name, attribute in {  # the longer ones first
+            "vision_tower.vision_model": tower,
+            "vision_tower": tower,
+            "multi_modal_projector": "multi_modal_projector",
+        }.items()
+    }
 
 
 class Tower(nn.Module, ABC):
@@ -36,6 +42,8 @@ class Tower(nn.Module, ABC):
 
     #: What checkpoints put before the names of the tower's weights, and the attribute that it is.
     parts: ClassVar[Mapping[str, str]]
+    #: What the names here begin with of weights that checkpoints have and nobody reads.
+    unread: ClassVar[tuple[str, ...]] = ()
     #: How many of the text model's layers add something to rows of images (see deepstack).
     levels: int = 0
 
@@ -80,6 +88,7 @@ class Tower(nn.Module, ABC):
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """The arrays as mlx-vlm's modules take them, of those of transformers or mlx-vlm."""
+        weights = {n: a for n, a in weights.items() if not n.startswith(self.unread)}
         for part in self.children().values():
             if hasattr(part, "sanitize"):
                 weights = part.sanitize(weights)
