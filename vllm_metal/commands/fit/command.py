@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from argparse import Namespace
 from functools import partial
 from itertools import islice
@@ -251,6 +250,5 @@ def _command(args: Namespace, found: Estimate, cache_dtype: str) -> str:
         "dtype": args.dtype,
         "speculative-config": drafts and json.dumps(drafts),
     }
-    flags = [part for name, value in options.items() if value for part in (f"--{name}", str(value))]
     text = ["--language-model-only"] if args.language_model_only else []
-    return shlex.join(["vllm", "serve", args.model, *text, *flags])
+    return report.serve_command(args.model, options, text)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,13 +11,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 from vllm.config.cache import CacheConfig
 
 from vllm_metal.commands.fit import engine
-from vllm_metal.commands.fit.graph import record, recordable
+from vllm_metal.commands.fit.graph import record_with_weights, recordable
 from vllm_metal.commands.fit.machine import Machine
 from vllm_metal.commands.fit.peak import peak
+from vllm_metal.commands.fit.report import serve_command
 from vllm_metal.encoders.executor import EncoderExecutor
 from vllm_metal.encoders.loading import lazy_encoder
 from vllm_metal.encoders.networks import Encoder
@@ -154,19 +154,13 @@ def _longest(path: Path, content: Mapping[str, Any], served: Architecture) -> in
 
 def _step_peak(encoder: Encoder, lengths: list[int], machine: Machine) -> int:
     """Bytes that a step of texts of these lengths takes at most, found without computing it."""
-    model = encoder.model
-    names, parameters = zip(*tree_flatten(model.parameters()), strict=True)
 
-    def build(*inputs: mx.array) -> list[mx.array]:
-        model.update(tree_unflatten(list(zip(names, inputs, strict=True))))
+    def build() -> list[mx.array]:
         return [EncoderExecutor(encoder, 1).forward_hidden(rows_of(lengths), None)]
 
     with recordable(metal=machine.kind == "metal"):
-        try:
-            graph = record(build, list(parameters))
-        finally:
-            model.update(tree_unflatten(list(zip(names, parameters, strict=True))))
-    return peak(graph, graph.outputs, (), graph.inputs)
+        graph, weights = record_with_weights(encoder.model, build)
+    return peak(graph, graph.outputs, (), weights)
 
 
 def _command(args: Namespace, longest: int) -> str:
@@ -177,5 +171,4 @@ def _command(args: Namespace, longest: int) -> str:
         "gpu-memory-utilization": args.gpu_memory_utilization,
         "dtype": args.dtype,
     }
-    flags = [part for name, value in options.items() if value for part in (f"--{name}", str(value))]
-    return shlex.join(["vllm", "serve", args.model, *flags])
+    return serve_command(args.model, options)

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from metal_kernels import kernel
 from vllm_metal.mlx_patches.replacing import replaced
@@ -94,6 +94,37 @@ def record(build: Callable[..., Sequence[mx.array]], inputs: Sequence[mx.array])
         tuple(name for name, _ in parts["constants"]["constants"]),
         tuple(name for name, *_ in parts["outputs"]["outputs"]),
     )
+
+
+def record_with_weights(
+    model: nn.Module,
+    build: Callable[..., Sequence[mx.array]],
+    others: Sequence[mx.array] = (),
+) -> tuple[Graph, tuple[str, ...]]:
+    """The graph of what `build` makes by a model, whose weights are inputs, too.
+
+    Args:
+        model: its weights may be lazy; it has them back afterwards.
+        build: takes an array for each of `others` and returns lazy ones.
+        others: of whom only shapes and dtypes matter.
+
+    Returns:
+        The graph, and the names of the weights in it.
+
+    Raises:
+        ValueError: see `record`.
+    """
+    names, weights = zip(*tree_flatten(model.parameters()), strict=True)
+
+    def whole(*inputs: mx.array) -> Sequence[mx.array]:
+        model.update(tree_unflatten(list(zip(names, inputs, strict=False))))
+        return build(*inputs[len(names) :])
+
+    try:
+        graph = record(whole, [*weights, *others])
+    finally:
+        model.update(tree_unflatten(list(zip(names, weights, strict=True))))
+    return graph, graph.inputs[: len(names)]
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,18 @@ class Answer:
     fits: bool  # with what was asked for
     changes: tuple[str, ...]  # that would make it fit
     commands: tuple[str, ...]  # that serve the model where it fits
+
+
+def serve_command(model: str, options: Mapping[str, object], switches: Sequence[str] = ()) -> str:
+    """The command that serves a model.
+
+    Args:
+        model: as its user named it.
+        options: by name, without dashes; those that are None, or empty, are left out.
+        switches: options without a value.
+    """
+    flags = [part for name, value in options.items() if value for part in (f"--{name}", str(value))]
+    return shlex.join(["vllm", "serve", model, *switches, *flags])
 
 
 def as_text(answer: Answer) -> str:

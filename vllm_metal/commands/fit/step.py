@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_unflatten
 
-from vllm_metal.commands.fit.graph import record, recordable
+from vllm_metal.commands.fit.graph import record_with_weights, recordable
 from vllm_metal.commands.fit.peak import peak
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import Traceable
@@ -76,24 +75,18 @@ def _recorded(parts: ModelParts, step: LargestStep, twice: bool = False) -> tupl
         step: to be recorded.
         twice: whether the next step is recorded behind it.
     """
-    model = parts.model
-    names, parameters = zip(*tree_flatten(model.parameters()), strict=True)
 
-    def build(*inputs: mx.array) -> list[mx.array]:
-        given = iter(inputs)
-        model.update(tree_unflatten([(name, next(given)) for name in names]))
+    def build(*pool: mx.array) -> list[mx.array]:
+        given = iter(pool)
         for storage in step.layers.storages:
             storage.arrays = [next(given) for _ in storage.arrays]
         outputs = _forward(parts, step, [])
         return _forward(parts, step.next(), outputs[:1]) if twice else outputs
 
-    try:
-        graph = record(build, [*parameters, *step.layers.pool_arrays()])
-    finally:
-        model.update(tree_unflatten(list(zip(names, parameters, strict=True))))
+    graph, weights = record_with_weights(parts.model, build, step.layers.pool_arrays())
     results, *kept = graph.outputs
     shape, _ = graph.arrays[results]
-    return peak(graph, [results], kept, graph.inputs[: len(parameters)]), shape[-1]
+    return peak(graph, [results], kept, weights), shape[-1]
 
 
 def _forward(parts: ModelParts, step: LargestStep, before: Sequence[mx.array]) -> list[mx.array]:
