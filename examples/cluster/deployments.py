@@ -23,6 +23,8 @@ VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 GUARD = Path(__file__).with_name("guard.py")
 POLL_S = 0.25
 CONNECT_S = 5.0
+#: What vLLM's streams begin an error with: of OpenAI's kinds, and of others.
+ERRORS = (b'data: {"error"', b"event: error")
 IDLE_S = 4.0  # vLLM ends idle connections after 5 (VLLM_HTTP_TIMEOUT_KEEP_ALIVE)
 #: Headers of one connection (RFC 9110, 7.6.1), and those that each end of one writes itself.
 OF_A_CONNECTION = frozenset(
@@ -71,11 +73,12 @@ class Replica:
         )
         try:
             async with sent as reply:
-                if reply.status_code == 500 and not await self._is_healthy():
-                    raise Gone  # it does not say why it failed; without an engine all requests do
-                headers = passed_on(reply.headers.multi_items())
-                yield Head(self._name, reply.status_code, headers)
+                failed = reply.status_code == 500
+                yield Head(self._name, reply.status_code, passed_on(reply.headers.multi_items()))
                 async for piece in reply.aiter_raw():
+                    # A step may fail, but without an engine every request does.
+                    if (failed or piece.startswith(ERRORS)) and not await self._is_healthy():
+                        raise Gone
                     yield piece
         except httpx.TransportError as error:
             raise Gone from error
