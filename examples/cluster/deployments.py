@@ -23,13 +23,16 @@ VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 GUARD = Path(__file__).with_name("guard.py")
 POLL_S = 0.25
 CONNECT_S = 5.0
+END_S = 5.0  # many times what it takes until a process that was killed is known to be
 #: What vLLM's streams begin an error with: of OpenAI's kinds, and of others.
 ERRORS = (b'data: {"error"', b"event: error")
 IDLE_S = 4.0  # vLLM ends idle connections after 5 (VLLM_HTTP_TIMEOUT_KEEP_ALIVE)
 #: Headers of one connection (RFC 9110, 7.6.1), and those that each end of one writes itself.
 OF_A_CONNECTION = frozenset(
-    "connection keep-alive te trailer transfer-encoding upgrade".split()
-    + "host content-length date server".split()
+    {
+        *("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"),
+        *("host", "content-length", "date", "server"),
+    }
 )
 
 
@@ -78,9 +81,13 @@ class Replica:
                 async for piece in reply.aiter_raw():
                     # A step may fail, but without an engine every request does.
                     if (failed or piece.startswith(ERRORS)) and not await self._is_healthy():
-                        raise Gone
+                        raise httpx.ReadError("the engine has ended, and the server will")
                     yield piece
         except httpx.TransportError as error:
+            if not await self._is_healthy():
+                # Rather than fail whatever comes, it waits for its end: from then on Ray sends
+                # nothing here. Others, whom nobody can reach, fail after it.
+                await asyncio.sleep(END_S)
             raise Gone from error
 
     async def _is_healthy(self) -> bool:
@@ -127,7 +134,7 @@ class Front:
 
 
 class Elsewhere(RequestRouter):
-    """Picks the one with fewer open requests of two replicas, of those not yet asked if there are any.
+    """Picks, of two replicas not asked yet, or of any two, the one with fewer open requests.
 
     Ray's own, power of two choices, does the same among all, nearby ones first; a replica that
     refuses requests has few of them open, and would be asked again.

@@ -2,8 +2,8 @@
 """Runs a command that ends when the process that asked for it does, however that one ends.
 
 A server that outlived its replica would keep a Mac's memory. Ray kills an actor's children and its
-process group, which would leave the server's own, so this process belongs to neither: it learns of the
-actor's end from a pipe, its standard input, and tells of the server's by closing another, its
+process group, which would leave the server's own, so this process belongs to neither: it learns of
+the actor's end from a pipe, its standard input, and tells of the server's by closing another, its
 standard output.
 
     python guard.py COMMAND...

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends a request to replicas until one has answered, and passes its answer on.
 
-A request may be sent again as long as nobody has seen a byte of its answer: to another replica where
-one died, or takes no requests now (503). A stream that breaks off afterwards ends with an event that
-says so, which the clients of OpenAI and Anthropic raise as an error. Nothing here knows of Ray.
+A request may be sent again as long as nobody has seen a byte of its answer: to another replica
+where one died, or takes no requests now (503). A stream that breaks off afterwards ends with an
+event that says so, which the clients of OpenAI and Anthropic raise as an error. Nothing here knows
+of Ray.
 """
 
 import asyncio
@@ -83,8 +84,8 @@ async def answer(send: Send, asked: Asked) -> Answer:
         asked: the request.
 
     Returns:
-        Its head, and a body that raises nothing. Where all that were asked take no requests, the last
-        refusal, whose Retry-After tells the client when; where all ended, status 502.
+        Its head, and a body that raises nothing. Where all that were asked take no requests, the
+        last refusal, whose Retry-After tells the client when; where all ended, status 502.
     """
     for attempt in range(TRIES):
         if attempt:
