@@ -16,6 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # How often the front tells Ray of open requests, in seconds; Ray's default is 10.
 os.environ.setdefault("RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1")
+HEAD = "node:__internal_head__"  # Ray's resource of the machine that clients ask
 OPEN_AT_FRONT = 10_000  # requests; the servers' own limits come first
 LONGEST_ANSWER_S = 600.0  # that a replica may end before it is taken away; as `timeout_s`
 
@@ -53,7 +54,9 @@ def main() -> int:
             graceful_shutdown_timeout_s=LONGEST_ANSWER_S,
         )
         front = serve.deployment(
-            Front, ray_actor_options={"num_cpus": 0}, max_ongoing_requests=OPEN_AT_FRONT
+            Front,
+            ray_actor_options={"num_cpus": 0, "resources": {HEAD: 0.001}},
+            max_ongoing_requests=OPEN_AT_FRONT,
         )
         app = front.bind(replicas.bind([args.model, *of_servers], os.getcwd()))
         serve.run(app, name="vllm", route_prefix="/")
