@@ -5,4 +5,4 @@ import sys
 from pathlib import Path
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "disaggregated")]
+sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "disaggregated"), str(EXAMPLES / "cluster")]

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The example of a cluster on Ray Serve: servers with tenants, killed and scaled under load."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+from e2e.models import first_two_layers
+from e2e.server import free_port
+from e2e.tenants import write_settings
+from prometheus_client.parser import text_string_to_metric_families
+from redis_server import NO_REDIS, REDIS, redis_server
+
+from vllm_metal.models.embedded import embedded_model_path
+
+NO_RAY = "Ray Serve is not installed: pip install 'ray[serve]'"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("ray") is None, reason=NO_RAY),
+    pytest.mark.skipif(REDIS is None, reason=NO_REDIS),
+]
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "cluster" / "serve.py"
+START_S = 500.0
+TARGET = 4  # open requests a replica
+DOWNSCALE_S = 15
+AT_A_TIME = 2  # requests that a server computes; more wait in it without a first byte
+TEXT = "The river rises in the hills, runs through three towns and a lake, and ends in the sea. "
+PROMPTS = [f"{number}. {TEXT}" for number in range(12)]
+TOKENS = 48
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The command that runs, and what its clients have."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    keys: dict[str, str]
+    log: Path
+
+    def servers(self) -> list[psutil.Process]:
+        """Processes of `vllm serve` that the command started."""
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            model = str(self.log.parent / "model")
+            if words[1:5] == ["-m", "vllm.entrypoints.cli.main", "serve", model]:
+                found.append(process)
+        return found
+
+    def ready(self) -> list[psutil.Process]:
+        """Those that answer."""
+        return [server for server in self.servers() if self._answers(server)]
+
+    def metric(self, server: psutil.Process, name: str, **labels: str) -> float:
+        """The sum of one server's samples."""
+        key = {"Authorization": f"Bearer {self.keys['metrics']}"}
+        text = httpx.get(f"{_own_url(server)}/metrics", headers=key, timeout=60).text
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def ask(self, tenant: str, prompt: str, **more: object) -> httpx.Response:
+        """A greedy request."""
+        headers = {"Authorization": f"Bearer {self.keys[tenant]}"} if tenant else {}
+        headers |= more.pop("headers", {})  # type: ignore[arg-type]
+        body = {"model": "m", "prompt": prompt, "temperature": 0, "max_tokens": 8} | more
+        url = f"{self.url}/v1/completions"
+        return httpx.post(url, json=body, headers=headers, timeout=300)
+
+    def client(self) -> openai.OpenAI:
+        """A client that asks once, and wants no kept answers."""
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1",
+            api_key=self.keys["acme"],
+            default_headers={"Cache-Control": "no-cache"},
+            max_retries=0,
+            timeout=300,
+        )
+
+    @staticmethod
+    def _answers(server: psutil.Process) -> bool:
+        try:
+            return httpx.get(f"{_own_url(server)}/health", timeout=10).status_code == 200
+        except (httpx.TransportError, psutil.NoSuchProcess):
+            return False
+
+
+def _own_url(server: psutil.Process) -> str:
+    words = server.cmdline()
+    return f"http://127.0.0.1:{words[words.index('--port') + 1]}"
+
+
+def wait_for(condition: Callable[[], object], seconds: float = START_S) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"still not so after {seconds} s"
+        time.sleep(0.25)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    keys = write_settings(folder, limits="timeout_s = 300\n")
+    settings, redis_port = folder / "serving.toml", free_port()
+    kept = f'redis = "redis://127.0.0.1:{redis_port}/0"'
+    settings.write_text(settings.read_text().replace('path = "answers"', kept))
+    (folder / "model").mkdir()
+    model = first_two_layers(str(embedded_model_path(dequantize=True)), folder / "model")
+    port, log = free_port(), folder / "log"
+    command = [
+        *(sys.executable, str(SCRIPT), model, "--port", str(port)),
+        *("--replicas-per-node", "2", "--target-ongoing-requests", str(TARGET)),
+        *("--upscale-delay", "1", "--downscale-delay", str(DOWNSCALE_S), "--look-back", "3"),
+        *("--", "--served-model-name", "m", "--max-model-len", "8192"),
+        *("--max-num-seqs", str(AT_A_TIME), "--kv-cache-memory-bytes", "256M"),
+        *("--middleware", "vllm_metal.serving.Tenants", "--enable-prompt-tokens-details"),
+    ]
+    environment = os.environ | {"VLLM_METAL_SERVING_CONFIG": str(settings)}
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "PYTHONDONTWRITEBYTECODE", "RAY_ADDRESS"):
+        environment.pop(name, None)
+    with redis_server(redis_port, folder), log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        running = Cluster(f"http://127.0.0.1:{port}", process, keys, log)
+        try:
+            wait_for(lambda: "Serving at" in log.read_text() or process.poll() is not None)
+            assert process.poll() is None, log.read_text()[-3000:]
+            # A server reads its weights first, in the background.
+            wait_for(lambda: running.ask("acme", "Once").headers["x-cache"] != "BYPASS")
+            yield running
+        finally:
+            process.terminate()
+            process.wait(120)
+    wait_for(lambda: running.servers() == [], 90)
+
+
+@contextmanager
+def load(cluster: Cluster, streams: int) -> Iterator[None]:
+    """Keeps so many streams open, whatever happens to them."""
+    ended = threading.Event()
+
+    def keep_one_open() -> None:
+        with cluster.client() as client:
+            while not ended.is_set():
+                try:
+                    asked = {"prompt": TEXT, "max_tokens": 4000, "extra_body": {"ignore_eos": True}}
+                    with client.completions.create(model="m", stream=True, **asked) as events:
+                        for _ in events:
+                            if ended.is_set():
+                                break
+                except openai.APIError:
+                    time.sleep(0.5)
+
+    with ThreadPoolExecutor(streams) as pool, ExitStack() as stack:
+        stack.callback(ended.set)
+        for _ in range(streams):
+            pool.submit(keep_one_open)
+        yield
+
+
+@pytest.fixture(scope="module")
+def texts(cluster: Cluster) -> list[str]:
+    """What one server answers to each prompt, asked one after another."""
+    assert len(cluster.servers()) == 1
+    fresh = {"Cache-Control": "no-cache"}
+    more = {"max_tokens": TOKENS, "ignore_eos": True, "headers": fresh}
+    replies = [cluster.ask("acme", prompt, **more) for prompt in PROMPTS]
+    return [reply.json()["choices"][0]["text"] for reply in replies]
+
+
+def test_tenants_and_kept_answers_hold(cluster: Cluster, texts: list[str]) -> None:
+    assert cluster.ask("", TEXT).status_code == 401
+    marks = {
+        tenant: [cluster.ask(tenant, TEXT * 4).headers["x-cache"] for _ in range(2)]
+        for tenant in ("acme", "other")
+    }
+    assert marks == {"acme": ["MISS", "HIT"], "other": ["MISS", "HIT"]}
+    cached = []
+    for tenant in ("acme", "acme", "other"):
+        reply = cluster.ask(tenant, "Salts. " + TEXT * 4, headers={"Cache-Control": "no-cache"})
+        details = reply.json()["usage"]["prompt_tokens_details"] or {}
+        cached.append(details.get("cached_tokens") or 0)
+    assert cached[0] == 0 and cached[1] >= 64 and cached[2] == 0
+
+
+def test_what_a_server_refuses_is_passed_on(cluster: Cluster) -> None:
+    refused = cluster.ask("acme", TEXT, max_tokens=-1)
+    assert refused.status_code == 400
+    assert "max_tokens" in refused.json()["error"]["message"]
+    assert httpx.get(f"{cluster.url}/health").status_code == 200
+    key = {"Authorization": f"Bearer {cluster.keys['acme']}"}
+    models = httpx.get(f"{cluster.url}/v1/models", headers=key).json()
+    assert [model["id"] for model in models["data"]] == ["m"]
+    assert httpx.get(f"{cluster.url}/metrics").status_code == 404  # each server's own
+
+
+def test_a_client_that_hangs_up_ends_its_request(cluster: Cluster) -> None:
+    (server,) = cluster.servers()
+    with cluster.client() as client:
+        asked = {"prompt": TEXT, "max_tokens": 4000, "extra_body": {"ignore_eos": True}}
+        events = client.completions.create(model="m", stream=True, **asked)
+        next(events)
+        assert cluster.metric(server, "vllm:num_requests_running") == 1
+        events.close()
+    wait_for(lambda: cluster.metric(server, "vllm:num_requests_running") == 0, 60)
+
+
+def test_a_queue_starts_a_second_server_which_has_the_first_ones_answers(cluster: Cluster) -> None:
+    assert cluster.ask("acme", "Kept. " + TEXT).headers["x-cache"] == "MISS"
+    with load(cluster, 2 * TARGET):
+        wait_for(lambda: len(cluster.ready()) == 2)
+        servers, asked = cluster.ready(), 0
+        hits = {"name": "vllm:response_cache_requests_total", "result": "hit"}
+        before = [cluster.metric(server, **hits) for server in servers]
+
+        def all_had_hits() -> bool:
+            nonlocal asked
+            # A server that was just started reads its weights first, and answers by itself.
+            asked += cluster.ask("acme", "Kept. " + TEXT).headers["x-cache"] == "HIT"
+            return all(
+                cluster.metric(server, **hits) > count
+                for server, count in zip(servers, before, strict=True)
+            )
+
+        wait_for(all_had_hits, 300)
+        after = [cluster.metric(server, **hits) for server in servers]
+        assert sum(after) - sum(before) == asked
+
+
+def ask_and_read(cluster: Cluster, prompt: str, stream: bool, began: list[str]) -> str | None:
+    """The text; None for a stream that was cut, with an error, after it began."""
+    asked = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
+    asked["extra_body"] = {"ignore_eos": True}
+    with cluster.client() as client:
+        if not stream:
+            return client.completions.create(model="m", **asked).choices[0].text
+        text = ""
+        try:
+            for event in client.completions.create(model="m", stream=True, **asked):
+                text += event.choices[0].text
+                began.append(prompt)
+        except openai.APIError as error:
+            assert "before its answer was complete" in str(error)
+            assert text  # else it was to be sent again
+            return None
+        return text
+
+
+def test_a_killed_server_loses_no_request_without_a_first_byte(
+    cluster: Cluster, texts: list[str]
+) -> None:
+    with load(cluster, 2 * TARGET):
+        wait_for(lambda: len(cluster.ready()) == 2)
+    began: list[str] = []
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        answers = [
+            pool.submit(ask_and_read, cluster, prompt, number % 2 == 0, began)
+            for number, prompt in enumerate(PROMPTS)
+        ]
+        wait_for(lambda: began, 300)
+        states = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        held = {
+            server: sum(cluster.metric(server, state) for state in states)
+            for server in cluster.ready()
+        }
+        victim = max(held, key=lambda server: held[server])
+        os.killpg(victim.pid, signal.SIGKILL)
+        found = [answer.result() for answer in answers]
+    cut = [text for text in found if text is None]
+    assert held[victim] > len(cut)  # it had more than those, and they were sent again
+    assert len(cut) <= AT_A_TIME
+    for text, expected in zip(found, texts, strict=True):
+        assert text in (None, expected)
+
+
+def test_one_that_is_told_to_end_sends_nobody_away(cluster: Cluster) -> None:
+    """It answers 503 from then on; Ray knows nothing of that until it has ended."""
+    with load(cluster, 2 * TARGET):
+        wait_for(lambda: len(cluster.ready()) == 2)
+        told, _ = cluster.ready()
+        told.send_signal(signal.SIGTERM)
+        replies = [cluster.ask("acme", f"{number} {TEXT}") for number in range(6)]
+    assert [reply.status_code for reply in replies] == [200] * 6
+
+
+def test_without_requests_one_server_is_left(cluster: Cluster) -> None:
+    wait_for(lambda: len(cluster.servers()) == 1)
+    assert cluster.ask("acme", TEXT).status_code == 200
