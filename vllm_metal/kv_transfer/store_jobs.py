@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from queue import SimpleQueue
@@ -121,6 +121,10 @@ class StoreJobs:
         """There is a pool, and these are its blocks."""
         self._pages = pages
 
+    def page_bytes(self, key: bytes) -> int:
+        """Bytes of a page."""
+        return self._pages.page_bytes(get_offload_group_idx(OffloadKey(key)))
+
     @property
     def busy(self) -> bool:
         """Whether a job has not ended."""
@@ -151,6 +155,22 @@ class StoreJobs:
             group = get_offload_group_idx(OffloadKey(key))
             size = self._pages.page_bytes(group)
             self._due.append(_Page(job, group, block, key, end, self._step, size))
+            self._due_bytes += size
+
+    def add_urgent(self, job_id: int, shelves: Shelves, blocks: Mapping[bytes, int]) -> None:
+        """Takes a job of complete blocks, which goes before all others, with the step at hand.
+
+        Args:
+            job_id: no other job's.
+            shelves: where they go.
+            blocks: of the pool, by key; one at least.
+        """
+        now = self._clock()
+        job = _Job(job_id, "", shelves, time.time(), len(blocks), now)
+        for key, block in reversed(blocks.items()):
+            group, size = get_offload_group_idx(OffloadKey(key)), self.page_bytes(key)
+            step = self._step - self._lot_steps  # they wait for no others
+            self._due.appendleft(_Page(job, group, block, key, 0, step, size))
             self._due_bytes += size
 
     def refuse(self, job_id: int, req_id: str) -> None:

@@ -29,7 +29,11 @@ logger = init_logger(__name__)
 
 #: Memory of the outbox where the user says nothing: a 16th of the machine's, and no more than
 #: takes 32,768 tokens of an 8B model with 16-bit K/V of 8 heads (131,072 bytes each).
-_DEFAULT_SHARE, _DEFAULT_MOST = 16, 4 << 30
+_DEFAULTS = 16, 4 << 30
+#: The same where pages come from the pool when peers ask, and are there only until they are sent.
+_DEFAULTS_SHARING = 64, 1 << 30
+#: The value of 'share'.
+POOL = "pool"
 #: By kv_role a key that is needed, and one that is of no use.
 _OF_ROLE: Mapping[str, tuple[str | None, str | None]] = {
     "kv_producer": ("listen", "peers"),
@@ -40,6 +44,12 @@ _MEANINGS = {
     "listen": "the address where decoding engines ask for K/V, such as 127.0.0.1:9100",
     "peers": "the addresses that prefilling engines listen on, such as ['127.0.0.1:9100']",
 }
+
+
+def _what_is_shared(value: Any) -> str:
+    if value != POOL:
+        raise ValueError(f"must be {POOL!r}, or be left out, not {value!r}")
+    return POOL
 
 
 def _addresses(value: Any) -> tuple[Address, ...]:
@@ -69,6 +79,7 @@ class PeerConfig(StoreConfig):
             "peers": _addresses,
             "secret": values.path,
             "outbox_bytes": values.size,
+            "share": _what_is_shared,
         }
     )
 
@@ -76,6 +87,7 @@ class PeerConfig(StoreConfig):
     peers: tuple[Address, ...]  # whom to ask for pages
     secret: Path | None  # file of what all of them share; None: they are on this machine
     outbox_bytes: int  # most memory of pages that peers may ask for
+    shares_pool: bool = False  # whether they get pages from the pool, copied when they ask
 
     @property
     def memory_bytes(self) -> int:
@@ -83,7 +95,7 @@ class PeerConfig(StoreConfig):
 
     @property
     def is_waited_for(self) -> bool:
-        return self.listen is not None
+        return self.listen is not None and not self.shares_pool
 
     @classmethod
     def check(cls, given: Mapping[str, Any], role: str, where: str, instead: str | None) -> None:
@@ -100,6 +112,11 @@ class PeerConfig(StoreConfig):
             raise ValueError(
                 f"{where} 'outbox_bytes' needs 'listen': the outbox is for peers that ask"
             )
+        if "share" in given and (role != "kv_both" or "listen" not in given):
+            raise ValueError(
+                f"{where} 'share' needs kv_role 'kv_both' and 'listen', the address where others "
+                "ask for what this engine has in its pool"
+            )
         if cls.is_asked_for(given):
             _check_secret(cls.of(given), where)
         elif "secret" in given:
@@ -107,11 +124,13 @@ class PeerConfig(StoreConfig):
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> PeerConfig:
-        most = given.get("outbox_bytes")
+        most, shares_pool = given.get("outbox_bytes"), "share" in given
         if most is None:
-            most = min(psutil.virtual_memory().total // _DEFAULT_SHARE, _DEFAULT_MOST)
+            share, least = _DEFAULTS_SHARING if shares_pool else _DEFAULTS
+            most = min(psutil.virtual_memory().total // share, least)
         listen, peers = given.get("listen"), tuple(given.get("peers", ()))
-        return PeerConfig(listen, peers, given.get("secret"), most if listen is not None else 0)
+        most = most if listen is not None else 0
+        return PeerConfig(listen, peers, given.get("secret"), most, shares_pool)
 
     def read_secret(self) -> bytes:
         """Reads the secret; empty where there is none.
@@ -127,6 +146,8 @@ class PeerConfig(StoreConfig):
             found["peers"] = [str(peer) for peer in self.peers]
         if self.listen is not None:
             found |= {"listen": str(self.listen), "outbox_bytes": self.outbox_bytes}
+        if self.shares_pool:
+            found["share"] = POOL
         if self.secret is not None:
             found["secret"] = str(self.secret)
         return found
@@ -148,12 +169,14 @@ class PeerConfig(StoreConfig):
         if self.peers:
             logger.info("K/V are asked of %s", ", ".join(map(str, self.peers)))
         secret = self.read_secret()
-        return PeerStore(engine_id, self.listen, self.peers, secret, self.outbox_bytes)
+        most, shares_pool = self.outbox_bytes, self.shares_pool
+        return PeerStore(engine_id, self.listen, self.peers, secret, most, shares_pool)
 
     def view(self, engine_id: str, content: PoolContent, handshake: Address | None) -> PeerView:
         from vllm_metal.kv_transfer.peer.view import PeerView
 
-        return PeerView(engine_id, self.peers, self.read_secret(), content, handshake)
+        secret, keeps = self.read_secret(), not self.shares_pool
+        return PeerView(engine_id, self.peers, secret, content, handshake, keeps)
 
 
 def _check_secret(config: PeerConfig, where: str) -> None:

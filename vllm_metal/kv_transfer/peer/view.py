@@ -83,6 +83,7 @@ class PeerView(View):
         secret: bytes,
         content: PoolContent,
         address: Address | None,
+        keeps: bool = True,
     ) -> None:
         """
         Args:
@@ -91,9 +92,11 @@ class PeerView(View):
             secret: what all share; b"": nothing.
             content: what this engine's pages are.
             address: where others ask this engine; None: nobody may.
+            keeps: whether others get all pages, asked for or not.
         """
         self._engine_id = engine_id
         self._address = address
+        self._keeps = keeps
         self._clients = Clients(engine_id, peers, secret)
         self._clients.use(content)
         self._threads = ThreadPoolExecutor(max(1, 4 * len(peers)), "kv-ask")
@@ -126,7 +129,7 @@ class PeerView(View):
                 self._threads.submit(peer.release, answer.result())
 
     def wants(self, namespace: str | None, key: bytes) -> bool:
-        return self._address is not None  # the worker knows which it has
+        return self._keeps and self._address is not None  # the worker knows which it has
 
     def hear(self, news: list[int]) -> None:
         for number in news:
