@@ -6,13 +6,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from e2e.disk import HITS
-from e2e.harness import counters, engine, free_blocks, greedy, run_out
-from e2e.peers import Served, free_port, role_engine
-from vllm import LLM, TokensPrompt
+from e2e.harness import greedy, run_out
+from e2e.peers import free_port, peer_store, role_engine
+from vllm import LLM, RequestOutput, TokensPrompt
+
+from vllm_metal.kv_transfer.peer.store import PeerFigures
 
 _NUMBERS = count()
 
@@ -20,6 +22,30 @@ _NUMBERS = count()
 def core_of(llm: LLM) -> Any:
     """The engine core of an engine in this process."""
     return llm.llm_engine.engine_core.engine_core
+
+
+def figures(llm: LLM) -> PeerFigures:
+    """What an engine's peers and pool have done; engines in one process share vLLM's counters."""
+    return peer_store(llm).figures()
+
+
+def pins(llm: LLM) -> int:
+    """Blocks of an engine's pool that are kept for others."""
+    return len(core_of(llm).scheduler.connector._pins)
+
+
+def tokens_of(output: RequestOutput) -> list[int]:
+    """The tokens of an answer."""
+    return list(output.outputs[0].token_ids)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What came of a request."""
+
+    tokens: list[int]
+    cached: int  # tokens of its prompt that were not computed
+    pulled: int  # pages that came from peers
 
 
 def alone(model: str, prompts: Sequence[list[int]], max_tokens: int = 12, **options: Any) -> Any:
@@ -30,7 +56,7 @@ def alone(model: str, prompts: Sequence[list[int]], max_tokens: int = 12, **opti
             greedy(max_tokens),
             use_tqdm=False,
         )
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return [tokens_of(output) for output in outputs]
 
 
 class Replicas:
@@ -95,14 +121,14 @@ class Replicas:
         )
         return req_id
 
-    def run(self, *req_ids: str) -> dict[str, list[int]]:
-        """Steps until these have ended; the tokens of all that did."""
-        found: dict[str, list[int]] = {}
+    def run(self, *req_ids: str) -> dict[str, RequestOutput]:
+        """Steps until these have ended; the outputs of all that did, by id."""
+        found: dict[str, RequestOutput] = {}
         deadline = time.monotonic() + 60
         while not found.keys() >= set(req_ids):
             assert time.monotonic() < deadline, "a request never ends"
             for _, output in self.step():
-                found[output.request_id] = list(output.outputs[0].token_ids)
+                found[output.request_id] = output
         return found
 
     def run_out(self) -> None:
@@ -119,18 +145,9 @@ class Replicas:
 
     def ask(self, index: int, prompt: list[int], max_tokens: int = 12) -> Served:
         """An engine's greedy answer, while the others do what it asks of them."""
-        before = counters(self.engines[index])
+        before = figures(self.engines[index]).fetched_pages
         req_id = self.begin(index, prompt, max_tokens)
-        tokens = self.run(req_id)[req_id]
+        output = self.run(req_id)[req_id]
         self.run_out()
-        after = counters(self.engines[index])
-
-        def added(name: str) -> float:
-            return after.get(name, 0) - before.get(name, 0)
-
-        return Served(
-            tokens,
-            added(HITS),
-            added("vllm:spec_decode_num_draft_tokens"),
-            added("vllm:spec_decode_num_accepted_tokens"),
-        )
+        pulled = figures(self.engines[index]).fetched_pages - before
+        return Served(tokens_of(output), output.num_cached_tokens or 0, pulled)
