@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas that share what is in their pools, in this process and thread, over the real transport."""
+"""Replicas that share what is in their pools: in this process, over the real transport."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ import queue
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from types import SimpleNamespace
 
 from vllm.v1.engine import core
@@ -50,10 +51,8 @@ def check():
     engine = Engine()
 
     def run():
-        try:
+        with suppress(SystemExit):
             engine.run_busy_loop()
-        except SystemExit:
-            pass
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
