@@ -93,14 +93,14 @@ class SharedPool:
 
         Args:
             size: bytes of a page, by its key.
-            most_bytes: of all; one page at least.
+            most_bytes: of all.
         """
         taken: dict[bytes, int] = {}
         num_bytes = 0
         with self._lock:
             for key in [key for key in self._wanted if key not in self._young]:
                 num_bytes += size(key)
-                if taken and num_bytes > most_bytes:
+                if num_bytes > most_bytes:
                     break
                 taken[key] = self._blocks[key]
                 del self._wanted[key]

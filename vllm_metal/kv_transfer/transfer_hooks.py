@@ -139,6 +139,7 @@ class TransferHooks(StepHooks):
             return
         self._on_pool.update(new.req_id for new in scheduler_output.scheduled_new_reqs)
         self._on_pool |= scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        self.store_jobs.drop_urgent()
         self._flush(metadata)
         if (shared := self.store.shared_pool) is not None:
             shared.step_begins(metadata.cached)
@@ -176,7 +177,8 @@ class TransferHooks(StepHooks):
     def _export(self, shared: SharedPool) -> None:
         """Has pages copied out that other engines want."""
         most_bytes = EXPORT_BYTES_BESIDE if self._decoding else STAGING_BYTES
-        if wanted := shared.take(self.store_jobs.page_bytes, most_bytes):
+        room = self.store_jobs.room(most_bytes)
+        if wanted := shared.take(self.store_jobs.page_bytes, room):
             self._num_exports += 1
             number = -self._num_exports  # the scheduler's jobs count up from 0
             self._exports[number] = wanted.keys()
