@@ -18,6 +18,7 @@ from vllm_metal.kv_transfer.registry import STORES
 from vllm_metal.kv_transfer.store import StoreConfig
 from vllm_metal.settings import salts, secret_file, values
 from vllm_metal.settings.additional_config import OPTION, AdditionalConfig
+from vllm_metal.vllm_patches import engine_wake
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -70,9 +71,10 @@ class TransferConfig:
         transfer = vllm_config.kv_transfer_config
         if transfer is None or transfer.kv_connector is None:
             return None
-        assert transfer.engine_id is not None  # vLLM makes one up
+        assert transfer.engine_id is not None and transfer.kv_role is not None  # vLLM sees to it
         given = values.read(transfer.kv_connector_extra_config, _READERS, EXTRA)
-        return TransferConfig(transfer.engine_id, _stores(given), given.get("salt_key"))
+        stores = _stores(given, transfer.kv_role)
+        return TransferConfig(transfer.engine_id, stores, given.get("salt_key"))
 
     def read_salt_key(self) -> bytes | None:
         """Reads the secret of derived salts; see `salts.namespace`.
@@ -97,8 +99,8 @@ def figures_of(vllm_config: VllmConfig) -> dict[str, type]:
     }
 
 
-def _stores(given: Mapping[str, Any]) -> dict[str, StoreConfig]:
-    return {kind.name: kind.of(given) for kind in STORES if kind.is_asked_for(given)}
+def _stores(given: Mapping[str, Any], role: str) -> dict[str, StoreConfig]:
+    return {kind.name: kind.of(given, role) for kind in STORES if kind.is_asked_for(given)}
 
 
 def complete_kv_transfer(vllm_config: VllmConfig) -> None:
@@ -119,11 +121,12 @@ def complete_kv_transfer(vllm_config: VllmConfig) -> None:
     assert transfer.kv_role is not None  # vLLM asks for it
     _check_cache(vllm_config, given)
     _check_stores(transfer.kv_role, given)
+    _check_process(vllm_config, given)
     complete = {"spec_name": SPEC, "offload_prompt_only": given.get("offload_prompt_only", False)}
     if "salt_key" in given:
         secret_file.read(given["salt_key"], salts.SALT_KEY)
         complete["salt_key"] = str(given["salt_key"])
-    for config in _stores(given).values():
+    for config in _stores(given, transfer.kv_role).values():
         complete |= config.as_json()
     transfer.kv_connector_extra_config = complete
     vllm_config.cache_config.prefix_caching_hash_algo = HASH_ALGORITHM
@@ -168,6 +171,18 @@ def _check_stores(role: str, given: Mapping[str, Any]) -> None:
         kind.check(given, role, EXTRA, instead)
     if not any(kind.is_asked_for(given) for kind in STORES):
         raise ValueError(f"{EXTRA} lacks {', or '.join(kind.asked_by for kind in STORES)}")
+
+
+def _check_process(vllm_config: VllmConfig, given: Mapping[str, Any]) -> None:
+    """Has engines notice when others ask for pages of the pool; raises where they cannot."""
+    if not any(store.shares_pool for store in _stores(given, "kv_both").values()):
+        return
+    if vllm_config.parallel_config.distributed_executor_backend != "uni":
+        raise ValueError(
+            f"{EXTRA} 'share' needs the engine and its worker in one process: leave out "
+            "--distributed-executor-backend, or 'share'"
+        )
+    engine_wake.let_connectors_wake()
 
 
 def _check_cache(vllm_config: VllmConfig, given: Mapping[str, Any]) -> None:

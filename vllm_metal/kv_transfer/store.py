@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     from vllm_metal.kv_transfer.fingerprint import PoolContent
+    from vllm_metal.kv_transfer.shared_pool import SharedPool
     from vllm_metal.settings import values
 
 
@@ -73,6 +74,8 @@ class Store:
 
     #: What the scheduler's side must know beside the settings; can be pickled.
     handshake: Any = None
+    #: Pages of the pool that others may have from it; None: nobody may.
+    shared_pool: SharedPool | None = None
 
     def use(self, content: PoolContent) -> None:
         """From now on pages are of this content: there is a pool, or other weights were loaded."""
@@ -83,6 +86,10 @@ class Store:
         Args:
             namespace: see `salts.namespace`; None: the text is not to be kept on any disk.
         """
+        raise NotImplementedError
+
+    def shared_shelf(self) -> Shelf:
+        """Where pages go from now on that `shared_pool` says are wanted."""
         raise NotImplementedError
 
     def expect(self, keys: Iterable[bytes]) -> None:
@@ -118,6 +125,9 @@ class Lookup:
     def hint(self, keys: Sequence[bytes]) -> Any | None:
         """What goes to the worker with a load of these pages; can be pickled."""
         return None
+
+    def loaded(self) -> None:
+        """The pages that `hint` was asked about have come; `release` follows."""
 
     def release(self, failed: bool) -> Lookup | None:
         """The pages are not needed any more; may be called again.
@@ -162,6 +172,14 @@ class View:
     def hear(self, news: Any) -> None:
         """Takes what `Store.news` gave."""
 
+    def computed(self, prefill_rows: int, prefill_seconds: float, decode_seconds: float) -> None:
+        """The device has computed steps since the last call.
+
+        Args:
+            prefill_rows: of prompts.
+            prefill_seconds, decode_seconds: that these took, and rows of answers.
+        """
+
     def params_for_others(self, req_id: str) -> dict[str, Any] | None:
         """What a proxy hands to an engine that goes on with a request; None: nothing."""
         return None
@@ -204,8 +222,13 @@ class StoreConfig:
         """
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> StoreConfig:
-        """Returns the settings in values that were read, defaults filled in."""
+    def of(cls, given: Mapping[str, Any], role: str) -> StoreConfig:
+        """Returns the settings in values that were read, defaults filled in.
+
+        Args:
+            given: by key.
+            role: kv_role.
+        """
         return cls()
 
     def as_json(self) -> dict[str, Any]:
@@ -220,6 +243,11 @@ class StoreConfig:
     @property
     def is_waited_for(self) -> bool:
         """Whether others wait for pages, which leave the pool as soon as can be then."""
+        return False
+
+    @property
+    def shares_pool(self) -> bool:
+        """Whether others may have pages from the pool, so that its store has a `shared_pool`."""
         return False
 
     @property

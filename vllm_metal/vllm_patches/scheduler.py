@@ -101,6 +101,8 @@ def _sending_figures(
 ) -> dict[int, EngineCoreOutputs]:
     outputs = update(self, scheduler_output, model_runner_output)
     figures = getattr(model_runner_output, "figures", None)  # vLLM's own results have none
+    if figures:
+        _tell_connector(self, "hear_figures", figures)
     for of_client in outputs.values():
         if figures and of_client.scheduler_stats is not None:
             send_figures(of_client.scheduler_stats, figures)
@@ -160,6 +162,7 @@ def _letting_go_of_blocks(
     order from the engine's thread here, so that no step in flight writes over what is loaded into a
     block after it.
     """
+    _tell_connector(self, "let_go_of_pins")
     if not reset_running_requests:
         return reset(self, reset_running_requests, reset_connector)
     # For the reset only. A preempted request may end with a token of a step in flight, and its

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 #: Raised whenever a message, or the order of messages, changes.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 #: Bytes of a message from somebody who has proved nothing: the longest of them has 100.
 MAX_UNKNOWN_BYTES = 4 << 10
@@ -17,6 +17,8 @@ MAX_KEYS = 32 << 10
 MAX_KEY_BYTES = 64  # as on disk; vLLM's have 36
 #: Of a fingerprint's facts as JSON; those of a model of 60 layers have some 10 KB.
 MAX_FACTS_BYTES = 256 << 10
+#: Peers that an engine asks.
+MAX_PEERS = 64
 #: Threads and sockets that peers can make a server hold; a peer has seven of them at most.
 MAX_CONNECTIONS = 32
 #: Of one peer: two threads that load, four questions, and one thread that renews leases.
@@ -51,6 +53,8 @@ class Timeouts:
 
 
 TIMEOUTS = Timeouts()
+#: Of an engine that can compute all by itself, and asks whether others would be faster.
+HASTY = Timeouts(connect=1.0, no_progress=1.5, down=3.0)
 
 #: That move in `Timeouts.no_progress` seconds at least, or what is left of a page: 13 KB/s. Less
 #: is no help to a request that could compute.
