@@ -23,6 +23,7 @@ from vllm.platforms.interface import Platform, PlatformEnum  # noqa: E402
 
 from metal_kernels.layout import BLOCK_SIZES  # noqa: E402
 from vllm_metal.device import mlx_device  # noqa: E402
+from vllm_metal.distributed import groups  # noqa: E402
 from vllm_metal.encoders import served as encoders  # noqa: E402
 from vllm_metal.encoders.refusals import fit_positions  # noqa: E402
 from vllm_metal.kv_cache import formats  # noqa: E402
@@ -68,7 +69,7 @@ class MetalPlatform(Platform):
     """Apple-silicon GPU through MLX; MLX's CPU backend with ``VLLM_METAL_DEVICE=cpu``."""
 
     _enum = PlatformEnum.OOT
-    device_name = "metal"
+    device_name = "cpu"  # vLLM's process groups make torch devices of it, which knows no "metal"
     device_type = "cpu"  # where vLLM's own torch tensors live; the model's arrays are MLX's
     dist_backend = "gloo"
     mlx_device: envs.Device = _DEVICE
@@ -208,6 +209,9 @@ class MetalPlatform(Platform):
         if parallel.worker_cls == "auto":
             is_encoder = encoders.of_config(vllm_config) is not None
             parallel.worker_cls = ENCODER_WORKER if is_encoder else WORKER
+        if groups.is_distributed(parallel):
+            groups.set_timeouts(parallel)
+            processes.spawn()
         fit_positions(vllm_config)
         parallel.disable_custom_all_reduce = True
         speculation.schedule_ahead_with_ngram(vllm_config.speculative_config)

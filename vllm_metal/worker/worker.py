@@ -17,6 +17,7 @@ from metal_kernels import command_buffers
 from metal_kernels.paged_attention import Splits
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.device import gpu_cores, mlx_device, tuned
+from vllm_metal.distributed import groups
 from vllm_metal.kv_cache import choice, formats, warm_up
 from vllm_metal.kv_cache.specs import allocate_kv_caches, choose_block_size, kv_cache_specs
 from vllm_metal.kv_transfer.transfers import Transfers
@@ -66,6 +67,7 @@ class MetalWorker(WorkerBase):
     _awake_bytes = 0  # that MLX held when the engine was awake last
 
     def init_device(self) -> None:
+        groups.join(self.parallel_config, self.rank, self.local_rank, self.distributed_init_method)
         mlx_device.select(self.current_platform.mlx_device)
         self.transfers = Transfers(self.vllm_config)
         if self.current_platform.mlx_device == "metal" and command_buffers.may_be_too_late():
