@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed
 
 from metal_kernels.cache import cache_dir
+from vllm_metal.distributed import groups
 from vllm_metal.kv_transfer import weights_digest
 from vllm_metal.models.loader import ModelLoadError
 from vllm_metal.settings import envs, facts
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
 
 PACKAGES = ("vllm", "mlx", "mlx-lm", "vllm-metal", "torch")
 #: Options whose values every rank computes by, and where vLLM's configuration has them.
@@ -71,6 +72,35 @@ def facts_of(config: VllmConfig) -> dict[str, str]:
     except (OSError, ModelLoadError) as error:  # told to all, where others have them
         found["weights of the target"] = f"unreadable: {error}"[:_LONGEST_ERROR]
     return found
+
+
+def check_ranks(config: VllmConfig) -> None:
+    """Refuses ranks that are not alike; all of an engine call it. Nothing where a rank is all.
+
+    Raises:
+        DifferentRanks: see `check`.
+    """
+    if groups.is_distributed(config.parallel_config):
+        from vllm.distributed.parallel_state import get_world_group
+
+        check(facts_of(config), get_world_group().cpu_group)
+
+
+def least(parallel: ParallelConfig, limit: int | None) -> int | None:
+    """The smallest of the limits that ranks found; None: no rank has one. All ranks call it.
+
+    Args:
+        parallel: of the engine.
+        limit: of this rank, by its memory say.
+    """
+    if not groups.is_distributed(parallel):
+        return limit
+    from vllm.distributed.parallel_state import get_world_group
+
+    group = get_world_group().cpu_group
+    every: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(every, limit, group=group)
+    return min((each for each in every if each is not None), default=None)
 
 
 def check(found: Mapping[str, str], group: torch.distributed.ProcessGroup) -> None:

@@ -212,6 +212,8 @@ class MetalPlatform(Platform):
         if groups.is_distributed(parallel):
             groups.set_timeouts(parallel)
             processes.spawn()
+            # Ranks must know the same when they lay a step out: all of the one before.
+            vllm_config.scheduler_config.async_scheduling = False
         fit_positions(vllm_config)
         parallel.disable_custom_all_reduce = True
         speculation.schedule_ahead_with_ngram(vllm_config.speculative_config)

@@ -10,6 +10,7 @@ import torch
 
 from vllm_metal.device import mlx_device
 from vllm_metal.distributed import groups
+from vllm_metal.distributed import refusals as tensor_parallel
 from vllm_metal.encoders import refusals as encoders
 from vllm_metal.encoders import served
 from vllm_metal.kv_cache import formats
@@ -50,6 +51,7 @@ def refuse_unsupported(config: VllmConfig) -> None:
         | _speculation_refusals(config)
         | pooling.refusals(config, served.of_config(config) is not None, served.ARCHITECTURES)
         | _serving_refusals(config)
+        | tensor_parallel.refusals(config)
         | spells.refusals(config)
         | encoders.refusals(config)
     )
@@ -71,7 +73,6 @@ def _engine_refusals(config: VllmConfig) -> dict[str, bool]:
     parallel = config.parallel_config
     executor = parallel.distributed_executor_backend
     return {
-        "--tensor-parallel-size": parallel.tensor_parallel_size > 1,
         "--data-parallel-size": parallel.data_parallel_size > 1,
         "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
         "--ec-transfer-config": config.ec_transfer_config is not None,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,14 +47,21 @@ class Networks:
     pooler: Pooler | None = None  # of the target's hidden states; None: it samples
 
     @staticmethod
-    def load(config: VllmConfig) -> Networks:
+    def load(
+        config: VllmConfig, prepare: Callable[[nn.Module], None] = lambda model: None
+    ) -> Networks:
+        """
+        Args:
+            config: vLLM's.
+            prepare: see `loader.load`, of a target that generates.
+        """
         if pools(config):
             from vllm_metal.pooling import decoders  # imports vLLM's poolers
 
             pooling = decoders.load(config)
             layers = attention_layers(pooling.parts.model, loader.model_type(config))
             return Networks(pooling.parts, layers, None, 0, pooler=pooling.pooler)
-        model = loader.load(config)
+        model = loader.load(config, prepare=prepare)
         layers = attention_layers(model, loader.model_type(config))
         adapters, columns = _adapters(model, config)
         target = ModelParts(model)

@@ -17,7 +17,7 @@ from metal_kernels import command_buffers
 from metal_kernels.paged_attention import Splits
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.device import gpu_cores, mlx_device, tuned
-from vllm_metal.distributed import groups
+from vllm_metal.distributed import agreement, answering, groups, sharding, tensor_parallel, tokens
 from vllm_metal.kv_cache import choice, formats, warm_up
 from vllm_metal.kv_cache.specs import allocate_kv_caches, choose_block_size, kv_cache_specs
 from vllm_metal.kv_transfer.transfers import Transfers
@@ -39,12 +39,13 @@ from vllm_metal.vllm_patches import processes, shutdown
 from vllm_metal.vllm_patches.step_result import StepResult
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.networks import Networks
-from vllm_metal.worker.recovery import RecoveringRunner
+from vllm_metal.worker.recovery import MAX_FAILURES_IN_A_ROW, RecoveringRunner
 from vllm_metal.worker.rehearsal import Room, rehearse, rehearse_pooling
 from vllm_metal.worker.results import LateOutput
 from vllm_metal.worker.step_end import SamplingEnd
 
 if TYPE_CHECKING:
+    import mlx.nn as nn
     from vllm.lora.request import LoRARequest
     from vllm.tasks import SupportedTask
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -69,6 +70,8 @@ class MetalWorker(WorkerBase):
     def init_device(self) -> None:
         groups.join(self.parallel_config, self.rank, self.local_rank, self.distributed_init_method)
         mlx_device.select(self.current_platform.mlx_device)
+        self._ring = tensor_parallel.join_ring(self.parallel_config)
+        self._answers = answering.answers(self.parallel_config, self.rank)
         self.transfers = Transfers(self.vllm_config)
         if self.current_platform.mlx_device == "metal" and command_buffers.may_be_too_late():
             logger.warning(
@@ -107,7 +110,8 @@ class MetalWorker(WorkerBase):
 
     def _load(self) -> None:
         """Loads the networks, and chooses the blocks and the kind of their pool."""
-        self._networks = Networks.load(self.vllm_config)
+        agreement.check_ranks(self.vllm_config)
+        self._networks = Networks.load(self.vllm_config, self._own_share)
         self.transfers.weights_loaded()
         dtype = loader.mlx_dtype(self.vllm_config)
         self._pool_dtype = formats.pool_dtype(self.cache_config.cache_dtype, dtype)
@@ -121,6 +125,11 @@ class MetalWorker(WorkerBase):
             Splits.of_gpu(gpu_cores.count(), AdditionalConfig.of(self.vllm_config).fixed_splits),
             tuned.current(),
         )
+
+    def _own_share(self, model: nn.Module) -> None:
+        """Leaves of a model, before its weights are read, what this rank computes."""
+        if self._ring is not None:
+            sharding.shard(model, self._ring, loader.model_type(self.vllm_config))
 
     def _choose_block_size(self) -> None:
         """Blocks have room for a state, where layers keep any."""
@@ -153,7 +162,7 @@ class MetalWorker(WorkerBase):
         """Bytes for the KV pool."""
         networks, config, kv_cache = self.networks, self.vllm_config, self._kv_cache_type
         layers = networks.all_layers
-        return self._memory.pool_size(
+        pool = self._memory.pool_size(
             config,
             self.get_kv_cache_spec(),
             networks.draft_bytes,
@@ -165,6 +174,8 @@ class MetalWorker(WorkerBase):
             networks.adapter_bytes,
             networks.image_bytes(config),
         )
+        self._memory.most_drafts = agreement.least(self.parallel_config, self._memory.most_drafts)
+        return pool
 
     def _largest_step(self) -> None:
         networks = self.networks
@@ -189,7 +200,10 @@ class MetalWorker(WorkerBase):
         pool = "kernels" if self._kv_cache_type.pipelined else "scatter"
         self.transfers.open(kv_cache_config, pool)
         self._clock = StepClock()
-        self.runner = RecoveringRunner(self._make_runner, self.transfers.hooks)
+        # A rank that failed alone would go on with another pool than the others.
+        shared = groups.is_distributed(self.parallel_config)
+        most_failures = 0 if shared else MAX_FAILURES_IN_A_ROW
+        self.runner = RecoveringRunner(self._make_runner, self.transfers.hooks, most_failures)
         self._wire()
         self._meter = StepMeter(self._clock, self._memory.limit, lambda: self.runner.num_failures)
         self._rows = StepRows()  # of the step that was laid out last
@@ -261,7 +275,9 @@ class MetalWorker(WorkerBase):
             model.seed,
             CustomProcessors(self.vllm_config),
         )
-        return SamplingEnd(executor, self._requests, sampler)
+        ring = self._ring
+        agreed = None if ring is None else partial(tokens.of_first_rank, group=ring)
+        return SamplingEnd(executor, self._requests, sampler, agreed)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         started = time.perf_counter()
@@ -305,7 +321,7 @@ class MetalWorker(WorkerBase):
     def execute_model(
         self, scheduler_output: SchedulerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        with self._turn, self._clock.laying_out():
+        with self._turn, self._clock.laying_out(), answering.heard(self._answers):
             self._pressure.poll()
             result = self.runner.execute_model(scheduler_output)
         self._rows = StepRows.of(scheduler_output)
@@ -314,9 +330,13 @@ class MetalWorker(WorkerBase):
         return result
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
-        with self._turn, self._clock.handing_over() as step:
+        with self._turn, self._clock.handing_over() as step, answering.heard(self._answers):
             output = self.runner.sample_tokens(grammar_output)
-        return LateOutput(partial(self._read, output, step, self._rows))
+        late = LateOutput(partial(self._read, output, step, self._rows))
+        if not self._answers:  # vLLM does not read it, and this rank must know what the others do
+            with answering.heard(self._answers):
+                late.get_output()
+        return late
 
     def _read(self, output: AsyncModelRunnerOutput, step: StepTimes, rows: StepRows) -> StepResult:
         with self._turn:
