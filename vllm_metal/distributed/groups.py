@@ -64,3 +64,18 @@ def join(parallel: ParallelConfig, rank: int, local_rank: int, init_method: str)
     ensure_model_parallel_initialized(
         parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     )
+
+
+def share(mine: object) -> list[object]:
+    """What each rank of the engine gave, by rank; all of them call it, and wait for each other.
+
+    Raises:
+        RuntimeError: other ranks did not come in time.
+    """
+    import torch
+    from vllm.distributed.parallel_state import get_world_group
+
+    world = get_world_group()
+    everyone: list[object] = [None] * world.world_size
+    torch.distributed.all_gather_object(everyone, mine, group=world.cpu_group)
+    return everyone

@@ -57,6 +57,7 @@ logger = init_logger(__name__)
 logs.show_our_messages()
 
 WORKER = "vllm_metal.worker.worker.MetalWorker"
+RANK_WORKER = "vllm_metal.worker.rank_worker.RankWorker"
 ENCODER_WORKER = "vllm_metal.worker.encoder_worker.EncoderWorker"
 #: Default of --max-num-batched-tokens by device. vLLM's own, up to 16384 by memory size alone, are
 #: made for data-centre GPUs: on a Mac such a step would hold every other stream up for seconds.
@@ -209,6 +210,8 @@ class MetalPlatform(Platform):
         if parallel.worker_cls == "auto":
             is_encoder = encoders.of_config(vllm_config) is not None
             parallel.worker_cls = ENCODER_WORKER if is_encoder else WORKER
+            if groups.is_distributed(parallel):
+                parallel.worker_cls = RANK_WORKER
         if groups.is_distributed(parallel):
             groups.set_timeouts(parallel)
             processes.spawn()
