@@ -13,10 +13,21 @@ APART = 2e-5
 
 
 @pytest.fixture(scope="module")
-def of_ranks(tmp_path_factory):
-    """What each of two ranks found of each small model."""
-    printed = ranks.run("distributed.whole_and_shared", tmp_path_factory.mktemp("ring"))
-    return [json.loads(out) for out in printed]
+def printed(tmp_path_factory):
+    """What each of two ranks found."""
+    out = ranks.run("distributed.whole_and_shared", tmp_path_factory.mktemp("ring"))
+    return [json.loads(of_rank) for of_rank in out]
+
+
+@pytest.fixture
+def of_ranks(printed):
+    """The same of each small model."""
+    return [of_rank["models"] for of_rank in printed]
+
+
+def test_all_ranks_go_on_with_what_the_first_one_sampled(printed):
+    for of_rank in printed:
+        assert of_rank["tokens"] == [[7, 8, 9], [False, False, True], [9], [0]]
 
 
 def test_all_24_families(of_ranks):

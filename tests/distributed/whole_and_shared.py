@@ -20,8 +20,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 from models import doubles, matrix, plain
 from models.recurrent import config_of
 
-from vllm_metal.distributed import sharding
-from vllm_metal.distributed.sharding import ShardingError
+from vllm_metal.distributed import sharding, tokens
+from vllm_metal.distributed.sharding import ShardingError, nbytes
+from vllm_metal.sample import SamplerOutput
 
 TOKENS = [[1, 5, 9, 2, 7, 3, 3, 8]]
 QUANTISED = {"qwen3, 4 bits": 128, "qwen3, 4 bits, a group in two": 96}  # its intermediate_size
@@ -73,15 +74,15 @@ def compare(name: str, model: Any, group: mx.distributed.Group) -> dict[str, Any
     draw(model)
     if name in QUANTISED:
         nn.quantize(model, group_size=32, bits=4)
-    tokens = mx.array(TOKENS)
-    whole = model(tokens)
+    text = mx.array(TOKENS)
+    whole = model(text)
     mx.eval(whole)
     before = nbytes(model)
     try:
         sharding.shard(model, group, name)
     except ShardingError as error:
         return {"refused": str(error)}
-    shared = model(tokens)
+    shared = model(text)
     return {
         "apart": float(mx.abs(whole - shared).max()),
         "largest": float(mx.abs(whole).max()),
@@ -89,8 +90,16 @@ def compare(name: str, model: Any, group: mx.distributed.Group) -> dict[str, Any
     }
 
 
-def nbytes(model: nn.Module) -> int:
-    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+def told_tokens(group: mx.distributed.Group) -> list[list[int]]:
+    """What ranks go on with that sampled different tokens, of sums that they share."""
+    sums = mx.distributed.all_sum(mx.arange(8), group=group)
+    drawn = mx.argmax(sums).astype(mx.int32) + 10 * group.rank() + mx.arange(3)
+    accepted = mx.array([group.rank()])
+    sampled = SamplerOutput(drawn, drawn == 9 + 10 * group.rank(), None, drawn[-1:], accepted)
+    told = tokens.of_first_rank(sampled, group)
+    assert told.num_accepted is not None
+    found = (told.token_ids, told.broken, told.last_token_ids, told.num_accepted)
+    return [array.tolist() for array in found]
 
 
 def main() -> None:
@@ -98,11 +107,8 @@ def main() -> None:
     group = mx.distributed.init(strict=True, backend="ring")
     with pytest.MonkeyPatch.context() as patched:
         doubles.install(patched)
-        found = {}
-        for name, model in models():
-            print(name, file=sys.stderr, flush=True)
-            found[name] = compare(name, model, group)
-    json.dump(found, sys.stdout)
+        found = {name: compare(name, model, group) for name, model in models()}
+    json.dump({"models": found, "tokens": told_tokens(group)}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -22,13 +22,15 @@ def of_first_rank(sampled: SamplerOutput, group: mx.distributed.Group) -> Sample
         group: the ring.
     """
     accepted = sampled.num_accepted
-    parts = [sampled.token_ids, sampled.last_token_ids, sampled.broken.astype(mx.int32)]
-    parts += [] if accepted is None else [accepted]
+    parts = [sampled.token_ids, sampled.last_token_ids, sampled.broken]
+    parts = [part.astype(mx.int32) for part in (*parts, *([] if accepted is None else [accepted]))]
     ends = [0]
     for part in parts:
         ends.append(ends[-1] + part.size)
-    own = mx.concatenate([part.astype(mx.int32) for part in parts])
-    told = mx.distributed.all_sum(own if group.rank() == 0 else mx.zeros_like(own), group=group)
+    # Zeros that depend on what this rank sampled: its sums must come in the order of the others',
+    # and this one is the last of a step.
+    own = mx.concatenate(parts) * int(group.rank() == 0)
+    told = mx.distributed.all_sum(own, group=group)
     token_ids, last, broken, *rest = mx.split(told, ends[1:-1])
     return replace(
         sampled,

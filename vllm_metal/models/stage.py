@@ -62,6 +62,11 @@ class Stage:
     def is_last(self) -> bool:
         return self.end == self.num_layers
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no other rank has layers."""
+        return self.is_first and self.is_last
+
     def has(self, index: int) -> bool:
         """Whether the layer is the rank's own."""
         return self.start <= index < self.end

@@ -73,13 +73,16 @@ class Networks:
             share(model)
             # Before layers are taken away: a page's size is made of all of them, on every rank.
             layers = attention_layers(model, family)
-            check_stages(model, layers)
             stage = stage_of(len(model.layers))
-            stage.keep(model)
+            if not stage.is_whole:
+                check_stages(model, layers)
+                stage.keep(model)
             found.append((stage, layers))
 
         model = loader.load(config, prepare=prepare)
         ((stage, layers),) = found
+        if stage.is_whole:
+            return Networks(ModelParts(model), layers, None, 0)
         parts = ModelParts(model, partial(stage.caches, layers=layers))
         own = stage.own(layers)
         elsewhere = [layer for layer in layers if layer not in own]
