@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import mlx.nn as nn
-
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
 
