@@ -36,7 +36,7 @@ USES = {
     "the self-check's process": "import metal_kernels.selfcheck.__main__",
     "mlx-lm's kernels": "import vllm_metal.mlx_patches.library_kernels",
     "the worker": "import vllm.platforms\nfrom vllm.platforms import current_platform\n"
-    "assert current_platform.device_name == 'metal'\nimport vllm_metal.worker.worker",
+    "assert type(current_platform).__name__ == 'MetalPlatform'\nimport vllm_metal.worker.worker",
 }
 
 

@@ -141,7 +141,11 @@ def of_sampling_rows(run, batch, tables):
 
 def chunk_by_chunk(model, model_type, prompts, blocks, logits_of):
     """The logits that a paged model gives of each prompt, whose chunks share batches."""
-    run = executor(model, model_type, num_blocks=40)
+    return chunk_of(executor(model, model_type, num_blocks=40), prompts, blocks, logits_of)
+
+
+def chunk_of(run, prompts, blocks, logits_of):
+    """The same of what runs a paged model."""
     requests = Requests(len(prompts), 128, BlockTables(1, len(prompts), 9))
     for index, prompt in enumerate(prompts):
         ids = blocks[index * 6 : index * 6 + -(-len(prompt) // BLOCK)].tolist()

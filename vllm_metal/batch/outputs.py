@@ -48,6 +48,9 @@ class Unread:
 class StepOutput(AsyncModelRunnerOutput):
     """The results of one step, still on the device; vLLM asks for them a step later."""
 
+    #: Whether `get_output` waits for the device where the step has no results, too.
+    always_waits = False
+
     def __init__(
         self,
         batch: InputBatch,

@@ -170,6 +170,16 @@ class Requests:
         self.num_computed_tokens_np[req_idx] = cached.num_computed_tokens[index]
         if (block_ids := cached.new_block_ids[index]) is not None:
             self.block_tables.append(req_idx, block_ids)
+        if cached.new_token_ids:
+            self._learn_of_scheduler(cached, index)
+
+    def _learn_of_scheduler(self, cached: CachedRequestData, index: int) -> None:
+        """Takes tokens that another rank has sampled: the scheduler sends what follows those that
+        are computed where several ranks have a part of the model."""
+        state = self._states[cached.req_ids[index]]
+        first = int(self.num_known_np[state.req_idx]) - cached.num_computed_tokens[index]
+        if news := cached.new_token_ids[index][max(first, 0) :]:
+            self.learn(state, news)
 
     def add_request(self, data: NewRequestData) -> RequestState:
         """Takes in a request at its first scheduling, or at the first of a session's turn."""

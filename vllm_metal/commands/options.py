@@ -151,6 +151,12 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
     served.add_argument("--gpu-memory-utilization", type=units.share, metavar="SHARE")
     served.add_argument("--block-size", type=int, metavar="16|32")
     served.add_argument(
+        "--tensor-parallel-size",
+        type=units.count,
+        metavar="N",
+        help="Macs that share the model's heads: what one of them takes",
+    )
+    served.add_argument(
         "--max-loras", type=units.count, metavar="N", help="with --enable-lora; default: none"
     )
     served.add_argument("--max-cpu-loras", type=units.count, metavar="N")

@@ -20,7 +20,7 @@ from vllm_metal.attention.forward_inputs import ForwardInputs, bound, of_rows
 from vllm_metal.batch.rows import Rows
 from vllm_metal.memory.planner import AdapterBytes
 from vllm_metal.mlx_patches.adapted_linears import Expert, Sizes, adapt, sizes
-from vllm_metal.models.parts import decoder_of
+from vllm_metal.models.embedding import decoder_of
 
 if TYPE_CHECKING:
     from vllm.config.lora import LoRAConfig

@@ -66,8 +66,8 @@ def load(
     overrides = _overrides(model_config, path)
     trusted = model_config.trust_remote_code
     model = lazy_model(path, mlx_dtype(config), trusted, overrides, classes)
-    prepare(model)
     fit_context(model, model_config.max_model_len)
+    prepare(model)
     _materialise(model, path)
     return model
 

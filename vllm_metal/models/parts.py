@@ -14,6 +14,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_metal.attention.forward_inputs import ForwardInputs, bound
 from vllm_metal.mlx_patches.module_calls import follow_call
+from vllm_metal.models.embedding import decoder_of, embedding_of
+from vllm_metal.models.stage import HiddenReturned
 
 
 @dataclass
@@ -25,14 +27,6 @@ class _Call:
     stops: bool = False  # the call ends once the decoder has returned
 
 
-class _DecoderReturned(Exception):
-    """Ends a call of the model before its head."""
-
-    def __init__(self, hidden_states: mx.array) -> None:
-        super().__init__()
-        self.hidden_states = hidden_states
-
-
 class ModelParts:
     """A model whose forward can be stopped before its head, and started behind its embedding.
 
@@ -40,12 +34,16 @@ class ModelParts:
     own here, so that a call of the model can be given their results instead of computing them.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, all_caches: Callable[[list[Any]], list[Any]] = lambda caches: caches
+    ) -> None:
         """
         Args:
             model: an mlx-lm model, loaded.
+            all_caches: from those of its own layers to those that its call wants, see Stage.
         """
         self.model = model
+        self._all_caches = all_caches
         self._call = _Call()
         self._observer: Callable[[mx.array], object] | None = None
         #: Who is shown hidden states of every forward.
@@ -53,7 +51,8 @@ class ModelParts:
         self._decoder = decoder_of(model)
         if self._decoder is not None:
             follow_call(self._decoder, self._show, lambda: self._call.hidden_states)
-        self._embedding = _embedding(model)
+        place = embedding_of(model)
+        self._embedding: nn.Module | None = None if place is None else place[0][place[1]]
         if self._embedding is not None:
             follow_call(self._embedding, lambda out: out, lambda: self._call.embeddings)
 
@@ -80,8 +79,10 @@ class ModelParts:
         self._call = _Call(embeddings=inputs.embeddings, stops=True)
         try:
             with bound(inputs):
-                logits: mx.array = self.model(inputs.input_ids[:, None], cache=caches)
-        except _DecoderReturned as returned:
+                logits: mx.array = self.model(
+                    inputs.input_ids[:, None], cache=self._all_caches(caches)
+                )
+        except HiddenReturned as returned:
             return returned.hidden_states
         finally:  # a call that fails must leave nothing for the next one
             self._call = _Call()
@@ -118,7 +119,7 @@ class ModelParts:
         self._call = _Call(stops=True)
         try:
             self.model(mx.array([list(token_ids)]), cache=make_prompt_cache(self.model))
-        except _DecoderReturned as returned:
+        except HiddenReturned as returned:
             return returned.hidden_states[0]
         finally:
             self._call = _Call()
@@ -144,7 +145,7 @@ class ModelParts:
         if self._observer is not None:
             self._observer(hidden_states)
         if self._call.stops:
-            raise _DecoderReturned(hidden_states)
+            raise HiddenReturned(hidden_states)
         return hidden_states
 
     @property
@@ -222,26 +223,3 @@ class HiddenStates:
 
 
 _NO_EMBEDDING = "the model's token embedding is not where mlx-lm's families keep it"
-
-
-def decoder_of(model: nn.Module) -> nn.Module | None:
-    """The module that holds the layers and returns hidden states; None where that is the model."""
-    layers = [id(layer) for layer in model.layers]  # some families give a copy of the list
-    for _, module in model.named_modules():
-        found = module.get("layers")
-        if isinstance(found, nn.Module) and not callable(found):
-            found = found.get("layers")  # of a mere container
-        if module is model or not callable(module) or not isinstance(found, list):
-            continue
-        if [id(layer) for layer in found] == layers:
-            return module
-    return None
-
-
-def _embedding(model: nn.Module) -> nn.Module | None:
-    """The model's embedding of tokens; None where it is under none of mlx-lm's usual names."""
-    decoder = decoder_of(model) or model
-    for name in ("embed_tokens", "wte", "embedding"):
-        if isinstance(module := decoder.get(name), nn.Module):
-            return module
-    return None

@@ -23,6 +23,7 @@ from vllm.platforms.interface import Platform, PlatformEnum  # noqa: E402
 
 from metal_kernels.layout import BLOCK_SIZES  # noqa: E402
 from vllm_metal.device import mlx_device  # noqa: E402
+from vllm_metal.distributed import groups  # noqa: E402
 from vllm_metal.encoders import served as encoders  # noqa: E402
 from vllm_metal.encoders.refusals import fit_positions  # noqa: E402
 from vllm_metal.kv_cache import formats  # noqa: E402
@@ -56,6 +57,7 @@ logger = init_logger(__name__)
 logs.show_our_messages()
 
 WORKER = "vllm_metal.worker.worker.MetalWorker"
+RANK_WORKER = "vllm_metal.worker.rank_worker.RankWorker"
 ENCODER_WORKER = "vllm_metal.worker.encoder_worker.EncoderWorker"
 #: Default of --max-num-batched-tokens by device. vLLM's own, up to 16384 by memory size alone, are
 #: made for data-centre GPUs: on a Mac such a step would hold every other stream up for seconds.
@@ -68,7 +70,7 @@ class MetalPlatform(Platform):
     """Apple-silicon GPU through MLX; MLX's CPU backend with ``VLLM_METAL_DEVICE=cpu``."""
 
     _enum = PlatformEnum.OOT
-    device_name = "metal"
+    device_name = "cpu"  # vLLM's process groups make torch devices of it, which knows no "metal"
     device_type = "cpu"  # where vLLM's own torch tensors live; the model's arrays are MLX's
     dist_backend = "gloo"
     mlx_device: envs.Device = _DEVICE
@@ -208,6 +210,13 @@ class MetalPlatform(Platform):
         if parallel.worker_cls == "auto":
             is_encoder = encoders.of_config(vllm_config) is not None
             parallel.worker_cls = ENCODER_WORKER if is_encoder else WORKER
+            if groups.is_distributed(parallel):
+                parallel.worker_cls = RANK_WORKER
+        if groups.is_distributed(parallel):
+            groups.set_timeouts(parallel)
+            processes.spawn()
+            # Ranks must know the same when they lay a step out: all of the one before.
+            vllm_config.scheduler_config.async_scheduling = False
         fit_positions(vllm_config)
         parallel.disable_custom_all_reduce = True
         speculation.schedule_ahead_with_ngram(vllm_config.speculative_config)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_metal.device import mlx_device
+from vllm_metal.distributed import groups, tensor_refusals
 from vllm_metal.encoders import refusals as encoders
 from vllm_metal.encoders import served
 from vllm_metal.kv_cache import formats
@@ -49,6 +50,7 @@ def refuse_unsupported(config: VllmConfig) -> None:
         | _speculation_refusals(config)
         | pooling.refusals(config, served.of_config(config) is not None, served.ARCHITECTURES)
         | _serving_refusals(config)
+        | tensor_refusals.refusals(config)
         | spells.refusals(config)
         | encoders.refusals(config)
     )
@@ -70,14 +72,13 @@ def _engine_refusals(config: VllmConfig) -> dict[str, bool]:
     parallel = config.parallel_config
     executor = parallel.distributed_executor_backend
     return {
-        "--tensor-parallel-size": parallel.tensor_parallel_size > 1,
-        "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
         "--data-parallel-size": parallel.data_parallel_size > 1,
         "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
         "--ec-transfer-config": config.ec_transfer_config is not None,
         "--kv-cache-dtype-skip-layers": bool(config.cache_config.kv_cache_dtype_skip_layers),
         f"--distributed-executor-backend {executor} (there is one device: leave it out)": (
-            executor in ("mp", "ray", "external_launcher")
+            executor == "external_launcher"
+            or (executor in ("mp", "ray") and not groups.is_distributed(parallel))
         ),
         "--attention-config use_non_causal": config.attention_config.use_non_causal,
         "VLLM_USE_V2_MODEL_RUNNER=1": config.use_v2_model_runner,

@@ -107,7 +107,6 @@ REFUSED_OPTIONS = (
         "parallel_config.prefill_context_parallel_size",
         _ONE_DEVICE,
     ),
-    RefusedOption("--nnodes", "parallel_config.nnodes", _ONE_DEVICE),
     RefusedOption("--device-ids", "parallel_config.assigned_physical_gpu_ids", _ONE_DEVICE),
     RefusedOption("--enable-elastic-ep", "parallel_config.enable_elastic_ep", _ONE_DEVICE),
     RefusedOption(

@@ -152,7 +152,7 @@ class TextModel(_BaseRegisteredModel):
             supports_multimodal_raw_input_only=False,
             requires_raw_input_tokens=False,
             supports_multimodal_encoder_tp_data=False,
-            supports_pp=True,  # so that the platform refuses the option by its name
+            supports_pp=True,
             supports_hc_sp=False,
             has_inner_state=hybrid or attention_free,
             is_attention_free=attention_free,

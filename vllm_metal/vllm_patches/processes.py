@@ -21,8 +21,16 @@ def spawn_on_macos() -> None:
     such a child. vLLM's command line spawns already. We change vLLM's default and not the
     environment: child processes would take a variable there for their user's choice.
     """
-    if sys.platform != "darwin":
-        return
+    if sys.platform == "darwin":
+        spawn()
+
+
+def spawn() -> None:
+    """Has vLLM spawn the processes that this one starts from now on; see `spawn_on_macos`.
+
+    An engine with several workers needs it everywhere: a worker forked from an engine's process
+    waits forever for threads of MLX's that are not in it.
+    """
     from vllm import envs
 
     envs.environment_variables[_METHOD] = envs.env_with_choices(_METHOD, "spawn", ["spawn", "fork"])

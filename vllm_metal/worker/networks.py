@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -17,6 +18,7 @@ from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory.planner import AdapterBytes
 from vllm_metal.models import loader
 from vllm_metal.models.parts import ModelParts
+from vllm_metal.models.stage import Stage, check_stages
 from vllm_metal.settings.runner import pools
 from vllm_metal.spec_decode.network import DraftNetwork
 from vllm_metal.spec_decode.registry import load_network
@@ -45,6 +47,46 @@ class Networks:
     adapters: Adapters | None = None  # None: without --enable-lora
     encoder: Encoder | None = None  # of images
     pooler: Pooler | None = None  # of the target's hidden states; None: it samples
+    elsewhere: Sequence[StatefulLayer] = ()  # the target's that other ranks have
+
+    @staticmethod
+    def load_stage(
+        config: VllmConfig,
+        stage_of: Callable[[int], Stage],
+        share: Callable[[nn.Module], None] = lambda model: None,
+    ) -> Networks:
+        """The part of the target that a rank computes; its other weights are never read.
+
+        Args:
+            config: vLLM's.
+            stage_of: from the target's number of layers.
+            share: leaves a rank's share of each layer's heads.
+
+        Raises:
+            ModelLoadError: see `loader.load`.
+            NotImplementedError: layers cannot be told apart; see `attention_layers`, too.
+        """
+        family = loader.model_type(config)
+        found: list[tuple[Stage, list[StatefulLayer]]] = []
+
+        def prepare(model: nn.Module) -> None:
+            share(model)
+            # Before layers are taken away: a page's size is made of all of them, on every rank.
+            layers = attention_layers(model, family)
+            stage = stage_of(len(model.layers))
+            if not stage.is_whole:
+                check_stages(model, layers)
+                stage.keep(model)
+            found.append((stage, layers))
+
+        model = loader.load(config, prepare=prepare)
+        ((stage, layers),) = found
+        if stage.is_whole:
+            return Networks(ModelParts(model), layers, None, 0)
+        parts = ModelParts(model, partial(stage.caches, layers=layers))
+        own = stage.own(layers)
+        elsewhere = [layer for layer in layers if layer not in own]
+        return Networks(parts, own, None, 0, elsewhere=elsewhere)
 
     @staticmethod
     def load(config: VllmConfig) -> Networks:
@@ -83,6 +125,11 @@ class Networks:
     def all_layers(self) -> list[StatefulLayer]:
         """Layers of both networks; what they keep lies in the same blocks."""
         return [*self.layers, *(self.draft.layers if self.draft else ())]
+
+    @property
+    def layers_of_all_ranks(self) -> list[StatefulLayer]:
+        """Of which blocks and their groups are made: the same on every rank."""
+        return [*self.all_layers, *self.elsewhere]
 
     def image_bytes(self, config: VllmConfig) -> int:
         """Bytes that images take beside weights and pool, measured; 0 where none are served."""

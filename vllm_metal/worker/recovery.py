@@ -68,7 +68,8 @@ class RecoveringRunner:
         Args:
             make_runner: allocates a pool, and a runner on it that builds forwards as it is told.
             hooks: told of each pool's life, and of steps that are known to be computed.
-            most_failures: failed steps in a row, after which the next one is final.
+            most_failures: failed steps in a row, after which the next one is final; 0: nothing that
+                fails may be made good, as other ranks compute the same steps.
         """
         self._make_runner = make_runner
         self._hooks = hooks
@@ -174,6 +175,8 @@ class RecoveringRunner:
         try:
             return call(runner)
         except RequestsRefused as refused:
+            if not self._most_failures:
+                self._fail(refused)
             self._refuse(refused.errors)
         except Exception as error:
             self._fail_of_hook(error)
@@ -214,7 +217,7 @@ class RecoveringRunner:
         except Exception as error:
             self._fail(error)
             return None
-        if has_results(result):  # else nobody waited for the step
+        if output.always_waits or has_results(result):  # else nobody waited for the step
             self._known_computed(step)
         return result if step.pool == self._pool else None
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,13 +46,21 @@ class _Begun:
 class SamplingEnd(StepEnd):
     """Samples tokens, and computes the logprobs of prompts."""
 
-    def __init__(self, model: ModelExecutor, requests: Requests, sampler: Sampler) -> None:
+    def __init__(
+        self,
+        model: ModelExecutor,
+        requests: Requests,
+        sampler: Sampler,
+        agreed: Callable[[SamplerOutput], SamplerOutput] | None = None,
+    ) -> None:
         """
         Args:
             model: whose head makes logits of hidden states.
             requests: told of tokens when the host learns them.
             sampler: makes tokens of logits.
+            agreed: of what this rank sampled, what all go on with; None: there are no others.
         """
+        self._agreed = agreed
         self._model = model
         self._requests = requests
         self._sampler = sampler
@@ -97,6 +106,7 @@ class SamplingEnd(StepEnd):
                 batch.draft_spans,
                 batch.sample_behind,
             )
+            sampled = sampled if self._agreed is None else self._agreed(sampled)
         # A chunk that yields no token still fills the pool.
         arrays = [logits] if sampled is None else list(sampled.arrays())
         complete = self._take_prompt_logprobs(begun, sampled, arrays)

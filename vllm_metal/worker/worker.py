@@ -38,20 +38,24 @@ from vllm_metal.vllm_patches import processes, shutdown
 from vllm_metal.vllm_patches.step_result import StepResult
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.networks import Networks
-from vllm_metal.worker.recovery import RecoveringRunner
+from vllm_metal.worker.recovery import MAX_FAILURES_IN_A_ROW, RecoveringRunner
 from vllm_metal.worker.rehearsal import Room, rehearse, rehearse_pooling
 from vllm_metal.worker.results import LateOutput
 from vllm_metal.worker.step_end import SamplingEnd
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from vllm.lora.request import LoRARequest
     from vllm.tasks import SupportedTask
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 
+    from vllm_metal.batch.columns import RequestColumn
     from vllm_metal.batch.step_end import StepEnd
     from vllm_metal.lora.adapters import Adapters
+    from vllm_metal.sample import SamplerOutput
 
 logger = init_logger(__name__)
 
@@ -63,6 +67,9 @@ class MetalWorker(WorkerBase):
     transfers: Transfers
     _networks: Networks | None = None
     _memory: MemoryPlanner
+    _most_failures = MAX_FAILURES_IN_A_ROW
+    #: Of what this worker sampled, what it goes on with, see SamplingEnd.
+    _agreed: Callable[[SamplerOutput], SamplerOutput] | None = None
     _awake_bytes = 0  # that MLX held when the engine was awake last
 
     def init_device(self) -> None:
@@ -105,14 +112,14 @@ class MetalWorker(WorkerBase):
 
     def _load(self) -> None:
         """Loads the networks, and chooses the blocks and the kind of their pool."""
-        self._networks = Networks.load(self.vllm_config)
+        self._networks = self._load_networks()
         self.transfers.weights_loaded()
         dtype = loader.mlx_dtype(self.vllm_config)
         self._pool_dtype = formats.pool_dtype(self.cache_config.cache_dtype, dtype)
         self._choose_block_size()
         self._kv_cache_type = choice.kv_cache_type(
             self.current_platform.mlx_device,
-            self.networks.all_layers,
+            self.networks.layers_of_all_ranks,
             dtype,
             self._pool_dtype,
             self.cache_config.block_size,
@@ -120,10 +127,13 @@ class MetalWorker(WorkerBase):
             tuned.current(),
         )
 
+    def _load_networks(self) -> Networks:
+        return Networks.load(self.vllm_config)
+
     def _choose_block_size(self) -> None:
         """Blocks have room for a state, where layers keep any."""
         cache = self.cache_config
-        state_bytes = choose_block_size(cache, self.networks.all_layers, self._pool_dtype)
+        state_bytes = choose_block_size(cache, self.networks.layers_of_all_ranks, self._pool_dtype)
         if not state_bytes:
             return
         logger.info(
@@ -140,9 +150,11 @@ class MetalWorker(WorkerBase):
         return self._networks
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        return kv_cache_specs(
-            self.networks.all_layers, self.cache_config.block_size, self._pool_dtype
+        networks = self.networks
+        specs = kv_cache_specs(
+            networks.layers_of_all_ranks, self.cache_config.block_size, self._pool_dtype
         )
+        return {layer.name: specs[layer.name] for layer in networks.all_layers}
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         return ["LBNHC"]  # layer outermost: an array a layer, slots of a block in order
@@ -187,7 +199,7 @@ class MetalWorker(WorkerBase):
         pool = "kernels" if self._kv_cache_type.pipelined else "scatter"
         self.transfers.open(kv_cache_config, pool)
         self._clock = StepClock()
-        self.runner = RecoveringRunner(self._make_runner, self.transfers.hooks)
+        self.runner = RecoveringRunner(self._make_runner, self.transfers.hooks, self._most_failures)
         self._wire()
         self._meter = StepMeter(self._clock, self._memory.limit, lambda: self.runner.num_failures)
         self._rows = StepRows()  # of the step that was laid out last
@@ -241,10 +253,14 @@ class MetalWorker(WorkerBase):
             max_num_reqs,
             speculator,
             writer,
-            networks.columns,
+            self._columns(),
             hooks=self.transfers.hooks,
             clock=self._clock,
         )
+
+    def _columns(self) -> Sequence[RequestColumn]:
+        """What modules of the target read of requests."""
+        return self.networks.columns
 
     def _make_end(self, executor: ModelExecutor) -> StepEnd:
         """What makes results of hidden states."""
@@ -259,7 +275,7 @@ class MetalWorker(WorkerBase):
             model.seed,
             CustomProcessors(self.vllm_config),
         )
-        return SamplingEnd(executor, self._requests, sampler)
+        return SamplingEnd(executor, self._requests, sampler, self._agreed)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         started = time.perf_counter()
@@ -270,11 +286,14 @@ class MetalWorker(WorkerBase):
             self._pool_dtype,
             self.cache_config.block_size,
         )
-        self._check(self.runner.warm_up(self._rehearse))
+        self._warm_up()
         seconds = time.perf_counter() - started
         self._seed()
         shutdown.ignore_ctrl_c()  # not before: a start can be interrupted
         return CompilationTimes(language_model=seconds, encoder=0.0)
+
+    def _warm_up(self) -> None:
+        self._check(self.runner.warm_up(self._rehearse))
 
     def _rehearse(self, runner: ModelRunner) -> Told | HiddenTold:
         pool = self._kv_cache_config
@@ -308,10 +327,13 @@ class MetalWorker(WorkerBase):
             result = self.runner.execute_model(scheduler_output)
         self._rows = StepRows.of(scheduler_output)
         if result is None and self.runner.runner.ends_at_once:
-            return self.sample_tokens(None)
+            return self._finish(None)
         return result
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
+        return self._finish(grammar_output)
+
+    def _finish(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
         with self._turn, self._clock.handing_over() as step:
             output = self.runner.sample_tokens(grammar_output)
         return LateOutput(partial(self._read, output, step, self._rows))

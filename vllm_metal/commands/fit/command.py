@@ -14,7 +14,7 @@ from vllm_metal.platform import metal_platform  # first: it loads a BLAS before 
 
 # isort: split
 from metal_kernels.layout import BLOCK_SIZES
-from vllm_metal.commands.fit import encoder, engine, report
+from vllm_metal.commands.fit import encoder, engine, ranks, report
 from vllm_metal.commands.fit.estimate import Estimate, Model, estimate
 from vllm_metal.commands.fit.known import KNOWN, KnownModel
 from vllm_metal.commands.fit.machine import Machine
@@ -73,7 +73,10 @@ def _answered(args: Namespace) -> Answer | encoder.Answer:
             served = of_content(json.loads((path / "config.json").read_text()))
             if served is not None:
                 return encoder.find(args, path, served, machine)
-            return _answer(args, path, machine)
+            if args.tensor_parallel_size is None:
+                return _answer(args, path, machine)
+            with ranks.alone(args.tensor_parallel_size) as ring:
+                return _answer(args, path, machine, ring)
     except (ModelLoadError, NotImplementedError, ImportError) as error:
         raise ValueError(str(error)) from error
 
@@ -99,6 +102,7 @@ def question(model: str | None, context: int | None) -> Namespace:
         "max_cpu_loras",
         "max_lora_rank",
         "language_model_only",
+        "tensor_parallel_size",
     )
     asked = {"model": model, "context": context, "kv_cache_dtype": "auto"}
     return Namespace(**dict.fromkeys(unset), **asked)
@@ -127,7 +131,9 @@ def _largest_known(args: Namespace, machine: Machine) -> Answer:
     return found
 
 
-def _answer(args: Namespace, path: Path, machine: Machine) -> Answer:
+def _answer(
+    args: Namespace, path: Path, machine: Machine, ring: ranks.OneOf | None = None
+) -> Answer:
     content = json.loads((path / "config.json").read_text())
     if not isinstance(content, dict) or "model_type" not in content:
         raise ValueError(f"config.json of {args.model} names no model_type")
@@ -141,7 +147,7 @@ def _answer(args: Namespace, path: Path, machine: Machine) -> Answer:
     if runner == "pooling" and args.num_speculative_tokens:
         raise ValueError("--num-speculative-tokens with --runner pooling: nothing is sampled")
     pools, text_only = runner == "pooling", bool(args.language_model_only)
-    model = Model.read(path, content["model_type"], dtype, pools=pools, text_only=text_only)
+    model = Model.read(path, content["model_type"], dtype, pools, text_only, ring)
     estimates = {}
     for cache_dtype in dict.fromkeys((args.kv_cache_dtype, _QUANTISED)):
         config = engine.config(
@@ -248,6 +254,7 @@ def _command(args: Namespace, found: Estimate, cache_dtype: str) -> str:
         "gpu-memory-utilization": args.gpu_memory_utilization,
         "block-size": args.block_size,
         "dtype": args.dtype,
+        "tensor-parallel-size": args.tensor_parallel_size,
         "speculative-config": drafts and json.dumps(drafts),
     }
     text = ["--language-model-only"] if args.language_model_only else []

@@ -20,7 +20,9 @@ from mlx.utils import tree_flatten
 from vllm_metal.attention.layers import attention_layers
 from vllm_metal.commands.fit.images import Images
 from vllm_metal.commands.fit.machine import Machine
+from vllm_metal.commands.fit.ranks import OneOf
 from vllm_metal.commands.fit.step import step_peak
+from vllm_metal.distributed.sharding import shard
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_cache.formats import MLX_DTYPES
 from vllm_metal.kv_cache.kernels import KernelKVCache
@@ -60,6 +62,7 @@ class Model:
         dtype: torch.dtype,
         pools: bool = False,
         text_only: bool = False,
+        ring: OneOf | None = None,
     ) -> Model:
         """
         Args:
@@ -68,8 +71,11 @@ class Model:
             dtype: of the engine.
             pools: whether it is served without its head for logits.
             text_only: whether images are left out.
+            ring: of the ranks that share it, of which the first one is estimated; None: one has
+                all.
 
         Raises:
+            ShardingError: ranks cannot share it.
             ModelLoadError: the loader cannot build it.
             NotImplementedError: the engine does not serve it.
         """
@@ -77,6 +83,8 @@ class Model:
         network = lazy_model(folder, MLX_DTYPES[dtype], classes=classes)
         if pools:
             headless.drop_head(network)
+        if ring is not None:
+            shard(network, cast("mx.distributed.Group", ring), model_type)
         parameters = cast(list[tuple[str, mx.array]], tree_flatten(network.parameters()))
         weights = sum(array.nbytes for _, array in parameters)
         layers = attention_layers(network, model_type)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of several that share a model's heads, without the others: what is summed stays as is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from vllm_metal.mlx_patches.replacing import replaced
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Stands for a ring, of which this process is the first rank."""
+
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return 0
+
+
+@contextmanager
+def alone(ranks: int) -> Iterator[OneOf]:
+    """Within, sums over ranks take a rank's memory and no link. Nothing may be computed by them.
+
+    Args:
+        ranks: that share the model.
+    """
+
+    def all_sum(x: mx.array, **_: Any) -> mx.array:
+        return x * 1
+
+    def all_gather(x: mx.array, **_: Any) -> mx.array:
+        return mx.concatenate([x] * ranks)
+
+    with ExitStack() as stack:
+        for function in (all_sum, all_gather):
+            stack.enter_context(replaced(mx.distributed, function.__name__, function))
+        yield OneOf(ranks)

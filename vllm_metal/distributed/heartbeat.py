@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heartbeats between the ranks of an engine: where one is silent, all of them end.
+
+Rank 0 is joined to every other rank by a TCP connection, on which both ends send a byte every two
+seconds. A rank whose process ends closes its connection, which is heard at once; one that hangs as
+a machine, or whose link is cut, is silent. vLLM's executor sees that a worker of its machine ends,
+and fails the engine.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+INTERVAL_S = 2.0  # between two beats
+SILENCE_S = 8.0  # after which a rank counts as dead
+_TOKEN_BYTES = 16
+_GOODBYE = b"x"  # of a rank that ends as it should
+_BEAT = b"."
+
+
+def end_process(reason: str) -> None:
+    """Ends this worker at once, whatever its other threads wait for."""
+    logger.error("This rank ends: %s", reason)
+    os._exit(1)
+
+
+@dataclass
+class Heartbeat:
+    """Watches other ranks in a thread of its own.
+
+    peers: open connections, by rank. lost: called once, with what happened, in the thread.
+    interval_s, silence_s: see INTERVAL_S and SILENCE_S.
+    """
+
+    peers: Mapping[int, socket.socket]
+    lost: Callable[[str], object] = end_process
+    interval_s: float = INTERVAL_S
+    silence_s: float = SILENCE_S
+    _closing: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begins to send and to listen."""
+        self._thread = threading.Thread(target=self._run, name="Heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Tells the others that this rank ends as it should, and lets go of the connections."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(timeout=self.interval_s)
+        for peer in self.peers.values():
+            with suppress(OSError):
+                peer.send(_GOODBYE)
+            peer.close()
+
+    def _run(self) -> None:
+        if (reason := self._watch()) is not None and not self._closing.is_set():
+            self.lost(reason)
+
+    def _watch(self) -> str | None:
+        """What was lost; None where this rank or another one ends as it should."""
+        heard = dict.fromkeys(self.peers, time.monotonic())
+        with selectors.DefaultSelector() as selector:
+            for rank, peer in self.peers.items():
+                peer.setblocking(False)
+                selector.register(peer, selectors.EVENT_READ, rank)
+            due = time.monotonic()
+            while not self._closing.is_set():
+                now = time.monotonic()
+                if now >= due:
+                    due = now + self.interval_s
+                    if (reason := self._beat()) is not None:
+                        return reason
+                for key, _ in selector.select(max(min(due - now, 0.2), 0)):
+                    if (reason := self._hear(key.data, heard)) is not None:
+                        return reason or None
+                for rank, at in heard.items():
+                    if time.monotonic() - at > self.silence_s:
+                        return f"rank {rank} has been silent for {self.silence_s:g} s"
+        return None
+
+    def _beat(self) -> str | None:
+        for rank, peer in self.peers.items():
+            try:
+                peer.send(_BEAT)
+            except BlockingIOError:
+                continue  # its buffer is full: it will have been silent, too
+            except OSError as error:
+                return f"rank {rank} is gone: {error}"
+        return None
+
+    def _hear(self, rank: int, heard: dict[int, float]) -> str | None:
+        """Takes what a rank sent. Returns what was lost, or "" where the rank said goodbye."""
+        try:
+            received = self.peers[rank].recv(4096)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            return f"rank {rank} is gone: {error}"
+        if _GOODBYE in received:
+            return ""
+        if not received:
+            return f"the process of rank {rank} is gone"
+        heard[rank] = time.monotonic()
+        return None
+
+
+def join(
+    rank: int, size: int, host: str, share: Callable[[object], list[object]], timeout_s: float
+) -> Heartbeat:
+    """Connects rank 0 with all others.
+
+    Args:
+        rank, size: of this process, and how many there are.
+        host: an address of rank 0's machine that the others reach.
+        share: gives what each rank gave, by rank; every rank calls it once.
+        timeout_s: for connections to be made.
+
+    Raises:
+        OSError: they were not.
+    """
+    if rank:
+        place = share(None)[0]
+        assert isinstance(place, tuple)
+        port, token = place
+        peer = socket.create_connection((host, port), timeout_s)
+        peer.sendall(token + rank.to_bytes(4))
+        return Heartbeat({0: peer})
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    with socket.create_server((host, 0)) as server:
+        server.settimeout(timeout_s)
+        share((server.getsockname()[1], token))
+        peers: dict[int, socket.socket] = {}
+        while len(peers) < size - 1:
+            peer, _ = server.accept()
+            peer.settimeout(timeout_s)
+            greeting = peer.recv(_TOKEN_BYTES + 4, socket.MSG_WAITALL)
+            if secrets.compare_digest(greeting[:_TOKEN_BYTES], token):
+                peers[int.from_bytes(greeting[_TOKEN_BYTES:])] = peer
+            else:
+                peer.close()
+    return Heartbeat(peers)

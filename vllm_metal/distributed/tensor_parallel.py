@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joins the ranks of a tensor group in a ring of MLX's, over which their layers sum."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import torch.distributed
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
+
+logger = init_logger(__name__)
+
+#: The back end of mx.distributed: TCP between neighbours, on any interface.
+BACKEND = "ring"
+
+
+def join_ring(parallel: ParallelConfig) -> mx.distributed.Group | None:
+    """Makes this rank's ring; every rank of the tensor group calls it at the same time.
+
+    Addresses are agreed on over vLLM's tensor group, which has been joined. Each pipeline stage has
+    a ring of its own. A process has one in its life: MLX keeps the first.
+
+    Args:
+        parallel: of the engine.
+
+    Returns:
+        The ring, with the ranks of the tensor group; None where a rank has no others beside it.
+
+    Raises:
+        RuntimeError: MLX has no ring here, or a neighbour cannot be reached.
+    """
+    if parallel.tensor_parallel_size == 1:
+        return None
+    if not mx.distributed.is_available(BACKEND):
+        raise RuntimeError("this build of MLX has no ring back end, which tensor parallel needs")
+    from vllm.distributed.parallel_state import get_tp_group
+
+    tensor = get_tp_group()
+    size, rank = tensor.world_size, tensor.rank_in_group
+    with _reserved_port(_own_address(parallel)) as own:
+        addresses: list[Any] = [None] * size
+        torch.distributed.all_gather_object(addresses, own, group=tensor.cpu_group)
+        with _told_to_mlx(addresses, rank):
+            group = mx.distributed.init(strict=True, backend=BACKEND)
+    if (group.size(), group.rank()) != (size, rank):
+        raise RuntimeError(
+            f"MLX made a ring of {group.size()} with this rank at {group.rank()} in place of "
+            f"{rank} of {size}: this process had one already"
+        )
+    logger.info("Rank %d of a ring of %d, at %s", rank, size, own)
+    return group
+
+
+def _own_address(parallel: ParallelConfig) -> str:
+    """Where the neighbours find this rank: VLLM_HOST_IP, or what vLLM makes out, beyond one host.
+
+    Raises:
+        ValueError: it is an IPv6 address, which MLX's ring does not read.
+    """
+    if parallel.nnodes == 1 and parallel.distributed_executor_backend != "ray":
+        return "127.0.0.1"
+    from vllm.utils.network_utils import get_ip
+
+    address = get_ip()
+    if ":" in address:
+        raise ValueError(f"MLX's ring needs IPv4: set VLLM_HOST_IP to one in place of {address}")
+    return address
+
+
+@contextmanager
+def _reserved_port(address: str) -> Iterator[str]:
+    """Holds a free port until MLX listens on it: "address:port"."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as MLX does, beside this one
+        held.bind((address, 0))
+        yield f"{address}:{held.getsockname()[1]}"
+
+
+@contextmanager
+def _told_to_mlx(addresses: list[str], rank: int) -> Iterator[None]:
+    """Has MLX find the ring's addresses where it looks for them: a file that variables name."""
+    with tempfile.TemporaryDirectory(prefix="vllm-metal-ring-") as folder:  # 0700
+        hostfile = Path(folder) / "hosts.json"
+        hostfile.write_text(json.dumps([[address] for address in addresses]))
+        told = {"MLX_HOSTFILE": str(hostfile), "MLX_RANK": str(rank)}
+        before = {name: os.environ.get(name) for name in told}
+        os.environ.update(told)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
