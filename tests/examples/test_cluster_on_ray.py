@@ -299,7 +299,7 @@ def test_a_killed_server_loses_no_request_without_a_first_byte(
 
 def test_one_that_is_told_to_end_sends_nobody_away(cluster: Cluster) -> None:
     """It answers 503 from then on; Ray knows nothing of that until it has ended."""
-    with load(cluster, 2 * TARGET):
+    with load(cluster, TARGET + 2):  # two replicas' worth, and one has room for more
         wait_for(lambda: len(cluster.ready()) == 2)
         told, _ = cluster.ready()
         told.send_signal(signal.SIGTERM)
