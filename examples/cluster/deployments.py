@@ -145,6 +145,8 @@ class Elsewhere(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
+        if pending_request:  # where all are full, Ray waits ever longer before it asks them again
+            pending_request.routing_context.should_backoff = True
         asked = pending_request.args[0] if pending_request else None
         avoid = asked.avoid if isinstance(asked, Asked) else frozenset()
         others = [one for one in candidate_replicas if one.replica_id.unique_id not in avoid]

@@ -16,6 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # How often the front tells Ray of open requests, in seconds; Ray's default is 10.
 os.environ.setdefault("RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray tells its makers of each cluster
 HEAD = "node:__internal_head__"  # Ray's resource of the machine that clients ask
 OPEN_AT_FRONT = 10_000  # requests; the servers' own limits come first
 LONGEST_ANSWER_S = 600.0  # that a replica may end before it is taken away; as `timeout_s`

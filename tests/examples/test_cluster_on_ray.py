@@ -29,12 +29,13 @@ from vllm_metal.models.embedded import embedded_model_path
 NO_RAY = "Ray Serve is not installed: pip install 'ray[serve]'"
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(1800),  # servers start amid the tests, beside those that compute
     pytest.mark.skipif(find_spec("ray") is None, reason=NO_RAY),
     pytest.mark.skipif(REDIS is None, reason=NO_REDIS),
 ]
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "cluster" / "serve.py"
-START_S = 500.0
+START_S = 800.0
 TARGET = 4  # open requests a replica
 DOWNSCALE_S = 15
 AT_A_TIME = 2  # requests that a server computes; more wait in it without a first byte
@@ -299,7 +300,7 @@ def test_a_killed_server_loses_no_request_without_a_first_byte(
 
 def test_one_that_is_told_to_end_sends_nobody_away(cluster: Cluster) -> None:
     """It answers 503 from then on; Ray knows nothing of that until it has ended."""
-    with load(cluster, 2 * TARGET):
+    with load(cluster, TARGET + 2):  # two replicas' worth, and one has room for more
         wait_for(lambda: len(cluster.ready()) == 2)
         told, _ = cluster.ready()
         told.send_signal(signal.SIGTERM)
