@@ -149,9 +149,16 @@ def refused_options(config: VllmConfig) -> dict[str, bool]:
     if config.model_config is None:
         return {}
     model = config.model_config.hf_text_config
+    # vLLM itself gives an engine's process the device of its rank, beside other ranks.
+    own_device = [config.parallel_config.data_parallel_rank_local]
     return {
         f"{row.option} ({row.why})": attrgetter(row.place)(config)
-        not in (default, *row.allowed, *(getattr(model, key, default) for key in row.of_model))
+        not in (
+            default,
+            own_device,
+            *row.allowed,
+            *(getattr(model, key, default) for key in row.of_model),
+        )
         for row, default in _with_defaults()
     }
 
