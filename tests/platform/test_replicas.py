@@ -2,6 +2,7 @@
 """Data parallel: each rank is a whole engine, of any model, and has its part of the machine."""
 
 import json
+import multiprocessing
 import pickle
 from argparse import Namespace
 
@@ -42,7 +43,12 @@ def in_the_engine(config, rank, local_rank):
     parallel.assigned_physical_gpu_ids = [local_rank]
     parallel.data_parallel_rank_local, parallel.data_parallel_index = local_rank, rank
     parallel.reconfigure_for_independent_dp_rank()
-    config.__post_init__()
+    process = multiprocessing.current_process()
+    name, process.name = process.name, f"EngineCore_DP{rank}"
+    try:
+        config.__post_init__()
+    finally:
+        process.name = name
     return config
 
 
@@ -118,9 +124,18 @@ def test_peers_of_one_rank_a_machine_may_be_asked(configure):
     configure(kv_transfer_config=transfer, **ranks)
 
 
+def test_ranks_that_share_a_collective_are_named(configure, monkeypatch):
+    """vLLM's way for programs: a process a rank, each with some of the prompts, all in step."""
+    monkeypatch.setenv("VLLM_DP_SIZE", "2")
+    with pytest.raises(ValueError, match=r"not support VLLM_DP_SIZE \(.*part of the prompts"):
+        configure(experts=True)
+
+
 def test_devices_that_a_user_names_are_still_refused(configure):
     with pytest.raises(ValueError, match="--device-ids"):
         configure(data_parallel_size=2, device_ids=[0, 1])
+    with pytest.raises(ValueError, match="--device-ids"):
+        configure(device_ids=[0])
 
 
 @pytest.mark.parametrize(

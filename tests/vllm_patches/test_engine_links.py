@@ -99,9 +99,7 @@ def test_an_engine_ends_with_its_server(monkeypatch):
     engine_links.end_without_a_server()
     ended = threading.Event()
     told = []
-    monkeypatch.setattr(
-        engine_links.os, "kill", lambda *asked: (told.append(asked), ended.set())
-    )
+    monkeypatch.setattr(engine_links.os, "kill", lambda *asked: (told.append(asked), ended.set()))
     running = SimpleNamespace(
         tensor_ipc_receiver=None,
         _make_ready_response=lambda: None,

@@ -7,12 +7,11 @@ from vllm import envs
 
 #: By name: the value, as vLLM reads it, where it asks for nothing; and why any other cannot be
 #: honoured, or what to do instead.
-REFUSED_VARIABLES: dict[str, tuple[bool | str | int | None, str]] = {
+REFUSED_VARIABLES: dict[str, tuple[bool | str | None, str]] = {
     "VLLM_BATCH_INVARIANT": (
         False,
         "a token's logits may differ by rounding with the requests beside it",
     ),
-    "VLLM_DP_SIZE": (1, "`vllm serve --data-parallel-size`, or processes of your own with a share each"),
     "VLLM_CPU_KVCACHE_SPACE": (None, "it is for vLLM's CPU backend: --kv-cache-memory-bytes"),
     "VLLM_FLOAT32_MATMUL_PRECISION": ("highest", "MLX multiplies matrices: MLX_ENABLE_TF32"),
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": ("", "a model's router chooses its experts"),

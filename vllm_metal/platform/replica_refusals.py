@@ -25,6 +25,9 @@ def replica_refusals(config: VllmConfig) -> dict[str, bool]:
         "--data-parallel-external-lb, --data-parallel-rank, or --data-parallel-hybrid-lb with "
         "--data-parallel-size-local 1 (a rank needs none of the others: start independent servers, "
         "without --data-parallel-*, behind a router)": parallel.data_parallel_external_lb,
+        "VLLM_DP_SIZE (give processes of your own a part of the prompts each, without it)": (
+            parallel.data_parallel_rank_local is not None
+        ),
         f"--data-parallel-backend {parallel.data_parallel_backend} (start the ranks of other "
         "machines there, with --headless)": parallel.data_parallel_backend != "mp",
         f"--kv-transfer-config 'listen' with --data-parallel-size-local {local} (each rank needs a "

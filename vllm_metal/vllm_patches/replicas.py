@@ -34,7 +34,9 @@ def run_in_their_processes() -> None:
     replace(EngineArgs, "create_engine_config", _in_process)
 
 
-def _in_process(create: Callable[..., VllmConfig], self: EngineArgs, *args: Any, **options: Any) -> Any:
+def _in_process(
+    create: Callable[..., VllmConfig], self: EngineArgs, *args: Any, **options: Any
+) -> VllmConfig:
     workers = self.tensor_parallel_size * self.pipeline_parallel_size
     if self.data_parallel_size > 1 and workers == 1:
         self.distributed_executor_backend = self.distributed_executor_backend or "uni"
