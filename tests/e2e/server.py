@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import psutil
+from network.hosts import Host
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -81,6 +82,7 @@ def serve(
     environment: Mapping[str, str] = _NO_VARIABLES,
     python: str = sys.executable,
     start_timeout_s: float = _START_TIMEOUT_S,
+    host: Host | None = None,
 ) -> Iterator[Server]:
     """Runs `vllm serve` until the block ends, however it ends.
 
@@ -92,13 +94,16 @@ def serve(
         environment: variables to add to this process's.
         python: the interpreter that runs it.
         start_timeout_s: how long it may take to answer.
+        host: that it runs on; None: this machine.
 
     Raises:
         AssertionError: it exited, or did not answer in time; the message has the end of the log.
     """
     port = port or free_port()
-    with started(model, [*options, "--port", str(port)], environment, log, python) as process:
-        server = Server(f"http://127.0.0.1:{port}", log, process)
+    given = [*options, "--port", str(port)]
+    with started(model, given, environment, log, python, host) as process:
+        address = "127.0.0.1" if host is None else host.address
+        server = Server(f"http://{address}:{port}", log, process)
         _wait_until_healthy(process, server, start_timeout_s)
         yield server
 
@@ -135,12 +140,15 @@ def started(
     environment: Mapping[str, str],
     log: Path,
     python: str = sys.executable,
+    host: Host | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """The process of a `vllm serve` that may not answer yet; see `serve` and `refused_start`."""
     kept = {key: value for key, value in os.environ.items() if key not in _NOT_FOR_THE_SERVER}
+    address = "127.0.0.1" if host is None else host.address
+    command = [python, *VLLM, "serve", model, "--host", address, *options]
     with log.open("w") as output:
         process = subprocess.Popen(
-            [python, *VLLM, "serve", model, "--host", "127.0.0.1", *options],
+            command if host is None else host.command(*command),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -770,6 +770,86 @@ def who_chooses_parsers(folder):
     return chosen == (None, False) and not names, (chosen, names)
 
 
+@probe("replicas.run_in_their_processes")
+def executor_of_ranks(folder):
+    """Where there are several ranks, vLLM gives each worker a process beside its engine's."""
+    found = raised(arguments(folder, data_parallel_size=2).create_engine_config)
+    return "--distributed-executor-backend mp" in found, found
+
+
+@probe("replicas.make_independent", at_once=False)
+def lock_step(folder):
+    """Ranks of a model with experts step together, whatever a platform shares out."""
+    from vllm.v1.engine import core
+
+    class StoppedHereError(Exception):
+        pass
+
+    def refuse(*args, **options):
+        raise StoppedHereError
+
+    core.DPEngineCoreProc = refuse
+    core.decorate_logs = lambda: None
+    config = arguments(folder).create_engine_config()
+    config.parallel_config.data_parallel_size = 2
+    config.model_config.model_arch_config.num_experts = 4
+    found = raised(lambda: core.EngineCoreProc.run_engine_core(vllm_config=config, dp_rank=1))
+    return found.startswith("StoppedHereError"), found
+
+
+@probe("replicas.answer_with_one_front_end", at_once=False)
+def front_ends_of_ranks(folder):
+    """vLLM starts as many servers as there are ranks."""
+    from argparse import Namespace
+
+    from vllm.entrypoints.cli import serve
+
+    asked = []
+    serve.run_multi_api_server = lambda args: asked.append(args.api_server_count)
+    modes = ("external_lb", "hybrid_lb", "multi_port_external_lb")
+    off = dict.fromkeys((f"data_parallel_{mode}" for mode in modes), False)
+    ranks = {"data_parallel_rank": None, "data_parallel_start_rank": None}
+    given = {"api_server_count": None, "headless": False, "data_parallel_size": 3}
+    serve.ServeSubcommand.cmd(Namespace(**off, **ranks, **given))
+    return asked == [3], asked
+
+
+@probe("replicas.set_share", at_once=False)
+def ranks_of_a_machine(folder):
+    """An engine's process does not know how many ranks its machine has."""
+    parallel = arguments(folder).create_engine_config().parallel_config
+    parallel.data_parallel_size = parallel.data_parallel_size_local = 2
+    parallel.reconfigure_for_independent_dp_rank()
+    return parallel.data_parallel_size_local == 1, parallel.data_parallel_size_local
+
+
+@probe("engine_links.notice_lost_links")
+def heartbeats_of_a_server(folder):
+    """A server's sockets have no heartbeats, so that a link that is cut seems to be quiet."""
+    from vllm.v1.engine import core_client
+
+    return beating(core_client, "ROUTER")
+
+
+@probe("engine_links.end_without_a_server")
+def heartbeats_of_an_engine(folder):
+    """An engine's have none either."""
+    from vllm.v1.engine import core
+
+    return beating(core, "DEALER")
+
+
+def beating(module, kind):
+    import zmq
+
+    with zmq.Context() as context:
+        kind = getattr(zmq, kind)
+        socket = module.make_zmq_socket(context, "tcp://127.0.0.1:0", kind, bind=True)
+        found = socket.getsockopt(zmq.HEARTBEAT_IVL)
+        socket.close()
+    return found == 0, found
+
+
 @probe("http_protocol.limit_connections", at_once=False)
 def limits_on_headers(folder):
     """uvicorn's protocol for httptools takes longer headers than its configuration says."""

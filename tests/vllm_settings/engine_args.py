@@ -77,6 +77,10 @@ _HONOURED = honoured(
         "lora/test_updates.py::test_only_named_modules_are_adapted_and_memory_is_what_is_said": (
             "lora_target_modules"
         ),
+        "e2e/test_replicas.py::test_two_hosts_answer_as_one_process": (
+            "data_parallel_size data_parallel_size_local data_parallel_start_rank "
+            "data_parallel_address data_parallel_rpc_port"
+        ),
         "vllm_settings/test_engine_args.py::test_defaults_of_requests": (
             "generation_config override_generation_config"
         ),
@@ -125,13 +129,17 @@ PLACES = {
     "profiler_config": "profiler_config.profiler",
     "performance_mode": "performance_mode",
     "shutdown_timeout": "shutdown_timeout",
+    "data_parallel_hybrid_lb": "parallel_config.data_parallel_hybrid_lb",
 }
 
 _READ_BEFORE = read_by_vllm(
     {
         "vLLM's own code reads it, before it makes a configuration": (
             "fail_on_environ_validation tokens_only enable_log_requests logging_config log_level "
-            "log_config_file reasoning_parser"
+            "log_config_file reasoning_parser aggregate_engine_logging"
+        ),
+        "vLLM starts a server a rank with --data-parallel-rank, which is refused": (
+            "data_parallel_multi_port_external_lb"
         ),
         "vLLM's own code reads it, of images": (
             "interleave_mm_strings media_io_kwargs mm_processor_kwargs mm_processor_cache_gb "
@@ -143,17 +151,14 @@ _READ_BEFORE = read_by_vllm(
 
 _WITHOUT_MEANING = without_meaning(
     {
-        "it refines --tensor-, --pipeline-, --data- or --decode-context-parallel-size, which are "
-        "refused above 1: one worker has the one device": (
+        "it refines --tensor-, --pipeline- or --decode-context-parallel-size, which are refused "
+        "above 1, or what ranks do in step: one worker has the one device": (
             "master_addr master_port node_rank distributed_timeout_seconds "
             "cpu_distributed_timeout_seconds dcp_comm_backend dcp_q_replicate "
-            "dcp_kv_cache_interleave_size cp_kv_cache_interleave_size data_parallel_rank "
-            "data_parallel_start_rank data_parallel_size_local data_parallel_address "
-            "data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb "
-            "data_parallel_multi_port_external_lb data_parallel_backend dp_sync_interval "
+            "dcp_kv_cache_interleave_size cp_kv_cache_interleave_size dp_sync_interval "
             "disable_nccl_for_dp_synchronization disable_custom_all_reduce "
             "enable_shm_tensor_arena max_parallel_loading_workers ray_workers_use_nsight "
-            "aggregate_engine_logging prefill_schedule_interval elastic_ep_max_dp_size "
+            "prefill_schedule_interval elastic_ep_max_dp_size "
             "fault_tolerance_config enable_hc_sp enable_batch_sharded_sampling"
         ),
         "the one device holds all experts": (
@@ -222,8 +227,14 @@ _REFUSED = union(
         refused(
             {
                 "there is one device": (
-                    "tensor_parallel_size pipeline_parallel_size data_parallel_size "
+                    "tensor_parallel_size pipeline_parallel_size "
                     "decode_context_parallel_size distributed_executor_backend"
+                ),
+                "a rank is a whole engine: start independent servers": (
+                    "data_parallel_rank data_parallel_external_lb"
+                ),
+                "ranks of other machines are started there, with --headless": (
+                    "data_parallel_backend"
                 ),
                 "vLLM has it for its second model runner, which is refused": (
                     "return_sampling_mask enable_trace_replay"

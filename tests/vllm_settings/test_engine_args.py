@@ -23,7 +23,9 @@ ELSEWHERE = "stands for a folder with another config.json"
 REFUSED = {
     "tensor_parallel_size": 2,
     "pipeline_parallel_size": 2,
-    "data_parallel_size": 2,
+    "data_parallel_rank": 1,
+    "data_parallel_external_lb": True,
+    "data_parallel_backend": "ray",
     "decode_context_parallel_size": 2,
     "distributed_executor_backend": "mp",
     "hf_config_path": ELSEWHERE,
@@ -81,6 +83,8 @@ NAMED = {
     "decode_context_parallel_size": r"tp_size=1 must be divisible by dcp_size=2",
     "enable_elastic_ep": "Elastic EP is only supported with",
     "enable_fault_tolerance": "Fault tolerance requires",
+    "data_parallel_rank": "launch independent vLLM instances without --data-parallel",
+    "data_parallel_external_lb": "launch independent vLLM instances without --data-parallel",
     "default_mm_loras": "provided for a non multimodal model",
 }
 #: Of images: a value that each refused option is refused for, where images are served.
@@ -99,6 +103,10 @@ REFUSED_WITH_IMAGES = {
 BESIDE = {
     **{field: {"enable_lora": True} for field in REFUSED if "lora" in field},
     "_api_process_rank": {"_api_process_count": 2},
+    "data_parallel_rank": {"data_parallel_size": 2},
+    "data_parallel_external_lb": {"data_parallel_size": 2},
+    "data_parallel_backend": {"data_parallel_size": 2},
+    "data_parallel_hybrid_lb": {"data_parallel_size": 3, "data_parallel_size_local": 2},
     "per_request_spec_decode_metrics": {"spec_method": "ngram", "spec_tokens": 2},
 }
 #: A value of each that vLLM's own code reads, as it arrives; (given, arrived) where they differ.
@@ -141,6 +149,7 @@ PASSED_ON = {
     "profiler_config": ({"profiler": "torch", "torch_profiler_dir": "/somewhere"}, "torch"),
     "performance_mode": "throughput",
     "shutdown_timeout": 7,
+    "data_parallel_hybrid_lb": True,
 }
 
 

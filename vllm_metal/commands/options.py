@@ -149,6 +149,13 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
         "--language-model-only", action="store_true", help="the text of a model that reads images"
     )
     served.add_argument("--gpu-memory-utilization", type=units.share, metavar="SHARE")
+    served.add_argument(
+        "--data-parallel-size-local",
+        type=units.count,
+        metavar="N",
+        help="ranks of a server on this machine, each with weights of its own and an equal part of "
+        "the memory; the answer is for one of them",
+    )
     served.add_argument("--block-size", type=int, metavar="16|32")
     served.add_argument(
         "--tensor-parallel-size",

@@ -27,6 +27,7 @@ from vllm_metal.device import mlx_device
 from vllm_metal.memory import advice, budget
 from vllm_metal.memory.budget import AskedPool, Measured, Most, Request, Settings
 from vllm_metal.memory.profile import LargestCalls, Peaks, num_drafts
+from vllm_metal.memory.share import Share
 from vllm_metal.sample import rows_at_once
 from vllm_metal.settings.envs import Device
 
@@ -81,12 +82,20 @@ class AdapterBytes:
 class MemoryPlanner:
     """A process's share of a device, from before its model is loaded until it is gone."""
 
-    def __init__(self, kind: Device) -> None:
+    def __init__(self, kind: Device, share: Share | None = None) -> None:
+        """Looks at the device.
+
+        Args:
+            kind: of it.
+            share: which the process has of it, with other engines; None: all.
+        """
         self._kind = kind
-        self._cache = cache_limit(kind, mlx_device.total_memory(kind))
+        self._source = SOURCES[kind] + (share.words if share else "")
         # Others have what they have now: once the model is loaded, macOS counts its pages as wired
         # or not as the GPU's work goes, and no figure says which.
-        self._before = mlx_device.memory(kind)
+        before = mlx_device.memory(kind)
+        self._before = share.part(before) if share else before
+        self._cache = cache_limit(kind, self._before.total)
         self._other_engines = self._before.active  # by other engines of this process
         self._cache_before = mx.set_cache_limit(self._cache)
         self._limit_before: int | None = None
@@ -199,7 +208,7 @@ class MemoryPlanner:
         total = self._before.total
         slots = adapters.slots if adapters else 0
         return Measured(
-            source=SOURCES[self._kind],
+            source=self._source,
             total=total,
             other_engines=self._other_engines,
             in_use=max(total - self._before.available, 0),

@@ -28,6 +28,7 @@ from vllm_metal.encoders import served as encoders  # noqa: E402
 from vllm_metal.encoders.refusals import fit_positions  # noqa: E402
 from vllm_metal.kv_cache import formats  # noqa: E402
 from vllm_metal.kv_transfer.config import complete_kv_transfer, figures_of  # noqa: E402
+from vllm_metal.memory.share import Share  # noqa: E402
 from vllm_metal.platform.refusals import refuse_unsupported  # noqa: E402
 from vllm_metal.spec_decode.registry import propose_nothing  # noqa: E402
 from vllm_metal.vllm_patches import (  # noqa: E402
@@ -37,6 +38,7 @@ from vllm_metal.vllm_patches import (  # noqa: E402
     pooling_failures,
     probe,
     processes,
+    replicas,
     shutdown,
     speculation,
     streaming_sessions,
@@ -149,8 +151,9 @@ class MetalPlatform(Platform):
         """Changes vLLM's defaults and methods for this platform, before any engine is made."""
         from vllm_metal.metrics.stat_logger import MetalStatLogger
         from vllm_metal.serving.idle import start as idle
-        from vllm_metal.vllm_patches import (  # which import the list of vLLM's models
+        from vllm_metal.vllm_patches import (  # which import much of vLLM
             encoder_info,
+            engine_links,
             model_info,
         )
 
@@ -159,9 +162,11 @@ class MetalPlatform(Platform):
         engine_args.fit_the_context()
         engine_args.accept_int8_kv_cache(parser)
         engine_args.cache_prefixes_of_states()
+        replicas.run_in_their_processes()
         processes.stay_in_process_on_macos()
         shutdown.let_engines_end()
         shutdown.tell_a_stop_from_a_failure()
+        engine_links.notice_lost_links()
         speculation.allow_lookup_methods()
         model_info.answer_for_models()
         model_info.take_mlx_models()
@@ -189,7 +194,7 @@ class MetalPlatform(Platform):
             server_app.around_servers(misses.around)
             server_app.around_servers(idle.around)
             server_end.tell_how_servers_end()
-            serve_arguments.complete(set_parsers)
+            serve_arguments.complete(set_parsers, replicas.answer_with_one_front_end)
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
@@ -212,11 +217,8 @@ class MetalPlatform(Platform):
             parallel.worker_cls = ENCODER_WORKER if is_encoder else WORKER
             if groups.is_distributed(parallel):
                 parallel.worker_cls = RANK_WORKER
-        if groups.is_distributed(parallel):
-            groups.set_timeouts(parallel)
-            processes.spawn()
-            # Ranks must know the same when they lay a step out: all of the one before.
-            vllm_config.scheduler_config.async_scheduling = False
+        cls._join_ranks(vllm_config)
+        cls._part_replicas(vllm_config)
         fit_positions(vllm_config)
         parallel.disable_custom_all_reduce = True
         speculation.schedule_ahead_with_ngram(vllm_config.speculative_config)
@@ -242,13 +244,34 @@ class MetalPlatform(Platform):
             adapters.know_by_content(Versions)
 
     @staticmethod
+    def _join_ranks(vllm_config: VllmConfig) -> None:
+        """Prepares for workers that have a part of one model each."""
+        if not groups.is_distributed(vllm_config.parallel_config):
+            return
+        groups.set_timeouts(vllm_config.parallel_config)
+        processes.spawn()
+        # Ranks must know the same when they lay a step out: all of the one before.
+        vllm_config.scheduler_config.async_scheduling = False
+
+    @classmethod
+    def _part_replicas(cls, vllm_config: VllmConfig) -> None:
+        """Makes data-parallel ranks whole engines, with a part each of what memory they share."""
+        parallel = vllm_config.parallel_config
+        if parallel.data_parallel_size == 1:  # or an engine's own process, which is one of them
+            return
+        replicas.make_independent(vllm_config)
+        if parallel.data_parallel_size_local > 1:
+            before = mlx_device.memory(cls.mlx_device)
+            replicas.set_share(parallel, Share.of(parallel.data_parallel_size_local, before))
+
+    @staticmethod
     def _change_schedulers() -> None:
         """Changes vLLM's schedulers and the loop that runs them, in this process.
 
         vLLM checks a configuration in every process that runs an engine, whatever the executor: in
         an engine's own process once more, behind the handshake. A worker may be in another one.
         """
-        from vllm_metal.vllm_patches import scheduler, step_budget
+        from vllm_metal.vllm_patches import engine_links, scheduler, step_budget
 
         step_budget.bound_steps()
         scheduler.end_failed_requests()
@@ -258,6 +281,7 @@ class MetalPlatform(Platform):
         scheduler.send_images()
         scheduler.end_chunks_within_blocks()
         shutdown.leave_ctrl_c_to_the_parent()
+        engine_links.end_without_a_server()
 
     @classmethod
     def validate_request(

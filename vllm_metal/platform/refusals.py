@@ -17,6 +17,7 @@ from vllm_metal.kv_transfer.config import CONNECTOR, CONNECTOR_MODULE
 from vllm_metal.platform.image_refusals import image_refusals
 from vllm_metal.platform.refused_options import refused_options
 from vllm_metal.platform.refused_variables import refused_variables
+from vllm_metal.platform.replica_refusals import replica_refusals
 from vllm_metal.pooling import refusals as pooling
 from vllm_metal.serving import start
 from vllm_metal.serving.idle import spells
@@ -43,6 +44,7 @@ def refuse_unsupported(config: VllmConfig) -> None:
         _engine_refusals(config)
         | refused_options(config)
         | refused_variables()
+        | replica_refusals(config)
         | _transfer_refusals(config)
         | _lora_refusals(config)
         | _model_refusals(config)
@@ -72,7 +74,6 @@ def _engine_refusals(config: VllmConfig) -> dict[str, bool]:
     parallel = config.parallel_config
     executor = parallel.distributed_executor_backend
     return {
-        "--data-parallel-size": parallel.data_parallel_size > 1,
         "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
         "--ec-transfer-config": config.ec_transfer_config is not None,
         "--kv-cache-dtype-skip-layers": bool(config.cache_config.kv_cache_dtype_skip_layers),

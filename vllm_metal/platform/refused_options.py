@@ -8,6 +8,8 @@ from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from vllm_metal.vllm_patches.processes import is_engine_process
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -19,7 +21,8 @@ class RefusedOption:
     option: as on the command line. place: of its value in vLLM's configuration. why: the reason, or
     what to do instead. allowed: values that ask for nothing, beside the default of the field of
     `EngineArgs` that the option stands for. of_model: keys of a model's configuration, whose value
-    vLLM itself puts there where its user did not.
+    vLLM itself puts there where its user did not. of_engine: whether vLLM sets it in an engine's
+    process, behind its user's back; the launcher has checked what the user set.
     """
 
     option: str
@@ -27,6 +30,7 @@ class RefusedOption:
     why: str
     allowed: tuple[Any, ...] = ()
     of_model: tuple[str, ...] = ()
+    of_engine: bool = False
 
     @property
     def field(self) -> str:
@@ -107,7 +111,9 @@ REFUSED_OPTIONS = (
         "parallel_config.prefill_context_parallel_size",
         _ONE_DEVICE,
     ),
-    RefusedOption("--device-ids", "parallel_config.assigned_physical_gpu_ids", _ONE_DEVICE),
+    RefusedOption(
+        "--device-ids", "parallel_config.assigned_physical_gpu_ids", _ONE_DEVICE, of_engine=True
+    ),
     RefusedOption("--enable-elastic-ep", "parallel_config.enable_elastic_ep", _ONE_DEVICE),
     RefusedOption(
         "--enable-fault-tolerance", "parallel_config.enable_fault_tolerance", _ONE_DEVICE
@@ -152,6 +158,7 @@ def refused_options(config: VllmConfig) -> dict[str, bool]:
         f"{row.option} ({row.why})": attrgetter(row.place)(config)
         not in (default, *row.allowed, *(getattr(model, key, default) for key in row.of_model))
         for row, default in _with_defaults()
+        if not (row.of_engine and is_engine_process())
     }
 
 

@@ -34,7 +34,7 @@ from vllm_metal.sample import CustomProcessors, Sampler
 from vllm_metal.settings.additional_config import AdditionalConfig
 from vllm_metal.spec_decode.network import DraftPool
 from vllm_metal.spec_decode.registry import drafts_for_others, make_speculator
-from vllm_metal.vllm_patches import processes, shutdown
+from vllm_metal.vllm_patches import engine_links, processes, replicas, shutdown
 from vllm_metal.vllm_patches.step_result import StepResult
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.networks import Networks
@@ -73,6 +73,7 @@ class MetalWorker(WorkerBase):
     _awake_bytes = 0  # that MLX held when the engine was awake last
 
     def init_device(self) -> None:
+        engine_links.end_without_a_server()  # a spawned engine's links come before its next check
         mlx_device.select(self.current_platform.mlx_device)
         self.transfers = Transfers(self.vllm_config)
         if self.current_platform.mlx_device == "metal" and command_buffers.may_be_too_late():
@@ -80,7 +81,8 @@ class MetalWorker(WorkerBase):
                 "MLX was imported before vLLM. If it has used the GPU, each layer of a step ends "
                 "two command buffers: import vllm first, or export MLX_MAX_MB_PER_BUFFER=1048576"
             )
-        self._memory = MemoryPlanner(self.current_platform.mlx_device)
+        share = replicas.share(self.parallel_config)
+        self._memory = MemoryPlanner(self.current_platform.mlx_device, share)
         self._pressure = MemoryPressure()
         # vLLM's multiprocessing executor reads a step's results in a thread of its own. They change
         # what a step is laid out from, so no step is laid out meanwhile.

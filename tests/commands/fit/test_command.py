@@ -191,3 +191,16 @@ def test_where_there_is_no_metal_device_the_mac_must_be_named(llama3_8b, capsys,
     assert main(["fit", llama3_8b]) == 1
     assert "say which Mac, such as --memory 24GB" in capsys.readouterr().err
     assert main(["fit", llama3_8b, "--memory", "32GB"]) == 0
+
+
+def test_ranks_of_one_mac_have_a_part_each(llama3_8b, capsys):
+    line = [llama3_8b, "--context", "4k", "--memory"]
+    _, alone = ask(capsys, *line, "64GB")
+    _, half = ask(capsys, *line, "64GB", "--data-parallel-size-local", "2")
+    (total, *_), (part, *_) = (
+        found["kv_cache"]["auto"]["memory"].items() for found in (alone, half)
+    )
+    assert part == (f"{total[0]}, 1 of 2 parts", total[1] // 2)
+    assert half["weights"] == alone["weights"]
+    assert "--data-parallel-size 2" in half["commands"][0]
+    assert "--data-parallel" not in alone["commands"][0]

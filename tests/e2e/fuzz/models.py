@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map_with_path
-from mlx_lm.models import gemma3_text, llama, qwen3_next
+from mlx_lm.models import gemma3_text, llama, qwen3_moe, qwen3_next
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -64,6 +64,16 @@ _HYBRID = _COMMON | {
     "shared_expert_intermediate_size": 0,
     "norm_topk_prob": True,
 }
+_EXPERTS = _COMMON | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 MODELS = ("full", "windowed", "hybrid")
 #: Whose layers keep states, in groups of their own.
 NUM_STATE_GROUPS = {"hybrid": 3}
@@ -81,6 +91,12 @@ def write_models(folder: Path) -> None:
     _write(folder / "hybrid", _HYBRID, _weights(qwen3_next, _HYBRID))
     guessing = _FULL | {"head_dim": _HYBRID["head_dim"]}  # K and V of one shape: few groups
     _write(folder / "hybrid-draft", guessing, _weights(llama, guessing))
+
+
+def write_experts(folder: Path) -> str:
+    """Writes a model whose layers choose among experts; returns its folder."""
+    _write(folder, _EXPERTS, _weights(qwen3_moe, _EXPERTS))
+    return str(folder)
 
 
 def word(token: int) -> str:

@@ -66,6 +66,8 @@ def find(args: Namespace) -> Answer:
 
 def _answered(args: Namespace) -> Answer | encoder.Answer:
     machine = Machine.this() if args.memory is None else Machine.mac(args.memory)
+    if (ranks := args.data_parallel_size_local or 1) > 1:
+        machine = machine.part(ranks)
     try:
         if args.model is None:
             return _largest_known(args, machine)
@@ -91,6 +93,7 @@ def question(model: str | None, context: int | None) -> Namespace:
     unset = (
         "memory",
         "requests",
+        "data_parallel_size_local",
         "dtype",
         "runner",
         "max_num_seqs",
@@ -247,6 +250,7 @@ def _command(args: Namespace, found: Estimate, cache_dtype: str) -> str:
         drafts = {"method": "ngram", "num_speculative_tokens": args.num_speculative_tokens}
     options = {
         "runner": args.runner,
+        "data-parallel-size": args.data_parallel_size_local,
         "max-model-len": found.settings.max_model_len,
         "max-num-seqs": found.settings.max_num_seqs,
         "max-num-batched-tokens": args.max_num_batched_tokens,

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_metal.device import mlx_device
+from vllm_metal.device.mlx_device import MemoryFigures
 from vllm_metal.memory.planner import SOURCES, cache_limit
+from vllm_metal.memory.share import Share
 from vllm_metal.settings import envs
 
 GIB = 2**30
@@ -32,6 +34,18 @@ class Machine:
     def cache(self) -> int:
         """Buffers that MLX may keep for reuse."""
         return cache_limit(self.kind, self.total)
+
+    def part(self, engines: int) -> Machine:
+        """What one of so many engines of a server sees of it (`vllm_metal.memory.share`)."""
+        share = Share(engines, self.in_use)
+        whole = MemoryFigures(total=self.total, available=self.total - self.in_use, active=0)
+        part = share.part(whole)
+        return replace(
+            self,
+            source=self.source + share.words,
+            total=part.total,
+            in_use=part.total - part.available,
+        )
 
     @staticmethod
     def mac(memory: int) -> Machine:

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A device's memory where several engines of one server have it: each has an equal part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_metal.device.mlx_device import MemoryFigures
+
+
+@dataclass(frozen=True)
+class Share:
+    """One of `engines` equal parts of a device's memory.
+
+    How much other programs hold is what was there before the first of them started: an engine
+    cannot tell from the system's figures what the engines beside it have taken meanwhile.
+    """
+
+    engines: int
+    in_use: int  # bytes of the device that other programs hold
+
+    @staticmethod
+    def of(engines: int, figures: MemoryFigures) -> Share:
+        """A share of what a device has now, before any of the engines is there."""
+        return Share(engines, max(figures.total - figures.available, 0))
+
+    def part(self, figures: MemoryFigures) -> MemoryFigures:
+        """What one of the engines may see of a device; what it holds itself stays its own."""
+        total = figures.total // self.engines
+        available = max(total - self.in_use // self.engines, 0)
+        return MemoryFigures(total=total, available=available, active=figures.active)
+
+    @property
+    def words(self) -> str:
+        """What follows the name of a device's memory in a sum."""
+        return f", 1 of {self.engines} parts"

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides what data parallel does not go with: each rank is a whole engine that needs no other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def replica_refusals(config: VllmConfig) -> dict[str, bool]:
+    """Settings beside --data-parallel-size by what an error says, and whether each was asked for.
+
+    Args:
+        config: of a server or a launcher; that of an engine's own process has one rank.
+    """
+    parallel, model = config.parallel_config, config.model_config
+    if parallel.data_parallel_size == 1:
+        return {}
+    local = parallel.data_parallel_size_local
+    transfer = config.kv_transfer_config
+    extra = {} if transfer is None else transfer.kv_connector_extra_config
+    return {
+        "--data-parallel-size with --tensor-parallel-size or --pipeline-parallel-size (start a "
+        "server for each group of ranks, behind a router)": parallel.world_size > 1,
+        "--data-parallel-external-lb, --data-parallel-rank, or --data-parallel-hybrid-lb with "
+        "--data-parallel-size-local 1 (a rank needs none of the others: start independent servers, "
+        "without --data-parallel-*, behind a router)": parallel.data_parallel_external_lb,
+        "VLLM_DP_SIZE (give processes of your own a part of the prompts each, without it)": (
+            parallel.data_parallel_rank_local is not None
+        ),
+        f"--data-parallel-backend {parallel.data_parallel_backend} (start the ranks of other "
+        "machines there, with --headless)": parallel.data_parallel_backend != "mp",
+        f"--kv-transfer-config 'listen' with --data-parallel-size-local {local} (each rank needs a "
+        "port of its own: start a server each, without --data-parallel-*)": (
+            local > 1 and extra.get("listen") is not None
+        ),
+        "--enable-mfu-metrics with --data-parallel-size, of a model with experts (vLLM is told of "
+        "none, so that ranks take no step together)": (
+            config.observability_config.enable_mfu_metrics and model is not None and model.is_moe
+        ),
+    }

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notices that a link between a server and an engine on another machine is gone, at either end.
+
+vLLM watches the processes that it has started. Of an engine on another machine it hears nothing
+more when that one is killed or its link is cut, and its requests wait for ever; such an engine
+waits for a server that is gone. ZeroMQ tells of both: of a closed connection at once, and of one
+that answers no heartbeats after some seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from functools import partial
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import zmq
+from vllm.logger import init_logger
+from zmq.utils.monitor import recv_monitor_message
+
+from vllm_metal.vllm_patches.replacing import replace
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core_client import MPClient
+
+logger = init_logger(__name__)
+
+#: Milliseconds between heartbeats, and without an answer until a link counts as cut: 7 s in all.
+#: ZeroMQ's own threads answer them, however long a step or a start takes.
+HEARTBEATS = {zmq.HEARTBEAT_IVL: 2000, zmq.HEARTBEAT_TIMEOUT: 5000}
+_ENDS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+_lost: ContextVar[Callable[[str], None] | None] = ContextVar("lost", default=None)
+
+
+def notice_lost_links() -> None:
+    """Has servers notice lost engines on other machines; call it once vLLM is loaded.
+
+    A server ends then, as it does where an engine of its own machine dies: its clients get vLLM's
+    error at once.
+    """
+    from vllm.v1.engine import core_client
+
+    replace(core_client, "make_zmq_socket", _beating)
+    replace(core_client.MPClient, "start_engine_core_monitor", _watching_engines)
+
+
+def end_without_a_server() -> None:
+    """Has engines end whose server is gone or out of reach; call it in the engine's process.
+
+    The launcher of an engine on another machine ends with it, and what runs the launcher may start
+    it anew: it then waits for a server.
+    """
+    from vllm.v1.engine import core
+
+    replace(core, "make_zmq_socket", _beating)
+    replace(core.EngineCoreProc, "process_input_sockets", _watching_the_server)
+
+
+def _beating(make: Callable[..., Any], context: Any, path: str, *args: Any, **options: Any) -> Any:
+    """A socket whose links over the network have heartbeats, and are watched if somebody asks."""
+    if not path.startswith("tcp://"):
+        return make(context, path, *args, **options)
+    with _defaults(context, HEARTBEATS):
+        socket = make(context, path, *args, **options)
+    if (lost := _lost.get()) is not None:
+        _watch(context, socket, zmq.EVENT_DISCONNECTED, lambda: lost(path))
+    return socket
+
+
+@contextmanager
+def _defaults(context: zmq.Context[Any], options: dict[int, int]) -> Iterator[None]:
+    """Options of sockets that are made meanwhile; they count from a socket's first address on."""
+    for option, value in options.items():
+        context.setsockopt(option, value)
+    try:
+        yield
+    finally:
+        for option in options:
+            context.sockopts.pop(option, None)
+
+
+def _watch(
+    context: zmq.Context[Any], socket: zmq.Socket[Any], events: int, lost: Callable[[], None]
+) -> None:
+    """Calls `lost`, in a thread of its own, once a link ends that was there before.
+
+    Args:
+        context: of the socket, and no asyncio's.
+        socket: its thread calls this. The watch ends with it.
+        events: whether new links are to be told apart.
+        lost: is called at most once.
+    """
+    address = f"inproc://{uuid.uuid4().hex}"
+    socket.monitor(address, events)
+    monitor = context.socket(zmq.PAIR)
+    monitor.connect(address)
+    Thread(target=_follow, args=(monitor, lost), daemon=True, name="EngineLinks").start()
+
+
+def _follow(monitor: zmq.Socket[Any], lost: Callable[[], None]) -> None:
+    strangers: set[int] = set()  # links that came later: no engine's
+    with monitor, suppress(zmq.ZMQError):  # the context has ended
+        while True:
+            event = recv_monitor_message(monitor)
+            if event["event"] == zmq.EVENT_MONITOR_STOPPED:
+                return
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                strangers.add(event["value"])
+            elif event["value"] in strangers:
+                strangers.discard(event["value"])
+            else:
+                break
+        lost()
+
+
+def _watching_engines(start: Callable[[MPClient], None], self: MPClient) -> None:
+    """All engines have told that they are ready, each over a link of its own."""
+    start(self)
+    client, resources = weakref.ref(self), self.resources
+    assert resources.input_socket is not None
+    if resources.input_socket.getsockopt(zmq.LAST_ENDPOINT).startswith(b"tcp://"):
+        _watch(resources.ctx, resources.input_socket, _ENDS, lambda: _lose_engines(client()))
+
+
+def _lose_engines(client: Any) -> None:
+    """As vLLM does where an engine of this machine dies, but clients are told first.
+
+    The engines of this machine may take some seconds to end.
+
+    Args:
+        client: vLLM's `MPClient`; None: it is gone, too.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    if client is None or not client._finalizer.alive or client.resources.engine_dead:
+        return
+    logger.error("An engine is gone, or the link to its machine is cut: the server ends")
+    client.resources.engine_dead = True
+    if (task := client.resources.output_queue_task) is not None:
+        error = EngineDeadError()
+        task.get_loop().call_soon_threadsafe(client.outputs_queue.put_nowait, error)
+    client.shutdown()
+
+
+def _watching_the_server(
+    process: Callable[..., None], self: Any, *args: Any, **options: Any
+) -> None:
+    token = _lost.set(partial(_end, self))
+    try:
+        process(self, *args, **options)
+    finally:
+        _lost.reset(token)
+
+
+def _end(engine: Any, address: str) -> None:
+    """Ends this process as its launcher would; nobody waits for what it computes."""
+    logger.error("The server at %s is gone, or the link to it is cut: the engine ends", address)
+    engine.vllm_config.shutdown_timeout = 0
+    os.kill(os.getpid(), signal.SIGTERM)
