@@ -74,6 +74,7 @@ class Replicas:
             options: of each engine.
         """
         self._make = model, number, share, options
+        self._shares = share
         self._stack = ExitStack()
         self.engines: list[LLM] = []
 
@@ -145,9 +146,11 @@ class Replicas:
 
     def ask(self, index: int, prompt: list[int], max_tokens: int = 12) -> Served:
         """An engine's greedy answer, while the others do what it asks of them."""
-        before = figures(self.engines[index]).fetched_pages
+        before = self._fetched(index)
         req_id = self.begin(index, prompt, max_tokens)
         output = self.run(req_id)[req_id]
-        self.run_out()
-        pulled = figures(self.engines[index]).fetched_pages - before
+        pulled = self._fetched(index) - before
         return Served(tokens_of(output), output.num_cached_tokens or 0, pulled)
+
+    def _fetched(self, index: int) -> int:
+        return figures(self.engines[index]).fetched_pages if self._shares else 0
