@@ -96,7 +96,6 @@ def test_a_prompt_that_is_being_computed_is_had_as_far_as_it_is(pair, dense):
     asked = pair.begin(1, prompt)
     found = pair.run(asked)[asked]
     dense.check(prompt, tokens_of(found))
-    print("DEBUG", figures(pair[0]), figures(pair[1]), found.num_cached_tokens)
     assert found.num_cached_tokens == 192
     pair[0].llm_engine.abort_request([running])
     pair.run_out()
