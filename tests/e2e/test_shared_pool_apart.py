@@ -14,9 +14,7 @@ pytestmark = pytest.mark.more
 def test_an_idle_engine_in_its_own_process_answers_out_of_its_pool(tiny, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    prompt = TokensPrompt(
-        prompt_token_ids=np.random.default_rng(8).integers(2, VOCAB, 100).tolist()
-    )
+    tokens = np.random.default_rng(8).integers(2, VOCAB, 100).tolist()
     ports = free_port(), free_port()
     options = {"max_model_len": 256, "kv_cache_memory_bytes": 8 << 20}
     roles = [
@@ -27,9 +25,13 @@ def test_an_idle_engine_in_its_own_process_answers_out_of_its_pool(tiny, monkeyp
         engine(tiny, kv_transfer_config=roles[0], **options) as first,
         engine(tiny, kv_transfer_config=roles[1], **options) as second,
     ):
-        (computed,) = first.generate([prompt], greedy(12), use_tqdm=False)
-        (pulled,) = second.generate([prompt], greedy(12), use_tqdm=False)
+        (computed,) = first.generate(
+            [TokensPrompt(prompt_token_ids=tokens)], greedy(12), use_tqdm=False
+        )
+        (pulled,) = second.generate(
+            [TokensPrompt(prompt_token_ids=tokens)], greedy(12), use_tqdm=False
+        )
         assert computed.num_cached_tokens == 0 and pulled.num_cached_tokens == 96
         assert first.reset_prefix_cache()
     for found in (computed, pulled):
-        Dense(tiny).check(prompt["prompt_token_ids"], list(found.outputs[0].token_ids))
+        Dense(tiny).check(tokens, list(found.outputs[0].token_ids))
