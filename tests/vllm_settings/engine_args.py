@@ -24,6 +24,14 @@ _HONOURED = honoured(
         ),
         "e2e/test_logprobs.py::test_a_prompt_has_what_logprobs_mode_says": "logprobs_mode",
         "e2e/test_logprobs.py::test_none_and_all": "max_logprobs",
+        "e2e/test_pipeline.py::test_two_ranks": "pipeline_parallel_size",
+        "e2e/test_tensor_parallel.py::test_ngram_speculation_is_lossless": "tensor_parallel_size",
+        "e2e/test_pipeline_hosts.py::test_a_rank_on_each_of_two_hosts": (
+            "nnodes node_rank master_addr master_port"
+        ),
+        "distributed/test_groups.py::test_timeouts_are_the_users_or_minutes": (
+            "distributed_timeout_seconds cpu_distributed_timeout_seconds"
+        ),
         "models/test_loader.py::test_an_explicit_dtype_is_honoured": "dtype",
         "models/test_loader.py::test_overrides_of_the_configuration_reach_the_model": (
             "hf_overrides"
@@ -143,10 +151,8 @@ _READ_BEFORE = read_by_vllm(
 
 _WITHOUT_MEANING = without_meaning(
     {
-        "it refines --tensor-, --pipeline-, --data- or --decode-context-parallel-size, which are "
-        "refused above 1: one worker has the one device": (
-            "master_addr master_port node_rank distributed_timeout_seconds "
-            "cpu_distributed_timeout_seconds dcp_comm_backend dcp_q_replicate "
+        "it refines --data- or --decode-context-parallel-size, which are refused above 1": (
+            "dcp_comm_backend dcp_q_replicate "
             "dcp_kv_cache_interleave_size cp_kv_cache_interleave_size data_parallel_rank "
             "data_parallel_start_rank data_parallel_size_local data_parallel_address "
             "data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb "
@@ -222,8 +228,7 @@ _REFUSED = union(
         refused(
             {
                 "there is one device": (
-                    "tensor_parallel_size pipeline_parallel_size data_parallel_size "
-                    "decode_context_parallel_size distributed_executor_backend"
+                    "data_parallel_size decode_context_parallel_size distributed_executor_backend"
                 ),
                 "vLLM has it for its second model runner, which is refused": (
                     "return_sampling_mask enable_trace_replay"
