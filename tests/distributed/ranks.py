@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-LIMIT_S = 120
+LIMIT_S = 600
 
 
 def run(module: str, folder: Path, size: int = 2, arguments: Sequence[str] = ()) -> list[str]:

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """One model on two ranks, by heads: text under load equals mlx-lm's dense forward."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 from e2e.fuzz.models import VOCAB
 from e2e.harness import Dense, counters, engine, generate, greedy, make_prompts
 from vllm import SamplingParams
 
+from vllm_metal.commands.fit import ranks
+from vllm_metal.commands.fit.estimate import Model
 from vllm_metal.distributed.sharding import nbytes
 
 MAX_TOKENS = 16
@@ -35,30 +40,53 @@ def weights(worker):
     return nbytes(worker.get_model())
 
 
-@pytest.mark.slow
-def test_64_prompts_cold_and_warm_and_what_a_rank_holds(tiny):
-    dense, prompts, seen = Dense(tiny), prompts_of(64), []
-    sampled = SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    with engine(tiny, tensor_parallel_size=2, **SETTINGS) as llm:
-        for _ in range(2):
-            for prompt, tokens in zip(
-                prompts, generate(llm, prompts, greedy(MAX_TOKENS)), strict=True
-            ):
-                assert len(tokens) == MAX_TOKENS
-                dense.check(prompt, tokens)
-            seen.append(counters(llm))
-        shares = llm.collective_rpc(weights)
-        drawn = generate(llm, prompts, sampled)
+def serve_cold_and_warm(llm, dense, prompts):
+    """Serves the prompts twice, checks every token, and returns the counters of both passes."""
+    seen = []
+    for _ in range(2):
+        outputs = generate(llm, prompts, greedy(MAX_TOKENS))
+        for prompt, tokens in zip(prompts, outputs, strict=True):
+            assert len(tokens) == MAX_TOKENS
+            dense.check(prompt, tokens)
+        seen.append(counters(llm))
     cold, warm = seen
     assert cold["vllm:num_preemptions"] > 0
     assert warm["vllm:prefix_cache_hits"] > cold["vllm:prefix_cache_hits"] > 0
-    whole = nbytes(dense.model)
-    assert len(shares) == 2
-    assert all(whole / 2 < share < whole for share in shares)  # the embedding is whole
-    with engine(tiny, **SETTINGS, async_scheduling=False) as llm:
-        for _ in range(2):
-            generate(llm, prompts, greedy(MAX_TOKENS))
-        assert generate(llm, prompts, sampled) == drawn
+
+
+def check_drawn(llm, dense, prompts):
+    """Ranks go on with the same draws of requests without a seed: else a token's logprob would be
+    of another text on one of them."""
+    params = SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0)
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    for prompt, output in zip(prompts, llm.generate(asked, params, use_tqdm=False), strict=True):
+        drawn = list(output.outputs[0].token_ids)
+        rows = dense.logits([*prompt, *drawn[:-1]])[len(prompt) - 1 :]
+        for row, token, found in zip(rows, drawn, output.outputs[0].logprobs, strict=True):
+            expected = row[token] - np.log(np.exp(row - row.max()).sum()) - row.max()
+            assert abs(found[token].logprob - expected) < 1e-3
+
+
+@pytest.mark.slow
+def test_64_prompts_cold_and_warm_and_what_a_rank_holds(tiny):
+    dense, prompts = Dense(tiny), prompts_of(64)
+    with engine(tiny, tensor_parallel_size=2, **SETTINGS) as llm:
+        serve_cold_and_warm(llm, dense, prompts)
+        shares = llm.collective_rpc(weights)
+        check_drawn(llm, dense, prompts[:16])
+    with ranks.alone(2) as ring:
+        planned = Model.read(Path(tiny), "llama", torch.float32, ring=ring).weights
+    assert shares == [planned, planned]
+    assert planned < nbytes(dense.model)
+
+
+@pytest.mark.slow
+def test_stages_whose_heads_are_shared(tiny):
+    dense, prompts = Dense(tiny), prompts_of(64)
+    shape = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    with engine(tiny, **shape, **SETTINGS) as llm:
+        serve_cold_and_warm(llm, dense, prompts)
+        check_drawn(llm, dense, prompts[:16])
 
 
 @pytest.mark.more

@@ -30,7 +30,7 @@ class Chain:
         self.runs = []
         ends = [0, *cuts]
         for start, end in zip(ends, [*cuts, None], strict=True):
-            self.runs.append(_stage(module, weights, start, end))
+            self.runs.append(stage(module, weights, start, end))
 
     def forward_hidden(self, batch: Any, tables: Any) -> mx.array:
         hidden = None
@@ -43,19 +43,19 @@ class Chain:
         return self.runs[-1].compute_logits(hidden)
 
 
-def _stage(module: str, weights: Any, start: int, end: int | None) -> ModelExecutor:
+def stage(module: str, weights: Any, start: int, end: int | None) -> ModelExecutor:
     model = matrix.small_model(module)
     model.load_weights(weights)
     layers = attention_layers(model, module)
     check_stages(model, layers)
     count = len(model.layers)
-    stage = Stage(start, count if end is None else end, count)
-    stage.keep(model)
-    own = stage.own(layers)
+    part = Stage(start, count if end is None else end, count)
+    part.keep(model)
+    own = part.own(layers)
     states = {
         each.name: each.allocate(NUM_BLOCKS, BLOCK, mx.float32, ScatterKVCache) for each in own
     }
-    parts = ModelParts(model, partial(stage.caches, layers=layers))
+    parts = ModelParts(model, partial(part.caches, layers=layers))
     return ModelExecutor(parts, own, states, dict.fromkeys(states, 0), BLOCK)
 
 

@@ -24,6 +24,14 @@ _HONOURED = honoured(
         ),
         "e2e/test_logprobs.py::test_a_prompt_has_what_logprobs_mode_says": "logprobs_mode",
         "e2e/test_logprobs.py::test_none_and_all": "max_logprobs",
+        "e2e/test_pipeline.py::test_two_ranks": "pipeline_parallel_size",
+        "e2e/test_tensor_parallel.py::test_ngram_speculation_is_lossless": "tensor_parallel_size",
+        "e2e/test_pipeline_hosts.py::test_a_rank_on_each_of_two_hosts": (
+            "nnodes node_rank master_addr master_port"
+        ),
+        "distributed/test_groups.py::test_timeouts_are_the_users_or_minutes": (
+            "distributed_timeout_seconds cpu_distributed_timeout_seconds"
+        ),
         "models/test_loader.py::test_an_explicit_dtype_is_honoured": "dtype",
         "models/test_loader.py::test_overrides_of_the_configuration_reach_the_model": (
             "hf_overrides"
@@ -151,10 +159,9 @@ _READ_BEFORE = read_by_vllm(
 
 _WITHOUT_MEANING = without_meaning(
     {
-        "it refines --tensor-, --pipeline- or --decode-context-parallel-size, which are refused "
-        "above 1, or what ranks do in step: one worker has the one device": (
-            "master_addr master_port node_rank distributed_timeout_seconds "
-            "cpu_distributed_timeout_seconds dcp_comm_backend dcp_q_replicate "
+        "it refines --decode-context-parallel-size, which is refused above 1, or what ranks do in "
+        "step": (
+            "dcp_comm_backend dcp_q_replicate "
             "dcp_kv_cache_interleave_size cp_kv_cache_interleave_size dp_sync_interval "
             "disable_nccl_for_dp_synchronization disable_custom_all_reduce "
             "enable_shm_tensor_arena max_parallel_loading_workers ray_workers_use_nsight "
@@ -227,7 +234,6 @@ _REFUSED = union(
         refused(
             {
                 "there is one device": (
-                    "tensor_parallel_size pipeline_parallel_size "
                     "decode_context_parallel_size distributed_executor_backend"
                 ),
                 "a rank is a whole engine: start independent servers": (

@@ -21,8 +21,6 @@ from vllm_metal.platform.refused_options import REFUSED_OPTIONS
 ELSEWHERE = "stands for a folder with another config.json"
 #: A value that each refused option is refused for.
 REFUSED = {
-    "tensor_parallel_size": 2,
-    "pipeline_parallel_size": 2,
     "data_parallel_rank": 1,
     "data_parallel_external_lb": True,
     "data_parallel_backend": "ray",
@@ -63,7 +61,6 @@ REFUSED = {
     "cpu_offload_gb": 1.0,
     "offload_group_size": 2,
     "prefill_context_parallel_size": 2,
-    "nnodes": 2,
     "device_ids": [0],
     "enable_elastic_ep": True,
     "enable_fault_tolerance": True,

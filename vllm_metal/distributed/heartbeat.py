@@ -71,7 +71,7 @@ class Heartbeat:
             self.lost(reason)
 
     def _watch(self) -> str | None:
-        """What was lost; None where this rank or another one ends as it should."""
+        """What was lost; None where this rank ends as it should."""
         heard = dict.fromkeys(self.peers, time.monotonic())
         with selectors.DefaultSelector() as selector:
             for rank, peer in self.peers.items():
@@ -86,7 +86,7 @@ class Heartbeat:
                         return reason
                 for key, _ in selector.select(max(min(due - now, 0.2), 0)):
                     if (reason := self._hear(key.data, heard)) is not None:
-                        return reason or None
+                        return reason
                 for rank, at in heard.items():
                     if time.monotonic() - at > self.silence_s:
                         return f"rank {rank} has been silent for {self.silence_s:g} s"
@@ -103,15 +103,16 @@ class Heartbeat:
         return None
 
     def _hear(self, rank: int, heard: dict[int, float]) -> str | None:
-        """Takes what a rank sent. Returns what was lost, or "" where the rank said goodbye."""
+        """Takes what a rank sent. Returns what was lost, if anything."""
         try:
             received = self.peers[rank].recv(4096)
         except BlockingIOError:
             return None
         except OSError as error:
             return f"rank {rank} is gone: {error}"
-        if _GOODBYE in received:
-            return ""
+        if _GOODBYE in received:  # as a rule all ranks end together: this one is about to
+            self._closing.wait(self.interval_s)
+            return f"rank {rank} has ended"
         if not received:
             return f"the process of rank {rank} is gone"
         heard[rank] = time.monotonic()

@@ -21,27 +21,28 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
     from vllm_metal.distributed import sharding  # mlx-lm, which other checks have no use for
 
     reason = sharding.refusal(model.hf_config.to_dict())
-    speculation = config.speculative_config
+    speculation, images = config.speculative_config, model.multimodal_config
     method = None if speculation is None else BY_NAME.get(speculation.method or "")
-    images = model.multimodal_config
-    option = f"--tensor-parallel-size {size}"
-    return {
-        f"{option} ({reason})": reason is not None,
-        f"{option} with --runner pooling (heads are split for models that generate)": (
-            pools(config)
-        ),
-        f"{option} with --enable-lora (adapters are not split by heads)": (
-            config.lora_config is not None
-        ),
-        f"{option} with images (the tower is not split: --language-model-only serves the text)": (
+    moves = AdditionalConfig.of(config).prefix_cache_dir is not None
+    refused = {
+        f"({reason})": reason is not None,
+        "with --runner pooling (heads are split for models that generate)": pools(config),
+        "with --enable-lora (adapters are not split by heads)": config.lora_config is not None,
+        "with images (the tower is not split: --language-model-only serves the text)": (
             images is not None and not images.language_model_only
         ),
-        f"{option} with a draft network (drafts by 'ngram' or 'suffix' are served)": (
+        "with a draft network (drafts by 'ngram' or 'suffix' are served)": (
             method is not None and method.has_network
         ),
-        f"{option} with a prefix_cache_dir or --kv-transfer-config (a rank has its heads' K/V only)"
-        "": (
-            config.kv_transfer_config is not None
-            or AdditionalConfig.of(config).prefix_cache_dir is not None
+        "with a prefix_cache_dir or --kv-transfer-config (a rank has the K/V of its heads only)": (
+            moves or config.kv_transfer_config is not None
         ),
+        # Modes of vLLM's manager of states are set where the worker is in the engine's process.
+        "with --no-enable-prefix-caching, of a model whose layers keep states": (
+            model.is_hybrid and not config.cache_config.enable_prefix_caching
+        ),
+        "with --enable-sleep-mode": model.enable_sleep_mode,
+        "with --data-parallel-size": config.parallel_config.data_parallel_size > 1,
+        "with --distributed-executor-backend ray (leave it out)": config.parallel_config.use_ray,
     }
+    return {f"--tensor-parallel-size {size} {why}": asked for why, asked in refused.items()}

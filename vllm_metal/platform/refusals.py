@@ -10,6 +10,7 @@ import torch
 
 from vllm_metal.device import mlx_device
 from vllm_metal.distributed import groups, tensor_refusals
+from vllm_metal.distributed import refusals as stages
 from vllm_metal.encoders import refusals as encoders
 from vllm_metal.encoders import served
 from vllm_metal.kv_cache import formats
@@ -52,6 +53,7 @@ def refuse_unsupported(config: VllmConfig) -> None:
         | _speculation_refusals(config)
         | pooling.refusals(config, served.of_config(config) is not None, served.ARCHITECTURES)
         | _serving_refusals(config)
+        | stages.refusals(config)
         | tensor_refusals.refusals(config)
         | spells.refusals(config)
         | encoders.refusals(config)
@@ -77,6 +79,9 @@ def _engine_refusals(config: VllmConfig) -> dict[str, bool]:
         "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
         "--ec-transfer-config": config.ec_transfer_config is not None,
         "--kv-cache-dtype-skip-layers": bool(config.cache_config.kv_cache_dtype_skip_layers),
+        "--nnodes without --pipeline-parallel-size": (
+            parallel.nnodes > 1 and not groups.is_distributed(parallel)
+        ),
         f"--distributed-executor-backend {executor} (there is one device: leave it out)": (
             executor == "external_launcher"
             or (executor in ("mp", "ray") and not groups.is_distributed(parallel))

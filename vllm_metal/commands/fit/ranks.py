@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of several that share a model's heads, without the others: what is summed stays as is."""
+"""One rank of several that share a model's heads, estimated without the others and without a link."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,19 @@ class OneOf:
         return 0
 
 
+@dataclass(frozen=True)
+class _Forward:
+    """Stands for `mx.custom_function` where nothing is trained."""
+
+    call: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.call(*args)
+
+    def vjp(self, _: Any) -> _Forward:
+        return self
+
+
 @contextmanager
 def alone(ranks: int) -> Iterator[OneOf]:
     """Within, sums over ranks take a rank's memory and no link. Nothing may be computed by them.
@@ -41,6 +54,8 @@ def alone(ranks: int) -> Iterator[OneOf]:
         return mx.concatenate([x] * ranks)
 
     with ExitStack() as stack:
+        # MLX's layers mark where training would sum gradients; a graph with marks is not recorded.
+        stack.enter_context(replaced(mx, "custom_function", _Forward))
         for function in (all_sum, all_gather):
             stack.enter_context(replaced(mx.distributed, function.__name__, function))
         yield OneOf(ranks)

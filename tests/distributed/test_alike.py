@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that would compute parts of different models hear what differs, all of them alike."""
+
+import pytest
+
+from vllm_metal.distributed import alike
+
+FACTS = {"vllm": "0.32.0", "weights": "aa"}
+
+
+def test_ranks_that_have_the_same_go_on():
+    alike.check(FACTS, lambda mine: [mine, dict(FACTS), dict(FACTS)])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("weights", "bb"), ("vllm", "0.33.0")], ids=["weights", "version"]
+)
+def test_what_differs_is_named_on_every_rank(name, value):
+    everyone = [FACTS, FACTS, FACTS | {name: value}]
+    for mine in everyone:
+        with pytest.raises(alike.RanksDiffer) as refused:
+            alike.check(mine, lambda _: everyone)
+        assert str(refused.value) == (
+            f"ranks 0 and 2 of the engine differ in {name} ({FACTS[name]} and {value})"
+        )
