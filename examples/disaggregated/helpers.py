@@ -38,6 +38,8 @@ def prompt_tokens(body: dict[str, Any]) -> int:
 
     def length(value: object) -> float:
         if isinstance(value, str):
+            if value.startswith("data:"):  # an image: its text is no prompt
+                return 0.0
             return len(value) / _CHARACTERS_A_TOKEN
         if isinstance(value, dict):
             return sum(length(inner) for inner in value.values())

@@ -60,6 +60,7 @@ def test_a_pace_that_falls_is_not_believed() -> None:
         ({"prompt": "x" * 400, "model": "y" * 400}, 100),
         ({"messages": [{"role": "user", "content": "x" * 396}]}, 100),
         ({"max_tokens": 7}, 0),
+        ({"messages": [{"content": [{"image_url": {"url": "data:image/png;base64,AAAA"}}]}]}, 0),
     ],
 )
 def test_a_prompts_length(body: dict, tokens: int) -> None:
