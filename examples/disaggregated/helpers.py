@@ -30,25 +30,6 @@ LONGEST_PREFILL_S = 600.0  # a long prompt of a large model, at a helper of whic
 PATIENCE, PATIENCE_S = 4.0, 10.0
 _UNANSWERED = 2  # looks in a row that went without an answer: it is gone
 _SAMPLES = 32
-_CHARACTERS_A_TOKEN = 4  # of English; an error is the same for all servers, and cancels out
-
-
-def prompt_tokens(body: dict[str, Any]) -> int:
-    """How long a request's prompt is, about: token ids, or characters over four."""
-
-    def length(value: object) -> float:
-        if isinstance(value, str):
-            if value.startswith("data:"):  # an image: its text is no prompt
-                return 0.0
-            return len(value) / _CHARACTERS_A_TOKEN
-        if isinstance(value, dict):
-            return sum(length(inner) for inner in value.values())
-        if isinstance(value, list):
-            return sum(length(inner) for inner in value)
-        return 1.0
-
-    parts = (body.get(name) for name in ("prompt", "messages", "tools"))
-    return round(sum(length(part) for part in parts if part is not None))
 
 
 class Pace:
@@ -187,20 +168,24 @@ class Choice:
     shortest: int = SHORTEST_TOKENS
     alone: Pace = field(default_factory=Pace)  # the server that answers, computing prompts itself
 
-    def order(self, tokens: int) -> list[Helper]:
+    def order(self, tokens: int, new: int) -> list[Helper]:
         """The helpers that a prompt is worth sending to, the one that is expected soonest first.
 
         Helpers of which nothing is known come first, those with the fewest tokens before others: so
         each is tried. An empty list: the server that answers computes it.
+
+        Args:
+            tokens: of the prompt.
+            new: those of them that the server which answers does not have.
         """
-        if tokens < self.shortest:
+        if new < self.shortest:
             return []
-        by_self = self._by_self(tokens)
+        by_self = self._by_self(new)
         found = []
         for helper in self.helpers:
             if helper.is_away:
                 continue
-            computed, fetched = helper.expected(tokens), helper.fetch.seconds(tokens)
+            computed, fetched = helper.expected(tokens), helper.fetch.seconds(new)
             if computed is None:
                 found.append((-1.0, helper.waiting, helper))
             elif by_self is None or computed + (fetched or 0.0) < by_self:

@@ -18,7 +18,8 @@ from typing import Any
 
 import httpx
 import uvicorn
-from helpers import LONGEST_PREFILL_S, SHORTEST_TOKENS, Choice, Helper, prompt_tokens
+from answered import POOL_TOKENS, Answered, prompt_tokens
+from helpers import LONGEST_PREFILL_S, SHORTEST_TOKENS, Choice, Helper
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -40,8 +41,9 @@ _SERVER_ERRORS = 500
 class Proxy:
     """One server that answers, and those that compute prompts for it."""
 
-    def __init__(self, choice: Choice, decode: httpx.AsyncClient) -> None:
+    def __init__(self, choice: Choice, answered: Answered, decode: httpx.AsyncClient) -> None:
         self._choice = choice
+        self._answered = answered
         self._decode = decode
 
     def app(self) -> Starlette:
@@ -54,8 +56,9 @@ class Proxy:
         body = await request.json()
         kept = ("authorization", "x-request-id")
         headers = {name: request.headers[name] for name in kept if name in request.headers}
-        tokens = prompt_tokens(body)
-        found = await self._prefill(request.url.path, body, headers, tokens)
+        prompt, whose = dict(body), headers.get("authorization", "")
+        new = self._answered.new_tokens(prompt, whose)
+        found = await self._prefill(request.url.path, body, headers, new)
         pace = self._choice.alone
         if found is not None:
             helper, body["kv_transfer_params"] = found
@@ -63,8 +66,9 @@ class Proxy:
         started = time.monotonic()
 
         def first_byte() -> None:
-            if body.get("stream"):  # else the first byte comes with the last token
-                pace.note(tokens, time.monotonic() - started)
+            self._answered.note(prompt, whose)
+            if prompt.get("stream"):  # else the first byte comes with the last token
+                pace.note(new, time.monotonic() - started)
 
         upstream = self._decode.build_request("POST", request.url.path, json=body, headers=headers)
         try:
@@ -76,14 +80,15 @@ class Proxy:
         return StreamingResponse(relay(answer, first_byte), answer.status_code, media_type=media)
 
     async def _prefill(
-        self, path: str, body: dict, headers: dict[str, str], tokens: int
+        self, path: str, body: dict, headers: dict[str, str], new: int
     ) -> tuple[Helper, dict] | None:
         """Who computed a prompt, and what that server says of its K/V; None: nobody did."""
         asked = {name: value for name, value in body.items() if name not in OF_THE_ANSWER}
         asked |= {"stream": False, "max_tokens": 1, "kv_transfer_params": PREFILL_ONLY}
         if "max_completion_tokens" in asked:
             asked["max_completion_tokens"] = 1
-        for helper in self._choice.order(tokens):
+        tokens = prompt_tokens(body)
+        for helper in self._choice.order(tokens, new):
             try:
                 reply = await helper.post(path, asked, headers, tokens)
                 params = reply.get("kv_transfer_params")
@@ -151,15 +156,18 @@ def make_app(
     prefill: Sequence[httpx.AsyncClient],
     decode: httpx.AsyncClient,
     shortest: int = SHORTEST_TOKENS,
+    pool_tokens: int = POOL_TOKENS,
 ) -> Starlette:
     """The proxy of servers that are given as clients with their base addresses.
 
     Args:
         prefill: those that compute prompts.
         decode: the one that answers.
-        shortest: tokens of a prompt that is sent to the first.
+        shortest: new tokens of a prompt that is sent to the first.
+        pool_tokens: of the one that answers.
     """
-    return Proxy(Choice([Helper(each) for each in prefill], shortest), decode).app()
+    choice = Choice([Helper(each) for each in prefill], shortest)
+    return Proxy(choice, Answered(pool_tokens), decode).app()
 
 
 def client(url: str, longest_s: float | None) -> httpx.AsyncClient:
@@ -180,13 +188,19 @@ def main() -> int:
         "--shortest",
         type=int,
         default=SHORTEST_TOKENS,
-        help="tokens; shorter prompts go straight to the one that answers (default: %(default)s)",
+        help="tokens; where fewer are new, the one that answers is asked alone (%(default)s)",
+    )
+    parser.add_argument(
+        "--pool-tokens",
+        type=int,
+        default=POOL_TOKENS,
+        help="tokens that its KV pool holds, as it says when it starts (%(default)s)",
     )
     args = parser.parse_args()
     logging.basicConfig(format="%(name)s: %(message)s")
     urls = args.prefill or ["http://127.0.0.1:8100"]
     prefill = [client(url, LONGEST_PREFILL_S) for url in urls]
-    app = make_app(prefill, client(args.decode, None), args.shortest)
+    app = make_app(prefill, client(args.decode, None), args.shortest, args.pool_tokens)
     uvicorn.run(app, host="127.0.0.1", port=args.port, log_level="warning")
     return 0
 

@@ -5,7 +5,7 @@ import asyncio
 
 import httpx
 import pytest
-from helpers import PAUSE_S, Choice, Helper, Pace, prompt_tokens
+from helpers import PAUSE_S, Choice, Helper, Pace
 from proxy import make_app, watch
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -52,28 +52,13 @@ def test_a_pace_that_falls_is_not_believed() -> None:
     assert pace.seconds(1000) == pytest.approx(10.0)
 
 
-@pytest.mark.parametrize(
-    ("body", "tokens"),
-    [
-        ({"prompt": list(range(70))}, 70),
-        ({"prompt": [[1, 2, 3], [4, 5]]}, 5),
-        ({"prompt": "x" * 400, "model": "y" * 400}, 100),
-        ({"messages": [{"role": "user", "content": "x" * 396}]}, 100),
-        ({"max_tokens": 7}, 0),
-        ({"messages": [{"content": [{"image_url": {"url": "data:image/png;base64,AAAA"}}]}]}, 0),
-    ],
-)
-def test_a_prompts_length(body: dict, tokens: int) -> None:
-    assert prompt_tokens(body) == tokens
-
-
 def test_the_faster_helper_is_asked_until_it_has_more_to_do() -> None:
     clock = Clock()
     fast, slow = helper(clock, 0.001), helper(clock, 0.003)
     choice = Choice([slow, fast])
-    assert choice.order(LONG) == [fast, slow]
+    assert choice.order(LONG, LONG) == [fast, slow]
     fast.waiting = 3 * LONG
-    assert choice.order(LONG) == [slow, fast]
+    assert choice.order(LONG, LONG) == [slow, fast]
 
 
 def test_the_link_counts() -> None:
@@ -81,39 +66,39 @@ def test_the_link_counts() -> None:
     near, far = helper(clock, 0.003), helper(clock, 0.001)
     near.fetch.note(LONG, 0.1)
     far.fetch.note(LONG, 5.0)
-    assert Choice([far, near]).order(LONG) == [near, far]
+    assert Choice([far, near]).order(LONG, LONG) == [near, far]
 
 
 def test_helpers_of_which_nothing_is_known_are_tried_first() -> None:
     clock = Clock()
     known, busy, new = helper(clock, 0.001), helper(clock), helper(clock)
     busy.waiting = 1
-    assert Choice([known, busy, new]).order(LONG) == [new, busy, known]
+    assert Choice([known, busy, new]).order(LONG, LONG) == [new, busy, known]
 
 
 def test_short_prompts_are_no_helpers() -> None:
     choice = Choice([helper(Clock(), 0.001)], shortest=256)
-    assert choice.order(255) == []
-    assert len(choice.order(256)) == 1
+    assert choice.order(LONG, 255) == []
+    assert len(choice.order(LONG, 256)) == 1
 
 
 def test_what_is_computed_as_soon_by_itself_is_no_helpers() -> None:
     """As far as the server that answers was seen to, and not much farther."""
     choice = Choice([helper(Clock(), 0.001)], shortest=256)
     choice.alone.note(400, 0.3)
-    assert choice.order(700) == []
-    assert len(choice.order(900)) == 1
+    assert choice.order(700, 700) == []
+    assert len(choice.order(900, 900)) == 1
     choice.alone.note(700, 2.0)
-    assert len(choice.order(700)) == 1
+    assert len(choice.order(700, 700)) == 1
 
 
 def test_a_helper_that_failed_is_left_alone_for_a_while() -> None:
     clock = Clock()
     only = helper(clock, 0.001)
     only.failed()
-    assert Choice([only]).order(LONG) == []
+    assert Choice([only]).order(LONG, LONG) == []
     clock.now += PAUSE_S
-    assert Choice([only]).order(LONG) == [only]
+    assert Choice([only]).order(LONG, LONG) == [only]
 
 
 def test_a_prompt_at_a_helper_that_hangs_is_given_up() -> None:
