@@ -128,15 +128,9 @@ def ranks(
         deadline = time.monotonic() + _START_S
         while not found.is_healthy():
             if first.poll() is not None or time.monotonic() > deadline:
-                raise ServerError(_reason(first_log))
+                raise ServerError(f"{first_log.read_text(errors='replace')}\nno answer")
             time.sleep(0.5)
         yield found
-
-
-def _reason(log: Path) -> str:
-    """What a server that did not start said of it."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
-    return lines[-1].rsplit(" ERROR ", 1)[-1] if lines else f"no answer; see {log}"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import _cluster_ranks
 import _cluster_replicas
-from _server import ServerError
+from _server import ServerError, in_short
 from _shared import note, table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -114,7 +114,7 @@ def main() -> None:
                     found = on_hosts(_cluster_ranks.by_heads, folder)
                     report_bytes(found["bytes"])
             except ServerError as error:
-                print(f"{part}: skipped: {error}")
+                print(f"{part}: skipped: {in_short(error)}")
                 continue
             finally:
                 _keep(folder, args.logs)

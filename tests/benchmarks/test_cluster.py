@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
-from _cluster_ranks import _reason
 from _cluster_replicas import OWN_TOKENS, PREFIX_TOKENS, PREFIXES, trace_of
 from _cluster_trace import Trace
+from _server import ServerError, in_short
 from _toy_model import Toy
 
 
@@ -44,7 +44,7 @@ def test_a_toy_has_the_bytes_that_it_says(tmp_path: Path) -> None:
     )
 
 
-def test_the_reason_is_the_last_error(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("INFO fine\nValueError: first\nValueError: --nnodes: refused\nbye\n")
-    assert _reason(log) == "ValueError: --nnodes: refused"
+def test_the_reason_is_the_last_error() -> None:
+    printed = "INFO fine\nValueError: first\nValueError: --nnodes: refused\nbye\n"
+    assert in_short(ServerError(printed)) == "ValueError: --nnodes: refused"
+    assert in_short(ServerError("no such network")) == "no such network"
