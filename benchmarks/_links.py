@@ -28,6 +28,8 @@ THUNDERBOLT_4 = Link("TB4, IP", 2.05e9, 0.2e-3)
 TEN = Link("10 GbE", 1.18e9, 0.2e-3)
 ONE = Link("1 GbE", 0.118e9, 0.2e-3)
 WIFI = Link("Wi-Fi 6", 0.1e9, 4e-3)
+#: Macs that RDMA joins at most: each is cabled to all others, and an M4 Max has four such ports.
+MESH = 5
 LINKS = (RDMA, THUNDERBOLT_5, THUNDERBOLT_4, TEN, ONE, WIFI)
 
 

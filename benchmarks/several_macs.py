@@ -20,6 +20,8 @@ from functools import cache
 
 from _links import (
     LINKS,
+    MESH,
+    RDMA,
     Link,
     bubble,
     by_heads_bytes,
@@ -128,6 +130,11 @@ def _rate(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
 
 
+def _by_heads(desk: Desk, link: Link) -> str:
+    """A cell of the table by heads; `–` where there are more Macs than the link joins."""
+    return "–" if link is RDMA and desk.macs > MESH else _rate(desk.by_heads(link))
+
+
 def _whole(desk: Desk) -> list[str]:
     """A row's head: the model, the Macs, whether one holds it."""
     return [f"{desk.model.name}, {desk.model.bits}", desk.words, "yes" if desk.fits(1) else "no"]
@@ -148,7 +155,7 @@ def layers_table() -> str:
 def heads_table() -> str:
     """Markdown: tokens a second of one stream by heads, by link."""
     rows = [
-        [*_whole(desk), _rate(1 / desk.alone()), *(_rate(desk.by_heads(link)) for link in LINKS)]
+        [*_whole(desk), _rate(1 / desk.alone()), *(_by_heads(desk, link) for link in LINKS)]
         for desk in desks()
         if desk.heads_divide
     ]
