@@ -27,6 +27,12 @@ class ServerError(Exception):
     """The server did not do what was asked; the message says where its log is."""
 
 
+def in_short(error: ServerError) -> str:
+    """The last line of its message that speaks of an error; all of it where none does."""
+    lines = [line for line in str(error).splitlines() if "rror" in line]
+    return lines[-1].strip() if lines else str(error)
+
+
 @dataclass(frozen=True)
 class Server:
     """A server that answers; `log` has all it printed."""

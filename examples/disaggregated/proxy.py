@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands before two servers: one computes prompts, the other answers from the first one's K/V.
+"""Stands before a server that answers and others that compute prompts for it.
 
-A request goes to the prefill server first, which makes one token of it and says where its K/V are;
-then, with what it said, to the decode server, whose answer is passed on as it comes. Where the
-prefill server does not do its part, the decode server answers alone.
+A long prompt goes to one of the prefill servers first (`helpers.py` chooses), which makes one token
+of it and says where its K/V are; then, with what it said, to the decode server, whose answer is
+passed on as it comes. Prefill servers may come and go: a prompt that one does not do goes to the
+next, and where none is left the decode server computes it. `GET /status` says what each has done.
 """
 
 import argparse
+import asyncio
 import logging
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import uvicorn
+from answered import POOL_TOKENS, Answered, prompt_tokens
+from helpers import LONGEST_PREFILL_S, SHORTEST_TOKENS, Choice, Helper
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -24,63 +29,145 @@ logger = logging.getLogger("proxy")
 
 #: vLLM's form of asking a server to prefill for another one.
 PREFILL_ONLY: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
-#: Settings of an answer, which the prefill server does not make.
-OF_THE_ANSWER = ("stream_options", "min_tokens")
+#: Settings of an answer, which a prefill server does not make.
+OF_THE_ANSWER = ("stream_options", "min_tokens", "n")
 CONNECT_S = 2.0  # as the servers wait for each other
-LONGEST_PREFILL_S = 600.0  # a long prompt of a large model; then the decode server computes it
+PROBE_S = 2.0  # between two looks at a prefill server, and what it may take to answer one
 PATHS = ("/v1/completions", "/v1/chat/completions")
+#: Where a prefill server's status is below this, the request is at fault, and not the server.
+_SERVER_ERRORS = 500
 
 
-def make_app(prefill: httpx.AsyncClient, decode: httpx.AsyncClient) -> Starlette:
-    """The proxy of two servers, given as clients with their base addresses."""
+class Proxy:
+    """One server that answers, and those that compute prompts for it."""
 
-    async def serve(request: Request) -> Response:
+    def __init__(self, choice: Choice, answered: Answered, decode: httpx.AsyncClient) -> None:
+        self._choice = choice
+        self._answered = answered
+        self._decode = decode
+
+    def app(self) -> Starlette:
+        """The routes, and looks at the prefill servers while they are served."""
+        routes = [Route(path, self._serve, methods=["POST"]) for path in PATHS]
+        routes += [Route("/health", self._health), Route("/status", self._status)]
+        return Starlette(routes=routes, lifespan=self._lifespan)
+
+    async def _serve(self, request: Request) -> Response:
         body = await request.json()
         kept = ("authorization", "x-request-id")
         headers = {name: request.headers[name] for name in kept if name in request.headers}
-        params = await where_kv_are(request.url.path, body, headers)
-        if params is not None:
-            body["kv_transfer_params"] = params
-        upstream = decode.build_request("POST", request.url.path, json=body, headers=headers)
+        prompt, whose = dict(body), headers.get("authorization", "")
+        new = self._answered.new_tokens(prompt, whose)
+        found = await self._prefill(request.url.path, body, headers, new)
+        pace = self._choice.alone
+        if found is not None:
+            helper, body["kv_transfer_params"] = found
+            pace = helper.fetch
+        started = time.monotonic()
+
+        def first_byte() -> None:
+            self._answered.note(prompt, whose)
+            if prompt.get("stream"):  # else the first byte comes with the last token
+                pace.note(new, time.monotonic() - started)
+
+        upstream = self._decode.build_request("POST", request.url.path, json=body, headers=headers)
         try:
-            answer = await decode.send(upstream, stream=True)
+            answer = await self._decode.send(upstream, stream=True)
         except httpx.HTTPError as error:
             problem = f"the decode server does not answer: {type(error).__name__}"
             return JSONResponse({"error": {"message": problem, "code": 502}}, 502)
         media = answer.headers.get("content-type")
-        return StreamingResponse(relay(answer), answer.status_code, media_type=media)
+        return StreamingResponse(relay(answer, first_byte), answer.status_code, media_type=media)
 
-    async def where_kv_are(path: str, body: dict, headers: dict[str, str]) -> dict | None:
-        """What the prefill server says of a prompt's K/V, once it has computed them."""
+    async def _prefill(
+        self, path: str, body: dict, headers: dict[str, str], new: int
+    ) -> tuple[Helper, dict] | None:
+        """Who computed a prompt, and what that server says of its K/V; None: nobody did."""
         asked = {name: value for name, value in body.items() if name not in OF_THE_ANSWER}
         asked |= {"stream": False, "max_tokens": 1, "kv_transfer_params": PREFILL_ONLY}
         if "max_completion_tokens" in asked:
             asked["max_completion_tokens"] = 1
-        try:
-            reply = await prefill.post(path, json=asked, headers=headers)
-            reply.raise_for_status()
-            return reply.json().get("kv_transfer_params")
-        except (httpx.HTTPError, ValueError) as error:
-            logger.warning("no prefill (%s): the decode server answers alone", type(error).__name__)
-            return None
+        tokens = prompt_tokens(body)
+        for helper in self._choice.order(tokens, new):
+            try:
+                reply = await helper.post(path, asked, headers, tokens)
+                params = reply.get("kv_transfer_params")
+                return None if params is None else (helper, params)
+            except httpx.HTTPStatusError as error:
+                if error.response.status_code < _SERVER_ERRORS:
+                    return None  # the decode server says what is wrong with the request
+                self._failed(helper, error)
+            except (httpx.HTTPError, TimeoutError, ValueError) as error:
+                self._failed(helper, error)
+        return None
 
-    async def relay(answer: httpx.Response) -> AsyncIterator[bytes]:
-        try:
-            async for piece in answer.aiter_raw():
-                yield piece
-        finally:  # also where the client has gone: the decode server ends the request
-            await answer.aclose()
+    def _failed(self, helper: Helper, error: Exception) -> None:
+        helper.failed()
+        url, name = helper.client.base_url, type(error).__name__
+        logger.warning("no prefill from %s (%s)", url, name)
 
-    async def health(request: Request) -> Response:
+    async def _health(self, request: Request) -> Response:
         return Response()
 
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with prefill, decode:
-            yield
+    async def _status(self, request: Request) -> Response:
+        alone = self._choice.alone.seconds(1000)
+        helpers = [helper.as_json() for helper in self._choice.helpers]
+        return JSONResponse({"helpers": helpers, "seconds_alone_1000": alone})
 
-    routes = [Route(path, serve, methods=["POST"]) for path in PATHS]
-    return Starlette(routes=[*routes, Route("/health", health)], lifespan=lifespan)
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        watching = asyncio.gather(*map(watch, self._choice.helpers))
+        try:
+            yield
+        finally:
+            watching.cancel()
+            clients = [helper.client for helper in self._choice.helpers]
+            for each in (*clients, self._decode):
+                await each.aclose()
+
+
+async def watch(helper: Helper, pause_s: float = PROBE_S) -> None:
+    """Looks again and again whether a helper is there: a machine that hangs answers nothing."""
+    while True:
+        try:
+            reply = await helper.client.get("/health", timeout=PROBE_S)
+            helper.seen(True)
+            if not reply.is_success:  # it is about to end, or its engine has died
+                helper.rest()
+        except httpx.HTTPError:
+            helper.seen(False)
+        await asyncio.sleep(pause_s)
+
+
+async def relay(answer: httpx.Response, first_byte: Callable[[], None]) -> AsyncIterator[bytes]:
+    """Passes an answer on as it comes."""
+    waiting = answer.is_success
+    try:
+        async for piece in answer.aiter_raw():
+            if waiting:
+                waiting = False
+                first_byte()
+            yield piece
+    finally:  # also where the client has gone: the decode server ends the request
+        await answer.aclose()
+
+
+def make_app(
+    prefill: Sequence[httpx.AsyncClient],
+    decode: httpx.AsyncClient,
+    shortest: int = SHORTEST_TOKENS,
+    pool_tokens: int = POOL_TOKENS,
+) -> Starlette:
+    """The proxy of servers that are given as clients with their base addresses.
+
+    Args:
+        prefill: those that compute prompts.
+        decode: the one that answers.
+        shortest: new tokens of a prompt that is sent to the first.
+        pool_tokens: of the one that answers.
+    """
+    choice = Choice([Helper(each) for each in prefill], shortest)
+    return Proxy(choice, Answered(pool_tokens), decode).app()
 
 
 def client(url: str, longest_s: float | None) -> httpx.AsyncClient:
@@ -93,11 +180,27 @@ def client(url: str, longest_s: float | None) -> httpx.AsyncClient:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--prefill", default="http://127.0.0.1:8100", help="address of a server")
-    parser.add_argument("--decode", default="http://127.0.0.1:8200", help="address of a server")
+    parser.add_argument(
+        "--prefill", action="append", help="address of a server that computes prompts; repeatable"
+    )
+    parser.add_argument("--decode", default="http://127.0.0.1:8200", help="of the one that answers")
+    parser.add_argument(
+        "--shortest",
+        type=int,
+        default=SHORTEST_TOKENS,
+        help="tokens; where fewer are new, the one that answers is asked alone (%(default)s)",
+    )
+    parser.add_argument(
+        "--pool-tokens",
+        type=int,
+        default=POOL_TOKENS,
+        help="tokens that its KV pool holds, as it says when it starts (%(default)s)",
+    )
     args = parser.parse_args()
     logging.basicConfig(format="%(name)s: %(message)s")
-    app = make_app(client(args.prefill, LONGEST_PREFILL_S), client(args.decode, None))
+    urls = args.prefill or ["http://127.0.0.1:8100"]
+    prefill = [client(url, LONGEST_PREFILL_S) for url in urls]
+    app = make_app(prefill, client(args.decode, None), args.shortest, args.pool_tokens)
     uvicorn.run(app, host="127.0.0.1", port=args.port, log_level="warning")
     return 0
 

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The service is one that launchd reads: a property list of keys from launchd.plist(5)."""
+"""The services are ones that launchd reads: property lists of keys from launchd.plist(5)."""
 
+import json
 import plistlib
+from typing import Any
 
+import pytest
 from deploy.queries import DEPLOY
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-PLIST = DEPLOY / "launchd" / "org.vllm-metal.server.plist"
+from vllm_metal.kv_transfer.peer.config import PeerConfig
+
 #: Of launchd.plist(5): the keys used, and the type that the page gives each.
 KEYS = {
     "Label": str,
@@ -21,40 +25,97 @@ KEYS = {
     "StandardOutPath": str,
     "StandardErrorPath": str,
 }
-SERVICE = plistlib.loads(PLIST.read_bytes())
+PLISTS = {
+    path.stem.rpartition(".")[2]: path for path in sorted((DEPLOY / "launchd").glob("*.plist"))
+}
+SERVICES = {name: plistlib.loads(path.read_bytes()) for name, path in PLISTS.items()}
+#: What a user puts in the place of words that stand for the desk's own.
+DESK = {"USER": "ann", "THIS_MAC": "10.10.0.2", "FIRST_MAC": "10.10.0.1", "MACS": "2", "RANK": "1"}
+each_service = pytest.mark.parametrize("name", SERVICES)
 
 
-def test_keys_and_their_types():
-    assert {key: type(value) for key, value in SERVICE.items()} == KEYS
-    assert SERVICE["Label"] == PLIST.stem
-    assert SERVICE["ProcessType"] in ("Background", "Standard", "Adaptive", "Interactive")
-    assert SERVICE["KeepAlive"]  # also after an end with status 0
-    assert all(isinstance(value, str) for value in SERVICE["EnvironmentVariables"].values())
+def arguments(name: str) -> list[str]:
+    """Options of a service's command, as a user would have them."""
+    program, command, model, *options = SERVICES[name]["ProgramArguments"]
+    assert program.endswith("/.venv/bin/vllm") and (command, model) == ("serve", "MODEL")
+    for word in sorted(DESK, key=len, reverse=True):
+        options = [option.replace(word, DESK[word]) for option in options]
+    return options
+
+
+def parsed(name: str) -> Any:
+    """The same, as vLLM reads it."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+
+    return make_arg_parser(FlexibleArgumentParser()).parse_args(arguments(name))
+
+
+def test_there_are_services_for_one_mac_and_for_several():
+    assert set(SERVICES) == {"server", "replica", "rank"}
+
+
+@each_service
+def test_keys_and_their_types(name):
+    service = SERVICES[name]
+    assert {key: type(value) for key, value in service.items()} == KEYS
+    assert service["Label"] == PLISTS[name].stem
+    assert service["ProcessType"] in ("Background", "Standard", "Adaptive", "Interactive")
+    assert service["KeepAlive"]  # also after an end with status 0
+    assert all(isinstance(value, str) for value in service["EnvironmentVariables"].values())
 
 
 def test_the_command_is_one_of_vllms():
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-
-    program, command, model, *options = SERVICE["ProgramArguments"]
-    assert program.endswith("/.venv/bin/vllm") and (command, model) == ("serve", "MODEL")
-    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(options)
-    assert (parsed.host, parsed.port) == ("127.0.0.1", 8000)
+    args = parsed("server")
+    assert (args.host, args.port) == ("127.0.0.1", 8000)
 
 
-def test_paths_are_absolute():
+def test_a_replica_is_asked_by_the_others_and_asks_them():
+    args = parsed("replica")
+    assert (args.host, args.port) == ("10.10.0.2", 8000)
+    config = args.kv_transfer_config
+    assert config.kv_role == "kv_both"
+    extra = config.kv_connector_extra_config
+    assert extra["listen"] == "10.10.0.2:9100"
+    assert extra["secret"] == "/Users/ann/.kv-secret"  # of another machine it is demanded
+
+
+@pytest.mark.skipif("share" not in PeerConfig.readers, reason="no engine of now shares its pool")
+def test_a_replica_has_the_keys_that_this_platform_knows():
+    config = next(option for option in arguments("replica") if option.startswith("{"))
+    extra = json.loads(config)["kv_connector_extra_config"]
+    assert set(extra) <= set(PeerConfig.readers)
+    for key, value in extra.items():
+        PeerConfig.readers[key](value)
+
+
+def test_a_rank_joins_the_first_macs():
+    args = parsed("rank")
+    assert args.headless
+    assert (args.pipeline_parallel_size, args.nnodes, args.node_rank) == (2, 2, 1)
+    assert args.master_addr == "10.10.0.1"
+    assert SERVICES["rank"]["EnvironmentVariables"]["VLLM_HOST_IP"] == "THIS_MAC"
+
+
+@each_service
+def test_paths_are_absolute(name):
     """launchd knows no home folder and no shell."""
+    service = SERVICES[name]
     for path in (
-        SERVICE["ProgramArguments"][0],
-        SERVICE["WorkingDirectory"],
-        SERVICE["StandardOutPath"],
-        SERVICE["StandardErrorPath"],
+        service["ProgramArguments"][0],
+        service["WorkingDirectory"],
+        service["StandardOutPath"],
+        service["StandardErrorPath"],
     ):
         assert path.startswith("/Users/USER")
+    assert not any("~" in argument for argument in service["ProgramArguments"])
 
 
-def test_a_stop_waits_for_the_engine():
+@each_service
+def test_a_stop_waits_for_the_engine(name):
     from vllm_metal.vllm_patches.shutdown import STOP_TIMEOUT
 
-    options = SERVICE["ProgramArguments"]
-    drained = int(options[options.index("--shutdown-timeout") + 1])
-    assert SERVICE["ExitTimeOut"] > drained + STOP_TIMEOUT
+    options = arguments(name)
+    drained = 0
+    if "--shutdown-timeout" in options:
+        drained = int(options[options.index("--shutdown-timeout") + 1])
+    assert SERVICES[name]["ExitTimeOut"] > drained + STOP_TIMEOUT

@@ -208,7 +208,7 @@ def test_the_second_turn_has_prefill_pull_what_decode_wrote(pair, multiturn, str
 
 def test_the_examples_proxy_goes_on_without_its_prefill_server(pair, tmp_path):
     """Last of this file: it kills the server."""
-    arguments = ["--prefill", pair.prefill.url, "--decode", pair.decode.url]
+    arguments = ["--prefill", pair.prefill.url, "--decode", pair.decode.url, "--shortest", "64"]
     prompts = [TEXT[-PROMPT_CHARS:], TEXT[-2 * PROMPT_CHARS : -PROMPT_CHARS]]
     with pair.alone.client() as alone, proxy(OWN, arguments, "/health", tmp_path / "log") as client:
         before = pair.decode.metric(HITS)

@@ -63,7 +63,7 @@ def ask(
     """The answer through the proxy."""
 
     async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(make_app(prefill, decode))
+        transport = httpx.ASGITransport(make_app([prefill], decode, shortest=0))
         async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as client:
             return await client.post(path, json=body, headers=headers)
 

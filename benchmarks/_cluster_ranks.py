@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One model on two hosts, by layers or by heads: bytes across the link, and how long ranks wait.
+
+Hosts are network namespaces; bytes are those of the second one's cable, to which no client talks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _links import bubble, by_heads_bytes, by_layers_bytes
+from _server import VLLM, ServerError, stop
+from _shared import note
+from _toy_model import VOCABULARY, Toy
+
+PORT, MASTER = 8000, 29501
+_START_S = 900.0  # each rank imports vLLM, and a busy machine takes minutes for that
+_IDLE_S = 4.0
+SHORT, LONG = 128, 896  # tokens of prompts, each read in one step
+FEW, MANY = 20, 120  # tokens of answers
+RATE = "1gbit"
+TOY = Toy(hidden=1024, layers=4, heads=8, kv_heads=4)
+
+
+class Ranks:
+    """An engine on several hosts, or on one, asked through the first."""
+
+    def __init__(self, hosts: Sequence[Any], model: str) -> None:
+        self.hosts = hosts
+        self._url = f"http://{hosts[0].address}:{PORT}"
+        self._model = model
+        self._rng = np.random.default_rng(0)
+
+    def ask(self, tokens: int, max_tokens: int) -> float:
+        """Seconds of a request whose prompt is new."""
+        prompt = self._rng.integers(2, VOCABULARY, tokens).tolist()
+        body = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens}
+        data = json.dumps(body | {"temperature": 0, "ignore_eos": True}).encode()
+        headers = {"Content-Type": "application/json"}
+        asked = urllib.request.Request(f"{self._url}/v1/completions", data, headers)
+        started = time.perf_counter()
+        with urllib.request.urlopen(asked, timeout=600) as reply:
+            reply.read()
+        return time.perf_counter() - started
+
+    def is_healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self._url}/health", timeout=5) as reply:
+                return reply.status == 200
+        except OSError:
+            return False
+
+    def bytes_of(self, tokens: int, max_tokens: int, idle: tuple[float, float]) -> np.ndarray:
+        """Bytes that the second host got and sent for a request, less what goes when idle."""
+        before = self._bytes()
+        seconds = self.ask(tokens, max_tokens)
+        return self._bytes() - before - np.array(idle) * seconds
+
+    def idle_rate(self) -> tuple[float, float]:
+        """Bytes a second that the second host gets and sends while nothing is asked."""
+        before = self._bytes()
+        time.sleep(_IDLE_S)
+        got, sent = (self._bytes() - before) / _IDLE_S
+        return float(got), float(sent)
+
+    def _bytes(self) -> np.ndarray:
+        second = self.hosts[1]
+        return np.array([second.received_bytes, second.sent_bytes], float)
+
+    def seconds_a_token(self, streams: int) -> float:
+        """Time over tokens of streams that begin one after another, so that each has its batch."""
+        with ThreadPoolExecutor(streams) as threads:
+            started = time.perf_counter()
+            asked = []
+            for _ in range(streams):
+                asked.append(threads.submit(self.ask, 16, MANY))
+                time.sleep(0.05)
+            for each in asked:
+                each.result()
+            return (time.perf_counter() - started) / (streams * MANY)
+
+
+@contextmanager
+def ranks(
+    hosts: Sequence[Any], model: str, options: Sequence[str], folder: Path
+) -> Iterator[Ranks]:
+    """Runs one engine, a rank a host, until the block ends.
+
+    Raises:
+        ServerError: it did not start; the message has what it said.
+    """
+    common = [*VLLM, "serve", model, "--max-model-len", str(TOY.longest)]
+    common += ["--max-num-batched-tokens", "1024", "--kv-cache-memory-bytes", str(64 << 20)]
+    common += ["--no-enable-prefix-caching", *options]
+    if len(hosts) > 1:
+        common += ["--nnodes", str(len(hosts)), "--master-addr", hosts[0].address]
+        common += ["--master-port", str(MASTER)]
+    with ExitStack() as stack:
+        for number, host in enumerate(hosts):
+            more = ["--node-rank", str(number)] if len(hosts) > 1 else []
+            more += ["--headless"] if number else ["--host", "0.0.0.0", "--port", str(PORT)]
+            log = folder / f"rank-{len(hosts)}-{number}.log"
+            output = stack.enter_context(log.open("w"))
+            environment = os.environ | {"VLLM_HOST_IP": host.address, "GLOO_SOCKET_IFNAME": "eth0"}
+            process = host.popen(
+                *common,
+                *more,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+            stack.callback(stop, process)
+            if number == 0:
+                first, first_log = process, log
+        found = Ranks(hosts, model)
+        deadline = time.monotonic() + _START_S
+        while not found.is_healthy():
+            if first.poll() is not None or time.monotonic() > deadline:
+                raise ServerError(f"{first_log.read_text(errors='replace')}\nno answer")
+            time.sleep(0.5)
+        yield found
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Bytes across the link, as counted and as reckoned."""
+
+    got_a_row: float  # by the second host
+    sent_a_row: float
+    reckoned: float  # the least that one of the two has to be
+    got_a_step: float  # besides rows: what the scheduler says, and what comes back
+    sent_a_step: float
+    idle: float  # a second, both ways
+
+
+def crossing(engine: Ranks, reckoned: float) -> Crossing:
+    """Counts bytes of prompts and of answers of two lengths; differences leave out the rest."""
+    engine.ask(LONG, 4)
+    engine.ask(SHORT, 4)
+    idle = engine.idle_rate()
+
+    def median(tokens: int, max_tokens: int) -> np.ndarray:
+        return np.median([engine.bytes_of(tokens, max_tokens, idle) for _ in range(3)], axis=0)
+
+    row = (median(LONG, 1) - median(SHORT, 1)) / (LONG - SHORT)
+    step = (median(16, MANY) - median(16, FEW)) / (MANY - FEW) - row
+    return Crossing(*map(float, (row[0], row[1])), reckoned, *map(float, step), sum(idle))
+
+
+def by_layers(hosts: Sequence[Any], folder: Path) -> dict[str, object]:
+    """Two ranks by layers, beside one engine on one host.
+
+    Raises:
+        ServerError: one did not start.
+    """
+    model = TOY.write(folder / "layers")
+    note("one engine on one host")
+    with ranks(hosts[:1], model, [], folder) as engine:
+        engine.ask(16, 4)
+        alone = min(engine.seconds_a_token(1) for _ in range(3))
+    note("two ranks by layers")
+    with ranks(hosts, model, ["--pipeline-parallel-size", "2"], folder) as engine:
+        found = crossing(engine, by_layers_bytes(TOY.hidden))
+        times = {n: min(engine.seconds_a_token(n) for _ in range(3)) for n in (1, 2, 4)}
+    waits = {n: (1 - alone / (2 * seconds), bubble(2, n)) for n, seconds in times.items()}
+    return {
+        "bytes": found.__dict__,
+        "ms a token, one engine": 1e3 * alone,
+        "ms a token, by streams": {n: 1e3 * each for n, each in times.items()},
+        "ranks wait, measured and reckoned": waits,
+    }
+
+
+def by_heads(hosts: Sequence[Any], folder: Path) -> dict[str, object]:
+    """Two ranks by heads.
+
+    Raises:
+        ServerError: one did not start.
+    """
+    model = TOY.write(folder / "heads")
+    note("two ranks by heads")
+    with ranks(hosts, model, ["--tensor-parallel-size", "2"], folder) as engine:
+        found = crossing(engine, by_heads_bytes(TOY.hidden, TOY.layers, 2))
+        seconds = min(engine.seconds_a_token(1) for _ in range(3))
+    return {"bytes": found.__dict__, "ms a token": 1e3 * seconds}

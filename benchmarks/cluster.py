@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several servers of one model, and one model on several hosts, beside the arithmetic.
+
+Replicas: cached share of a trace with shared prefixes, and requests a second. By layers and by
+heads, on two hosts that are network namespaces: bytes across the link, and how long ranks wait.
+Real servers of a toy model, started by their command lines:
+
+    python benchmarks/cluster.py
+    python benchmarks/cluster.py --parts replicas --replicas 2 4
+
+What this platform or this machine refuses is skipped, with the reason.
+"""
+
+from __future__ import annotations
+
+import vllm_metal.platform.metal_platform  # noqa: F401  # first: it loads a BLAS before MLX
+
+# isort: split
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import _cluster_ranks
+import _cluster_replicas
+from _server import ServerError, in_short
+from _shared import note, table
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))  # hosts are those of the tests
+PARTS = ("replicas", "layers", "heads")
+
+
+def report_replicas(rows: Sequence[dict]) -> None:
+    """Prints a row for each kind of servers."""
+    headers = tuple(rows[0])
+    table(headers, [tuple(row.values()) for row in rows])
+    cores = len(os.sched_getaffinity(0))
+    print(
+        f"Each server had one of {cores} processors, and shared it where there were more servers."
+    )
+
+
+def report_bytes(found: dict) -> None:
+    """Prints bytes across the link beside the least there can be."""
+    headers = ("bytes across the link", "second host got", "second host sent", "reckoned")
+    rows = [
+        ("a row", found["got_a_row"], found["sent_a_row"], found["reckoned"]),
+        ("a step besides", found["got_a_step"], found["sent_a_step"], "–"),
+    ]
+    table(headers, rows)
+    print(f"Nothing asked: {found['idle']:.0f} bytes a second, both ways, which are taken off.")
+
+
+def report_layers(found: dict) -> None:
+    """Prints bytes, and waiting by streams."""
+    report_bytes(found["bytes"])
+    headers = ("streams", "ms a token", "ranks wait", "reckoned")
+    rows = [
+        (str(n), found["ms a token, by streams"][n], f"{100 * here:.0f} %", f"{100 * there:.0f} %")
+        for n, (here, there) in found["ranks wait, measured and reckoned"].items()
+    ]
+    table(headers, rows)
+    alone = found["ms a token, one engine"]
+    print(
+        f"One engine takes {alone:.3g} ms a token; ranks wait 1 - {alone:.3g} / (2 × ms a token)."
+    )
+
+
+def on_hosts(measure: Callable[[Sequence, Path], dict], folder: Path) -> dict:
+    """Measures on two hosts.
+
+    Raises:
+        ServerError: there can be none here, or no engine on them.
+    """
+    try:
+        from network.hosts import hosts, why_not
+    except ImportError as error:
+        raise ServerError(f"hosts need the developers' part: {error}") from error
+    if (reason := why_not()) is not None:
+        raise ServerError(reason)
+    with hosts(2, rate=_cluster_ranks.RATE) as two:
+        return measure(two, folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--replicas", nargs="+", type=int, default=[2])
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--logs", type=Path, help="folder to keep the servers' logs in")
+    args = parser.parse_args()
+    target = args.out / "cluster.json"
+    kept = json.loads(target.read_text()) if target.exists() else {}
+    kept["machine"] = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
+    for part in args.parts:
+        load = os.getloadavg()[0]
+        with tempfile.TemporaryDirectory(prefix="cluster-") as name:
+            folder = Path(name)
+            try:
+                if part == "replicas":
+                    found = list(_cluster_replicas.measure(args.replicas, folder))
+                    report_replicas(found)
+                elif part == "layers":
+                    found = on_hosts(_cluster_ranks.by_layers, folder)
+                    report_layers(found)
+                else:
+                    found = on_hosts(_cluster_ranks.by_heads, folder)
+                    report_bytes(found["bytes"])
+            except ServerError as error:
+                print(f"{part}: skipped: {in_short(error)}")
+                continue
+            finally:
+                _keep(folder, args.logs)
+        kept[part] = found
+        kept["load"] = kept.get("load", {}) | {part: (load, os.getloadavg()[0])}
+    args.out.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(kept, indent=2) + "\n")
+    note(f"wrote {target}")
+
+
+def _keep(folder: Path, logs: Path | None) -> None:
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+        for log in folder.glob("*.log"):
+            (logs / log.name).write_bytes(log.read_bytes())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a prompt the server that answers has already: beginnings that it was asked before.
+
+A conversation's next turn repeats all that was said. That server has it in its pool, the answer
+included, and computes the new question sooner than another one the whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+#: Tokens of a pool, where nobody says how many it has.
+POOL_TOKENS = 32_768
+_CHARACTERS_A_TOKEN = 4  # of English; an error is the same for all servers, and cancels out
+_PIECE_TOKENS = 64  # of a text or of token ids; messages are pieces as they are
+
+
+def count(value: object) -> float:
+    """Tokens of a part of a request, about: token ids, or characters over four."""
+    if isinstance(value, str):
+        if value.startswith("data:"):  # an image: its text is no prompt
+            return 0.0
+        return len(value) / _CHARACTERS_A_TOKEN
+    if isinstance(value, dict):
+        return sum(count(inner) for inner in value.values())
+    if isinstance(value, list):
+        return sum(count(inner) for inner in value)
+    return 0.0 if value is None else 1.0
+
+
+def prompt_tokens(body: dict[str, Any]) -> int:
+    """How long a request's prompt is, about."""
+    return round(sum(count(body.get(name)) for name in ("prompt", "messages", "tools")))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    digest: bytes  # of this piece and all before it
+    tokens: float
+    is_answer: bool  # that the server wrote itself
+
+
+class Answered:
+    """Beginnings of the prompts that were answered last, as digests: no text is kept."""
+
+    def __init__(self, pool_tokens: int = POOL_TOKENS) -> None:
+        """
+        Args:
+            pool_tokens: how many the pool of the server that answers holds.
+        """
+        self._most = pool_tokens
+        self._held = 0.0
+        self._tokens: OrderedDict[bytes, float] = OrderedDict()
+
+    def new_tokens(self, body: dict[str, Any], whose: str) -> int:
+        """How many tokens of a prompt are not known to be there.
+
+        Args:
+            body: of the request.
+            whose: who asks; nobody finds what another one's prompt left.
+        """
+        known, any_known = 0.0, False
+        for piece in _pieces(body, whose):
+            if piece.digest not in self._tokens and not (any_known and piece.is_answer):
+                break
+            any_known = True
+            known += piece.tokens
+        return max(0, prompt_tokens(body) - round(known))
+
+    def note(self, body: dict[str, Any], whose: str) -> None:
+        """Takes in a prompt that was answered; the oldest go where there are too many tokens."""
+        for piece in reversed(list(_pieces(body, whose))):  # so that ends go before beginnings
+            self._held += piece.tokens - self._tokens.pop(piece.digest, 0.0)
+            self._tokens[piece.digest] = piece.tokens
+        while self._held > self._most:
+            self._held -= self._tokens.popitem(last=False)[1]
+
+
+def _pieces(body: dict[str, Any], whose: str) -> Iterator[_Piece]:
+    digest = hashlib.sha256(json.dumps([whose, body.get("model"), body.get("tools")]).encode())
+    for value, is_answer in _parts(body):
+        digest.update(json.dumps(value, sort_keys=True).encode() + b"\0")
+        yield _Piece(digest.copy().digest(), count(value), is_answer)
+
+
+def _parts(body: dict[str, Any]) -> Iterator[tuple[object, bool]]:
+    """A prompt's parts in their order, and which of them are answers."""
+    prompt = body.get("prompt") or []
+    step = _PIECE_TOKENS * (_CHARACTERS_A_TOKEN if isinstance(prompt, str) else 1)
+    for start in range(0, len(prompt), step):
+        yield prompt[start : start + step], False
+    for message in body.get("messages") or []:
+        yield message, isinstance(message, dict) and message.get("role") == "assistant"
