@@ -332,6 +332,45 @@ def _mistral3(ids: dict[str, int]) -> dict[str, Any]:
     }
 
 
+def _llava(ids: dict[str, int]) -> dict[str, Any]:
+    found = _mistral3(ids)
+    del found["spatial_merge_size"]
+    return found | {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}
+
+
+def _of_pixtral(merge: int) -> dict[str, Any]:
+    """What families with Pixtral's tower have in common."""
+    return dict(
+        special=("<s>", "</s>", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        image="[IMG]",
+        template=(
+            "<s>{% for m in messages %}{% if m.role == 'user' %}[INST]{% endif %}"
+            "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+            "{% if p.type == 'image' %}[IMG]{% elif p.type == 'text' %}{{ p.text }}"
+            "{% endif %}{% endfor %}{% endif %}"
+            "{% if m.role == 'user' %}[/INST]{% else %}</s>{% endif %}{% endfor %}"
+        ),
+        files={
+            "preprocessor_config.json": {
+                "image_processor_type": "PixtralImageProcessorFast",
+                "processor_class": "PixtralProcessor",
+                "size": {"longest_edge": 128},
+                "patch_size": {"height": 8, "width": 8},
+                "image_mean": [0.48145466, 0.4578275, 0.40821073],
+                "image_std": [0.26862954, 0.26130258, 0.27577711],
+            },
+            "processor_config.json": {
+                "processor_class": "PixtralProcessor",
+                "patch_size": 8,
+                "spatial_merge_size": merge,
+                "image_token": "[IMG]",
+                "image_break_token": "[IMG_BREAK]",
+                "image_end_token": "[IMG_END]",
+            },
+        },
+    )
+
+
 FAMILIES = {
     "qwen3_vl": Family("Qwen3VLForConditionalGeneration", _qwen3_vl, **_QWEN),
     "qwen3_5": Family("Qwen3_5ForConditionalGeneration", _qwen3_5, **_QWEN),
@@ -453,35 +492,6 @@ FAMILIES = {
             "image_thumbnail_token": "<|img_thumbnail|>",
         },
     ),
-    "mistral3": Family(
-        "Mistral3ForConditionalGeneration",
-        _mistral3,
-        special=("<s>", "</s>", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]"),
-        image="[IMG]",
-        template=(
-            "<s>{% for m in messages %}{% if m.role == 'user' %}[INST]{% endif %}"
-            "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
-            "{% if p.type == 'image' %}[IMG]{% elif p.type == 'text' %}{{ p.text }}"
-            "{% endif %}{% endfor %}{% endif %}"
-            "{% if m.role == 'user' %}[/INST]{% else %}</s>{% endif %}{% endfor %}"
-        ),
-        files={
-            "preprocessor_config.json": {
-                "image_processor_type": "PixtralImageProcessorFast",
-                "processor_class": "PixtralProcessor",
-                "size": {"longest_edge": 128},
-                "patch_size": {"height": 8, "width": 8},
-                "image_mean": [0.48145466, 0.4578275, 0.40821073],
-                "image_std": [0.26862954, 0.26130258, 0.27577711],
-            },
-            "processor_config.json": {
-                "processor_class": "PixtralProcessor",
-                "patch_size": 8,
-                "spatial_merge_size": 2,
-                "image_token": "[IMG]",
-                "image_break_token": "[IMG_BREAK]",
-                "image_end_token": "[IMG_END]",
-            },
-        },
-    ),
+    "llava": Family("LlavaForConditionalGeneration", _llava, **_of_pixtral(1)),
+    "mistral3": Family("Mistral3ForConditionalGeneration", _mistral3, **_of_pixtral(2)),
 }

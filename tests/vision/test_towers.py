@@ -15,7 +15,7 @@ from vllm_metal.vision.families import FAMILIES as FAMILIES_SERVED
 from vllm_metal.vision.images import images_of
 from vllm_metal.vision.tower import load_weights
 
-FAMILIES = ("gemma3", "gemma4", "lfm2_vl", "mistral3", "qwen3_vl", "qwen3_5")
+FAMILIES = ("gemma3", "gemma4", "lfm2_vl", "llava", "mistral3", "qwen3_vl", "qwen3_5")
 
 
 @pytest.fixture(

@@ -121,7 +121,7 @@ class Toy:
         """[n, V] of transformers' model, of the prompt or of `ids`, which begin with it."""
         tokens = torch.tensor([ids or prompt.ids])
         data: dict[str, Any] = {}
-        if self.name == "mistral3" and prompt.placed:
+        if self.name in ("llava", "mistral3") and prompt.placed:
             return self._logits_of_shapes(prompt, tokens)
         if self.name == "gemma4" and prompt.placed:
             data = self._filled_up(prompt)
@@ -202,7 +202,8 @@ def _lfm2(toy: Toy, rows: int, columns: int) -> Picture:
 
 def _mistral(toy: Toy, rows: int, columns: int) -> Picture:
     """Rows of tokens, each with a break behind it."""
-    side = toy.config.vision_config.patch_size * toy.config.spatial_merge_size
+    merged = getattr(toy.config, "spatial_merge_size", 1)  # Pixtral's alone merges nothing
+    side = toy.config.vision_config.patch_size * merged
     pixels = toy.rng.normal(size=(3, rows * side, columns * side)).astype(np.float32)
     line = [toy.image_token] * columns + [toy.image_token - 1]  # any other token
     ids = line * rows
@@ -243,6 +244,7 @@ _PICTURES: dict[str, Callable[[Toy, int, int], Picture]] = {
     "gemma3": _gemma,
     "gemma4": _gemma4,
     "lfm2_vl": _lfm2,
+    "llava": _mistral,
     "mistral3": _mistral,
     "qwen3_5": _qwen,
     "qwen3_vl": _qwen,

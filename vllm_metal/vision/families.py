@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from vllm_metal.vision.gemma import GemmaTower
 from vllm_metal.vision.gemma4 import Gemma4Tower
 from vllm_metal.vision.lfm2 import Lfm2Tower
-from vllm_metal.vision.mistral import MistralTower
+from vllm_metal.vision.pixtral import MistralTower, PixtralTower
 from vllm_metal.vision.qwen import QwenTower
 from vllm_metal.vision.tower import Config, Tower
 
@@ -33,6 +33,7 @@ FAMILIES = {
     "gemma3": VisionFamily(GemmaTower, whole=True, scaled=True),
     "gemma4": VisionFamily(Gemma4Tower, whole=True, windowed=True, padded=True, scaled=True),
     "lfm2_vl": VisionFamily(Lfm2Tower),
+    "llava": VisionFamily(PixtralTower),  # with the tower of Pixtral alone
     "mistral3": VisionFamily(MistralTower),
     "qwen3_5": VisionFamily(QwenTower, mrope=True),
     "qwen3_5_moe": VisionFamily(QwenTower, mrope=True),

@@ -84,7 +84,7 @@ def _largest(folder: Path, config: Mapping[str, Any], vision: Mapping[str, Any])
         return _of_processor(folder, "max_image_tokens", 256), config["downsample_factor"] ** 2
     merge = config.get("spatial_merge_size") or vision.get("spatial_merge_size") or 1
     side, sizes = vision["patch_size"] * merge, _sizes(folder)
-    if "mistral3" in config["model_type"]:
+    if config["model_type"] in ("mistral3", "llava"):
         longest = sizes.get(FILES[0], {}).get("longest_edge", vision["image_size"])
         return (longest // side) ** 2, merge**2
     image = sizes.get(FILES[0], {}).get("longest_edge", _QWEN_PIXELS)
