@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of one server must compute the same: what they tell of themselves says where they do not."""
+"""Ranks of one server must compute the same: what they tell says where they do not."""
 
 import json
 
