@@ -11,7 +11,7 @@ from subprocess import Popen
 from e2e.server import Server, serve, started
 from network.hosts import Host
 
-_START_TIMEOUT_S = 900.0  # three processes that import vLLM, and two that follow, on two cores
+START_TIMEOUT_S = 900.0  # three processes that import vLLM, and two that follow, on two cores
 #: Tests that look at what ranks answer need no processes that import all of vLLM anew, as macOS's
 #: do; those that look at how ranks end have them.
 FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
@@ -47,6 +47,20 @@ class Replicas:
             return list(pool.map(one, prompts))
 
 
+def of_server(first: Host) -> tuple[str, ...]:
+    """Options of the server, on the first host, with rank 0 beside it."""
+    return (
+        *("--served-model-name", "m"),
+        *("--data-parallel-size", "2", "--data-parallel-size-local", "1"),
+        *("--data-parallel-address", first.address, "--data-parallel-rpc-port", "13345"),
+    )
+
+
+def of_launcher(first: Host) -> tuple[str, ...]:
+    """Options of what starts rank 1, on the second host."""
+    return (*of_server(first), "--headless", "--data-parallel-start-rank", "1")
+
+
 @contextmanager
 def replicas(
     model: str,
@@ -61,26 +75,19 @@ def replicas(
         model: its model argument.
         options: more of both command lines.
         folder: for logs.
-        hosts: of rank 0 and the server, and of rank 1.
+        hosts: of the server, and of rank 1.
         environment: variables to add to this process's.
     """
     first, second = hosts
-    ranks = (
-        *("--served-model-name", "m"),
-        *("--data-parallel-size", "2", "--data-parallel-size-local", "1"),
-        *("--data-parallel-address", first.address, "--data-parallel-rpc-port", "13345"),
-        *options,
-    )
-    headless = ("--headless", "--data-parallel-start-rank", "1", *ranks)
-    log = folder / "rank-1.log"
+    headless, log = [*of_launcher(first), *options], folder / "rank-1.log"
     with (
         started(model, headless, environment, log, host=second) as launcher,
         serve(
             model,
-            ranks,
+            [*of_server(first), *options],
             folder / "rank-0.log",
             environment=environment,
-            start_timeout_s=_START_TIMEOUT_S,
+            start_timeout_s=START_TIMEOUT_S,
             host=first,
         ) as server,
     ):

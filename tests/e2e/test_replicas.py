@@ -11,7 +11,8 @@ import openai
 import pytest
 from e2e.fuzz.models import VOCAB, write_experts
 from e2e.harness import Dense, make_prompts, text_tokens
-from e2e.replicas import FORKED, replicas
+from e2e.replicas import FORKED, START_TIMEOUT_S, of_launcher, of_server, replicas
+from e2e.server import started
 from network.hosts import hosts, need_hosts
 
 pytestmark = [pytest.mark.timeout(1800)]
@@ -121,6 +122,21 @@ def test_clients_hear_of_a_lost_rank_and_a_restart_is_clean(fault, tiny_long, tm
     with replicas(tiny_long, options, tmp_path, pair, SPAWNED) as running:
         assert len(running.ask([[5, 6, 7]] * 4, 4)) == 4
         assert min(running.metrics("vllm:request_success_total")) > 0
+
+
+@pytest.mark.slow
+def test_a_rank_that_computes_otherwise_keeps_the_server_from_starting(tiny_long, tmp_path, pair):
+    first, second = pair
+    options = ["--max-model-len", "256", "--kv-cache-memory-bytes", str(16 << 20)]
+    otherwise = [*of_launcher(first), *options, "--kv-cache-dtype", "fp8"]
+    log = tmp_path / "rank-0.log"
+    with (
+        started(tiny_long, otherwise, FORKED, tmp_path / "rank-1.log", host=second) as launcher,
+        started(tiny_long, [*of_server(first), *options], FORKED, log, host=first) as server,
+    ):
+        assert server.wait(START_TIMEOUT_S) != 0
+        assert launcher.wait(ENDED_S) == 0
+    assert "would give different tokens: kv_cache_dtype" in log.read_text()
 
 
 @pytest.fixture

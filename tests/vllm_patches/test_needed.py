@@ -28,6 +28,7 @@ QUESTIONS = {
     "prompts.Watcher",
     "prompts.begin_request",
     "processes.is_engine_process",
+    "replicas.is_rank",
     "replicas.share",
     "server_end.TurnAway",
     "shutdown.ignore_ctrl_c",

@@ -814,13 +814,60 @@ def front_ends_of_ranks(folder):
     return asked == [3], asked
 
 
-@probe("replicas.set_share", at_once=False)
+@probe("replicas.mark_ranks", at_once=False)
 def ranks_of_a_machine(folder):
     """An engine's process does not know how many ranks its machine has."""
     parallel = arguments(folder).create_engine_config().parallel_config
     parallel.data_parallel_size = parallel.data_parallel_size_local = 2
     parallel.reconfigure_for_independent_dp_rank()
     return parallel.data_parallel_size_local == 1, parallel.data_parallel_size_local
+
+
+@probe("replicas.tell_facts", at_once=False)
+def what_an_engine_says(folder):
+    """An engine tells its server neither which weights it has nor what a plugin adds."""
+    from dataclasses import fields
+
+    from vllm.v1.engine import EngineCoreReadyResponse
+
+    names = {field.name for field in fields(EngineCoreReadyResponse)}
+    return "vllm_version" in names and not re.search("weights|digest|hash", " ".join(names)), names
+
+
+@probe("replicas.refuse_other_ranks")
+def another_release(folder):
+    """A server takes an engine of another release of vLLM."""
+    import msgspec
+    from vllm.v1.engine import EngineCoreReadyResponse
+    from vllm.v1.engine.core_client import MPClient
+
+    config = arguments(folder).create_engine_config()
+    client = SimpleNamespace(
+        vllm_config=config,
+        _effective_attention_block_sizes=set(),
+        _kv_event_sources={},
+        stats_update_address=None,
+    )
+    for rank, release in enumerate(("0.32.0", '{"vllm": "0.1"}', '{"vllm": "0.2"}')):
+        sizes = ("world_size", "data_parallel_size", "tensor_parallel_size")
+        sizes += ("pipeline_parallel_size", "decode_context_parallel_size", "max_num_seqs")
+        told = EngineCoreReadyResponse(
+            **dict.fromkeys(sizes, 1),
+            max_model_len=256,
+            num_gpu_blocks=8,
+            block_size=16,
+            dp_stats_address=None,
+            dtype="float32",
+            vllm_version=release,
+            data_parallel_rank=rank,
+            max_num_batched_tokens=64,
+            instance_id="",
+            supports_lora=False,
+            max_loras=0,
+        )
+        payload = msgspec.msgpack.encode(told)
+        found = raised(MPClient._apply_ready_response, client, payload)
+    return found == "", found
 
 
 @probe("engine_links.notice_lost_links")

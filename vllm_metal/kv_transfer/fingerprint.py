@@ -62,7 +62,7 @@ class Fingerprint:
             "pool": pool,
             "mlx": version("mlx"),
             "mlx_lm": version("mlx-lm"),
-            **_network(model),
+            **network_facts(model),
             "weights": dict(weights),
             "dtype": plain(model.dtype),
             "kv_cache_dtype": _pool_dtype(cache.cache_dtype, plain(model.dtype)),
@@ -90,7 +90,7 @@ class Fingerprint:
         """
         known = [other for other in others if isinstance(other, Mapping) and other]
         same_model = [other for other in known if other.get("model") == self.facts["model"]]
-        changes = [_changes(self.facts, other, "now") for other in same_model or known]
+        changes = [differences(self.facts, other, "now") for other in same_model or known]
         closest = min(changes, key=len, default=[])
         if not closest:
             return None
@@ -98,7 +98,7 @@ class Fingerprint:
 
     def difference(self, theirs: Mapping[str, Any]) -> str:
         """In what another engine's facts differ from these, in one line."""
-        return "; ".join(_changes(self.facts, theirs, "here")) or "its facts are of another kind"
+        return "; ".join(differences(self.facts, theirs, "here")) or "its facts are of another kind"
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _without(facts: Mapping[str, Any], is_none: Callable[[str], bool]) -> dict[s
     }
 
 
-def _changes(
+def differences(
     ours: Mapping[str, Any], others: Mapping[str, Any], this: str, part: str = ""
 ) -> list[str]:
     """What differs between facts, in words; `this` says whose `ours` are, `part` of what."""
@@ -129,7 +129,7 @@ def _changes(
             continue
         values = (_word(other), _word(own))
         if isinstance(own, Mapping) and isinstance(other, Mapping) and name in _PARTS:
-            found += _changes(own, other, this, f"{_PARTS[name]} ")
+            found += differences(own, other, this, f"{_PARTS[name]} ")
         elif None in values or any(
             word in name for word in ("weights", "hf_config", "seed", "vllm_metal")
         ):
@@ -148,7 +148,7 @@ def _word(value: Any) -> str | None:
     return text if plain else None
 
 
-def _network(model: ModelConfig) -> dict[str, Any]:
+def network_facts(model: ModelConfig) -> dict[str, Any]:
     """Facts of a checkpoint: its name, and config.json after --hf-overrides.
 
     What users change most has a fact of its own, and no part in the digest of all else.
@@ -188,7 +188,7 @@ def _draft(config: VllmConfig) -> dict[str, Any] | None:
     assert config.speculative_config is not None
     return {
         "method": config.speculative_config.method,
-        **_network(config.speculative_config.draft_model_config),
+        **network_facts(config.speculative_config.draft_model_config),
     }
 
 

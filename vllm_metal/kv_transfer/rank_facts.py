@@ -41,7 +41,6 @@ def of(vllm_config: VllmConfig) -> dict[str, Any]:
         "weights": weights_digest.of_networks(vllm_config, memo),
         "dtype": plain(model.dtype),
         "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
-        "max_model_len asked for": model.original_max_model_len,
     }
 
 

@@ -27,6 +27,7 @@ from vllm_metal.distributed import groups  # noqa: E402
 from vllm_metal.encoders import served as encoders  # noqa: E402
 from vllm_metal.encoders.refusals import fit_positions  # noqa: E402
 from vllm_metal.kv_cache import formats  # noqa: E402
+from vllm_metal.kv_transfer import rank_facts  # noqa: E402
 from vllm_metal.kv_transfer.config import complete_kv_transfer, figures_of  # noqa: E402
 from vllm_metal.memory.share import Share  # noqa: E402
 from vllm_metal.platform.refusals import refuse_unsupported  # noqa: E402
@@ -163,6 +164,7 @@ class MetalPlatform(Platform):
         engine_args.accept_int8_kv_cache(parser)
         engine_args.cache_prefixes_of_states()
         replicas.run_in_their_processes()
+        replicas.refuse_other_ranks(rank_facts.difference)
         processes.stay_in_process_on_macos()
         shutdown.let_engines_end()
         shutdown.tell_a_stop_from_a_failure()
@@ -260,9 +262,10 @@ class MetalPlatform(Platform):
         if parallel.data_parallel_size == 1:  # or an engine's own process, which is one of them
             return
         replicas.make_independent(vllm_config)
-        if parallel.data_parallel_size_local > 1:
-            before = mlx_device.memory(cls.mlx_device)
-            replicas.set_share(parallel, Share.of(parallel.data_parallel_size_local, before))
+        share = None
+        if (local := parallel.data_parallel_size_local) > 1:
+            share = Share.of(local, mlx_device.memory(cls.mlx_device))
+        replicas.mark_ranks(parallel, share)
 
     @staticmethod
     def _change_schedulers() -> None:

@@ -9,8 +9,11 @@ behind one server, which asks how long their queues are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from vllm_metal.vllm_patches.replacing import replace
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 _SHARE = "vllm_metal_share"  # of a ParallelConfig, which goes to the engine's process
+_FACTS = "vllm_metal_facts"  # of a server's client: what its first rank has said of itself
 
 
 def run_in_their_processes() -> None:
@@ -68,15 +72,69 @@ def make_independent(config: VllmConfig) -> None:
     config.parallel_config.is_moe_model = False
 
 
-def share(parallel: ParallelConfig) -> Any:
-    """What was given to `set_share`; None: nothing was.
+def mark_ranks(parallel: ParallelConfig, share: Any) -> None:
+    """Notes for the engines that a launcher starts that they are ranks, and their share of it.
 
     Args:
-        parallel: of an engine's process. vLLM forgets there how many ranks its machine has.
+        parallel: of the launcher's configuration.
+        share: any object that can be pickled; None: each rank has a machine of its own.
     """
+    setattr(parallel, _SHARE, share)
+
+
+def is_rank(parallel: ParallelConfig) -> bool:
+    """Whether an engine is one of several behind a server; vLLM tells it that it is the only one.
+
+    Args:
+        parallel: of its process's configuration.
+    """
+    return hasattr(parallel, _SHARE)
+
+
+def share(parallel: ParallelConfig) -> Any:
+    """What `mark_ranks` was given; None: nothing."""
     return getattr(parallel, _SHARE, None)
 
 
-def set_share(parallel: ParallelConfig, share: Any) -> None:
-    """Notes something for the engines that a launcher starts; any object that can be pickled."""
-    setattr(parallel, _SHARE, share)
+def tell_facts(facts: Callable[[VllmConfig], Mapping[str, Any]]) -> None:
+    """Has a rank tell its server all that its tokens depend on; call it in the engine's process.
+
+    Args:
+        facts: of the configuration of an engine whose weights are loaded; JSON has them unchanged.
+    """
+    from vllm.v1.engine.core import EngineCoreProc
+
+    def telling(make: Callable[[Any], Any], self: Any) -> Any:
+        response = make(self)
+        if is_rank(self.vllm_config.parallel_config):
+            # The field that says least: vLLM's server does not read it.
+            response.vllm_version = json.dumps(dict(facts(self.vllm_config)))
+        return response
+
+    replace(EngineCoreProc, "_make_ready_response", telling)
+
+
+def refuse_other_ranks(difference: Callable[[Mapping[str, Any], Mapping[str, Any]], str]) -> None:
+    """Has a server whose ranks would give different tokens not start; call it once vLLM is loaded.
+
+    vLLM compares what ranks in lock-step were started with, and nothing of others.
+
+    Args:
+        difference: of facts of two ranks, in words; empty where there is none.
+    """
+    from vllm.v1.engine.core_client import MPClient
+
+    def comparing(apply: Callable[[Any, bytes], None], self: Any, payload: bytes) -> None:
+        apply(self, payload)
+        told = msgspec.msgpack.decode(payload) if payload else {}
+        if not str(told.get("vllm_version", "")).startswith("{"):  # an engine without others
+            return
+        rank, facts = told["data_parallel_rank"], json.loads(told["vllm_version"])
+        first, ours = self.__dict__.setdefault(_FACTS, (rank, facts))
+        if found := difference(ours, facts):
+            raise ValueError(
+                f"data-parallel ranks {first} and {rank} would give different tokens: {found} "
+                f"(here: rank {first})"
+            )
+
+    replace(MPClient, "_apply_ready_response", comparing)

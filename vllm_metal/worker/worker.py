@@ -19,6 +19,7 @@ from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.device import gpu_cores, mlx_device, tuned
 from vllm_metal.kv_cache import choice, formats, warm_up
 from vllm_metal.kv_cache.specs import allocate_kv_caches, choose_block_size, kv_cache_specs
+from vllm_metal.kv_transfer import rank_facts
 from vllm_metal.kv_transfer.transfers import Transfers
 from vllm_metal.memory.planner import MemoryPlanner, quantised_share
 from vllm_metal.memory.pressure import MemoryPressure
@@ -73,7 +74,9 @@ class MetalWorker(WorkerBase):
     _awake_bytes = 0  # that MLX held when the engine was awake last
 
     def init_device(self) -> None:
-        engine_links.end_without_a_server()  # a spawned engine's links come before its next check
+        # A spawned engine tells of itself, and has its links, before its configuration's check.
+        engine_links.end_without_a_server()
+        replicas.tell_facts(rank_facts.of)
         mlx_device.select(self.current_platform.mlx_device)
         self.transfers = Transfers(self.vllm_config)
         if self.current_platform.mlx_device == "metal" and command_buffers.may_be_too_late():
