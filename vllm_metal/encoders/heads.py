@@ -7,8 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import torch
+
+from vllm_metal.pooling import torch_layers
 
 
 def of_bert(model: Any) -> torch.nn.Module:
@@ -36,19 +37,8 @@ def _linear(layer: nn.Module) -> torch.nn.Linear:
         packed = {name: layer[name] for name in ("scales", "biases") if name in layer}
         sizes = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
         weight = mx.dequantize(weight, **packed, **sizes)
-    labels, size = weight.shape
-    made = torch.nn.Linear(size, labels, bias="bias" in layer)
-    return _filled(made, weight, layer.get("bias"))
+    return torch_layers.linear(weight, layer.get("bias"))
 
 
 def _norm(layer: Any) -> torch.nn.LayerNorm:
-    made = torch.nn.LayerNorm(layer.dims, eps=layer.eps, bias="bias" in layer)
-    return _filled(made, layer.weight, layer.get("bias"))
-
-
-def _filled(made: Any, weight: mx.array, bias: mx.array | None) -> Any:
-    with torch.no_grad():
-        for parameter, array in ((made.weight, weight), (made.bias, bias)):
-            if array is not None:
-                parameter.copy_(torch.from_numpy(np.array(array.astype(mx.float32))))
-    return made.requires_grad_(False)
+    return torch_layers.layer_norm(layer.weight, layer.get("bias"), layer.eps)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that a model folder's weight files exist and are complete, before they are read.
+"""A model folder's weight files: whether they exist and are complete, and the arrays in them.
 
 Format of safetensors: https://huggingface.co/docs/safetensors/index#format
 """
@@ -7,7 +7,11 @@ Format of safetensors: https://huggingface.co/docs/safetensors/index#format
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
+
+import mlx.core as mx
 
 _INDEX = "model.safetensors.index.json"
 _AGAIN = "download it again, or convert the model again"
@@ -23,7 +27,7 @@ def check_weight_files(folder: Path) -> None:
     Raises:
         ModelLoadError: a file is missing, truncated or no safetensors file; the message names it.
     """
-    paths = sorted(folder.glob("model*.safetensors"))
+    paths = _weight_files(folder)
     index = folder / _INDEX
     if index.is_file():
         for name in sorted(_named_in(index)):
@@ -35,6 +39,16 @@ def check_weight_files(folder: Path) -> None:
         )
     for path in paths:
         _check(path)
+
+
+def stored_arrays(folder: Path) -> Iterator[tuple[str, mx.array]]:
+    """Yields names and arrays of the weight files; each is read when it is evaluated."""
+    for path in _weight_files(folder):
+        yield from cast(dict[str, mx.array], mx.load(str(path))).items()
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("model*.safetensors"))
 
 
 def _named_in(index: Path) -> set[str]:

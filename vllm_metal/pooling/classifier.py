@@ -6,13 +6,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import torch
 
 from vllm_metal.models.headless import OTHER_HEAD, head_rows
-from vllm_metal.models.weight_files import ModelLoadError
+from vllm_metal.models.weight_files import ModelLoadError, stored_arrays
+from vllm_metal.pooling import torch_layers
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -31,10 +30,8 @@ def stored(folder: Path, model_config: ModelConfig) -> torch.nn.Linear:
     Raises:
         ModelLoadError: there is none, or it is not such a layer.
     """
-    found: dict[str, mx.array] = {}
-    for path in sorted(folder.glob("model*.safetensors")):
-        arrays = cast(dict[str, mx.array], mx.load(str(path)))
-        found |= {name: array for name, array in arrays.items() if name.startswith(OTHER_HEAD)}
+    arrays = stored_arrays(folder)
+    found = {name: array for name, array in arrays if name.startswith(OTHER_HEAD)}
     names = {name.removeprefix(OTHER_HEAD) for name in found}
     if "weight" not in names or not names <= {"weight", "bias"}:
         raise ModelLoadError(
@@ -49,7 +46,7 @@ def stored(folder: Path, model_config: ModelConfig) -> torch.nn.Linear:
             f"score.weight in {folder} is {tuple(weight.shape)}, and config.json asks for "
             f"{expected}: labels by hidden size"
         )
-    return _linear(weight, bias, model_config)
+    return torch_layers.linear(weight, bias).to(model_config.head_dtype)
 
 
 def of_head(model: nn.Module, embedding: nn.Module, model_config: ModelConfig) -> torch.nn.Linear:
@@ -73,7 +70,7 @@ def of_head(model: nn.Module, embedding: nn.Module, model_config: ModelConfig) -
             f"method {method!r} of --hf-overrides makes no classifier: vLLM has "
             f"{_TWO_WAYS!r} and {_EACH_TOKEN!r}"
         )
-    return _linear(rows, None, model_config)
+    return torch_layers.linear(rows).to(model_config.head_dtype)
 
 
 def asked(model_config: ModelConfig) -> str | None:
@@ -101,17 +98,3 @@ def _ids_of(tokens: list[str], model_config: ModelConfig) -> list[int]:
     if unknown:
         raise ModelLoadError(f"classifier_from_token names {unknown}, which are no tokens")
     return ids
-
-
-def _linear(weight: mx.array, bias: mx.array | None, model_config: ModelConfig) -> torch.nn.Linear:
-    labels, hidden_size = weight.shape
-    linear = torch.nn.Linear(hidden_size, labels, bias=bias is not None)
-    with torch.no_grad():
-        linear.weight.copy_(_torch(weight))
-        if bias is not None:
-            linear.bias.copy_(_torch(bias))
-    return linear.to(model_config.head_dtype).requires_grad_(False)
-
-
-def _torch(array: mx.array) -> torch.Tensor:
-    return torch.from_numpy(np.array(array.astype(mx.float32)))

@@ -6,13 +6,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from vllm_metal.models import loader
-from vllm_metal.models.weight_files import ModelLoadError
+from vllm_metal.models.weight_files import ModelLoadError, stored_arrays
 
 Config = Mapping[str, Any]
 
@@ -107,11 +107,8 @@ def load_weights(tower: Tower, folder: Path, dtype: mx.Dtype, quantization: Conf
     Raises:
         ModelLoadError: weights are missing, or the tower has no place for some.
     """
-    found: dict[str, mx.array] = {}
-    for path in sorted(folder.glob("model*.safetensors")):
-        for name, array in cast(dict[str, mx.array], mx.load(str(path))).items():
-            if (own := tower.own_name(name)) is not None:
-                found[own] = array
+    named = ((tower.own_name(name), array) for name, array in stored_arrays(folder))
+    found = {name: array for name, array in named if name is not None}
     if not found:
         raise ModelLoadError(
             f"{folder} has no weights of a vision tower: serve its text with --language-model-only"

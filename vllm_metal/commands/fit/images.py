@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from vllm_metal.models.weight_files import stored_arrays
 from vllm_metal.vision.families import FAMILIES
 
 #: Pixels of an image and a video where no file says it, as transformers' processors of Qwen's have.
@@ -47,12 +48,7 @@ class Images:
         if family is None or find_spec("mlx_vlm") is None:
             return None
         parts = tuple(f"{name}." for name in cast(Any, family.tower).parts)
-        arrays = [
-            array
-            for path in sorted(folder.glob("model*.safetensors"))
-            for name, array in cast(dict[str, mx.array], mx.load(str(path))).items()
-            if name.startswith(parts)
-        ]
+        arrays = [array for name, array in stored_arrays(folder) if name.startswith(parts)]
         if not arrays:
             return None
         vision, text = config["vision_config"], config.get("text_config", config)
