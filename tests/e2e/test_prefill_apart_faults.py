@@ -153,7 +153,7 @@ def test_other_pages_are_refused(pair, prompts, alone):
 def test_nobody_listens_at_first_and_then_somebody_does(tiny, prompts, alone, monkeypatch):
     port = free_port()
     at_once = partial(Peer, timeouts=replace(TIMEOUTS, down=0.0))  # and not after some seconds
-    monkeypatch.setattr("vllm_metal.kv_transfer.peer.store.Peer", at_once)
+    monkeypatch.setattr("vllm_metal.kv_transfer.peer.clients.Peer", at_once)
     with consumer(tiny, port) as d:
         found = decode(d, prompts[0])
         assert (found.tokens, found.pulled) == (alone[0], 0)

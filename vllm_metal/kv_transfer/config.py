@@ -70,9 +70,10 @@ class TransferConfig:
         transfer = vllm_config.kv_transfer_config
         if transfer is None or transfer.kv_connector is None:
             return None
-        assert transfer.engine_id is not None  # vLLM makes one up
+        assert transfer.engine_id is not None and transfer.kv_role is not None  # vLLM sees to it
         given = values.read(transfer.kv_connector_extra_config, _READERS, EXTRA)
-        return TransferConfig(transfer.engine_id, _stores(given), given.get("salt_key"))
+        stores = _stores(given, transfer.kv_role)
+        return TransferConfig(transfer.engine_id, stores, given.get("salt_key"))
 
     def read_salt_key(self) -> bytes | None:
         """Reads the secret of derived salts; see `salts.namespace`.
@@ -97,8 +98,8 @@ def figures_of(vllm_config: VllmConfig) -> dict[str, type]:
     }
 
 
-def _stores(given: Mapping[str, Any]) -> dict[str, StoreConfig]:
-    return {kind.name: kind.of(given) for kind in STORES if kind.is_asked_for(given)}
+def _stores(given: Mapping[str, Any], role: str) -> dict[str, StoreConfig]:
+    return {kind.name: kind.of(given, role) for kind in STORES if kind.is_asked_for(given)}
 
 
 def complete_kv_transfer(vllm_config: VllmConfig) -> None:
@@ -123,7 +124,7 @@ def complete_kv_transfer(vllm_config: VllmConfig) -> None:
     if "salt_key" in given:
         secret_file.read(given["salt_key"], salts.SALT_KEY)
         complete["salt_key"] = str(given["salt_key"])
-    for config in _stores(given).values():
+    for config in _stores(given, transfer.kv_role).values():
         complete |= config.as_json()
     transfer.kv_connector_extra_config = complete
     vllm_config.cache_config.prefix_caching_hash_algo = HASH_ALGORITHM

@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm_metal.kv_transfer.config import SPEC, TransferConfig
 from vllm_metal.kv_transfer.manager import PageManager
 from vllm_metal.kv_transfer.messages import TransferHandshake, TransferMetadata, TransferNews
+from vllm_metal.metrics.figures import STEP
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from vllm_metal.vllm_patches.step_result import Figures
 
 #: Seconds that a request which starts again waits for its blocks to be written; then it computes.
 LONGEST_WAIT = 1.0
@@ -163,6 +166,12 @@ class MetalKVConnector(OffloadingConnector):
             if (status := self.scheduler._req_status.get(req_id)) is not None:
                 self._manager.load_failed(status.req_context)
         super().update_connector_output(connector_output)
+
+    def hear_figures(self, figures: Figures) -> None:
+        """Takes a step's figures, of which stores may want how fast prompts are computed."""
+        step = figures.get(STEP, {})
+        if (rows := step.get("prefill_rows")) is not None:
+            self._manager.computed(rows, step["prefill_seconds"], step["decode_seconds"])
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

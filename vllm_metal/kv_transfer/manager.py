@@ -139,6 +139,8 @@ class PageManager(OffloadingManager):
         self._release(req_context)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        for lookup in _of(req_context).lookups.values():
+            lookup.loaded()
         self._release(req_context)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -203,6 +205,11 @@ class PageManager(OffloadingManager):
             self._views[name].hear(told)
         for number in news.discarded:
             del self._discards[number]
+
+    def computed(self, prefill_rows: int, prefill_seconds: float, decode_seconds: float) -> None:
+        """See `View.computed`."""
+        for view in self._views.values():
+            view.computed(prefill_rows, prefill_seconds, decode_seconds)
 
     def params_for_others(self, req_id: str) -> dict[str, Any] | None:
         """What a proxy hands to an engine that goes on with a request; None: nothing."""

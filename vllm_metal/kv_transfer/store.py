@@ -119,6 +119,9 @@ class Lookup:
         """What goes to the worker with a load of these pages; can be pickled."""
         return None
 
+    def loaded(self) -> None:
+        """The pages that `hint` was asked about have come; `release` follows."""
+
     def release(self, failed: bool) -> Lookup | None:
         """The pages are not needed any more; may be called again.
 
@@ -162,6 +165,14 @@ class View:
     def hear(self, news: Any) -> None:
         """Takes what `Store.news` gave."""
 
+    def computed(self, prefill_rows: int, prefill_seconds: float, decode_seconds: float) -> None:
+        """The device has computed steps since the last call.
+
+        Args:
+            prefill_rows: of prompts.
+            prefill_seconds, decode_seconds: that these took, and rows of answers.
+        """
+
     def params_for_others(self, req_id: str) -> dict[str, Any] | None:
         """What a proxy hands to an engine that goes on with a request; None: nothing."""
         return None
@@ -204,8 +215,13 @@ class StoreConfig:
         """
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> StoreConfig:
-        """Returns the settings in values that were read, defaults filled in."""
+    def of(cls, given: Mapping[str, Any], role: str) -> StoreConfig:
+        """Returns the settings in values that were read, defaults filled in.
+
+        Args:
+            given: by key.
+            role: kv_role.
+        """
         return cls()
 
     def as_json(self) -> dict[str, Any]:

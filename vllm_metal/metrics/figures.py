@@ -61,6 +61,8 @@ class StepFigures:
         "vllm:metal_failed_steps",
         "Steps that failed: their requests ended with an error, and all others started again.",
     ).field()
+    #: Rows that `prefill_seconds` are of. No metric: vLLM counts tokens of prompts itself.
+    prefill_rows: int | None = None
     #: None: the step needed none that was not there.
     images_encoded: int | None = Metric(
         "counter",

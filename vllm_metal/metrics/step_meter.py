@@ -83,11 +83,12 @@ class StepMeter:
         if result.pool_lost:
             self._clock.drop()
             self._rows = StepRows()
-        prefill_seconds = decode_seconds = None
+        prefill_seconds = decode_seconds = prefill_rows = None
         device_seconds = self._clock.end(step, has_results(result))
         if device_seconds is not None:
             prefill_seconds = device_seconds * self._rows.prefill_share
             decode_seconds = device_seconds - prefill_seconds
+            prefill_rows = self._rows.prefill
             self._rows = StepRows()
         figures = StepFigures(
             host_seconds=step.host_seconds,
@@ -97,6 +98,7 @@ class StepMeter:
             device_memory_bytes=mlx_device.memory_held(),
             memory_budget_bytes=self._budget,
             failed_steps=self._num_failures(),
+            prefill_rows=prefill_rows,
             **result.figures.get(STEP, {}),
         )
         result.figures = {**result.figures, STEP: asdict(figures)}

@@ -101,6 +101,8 @@ def _sending_figures(
 ) -> dict[int, EngineCoreOutputs]:
     outputs = update(self, scheduler_output, model_runner_output)
     figures = getattr(model_runner_output, "figures", None)  # vLLM's own results have none
+    if figures:
+        _tell_connector(self, "hear_figures", figures)
     for of_client in outputs.values():
         if figures and of_client.scheduler_stats is not None:
             send_figures(of_client.scheduler_stats, figures)

@@ -34,6 +34,10 @@ def clock():
     return Clock()
 
 
+def decoder_terms():
+    return make_terms("decode-1")
+
+
 class Log(logging.Handler):
     """Lines that this package logs."""
 
@@ -90,7 +94,7 @@ def make_server(ends, outbox):
 
 @pytest.fixture
 def make_peer(ends, clock):
-    def make(port, secret=SECRET, terms=make_terms, difference=str, timeouts=CALM):
+    def make(port, secret=SECRET, terms=decoder_terms, difference=str, timeouts=CALM):
         address = Address("127.0.0.1", port)
         peer = Peer(address, secret, terms, difference, clock, timeouts)
         ends.append(peer)

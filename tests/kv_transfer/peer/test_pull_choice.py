@@ -18,9 +18,7 @@ def line(fixed, each, amounts=(1.0, 10.0, 100.0), enough=1.0):
     return made
 
 
-@given(
-    st.floats(0, 1), st.floats(1e-9, 1), st.lists(st.floats(1, 1e9), min_size=2, max_size=8)
-)
+@given(st.floats(0, 1), st.floats(1e-9, 1), st.lists(st.floats(1, 1e9), min_size=2, max_size=8))
 def test_a_line_without_noise_is_found(fixed, each, amounts):
     amounts = [*amounts, 3 * max(amounts)]  # else nobody could tell the two parts apart
     made = line(fixed, each, amounts)
@@ -93,7 +91,8 @@ def test_of_what_is_known_exactly_the_soonest_is_chosen(found, each, wait, byte_
     """At one byte a token, as a plain search over all peers and computing finds it."""
     longest_prompt = max(tokens for tokens, _, _ in found)
     after = {
-        number: wait + max(fixed + slope * tokens, byte_seconds * tokens)
+        number: wait
+        + max(fixed + slope * tokens, byte_seconds * tokens)
         + each * (longest_prompt - tokens)
         for number, (tokens, fixed, slope) in enumerate(found)
     }
@@ -106,7 +105,9 @@ def test_of_what_is_known_exactly_the_soonest_is_chosen(found, each, wait, byte_
     took = computed if chosen is None else after[chosen[0]]
     best = min(computed, *after.values())
     number = min(after, key=after.__getitem__)
-    pull = max(found[number][1] + found[number][2] * found[number][0], byte_seconds * found[number][0])
+    pull = max(
+        found[number][1] + found[number][2] * found[number][0], byte_seconds * found[number][0]
+    )
     assert took <= best + 0.1 * pull + 1e-3 * (took + wait) + 1e-9  # others are as good
 
 

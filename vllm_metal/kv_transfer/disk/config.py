@@ -62,7 +62,7 @@ class DiskConfig(StoreConfig):
             raise ValueError(f"{where} {alone[0]!r} needs 'path', the folder of the cache on disk")
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> DiskConfig:
+    def of(cls, given: Mapping[str, Any], role: str) -> DiskConfig:
         most = given.get("bytes")
         if most is None:  # of a full disk the default is 0, which is no size
             most = max(default_max_bytes(given["path"]), 1)

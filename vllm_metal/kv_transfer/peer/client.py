@@ -106,6 +106,7 @@ class Peer:
         self._session = secrets.token_bytes(SESSION_BYTES)
         self._lock = threading.Lock()
         self._engine_id: str | None = None
+        self._is_in_trouble = False
         self._down_until: float | None = None
         self._refused: Terms | None = None  # own terms, that do not go with the peer's
         self._refused_until = 0.0  # then it is tried whether the peer has changed
@@ -133,8 +134,21 @@ class Peer:
         with self._lock:
             return self._down_until is not None and self._clock() < self._down_until
 
+    @property
+    def is_in_trouble(self) -> bool:
+        """Whether it was of no use when it was last tried; `hello` tries again."""
+        return self._is_in_trouble
+
+    def hello(self) -> bool:
+        """Whether the peer answers, and has pages that this engine can use; blocks."""
+        answers = self._call(_renew, otherwise=False)
+        if answers:
+            self._note_good()
+        return answers
+
     def avoid(self) -> None:
         """Counts as down from now on, for as long as a peer that could not be reached."""
+        self._is_in_trouble = True
         with self._lock:
             self._down_until = self._clock() + self._timeouts.down
 
@@ -249,21 +263,21 @@ class Peer:
     def _tell(self, message: Renew | Release) -> None:
         """For the keeper of leases."""
 
-        def work(link: Link) -> None:
-            link.send(message)
-            decode(link.receive(MAX_MESSAGE_BYTES), Done)
-
-        self._call(work, None)
+        self._call(partial(_send, message), None)
 
     def _introduce(self, link: Link) -> Terms:
         own = self._terms()
         try:
             theirs = handshake.introduce(link, self._secret, self._session, own)
             self._engine_id = theirs.engine_id
+            if theirs.engine_id == own.engine_id:
+                self._refuse(own, None)  # one file may name all engines to each of them
+                raise handshake.Refused("it is this engine")
             if theirs.content != own.content:
                 raise handshake.Refused(self._words(own, theirs))
         except handshake.Refused as refused:
-            self._refuse(own, str(refused))
+            if self._engine_id != own.engine_id:
+                self._refuse(own, str(refused))
             raise
         self._note_good()
         return own
@@ -296,6 +310,7 @@ class Peer:
         with self._lock:
             trouble, self._trouble = self._trouble, None
             self._down_until = self._refused = None
+            self._is_in_trouble = False
         if trouble is not None:
             logger.info("The peer %s serves pages", self.address)
 
@@ -305,10 +320,13 @@ class Peer:
         self.avoid()
         self._say(f"The peer {self.address} cannot be used now ({reason}); prompts are computed")
 
-    def _refuse(self, own: Terms, reason: str) -> None:
+    def _refuse(self, own: Terms, reason: str | None) -> None:
+        """Not to be tried for a while; None: there is nothing to say of it."""
+        self._is_in_trouble = True
         with self._lock:
             self._refused, self._refused_until = own, self._clock() + self._timeouts.refused
-        self._say(f"The peer {self.address} is not used: {reason}")
+        if reason is not None:
+            self._say(f"The peer {self.address} is not used: {reason}")
 
     def _say(self, trouble: str) -> None:
         """Once, until there is another trouble, or none."""
@@ -321,6 +339,16 @@ class Peer:
     def _count(self, **numbers: int) -> None:
         with self._lock:
             self._counts.update(numbers)
+
+
+def _send(message: Renew | Release, link: Link) -> None:
+    link.send(message)
+    decode(link.receive(MAX_MESSAGE_BYTES), Done)
+
+
+def _renew(link: Link) -> bool:
+    _send(Renew(), link)
+    return True
 
 
 def _ask(keys: list[bytes], wait_ms: int, link: Link) -> set[bytes] | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
 
 from vllm_metal.kv_transfer.fingerprint import PoolContent
 from vllm_metal.kv_transfer.peer.address import Address
@@ -47,6 +49,12 @@ class Clients:
     def _difference(self, theirs: Mapping[str, Any]) -> str:
         assert self._content is not None
         return self._content.fingerprint.difference(theirs)
+
+    def page_sizes(self, keys: Sequence[bytes]) -> list[int]:
+        """Returns the bytes of each page."""
+        assert self._content is not None
+        page_bytes = self._content.page_bytes
+        return [page_bytes[get_offload_group_idx(OffloadKey(key))] for key in keys]
 
     def at(self, address: Address) -> Peer:
         """Returns the peer at an address. Of too many, the one used least recently is closed."""

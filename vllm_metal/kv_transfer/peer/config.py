@@ -7,8 +7,8 @@ pages; a consumer asks producers for pages, and decodes; kv_both may do either.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,8 @@ import psutil
 from vllm.logger import init_logger
 
 from vllm_metal.kv_transfer.peer.address import Address
+from vllm_metal.kv_transfer.peer.limits import HASTY, MAX_PEERS, TIMEOUTS, Timeouts
+from vllm_metal.kv_transfer.peer.peers_file import read_peers
 from vllm_metal.kv_transfer.store import StoreConfig
 from vllm_metal.settings import secret_file, values
 
@@ -30,16 +32,19 @@ logger = init_logger(__name__)
 #: Memory of the outbox where the user says nothing: a 16th of the machine's, and no more than
 #: takes 32,768 tokens of an 8B model with 16-bit K/V of 8 heads (131,072 bytes each).
 _DEFAULT_SHARE, _DEFAULT_MOST = 16, 4 << 30
-#: By kv_role a key that is needed, and one that is of no use.
-_OF_ROLE: Mapping[str, tuple[str | None, str | None]] = {
-    "kv_producer": ("listen", "peers"),
-    "kv_consumer": ("peers", "listen"),
-    "kv_both": (None, None),
+#: By kv_role the keys of which one is needed, and those that are of no use.
+_OF_ROLE: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
+    "kv_producer": (("listen",), ("peers", "peers_file", "pull")),
+    "kv_consumer": (("peers", "peers_file"), ("listen",)),
+    "kv_both": ((), ()),
 }
 _MEANINGS = {
     "listen": "the address where decoding engines ask for K/V, such as 127.0.0.1:9100",
     "peers": "the addresses that prefilling engines listen on, such as ['127.0.0.1:9100']",
 }
+#: When pages that peers have are pulled: where that is faster than computing, whenever there are
+#: any, or not at all.
+PULLS = ("auto", "always", "never")
 
 
 def _addresses(value: Any) -> tuple[Address, ...]:
@@ -53,7 +58,15 @@ def _addresses(value: Any) -> tuple[Address, ...]:
     found = [Address.parse(each) for each in value]
     if len(set(found)) < len(found):
         raise ValueError("names an address twice")
+    if len(found) > MAX_PEERS:
+        raise ValueError(f"names {len(found)} addresses, and {MAX_PEERS} are the most")
     return tuple(found)
+
+
+def _pull(value: Any) -> str:
+    if value not in PULLS:
+        raise ValueError(f"must be one of {', '.join(map(repr, PULLS))}, not {value!r}")
+    return str(value)
 
 
 @dataclass(frozen=True)
@@ -62,18 +75,22 @@ class PeerConfig(StoreConfig):
 
     name = "peers"
     asked_by = "'listen' and 'peers', the addresses of engines that hand each other K/V"
-    asking = ("listen", "peers")
+    asking = ("listen", "peers", "peers_file")
     readers = MappingProxyType(
         {
             "listen": Address.parse,
             "peers": _addresses,
+            "peers_file": values.path,
+            "pull": _pull,
             "secret": values.path,
             "outbox_bytes": values.size,
         }
     )
 
     listen: Address | None  # where peers ask for pages; None: nobody may
-    peers: tuple[Address, ...]  # whom to ask for pages
+    peers: tuple[Address, ...]  # whom to ask for pages; of a file, as it was read
+    peers_file: Path | None  # that names them, and may change
+    pull: str  # one of PULLS
     secret: Path | None  # file of what all of them share; None: they are on this machine
     outbox_bytes: int  # most memory of pages that peers may ask for
 
@@ -88,30 +105,59 @@ class PeerConfig(StoreConfig):
     @classmethod
     def check(cls, given: Mapping[str, Any], role: str, where: str, instead: str | None) -> None:
         needed, useless = _OF_ROLE[role]
-        if needed is not None and instead is not None and not given.get(needed):
-            meaning = _MEANINGS[needed]
-            raise ValueError(f"kv_role {role!r} needs {where} {needed!r}, {meaning}; or {instead}")
-        if useless is not None and given.get(useless):
+        if needed and instead is not None and not any(given.get(key) for key in needed):
+            meaning = _MEANINGS[needed[0]]
             raise ValueError(
-                f"kv_role {role!r} has no use for {where} {useless!r}: leave it out, or choose "
-                "kv_both"
+                f"kv_role {role!r} needs {where} {needed[0]!r}, {meaning}; or {instead}"
             )
+        for key in useless:
+            if given.get(key):
+                raise ValueError(
+                    f"kv_role {role!r} has no use for {where} {key!r}: leave it out, or choose "
+                    "kv_both"
+                )
+        if given.get("peers") and given.get("peers_file"):
+            raise ValueError(f"{where} 'peers' and 'peers_file' both name peers: leave one out")
+        if "pull" in given and not (given.get("peers") or given.get("peers_file")):
+            raise ValueError(f"{where} 'pull' needs 'peers' or 'peers_file': who is pulled from")
         if "outbox_bytes" in given and "listen" not in given:
             raise ValueError(
                 f"{where} 'outbox_bytes' needs 'listen': the outbox is for peers that ask"
             )
         if cls.is_asked_for(given):
-            _check_secret(cls.of(given), where)
+            try:
+                config = cls.of(given, role)
+            except ValueError as error:
+                raise ValueError(f"{where} 'peers_file': {error}") from error
+            _check_secret(config, where)
         elif "secret" in given:
             raise ValueError(f"{where} 'secret' needs 'listen' or 'peers', who share it")
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> PeerConfig:
+    def of(cls, given: Mapping[str, Any], role: str) -> PeerConfig:
+        """See `StoreConfig`.
+
+        Raises:
+            ValueError: a file of peers cannot be read.
+        """
         most = given.get("outbox_bytes")
         if most is None:
             most = min(psutil.virtual_memory().total // _DEFAULT_SHARE, _DEFAULT_MOST)
-        listen, peers = given.get("listen"), tuple(given.get("peers", ()))
-        return PeerConfig(listen, peers, given.get("secret"), most if listen is not None else 0)
+        listen, file = given.get("listen"), given.get("peers_file")
+        peers = given.get("peers", ()) if file is None else read_peers(file)
+        # A consumer has a producer that computes for it.
+        pull = given.get("pull", "always" if role == "kv_consumer" else "auto")
+        outbox_bytes = most if listen is not None else 0
+        return PeerConfig(listen, tuple(peers), file, pull, given.get("secret"), outbox_bytes)
+
+    @property
+    def _asks(self) -> bool:
+        return bool(self.peers) or self.peers_file is not None
+
+    @property
+    def _timeouts(self) -> Timeouts:
+        """Of what others answer."""
+        return HASTY if self.pull == "auto" else TIMEOUTS
 
     def read_secret(self) -> bytes:
         """Reads the secret; empty where there is none.
@@ -123,8 +169,12 @@ class PeerConfig(StoreConfig):
 
     def as_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        if self.peers:
+        if self.peers_file is not None:
+            found["peers_file"] = str(self.peers_file)
+        elif self.peers:
             found["peers"] = [str(peer) for peer in self.peers]
+        if self._asks:
+            found["pull"] = self.pull
         if self.listen is not None:
             found |= {"listen": str(self.listen), "outbox_bytes": self.outbox_bytes}
         if self.secret is not None:
@@ -145,15 +195,27 @@ class PeerConfig(StoreConfig):
             logger.info(
                 "Other engines may ask for K/V at %s, of %.3g GB at most", self.listen, most
             )
-        if self.peers:
-            logger.info("K/V are asked of %s", ", ".join(map(str, self.peers)))
+        if self._asks and self.pull != "never":
+            logger.info("K/V are asked of %s", self.peers_file or ", ".join(map(str, self.peers)))
         secret = self.read_secret()
-        return PeerStore(engine_id, self.listen, self.peers, secret, self.outbox_bytes)
+        return PeerStore(engine_id, self.listen, secret, self.outbox_bytes, self._timeouts)
 
     def view(self, engine_id: str, content: PoolContent, handshake: Address | None) -> PeerView:
+        from vllm_metal.kv_transfer.peer.clients import Clients
+        from vllm_metal.kv_transfer.peer.peers_file import PeersFile
+        from vllm_metal.kv_transfer.peer.puller import Puller
         from vllm_metal.kv_transfer.peer.view import PeerView
 
-        return PeerView(engine_id, self.peers, self.read_secret(), content, handshake)
+        # What the worker fetches is waited for; what these are asked, no longer than is of use.
+        timeouts = replace(self._timeouts, no_progress=TIMEOUTS.no_progress)
+        clients = Clients(engine_id, self.read_secret(), timeouts)
+        clients.use(content)
+        if self.pull == "never":
+            return PeerView(engine_id, clients, (), None, None, handshake)
+        file = None if self.peers_file is None else PeersFile(self.peers_file)
+        peers = self.peers if file is None else file.addresses
+        puller = Puller(content) if self.pull == "auto" and self._asks else None
+        return PeerView(engine_id, clients, peers, file, puller, handshake)
 
 
 def _check_secret(config: PeerConfig, where: str) -> None:

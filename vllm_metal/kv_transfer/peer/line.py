@@ -36,7 +36,7 @@ class Line:
         self._largest = 0.0
         self._sum = self._squares = 0.0  # of amounts
         # Sums of 1, x, y, x * x and x * y, each divided by the square of the seconds expected.
-        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+        self._sums: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def add(self, amount: float, seconds: float) -> None:
         """Takes in an observation; both are above 0.

@@ -6,17 +6,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 
 from vllm_metal.kv_transfer.fingerprint import PoolContent
 from vllm_metal.kv_transfer.peer.address import Address
-from vllm_metal.kv_transfer.peer.client import Peer, PeerStats
-from vllm_metal.kv_transfer.peer.handshake import Terms
+from vllm_metal.kv_transfer.peer.client import PeerStats
+from vllm_metal.kv_transfer.peer.clients import Clients
+from vllm_metal.kv_transfer.peer.limits import TIMEOUTS, Timeouts
 from vllm_metal.kv_transfer.peer.outbox import Outbox, OutboxStats
+from vllm_metal.kv_transfer.peer.pull_hint import Patience, PullHint
 from vllm_metal.kv_transfer.peer.server import PageServer
 from vllm_metal.kv_transfer.store import Shelf, Store
 
@@ -24,40 +26,6 @@ from vllm_metal.kv_transfer.store import Shelf, Store
 @dataclass(frozen=True, kw_only=True)
 class PeerFigures(OutboxStats, PeerStats):
     """Figures of this process: of its outbox, and of all peers that it asks."""
-
-
-class Clients:
-    """The engines that this one asks, and the terms that it has with them."""
-
-    def __init__(self, engine_id: str, addresses: Sequence[Address], secret: bytes) -> None:
-        """
-        Args:
-            engine_id: of this engine.
-            addresses: whom to ask, best first.
-            secret: what all share; b"": nothing.
-        """
-        self._engine_id = engine_id
-        self._content: PoolContent | None = None  # until there is a pool
-        self.peers = [Peer(each, secret, self.terms, self._difference) for each in addresses]
-
-    def use(self, content: PoolContent) -> None:
-        """Pages are of this content from now on."""
-        self._content = content
-
-    def terms(self) -> Terms:
-        """What this engine's pages are."""
-        assert self._content is not None  # nobody asks or is asked before there is a pool
-        fingerprint, page_bytes = self._content.fingerprint, self._content.page_bytes
-        return Terms(self._engine_id, fingerprint.digest, fingerprint.facts, page_bytes)
-
-    def _difference(self, theirs: Mapping[str, Any]) -> str:
-        assert self._content is not None
-        return self._content.fingerprint.difference(theirs)
-
-    def close(self) -> None:
-        """Ends all that is under way."""
-        for peer in self.peers:
-            peer.close()
 
 
 @dataclass(frozen=True)
@@ -69,7 +37,7 @@ class PeerShelf(Shelf):
 
     outbox: Outbox
     generation: int  # of the outbox: once it was cleared, pages of before do not go there
-    peers: Sequence[Peer]
+    clients: Clients
 
     def wants(self, key: bytes) -> bool:
         return self.outbox.max_bytes > 0 and not self.outbox.contains(key)
@@ -81,19 +49,23 @@ class PeerShelf(Shelf):
         self,
         keys: Sequence[bytes],
         rows: Sequence[np.ndarray],
-        hint: Mapping[bytes, int] | None,
+        hint: PullHint | None,
         wanted: Callable[[], bool],
     ) -> set[int]:
-        """See `Shelf`; the hint is at which peer a page was found."""
-        places: dict[int, list[int]] = {}
+        if hint is None:
+            return set()
+        places: dict[Address, list[int]] = {}
         for index, key in enumerate(keys):
-            if hint is not None and key in hint:
-                places.setdefault(hint[key], []).append(index)
+            if key in hint.places:
+                places.setdefault(hint.places[key], []).append(index)
         filled: set[int] = set()
-        for number, indices in places.items():
+        patience = hint.patience or Patience(float("inf"))
+        for address, indices in places.items():
             pages = [keys[i] for i in indices], [rows[i].data for i in indices]
-            if self.peers[number].fetch(*pages, wanted):
-                filled.update(indices)
+            with patience.fetching(len(indices)):
+                goes_on = partial(_goes_on, wanted, patience)
+                if self.clients.at(address).fetch(*pages, goes_on):
+                    filled.update(indices)
         return filled
 
     def touch(self, keys: Sequence[bytes], used_at: float) -> None:
@@ -106,34 +78,38 @@ class PeerShelf(Shelf):
         self.withdraw(keys)
 
 
+def _goes_on(wanted: Callable[[], bool], patience: Patience) -> bool:
+    return wanted() and not patience.is_over
+
+
 class PeerStore(Store):
     """The outbox and who serves it, and the peers that pages are fetched from.
 
-    Its news are the peers that failed, by their place in the settings.
+    Its news are the addresses of peers that failed.
     """
 
     def __init__(
         self,
         engine_id: str,
         listen: Address | None,
-        peers: Sequence[Address],
         secret: bytes,
         outbox_bytes: int,
+        timeouts: Timeouts = TIMEOUTS,
     ) -> None:
         """
         Args:
             engine_id: of this engine.
             listen: where others ask for pages; None: nobody may.
-            peers: whom pages are fetched from.
             secret: what all share; b"": nothing.
             outbox_bytes: most memory of pages that others may ask for.
+            timeouts: of fetches.
         """
         self._listen = listen
         self._secret = secret
         self.outbox = Outbox(outbox_bytes)  # of no bytes where nobody may ask
         self._server: PageServer | None = None  # until there is a pool
-        self._clients = Clients(engine_id, peers, secret)
-        self._down: set[int] = set()  # peers that were, when the news were told last
+        self._clients = Clients(engine_id, secret, timeouts)
+        self._down: set[Address] = set()  # peers that were, when the news were told last
 
     @property
     def handshake(self) -> Address | None:
@@ -155,7 +131,7 @@ class PeerStore(Store):
             self._server = PageServer(self._listen, self._secret, self.outbox, terms)
 
     def shelf(self, namespace: str | None) -> PeerShelf:
-        return PeerShelf(self.outbox, self.outbox.generation, self._clients.peers)
+        return PeerShelf(self.outbox, self.outbox.generation, self._clients)
 
     def expect(self, keys: Iterable[bytes]) -> None:
         self.outbox.expect(keys)
@@ -163,15 +139,13 @@ class PeerStore(Store):
     def expect_no_more(self, keys: Iterable[bytes]) -> None:
         self.outbox.expect_no_more(keys)
 
-    def news(self) -> list[int] | None:
-        down = {number for number, peer in enumerate(self._clients.peers) if peer.is_down}
+    def news(self) -> list[Address] | None:
+        down = {peer.address for peer in self._clients.peers if peer.is_down}
         new, self._down = down - self._down, down
-        return sorted(new) or None
+        return sorted(new, key=str) or None
 
     def figures(self) -> PeerFigures:
-        peers = [vars(peer.stats()) for peer in self._clients.peers]  # each step: no copy is made
-        fetched = {name: sum(of[name] for of in peers) for name in PeerStats.__annotations__}
-        return PeerFigures(**vars(self.outbox.stats()), **fetched)
+        return PeerFigures(**vars(self.outbox.stats()), **vars(self._clients.stats()))
 
     def close(self) -> None:
         if self._server is not None:

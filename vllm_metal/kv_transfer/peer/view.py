@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -15,12 +16,21 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm_metal.kv_transfer.fingerprint import PoolContent
 from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.client import Peer
-from vllm_metal.kv_transfer.peer.store import Clients
+from vllm_metal.kv_transfer.peer.clients import Clients
+from vllm_metal.kv_transfer.peer.limits import MAX_PEERS
+from vllm_metal.kv_transfer.peer.peers_file import PeersFile
+from vllm_metal.kv_transfer.peer.pull_hint import PullHint
+from vllm_metal.kv_transfer.peer.puller import PROBE_BYTES, Pull, Puller
+from vllm_metal.kv_transfer.peer.roll import Roll
 from vllm_metal.kv_transfer.store import Lookup, View
 
 #: Seconds that a request waits for its peers' answers; then it computes what nobody has offered.
 #: A peer is connected to within 2 s, and may wait some seconds for pages that it is copying.
 ASK_SECONDS = 10.0
+#: The same where it could as well compute all of it: a peer answers in milliseconds.
+ASK_SECONDS_HASTY = 0.3
+#: Threads that wait for answers: four questions of each peer, as long as few stand still.
+_MOST_THREADS = 64
 
 Answer = Future[frozenset[bytes]]
 
@@ -30,20 +40,22 @@ class PeerLookup(Lookup):
 
     def __init__(
         self,
-        answers: Mapping[int, Answer],
-        let_go: Callable[[int, Answer], None],
+        answers: Mapping[Address, Answer],
+        let_go: Callable[[Address, Answer], None],
         clock: Callable[[], float] = time.monotonic,
+        seconds: float = ASK_SECONDS,
     ) -> None:
         """
         Args:
-            answers: of each peer that was asked, by its place in the settings, best first.
+            answers: of each peer that was asked, best first.
             let_go: tells a peer that what it has is not needed any more; returns at once.
             clock: seconds.
+            seconds: that the answers have.
         """
         self._answers = answers
         self._let_go = let_go
         self._clock = clock
-        self._ends = clock() + ASK_SECONDS
+        self._ends = clock() + seconds
 
     @property
     def done(self) -> bool:
@@ -53,53 +65,111 @@ class PeerLookup(Lookup):
     def contains(self, key: bytes) -> bool:
         return self._peer_of(key) is not None
 
-    def _peer_of(self, key: bytes) -> int | None:
+    def _peer_of(self, key: bytes) -> Address | None:
         """A peer that has a page, of those that have answered."""
-        for number, answer in self._answers.items():
-            if answer.done() and key in answer.result():
-                return number
+        for address, there in self.found().items():
+            if key in there:
+                return address
         return None
 
-    def hint(self, keys: Sequence[bytes]) -> dict[bytes, int] | None:
-        found = {key: number for key in keys if (number := self._peer_of(key)) is not None}
-        return found or None
+    def found(self) -> dict[Address, frozenset[bytes]]:
+        """What peers have, of those that have answered."""
+        answered = {at: each for at, each in self._answers.items() if each.done()}
+        return {at: each.result() for at, each in answered.items() if not each.cancelled()}
+
+    def hint(self, keys: Sequence[bytes]) -> PullHint | None:
+        found = {key: at for key in keys if (at := self._peer_of(key)) is not None}
+        return PullHint(found) if found else None
 
     def release(self, failed: bool) -> Lookup | None:
         """See `Lookup`. After a failure nobody is asked again: it would be waited for once more."""
-        for number, answer in self._answers.items():
-            self._let_go(number, answer)
+        for address, answer in self._answers.items():
+            self._let_go(address, answer)
         return Lookup() if failed else None
 
 
+class ChosenLookup(PeerLookup):
+    """Peers' answers of which one at most is taken: where its pages come sooner than computed."""
+
+    def __init__(
+        self,
+        choose: Callable[[Mapping[Address, frozenset[bytes]]], Pull | None],
+        answers: Mapping[Address, Answer],
+        let_go: Callable[[Address, Answer], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            choose: called once, with what came in time.
+            answers, let_go, clock: see `PeerLookup`.
+        """
+        super().__init__(answers, let_go, clock, ASK_SECONDS_HASTY)
+        self._choose = choose
+        self._is_chosen = False
+        self._pull: Pull | None = None
+
+    @property
+    def done(self) -> bool:
+        if not self._is_chosen and super().done:
+            self._is_chosen = True
+            self._pull = self._choose(self.found())
+        return self._is_chosen
+
+    def contains(self, key: bytes) -> bool:
+        return self._pull is not None and key in self._pull.keys
+
+    def hint(self, keys: Sequence[bytes]) -> PullHint | None:
+        return None if self._pull is None else self._pull.begin(keys)
+
+    def loaded(self) -> None:
+        if self._pull is not None:
+            self._pull.ended(failed=False)
+
+    def release(self, failed: bool) -> Lookup | None:
+        if self._pull is not None and failed:
+            self._pull.ended(failed=True)
+        elif self._pull is not None:
+            self._pull.given_up()
+        return super().release(failed)
+
+
 class PeerView(View):
-    """Asks peers. What waits for the network runs in threads, at most four questions a peer."""
+    """Asks peers. What waits for the network runs in threads."""
 
     source = CacheHitSource.P2P
 
     def __init__(
         self,
         engine_id: str,
+        clients: Clients,
         peers: Sequence[Address],
-        secret: bytes,
-        content: PoolContent,
+        file: PeersFile | None,
+        puller: Puller | None,
         address: Address | None,
     ) -> None:
         """
         Args:
             engine_id: of this engine.
+            clients: makes the peers; closed with the view.
             peers: whom to ask, best first.
-            secret: what all share; b"": nothing.
-            content: what this engine's pages are.
+            file: that names them, and may change; None: they stay.
+            puller: chooses what to pull; None: whatever there is.
             address: where others ask this engine; None: nobody may.
         """
         self._engine_id = engine_id
+        self._clients = clients
+        self._puller = puller
         self._address = address
-        self._clients = Clients(engine_id, peers, secret)
-        self._clients.use(content)
-        self._threads = ThreadPoolExecutor(max(1, 4 * len(peers)), "kv-ask")
+        self._asked: dict[Address, tuple[Answer, float]] = {}  # hastily, the last time
+        self._probed: SimpleQueue[tuple[Address, int, float]] = SimpleQueue()
+        most = min(_MOST_THREADS, 4 * (MAX_PEERS if file is not None else len(peers)))
+        self._threads = ThreadPoolExecutor(max(1, most), "kv-ask")
+        self._roll = Roll(clients, peers, file, address, greets=puller is not None)
 
     def use(self, content: PoolContent) -> None:
         self._clients.use(content)
+        if self._puller is not None:
+            self._puller.use(content)
 
     def look_up(
         self,
@@ -107,18 +177,72 @@ class PeerView(View):
         keys: Callable[[], Sequence[bytes]],
         params: Mapping[str, Any] | None,
     ) -> Lookup:
-        """See `View`. The engine that a proxy had compute the prompt is asked alone, if known."""
-        peers = dict(enumerate(self._clients.peers))
+        """See `View`. The engine that a proxy had compute the prompt is asked alone, if known.
+
+        Such a request waits for what that engine is computing for it.
+        """
+        peers = {at: self._clients.at(at) for at in self._roll.addresses}
         engine_id = (params or {}).get("remote_engine_id")
-        named = {n: peer for n, peer in peers.items() if engine_id and peer.engine_id == engine_id}
-        asked = {n: peer for n, peer in (named or peers).items() if not peer.is_down}
+        named = {
+            at: peer for at, peer in peers.items() if engine_id and peer.engine_id == engine_id
+        }
+        if self._puller is not None and not engine_id:
+            return self._look_up_hastily(self._puller, peers, keys)
+        asked = {at: peer for at, peer in (named or peers).items() if not peer.is_down}
         if not asked or not (wanted := keys()):
             return PeerLookup({}, self._let_go)
-        answers = {n: self._threads.submit(peer.ask, wanted) for n, peer in asked.items()}
+        answers = {at: self._threads.submit(peer.ask, wanted) for at, peer in asked.items()}
         return PeerLookup(answers, self._let_go)
 
-    def _let_go(self, number: int, answer: Answer) -> None:
-        answer.add_done_callback(partial(self._release, self._clients.peers[number]))
+    def _look_up_hastily(
+        self, puller: Puller, peers: Mapping[Address, Peer], keys: Callable[[], Sequence[bytes]]
+    ) -> Lookup:
+        """Asks who is known to answer, for what is there now."""
+        now = time.monotonic()
+        while not self._probed.empty():
+            puller.probed(*self._probed.get())
+        puller.keep(peers)
+        late = {
+            at
+            for at, (answer, asked_at) in self._asked.items()
+            if not answer.done() and now - asked_at > ASK_SECONDS_HASTY
+        }
+        asked = {
+            at: peer
+            for at, peer in peers.items()
+            if at not in late and not peer.is_in_trouble and puller.trusts(at)
+        }
+        if not asked or not (wanted := keys()):
+            return PeerLookup({}, self._let_go)
+        answers = {
+            at: self._threads.submit(partial(peer.ask, wait_s=0.0), wanted)
+            for at, peer in asked.items()
+        }
+        before = {at: each for at, each in self._asked.items() if at in peers}
+        self._asked = before | {at: (answer, now) for at, answer in answers.items()}
+        return ChosenLookup(partial(self._choose, puller, wanted), answers, self._let_go)
+
+    def _choose(
+        self, puller: Puller, wanted: Sequence[bytes], found: Mapping[Address, frozenset[bytes]]
+    ) -> Pull | None:
+        pull = puller.decide(wanted, found)
+        if pull is None:
+            for address in puller.to_probe([at for at, there in found.items() if there]):
+                keys = [key for key in wanted if key in found[address]]
+                self._threads.submit(self._probe, address, _within(keys, puller.num_bytes))
+        return pull
+
+    def _probe(self, address: Address, keys: Sequence[bytes]) -> None:
+        """Fetches pages that nobody waits for, to see how fast the link is now."""
+        sizes = self._clients.page_sizes(keys)
+        pages = [memoryview(bytearray(size)) for size in sizes]
+        began = time.monotonic()
+        if self._clients.at(address).fetch(keys, pages, lambda: True):
+            self._probed.put((address, sum(sizes), time.monotonic() - began))
+
+    def _let_go(self, address: Address, answer: Answer) -> None:
+        if address in self._roll.addresses:  # else its leases have ended with its connections
+            answer.add_done_callback(partial(self._release, self._clients.at(address)))
 
     def _release(self, peer: Peer, answer: Answer) -> None:
         with suppress(RuntimeError):  # the threads have ended: so have the peer's leases
@@ -128,9 +252,14 @@ class PeerView(View):
     def wants(self, namespace: str | None, key: bytes) -> bool:
         return self._address is not None  # the worker knows which it has
 
-    def hear(self, news: list[int]) -> None:
-        for number in news:
-            self._clients.peers[number].avoid()
+    def hear(self, news: list[Address]) -> None:
+        for address in news:
+            if address in self._roll.addresses:
+                self._clients.at(address).avoid()
+
+    def computed(self, prefill_rows: int, prefill_seconds: float, decode_seconds: float) -> None:
+        if self._puller is not None:
+            self._puller.computed(prefill_rows, prefill_seconds, decode_seconds)
 
     def params_for_others(self, req_id: str) -> dict[str, Any] | None:
         """See `View`.
@@ -152,5 +281,12 @@ class PeerView(View):
         }
 
     def close(self) -> None:
+        self._roll.close()
         self._clients.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+def _within(keys: Sequence[bytes], num_bytes: Callable[[Sequence[bytes]], int]) -> Sequence[bytes]:
+    """The first pages of a probe; one at least."""
+    count = PROBE_BYTES * len(keys) // max(1, num_bytes(keys))
+    return keys[: max(1, count)]
