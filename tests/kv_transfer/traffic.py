@@ -94,14 +94,11 @@ class Text:
 class Pool:
     """[num_blocks, BLOCK] float32, and the methods of BlockPages."""
 
-    def __init__(self, num_blocks):
+    def __init__(self, num_blocks, num_groups=1):
         self.kv_np = np.zeros((num_blocks, BLOCK), np.float32)
+        self.sizes = (BLOCK * 4,) * num_groups
         self.broken = False  # a step on it failed on the device
         self.joined = set()  # blocks that the step at hand copies out
-
-    @property
-    def sizes(self):
-        return (BLOCK * 4,)
 
     def parts(self, group):
         return (PagePart((BLOCK,), mx.float32, BLOCK * 4),)
@@ -135,7 +132,7 @@ class Runner(ModelRunner):
     def __init__(self, engine, num_groups, num_blocks):
         super().__init__(None, None, None, 1, hooks=engine.hooks)
         self._engine, self._num_groups = engine, num_groups
-        self.pool = Pool(num_blocks)
+        self.pool = Pool(num_blocks, num_groups)
         self.settled = []
         self._fate = GOOD
 

@@ -162,10 +162,17 @@ class MetalKVConnector(OffloadingConnector):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if isinstance(news := connector_output.kv_connector_worker_meta, TransferNews):
             self._manager.hear(news)
+            for req_id in news.loaded_in_part:
+                self._load_failed(req_id)
         for req_id in connector_output.failed_recving or ():
-            if (status := self.scheduler._req_status.get(req_id)) is not None:
-                self._manager.load_failed(status.req_context)
+            self._load_failed(req_id)
         super().update_connector_output(connector_output)
+
+    def _load_failed(self, req_id: str) -> None:
+        if (status := self.scheduler._req_status.get(req_id)) is not None:
+            self._manager.load_failed(status.req_context)
+            for group in status.group_states:
+                group.next_stored_chunk_idx = 0  # what it computes in place of pages is kept, too
 
     def hear_figures(self, figures: Figures) -> None:
         """Takes a step's figures, of which stores may want how fast prompts are computed."""

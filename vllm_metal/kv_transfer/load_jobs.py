@@ -35,7 +35,8 @@ class _Job:
     keys: PageKeys
     shelves: Shelves  # of when it came: pages of other weights must not come in its place
     started: float
-    pages_left: int
+    blocks: Sequence[int]  # of the pool, in the order of the keys
+    loaded: set[int] = field(default_factory=set)  # those that are filled
     num_bytes: int = 0
     stopped: bool = False  # before its last page was there
     failed: bool = False  # by a page that could not be read
@@ -168,7 +169,7 @@ class LoadJobs:
         """
         pages = list(zip(keys.keys, blocks, strict=True))
         shelves = self._store.shelf(keys.namespace)
-        job = _Job(job_id, req_id, keys, shelves, self._clock(), len(pages))
+        job = _Job(job_id, req_id, keys, shelves, self._clock(), [block for _, block in pages])
         self._of_requests[req_id] = job
         if not pages:
             self._end(job)
@@ -193,7 +194,16 @@ class LoadJobs:
     def _end(self, job: _Job) -> None:
         del self._of_requests[job.req_id]
         seconds = self._clock() - job.started
-        self._ended.append(Ended(job.job_id, job.req_id, job.num_bytes, seconds, job.failed))
+        missing = self._missing(job) if job.failed else frozenset()
+        self._ended.append(
+            Ended(job.job_id, job.req_id, job.num_bytes, seconds, job.failed, missing)
+        )
+
+    def _missing(self, job: _Job) -> frozenset[int]:
+        """See `Ended`. Of several groups, one's first blocks are of no use without the others'."""
+        if len(self._pages.sizes) > 1 or job.blocks[0] not in job.loaded:
+            return frozenset()
+        return frozenset(job.blocks) - job.loaded
 
     def read_on(self, most_pieces: int | None = None) -> None:
         """Has the threads read on, as far as there is memory; on the engine's thread.
@@ -261,8 +271,8 @@ class LoadJobs:
                 size = len(piece.blocks) * self._pages.page_bytes(piece.group)
                 num_bytes += size
                 job.num_bytes += size
-                job.pages_left -= len(piece.blocks)
-                if job.pages_left == 0:
+                job.loaded.update(piece.blocks)
+                if len(job.loaded) == len(job.blocks):
                     self._end(job)
             piece.let_go()
         if not self._of_requests and not self._num_reading:

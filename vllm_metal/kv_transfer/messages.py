@@ -42,6 +42,9 @@ class Ended:
     num_bytes: int = 0
     seconds: float = 0.0
     failed: bool = False
+    #: Blocks that a load which failed did not fill, where the first of the request's was; else the
+    #: request begins from nothing.
+    missing_blocks: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,8 @@ class TransferNews(OffloadingWorkerMetadata):
     content: PoolContent | None = None  # what pages are now; None: not asked, and as before
     discarded: list[int] = field(default_factory=list)  # numbers of discards that are done
     stores: dict[str, Any] = field(default_factory=dict)  # news by store
+    #: Requests that go on with the first part of a load which failed.
+    loaded_in_part: set[str] = field(default_factory=set)
 
 
 @dataclass

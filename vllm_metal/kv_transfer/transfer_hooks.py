@@ -213,13 +213,16 @@ class TransferHooks(StepHooks):
             news.mark_completed(load.job_id)
             if load.num_bytes:
                 news.transfer_stats.load.record(load.num_bytes, load.seconds)
+        in_part = {load.req_id for load in loaded if load.missing_blocks}
+        news.loaded_in_part = in_part
         self.store.tell(news)
         news.content, self._untold_content = self._untold_content, None
         if news == TransferNews():
             return None
         return KVConnectorOutput(
             finished_recving={load.req_id for load in loaded},
-            failed_recving={load.req_id for load in loaded if load.failed},
+            failed_recving={load.req_id for load in loaded if load.failed} - in_part,
+            invalid_block_ids={block for load in loaded for block in load.missing_blocks},
             kv_connector_worker_meta=news,
         )
 
