@@ -305,3 +305,26 @@ def test_closing_does_not_wait_for_what_is_queued(tmp_path, pool, blocked):
     store.close()
     written = [content for content in on_disk(store, keys_of(range(5))) if content is not None]
     assert len(written) <= 5 and all(np.frombuffer(c, np.float32).any() for c in written)
+
+
+def test_what_others_wait_for_goes_first_and_with_the_step_at_hand(stores, store, pool):
+    """Its blocks are complete; and a page that the step does not take along is never copied."""
+    stores.add(0, "r", keys_of("ab"), [5, 3])
+    wanted = dict(zip(keys_of("cd").keys, [7, 8], strict=True))
+    assert stores.room(10 * PAGE_BYTES) == 4 * PAGE_BYTES
+    stores.add_urgent(-1, store.shelf("shared"), wanted)
+    assert step(stores, num_left=1) == 4
+    assert stores.room(10 * PAGE_BYTES) == 0
+    stores.steps_computed(0)
+    finish(stores, -1, 0)
+    assert on_disk(store, keys_of("abcd")) == [pool.block(block) for block in (5, 3, 7, 8)]
+    stores.add_urgent(-2, store.shelf("shared"), dict(zip(keys_of("e").keys, [9], strict=True)))
+    stores.drop_urgent()
+    assert finish(stores, -2)[-2].num_bytes == 0
+    assert step(stores) == 0 and not stores.busy
+
+
+def test_a_page_that_is_larger_than_staging_leaves_alone(store, pool):
+    stores = StoreJobs(store, 4, PAGE_BYTES // 2)
+    stores.use(pool.pages)
+    assert stores.room(1) == PAGE_BYTES

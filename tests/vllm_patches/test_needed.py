@@ -18,6 +18,8 @@ PATCHES = ROOT / "vllm_metal" / "vllm_patches"
 PROGRAM = Path(unpatched.__file__)
 #: Functions that tell something, and what a change puts in the place of another.
 QUESTIONS = {
+    "cached_blocks.CacheChanges",
+    "cached_blocks.CachedBlocks",
     "engine_sleep.Engine",
     "engine_sleep.Keeper",
     "engine_sleep.is_kept",

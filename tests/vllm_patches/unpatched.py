@@ -898,6 +898,30 @@ def ctrl_c(folder):
     return seen == [core.EngineShutdownState.REQUESTED], str(seen)
 
 
+@probe("engine_wake.let_connectors_wake", at_once=False)
+def idle_engine(folder):
+    """An idle engine waits for its front end; no connector can have it look for other work."""
+    import queue
+
+    from vllm.v1.engine import core
+
+    told = []
+
+    class Engine(core.EngineCoreProc):
+        scheduler = SimpleNamespace(connector=SimpleNamespace(wake_by=told.append))
+        input_queue = queue.Queue()
+
+        def __init__(self):
+            pass
+
+        def _handle_shutdown(self):
+            return False
+
+    with suppress(SystemExit):
+        Engine().run_busy_loop()
+    return not told, f"the connector was told {len(told)} times"
+
+
 @probe("shutdown.tell_a_stop_from_a_failure")
 def stop(folder):
     """A server logs the end of an engine that it stopped itself, with a traceback."""

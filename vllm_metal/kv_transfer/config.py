@@ -18,6 +18,7 @@ from vllm_metal.kv_transfer.registry import STORES
 from vllm_metal.kv_transfer.store import StoreConfig
 from vllm_metal.settings import salts, secret_file, values
 from vllm_metal.settings.additional_config import OPTION, AdditionalConfig
+from vllm_metal.vllm_patches import engine_wake
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -120,6 +121,7 @@ def complete_kv_transfer(vllm_config: VllmConfig) -> None:
     assert transfer.kv_role is not None  # vLLM asks for it
     _check_cache(vllm_config, given)
     _check_stores(transfer.kv_role, given)
+    _check_process(vllm_config, given)
     complete = {"spec_name": SPEC, "offload_prompt_only": given.get("offload_prompt_only", False)}
     if "salt_key" in given:
         secret_file.read(given["salt_key"], salts.SALT_KEY)
@@ -169,6 +171,18 @@ def _check_stores(role: str, given: Mapping[str, Any]) -> None:
         kind.check(given, role, EXTRA, instead)
     if not any(kind.is_asked_for(given) for kind in STORES):
         raise ValueError(f"{EXTRA} lacks {', or '.join(kind.asked_by for kind in STORES)}")
+
+
+def _check_process(vllm_config: VllmConfig, given: Mapping[str, Any]) -> None:
+    """Has engines notice when others ask for pages of the pool; raises where they cannot."""
+    if not any(store.shares_pool for store in _stores(given, "kv_both").values()):
+        return
+    if vllm_config.parallel_config.distributed_executor_backend != "uni":
+        raise ValueError(
+            f"{EXTRA} 'share' needs the engine and its worker in one process: leave out "
+            "--distributed-executor-backend, or 'share'"
+        )
+    engine_wake.let_connectors_wake()
 
 
 def _check_cache(vllm_config: VllmConfig, given: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,9 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm_metal.kv_transfer.config import SPEC, TransferConfig
 from vllm_metal.kv_transfer.manager import PageManager
 from vllm_metal.kv_transfer.messages import TransferHandshake, TransferMetadata, TransferNews
+from vllm_metal.kv_transfer.pins import Pins
 from vllm_metal.metrics.figures import STEP
+from vllm_metal.vllm_patches.cached_blocks import CachedBlocks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,12 +27,15 @@ if TYPE_CHECKING:
         KVConnectorHandshakeMetadata,
         KVConnectorMetadata,
     )
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from vllm_metal.kv_transfer.bell import Bell
+    from vllm_metal.vllm_patches.cached_blocks import CacheChanges
     from vllm_metal.vllm_patches.step_result import Figures
 
 #: Seconds that a request which starts again waits for its blocks to be written; then it computes.
@@ -57,6 +62,9 @@ class MetalKVConnector(OffloadingConnector):
         self._cancelled: set[str] = set()
         self._clock = time.monotonic
         self._waiting_since: dict[str, float] = {}  # by request id, for writes of its own
+        self._bell: Bell | None = None  # rung where others want pages of the pool
+        self._cached: CachedBlocks | None = None  # what others may have of the pool
+        self._pins: Pins | None = None
 
     @property
     def _manager(self) -> PageManager:
@@ -75,6 +83,23 @@ class MetalKVConnector(OffloadingConnector):
             for name, store in config.stores.items()
         }
         self._manager.open(views, config.read_salt_key())
+
+        self._bell = handshake.bell
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        config = self._config
+        if config is not None and any(each.shares_pool for each in config.stores.values()):
+            self._cached = CachedBlocks(gpu_block_pool)
+            self._pins = Pins(gpu_block_pool)
+
+    def wake_by(self, wake: Callable[[], bool]) -> None:
+        """Takes how an engine that is idle is made to look for work: see `engine_wake`."""
+        if self._bell is not None:
+            self._bell.connect(wake)
+
+    def has_pending_push_work(self) -> bool:
+        rung = self._bell is not None and self._bell.is_rung
+        return rung or super().has_pending_push_work()
 
     def on_new_request(self, request: Request) -> None:
         self._manager.note_salt(request.request_id, request.cache_salt)
@@ -128,6 +153,8 @@ class MetalKVConnector(OffloadingConnector):
             self._manager.loads_nothing(status.req_context)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        if self._bell is not None:
+            self._bell.silence()
         # The next turn of a session comes as a new request, with all the blocks that it has. vLLM
         # would put them behind those it knows of.
         for new in scheduler_output.scheduled_new_reqs:
@@ -143,9 +170,26 @@ class MetalKVConnector(OffloadingConnector):
             discards,
             uses,
             self._manager.asks_content,
+            self._cached_now(scheduler_output),
         )
         self._void, self._cancelled = set(), set()
         return metadata
+
+    def _cached_now(self, scheduler_output: SchedulerOutput) -> CacheChanges | None:
+        """What the step at hand changes of the blocks that others may have."""
+        if self._cached is None or self._pins is None:
+            return None
+        nobody_runs = not scheduler_output.num_scheduled_tokens and self.scheduler._req_status
+        if nobody_runs or scheduler_output.preempted_req_ids:
+            self._pins.release_all()  # a request may wait for these very blocks
+        else:
+            self._pins.make_way()
+        return self._cached.take()
+
+    def let_go_of_pins(self) -> None:
+        """Gives back the blocks that are kept for other engines."""
+        if self._pins is not None:
+            self._pins.release_all()
 
     def _without_loading(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         """Less the requests that count as preempted and are being loaded already.
@@ -164,6 +208,8 @@ class MetalKVConnector(OffloadingConnector):
             self._manager.hear(news)
             for req_id in news.loaded_in_part:
                 self._load_failed(req_id)
+            if news.pins is not None and self._pins is not None:
+                self._pins.change(news.pins)
         for req_id in connector_output.failed_recving or ():
             self._load_failed(req_id)
         super().update_connector_output(connector_output)
@@ -212,6 +258,7 @@ class MetalKVConnector(OffloadingConnector):
 
     def requests_failed(self, requests: Iterable[Request]) -> None:
         """Takes back all that was kept of requests whose numbers are not sound."""
+        self.let_go_of_pins()  # or what holds their numbers would not be cleared
         groups = [group.group_idx for group in self.scheduler.config.kv_group_configs]
         for request in requests:
             self._void.add(request.request_id)

@@ -19,7 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
 if TYPE_CHECKING:
+    from vllm_metal.kv_transfer.bell import Bell
     from vllm_metal.kv_transfer.fingerprint import PoolContent
+    from vllm_metal.vllm_patches.cached_blocks import CacheChanges
 
 
 @dataclass
@@ -65,6 +67,14 @@ class Discard:
     keys: frozenset[bytes]
 
 
+@dataclass(frozen=True)
+class PinChanges:
+    """Pages of the pool that others have asked for, and those that nobody waits for any more."""
+
+    pin: tuple[bytes, ...]
+    unpin: tuple[bytes, ...]
+
+
 @dataclass
 class TransferMetadata(OffloadingConnectorMetadata):
     """A step's jobs, and what became void since the step before."""
@@ -77,6 +87,8 @@ class TransferMetadata(OffloadingConnectorMetadata):
     uses: list[Use] = field(default_factory=list)
     #: Whether the scheduler's side must know what pages are: other weights may have been loaded.
     asks_content: bool = False
+    #: What the pool's blocks hold from this step on, if others may have that; None: as before.
+    cached: CacheChanges | None = None
 
 
 @dataclass
@@ -88,6 +100,7 @@ class TransferNews(OffloadingWorkerMetadata):
     stores: dict[str, Any] = field(default_factory=dict)  # news by store
     #: Requests that go on with the first part of a load which failed.
     loaded_in_part: set[str] = field(default_factory=set)
+    pins: PinChanges | None = None  # None: as before
 
 
 @dataclass
@@ -96,3 +109,4 @@ class TransferHandshake(KVConnectorHandshakeMetadata):
 
     content: PoolContent
     stores: dict[str, Any]  # handshakes by store
+    bell: Bell | None = None  # rung where pages of the pool are wanted; None: they never are

@@ -17,6 +17,7 @@ from vllm_metal.metrics.metric import Metric
 
 if TYPE_CHECKING:
     from vllm_metal.kv_transfer.fingerprint import PoolContent
+    from vllm_metal.kv_transfer.shared_pool import SharedPool
     from vllm_metal.vllm_patches.step_result import Figures
 
 #: Whose figures TransferStats are, beside those of each store.
@@ -92,6 +93,9 @@ class PageStore:
         self.writer = ThreadPoolExecutor(1, "kv-store")
         self.content: PoolContent | None = None  # until there is a pool
         self._shelves: dict[str | None, Shelves] = {}
+        sharing = {name: store for name, store in stores.items() if store.shared_pool is not None}
+        assert len(sharing) <= 1  # of our stores one can
+        self._sharing = sharing
         self._discarded: SimpleQueue[int] = SimpleQueue()
         self._figures: dict[str, Any] = {}  # last told, by store
         self._num_dropped = 0
@@ -113,6 +117,15 @@ class PageStore:
             shelves = {name: shelf for name, shelf in found.items() if shelf is not None}
             self._shelves[namespace] = Shelves(shelves)
         return self._shelves[namespace]
+
+    @property
+    def shared_pool(self) -> SharedPool | None:
+        """Which pages of the pool others may have, and want; None: nobody may."""
+        return next((store.shared_pool for store in self._sharing.values()), None)
+
+    def shared_shelves(self) -> Shelves:
+        """Where pages go from now on that `shared_pool` says are wanted."""
+        return Shelves({name: store.shared_shelf() for name, store in self._sharing.items()})
 
     def touch(self, use: Use) -> None:
         """Marks pages as used; returns at once."""
@@ -150,7 +163,8 @@ class PageStore:
         """What the scheduler's side must know at its start."""
         assert self.content is not None  # there is a pool
         stores = {name: store.handshake for name, store in self.stores.items()}
-        return TransferHandshake(self.content, stores)
+        bell = None if self.shared_pool is None else self.shared_pool.bell
+        return TransferHandshake(self.content, stores, bell)
 
     def tell(self, news: TransferNews) -> None:
         """Adds what the scheduler's side must hear since the last call."""
@@ -159,6 +173,8 @@ class PageStore:
         # After those: what a discard removed is among a store's news.
         told = {name: store.news() for name, store in self.stores.items()}
         news.stores |= {name: each for name, each in told.items() if each is not None}
+        if self.shared_pool is not None:
+            news.pins = self.shared_pool.pin_changes()
 
     def figures(self) -> Figures:
         """Figures that are others than at the last call, by store and of all."""

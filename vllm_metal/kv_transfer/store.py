@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     from vllm_metal.kv_transfer.fingerprint import PoolContent
+    from vllm_metal.kv_transfer.shared_pool import SharedPool
     from vllm_metal.settings import values
 
 
@@ -73,6 +74,8 @@ class Store:
 
     #: What the scheduler's side must know beside the settings; can be pickled.
     handshake: Any = None
+    #: Pages of the pool that others may have from it; None: nobody may.
+    shared_pool: SharedPool | None = None
 
     def use(self, content: PoolContent) -> None:
         """From now on pages are of this content: there is a pool, or other weights were loaded."""
@@ -83,6 +86,10 @@ class Store:
         Args:
             namespace: see `salts.namespace`; None: the text is not to be kept on any disk.
         """
+        raise NotImplementedError
+
+    def shared_shelf(self) -> Shelf:
+        """Where pages go from now on that `shared_pool` says are wanted."""
         raise NotImplementedError
 
     def expect(self, keys: Iterable[bytes]) -> None:
@@ -236,6 +243,11 @@ class StoreConfig:
     @property
     def is_waited_for(self) -> bool:
         """Whether others wait for pages, which leave the pool as soon as can be then."""
+        return False
+
+    @property
+    def shares_pool(self) -> bool:
+        """Whether others may have pages from the pool, so that its store has a `shared_pool`."""
         return False
 
     @property

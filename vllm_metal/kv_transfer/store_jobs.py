@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from queue import SimpleQueue
@@ -43,6 +43,7 @@ class _Job:
     pages_left: int
     started: float
     num_bytes: int = 0  # kept
+    is_urgent: bool = False  # goes before all that are not
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,21 @@ class StoreJobs:
         """There is a pool, and these are its blocks."""
         self._pages = pages
 
+    def room(self, most_bytes: int) -> int:
+        """Bytes of pages that there is room to copy now; a page where nothing is staged.
+
+        Args:
+            most_bytes: of the answer, or a page's bytes where these are more.
+        """
+        self._take_written()
+        largest = max(self._pages.sizes)
+        staging = self._staging_bytes if self._staged_bytes else max(self._staging_bytes, largest)
+        return min(max(most_bytes, largest), staging - self._staged_bytes)
+
+    def page_bytes(self, key: bytes) -> int:
+        """Bytes of a page."""
+        return self._pages.page_bytes(get_offload_group_idx(OffloadKey(key)))
+
     @property
     def busy(self) -> bool:
         """Whether a job has not ended."""
@@ -151,6 +167,25 @@ class StoreJobs:
             group = get_offload_group_idx(OffloadKey(key))
             size = self._pages.page_bytes(group)
             self._due.append(_Page(job, group, block, key, end, self._step, size))
+            self._due_bytes += size
+
+    def add_urgent(self, job_id: int, shelves: Shelves, blocks: Mapping[bytes, int]) -> None:
+        """Takes a job of complete blocks, which goes before all others, with the step at hand.
+
+        What is not copied with it is dropped by `drop_urgent`: nobody says when a later step writes
+        to these blocks.
+
+        Args:
+            job_id: no other job's.
+            shelves: where they go.
+            blocks: of the pool, by key; one at least, and no more than there is `room` for.
+        """
+        now = self._clock()
+        job = _Job(job_id, "", shelves, time.time(), len(blocks), now, is_urgent=True)
+        for key, block in reversed(blocks.items()):
+            group, size = get_offload_group_idx(OffloadKey(key)), self.page_bytes(key)
+            step = self._step - self._lot_steps  # they wait for no others
+            self._due.appendleft(_Page(job, group, block, key, 0, step, size))
             self._due_bytes += size
 
     def refuse(self, job_id: int, req_id: str) -> None:
@@ -324,6 +359,11 @@ class StoreJobs:
         for page in dropped:
             self._count_off(page)
         return len(dropped)
+
+    def drop_urgent(self) -> None:
+        """Gives up pages of `add_urgent` that no step took along, before the next one begins."""
+        if self._due and self._due[0].job.is_urgent:
+            self.drop(lambda page: page.job.is_urgent)
 
     def drop_requests(self, req_ids: Collection[str]) -> None:
         """Gives up pages of some requests that no thread is writing."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
     from vllm.v1.core.sched.output import SchedulerOutput
 
+    from vllm_metal.kv_transfer.shared_pool import SharedPool
     from vllm_metal.vllm_patches.step_result import Figures
 
 logger = init_logger(__name__)
@@ -36,6 +37,11 @@ STAGING_BYTES_WAITED_FOR = 256 << 20
 IMPORT_BYTES_BESIDE = PIECE_BYTES
 #: Pieces read ahead meanwhile, so that threads leave the cores to a CPU that decodes.
 PIECES_AHEAD_BESIDE = 2
+#: Bytes copied out for other engines with a step, at most: one piece while others decode, else all
+#: that staging holds.
+EXPORT_BYTES_BESIDE = PIECE_BYTES
+#: More tokens than a request has: all of them.
+_ALL_TOKENS = 1 << 30
 #: Seconds that what is still to be written may take when the engine sleeps or ends.
 DRAIN_SECONDS = 5.0
 
@@ -90,6 +96,9 @@ class TransferHooks(StepHooks):
         self._decoding = False  # whether the step at hand computes anything
         self._on_pool: set[str] = set()  # requests that began or started again on this pool
         self._ended: set[str] = set()  # requests that had ended before the step at hand
+        #: Jobs of pages that others want, which the scheduler does not know: keys by number.
+        self._exports: dict[int, Collection[bytes]] = {}
+        self._num_exports = 0
 
     def pool_made(self, runner: HookedRunner) -> None:
         pages = runner.layers.block_pages()
@@ -105,12 +114,14 @@ class TransferHooks(StepHooks):
         try:
             if not lost:
                 if self._runner is not None:
-                    self._runner.complete_draft_kv({})
+                    self._runner.complete_draft_kv(self._draft_ends({}))
                 self.store_jobs.drain(DRAIN_SECONDS)
         except Exception:
             logger.exception("Blocks could not be copied out of the KV pool before it goes")
         self.store_jobs.lose_pool()
         self.load_jobs.lose_pool()
+        if (shared := self.store.shared_pool) is not None:
+            shared.pool_goes()
         self._on_pool.clear()
         self._runner = None
 
@@ -129,7 +140,11 @@ class TransferHooks(StepHooks):
             return
         self._on_pool.update(new.req_id for new in scheduler_output.scheduled_new_reqs)
         self._on_pool |= scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        self.store_jobs.drop_urgent()
         self._flush(metadata)
+        if (shared := self.store.shared_pool) is not None:
+            shared.step_begins(metadata.cached)
+            self._export(shared)
 
     def _tell_store(self, metadata: TransferMetadata) -> None:
         """Drops what requests without sound blocks would have kept; says what is used, and comes.
@@ -156,8 +171,28 @@ class TransferHooks(StepHooks):
             self._add_store(job_id, metadata.store_jobs.pop(job_id))
         if flushed:
             assert self._runner is not None
-            self._runner.complete_draft_kv(self.store_jobs.all_due_ends(flushed))
+            ends = self.store_jobs.all_due_ends(flushed)
+            self._runner.complete_draft_kv(self._draft_ends(ends))
             self.store_jobs.copy_now(flushed)
+
+    def _export(self, shared: SharedPool) -> None:
+        """Has pages copied out that other engines want."""
+        most_bytes = EXPORT_BYTES_BESIDE if self._decoding else STAGING_BYTES
+        room = self.store_jobs.room(most_bytes)
+        if wanted := shared.take(self.store_jobs.page_bytes, room):
+            self._num_exports += 1
+            number = -self._num_exports  # the scheduler's jobs count up from 0
+            self._exports[number] = wanted.keys()
+            self.store_jobs.add_urgent(number, self.store.shared_shelves(), wanted)
+
+    def _draft_ends(self, ends: dict[str, int]) -> dict[str, int]:
+        """Up to where drafts' K/V must be there before blocks are copied, by request id.
+
+        Args:
+            ends: for stores. Whose block a page is that others want, nobody knows: all requests
+                that the pool has blocks of may be.
+        """
+        return ends | dict.fromkeys(self._on_pool, _ALL_TOKENS) if self._exports else ends
 
     def _add_store(self, job_id: int, job: TransferJob) -> None:
         # A request that ended before there was this pool left nothing in its blocks.
@@ -176,7 +211,7 @@ class TransferHooks(StepHooks):
 
     def before_hand_over(self) -> None:
         assert self._runner is not None
-        self._runner.complete_draft_kv(self.store_jobs.due_ends())
+        self._runner.complete_draft_kv(self._draft_ends(self.store_jobs.due_ends()))
         self._runner.join_step(self.store_jobs.queue_lot())
 
     def after_step(self, computed: bool) -> KVConnectorOutput | None:
@@ -193,9 +228,12 @@ class TransferHooks(StepHooks):
         self._on_pool -= self._ended
         if computed and not self._decoding:
             assert self._runner is not None
-            self._runner.complete_draft_kv(self.store_jobs.all_due_ends())
+            self._runner.complete_draft_kv(self._draft_ends(self.store_jobs.all_due_ends()))
             self.store_jobs.copy_now()  # nothing else keeps the device busy
-        return self._outcome()
+        outcome = self._outcome()
+        if (shared := self.store.shared_pool) is not None and shared.is_waited_for:
+            shared.bell.ring()  # for what was wanted in between, or did not fit
+        return outcome
 
     def steps_computed(self, num_left: int) -> None:
         self.store_jobs.steps_computed(num_left)
@@ -205,6 +243,10 @@ class TransferHooks(StepHooks):
         news = TransferNews()
         loaded = self.load_jobs.finished()
         for store in self.store_jobs.finished():
+            if store.job_id in self._exports:
+                assert self.store.shared_pool is not None
+                self.store.shared_pool.ended(self._exports.pop(store.job_id))
+                continue
             self.store.expect_no_more(self._expected.pop(store.job_id))
             news.mark_completed(store.job_id)
             if store.num_bytes:

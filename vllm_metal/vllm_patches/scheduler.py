@@ -162,6 +162,7 @@ def _letting_go_of_blocks(
     order from the engine's thread here, so that no step in flight writes over what is loaded into a
     block after it.
     """
+    _tell_connector(self, "let_go_of_pins")
     if not reset_running_requests:
         return reset(self, reset_running_requests, reset_connector)
     # For the reset only. A preempted request may end with a token of a step in flight, and its

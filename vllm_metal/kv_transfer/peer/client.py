@@ -248,7 +248,7 @@ class Peer:
         places = [page.cast("B") for page in pages]
         link.send(Fetch(list(keys)))
         for key, place in zip(keys, places, strict=True):
-            row = decode(link.receive(MAX_MESSAGE_BYTES, wanted), Row, NoPage)
+            row = _row(link, wanted)
             if isinstance(row, NoPage):
                 return False
             if row.size != place.nbytes:
@@ -360,6 +360,15 @@ def _ask(keys: list[bytes], wait_ms: int, link: Link) -> set[bytes] | None:
     if len(answer.there) != len(keys):
         raise ProtocolError(f"it tells of {len(answer.there)} pages in place of {len(keys)}")
     return {key for key, is_there in zip(keys, answer.there, strict=True) if is_there}
+
+
+def _row(link: Link, wanted: Callable[[], bool]) -> Row | NoPage:
+    """The server's word of the next page, which it may copy out of its pool first."""
+    expected = (Row, NoPage, Waiting)
+    while isinstance(row := decode(link.receive(MAX_MESSAGE_BYTES, wanted), *expected), Waiting):
+        pass
+    assert isinstance(row, Row | NoPage)
+    return row
 
 
 def _parts(keys: list[bytes]) -> list[list[bytes]]:

@@ -31,7 +31,11 @@ logger = init_logger(__name__)
 
 #: Memory of the outbox where the user says nothing: a 16th of the machine's, and no more than
 #: takes 32,768 tokens of an 8B model with 16-bit K/V of 8 heads (131,072 bytes each).
-_DEFAULT_SHARE, _DEFAULT_MOST = 16, 4 << 30
+_DEFAULTS = 16, 4 << 30
+#: The same where pages come from the pool when peers ask, and are there only until they are sent.
+_DEFAULTS_SHARING = 64, 1 << 30
+#: The value of 'share'.
+POOL = "pool"
 #: By kv_role the keys of which one is needed, and those that are of no use.
 _OF_ROLE: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "kv_producer": (("listen",), ("peers", "peers_file", "pull")),
@@ -45,6 +49,12 @@ _MEANINGS = {
 #: When pages that peers have are pulled: where that is faster than computing, whenever there are
 #: any, or not at all.
 PULLS = ("auto", "always", "never")
+
+
+def _what_is_shared(value: Any) -> str:
+    if value != POOL:
+        raise ValueError(f"must be {POOL!r}, or be left out, not {value!r}")
+    return POOL
 
 
 def _addresses(value: Any) -> tuple[Address, ...]:
@@ -84,6 +94,7 @@ class PeerConfig(StoreConfig):
             "pull": _pull,
             "secret": values.path,
             "outbox_bytes": values.size,
+            "share": _what_is_shared,
         }
     )
 
@@ -93,6 +104,7 @@ class PeerConfig(StoreConfig):
     pull: str  # one of PULLS
     secret: Path | None  # file of what all of them share; None: they are on this machine
     outbox_bytes: int  # most memory of pages that peers may ask for
+    shares_pool: bool = False  # whether they get pages from the pool, copied when they ask
 
     @property
     def memory_bytes(self) -> int:
@@ -100,7 +112,7 @@ class PeerConfig(StoreConfig):
 
     @property
     def is_waited_for(self) -> bool:
-        return self.listen is not None
+        return self.listen is not None and not self.shares_pool
 
     @classmethod
     def check(cls, given: Mapping[str, Any], role: str, where: str, instead: str | None) -> None:
@@ -124,6 +136,11 @@ class PeerConfig(StoreConfig):
             raise ValueError(
                 f"{where} 'outbox_bytes' needs 'listen': the outbox is for peers that ask"
             )
+        if "share" in given and (role != "kv_both" or "listen" not in given):
+            raise ValueError(
+                f"{where} 'share' needs kv_role 'kv_both' and 'listen', the address where others "
+                "ask for what this engine has in its pool"
+            )
         if cls.is_asked_for(given):
             try:
                 config = cls.of(given, role)
@@ -140,15 +157,23 @@ class PeerConfig(StoreConfig):
         Raises:
             ValueError: a file of peers cannot be read.
         """
-        most = given.get("outbox_bytes")
+        most, shares_pool = given.get("outbox_bytes"), "share" in given
         if most is None:
-            most = min(psutil.virtual_memory().total // _DEFAULT_SHARE, _DEFAULT_MOST)
+            share, least = _DEFAULTS_SHARING if shares_pool else _DEFAULTS
+            most = min(psutil.virtual_memory().total // share, least)
         listen, file = given.get("listen"), given.get("peers_file")
         peers = given.get("peers", ()) if file is None else read_peers(file)
         # A consumer has a producer that computes for it.
         pull = given.get("pull", "always" if role == "kv_consumer" else "auto")
-        outbox_bytes = most if listen is not None else 0
-        return PeerConfig(listen, tuple(peers), file, pull, given.get("secret"), outbox_bytes)
+        return PeerConfig(
+            listen,
+            tuple(peers),
+            file,
+            pull,
+            given.get("secret"),
+            most if listen is not None else 0,
+            shares_pool,
+        )
 
     @property
     def _asks(self) -> bool:
@@ -177,6 +202,8 @@ class PeerConfig(StoreConfig):
             found["pull"] = self.pull
         if self.listen is not None:
             found |= {"listen": str(self.listen), "outbox_bytes": self.outbox_bytes}
+        if self.shares_pool:
+            found["share"] = POOL
         if self.secret is not None:
             found["secret"] = str(self.secret)
         return found
@@ -198,7 +225,8 @@ class PeerConfig(StoreConfig):
         if self._asks and self.pull != "never":
             logger.info("K/V are asked of %s", self.peers_file or ", ".join(map(str, self.peers)))
         secret = self.read_secret()
-        return PeerStore(engine_id, self.listen, secret, self.outbox_bytes, self._timeouts)
+        most, shares_pool = self.outbox_bytes, self.shares_pool
+        return PeerStore(engine_id, self.listen, secret, most, shares_pool, self._timeouts)
 
     def view(self, engine_id: str, content: PoolContent, handshake: Address | None) -> PeerView:
         from vllm_metal.kv_transfer.peer.clients import Clients
@@ -210,12 +238,13 @@ class PeerConfig(StoreConfig):
         timeouts = replace(self._timeouts, no_progress=TIMEOUTS.no_progress)
         clients = Clients(engine_id, self.read_secret(), timeouts)
         clients.use(content)
+        keeps = not self.shares_pool
         if self.pull == "never":
-            return PeerView(engine_id, clients, (), None, None, handshake)
+            return PeerView(engine_id, clients, (), None, None, handshake, keeps)
         file = None if self.peers_file is None else PeersFile(self.peers_file)
         peers = self.peers if file is None else file.addresses
         puller = Puller(content) if self.pull == "auto" and self._asks else None
-        return PeerView(engine_id, clients, peers, file, puller, handshake)
+        return PeerView(engine_id, clients, peers, file, puller, handshake, keeps)
 
 
 def _check_secret(config: PeerConfig, where: str) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 #: Raised whenever a message, or the order of messages, changes.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 #: Bytes of a message from somebody who has proved nothing: the longest of them has 100.
 MAX_UNKNOWN_BYTES = 4 << 10

@@ -87,7 +87,7 @@ class Ask(Message, frozen=True):
 
 
 class Waiting(Message, frozen=True):
-    """Server: pages are being made; the answer comes later."""
+    """Server: pages are being made, or copied; the answer comes later."""
 
 
 class Found(Message, frozen=True):
@@ -97,7 +97,7 @@ class Found(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True):
-    """Client: send the pages, in this order."""
+    """Client: send the pages, in this order. Signs of waiting may come before the first."""
 
     keys: Keys
 

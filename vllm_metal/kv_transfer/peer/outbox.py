@@ -44,6 +44,14 @@ class OutboxStats:
     sent_bytes: int = Metric(
         "total", "vllm:kv_peer_sent_bytes", "Bytes of pages that peers got from this engine."
     ).field()
+    shared_pages: int = Metric(
+        "total",
+        "vllm:kv_shared_pages",
+        "Pages that left the KV pool because peers asked for them.",
+    ).field()
+    shared_bytes: int = Metric(
+        "total", "vllm:kv_shared_bytes", "Bytes of those (shared_pages)."
+    ).field()
 
 
 @dataclass
@@ -84,7 +92,8 @@ class Outbox:
         self._leased_bytes = 0
         self._expected: Counter[bytes] = Counter()
         self._generation = 0
-        self._counts = Counter(num_refused=0, num_evicted=0, sent_pages=0, sent_bytes=0)
+        counts = ("num_refused", "num_evicted", "sent_pages", "sent_bytes")
+        self._counts = Counter(dict.fromkeys((*counts, "shared_pages", "shared_bytes"), 0))
 
     # -- pages that are being made
 
@@ -312,6 +321,11 @@ class Outbox:
         """A page went to a peer."""
         with self._changed:
             self._counts.update(sent_pages=1, sent_bytes=num_bytes)
+
+    def count_shared(self, num_bytes: int) -> None:
+        """A page came that a peer had asked for."""
+        with self._changed:
+            self._counts.update(shared_pages=1, shared_bytes=num_bytes)
 
     def stats(self) -> OutboxStats:
         """Figures, at one time."""

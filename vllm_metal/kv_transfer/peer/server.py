@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves the pages of an outbox to peers."""
+"""Serves pages to peers: speaks the protocol, with a thread for each connection."""
 
 from __future__ import annotations
 
 import selectors
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 from vllm.logger import init_logger
 
@@ -36,7 +36,9 @@ from vllm_metal.kv_transfer.peer.messages import (
     decode,
 )
 from vllm_metal.kv_transfer.peer.outbox import Outbox
+from vllm_metal.kv_transfer.peer.served_pages import ServedPages
 from vllm_metal.kv_transfer.peer.wire import Link, shut_down
+from vllm_metal.kv_transfer.shared_pool import SharedPool
 
 logger = init_logger(__name__)
 
@@ -55,6 +57,7 @@ class PageServer:
         terms: Callable[[], Terms],
         timeouts: Timeouts = TIMEOUTS,
         max_connections: int = MAX_CONNECTIONS,
+        pool: SharedPool | None = None,
     ) -> None:
         """
         Args:
@@ -65,13 +68,14 @@ class PageServer:
                 the outbox is cleared first.
             timeouts: of its connections.
             max_connections: at one time; others are told that it is busy.
+            pool: pages that come into the outbox when they are fetched; None: none do.
 
         Raises:
             ValueError: the address is not loopback, and there is no secret.
             OSError: it cannot be listened on.
         """
         self._secret = secret
-        self._outbox = outbox
+        self._pages = ServedPages(outbox, pool, timeouts)
         self._terms = terms
         self._timeouts = timeouts
         self._max_connections = max_connections
@@ -181,7 +185,7 @@ class PageServer:
             is_last = not self._sessions[session]
             if is_last:
                 del self._sessions[session]
-                self._outbox.release(session, None)
+                self._pages.release(session, None)
 
     def _warn(self, text: str) -> None:
         """Once: a hostile peer must not fill the log."""
@@ -198,41 +202,43 @@ class PageServer:
         if isinstance(request, Ask):
             link.send(self._found(link, session, terms, request))
         elif isinstance(request, Fetch):
-            self._send_pages(link, terms, request.keys)
+            self._send_pages(link, session, terms, request.keys)
         elif isinstance(request, Renew):
-            self._outbox.renew(session, self._timeouts.lease)
+            self._pages.renew(session)
             link.send(Done())
         elif isinstance(request, Release):
-            self._outbox.release(session, request.keys)
+            self._pages.release(session, request.keys)
             link.send(Done())
 
     def _found(self, link: Link, session: int, terms: Terms, ask: Ask) -> Found:
-        deadline = time.monotonic() + min(ask.wait_ms / 1000, self._timeouts.wait)
-        while True:
-            left = deadline - time.monotonic()
-            there = self._outbox.await_pages(ask.keys, min(left, self._timeouts.waiting_sign))
-            if left <= 0 or self._closed.is_set() or not self._outbox.any_expected(ask.keys):
-                break
-            link.send(Waiting())
-        self._outbox.lease(session, there, self._timeouts.lease)
+        seconds = min(ask.wait_ms / 1000, self._timeouts.wait)
+        there = self._pages.find(session, ask.keys, seconds, partial(self._sign, link))
         self._check(terms)
-        known = set(there)
-        return Found([key in known for key in ask.keys])
+        return Found([key in there for key in ask.keys])
 
-    def _send_pages(self, link: Link, terms: Terms, keys: list[bytes]) -> None:
+    def _sign(self, link: Link) -> bool:
+        """A sign of life to a peer that waits for pages; False: the server ends."""
+        if self._closed.is_set():
+            return False
+        link.send(Waiting())
+        return True
+
+    def _send_pages(self, link: Link, session: int, terms: Terms, keys: list[bytes]) -> None:
         """Sends page by page, so that a connection keeps one evicted page in memory at most."""
-        if not all(self._outbox.contains(key) for key in keys):
-            self._check(terms)
-            link.send(NoPage())
-            return
-        for key in keys:
-            page = self._outbox.get(key)
-            self._check(terms)  # after it was taken: pages of other weights come after their terms
-            if page is None:
+        outbox = self._pages.outbox
+        with self._pages.brought(session, keys, partial(self._sign, link)) as give:
+            if not all(outbox.contains(key) for key in keys):
+                self._check(terms)
                 link.send(NoPage())
                 return
-            link.send(Row(page.data.nbytes, page.checksum), raw=page.data)
-            self._outbox.count_sent(page.data.nbytes)
+            for key in keys:
+                page = give(key)
+                self._check(terms)  # after it was taken: those of other weights have other terms
+                if page is None:
+                    link.send(NoPage())
+                    return
+                link.send(Row(page.data.nbytes, page.checksum), raw=page.data)
+                outbox.count_sent(page.data.nbytes)
 
     def _check(self, terms: Terms) -> None:
         if self._terms().identity != terms.identity:

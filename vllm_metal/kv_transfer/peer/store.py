@@ -20,12 +20,20 @@ from vllm_metal.kv_transfer.peer.limits import TIMEOUTS, Timeouts
 from vllm_metal.kv_transfer.peer.outbox import Outbox, OutboxStats
 from vllm_metal.kv_transfer.peer.pull_hint import Patience, PullHint
 from vllm_metal.kv_transfer.peer.server import PageServer
+from vllm_metal.kv_transfer.shared_pool import SharedPool
 from vllm_metal.kv_transfer.store import Shelf, Store
+from vllm_metal.metrics.metric import Metric
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerFigures(OutboxStats, PeerStats):
-    """Figures of this process: of its outbox, and of all peers that it asks."""
+    """Figures of this process: of its outbox and pool, and of all peers that it asks."""
+
+    shared_leases: int = Metric(
+        "gauge",
+        "vllm:kv_shared_leased_pages",
+        "Pages of the KV pool that peers have asked for and not let go of yet.",
+    ).field()
 
 
 @dataclass(frozen=True)
@@ -39,11 +47,13 @@ class PeerShelf(Shelf):
     generation: int  # of the outbox: once it was cleared, pages of before do not go there
     clients: Clients
 
+    keeps: bool  # whether pages go into the outbox that nobody has asked for
+
     def wants(self, key: bytes) -> bool:
-        return self.outbox.max_bytes > 0 and not self.outbox.contains(key)
+        return self.keeps and not self.outbox.contains(key)
 
     def write(self, key: bytes, row: np.ndarray, used_at: float, depth: int) -> bool:
-        return self.outbox.put(key, row.data, used_at, self.generation)
+        return self.keeps and self.outbox.put(key, row.data, used_at, self.generation)
 
     def read(
         self,
@@ -82,6 +92,22 @@ def _goes_on(wanted: Callable[[], bool], patience: Patience) -> bool:
     return wanted() and not patience.is_over
 
 
+@dataclass(frozen=True)
+class SharedShelf(Shelf):
+    """The outbox, for pages of the pool that others have asked for."""
+
+    outbox: Outbox
+    generation: int  # of the outbox, see `PeerShelf`
+    pool: SharedPool
+
+    def write(self, key: bytes, row: np.ndarray, used_at: float, depth: int) -> bool:
+        kept = self.outbox.put(key, row.data, used_at, self.generation)
+        if kept:
+            self.outbox.count_shared(row.nbytes)
+        self.pool.ended([key])  # whoever waits need not wait for the next step
+        return kept
+
+
 class PeerStore(Store):
     """The outbox and who serves it, and the peers that pages are fetched from.
 
@@ -94,6 +120,7 @@ class PeerStore(Store):
         listen: Address | None,
         secret: bytes,
         outbox_bytes: int,
+        shares_pool: bool = False,
         timeouts: Timeouts = TIMEOUTS,
     ) -> None:
         """
@@ -102,11 +129,14 @@ class PeerStore(Store):
             listen: where others ask for pages; None: nobody may.
             secret: what all share; b"": nothing.
             outbox_bytes: most memory of pages that others may ask for.
+            shares_pool: whether pages go there only when they are asked for.
             timeouts: of fetches.
         """
         self._listen = listen
         self._secret = secret
         self.outbox = Outbox(outbox_bytes)  # of no bytes where nobody may ask
+        if shares_pool:
+            self.shared_pool = SharedPool(self.outbox.expect_no_more)
         self._server: PageServer | None = None  # until there is a pool
         self._clients = Clients(engine_id, secret, timeouts)
         self._down: set[Address] = set()  # peers that were, when the news were told last
@@ -128,16 +158,29 @@ class PeerStore(Store):
         self._clients.use(content)
         if self._server is None and self._listen is not None:
             terms = self._clients.terms
-            self._server = PageServer(self._listen, self._secret, self.outbox, terms)
+            self._server = PageServer(
+                self._listen, self._secret, self.outbox, terms, pool=self.shared_pool
+            )
+
+    @property
+    def _keeps_all(self) -> bool:
+        return self.shared_pool is None and self.outbox.max_bytes > 0
 
     def shelf(self, namespace: str | None) -> PeerShelf:
-        return PeerShelf(self.outbox, self.outbox.generation, self._clients)
+        outbox = self.outbox
+        return PeerShelf(outbox, outbox.generation, self._clients, self._keeps_all)
+
+    def shared_shelf(self) -> SharedShelf:
+        assert self.shared_pool is not None
+        return SharedShelf(self.outbox, self.outbox.generation, self.shared_pool)
 
     def expect(self, keys: Iterable[bytes]) -> None:
-        self.outbox.expect(keys)
+        if self._keeps_all:
+            self.outbox.expect(keys)
 
     def expect_no_more(self, keys: Iterable[bytes]) -> None:
-        self.outbox.expect_no_more(keys)
+        if self._keeps_all:
+            self.outbox.expect_no_more(keys)
 
     def news(self) -> list[Address] | None:
         down = {peer.address for peer in self._clients.peers if peer.is_down}
@@ -145,7 +188,9 @@ class PeerStore(Store):
         return sorted(new, key=str) or None
 
     def figures(self) -> PeerFigures:
-        return PeerFigures(**vars(self.outbox.stats()), **vars(self._clients.stats()))
+        fetched = vars(self._clients.stats())
+        shared = 0 if self.shared_pool is None else self.shared_pool.num_leased
+        return PeerFigures(**vars(self.outbox.stats()), **fetched, shared_leases=shared)
 
     def close(self) -> None:
         if self._server is not None:

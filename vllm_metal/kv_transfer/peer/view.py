@@ -146,6 +146,7 @@ class PeerView(View):
         file: PeersFile | None,
         puller: Puller | None,
         address: Address | None,
+        keeps: bool = True,
     ) -> None:
         """
         Args:
@@ -155,11 +156,13 @@ class PeerView(View):
             file: that names them, and may change; None: they stay.
             puller: chooses what to pull; None: whatever there is.
             address: where others ask this engine; None: nobody may.
+            keeps: whether others get all pages, asked for or not.
         """
         self._engine_id = engine_id
         self._clients = clients
         self._puller = puller
         self._address = address
+        self._keeps = keeps
         self._asked: dict[Address, tuple[Answer, float]] = {}  # hastily, the last time
         self._probed: SimpleQueue[tuple[Address, int, float]] = SimpleQueue()
         most = min(_MOST_THREADS, 4 * (MAX_PEERS if file is not None else len(peers)))
@@ -250,7 +253,7 @@ class PeerView(View):
                 self._threads.submit(peer.release, answer.result())
 
     def wants(self, namespace: str | None, key: bytes) -> bool:
-        return self._address is not None  # the worker knows which it has
+        return self._keeps and self._address is not None  # the worker knows which it has
 
     def hear(self, news: list[Address]) -> None:
         for address in news:

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas that share what is in their pools: in this process, over the real transport."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from e2e.harness import greedy, run_out
+from e2e.peers import free_port, peer_store, role_engine
+from vllm import LLM, RequestOutput, TokensPrompt
+
+from vllm_metal.kv_transfer.peer.store import PeerFigures
+
+_NUMBERS = count()
+
+
+def core_of(llm: LLM) -> Any:
+    """The engine core of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core
+
+
+def figures(llm: LLM) -> PeerFigures:
+    """What an engine's peers and pool have done; engines in one process share vLLM's counters."""
+    return peer_store(llm).figures()
+
+
+def pins(llm: LLM) -> int:
+    """Blocks of an engine's pool that are kept for others."""
+    return len(core_of(llm).scheduler.connector._pins)
+
+
+def tokens_of(output: RequestOutput) -> list[int]:
+    """The tokens of an answer."""
+    return list(output.outputs[0].token_ids)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What came of a request."""
+
+    tokens: list[int]
+    cached: int  # tokens of its prompt that were not computed
+    pulled: int  # pages that came from peers
+
+
+def alone(model: str, prompts: Sequence[list[int]], max_tokens: int = 12, **options: Any) -> Any:
+    """What one engine makes of each, all at once."""
+    with role_engine(model, None, **options) as llm:
+        outputs = llm.generate(
+            [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts],
+            greedy(max_tokens),
+            use_tqdm=False,
+        )
+    return [tokens_of(output) for output in outputs]
+
+
+class Replicas:
+    """Engines each of which asks all others; all make steps in turns, as if each had a process.
+
+    One that others wake makes steps as a server's engine does: see `test_engine_wake.py`.
+    """
+
+    def __init__(self, model: str, number: int, share: bool = True, **options: Any) -> None:
+        """
+        Args:
+            model: of all.
+            number: of engines.
+            share: whether they ask each other.
+            options: of each engine.
+        """
+        self._make = model, number, share, options
+        self._stack = ExitStack()
+        self.engines: list[LLM] = []
+
+    def __enter__(self) -> Replicas:
+        model, number, share, options = self._make
+        extra = options.pop("extra", {})
+        ports = [free_port() for _ in range(number)]
+        for index in range(number):
+            role: dict[str, Any] = {}
+            if share:
+                peers = [f"127.0.0.1:{port}" for n, port in enumerate(ports) if n != index]
+                settings = {"listen": f"127.0.0.1:{ports[index]}", "share": "pool", "peers": peers}
+                role = {"extra": settings | extra}
+            llm = self._stack.enter_context(
+                role_engine(model, "kv_both" if share else None, **role, **options)
+            )
+            self.engines.append(llm)
+            if share:
+                core_of(llm).scheduler.connector.wake_by(lambda: True)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if error[0] is None:
+            self.run_out()
+        self._stack.__exit__(*error)
+
+    def __getitem__(self, index: int) -> LLM:
+        return self.engines[index]
+
+    def step(self) -> list[tuple[int, Any]]:
+        """A step of each that has something to do; what has ended, and whose it is."""
+        ended = []
+        for index, llm in enumerate(self.engines):
+            core = core_of(llm)
+            if core.scheduler.has_requests() or core.batch_queue:
+                outputs = llm.llm_engine.step()
+                ended += [(index, output) for output in outputs if output.finished]
+        return ended
+
+    def begin(self, index: int, prompt: list[int], max_tokens: int = 12) -> str:
+        """Sends a request to an engine; its id."""
+        req_id = f"r{next(_NUMBERS)}"
+        self.engines[index].llm_engine.add_request(
+            req_id, TokensPrompt(prompt_token_ids=prompt), greedy(max_tokens)
+        )
+        return req_id
+
+    def run(self, *req_ids: str) -> dict[str, RequestOutput]:
+        """Steps until these have ended; the outputs of all that did, by id."""
+        found: dict[str, RequestOutput] = {}
+        deadline = time.monotonic() + 60
+        while not found.keys() >= set(req_ids):
+            assert time.monotonic() < deadline, "a request never ends"
+            for _, output in self.step():
+                found[output.request_id] = output
+        return found
+
+    def run_out(self) -> None:
+        """Steps until none has anything to do, and goes on for the word of a peer to come."""
+        quiet = time.monotonic()
+        while time.monotonic() < quiet + 0.2:
+            if any(core_of(each).scheduler.has_requests() for each in self.engines):
+                self.step()
+                quiet = time.monotonic()
+            else:
+                for each in self.engines:
+                    run_out(each)
+                time.sleep(0.01)
+
+    def ask(self, index: int, prompt: list[int], max_tokens: int = 12) -> Served:
+        """An engine's greedy answer, while the others do what it asks of them."""
+        before = figures(self.engines[index]).fetched_pages
+        req_id = self.begin(index, prompt, max_tokens)
+        output = self.run(req_id)[req_id]
+        self.run_out()
+        pulled = figures(self.engines[index]).fetched_pages - before
+        return Served(tokens_of(output), output.num_cached_tokens or 0, pulled)

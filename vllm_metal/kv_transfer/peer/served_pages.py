@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which pages peers may have of this engine: those in its outbox, and those in its pool."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+from vllm_metal.kv_transfer.peer.limits import Timeouts
+from vllm_metal.kv_transfer.peer.outbox import Outbox
+from vllm_metal.kv_transfer.peer.page import Page
+from vllm_metal.kv_transfer.shared_pool import SharedPool
+
+
+class ServedPages:
+    """An outbox, and a pool behind it that fills it where pages are fetched.
+
+    Every method is for any thread. What waits calls `sign` now and then.
+    """
+
+    def __init__(self, outbox: Outbox, pool: SharedPool | None, timeouts: Timeouts) -> None:
+        """
+        Args:
+            outbox: pages in memory.
+            pool: where the others are; None: there are none.
+            timeouts: of waits and leases.
+        """
+        self.outbox = outbox
+        self._pool = pool
+        self._timeouts = timeouts
+
+    def find(
+        self, holder: int, keys: Sequence[bytes], seconds: float, sign: Callable[[], bool]
+    ) -> set[bytes]:
+        """Finds which pages are there, and leases them.
+
+        Args:
+            holder: for whom.
+            keys: of pages.
+            seconds: the longest to wait for pages on their way to the outbox that are nowhere else.
+            sign: called now and then; False: it is of no use to wait on.
+        """
+        in_pool = {key for key in keys if self._pool is not None and self._pool.contains(key)}
+        others = [key for key in keys if key not in in_pool]
+        self._wait(others, seconds, sign)
+        found = {key for key in keys if key in in_pool or self.outbox.contains(key)}
+        # Before the outbox: what leaves the pool meanwhile is in the outbox, or is computed.
+        if self._pool is not None:
+            self._pool.lease(holder, (key for key in keys if key in in_pool), self._timeouts.lease)
+        self.outbox.lease(holder, (key for key in keys if key in found), self._timeouts.lease)
+        return found
+
+    @contextmanager
+    def brought(
+        self, holder: int, keys: Sequence[bytes], sign: Callable[[], bool]
+    ) -> Iterator[Callable[[bytes], Page | None]]:
+        """Gives what gives pages, once all of them are in the outbox, or cannot come.
+
+        A page that came for this call is kept for it until it was given, and then may give way.
+
+        Args:
+            holder, sign: see `find`.
+            keys: of pages.
+        """
+        missing = [key for key in keys if not self.outbox.contains(key)]
+        if self._pool is not None and missing:
+            self._pool.want(missing, self.outbox.expect)
+            self._wait(missing, self._timeouts.wait, sign)
+            self.outbox.lease(holder, missing, self._timeouts.lease)
+        came = set(missing)
+
+        def give(key: bytes) -> Page | None:
+            page = self.outbox.get(key)
+            if key in came:
+                self.outbox.release(holder, [key])
+            return page
+
+        try:
+            yield give
+        finally:
+            self.outbox.release(holder, missing)
+
+    def _wait(self, keys: Sequence[bytes], seconds: float, sign: Callable[[], bool]) -> None:
+        """Waits until none of these is being put into the outbox."""
+        deadline = time.monotonic() + seconds
+        while True:
+            left = deadline - time.monotonic()
+            self.outbox.await_pages(keys, min(left, self._timeouts.waiting_sign))
+            if left <= 0 or not self.outbox.any_expected(keys) or not sign():
+                return
+
+    def renew(self, holder: int) -> None:
+        """All leases of a holder go on."""
+        self.outbox.renew(holder, self._timeouts.lease)
+        if self._pool is not None:
+            self._pool.renew(holder, self._timeouts.lease)
+
+    def release(self, holder: int, keys: Collection[bytes] | None) -> None:
+        """Ends leases of a holder: on some pages, or None: on all."""
+        self.outbox.release(holder, keys)
+        if self._pool is not None:
+            self._pool.release(holder, keys)
