@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_metal.kv_transfer.registry import STORES
-from vllm_metal.kv_transfer.store import StoreConfig
+from vllm_metal.kv_transfer.store import StoreConfig, view_of
 from vllm_metal.settings import salts, secret_file, values
 from vllm_metal.settings.additional_config import OPTION, AdditionalConfig
 from vllm_metal.vllm_patches import engine_wake
@@ -94,9 +94,12 @@ def figures_of(vllm_config: VllmConfig) -> dict[str, type]:
         return {}
     from vllm_metal.kv_transfer.page_store import TRANSFERS, TransferStats
 
-    return {name: store.figures for name, store in config.stores.items()} | {
-        TRANSFERS: TransferStats
-    }
+    views = {view_of(name): store.view_figures for name, store in config.stores.items()}
+    return (
+        {name: store.figures for name, store in config.stores.items()}
+        | {whose: kind for whose, kind in views.items() if kind is not None}
+        | {TRANSFERS: TransferStats}
+    )
 
 
 def _stores(given: Mapping[str, Any], role: str) -> dict[str, StoreConfig]:

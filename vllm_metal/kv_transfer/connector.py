@@ -220,11 +220,16 @@ class MetalKVConnector(OffloadingConnector):
             for group in status.group_states:
                 group.next_stored_chunk_idx = 0  # what it computes in place of pages is kept, too
 
-    def hear_figures(self, figures: Figures) -> None:
-        """Takes a step's figures, of which stores may want how fast prompts are computed."""
+    def figures_after(self, figures: Figures) -> Figures:
+        """Takes a step's figures, as stores may want how fast prompts are computed.
+
+        Returns:
+            Figures of the stores' views that are others than before.
+        """
         step = figures.get(STEP, {})
         if (rows := step.get("prefill_rows")) is not None:
             self._manager.computed(rows, step["prefill_seconds"], step["decode_seconds"])
+        return self._manager.figures()
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_metal.kv_transfer.messages import Discard, PageKeys, TransferNews, Use
-from vllm_metal.kv_transfer.store import Lookup, View
+from vllm_metal.kv_transfer.store import Lookup, View, view_of
 from vllm_metal.settings import salts
 
 #: A request whose loads failed so often computes. Each failure took a bad page out of its store, or
@@ -62,6 +62,7 @@ class PageManager(OffloadingManager):
         self._num_discards = 0
         self._untold_discards: list[Discard] = []
         self._untold_uses: list[Use] = []
+        self._figures: dict[str, Any] = {}  # last told
 
     def open(self, views: Mapping[str, View], salt_key: bytes | None) -> None:
         """The worker has stores; nothing is found before.
@@ -210,6 +211,17 @@ class PageManager(OffloadingManager):
         """See `View.computed`."""
         for view in self._views.values():
             view.computed(prefill_rows, prefill_seconds, decode_seconds)
+
+    def figures(self) -> dict[str, dict[str, Any]]:
+        """Figures of the views that are others than at the last call; see `StoreConfig`."""
+        now = {view_of(name): view.figures() for name, view in self._views.items()}
+        new = {
+            whose: each
+            for whose, each in now.items()
+            if each is not None and each != self._figures.get(whose)
+        }
+        self._figures |= new
+        return {whose: asdict(each) for whose, each in new.items()}
 
     def params_for_others(self, req_id: str) -> dict[str, Any] | None:
         """What a proxy hands to an engine that goes on with a request; None: nothing."""

@@ -180,12 +180,21 @@ class View:
             prefill_seconds, decode_seconds: that these took, and rows of answers.
         """
 
+    def figures(self) -> Any | None:
+        """Figures, of the class that the settings name; None: it has none."""
+        return None
+
     def params_for_others(self, req_id: str) -> dict[str, Any] | None:
         """What a proxy hands to an engine that goes on with a request; None: nothing."""
         return None
 
     def close(self) -> None:
         """Ends the threads."""
+
+
+def view_of(name: str) -> str:
+    """Whose figures those of a store's view are."""
+    return f"{name} view"
 
 
 class StoreConfig:
@@ -254,6 +263,11 @@ class StoreConfig:
     def figures(self) -> type:
         """What `Store.figures` gives: a dataclass of `metrics.metric` fields."""
         raise NotImplementedError
+
+    @property
+    def view_figures(self) -> type | None:
+        """What `View.figures` gives, as `figures`; None: nothing."""
+        return None
 
     def open(self, engine_id: str) -> Store:
         """Makes the worker's side.

@@ -102,7 +102,7 @@ def _sending_figures(
     outputs = update(self, scheduler_output, model_runner_output)
     figures = getattr(model_runner_output, "figures", None)  # vLLM's own results have none
     if figures:
-        _tell_connector(self, "hear_figures", figures)
+        figures = {**figures, **(_tell_connector(self, "figures_after", figures) or {})}
     for of_client in outputs.values():
         if figures and of_client.scheduler_stats is not None:
             send_figures(of_client.scheduler_stats, figures)
@@ -244,11 +244,10 @@ def _start_again(scheduler: Any, request: Any) -> None:
     _tell_connector(scheduler, "blocks_given_up", request.request_id)
 
 
-def _tell_connector(scheduler: Any, method: str, *arguments: Any) -> None:
-    """Calls a method that only this plugin's connector has."""
+def _tell_connector(scheduler: Any, method: str, *arguments: Any) -> Any:
+    """Calls a method that only this plugin's connector has; None where there is none."""
     tell = getattr(scheduler.connector, method, None)
-    if tell is not None:
-        tell(*arguments)
+    return None if tell is None else tell(*arguments)
 
 
 def _with_blocks_to_clear(

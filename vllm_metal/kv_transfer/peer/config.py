@@ -24,6 +24,7 @@ from vllm_metal.settings import secret_file, values
 
 if TYPE_CHECKING:
     from vllm_metal.kv_transfer.fingerprint import PoolContent
+    from vllm_metal.kv_transfer.peer.puller import PullCounts
     from vllm_metal.kv_transfer.peer.store import PeerFigures, PeerStore
     from vllm_metal.kv_transfer.peer.view import PeerView
 
@@ -213,6 +214,12 @@ class PeerConfig(StoreConfig):
         from vllm_metal.kv_transfer.peer.store import PeerFigures
 
         return PeerFigures
+
+    @property
+    def view_figures(self) -> type[PullCounts]:
+        from vllm_metal.kv_transfer.peer.puller import PullCounts
+
+        return PullCounts
 
     def open(self, engine_id: str) -> PeerStore:
         from vllm_metal.kv_transfer.peer.store import PeerStore

@@ -16,6 +16,7 @@ from vllm_metal.kv_transfer.peer.line import Line
 from vllm_metal.kv_transfer.peer.pull_choice import Circumstances, Offer, choose
 from vllm_metal.kv_transfer.peer.pull_hint import Patience, PullHint
 from vllm_metal.kv_transfer.pieces import PIECE_BYTES
+from vllm_metal.metrics.metric import Metric
 
 logger = init_logger(__name__)
 
@@ -29,6 +30,8 @@ _LEFT_ALONE, _LEFT_ALONE_MOST = 10.0, 300.0
 _PROBE_AFTER, PROBE_BYTES = 30.0, 1 << 20
 #: A probe that takes less than this part of what the link was thought to take.
 _FASTER = 0.5
+_CHOICES = "vllm:kv_pull_choices"
+_CHOSEN = "Requests whose pages a peer had, by what was thought to be sooner."
 #: Seconds after which streams that were last seen are thought to have ended.
 _STREAMS_END = 1.0
 
@@ -48,9 +51,11 @@ class _Standing:
 class PullCounts:
     """Counters of all time."""
 
-    pulled: int = 0  # requests
-    computed: int = 0  # though a peer had their pages
-    failed: int = 0  # pulls
+    pulled: int = Metric("total", _CHOICES, _CHOSEN, label=("choice", "pulled")).field(0)
+    computed: int = Metric("total", _CHOICES, _CHOSEN, label=("choice", "computed")).field(0)
+    failed: int = Metric(
+        "total", "vllm:kv_pulls_failed", "Pulls that did not bring all pages, or not in time."
+    ).field(0)
 
 
 class Pull:

@@ -20,7 +20,7 @@ from vllm_metal.kv_transfer.peer.clients import Clients
 from vllm_metal.kv_transfer.peer.limits import MAX_PEERS
 from vllm_metal.kv_transfer.peer.peers_file import PeersFile
 from vllm_metal.kv_transfer.peer.pull_hint import PullHint
-from vllm_metal.kv_transfer.peer.puller import PROBE_BYTES, Pull, Puller
+from vllm_metal.kv_transfer.peer.puller import PROBE_BYTES, Pull, PullCounts, Puller
 from vllm_metal.kv_transfer.peer.roll import Roll
 from vllm_metal.kv_transfer.store import Lookup, View
 
@@ -263,6 +263,9 @@ class PeerView(View):
     def computed(self, prefill_rows: int, prefill_seconds: float, decode_seconds: float) -> None:
         if self._puller is not None:
             self._puller.computed(prefill_rows, prefill_seconds, decode_seconds)
+
+    def figures(self) -> PullCounts | None:
+        return None if self._puller is None else self._puller.counts
 
     def params_for_others(self, req_id: str) -> dict[str, Any] | None:
         """See `View`.

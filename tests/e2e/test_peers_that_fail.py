@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas whose peers die, hang, lie or trickle: the same tokens, and not much later."""
+
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from e2e.fuzz.models import VOCAB
+from e2e.peers import consumer, decode, free_port, peer_store, prefill, producer, role_engine
+
+from vllm_metal.kv_transfer.peer import outbox as outbox_module
+from vllm_metal.kv_transfer.peer.page import Page
+from vllm_metal.kv_transfer.peer.server import PageServer
+
+PULLED = 96  # tokens of a prompt of 100, in blocks of 16
+MORE = pytest.mark.more
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(5)
+    return [rng.integers(2, VOCAB, 100).tolist() for _ in range(6)]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny, prompts):
+    """Tokens of each, and the most seconds that one took."""
+    with role_engine(tiny, None) as one:
+        decode(one, prompts[0][:50])
+        return [timed(one, prompt) for prompt in prompts]
+
+
+def timed(llm, prompt):
+    began = time.monotonic()
+    found = decode(llm, prompt)
+    return found, time.monotonic() - began
+
+
+@pytest.fixture
+def pair(tiny):
+    """Two engines that may do either, of which the second asks the first."""
+    port = free_port()
+    with producer(tiny, port, role="kv_both") as p, consumer(tiny, port, role="kv_both") as d:
+        yield p, d
+
+
+def check(p, d, prompts, alone, trouble):
+    """The second asks the first until there is trouble; then it computes, and is not late."""
+    for prompt in prompts:
+        prefill(p, prompt)
+    found = decode(d, prompts[0])
+    assert (found.tokens, found.pulled) == (alone[0][0].tokens, PULLED)
+    with trouble(p):
+        for prompt, (expected, took_alone) in list(zip(prompts, alone, strict=True))[1:4]:
+            found, took = timed(d, prompt)
+            assert (found.tokens, found.pulled) == (expected.tokens, 0)
+            print(f"{trouble.__name__}: {took - took_alone:+.2f} s")
+            assert took <= 2.0 + 10 * took_alone  # and a machine that has much else to do
+
+
+@contextmanager
+def it_dies(p):
+    peer_store(p).close()
+    yield
+
+
+@contextmanager
+def it_answers_nothing(p):
+    with pytest.MonkeyPatch.context() as patch:
+        ends = threading.Event()
+        patch.setattr(PageServer, "_found", lambda *_: ends.wait())
+        yield
+        ends.set()
+
+
+@contextmanager
+def it_sends_no_page(p):
+    with pytest.MonkeyPatch.context() as patch:
+        ends = threading.Event()
+        patch.setattr(PageServer, "_send_pages", lambda *_: ends.wait())
+        yield
+        ends.set()
+
+
+@contextmanager
+def it_trickles(p):
+    """A byte every 50 ms."""
+
+    def trickle(self, link, terms, keys):
+        for _ in range(200):
+            link.send_bytes(b"\x20")
+            time.sleep(0.05)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PageServer, "_send_pages", trickle)
+        yield
+
+
+@contextmanager
+def it_sends_other_bytes(p):
+    get = outbox_module.Outbox.get
+
+    def changed(self, key):
+        page = get(self, key)
+        data = bytearray(page.data)
+        data[len(data) // 2] ^= 4
+        return Page(memoryview(bytes(data)), page.checksum)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outbox_module.Outbox, "get", changed)
+        yield
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        it_sends_no_page,
+        *(
+            pytest.param(each, marks=MORE)
+            for each in (it_dies, it_answers_nothing, it_trickles, it_sends_other_bytes)
+        ),
+    ],
+)
+def test_a_peer_that_fails(pair, prompts, alone, trouble):
+    check(*pair, prompts, alone, trouble)
+
+
+@MORE
+def test_a_port_that_accepts_and_says_nothing(tiny, prompts, alone):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with consumer(tiny, listener.getsockname()[1], role="kv_both") as d:
+            for prompt, (expected, took_alone) in list(zip(prompts, alone, strict=True))[:2]:
+                found, took = timed(d, prompt)
+                assert (found.tokens, found.pulled) == (expected.tokens, 0)
+                assert took <= 2.0 + 10 * took_alone
+
+
+@MORE
+def test_other_weights_and_other_secrets(tiny, prompts, alone, tmp_path):
+    port, paths = free_port(), [tmp_path / "one", tmp_path / "other"]
+    for number, path in enumerate(paths):
+        path.write_text(str(number) * 32)
+        path.chmod(0o600)
+    of_each = [{"extra": {"secret": str(path)}} for path in paths]
+    with (
+        producer(tiny, port, role="kv_both", **of_each[0]) as p,
+        consumer(tiny, port, role="kv_both", **of_each[1]) as d,
+    ):
+        prefill(p, prompts[0])
+        found = decode(d, prompts[0])
+        assert (found.tokens, found.pulled) == (alone[0][0].tokens, 0)
+        assert peer_store(p).figures().sent_bytes == 0
+    other = {"block_size": 32}
+    with (
+        producer(tiny, port, role="kv_both", **other) as p,
+        consumer(tiny, port, role="kv_both") as d,
+    ):
+        prefill(p, prompts[0])
+        found = decode(d, prompts[0])
+        assert (found.tokens, found.pulled) == (alone[0][0].tokens, 0)
+
+
+@MORE
+def test_peers_come_and_go_by_the_file(tiny, prompts, alone, tmp_path):
+    port, path = free_port(), tmp_path / "peers"
+    path.write_text("# nobody yet\n")
+    extra = {"listen": f"127.0.0.1:{free_port()}", "peers_file": str(path)}
+    with producer(tiny, port, role="kv_both") as p:
+        for prompt in prompts:
+            prefill(p, prompt)
+        with role_engine(tiny, "kv_both", extra=extra) as d:
+            assert decode(d, prompts[0]).pulled == 0
+            path.write_text(f"{extra['listen']}\n127.0.0.1:{port}\n")  # itself, too
+            pulled = 0
+            for prompt, (expected, _) in list(zip(prompts, alone, strict=True))[1:5]:
+                if not pulled:
+                    time.sleep(2.5)
+                found = decode(d, prompt)
+                assert found.tokens == expected.tokens
+                pulled += found.pulled
+            assert pulled
+            path.write_text("")
+            time.sleep(2.5)
+            assert decode(d, prompts[5]).pulled == 0
