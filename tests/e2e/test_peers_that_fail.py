@@ -130,12 +130,13 @@ def test_a_peer_that_fails(pair, prompts, alone, trouble):
 
 @MORE
 def test_a_port_that_accepts_and_says_nothing(tiny, prompts, alone):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        with consumer(tiny, listener.getsockname()[1], role="kv_both") as d:
-            for prompt, (expected, took_alone) in list(zip(prompts, alone, strict=True))[:2]:
-                found, took = timed(d, prompt)
-                assert (found.tokens, found.pulled) == (expected.tokens, 0)
-                assert took <= 2.0 + 10 * took_alone
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    with listener, consumer(tiny, port, role="kv_both") as d:
+        for prompt, (expected, took_alone) in list(zip(prompts, alone, strict=True))[:2]:
+            found, took = timed(d, prompt)
+            assert (found.tokens, found.pulled) == (expected.tokens, 0)
+            assert took <= 2.0 + 10 * took_alone
 
 
 @MORE
