@@ -35,13 +35,18 @@ def pull(puller, clock, keys, found, seconds):
     return chosen.address
 
 
+def measure(puller, clock, at, num_bytes, seconds):
+    """A pull that nobody chose."""
+    began = puller.begins(at, 0.0)
+    clock.now += seconds
+    puller.ended(at, num_bytes, began, failed=False)
+
+
 def knows(puller, clock, link, compute):
     """Lets it measure both; seconds of a page, and of a block's tokens."""
-    keys = keys_of(64)
     for count in (1, 64, 8, 64):
         for at, seconds in link.items():
-            pull(puller, clock, keys[:count], {at: keys[:count]}, count * seconds)
-    for count in (1, 64, 8, 64):
+            measure(puller, clock, at, count * PAGE, count * seconds)
         puller.computed(count * BLOCK, count * compute, 0.0)
 
 
@@ -132,7 +137,7 @@ def test_of_several_groups_a_pull_at_risk_is_short(clock):
     keys = [*full, *window]
     for count in (1, 64, 8, 64):
         there = [*full[:count], *window[count - 1 : count]]
-        pull(puller, clock, keys, {A: there}, 0.02 * (count + 1))
+        measure(puller, clock, A, len(there) * PAGE, 0.02 * len(there))
         puller.computed(count * BLOCK, count * 1.0, 0.0)
     short, long = [*full[:30], window[29]], [*full, window[63]]
     assert puller.decide(keys, {A: short}).keys == frozenset(short)
