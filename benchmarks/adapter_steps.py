@@ -86,13 +86,8 @@ def main() -> None:
                 )
                 for n in range(ADAPTERS)
             ]
-        llm = LLM(
-            name,
-            skip_tokenizer_init=True,
-            max_model_len=1024,
-            max_num_seqs=32,
-            max_num_batched_tokens=1024,
-            kv_cache_memory_bytes=64 << 20,
+        llm = overhead.engine(
+            folder,
             enable_lora=True,
             max_loras=ADAPTERS,
             max_cpu_loras=2 * ADAPTERS,

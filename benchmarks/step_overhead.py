@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -183,16 +184,24 @@ DRAFTS, REQUESTS = (0, 1, 2, 4), (1, 8, 32)
 HOST, WAITS, BUILT = "ms", "waits", "built in Python"
 
 
-def draft_engine(target: Path, draft: Path, num_drafts: int) -> LLM:
-    """The engine with a draft model; without one for no drafts."""
-    speculation = {"method": "draft_model", "model": str(draft)}
+def engine(model: Path, **options: Any) -> LLM:
+    """An engine for what is measured here."""
     return LLM(
-        str(target),
+        str(model),
         skip_tokenizer_init=True,
         max_model_len=1024,
         max_num_seqs=32,
         max_num_batched_tokens=1024,
         kv_cache_memory_bytes=64 << 20,
+        **options,
+    )
+
+
+def draft_engine(target: Path, draft: Path, num_drafts: int) -> LLM:
+    """The engine with a draft model; without one for no drafts."""
+    speculation = {"method": "draft_model", "model": str(draft)}
+    return engine(
+        target,
         speculative_config=speculation | {"num_speculative_tokens": num_drafts}
         if num_drafts
         else None,
@@ -312,14 +321,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder)
-        llm = LLM(
-            name,
-            skip_tokenizer_init=True,
-            max_model_len=1024,
-            max_num_seqs=32,
-            max_num_batched_tokens=1024,
-            kv_cache_memory_bytes=64 << 20,
-        )
+        llm = engine(folder)
         model = mlx_lm_model(folder)
         meter = Meter()
         wrap_all(meter, llm)

@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+import pytest
 from e2e.harness import greedy, run_out
 from e2e.peers import free_port, peer_store, role_engine
 from vllm import LLM, RequestOutput, TokensPrompt
 
+from vllm_metal.kv_transfer.peer import limits, view
 from vllm_metal.kv_transfer.peer.store import PeerFigures
 
 _NUMBERS = count()
@@ -59,6 +61,23 @@ def alone(model: str, prompts: Sequence[list[int]], max_tokens: int = 12, **opti
     return [tokens_of(output) for output in outputs]
 
 
+@contextmanager
+def patience() -> Iterator[None]:
+    """Nobody is given up while a test runs, however slow the machine: all timeouts are a minute."""
+    kinds = [each for each in vars(limits).values() if isinstance(each, limits.Timeouts)]
+    names = ("connect", "no_progress", "wait")
+    before = [{name: getattr(each, name) for name in names} for each in kinds]
+    try:
+        for each in kinds:
+            vars(each).update(dict.fromkeys(names, 60.0))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(view, "ASK_SECONDS", 60.0)
+            yield
+    finally:
+        for each, values in zip(kinds, before, strict=True):
+            vars(each).update(values)
+
+
 class Replicas:
     """Engines each of which asks all others; all make steps in turns, as if each had a process.
 
@@ -74,12 +93,14 @@ class Replicas:
             options: of each engine.
         """
         self._make = model, number, share, options
+        self._shares = share
         self._stack = ExitStack()
         self.engines: list[LLM] = []
 
     def __enter__(self) -> Replicas:
         model, number, share, options = self._make
         extra = options.pop("extra", {})
+        self._stack.enter_context(patience())
         ports = [free_port() for _ in range(number)]
         for index in range(number):
             role: dict[str, Any] = {}
@@ -145,9 +166,11 @@ class Replicas:
 
     def ask(self, index: int, prompt: list[int], max_tokens: int = 12) -> Served:
         """An engine's greedy answer, while the others do what it asks of them."""
-        before = figures(self.engines[index]).fetched_pages
+        before = self._fetched(index)
         req_id = self.begin(index, prompt, max_tokens)
         output = self.run(req_id)[req_id]
-        self.run_out()
-        pulled = figures(self.engines[index]).fetched_pages - before
+        pulled = self._fetched(index) - before
         return Served(tokens_of(output), output.num_cached_tokens or 0, pulled)
+
+    def _fetched(self, index: int) -> int:
+        return figures(self.engines[index]).fetched_pages if self._shares else 0

@@ -5,8 +5,8 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
-from vllm_metal.kv_transfer.messages import PinChanges
 from vllm_metal.kv_transfer.pins import Pins
+from vllm_metal.kv_transfer.shared_pool import PinChanges
 
 NUM_BLOCKS = 17  # vLLM keeps one for itself
 

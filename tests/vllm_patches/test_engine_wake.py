@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """An idle engine's loop, in a process that has the change: a connector has it make a step."""
 
+import os
 import queue
 import subprocess
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 from vllm.v1.engine import core
 
+TESTS = Path(__file__).parents[1]
 PROGRAM = """
 from vllm_patches.test_engine_wake import check
 from vllm_metal.vllm_patches.engine_wake import let_connectors_wake
@@ -68,4 +71,6 @@ def check():
 
 
 def test_an_idle_engine_makes_a_step_when_its_connector_has_work():
-    subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=120)
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    env = {**os.environ, "PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", PROGRAM], check=True, env=env)

@@ -21,6 +21,7 @@ from vllm.v1.kv_offload.base import LoadStoreSpec
 if TYPE_CHECKING:
     from vllm_metal.kv_transfer.bell import Bell
     from vllm_metal.kv_transfer.fingerprint import PoolContent
+    from vllm_metal.kv_transfer.shared_pool import PinChanges
     from vllm_metal.vllm_patches.cached_blocks import CacheChanges
 
 
@@ -65,14 +66,6 @@ class Discard:
     number: int  # told back when they are gone
     namespace: str | None
     keys: frozenset[bytes]
-
-
-@dataclass(frozen=True)
-class PinChanges:
-    """Pages of the pool that others have asked for, and those that nobody waits for any more."""
-
-    pin: tuple[bytes, ...]
-    unpin: tuple[bytes, ...]
 
 
 @dataclass

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_metal.kv_transfer.messages import PinChanges
-
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+    from vllm_metal.kv_transfer.shared_pool import PinChanges
 
 #: Of the blocks that no request holds, that pins may keep from being given to requests: one in so
 #: many. Requests of this engine come first.

@@ -7,10 +7,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_metal.kv_transfer.bell import Bell
-from vllm_metal.kv_transfer.messages import PinChanges
 
 if TYPE_CHECKING:
     from vllm_metal.vllm_patches.cached_blocks import CacheChanges
@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 #: Steps between the one that completes a block and the first that may copy it. By then the
 #: scheduler has heard what became of the step, and has taken back what failed.
 _RIPE_AFTER = 2
+
+
+@dataclass(frozen=True)
+class PinChanges:
+    """Pages that others have asked for, and pages that nobody waits for any more; picklable."""
+
+    pin: tuple[bytes, ...]
+    unpin: tuple[bytes, ...]
 
 
 class SharedPool:

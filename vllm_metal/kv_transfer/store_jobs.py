@@ -130,7 +130,7 @@ class StoreJobs:
         """
         self._take_written()
         largest = max(self._pages.sizes)
-        staging = self._staging_bytes if self._staged_bytes else max(self._staging_bytes, largest)
+        staging = max(self._staging_bytes, 0 if self._staged_bytes else largest)
         return min(max(most_bytes, largest), staging - self._staged_bytes)
 
     def page_bytes(self, key: bytes) -> int:
@@ -172,19 +172,17 @@ class StoreJobs:
     def add_urgent(self, job_id: int, shelves: Shelves, blocks: Mapping[bytes, int]) -> None:
         """Takes a job of complete blocks, which goes before all others, with the step at hand.
 
-        What is not copied with it is dropped by `drop_urgent`: nobody says when a later step writes
-        to these blocks.
+        `drop_urgent` drops what is not copied with it: later steps may write to these blocks.
 
         Args:
             job_id: no other job's.
             shelves: where they go.
             blocks: of the pool, by key; one at least, and no more than there is `room` for.
         """
-        now = self._clock()
-        job = _Job(job_id, "", shelves, time.time(), len(blocks), now, is_urgent=True)
-        for key, block in reversed(blocks.items()):
+        started, step = self._clock(), self._step - self._lot_steps  # so it waits for no others
+        job = _Job(job_id, "", shelves, time.time(), len(blocks), started, is_urgent=True)
+        for key, block in reversed([*blocks.items()]):
             group, size = get_offload_group_idx(OffloadKey(key)), self.page_bytes(key)
-            step = self._step - self._lot_steps  # they wait for no others
             self._due.appendleft(_Page(job, group, block, key, 0, step, size))
             self._due_bytes += size
 

@@ -34,19 +34,20 @@ class CachedBlocks:
     def __init__(self, pool: BlockPool) -> None:
         """Puts a map in the place of the pool's own; it does what that does, and notes changes."""
         self._pool: Any = pool
-        self._map: BlockHashToBlockMap | None = None  # the first changes are all there is
+        self._map: _NotingMap | None = None  # the first changes are all there is
 
     def take(self) -> CacheChanges | None:
         """What has changed since the last call; None: nothing."""
-        found = self._pool.cached_block_hash_to_block
-        if found is not self._map:  # a reset makes a new one
-            self._map = noting = _NotingMap(found)
+        noting = self._map
+        if noting is None or self._pool.cached_block_hash_to_block is not noting:
+            # a reset makes a new one
+            self._map = noting = _NotingMap(self._pool.cached_block_hash_to_block)
             self._pool.cached_block_hash_to_block = noting
             return CacheChanges(True, noting.blocks(), ())
-        changed = found.take_changed()
+        changed = noting.take_changed()
         if not changed:
             return None
-        blocks = {key: found.get_one_block(key) for key in changed}
+        blocks = {key: noting.get_one_block(key) for key in changed}
         come = {key: block.block_id for key, block in blocks.items() if block is not None}
         return CacheChanges(False, come, tuple(changed - come.keys()))
 

@@ -281,7 +281,7 @@ def test_another_version_is_refused_by_name(monkeypatch, make_server, make_peer,
         assert peer.ask([b"key"]) == set()
         clock.now += 100
     (said,) = log.warnings()
-    assert f"127.0.0.1:{server.port}" in said and "version 9, this engine 2" in said
+    assert f"127.0.0.1:{server.port}" in said and "version 9, this engine 3" in said
     monkeypatch.undo()
     peer.ask(())
     assert peer.engine_id == "prefill-1"

@@ -7,6 +7,7 @@ import json
 import psutil
 import pytest
 from vllm.config import KVTransferConfig
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from vllm_metal.kv_transfer.config import CONNECTOR, TransferConfig
 from vllm_metal.kv_transfer.peer.address import Address
@@ -93,9 +94,27 @@ def test_beyond_this_machine_a_secret_is_needed(check, secret):
         ("kv_consumer", {"peers": [HERE, HERE]}, "'peers' names an address twice"),
         ("kv_producer", {"listen": "9100"}, "'listen' '9100' has no port"),
         ("kv_producer", {"listen": 9100}, "'listen' must be an address"),
+        ("kv_producer", {"listen": HERE, "share": "pool"}, "'share' needs kv_role 'kv_both'"),
+        ("kv_both", {"peers": [HERE], "share": "pool"}, "'share' needs .* 'listen'"),
+        ("kv_both", {"listen": HERE, "share": True}, "'share' must be 'pool'"),
         ("kv_producer", {"listn": HERE}, "no key 'listn'.*did you mean 'listen'"),
     ],
 )
 def test_mistakes_are_named(check, role, extra, reason):
     with pytest.raises(ValueError, match=reason):
         check(role, **extra)
+
+
+def test_a_replica_shares_its_pool_and_keeps_a_small_outbox(check):
+    found = check("kv_both", listen=HERE, peers=[THERE], share="pool")["peers"]
+    assert found.shares_pool and not found.is_waited_for
+    assert found.outbox_bytes == min(psutil.virtual_memory().total // 64, 1 << 30)
+    assert check("kv_both", listen=HERE, share="pool", outbox_bytes=5)["peers"].outbox_bytes == 5
+    assert not check("kv_both", listen=HERE)["peers"].shares_pool
+
+
+def test_a_worker_in_another_process_cannot_share_its_pool(made, check, monkeypatch):
+    """Nobody there could wake an engine that is idle."""
+    monkeypatch.setattr(made.parallel_config, "distributed_executor_backend", MultiprocExecutor)
+    with pytest.raises(ValueError, match="'share' needs the engine and its worker in one process"):
+        check("kv_both", listen=HERE, share="pool")
