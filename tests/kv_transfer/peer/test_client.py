@@ -319,13 +319,37 @@ def test_refusal_ends_when_own_terms_change(make_server, make_peer, outbox, log)
     server = make_server()
     peer = make_peer(server.port, terms=own)
     assert peer.ask(pages) == set()
-    own.now = make_terms()
+    own.now = make_terms("decode-1")
     assert peer.ask(pages) == set(pages)  # at once
-    own.now = make_terms(page_bytes=(4096, 512))
+    own.now = make_terms("decode-1", page_bytes=(4096, 512))
     assert peer.ask(pages) == set()
     assert "its pages have (4096,) bytes, this engine's (4096, 512)" in log.warnings()[-1]
     own.now = make_terms("decode-2")
     assert pull(peer, pages)
+
+
+def test_an_engine_that_is_named_to_itself_is_no_peer(make_server, make_peer, outbox, log, clock):
+    """One file may name all engines to each of them."""
+    pages = make_pages(1, 100)
+    fill(outbox, pages)
+    server = make_server()
+    peer = make_peer(server.port, terms=make_terms)
+    assert peer.ask(pages) == set() and not peer.hello() and peer.is_in_trouble
+    clock.now += 100
+    assert peer.ask(pages) == set() and log.lines == []
+
+
+def test_a_peer_that_was_away_is_there_again_once_it_was_greeted(make_server, make_peer, clock):
+    server = make_server()
+    peer = make_peer(server.port)
+    assert peer.hello() and peer.engine_id == "prefill-1" and not peer.is_in_trouble
+    peer.avoid()
+    assert not peer.hello() and peer.is_in_trouble
+    clock.now += 10
+    assert not peer.is_down and peer.is_in_trouble
+    assert peer.hello() and not peer.is_in_trouble
+    server.close()
+    assert not peer.hello() and peer.is_in_trouble
 
 
 @pytest.mark.parametrize("words", ["", None, KeyError("facts")])
