@@ -14,6 +14,7 @@ from e2e.peers import consumer, decode, free_port, peer_store, prefill, producer
 from vllm import TokensPrompt
 
 from vllm_metal.kv_transfer.peer import outbox as outbox_module
+from vllm_metal.kv_transfer.peer import view
 from vllm_metal.kv_transfer.peer.page import Page
 from vllm_metal.kv_transfer.peer.server import PageServer
 from vllm_metal.settings.salts import derive
@@ -54,7 +55,9 @@ def check(p, d, prompts, alone, trouble):
     """The second asks the first until there is trouble; then it computes, and is not late."""
     for prompt in prompts:
         prefill(p, prompt)
-    found = decode(d, prompts[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(view, "ASK_SECONDS_HASTY", 60.0)  # however slow the machine
+        found = decode(d, prompts[0])
     assert (found.tokens, found.pulled) == (alone[0][0].tokens, PULLED)
     before = peer_store(d).figures().fetched_pages
     with trouble(p):

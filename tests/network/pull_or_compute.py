@@ -2,7 +2,7 @@
 """Right choices of pulls over links of three rates: `python -m network.pull_or_compute`, as root.
 
 Pages really come from another host's page server, by the client that engines use. Computing is a
-rate with some noise, as of a Mac: 8,000 tokens a second of a small model, 8 KiB of K/V a token.
+rate with some noise: 2,500 tokens a second of a small model, 4 KiB of K/V a token.
 Each request's pages are pulled to know how long that takes, and so is its computing drawn; what was
 not chosen is measured by nobody.
 """
@@ -32,7 +32,8 @@ from vllm_metal.kv_transfer.peer.outbox import Outbox
 from vllm_metal.kv_transfer.peer.pull_choice import Circumstances, Offer, choose
 from vllm_metal.kv_transfer.peer.server import PageServer
 
-PAGES, PAGE, BLOCK, PREFILL = 64, 128 << 10, 16, 8000.0
+PAGES, PAGE, BLOCK, PREFILL = 64, 64 << 10, 16, 2500.0
+COUNT = 120  # requests, the first of which measure
 RATES = ("1gbit", "200mbit", "40mbit")
 
 
@@ -45,7 +46,7 @@ def serve(address: str) -> None:
     threading.Event().wait()
 
 
-def right_choices(rate: str, count: int = 40) -> tuple[float, int]:
+def right_choices(rate: str, count: int = COUNT) -> tuple[float, int]:
     """The share of requests for which the faster way was chosen, and how many were pulled."""
     rng, keys = random.Random(3), list(make_pages(PAGES, PAGE))
     compute, link, right, pulled = Line(256.0), Line(64e6), 0, 0
@@ -82,7 +83,7 @@ def main() -> None:
         serve(sys.argv[1])
     for rate in RATES:
         share, pulled = right_choices(rate)
-        print(f"{rate}: {share:.3f} right, {pulled} of 40 pulled", flush=True)
+        print(f"{rate}: {share:.3f} right, {pulled} of {COUNT} pulled", flush=True)
 
 
 if __name__ == "__main__":
