@@ -101,7 +101,7 @@ def it_sends_no_page(p):
 def it_trickles(p):
     """A byte every 50 ms."""
 
-    def trickle(self, link, terms, keys):
+    def trickle(self, link, *_):
         for _ in range(200):
             link.send_bytes(b"\x20")
             time.sleep(0.05)
