@@ -172,6 +172,7 @@ def check_models(model, prompts, expected, **options):
                 found = pair.ask((index + turn) % 2, prompt)
                 assert found.tokens == tokens
                 pulled += found.pulled
+        pair.run_out()
         for each in pair.engines:
             assert pins(each) == 0 and each.reset_prefix_cache()
     return pulled
