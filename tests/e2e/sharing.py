@@ -107,6 +107,7 @@ class Replicas:
             if share:
                 peers = [f"127.0.0.1:{port}" for n, port in enumerate(ports) if n != index]
                 settings = {"listen": f"127.0.0.1:{ports[index]}", "share": "pool", "peers": peers}
+                settings |= {"pull": "always"}  # whatever is faster here
                 role = {"extra": settings | extra}
             llm = self._stack.enter_context(
                 role_engine(model, "kv_both" if share else None, **role, **options)

@@ -18,7 +18,13 @@ def test_an_idle_engine_in_its_own_process_answers_out_of_its_pool(tiny, monkeyp
     ports = free_port(), free_port()
     options = {"max_model_len": 256, "kv_cache_memory_bytes": 8 << 20}
     roles = [
-        transfer("kv_both", listen=f"127.0.0.1:{own}", peers=[f"127.0.0.1:{other}"], share="pool")
+        transfer(
+            "kv_both",
+            listen=f"127.0.0.1:{own}",
+            peers=[f"127.0.0.1:{other}"],
+            share="pool",
+            pull="always",
+        )
         for own, other in (ports, ports[::-1])
     ]
     with (

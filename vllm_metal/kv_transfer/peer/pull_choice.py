@@ -16,7 +16,7 @@ from vllm_metal.kv_transfer.peer.line import Line
 #: Offers that take no longer than the best by this factor are as good, and take turns.
 _AS_GOOD = 1.1
 #: Seconds of a pull that are worth knowing whether computing takes less.
-_FELT = 0.25
+_FELT = 0.02
 
 T = TypeVar("T")
 
