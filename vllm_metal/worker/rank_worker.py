@@ -55,6 +55,8 @@ class RankWorker(MetalWorker):
         self._heartbeat.start()
         memo = cache_dir() / "weights" / "digests.json"
         alike.check(alike.facts_of(self.vllm_config, memo), groups.share)
+        # Ranks of one machine share its memory.
+        self.cache_config.gpu_memory_utilization /= parallel.local_world_size
         super().init_device()
 
     def _stage(self, num_layers: int) -> Stage:
