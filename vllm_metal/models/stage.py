@@ -8,7 +8,7 @@ of them gives the hidden states that the rank before has sent. The first one beh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,19 +95,13 @@ class Stage:
         ]
 
     def keep(self, model: nn.Module) -> None:
-        """Takes away what other ranks compute; weights that were not read yet never will be.
-
-        Raises:
-            NotImplementedError: layers share their modules.
-        """
+        """Takes away what other ranks compute; weights that were not read yet never will be."""
         layers = model.layers
         own = {id(module) for layer in layers[self.start : self.end] for module in layer.modules()}
         for index, layer in enumerate(layers):
             if self.has(index):
                 continue
-            if any(id(module) in own for module in layer.modules()):
-                raise NotImplementedError("layers of several ranks share their weights")
-            _empty(layer)
+            _empty(layer, own)
             _replace_call(layer, self._stands_for(index))
         tied = headless.head_path(model) is None
         if not self.is_last:
@@ -150,9 +144,14 @@ def _end(self: nn.Module, hidden_states: mx.array, *args: Any, **kwargs: Any) ->
     raise HiddenReturned(hidden_states)
 
 
-def _empty(layer: nn.Module) -> None:
-    """Takes the arrays out of a layer; what says of which kind it is stays."""
-    for module in layer.modules():
+def _empty(layer: nn.Module, kept: Collection[int]) -> None:
+    """Takes the arrays out of a layer; what says of which kind it is stays.
+
+    Args:
+        layer: of another rank.
+        kept: ids of modules that the rank's own layers have, too: ropes, say.
+    """
+    for module in (each for each in layer.modules() if id(each) not in kept):
         for name in [name for name, value in module.items() if _holds_arrays(value)]:
             del module[name]
 

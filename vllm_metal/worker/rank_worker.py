@@ -59,6 +59,8 @@ class RankWorker(MetalWorker):
         self._heartbeat.start()
         memo = cache_dir() / "weights" / "digests.json"
         alike.check(alike.facts_of(self.vllm_config, memo), groups.share)
+        # Ranks of one machine share its memory.
+        self.cache_config.gpu_memory_utilization /= parallel.local_world_size
         super().init_device()
         self._ring = tensor_parallel.join_ring(parallel)
         if self._ring is not None:
