@@ -67,7 +67,7 @@ class GroupLink:
 
 
 def to_torch(array: mx.array) -> torch.Tensor:
-    """The same numbers as a tensor of torch's; numpy, which is between, has no bfloat16."""
+    """Copies an array into a tensor of torch's; numpy, which is between, has no bfloat16."""
     if array.dtype == mx.bfloat16:
         bits = np.array(array.view(mx.uint16))
         return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
@@ -75,7 +75,7 @@ def to_torch(array: mx.array) -> torch.Tensor:
 
 
 def to_mlx(tensor: torch.Tensor) -> mx.array:
-    """The same numbers as an array of MLX's."""
+    """Copies a tensor into an array of MLX's."""
     if tensor.dtype == torch.bfloat16:
         return mx.array(tensor.view(torch.int16).numpy().view(np.uint16)).view(mx.bfloat16)
     return mx.array(tensor.numpy())
