@@ -145,7 +145,7 @@ def chunk_by_chunk(model, model_type, prompts, blocks, logits_of):
 
 
 def chunk_of(run, prompts, blocks, logits_of):
-    """Runs prompts on a paged model chunk by chunk, and returns what `logits_of` gives, by prompt."""
+    """Runs prompts on a paged model, chunk by chunk; what `logits_of` gives, by prompt."""
     requests = Requests(len(prompts), 128, BlockTables(1, len(prompts), 9))
     for index, prompt in enumerate(prompts):
         ids = blocks[index * 6 : index * 6 + -(-len(prompt) // BLOCK)].tolist()
