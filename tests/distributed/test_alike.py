@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that would compute parts of different models hear what differs, all of them alike."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from vllm_metal.distributed import alike
@@ -23,3 +25,15 @@ def test_what_differs_is_named_on_every_rank(name, value):
         assert str(refused.value) == (
             f"ranks 0 and 2 of the engine differ in {name} ({FACTS[name]} and {value})"
         )
+
+
+def test_a_setting_is_compared_by_its_option():
+    values = dict.fromkeys((place.partition(".")[2] for place in alike.SETTINGS.values()), 1)
+    parts = {
+        place.partition(".")[0]: SimpleNamespace(**values) for place in alike.SETTINGS.values()
+    }
+    config = SimpleNamespace(**parts)
+    first = alike.settings_of(config)
+    config.cache_config = SimpleNamespace(**values | {"block_size": 32})
+    with pytest.raises(alike.RanksDiffer, match=r"differ in --block-size \(1 and 32\)"):
+        alike.check(first, lambda mine: [mine, alike.settings_of(config)])

@@ -21,7 +21,7 @@ def printed(tmp_path_factory):
 
 @pytest.fixture
 def of_ranks(printed):
-    """The same of each small model."""
+    """What each rank found of small models."""
     return [of_rank["models"] for of_rank in printed]
 
 

@@ -25,6 +25,19 @@ from vllm_metal.distributed.sharding import ShardingError, nbytes
 from vllm_metal.sample import SamplerOutput
 
 TOKENS = [[1, 5, 9, 2, 7, 3, 3, 8]]
+QWEN3 = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 64,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
 QUANTISED = {"qwen3, 4 bits": 128, "qwen3, 4 bits, a group in two": 96}  # its intermediate_size
 
 
@@ -48,11 +61,9 @@ def models() -> Iterator[tuple[str, Any]]:
     config = config_of(replace(family, config=family.config | heads))
     yield "step3p5, 2 groups", code.Model(code.ModelArgs.from_dict(config))
     code = import_module("mlx_lm.models.qwen3")
-    config = config_of(plain.with_those_of_states()["smollm3"]) | {"head_dim": 16}
     for name, width in QUANTISED.items():
-        config |= {"model_type": "qwen3", "intermediate_size": width, "hidden_size": 64}
-        model = code.Model(code.ModelArgs.from_dict(config))
-        yield name, model
+        config = QWEN3 | {"intermediate_size": width}
+        yield name, code.Model(code.ModelArgs.from_dict(config))
 
 
 def draw(model: nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,22 @@ from vllm_metal.settings import envs, facts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+#: Options by whose values every rank computes, and where vLLM's configuration has them.
+SETTINGS = {
+    "--seed": "model_config.seed",
+    "--max-model-len": "model_config.max_model_len",
+    "--hf-overrides": "model_config.hf_overrides",
+    "--logprobs-mode": "model_config.logprobs_mode",
+    "--max-num-batched-tokens": "scheduler_config.max_num_batched_tokens",
+    "--max-num-seqs": "scheduler_config.max_num_seqs",
+    "--block-size": "cache_config.block_size",
+    "--kv-cache-dtype": "cache_config.cache_dtype",
+    "--tensor-parallel-size": "parallel_config.tensor_parallel_size",
+    "--pipeline-parallel-size": "parallel_config.pipeline_parallel_size",
+    "--additional-config": "additional_config",
+}
 
 
 class RanksDiffer(RuntimeError):
@@ -42,7 +59,13 @@ def facts_of(config: VllmConfig, memo: Path | None) -> dict[str, str]:
             {"config": facts.plain(config.model_config.hf_config.to_dict())}
         ),
         "weights": weights_digest.of_networks(config, memo)["target"],
+        **settings_of(config),
     }
+
+
+def settings_of(config: VllmConfig) -> dict[str, str]:
+    """Values of SETTINGS by option, as texts."""
+    return {option: str(facts.plain(attrgetter(at)(config))) for option, at in SETTINGS.items()}
 
 
 def check(mine: Mapping[str, str], share: Callable[[object], Sequence[object]]) -> None:

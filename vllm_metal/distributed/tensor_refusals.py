@@ -31,7 +31,7 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
         "with images (the tower is not split: --language-model-only serves the text)": (
             images is not None and not images.language_model_only
         ),
-        "with a draft network (drafts by 'ngram' or 'suffix' are served)": (
+        "with a draft network (drafts that are looked up in the text are served)": (
             method is not None and method.has_network
         ),
         "with a prefix_cache_dir or --kv-transfer-config (a rank has the K/V of its heads only)": (

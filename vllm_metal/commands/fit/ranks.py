@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of several that share a model's heads, estimated without the others and without a link."""
+"""One rank of several that share a model's heads: estimated without the others or a link."""
 
 from __future__ import annotations
 
