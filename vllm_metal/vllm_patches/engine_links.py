@@ -33,7 +33,7 @@ logger = init_logger(__name__)
 
 #: Milliseconds between heartbeats, and without an answer until a link counts as cut: 7 s in all.
 #: ZeroMQ's own threads answer them, however long a step or a start takes.
-HEARTBEATS = {zmq.HEARTBEAT_IVL: 2000, zmq.HEARTBEAT_TIMEOUT: 5000}
+HEARTBEATS: dict[int, int] = {zmq.HEARTBEAT_IVL: 2000, zmq.HEARTBEAT_TIMEOUT: 5000}
 _ENDS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 _lost: ContextVar[Callable[[str], None] | None] = ContextVar("lost", default=None)
 
@@ -124,7 +124,9 @@ def _watching_engines(start: Callable[[MPClient], None], self: MPClient) -> None
     start(self)
     client, resources = weakref.ref(self), self.resources
     assert resources.input_socket is not None
-    if resources.input_socket.getsockopt(zmq.LAST_ENDPOINT).startswith(b"tcp://"):
+    endpoint = resources.input_socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    if endpoint.startswith(b"tcp://"):
         _watch(resources.ctx, resources.input_socket, _ENDS, lambda: _lose_engines(client()))
 
 

@@ -90,7 +90,7 @@ class RankWorker(MetalWorker):
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()
         # One rank's memory may allow fewer drafts than another's.
-        limits = [each for each in groups.share(self._memory.most_drafts) if each is not None]
+        limits = [each for each in groups.share(self._memory.most_drafts) if isinstance(each, int)]
         self._memory.most_drafts = min(limits, default=None)
         return available
 

@@ -66,8 +66,8 @@ def find(args: Namespace) -> Answer:
 
 def _answered(args: Namespace) -> Answer | encoder.Answer:
     machine = Machine.this() if args.memory is None else Machine.mac(args.memory)
-    if (ranks := args.data_parallel_size_local or 1) > 1:
-        machine = machine.part(ranks)
+    if (engines := args.data_parallel_size_local or 1) > 1:
+        machine = machine.part(engines)
     try:
         if args.model is None:
             return _largest_known(args, machine)
