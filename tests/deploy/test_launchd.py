@@ -79,7 +79,6 @@ def test_a_replica_is_asked_by_the_others_and_asks_them():
     assert extra["secret"] == "/Users/ann/.kv-secret"  # of another machine it is demanded
 
 
-@pytest.mark.skipif("share" not in PeerConfig.readers, reason="no engine of now shares its pool")
 def test_a_replica_has_the_keys_that_this_platform_knows():
     config = next(option for option in arguments("replica") if option.startswith("{"))
     extra = json.loads(config)["kv_connector_extra_config"]

@@ -33,7 +33,7 @@ def figures(llm: LLM) -> PeerFigures:
 
 def pins(llm: LLM) -> int:
     """Blocks of an engine's pool that are kept for others."""
-    return len(core_of(llm).scheduler.connector._pins)
+    return len(core_of(llm).scheduler.connector.pins)
 
 
 def tokens_of(output: RequestOutput) -> list[int]:

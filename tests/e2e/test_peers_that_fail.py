@@ -79,7 +79,7 @@ def it_dies(p):
 def it_answers_nothing(p):
     with pytest.MonkeyPatch.context() as patch:
         ends = threading.Event()
-        patch.setattr(PageServer, "_found", lambda *_: ends.wait())
+        patch.setattr(PageServer, "found", lambda *_: ends.wait())
         try:
             yield
         finally:
@@ -90,7 +90,7 @@ def it_answers_nothing(p):
 def it_sends_no_page(p):
     with pytest.MonkeyPatch.context() as patch:
         ends = threading.Event()
-        patch.setattr(PageServer, "_send_pages", lambda *_: ends.wait())
+        patch.setattr(PageServer, "send_pages", lambda *_: ends.wait())
         try:
             yield
         finally:
@@ -107,7 +107,7 @@ def it_trickles(p):
             time.sleep(0.05)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PageServer, "_send_pages", trickle)
+        patch.setattr(PageServer, "send_pages", trickle)
         yield
 
 

@@ -124,8 +124,8 @@ def test_pins_hold_what_was_found_and_give_way_to_requests(tiny):
     expected = alone(tiny, others, 20)
     with Replicas(tiny, 2, **options) as pair:
         pair.ask(0, prompt)
-        asker = peer_store(pair[1])._clients.at(peer_store(pair[0]).handshake)
-        keys = [*peer_store(pair[0]).shared_pool._blocks]
+        asker = peer_store(pair[1]).clients.at(peer_store(pair[0]).handshake)
+        keys = [*peer_store(pair[0]).shared_pool.keys]
         found = asker.ask(keys)
         assert found == set(keys) and len(found) == 6
         while pins(pair[0]) < 6:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm_metal.kv_transfer.config import is_asked_for
 from vllm_metal.models.staged_families import STAGED
-from vllm_metal.settings.additional_config import AdditionalConfig
 from vllm_metal.settings.runner import pools
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
         return {}
     with_stages = f"with {_OPTION}"
     multimodal = model.multimodal_config
-    given = AdditionalConfig.of(config)
     return {
         f"{_OPTION} of model_type {model.hf_config.model_type!r} (its layers were not shown to "
         "compute the same on several ranks)": module_of(model.hf_config.model_type) not in STAGED,
@@ -38,8 +37,9 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
         f"images {with_stages} (--language-model-only serves the text)": (
             multimodal is not None and not multimodal.language_model_only
         ),
-        f"--kv-transfer-config {with_stages}": config.kv_transfer_config is not None,
-        f"--additional-config prefix_cache_dir {with_stages}": given.prefix_cache_dir is not None,
+        f"--kv-transfer-config, or a prefix cache on disk, {with_stages} (K/V stay in the pool)": (
+            is_asked_for(config)
+        ),
         f"--logits-processors {with_stages}": bool(model.logits_processors),
         f"--enable-sleep-mode {with_stages}": model.enable_sleep_mode,
     }

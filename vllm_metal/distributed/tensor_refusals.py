@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_metal.settings.additional_config import AdditionalConfig
+from vllm_metal.kv_transfer.config import is_asked_for
 from vllm_metal.settings.runner import pools
 from vllm_metal.spec_decode.registry import BY_NAME
 
@@ -23,7 +23,6 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
     reason = sharding.refusal(model.hf_config.to_dict())
     speculation, images = config.speculative_config, model.multimodal_config
     method = None if speculation is None else BY_NAME.get(speculation.method or "")
-    moves = AdditionalConfig.of(config).prefix_cache_dir is not None
     refused = {
         f"({reason})": reason is not None,
         "with --runner pooling (heads are split for models that generate)": pools(config),
@@ -34,9 +33,8 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
         "with a draft network (drafts that are looked up in the text are served)": (
             method is not None and method.has_network
         ),
-        "with a prefix_cache_dir or --kv-transfer-config (a rank has the K/V of its heads only)": (
-            moves or config.kv_transfer_config is not None
-        ),
+        "with --kv-transfer-config, or a prefix cache on disk (a rank has the K/V of its heads "
+        "only)": is_asked_for(config),
         # Modes of vLLM's manager of states are set where the worker is in the engine's process.
         "with --no-enable-prefix-caching, of a model whose layers keep states": (
             model.is_hybrid and not config.cache_config.enable_prefix_caching

@@ -87,6 +87,13 @@ class TransferConfig:
         return secret_file.read(self.salt_key, salts.SALT_KEY)
 
 
+def is_asked_for(vllm_config: VllmConfig) -> bool:
+    """Whether K/V are to leave the pool: by vLLM's option, or by the short way of ours."""
+    short = AdditionalConfig.of(vllm_config)
+    by_us = any(getattr(short, key) is not None for kind in STORES for key in kind.short)
+    return by_us or vllm_config.kv_transfer_config is not None
+
+
 def figures_of(vllm_config: VllmConfig) -> dict[str, type]:
     """The dataclasses of figures of transfers, by whose they are; see `PageStore.figures`."""
     config = TransferConfig.of(vllm_config)

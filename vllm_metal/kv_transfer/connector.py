@@ -64,7 +64,7 @@ class MetalKVConnector(OffloadingConnector):
         self._waiting_since: dict[str, float] = {}  # by request id, for writes of its own
         self._bell: Bell | None = None  # rung where others want pages of the pool
         self._cached: CachedBlocks | None = None  # what others may have of the pool
-        self._pins: Pins | None = None
+        self.pins: Pins | None = None
 
     @property
     def _manager(self) -> PageManager:
@@ -90,7 +90,7 @@ class MetalKVConnector(OffloadingConnector):
         config = self._config
         if config is not None and any(each.shares_pool for each in config.stores.values()):
             self._cached = CachedBlocks(gpu_block_pool)
-            self._pins = Pins(gpu_block_pool)
+            self.pins = Pins(gpu_block_pool)
 
     def wake_by(self, wake: Callable[[], bool]) -> None:
         """Takes how an engine that is idle is made to look for work: see `engine_wake`."""
@@ -177,19 +177,19 @@ class MetalKVConnector(OffloadingConnector):
 
     def _cached_now(self, scheduler_output: SchedulerOutput) -> CacheChanges | None:
         """What the step at hand changes of the blocks that others may have."""
-        if self._cached is None or self._pins is None:
+        if self._cached is None or self.pins is None:
             return None
         nobody_runs = not scheduler_output.num_scheduled_tokens and self.scheduler._req_status
         if nobody_runs or scheduler_output.preempted_req_ids:
-            self._pins.release_all()  # a request may wait for these very blocks
+            self.pins.release_all()  # a request may wait for these very blocks
         else:
-            self._pins.make_way()
+            self.pins.make_way()
         return self._cached.take()
 
     def let_go_of_pins(self) -> None:
         """Gives back the blocks that are kept for other engines."""
-        if self._pins is not None:
-            self._pins.release_all()
+        if self.pins is not None:
+            self.pins.release_all()
 
     def _without_loading(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         """Less the requests that count as preempted and are being loaded already.
@@ -208,8 +208,8 @@ class MetalKVConnector(OffloadingConnector):
             self._manager.hear(news)
             for req_id in news.loaded_in_part:
                 self._load_failed(req_id)
-            if news.pins is not None and self._pins is not None:
-                self._pins.change(news.pins)
+            if news.pins is not None and self.pins is not None:
+                self.pins.change(news.pins)
         for req_id in connector_output.failed_recving or ():
             self._load_failed(req_id)
         super().update_connector_output(connector_output)

@@ -96,6 +96,12 @@ class SharedPool:
             self._end([*self._wanted, *self._leaving])
             self.bell.silence()
 
+    @property
+    def keys(self) -> list[bytes]:
+        """Pages that the pool holds, as far as is known."""
+        with self._lock:
+            return [*self._blocks]
+
     def take(self, size: Callable[[bytes], int], most_bytes: int) -> dict[bytes, int]:
         """Blocks that are to be copied now, by key; `ended` follows for each.
 

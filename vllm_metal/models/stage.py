@@ -72,7 +72,7 @@ class Stage:
         return self.start <= index < self.end
 
     def own(self, layers: Sequence[StatefulLayer]) -> list[StatefulLayer]:
-        """Those of a model's layers that the rank computes."""
+        """The layers that the rank computes, of all of a model's."""
         return [layer for layer in layers if self.has(_index(layer))]
 
     def caches(self, caches: Sequence[Any], layers: Sequence[StatefulLayer]) -> list[Any]:
@@ -200,5 +200,5 @@ def _index(layer: StatefulLayer) -> int:
 
 
 def _first_of_each(layers: Sequence[StatefulLayer]) -> list[StatefulLayer]:
-    """Of layers with several caches, what stands for all."""
+    """One for each layer, which may have several caches: the first of them."""
     return list({layer.place: layer for layer in reversed(layers)}.values())[::-1]

@@ -14,7 +14,7 @@ from vllm_metal.distributed import refusals as stages
 from vllm_metal.encoders import refusals as encoders
 from vllm_metal.encoders import served
 from vllm_metal.kv_cache import formats
-from vllm_metal.kv_transfer.config import CONNECTOR, CONNECTOR_MODULE
+from vllm_metal.kv_transfer.config import CONNECTOR, CONNECTOR_MODULE, is_asked_for
 from vllm_metal.platform.image_refusals import image_refusals
 from vllm_metal.platform.refused_options import refused_options
 from vllm_metal.platform.refused_variables import refused_variables
@@ -126,11 +126,7 @@ def _transfer_refusals(config: VllmConfig) -> dict[str, bool]:
             config.cache_config.kv_offloading_size is not None
         ),
         "--kv-transfer-config or a prefix_cache_dir with --runner pooling (K/V stay in the pool)": (
-            pools(config)
-            and (
-                config.kv_transfer_config is not None
-                or AdditionalConfig.of(config).prefix_cache_dir is not None
-            )
+            pools(config) and is_asked_for(config)
         ),
     }
     transfer = config.kv_transfer_config

@@ -22,8 +22,6 @@ def replica_refusals(config: VllmConfig) -> dict[str, bool]:
     transfer = config.kv_transfer_config
     extra = {} if transfer is None else transfer.kv_connector_extra_config
     return {
-        "--data-parallel-size with --tensor-parallel-size or --pipeline-parallel-size (start a "
-        "server for each group of ranks, behind a router)": parallel.world_size > 1,
         "--data-parallel-external-lb, --data-parallel-rank, or --data-parallel-hybrid-lb with "
         "--data-parallel-size-local 1 (a rank needs none of the others: start independent servers, "
         "without --data-parallel-*, behind a router)": parallel.data_parallel_external_lb,

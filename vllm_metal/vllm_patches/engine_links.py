@@ -66,7 +66,7 @@ def _beating(make: Callable[..., Any], context: Any, path: str, *args: Any, **op
     """A socket whose links over the network have heartbeats, and are watched if somebody asks."""
     if not path.startswith("tcp://"):
         return make(context, path, *args, **options)
-    with _defaults(context, HEARTBEATS):
+    with _sockets_with(context, HEARTBEATS):
         socket = make(context, path, *args, **options)
     if (lost := _lost.get()) is not None:
         _watch(context, socket, zmq.EVENT_DISCONNECTED, lambda: lost(path))
@@ -74,7 +74,7 @@ def _beating(make: Callable[..., Any], context: Any, path: str, *args: Any, **op
 
 
 @contextmanager
-def _defaults(context: zmq.Context[Any], options: dict[int, int]) -> Iterator[None]:
+def _sockets_with(context: zmq.Context[Any], options: dict[int, int]) -> Iterator[None]:
     """Options of sockets that are made meanwhile; they count from a socket's first address on."""
     for option, value in options.items():
         context.setsockopt(option, value)

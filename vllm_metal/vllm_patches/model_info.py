@@ -35,6 +35,7 @@ WITH_IMAGES = (
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
     "Lfm2VlForConditionalGeneration",
+    "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",

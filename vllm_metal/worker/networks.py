@@ -128,7 +128,7 @@ class Networks:
 
     @property
     def layers_of_all_ranks(self) -> list[StatefulLayer]:
-        """Of which blocks and their groups are made: the same on every rank."""
+        """Layers that blocks and their groups are made of: the same on every rank."""
         return [*self.all_layers, *self.elsewhere]
 
     def image_bytes(self, config: VllmConfig) -> int:

@@ -59,4 +59,4 @@ def test_it_starts_anew_in_the_worker(page_seconds):
     hint = PullHint({b"key": Address("a", 1)}, Patience(page_seconds))
     sent = pickle.loads(pickle.dumps(hint))
     assert sent.places == hint.places and not sent.patience.is_over
-    assert sent.patience._page_seconds == page_seconds
+    assert sent.patience.page_seconds == page_seconds

@@ -144,15 +144,15 @@ def test_of_several_groups_a_pull_at_risk_is_short(clock):
     assert puller.decide(keys, {A: long}) is None
     patience = puller.patience()
     with patience.fetching(1000):
-        assert patience._page_seconds == 0.0
+        assert patience.page_seconds == 0.0
 
 
 def test_other_weights_compute_at_another_speed(puller, clock):
     knows(puller, clock, {A: 1.0}, 0.1)
     keys = keys_of(4)
-    assert puller.patience()._page_seconds == pytest.approx(0.1)
+    assert puller.patience().page_seconds == pytest.approx(0.1)
     puller.use(content())
-    assert puller.patience()._page_seconds is None
+    assert puller.patience().page_seconds is None
     assert (
         puller.decide(keys, {A: keys}) is None
     )  # the link is slow enough to see what computing is

@@ -182,7 +182,7 @@ class PeerConfig(StoreConfig):
 
     @property
     def _timeouts(self) -> Timeouts:
-        """Of what others answer."""
+        """How long others are waited for."""
         return HASTY if self.pull == "auto" else TIMEOUTS
 
     def read_secret(self) -> bytes:

@@ -31,7 +31,7 @@ class Patience:
                 nothing; None: not known, and then each fetch may take so long.
             clock: seconds.
         """
-        self._page_seconds = page_seconds
+        self.page_seconds = page_seconds
         self._start(clock)
 
     def _start(self, clock: Callable[[], float]) -> None:
@@ -43,7 +43,7 @@ class Patience:
         self._since = 0.0
 
     def __reduce__(self) -> tuple[type[Patience], tuple[float | None]]:
-        return Patience, (self._page_seconds,)
+        return Patience, (self.page_seconds,)
 
     @contextmanager
     def fetching(self, num_pages: int) -> Iterator[None]:
@@ -58,7 +58,7 @@ class Patience:
             with self._lock:
                 self._count()
                 self._num_reading -= 1
-                if self._page_seconds is None:
+                if self.page_seconds is None:
                     self._spent = 0.0
 
     @property
@@ -66,7 +66,7 @@ class Patience:
         """Whether it is time to compute what has not come."""
         with self._lock:
             self._count()
-            return self._spent > SLACK_S + (self._page_seconds or 0.0) * self._num_pages
+            return self._spent > SLACK_S + (self.page_seconds or 0.0) * self._num_pages
 
     def _count(self) -> None:
         now = self._clock()

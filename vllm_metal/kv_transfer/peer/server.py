@@ -200,9 +200,9 @@ class PageServer:
     def _answer(self, link: Link, session: int, terms: Terms) -> None:
         request = decode(link.receive(MAX_MESSAGE_BYTES), Ask, Fetch, Renew, Release)
         if isinstance(request, Ask):
-            link.send(self._found(link, session, terms, request))
+            link.send(self.found(link, session, terms, request))
         elif isinstance(request, Fetch):
-            self._send_pages(link, session, terms, request.keys)
+            self.send_pages(link, session, terms, request.keys)
         elif isinstance(request, Renew):
             self._pages.renew(session)
             link.send(Done())
@@ -210,7 +210,8 @@ class PageServer:
             self._pages.release(session, request.keys)
             link.send(Done())
 
-    def _found(self, link: Link, session: int, terms: Terms, ask: Ask) -> Found:
+    def found(self, link: Link, session: int, terms: Terms, ask: Ask) -> Found:
+        """Says which of the pages that a peer asks for are there, and leases them to it."""
         seconds = min(ask.wait_ms / 1000, self._timeouts.wait)
         there = self._pages.find(session, ask.keys, seconds, partial(self._sign, link))
         self._check(terms)
@@ -223,7 +224,7 @@ class PageServer:
         link.send(Waiting())
         return True
 
-    def _send_pages(self, link: Link, session: int, terms: Terms, keys: list[bytes]) -> None:
+    def send_pages(self, link: Link, session: int, terms: Terms, keys: list[bytes]) -> None:
         """Sends page by page, so that a connection keeps one evicted page in memory at most."""
         outbox = self._pages.outbox
         with self._pages.brought(session, keys, partial(self._sign, link)) as give:

@@ -138,7 +138,7 @@ class PeerStore(Store):
         if shares_pool:
             self.shared_pool = SharedPool(self.outbox.expect_no_more)
         self._server: PageServer | None = None  # until there is a pool
-        self._clients = Clients(engine_id, secret, timeouts)
+        self.clients = Clients(engine_id, secret, timeouts)
         self._down: set[Address] = set()  # peers that were, when the news were told last
 
     @property
@@ -155,9 +155,9 @@ class PeerStore(Store):
             OSError: the address cannot be listened on.
         """
         self.outbox.clear()  # before the terms change, or pages would go out under the new ones
-        self._clients.use(content)
+        self.clients.use(content)
         if self._server is None and self._listen is not None:
-            terms = self._clients.terms
+            terms = self.clients.terms
             self._server = PageServer(
                 self._listen, self._secret, self.outbox, terms, pool=self.shared_pool
             )
@@ -168,7 +168,7 @@ class PeerStore(Store):
 
     def shelf(self, namespace: str | None) -> PeerShelf:
         outbox = self.outbox
-        return PeerShelf(outbox, outbox.generation, self._clients, self._keeps_all)
+        return PeerShelf(outbox, outbox.generation, self.clients, self._keeps_all)
 
     def shared_shelf(self) -> SharedShelf:
         assert self.shared_pool is not None
@@ -183,16 +183,16 @@ class PeerStore(Store):
             self.outbox.expect_no_more(keys)
 
     def news(self) -> list[Address] | None:
-        down = {peer.address for peer in self._clients.peers if peer.is_down}
+        down = {peer.address for peer in self.clients.peers if peer.is_down}
         new, self._down = down - self._down, down
         return sorted(new, key=str) or None
 
     def figures(self) -> PeerFigures:
-        fetched = vars(self._clients.stats())
+        fetched = vars(self.clients.stats())
         shared = 0 if self.shared_pool is None else self.shared_pool.num_leased
         return PeerFigures(**vars(self.outbox.stats()), **fetched, shared_leases=shared)
 
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        self._clients.close()
+        self.clients.close()
