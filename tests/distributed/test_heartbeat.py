@@ -2,7 +2,9 @@
 """Ranks hear of each other's end: at once, after silence, and not where all is well."""
 
 import queue
+import signal
 import socket
+import subprocess
 import threading
 
 import pytest
@@ -62,6 +64,16 @@ def test_a_silent_rank_counts_as_dead(three):
     assert lost[0].get(timeout=10) == "rank 2 has been silent for 0.4 s"
 
 
+def test_a_silent_rank_of_this_machine_is_killed(three):
+    joined, lost = three
+    with subprocess.Popen(["sleep", "60"]) as other:
+        joined[0].pids = {2: other.pid}
+        joined[0].start()
+        joined[1].start()
+        assert "rank 2" in lost[0].get(timeout=10)
+        assert other.wait(10) == -signal.SIGKILL
+
+
 def test_the_end_of_rank_0_reaches_all(three):
     joined, lost = three
     joined[1].start()
@@ -75,9 +87,10 @@ def test_the_end_of_rank_0_reaches_all(three):
 def test_ranks_that_beat_and_end_as_they_should_are_not_lost(three):
     joined, lost = three
     for beat in joined.values():
+        beat.silence_s = 3.0  # a thread may wait long for its turn
         beat.start()
     with pytest.raises(queue.Empty):
-        lost[0].get(timeout=1.0)  # more than twice what silence takes
+        lost[0].get(timeout=4.0)
     for beat in joined.values():
         beat.close()
     assert all(each.empty() for each in lost.values())

@@ -76,7 +76,7 @@ def test_a_busy_engine_answers_beside_its_own_requests(pair, dense):
     pair.ask(0, prompt, 1)
     before = figures(pair[0]).shared_pages
     busy = pair.begin(0, other, 200)
-    for _ in range(5):
+    while not core_of(pair[0]).scheduler.running:
         pair.step()
     asked = pair.begin(1, prompt)
     found = pair.run(asked)
@@ -89,10 +89,12 @@ def test_a_busy_engine_answers_beside_its_own_requests(pair, dense):
 
 def test_a_prompt_that_is_being_computed_is_had_as_far_as_it_is(pair, dense):
     """Of a request that runs, and one that is aborted."""
-    prompt = prompt_of(200)
+    prompt = prompt_of(200, 7)
     running = pair.begin(0, prompt, 50)
-    for _ in range(3):
-        pair.step()
+    scheduler = core_of(pair[0]).scheduler
+    while not any(request.num_output_tokens for request in scheduler.running):
+        pair.step()  # the other one was asked first
+    pair.step()  # the worker hears of the newest blocks
     asked = pair.begin(1, prompt)
     found = pair.run(asked)[asked]
     dense.check(prompt, tokens_of(found))
@@ -106,6 +108,7 @@ def test_a_prompt_that_is_being_computed_is_had_as_far_as_it_is(pair, dense):
 def test_an_engine_that_sleeps_offers_nothing_of_its_pool(pair):
     prompt = prompt_of(100)
     pair.ask(0, prompt)
+    pair.run_out()
     pair[0].sleep(1)
     found = pair.ask(1, prompt)
     assert (found.cached, found.pulled) == (0, 0)

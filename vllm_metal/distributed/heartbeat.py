@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 import selectors
+import signal
 import socket
 import threading
 import time
@@ -41,11 +42,13 @@ class Heartbeat:
     """Watches other ranks in a thread of its own.
 
     peers: open connections, by rank. lost: called once, with what happened, in the thread.
-    interval_s, silence_s: see INTERVAL_S and SILENCE_S.
+    pids: processes of ranks on this machine, by rank. One that is silent is killed: vLLM's executor
+    waits for it to end before it says anything. interval_s, silence_s: see INTERVAL_S, SILENCE_S.
     """
 
     peers: Mapping[int, socket.socket]
     lost: Callable[[str], object] = end_process
+    pids: Mapping[int, int] = field(default_factory=dict)
     interval_s: float = INTERVAL_S
     silence_s: float = SILENCE_S
     _closing: threading.Event = field(default_factory=threading.Event)
@@ -89,8 +92,14 @@ class Heartbeat:
                         return reason
                 for rank, at in heard.items():
                     if time.monotonic() - at > self.silence_s:
+                        self._kill(rank)
                         return f"rank {rank} has been silent for {self.silence_s:g} s"
         return None
+
+    def _kill(self, rank: int) -> None:
+        if rank in self.pids:
+            with suppress(ProcessLookupError):
+                os.kill(self.pids[rank], signal.SIGKILL)
 
     def _beat(self) -> str | None:
         for rank, peer in self.peers.items():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -56,6 +57,7 @@ class RankWorker(MetalWorker):
         host = parallel.master_addr if parallel.nnodes > 1 else "127.0.0.1"
         joined = self.rank, parallel.world_size, host, groups.share, _CONNECT_S
         self._heartbeat = heartbeat.join(*joined)
+        self._heartbeat.pids = self._processes_here()
         self._heartbeat.start()
         memo = cache_dir() / "weights" / "digests.json"
         alike.check(alike.facts_of(self.vllm_config, memo), groups.share)
@@ -126,6 +128,14 @@ class RankWorker(MetalWorker):
             with _heard():
                 super().sample_tokens(grammar_output).get_output()
         return LateOutput(partial(StepResult, [], {}))  # its step has ended, and nobody reads this
+
+    def _processes_here(self) -> dict[int, int]:
+        """Process ids of the ranks of this machine, by rank."""
+        size = self.parallel_config.local_world_size
+        pids = enumerate(groups.share(os.getpid()))
+        return {
+            n: pid for n, pid in pids if isinstance(pid, int) and n // size == self.rank // size
+        }
 
     def shutdown(self) -> None:
         if self._heartbeat is not None:
