@@ -236,6 +236,8 @@ class Runner(ModelRunner):
 class Output:
     """A StepOutput's calls."""
 
+    always_waits = False
+
     def __init__(self, pool, sampled, failures):
         self._pool, self._sampled, self._failures = pool, sampled, failures
         self.batch = SimpleNamespace(requests=[SimpleNamespace(req_id=r) for r in sampled])
