@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from operator import attrgetter
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vllm_metal.settings import envs, facts
+from vllm_metal.kv_transfer import rank_facts
+from vllm_metal.kv_transfer.fingerprint import differences
+from vllm_metal.settings import facts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,32 +35,16 @@ class RanksDiffer(RuntimeError):
     """Ranks would compute parts of different models."""
 
 
-def facts_of(config: VllmConfig, memo: Path | None) -> dict[str, str]:
+def facts_of(config: VllmConfig) -> dict[str, Any]:
     """By name what must be the same on all ranks.
 
     Args:
         config: vLLM's.
-        memo: see `weights_digest.of_networks`.
 
     Raises:
         OSError: a file of the weights cannot be read.
     """
-    from vllm_metal.kv_transfer import weights_digest  # reads all files: only several ranks need it
-
-    model = config.model_config
-    return {
-        "vllm-metal": facts.digest({"sources": facts.sources()}),
-        "vllm": version("vllm"),
-        "mlx": version("mlx"),
-        "mlx-lm": version("mlx-lm"),
-        "device": str(envs.requested_device() or "metal"),
-        "dtype": str(model.dtype),
-        "config.json": facts.digest(
-            {"config": facts.plain(config.model_config.hf_config.to_dict())}
-        ),
-        "weights": weights_digest.of_networks(config, memo)["target"],
-        **settings_of(config),
-    }
+    return rank_facts.of(config) | settings_of(config)
 
 
 def settings_of(config: VllmConfig) -> dict[str, str]:
@@ -68,7 +52,7 @@ def settings_of(config: VllmConfig) -> dict[str, str]:
     return {option: str(facts.plain(attrgetter(at)(config))) for option, at in SETTINGS.items()}
 
 
-def check(mine: Mapping[str, str], share: Callable[[object], Sequence[object]]) -> None:
+def check(mine: Mapping[str, Any], share: Callable[[object], Sequence[object]]) -> None:
     """Compares what ranks have; all of them raise where one differs.
 
     Args:
@@ -83,8 +67,5 @@ def check(mine: Mapping[str, str], share: Callable[[object], Sequence[object]]) 
     assert isinstance(first, dict)
     for rank, theirs in enumerate(everyone):
         assert isinstance(theirs, dict)
-        if differing := [name for name in first if theirs.get(name) != first[name]]:
-            named = ", ".join(
-                f"{name} ({first[name]} and {theirs.get(name)})" for name in differing
-            )
-            raise RanksDiffer(f"ranks 0 and {rank} of the engine differ in {named}")
+        if found := differences(first, theirs, "rank 0 has"):
+            raise RanksDiffer(f"ranks 0 and {rank} of the engine differ: {'; '.join(found)}")

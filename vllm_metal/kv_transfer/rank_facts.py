@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that tokens depend on but the request: what data-parallel ranks of one server must share."""
+"""All that tokens depend on but the request: what ranks of one server must have alike."""
 
 from __future__ import annotations
 

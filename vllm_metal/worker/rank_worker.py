@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from metal_kernels.cache import cache_dir
 from vllm_metal.distributed import alike, groups, heartbeat, sharding, tensor_parallel, tokens
 from vllm_metal.distributed.hidden_states import GroupLink, HiddenIn, HiddenOut
 from vllm_metal.models import loader
@@ -59,8 +58,7 @@ class RankWorker(MetalWorker):
         self._heartbeat = heartbeat.join(*joined)
         self._heartbeat.pids = self._processes_here()
         self._heartbeat.start()
-        memo = cache_dir() / "weights" / "digests.json"
-        alike.check(alike.facts_of(self.vllm_config, memo), groups.share)
+        alike.check(alike.facts_of(self.vllm_config), groups.share)
         # Ranks of one machine share its memory.
         self.cache_config.gpu_memory_utilization /= parallel.local_world_size
         super().init_device()

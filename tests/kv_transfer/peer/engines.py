@@ -201,7 +201,9 @@ def main():
         print(server.port, flush=True)
     else:
         port, seed, count, size = map(int, numbers)
-        peer = Peer(Address("127.0.0.1", port), SECRET, lambda: make_terms("decode-1"), str, timeouts=CALM)
+        peer = Peer(
+            Address("127.0.0.1", port), SECRET, lambda: make_terms("decode-1"), str, timeouts=CALM
+        )
         print(len(peer.ask(make_pages(count, size, seed))), flush=True)
     threading.Event().wait()
 
