@@ -26,7 +26,7 @@ SECONDS = 10.0
 def command(model, node, master):
     return [
         *(sys.executable, *VLLM, "serve", model, "--served-model-name", "toy"),
-        *("--skip-tokenizer-init", "--max-model-len", "512"),
+        *("--max-model-len", "512"),
         *("--kv-cache-memory-bytes", str(32 << 20), "--pipeline-parallel-size", "2"),
         *("--nnodes", "2", "--node-rank", str(node)),
         *("--master-addr", master, "--master-port", "29517"),
@@ -83,11 +83,11 @@ def wait_until_healthy(url, processes, seconds=600):
             time.sleep(0.5)
 
 
-def test_a_rank_on_each_of_two_hosts(tiny, tmp_path):
+def test_a_rank_on_each_of_two_hosts(short, tmp_path):
     network.need_hosts()
-    dense = Dense(tiny)
+    dense = Dense(short)
     with network.hosts(2) as pair:
-        with two_ranks((tiny, tiny), pair, tmp_path) as (url, processes):
+        with two_ranks((short, short), pair, tmp_path) as (url, processes):
             wait_until_healthy(url, processes)
             for prompt in PROMPTS:
                 dense.check(prompt, ask(url, prompt))
@@ -101,21 +101,21 @@ def test_a_rank_on_each_of_two_hosts(tiny, tmp_path):
             for process in processes:
                 process.wait(60)
         pair[1].mend()
-        with two_ranks((tiny, tiny), pair, tmp_path) as (url, processes):
+        with two_ranks((short, short), pair, tmp_path) as (url, processes):
             wait_until_healthy(url, processes)
             dense.check(PROMPTS[1], ask(url, PROMPTS[1]))
 
 
-def test_other_weights_are_refused_on_both(tiny, tiny_models, tmp_path):
+def test_other_weights_are_refused_on_both(short, tmp_path):
     network.need_hosts()
     other = tmp_path / "other"
     other.mkdir()
-    for path in os.scandir(tiny):
+    for path in os.scandir(short):
         content = bytearray(Path(path).read_bytes())
         if path.name.endswith(".safetensors"):
             content[-1] ^= 1
         (other / path.name).write_bytes(content)
-    with network.hosts(2) as pair, two_ranks((tiny, str(other)), pair, tmp_path) as (_, processes):
+    with network.hosts(2) as pair, two_ranks((short, str(other)), pair, tmp_path) as (_, processes):
         for process in processes:
             assert process.wait(600) != 0
     for node in range(2):
