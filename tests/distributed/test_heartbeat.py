@@ -87,7 +87,7 @@ def test_the_end_of_rank_0_reaches_all(three):
 def test_ranks_that_beat_and_end_as_they_should_are_not_lost(three):
     joined, lost = three
     for beat in joined.values():
-        beat.silence_s = 3.0  # a thread may wait long for its turn
+        beat.interval_s, beat.silence_s = 1.0, 3.0  # a thread may wait long for its turn
         beat.start()
     with pytest.raises(queue.Empty):
         lost[0].get(timeout=4.0)

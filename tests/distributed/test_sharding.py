@@ -8,6 +8,8 @@ from distributed import ranks, whole_and_shared
 
 from vllm_metal.distributed import sharding
 
+#: Two processes, each of which builds the toys of all families, twice.
+pytestmark = pytest.mark.more
 #: Of float32 logits about 1 to 5, whose sums are in another order.
 APART = 2e-5
 

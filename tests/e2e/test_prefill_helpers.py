@@ -21,7 +21,7 @@ from e2e.harness import Dense
 from e2e.peers import transfer
 from e2e.server import Server, free_port, serve
 
-pytestmark = [pytest.mark.more, pytest.mark.heavy, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(600)]
 
 PROXY = Path(__file__).parents[2] / "examples" / "disaggregated" / "proxy.py"
 OPTIONS = (

@@ -275,6 +275,12 @@ def dear_imports(folder):
     return bool(dear), f"{sorted(dear)}"
 
 
+@probe("processes.spawn", at_once=False)
+def start_method_of_workers(folder):
+    """vLLM forks the workers of an engine."""
+    return start_method(folder)
+
+
 @probe("processes.spawn_on_macos", on_mac=True, at_once=False)
 def start_method(folder):
     """vLLM forks on macOS, too."""

@@ -54,11 +54,12 @@ class Runner(ModelRunner):
         self.device.ask()
         ids, tokens = self._req_ids, [7] * self.samples
         return SimpleNamespace(
+            always_waits=False,
             get_output=lambda: StepResult(
                 req_ids=ids,
                 req_id_to_index={req_id: index for index, req_id in enumerate(ids)},
                 sampled_token_ids=[tokens for _ in ids],
-            )
+            ),
         )
 
     def take_draft_token_ids(self):

@@ -73,7 +73,9 @@ class Runner(ModelRunner):
     def hand_over(self, grammar_output):
         self._call("sample")
         return SimpleNamespace(
-            batch=SimpleNamespace(requests=[SimpleNamespace(req_id="a")]), get_output=self._output
+            always_waits=False,
+            batch=SimpleNamespace(requests=[SimpleNamespace(req_id="a")]),
+            get_output=self._output,
         )
 
     def _output(self):
