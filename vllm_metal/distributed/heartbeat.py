@@ -9,6 +9,7 @@ and fails the engine.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import secrets
 import selectors
@@ -37,13 +38,24 @@ def end_process(reason: str) -> None:
     os._exit(1)
 
 
+def end_engine() -> None:
+    """Kills the process of the server's engine that this worker is of.
+
+    vLLM's executor in it would wait for a machine that is silent, and clients for the engine.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None and parent.name.startswith("EngineCore"):
+        os.kill(parent.pid, signal.SIGKILL)
+
+
 @dataclass
 class Heartbeat:
     """Watches other ranks in a thread of its own.
 
     peers: open connections, by rank. lost: called once, with what happened, in the thread.
     pids: processes of ranks on this machine, by rank. One that is silent is killed: vLLM's executor
-    waits for it to end before it says anything. interval_s, silence_s: see INTERVAL_S, SILENCE_S.
+    waits for it to end before it says anything. Where one of another machine is, so is the engine.
+    interval_s, silence_s: see INTERVAL_S, SILENCE_S.
     """
 
     peers: Mapping[int, socket.socket]
@@ -92,14 +104,16 @@ class Heartbeat:
                         return reason
                 for rank, at in heard.items():
                     if time.monotonic() - at > self.silence_s:
-                        self._kill(rank)
+                        self._end_silence(rank)
                         return f"rank {rank} has been silent for {self.silence_s:g} s"
         return None
 
-    def _kill(self, rank: int) -> None:
-        if rank in self.pids:
-            with suppress(ProcessLookupError):
-                os.kill(self.pids[rank], signal.SIGKILL)
+    def _end_silence(self, rank: int) -> None:
+        if rank not in self.pids:
+            end_engine()
+            return
+        with suppress(ProcessLookupError):
+            os.kill(self.pids[rank], signal.SIGKILL)
 
     def _beat(self) -> str | None:
         for rank, peer in self.peers.items():
