@@ -21,7 +21,8 @@ from models import doubles, matrix, plain
 from models.recurrent import config_of
 
 from vllm_metal.distributed import sharding, tokens
-from vllm_metal.distributed.sharding import ShardingError, nbytes
+from vllm_metal.distributed.sharding import ShardingError
+from vllm_metal.models.loader import weight_bytes
 from vllm_metal.sample import SamplerOutput
 
 TOKENS = [[1, 5, 9, 2, 7, 3, 3, 8]]
@@ -88,7 +89,7 @@ def compare(name: str, model: Any, group: mx.distributed.Group) -> dict[str, Any
     text = mx.array(TOKENS)
     whole = model(text)
     mx.eval(whole)
-    before = nbytes(model)
+    before = weight_bytes(model)
     try:
         sharding.shard(model, group, name)
     except ShardingError as error:
@@ -97,7 +98,7 @@ def compare(name: str, model: Any, group: mx.distributed.Group) -> dict[str, Any
     return {
         "apart": float(mx.abs(whole - shared).max()),
         "largest": float(mx.abs(whole).max()),
-        "share": nbytes(model) / before,
+        "share": weight_bytes(model) / before,
     }
 
 

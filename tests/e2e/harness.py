@@ -155,3 +155,17 @@ class Dense:
             if gap:
                 self.ties.append(gap)
         self._known.add(key)
+
+
+def checked_passes(
+    llm: LLM, dense: Dense, prompts: Sequence[list[int]], max_tokens: int, passes: int = 2
+) -> list[dict[str, float]]:
+    """Serves the prompts several times and checks every output; counters after each pass."""
+    seen = []
+    for _ in range(passes):
+        outputs = generate(llm, prompts, greedy(max_tokens))
+        for prompt, tokens in zip(prompts, outputs, strict=True):
+            assert len(tokens) == max_tokens
+            dense.check(prompt, tokens)
+        seen.append(counters(llm))
+    return seen

@@ -9,7 +9,15 @@ import metal_interpreter
 import numpy as np
 import pytest
 from e2e.drafting import transfer
-from e2e.harness import Dense, counters, engine, generate, greedy, make_prompts, text_tokens
+from e2e.harness import (
+    Dense,
+    checked_passes,
+    engine,
+    generate,
+    greedy,
+    make_prompts,
+    text_tokens,
+)
 from e2e.test_hybrids import NGRAM
 from models import recurrent
 
@@ -47,17 +55,11 @@ def serve_and_check(model, prompts, max_tokens, passes, calls, **options):
 
     `calls` counts what the requests launch, not the start.
     """
-    dense, seen = Dense(model), []
+    dense = Dense(model)
     with engine(model, **options) as llm:
         assert calls["kv_blocks"] > 0  # compiled before any request asks for it
         calls.clear()
-        for _ in range(passes):
-            outputs = generate(llm, prompts, greedy(max_tokens))
-            for prompt, tokens in zip(prompts, outputs, strict=True):
-                assert len(tokens) == max_tokens
-                dense.check(prompt, tokens)
-            seen.append(counters(llm))
-    return seen
+        return checked_passes(llm, dense, prompts, max_tokens, passes)
 
 
 def test_cold_and_warm_under_load(short, interpreted):

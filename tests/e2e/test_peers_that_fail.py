@@ -76,25 +76,23 @@ def it_dies(p):
 
 
 @contextmanager
+def hanging(method):
+    """Servers of pages never come back from a method."""
+    with pytest.MonkeyPatch.context() as patch:
+        ends = threading.Event()
+        patch.setattr(PageServer, method, lambda *_: ends.wait())
+        try:
+            yield
+        finally:
+            ends.set()
+
+
 def it_answers_nothing(p):
-    with pytest.MonkeyPatch.context() as patch:
-        ends = threading.Event()
-        patch.setattr(PageServer, "found", lambda *_: ends.wait())
-        try:
-            yield
-        finally:
-            ends.set()
+    return hanging("found")
 
 
-@contextmanager
 def it_sends_no_page(p):
-    with pytest.MonkeyPatch.context() as patch:
-        ends = threading.Event()
-        patch.setattr(PageServer, "send_pages", lambda *_: ends.wait())
-        try:
-            yield
-        finally:
-            ends.set()
+    return hanging("send_pages")
 
 
 @contextmanager

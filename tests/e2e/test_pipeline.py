@@ -2,7 +2,13 @@
 """One model on several ranks, by layers: text under load equals mlx-lm's dense forward."""
 
 import pytest
-from e2e.harness import Dense, counters, engine, generate, greedy, make_prompts, text_tokens
+from e2e.harness import (
+    Dense,
+    checked_passes,
+    engine,
+    make_prompts,
+    text_tokens,
+)
 
 MAX_TOKENS = 24
 
@@ -10,16 +16,9 @@ MAX_TOKENS = 24
 def serve_and_check(model, size, prompts, max_tokens=MAX_TOKENS, tie=None, **options):
     """Serves the prompts twice, checks every output, and returns the counters of both passes."""
     dense = Dense(model) if tie is None else Dense(model, tie)
-    seen = []
     settings = {"max_num_seqs": 16, "max_num_batched_tokens": 64} | options
     with engine(model, pipeline_parallel_size=size, **settings) as llm:
-        for _ in range(2):
-            outputs = generate(llm, prompts, greedy(max_tokens))
-            for prompt, tokens in zip(prompts, outputs, strict=True):
-                assert len(tokens) == max_tokens
-                dense.check(prompt, tokens)
-            seen.append(counters(llm))
-    return seen
+        return checked_passes(llm, dense, prompts, max_tokens)
 
 
 def check_hits_and_preemptions(seen):

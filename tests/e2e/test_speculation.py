@@ -2,7 +2,16 @@
 """Speculation changes how many steps a text takes, never the text."""
 
 import pytest
-from e2e.harness import Dense, counters, engine, generate, greedy, make_prompts, text_tokens
+from e2e.harness import (
+    Dense,
+    checked_passes,
+    counters,
+    engine,
+    generate,
+    greedy,
+    make_prompts,
+    text_tokens,
+)
 from spec_decode.fitted import FittedHeads
 from vllm import SamplingParams
 
@@ -35,7 +44,6 @@ def lookup(num_drafts, method="ngram_gpu"):
 
 def serve_and_check(model, dense, prompts, speculative_config, **options):
     """Serves the prompts twice and checks every output; counters after each pass."""
-    seen = []
     with engine(
         model,
         max_model_len=256,
@@ -44,12 +52,7 @@ def serve_and_check(model, dense, prompts, speculative_config, **options):
         speculative_config=speculative_config,
         **options,
     ) as llm:
-        for _ in range(2):
-            outputs = generate(llm, prompts, greedy(MAX_TOKENS))
-            for prompt, tokens in zip(prompts, outputs, strict=True):
-                assert len(tokens) == MAX_TOKENS
-                dense.check(prompt, tokens)
-            seen.append(counters(llm))
+        seen = checked_passes(llm, dense, prompts, MAX_TOKENS)
     cold, warm = seen
     assert warm["vllm:prefix_cache_hits"] > cold["vllm:prefix_cache_hits"]
     assert cold["vllm:spec_decode_num_accepted_tokens"] > 0

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from e2e.fuzz.models import VOCAB
-from e2e.harness import Dense, counters, engine, generate, greedy, make_prompts
+from e2e.harness import Dense, checked_passes, counters, engine, generate, greedy, make_prompts
 from vllm import SamplingParams
 
 from vllm_metal.commands.fit import ranks
 from vllm_metal.commands.fit.estimate import Model
-from vllm_metal.distributed.sharding import nbytes
+from vllm_metal.models.loader import weight_bytes
 
 MAX_TOKENS = 16
 SETTINGS = {
@@ -37,19 +37,12 @@ def prompts_of(count, longest=120):
 
 def weights(worker):
     """Bytes that a rank has of the model; called in its process."""
-    return nbytes(worker.get_model())
+    return weight_bytes(worker.get_model())
 
 
 def serve_cold_and_warm(llm, dense, prompts):
     """Serves the prompts twice, checks every token, and returns the counters of both passes."""
-    seen = []
-    for _ in range(2):
-        outputs = generate(llm, prompts, greedy(MAX_TOKENS))
-        for prompt, tokens in zip(prompts, outputs, strict=True):
-            assert len(tokens) == MAX_TOKENS
-            dense.check(prompt, tokens)
-        seen.append(counters(llm))
-    cold, warm = seen
+    cold, warm = checked_passes(llm, dense, prompts, MAX_TOKENS)
     assert cold["vllm:num_preemptions"] > 0
     assert warm["vllm:prefix_cache_hits"] > cold["vllm:prefix_cache_hits"] > 0
 
@@ -77,7 +70,7 @@ def test_64_prompts_cold_and_warm_and_what_a_rank_holds(tiny):
     with ranks.alone(2) as ring:
         planned = Model.read(Path(tiny), "llama", torch.float32, ring=ring).weights
     assert shares == [planned, planned]
-    assert planned < nbytes(dense.model)
+    assert planned < weight_bytes(dense.model)
 
 
 @pytest.mark.slow

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
-
-from mlx.utils import tree_flatten
+from typing import TYPE_CHECKING, Any
 
 from vllm_metal.mlx_patches import registry
 
@@ -63,12 +61,6 @@ def shard(model: nn.Module, group: mx.distributed.Group, model_type: str) -> Non
             f"--tensor-parallel-size {size} does not divide {model_type!r}: {error}"
         ) from error
     _check_counts(before, _counts(model), size, model_type)
-
-
-def nbytes(model: nn.Module) -> int:
-    """Bytes of a model's parameters: of a rank's share, where it has been cut."""
-    parameters = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
-    return sum(array.nbytes for _, array in parameters)
 
 
 def _counts(model: nn.Module) -> dict[tuple[str, str], int]:

@@ -280,11 +280,17 @@ def model_folder(
         ) from error
 
 
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of a model's weights: of a rank's share, where others have the rest."""
+    parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+    return sum(array.nbytes for _, array in parameters)
+
+
 def _materialise(model: nn.Module, path: Path) -> None:
     """Reads the weights, which mlx-lm loads lazily, and shows a progress bar in bytes."""
     parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
     arrays = [array for _, array in parameters]
-    total = sum(array.nbytes for array in arrays)
+    total = weight_bytes(model)
     try:
         with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights") as bar:
             for array in arrays:

@@ -8,10 +8,9 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from vllm.config.cache import CacheConfig
 
 from vllm_metal.commands.fit import engine
@@ -26,7 +25,7 @@ from vllm_metal.encoders.profile import largest_lengths, rows_of
 from vllm_metal.encoders.served import Architecture
 from vllm_metal.memory import budget
 from vllm_metal.memory.budget import Budget, Measured, Settings
-from vllm_metal.models.loader import MLX_DTYPES
+from vllm_metal.models.loader import MLX_DTYPES, weight_bytes
 from vllm_metal.platform import metal_platform
 
 _GIB = 2**30
@@ -110,8 +109,7 @@ def find(args: Namespace, path: Path, served: Architecture, machine: Machine) ->
     if rows < longest:
         raise ValueError(f"a text of {longest} tokens needs --max-num-batched-tokens {longest}")
     texts = args.max_num_seqs or metal_platform.MAX_NUM_SEQS
-    parameters = cast(list[tuple[str, mx.array]], tree_flatten(encoder.model.parameters()))
-    weights = sum(array.nbytes for _, array in parameters)
+    weights = weight_bytes(encoder.model)
     measured = Measured(
         source=machine.source,
         total=machine.total,

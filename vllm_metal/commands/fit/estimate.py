@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 import torch
-from mlx.utils import tree_flatten
 
 from vllm_metal.attention.layers import attention_layers
 from vllm_metal.commands.fit.images import Images
@@ -37,7 +36,7 @@ from vllm_metal.memory.planner import Needs, at_work, quantised_share, settings_
 from vllm_metal.memory.profile import LargestCalls, Peaks
 from vllm_metal.mlx_patches import registry
 from vllm_metal.models import headless
-from vllm_metal.models.loader import lazy_model
+from vllm_metal.models.loader import lazy_model, weight_bytes
 from vllm_metal.models.parts import ModelParts
 
 if TYPE_CHECKING:
@@ -85,8 +84,7 @@ class Model:
             headless.drop_head(network)
         if ring is not None:
             shard(network, cast("mx.distributed.Group", ring), model_type)
-        parameters = cast(list[tuple[str, mx.array]], tree_flatten(network.parameters()))
-        weights = sum(array.nbytes for _, array in parameters)
+        weights = weight_bytes(network)
         layers = attention_layers(network, model_type)
         images = None if text_only else Images.read(folder, MLX_DTYPES[dtype])
         weights += 0 if images is None else images.weights
