@@ -4,7 +4,6 @@
 import threading
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -152,8 +151,8 @@ def test_other_pages_are_refused(pair, prompts, alone):
 @MORE
 def test_nobody_listens_at_first_and_then_somebody_does(tiny, prompts, alone, monkeypatch):
     port = free_port()
-    at_once = partial(Peer, timeouts=replace(TIMEOUTS, down=0.0))  # and not after some seconds
-    monkeypatch.setattr("vllm_metal.kv_transfer.peer.clients.Peer", at_once)
+    at_once = replace(TIMEOUTS, down=0.0)  # a peer that did not answer is asked again
+    monkeypatch.setattr("vllm_metal.kv_transfer.peer.config.TIMEOUTS", at_once)
     with consumer(tiny, port) as d:
         found = decode(d, prompts[0])
         assert (found.tokens, found.pulled) == (alone[0], 0)

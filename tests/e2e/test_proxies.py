@@ -63,6 +63,7 @@ def pair(smollm2, tmp_path_factory) -> Iterator[Pair]:
             extra = {
                 "listen": f"127.0.0.1:{ports[name]}",
                 "peers": [f"127.0.0.1:{ports[other]}"],
+                "pull": "always",  # also where computing is faster
             }
             config = {
                 "kv_connector": "MetalKVConnector",

@@ -2,6 +2,7 @@
 """Whether a model fits on a Mac where other programs run: the figures are a Mac's, nothing is
 loaded. `tests/e2e/test_memory.py` has engines on this machine."""
 
+import gc
 import json
 import re
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache.specs import kv_cache_specs
 from vllm_metal.memory.advice import BudgetError
-from vllm_metal.memory.planner import AdapterBytes, MemoryPlanner
+from vllm_metal.memory.planner import AdapterBytes, MemoryPlanner, peak_of
 from vllm_metal.memory.profile import LargestCalls
 
 GIB = 2**30
@@ -239,3 +240,19 @@ def test_what_is_wired_is_what_mlx_holds_until_it_is_let_go(monkeypatch):
 def test_memory_can_be_wired_on_a_gpu_from_macos_15_on(device, release, can, monkeypatch):
     monkeypatch.setattr("platform.mac_ver", lambda: (release, ("", "", ""), "arm64"))
     assert mlx_device.can_wire(device) is can
+
+
+def test_memory_that_python_collects_meanwhile_hides_nothing_of_a_peak():
+    earlier = [mx.zeros((1 << 20,), mx.uint8)]
+    earlier.append(earlier)  # held by itself alone, until Python's collector comes by
+    mx.eval(earlier[0])
+    del earlier
+    youngest, older, _ = gc.get_threshold()
+
+    def run():
+        made = [[] for _ in range(20 * youngest * older)]
+        mx.eval(mx.zeros((1 << 20,), mx.uint8) + 1)
+        assert made
+
+    assert peak_of(run) >= 1 << 20
+    assert gc.isenabled()

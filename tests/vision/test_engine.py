@@ -18,7 +18,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 #: Enough for texts of random weights to repeat themselves, so that drafts are right.
 NUM_TOKENS = {"qwen3_5": 64}
 #: As many as the encoder cache must hold of the families whose images are smallest.
-NUM_BATCHED_TOKENS = {"gemma4": 144}  # all other families' are of 34 at most
+NUM_BATCHED_TOKENS = {"gemma4": 144, "llava": 144}  # all others' are of 34 at most
 DRAFTS = {
     "method": "ngram",
     "num_speculative_tokens": 3,
@@ -75,7 +75,7 @@ def test_tokens_equal_those_of_transformers_with_drafts_and_cached_prefixes(aske
     family, folder, prompts, num_tokens, num_batched_tokens = asked
     with engine(
         str(folder),
-        max_model_len=256,
+        max_model_len=512,
         max_num_batched_tokens=num_batched_tokens,
         max_num_seqs=4,
         dtype="float32",

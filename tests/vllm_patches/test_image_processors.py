@@ -71,7 +71,7 @@ def test_tokens_places_and_pixels_are_those_of_transformers(front):
     assert len({feature.identifier for feature in features}) == 3
     found = [feature.data["pixel_values"].data for feature in features]
     whole = expected["pixel_values"]
-    if front.family.architecture.startswith("Mistral3"):  # padded by transformers, each cut by vLLM
+    if "image_sizes" in expected:  # padded by transformers, each cut by vLLM
         sizes = expected["image_sizes"].tolist()
         for own, padded, (height, width) in zip(found, whole, sizes, strict=True):
             torch.testing.assert_close(own, padded[:, :height, :width], rtol=0, atol=0)

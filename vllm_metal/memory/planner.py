@@ -9,6 +9,7 @@ the rest of a step is bounded with the bytes of MLX's cache.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -325,6 +326,8 @@ def peak_of(run: Callable[[], None], waiting: bool = True) -> int:
             reached (`MemoryPlanner._hold_to`). So the least it can do with is what counts.
     """
     mx.synchronize()
+    collects = gc.isenabled()
+    gc.disable()  # what earlier objects give back meanwhile would hide as much of the peak
     before = mx.get_active_memory()
     limit = mx.set_memory_limit(0) if waiting else None
     mx.reset_peak_memory()
@@ -333,6 +336,8 @@ def peak_of(run: Callable[[], None], waiting: bool = True) -> int:
     finally:
         if limit is not None:
             mx.set_memory_limit(limit)
+        if collects:
+            gc.enable()
     mx.clear_cache()
     return max(mx.get_peak_memory() - before, 0)
 
