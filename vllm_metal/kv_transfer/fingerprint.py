@@ -14,6 +14,8 @@ from importlib.metadata import version
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
+
 from vllm_metal.kv_cache import formats
 from vllm_metal.settings import envs
 from vllm_metal.settings import facts as facts_of
@@ -107,6 +109,14 @@ class PoolContent:
 
     fingerprint: Fingerprint
     page_bytes: tuple[int, ...]  # of a page, by KV cache group
+
+    def size(self, key: bytes) -> int:
+        """Bytes of a page.
+
+        Raises:
+            IndexError: there is no such group.
+        """
+        return self.page_bytes[get_offload_group_idx(OffloadKey(key))]
 
 
 def _without(facts: Mapping[str, Any], is_none: Callable[[str], bool]) -> dict[str, Any]:

@@ -108,6 +108,9 @@ class PageStore:
         for store in self.stores.values():
             store.use(content)
         self._shelves = {}
+        for serving in [store for store in self.stores.values() if store.serves_others]:
+            offered = [store.offered() for store in self.stores.values() if store is not serving]
+            serving.serve([pages for pages in offered if pages is not None])
         return True
 
     def shelf(self, namespace: str | None) -> Shelves:

@@ -69,6 +69,22 @@ class Shelf:
         """Removes pages."""
 
 
+class OfferedPages:
+    """Pages of a store that others may have through a store that serves them.
+
+    They are of the content that was in use when this was taken. Methods are for any thread, and
+    never raise.
+    """
+
+    def find(self, keys: Iterable[bytes]) -> set[bytes]:
+        """Returns those that are there, as far as is known; at once."""
+        raise NotImplementedError
+
+    def read(self, key: bytes) -> memoryview | None:
+        """Returns a page, read-only bytes; None: it is not there. Blocking."""
+        raise NotImplementedError
+
+
 class Store:
     """The worker's side of a store; all methods are the engine thread's, and return soon."""
 
@@ -91,6 +107,18 @@ class Store:
     def shared_shelf(self) -> Shelf:
         """Where pages go from now on that `shared_pool` says are wanted."""
         raise NotImplementedError
+
+    @property
+    def serves_others(self) -> bool:
+        """Whether others may have pages through this store."""
+        return False
+
+    def offered(self) -> OfferedPages | None:
+        """What others may have of this store's pages; None: nothing."""
+        return None
+
+    def serve(self, pages: Sequence[OfferedPages]) -> None:
+        """Others may have these as well, until `use` is called."""
 
     def expect(self, keys: Iterable[bytes]) -> None:
         """Pages are about to be written; each call is paid by one `expect_no_more`."""

@@ -15,6 +15,7 @@ from vllm_metal.kv_transfer.disk.ledger import Ledger, peek
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.space import Written
 from vllm_metal.kv_transfer.disk.store import DiskStore
+from vllm_metal.kv_transfer.fingerprint import Fingerprint, PoolContent
 
 #: Bytes that the file of `naive.block` counts for, and those of a ledger and a manifest.
 ROOM = 8192
@@ -61,6 +62,29 @@ def test_the_same_folder_is_the_same_object(make_cache):
 def test_names_that_are_none_are_refused(make_cache, fingerprint, namespace):
     with pytest.raises(ValueError, match="is no"):
         make_cache().blocks(fingerprint, {}, namespace)
+
+
+def test_pages_of_all_namespaces_are_offered_but_for_those_of_other_content(make_cache, root):
+    content = PoolContent(Fingerprint(naive.FINGERPRINT, naive.FACTS), (4000,))
+    before = make_cache()
+    for number, namespace in enumerate(("shared", "tenant-1")):
+        write(before.blocks(naive.FINGERPRINT, naive.FACTS, namespace), number)
+    write(before.blocks("cd", naive.FACTS), 2)
+    before.close()
+    cache = make_cache()
+    cache.use(content)
+    offered = cache.offered()
+    keys = [naive.key(number) for number in range(5)]
+    naive.wait_until(lambda: len(offered.find(keys)) == 2)
+    write(cache.blocks(naive.FINGERPRINT, naive.FACTS, "tenant-2"), 3)
+    assert offered.find(keys) == {naive.key(number) for number in (0, 1, 3)}
+    for number in (0, 1, 3):
+        assert offered.read(naive.key(number)) == naive.block(number)
+    assert offered.read(naive.key(2)) is offered.read(naive.key(4)) is None
+    (path,) = naive.files(root, f"*{naive.key(1).hex()}.kv")
+    path.unlink()
+    assert offered.read(naive.key(1)) is None
+    assert offered.find(keys) == {naive.key(0), naive.key(3)}
 
 
 def test_manifests_hold_the_facts(make_cache, root, tmp_path):

@@ -69,6 +69,14 @@ def block_key(file_name: str) -> bytes | None:
     return None if found is None else bytes.fromhex(found[1])
 
 
+def namespaces(folder: Path) -> list[str]:
+    """The namespaces that the folder of a fingerprint has; none where there is no folder."""
+    try:
+        return [name for name in os.listdir(folder) if NAMESPACE.fullmatch(name)]
+    except OSError:
+        return []
+
+
 def temporary_path(path: Path, engine: str, number: int) -> Path:
     """Where an engine writes what becomes `path`."""
     return path.with_name(f"{path.name}.{engine}.{number}.tmp")

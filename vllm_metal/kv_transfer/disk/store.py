@@ -22,7 +22,7 @@ from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.scan import FoundBlock
 from vllm_metal.kv_transfer.disk.space import Space, Written
 from vllm_metal.kv_transfer.disk.stats import Counters, DiskStats
-from vllm_metal.kv_transfer.store import Shelf, Store
+from vllm_metal.kv_transfer.store import OfferedPages, Shelf, Store
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +30,27 @@ if TYPE_CHECKING:
     from vllm_metal.kv_transfer.fingerprint import PoolContent
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DiskPages(OfferedPages):
+    """The pages of a content, as far as this process knows of them without a look at the disk."""
+
+    content: PoolContent
+    folders: Callable[[], Sequence[BlockFolder]]  # of all namespaces, at any time
+
+    def find(self, keys: Iterable[bytes]) -> set[bytes]:
+        folders = self.folders()
+        return {key for key in keys if any(folder.listing.knows(key) for folder in folders)}
+
+    def read(self, key: bytes) -> memoryview | None:
+        for folder in self.folders():
+            if not folder.listing.knows(key):
+                continue
+            page = memoryview(bytearray(self.content.size(key)))
+            if folder.read(key, page):
+                return page.toreadonly()
+        return None
 
 
 @dataclass(frozen=True)
@@ -119,16 +140,24 @@ class DiskStore(Store):
             raise ValueError(f"{fingerprint!r} is no fingerprint: 2 to 128 of 0-9a-f")
         if not layout.NAMESPACE.fullmatch(namespace):
             raise ValueError(f"{namespace!r} is no namespace: letters, digits, - and _")
+        folder, is_new = self._folder(fingerprint, facts, namespace)
+        if is_new:
+            self._in_thread(folder.store_manifest)
+            self._in_thread(lambda: folder.listing.load(self._closed.is_set))
+        return folder
+
+    def _folder(
+        self, fingerprint: str, facts: Mapping[str, Any], namespace: str
+    ) -> tuple[BlockFolder, bool]:
+        """A namespace's folder, and whether this is the first call for it."""
         with self._folders_lock:
             if (known := self._folders.get((fingerprint, namespace))) is not None:
-                return known
+                return known, False
             path = self._root / fingerprint / namespace
             manifest = layout.manifest_content(fingerprint, facts)
             folder = BlockFolder(path, manifest, self._space, self._counters, self._gone)
             self._folders[fingerprint, namespace] = folder
-        self._in_thread(folder.store_manifest)
-        self._in_thread(lambda: folder.listing.load(self._closed.is_set))
-        return folder
+        return folder, True
 
     def manifests(self) -> dict[str, Mapping[str, Any]]:
         """Facts of each fingerprint that has a manifest which can be read."""
@@ -147,6 +176,24 @@ class DiskStore(Store):
         fingerprint = self._content.fingerprint
         folder = self.blocks(fingerprint.digest, fingerprint.facts, namespace)
         return DiskShelf(folder, self._space)
+
+    def offered(self) -> DiskPages:
+        """Pages of all namespaces: whoever has a page's hash knows its text, and its salt."""
+        assert self._content is not None
+        content, fingerprint = self._content, self._content.fingerprint
+
+        def folders() -> list[BlockFolder]:
+            with self._folders_lock:
+                return [each for (of, _), each in self._folders.items() if of == fingerprint.digest]
+
+        def list_all() -> None:
+            for namespace in layout.namespaces(self._root / fingerprint.digest):
+                folder, is_new = self._folder(fingerprint.digest, fingerprint.facts, namespace)
+                if is_new:
+                    folder.listing.load(self._closed.is_set)
+
+        self._in_thread(list_all)
+        return DiskPages(content, folders)
 
     def news(self) -> list[Gone] | None:
         return [self._gone.get() for _ in range(self._gone.qsize())] or None

@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
-
 from vllm_metal.kv_transfer.fingerprint import PoolContent
 from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.client import Peer, PeerStats
@@ -53,8 +51,7 @@ class Clients:
     def page_sizes(self, keys: Sequence[bytes]) -> list[int]:
         """Returns the bytes of each page."""
         assert self._content is not None
-        page_bytes = self._content.page_bytes
-        return [page_bytes[get_offload_group_idx(OffloadKey(key))] for key in keys]
+        return [self._content.size(key) for key in keys]
 
     def at(self, address: Address) -> Peer:
         """Returns the peer at an address. Of too many, the one used least recently is closed."""

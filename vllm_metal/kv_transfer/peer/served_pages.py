@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pages peers may have of this engine: those in its outbox, and those in its pool."""
+"""Which pages peers may have of this engine: in its outbox, its pool, and its other stores."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
+from blake3 import blake3
+
 from vllm_metal.kv_transfer.peer.limits import Timeouts
 from vllm_metal.kv_transfer.peer.outbox import Outbox
-from vllm_metal.kv_transfer.peer.page import Page
+from vllm_metal.kv_transfer.peer.page import Page, checksum
 from vllm_metal.kv_transfer.shared_pool import SharedPool
+from vllm_metal.kv_transfer.store import OfferedPages
 
 
 class ServedPages:
-    """An outbox, and a pool behind it that fills it where pages are fetched.
+    """An outbox, a pool behind it that fills it where pages are fetched, and pages of other stores.
 
     Every method is for any thread. What waits calls `sign` now and then.
     """
+
+    #: What is in other stores, and is read there when it is fetched.
+    offered: Sequence[OfferedPages] = ()
 
     def __init__(self, outbox: Outbox, pool: SharedPool | None, timeouts: Timeouts) -> None:
         """
@@ -43,8 +49,9 @@ class ServedPages:
         """
         in_pool = {key for key in keys if self._pool is not None and self._pool.contains(key)}
         others = [key for key in keys if key not in in_pool]
-        self._wait(others, seconds, sign)
-        found = {key for key in keys if key in in_pool or self.outbox.contains(key)}
+        stored = self._stored(others)
+        self._wait([key for key in others if key not in stored], seconds, sign)
+        found = in_pool | stored | {key for key in others if self.outbox.contains(key)}
         # Before the outbox: what leaves the pool meanwhile is in the outbox, or is computed.
         if self._pool is not None:
             self._pool.lease(holder, (key for key in keys if key in in_pool), self._timeouts.lease)
@@ -55,7 +62,7 @@ class ServedPages:
     def brought(
         self, holder: int, keys: Sequence[bytes], sign: Callable[[], bool]
     ) -> Iterator[Callable[[bytes], Page | None]]:
-        """Gives what gives pages, once all of them are in the outbox, or cannot come.
+        """Gives what gives pages, once all that the pool has are in the outbox, or cannot come.
 
         A page that came for this call is kept for it until it was given, and then may give way.
 
@@ -72,6 +79,8 @@ class ServedPages:
 
         def give(key: bytes) -> Page | None:
             page = self.outbox.get(key)
+            if page is None:
+                return self._read(key)
             if key in came:
                 self.outbox.release(holder, [key])
             return page
@@ -80,6 +89,22 @@ class ServedPages:
             yield give
         finally:
             self.outbox.release(holder, missing)
+
+    def has_all(self, keys: Sequence[bytes]) -> bool:
+        """Whether pages can be given, as far as is known."""
+        others = [key for key in keys if not self.outbox.contains(key)]
+        return self._stored(others) == set(others)
+
+    def _stored(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Pages that other stores have."""
+        return set[bytes]().union(*(pages.find(keys) for pages in self.offered))
+
+    def _read(self, key: bytes) -> Page | None:
+        """A page of another store."""
+        for pages in self.offered:
+            if key in pages.find([key]) and (data := pages.read(key)) is not None:
+                return Page(data, checksum(key, blake3(data)))
+        return None
 
     def _wait(self, keys: Sequence[bytes], seconds: float, sign: Callable[[], bool]) -> None:
         """Waits until none of these is being put into the outbox."""

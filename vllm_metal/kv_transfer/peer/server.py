@@ -75,7 +75,7 @@ class PageServer:
             OSError: it cannot be listened on.
         """
         self._secret = secret
-        self._pages = ServedPages(outbox, pool, timeouts)
+        self.pages = ServedPages(outbox, pool, timeouts)
         self._terms = terms
         self._timeouts = timeouts
         self._max_connections = max_connections
@@ -185,7 +185,7 @@ class PageServer:
             is_last = not self._sessions[session]
             if is_last:
                 del self._sessions[session]
-                self._pages.release(session, None)
+                self.pages.release(session, None)
 
     def _warn(self, text: str) -> None:
         """Once: a hostile peer must not fill the log."""
@@ -204,16 +204,16 @@ class PageServer:
         elif isinstance(request, Fetch):
             self.send_pages(link, session, terms, request.keys)
         elif isinstance(request, Renew):
-            self._pages.renew(session)
+            self.pages.renew(session)
             link.send(Done())
         elif isinstance(request, Release):
-            self._pages.release(session, request.keys)
+            self.pages.release(session, request.keys)
             link.send(Done())
 
     def found(self, link: Link, session: int, terms: Terms, ask: Ask) -> Found:
         """Says which of the pages that a peer asks for are there, and leases them to it."""
         seconds = min(ask.wait_ms / 1000, self._timeouts.wait)
-        there = self._pages.find(session, ask.keys, seconds, partial(self._sign, link))
+        there = self.pages.find(session, ask.keys, seconds, partial(self._sign, link))
         self._check(terms)
         return Found([key in there for key in ask.keys])
 
@@ -226,9 +226,9 @@ class PageServer:
 
     def send_pages(self, link: Link, session: int, terms: Terms, keys: list[bytes]) -> None:
         """Sends page by page, so that a connection keeps one evicted page in memory at most."""
-        outbox = self._pages.outbox
-        with self._pages.brought(session, keys, partial(self._sign, link)) as give:
-            if not all(outbox.contains(key) for key in keys):
+        outbox = self.pages.outbox
+        with self.pages.brought(session, keys, partial(self._sign, link)) as give:
+            if not self.pages.has_all(keys):
                 self._check(terms)
                 link.send(NoPage())
                 return

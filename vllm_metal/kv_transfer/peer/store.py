@@ -21,7 +21,7 @@ from vllm_metal.kv_transfer.peer.outbox import Outbox, OutboxStats
 from vllm_metal.kv_transfer.peer.pull_hint import Patience, PullHint
 from vllm_metal.kv_transfer.peer.server import PageServer
 from vllm_metal.kv_transfer.shared_pool import SharedPool
-from vllm_metal.kv_transfer.store import Shelf, Store
+from vllm_metal.kv_transfer.store import OfferedPages, Shelf, Store
 from vllm_metal.metrics.metric import Metric
 
 
@@ -154,13 +154,23 @@ class PeerStore(Store):
         Raises:
             OSError: the address cannot be listened on.
         """
-        self.outbox.clear()  # before the terms change, or pages would go out under the new ones
+        # Before the terms change, or pages would go out under the new ones.
+        self.serve(())
+        self.outbox.clear()
         self.clients.use(content)
         if self._server is None and self._listen is not None:
             terms = self.clients.terms
             self._server = PageServer(
                 self._listen, self._secret, self.outbox, terms, pool=self.shared_pool
             )
+
+    @property
+    def serves_others(self) -> bool:
+        return self._listen is not None
+
+    def serve(self, pages: Sequence[OfferedPages]) -> None:
+        if self._server is not None:
+            self._server.pages.offered = tuple(pages)
 
     @property
     def _keeps_all(self) -> bool:
