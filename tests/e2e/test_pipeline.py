@@ -41,3 +41,29 @@ def test_two_ranks(short):
 def test_64_prompts(smollm2, size):
     prompts = make_prompts(text_tokens(smollm2), 64, 700)
     check_hits_and_preemptions(serve_and_check(smollm2, size, prompts, num_gpu_blocks_override=70))
+
+
+LOOKED_UP = {
+    "ngram": {"prompt_lookup_max": 3, "prompt_lookup_min": 1},
+    "suffix": {},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", LOOKED_UP)
+def test_drafts_that_are_looked_up(short, method):
+    """All ranks verify them; the last one makes them, and others hear of what was kept."""
+    prompts = make_prompts(text_tokens(short), 24, 700)
+    cold, warm = seen = serve_and_check(
+        short,
+        2,
+        prompts,
+        num_gpu_blocks_override=70,
+        speculative_config={"method": method, "num_speculative_tokens": 3} | LOOKED_UP[method],
+        additional_config={"fixed_draft_length": True},
+    )
+    check_hits_and_preemptions(seen)
+    drafted = "vllm:spec_decode_num_draft_tokens"
+    accepted = "vllm:spec_decode_num_accepted_tokens"
+    assert warm[drafted] > cold[drafted] > cold[accepted] > 0
+    assert warm[accepted] > cold[accepted]
