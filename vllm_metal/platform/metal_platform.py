@@ -278,11 +278,13 @@ class MetalPlatform(Platform):
             drafts_with_results,
             engine_links,
             scheduler,
+            state_modes,
             step_budget,
         )
 
         step_budget.bound_steps()
         drafts_with_results.take_drafts_with_results()
+        state_modes.take_modes_of_workers()
         scheduler.end_failed_requests()
         streaming_sessions.serve_sessions()
         streaming_sessions.queue_preempted_sessions()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has vLLM's engine take a step's drafts with its results where stages compute steps side by side."""
+"""Has vLLM take the drafts that follow a step with its results, where stages are at several steps."""
 
 from __future__ import annotations
 
