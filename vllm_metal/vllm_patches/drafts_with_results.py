@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has vLLM take the drafts that follow a step with its results, where stages are at several steps."""
+"""Has vLLM take drafts with the results they follow, where stages are at several steps."""
 
 from __future__ import annotations
 
