@@ -75,6 +75,36 @@ def test_a_token_learnt_after_resume_or_removal_goes_nowhere():
     assert other.req_idx == new.req_idx and requests.num_known_np[other.req_idx] == 1
 
 
+def test_a_rank_that_does_not_sample_learns_of_the_scheduler_what_others_did():
+    """Tokens behind those that are computed; before them, drafts of the step before that were
+    kept."""
+    requests = make()
+    state = requests.add_request(new_request("a", [5, 6], ([1], [2])))
+
+    def told(num_computed, news):
+        cached = CachedRequestData.make_empty()
+        cached.req_ids, cached.new_block_ids = ["a"], [None]
+        cached.num_computed_tokens, cached.new_token_ids = [num_computed], [news]
+        requests.apply(word(scheduled_cached_reqs=cached))
+        known = int(requests.num_known_np[state.req_idx])
+        assert requests.num_tokens_np[state.req_idx] == known
+        return requests.token_ids_np[state.req_idx, :known].tolist()
+
+    assert told(2, [11]) == [5, 6, 11]
+    requests.note_drafts(state.req_idx, [12, 13, 14])
+    assert told(5, [15]) == [5, 6, 11, 12, 13, 15]  # two of them were kept
+    requests.note_drafts(state.req_idx, [16])
+    assert told(6, [17]) == [5, 6, 11, 12, 13, 15, 17]  # none was
+    assert state.output_token_ids == [11, 12, 13, 15, 17]
+
+
+def test_drafts_beyond_the_longest_text_are_left_out():
+    requests = make()
+    state = requests.add_request(new_request("a", [5] * 63, ([1], [2])))
+    requests.note_drafts(state.req_idx, [6, 7, 8])
+    assert requests.token_ids_np[state.req_idx, 62:].tolist() == [5, 6]
+
+
 def test_request_indices_are_given_again():
     requests = make()
     for name in ("a", "b"):

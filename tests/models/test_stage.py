@@ -12,8 +12,6 @@ from vllm_metal.models.staged_families import STAGED
 
 #: Largest difference of logits, over the largest logit: sums in another order.
 CLOSE = 2e-4
-#: Not served as stages; see `staged_families`.
-OF_STATES = {"qwen3_next", "qwen3_5"}
 #: One of each kind of layer stands in the quick tests.
 QUICK = ("llama", "qwen3_next", "deepseek_v3")
 
@@ -22,7 +20,7 @@ QUICK = ("llama", "qwen3_next", "deepseek_v3")
     "module",
     [
         pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-        for name in sorted(STAGED | OF_STATES)
+        for name in sorted(STAGED)
     ],
 )
 def test_stages_compute_what_the_whole_model_does(monkeypatch, module):

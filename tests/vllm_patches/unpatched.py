@@ -876,6 +876,51 @@ def another_release(folder):
     return found == "", found
 
 
+@probe("drafts_with_results.take_drafts_with_results")
+def drafts_before_tokens(folder):
+    """An engine asks for the drafts of a step that it has just sent, and its scheduler puts them
+    where the step's tokens belong."""
+    from vllm import SamplingParams
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.outputs import DraftTokenIds
+    from vllm.v1.request import Request
+
+    drafting = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    options = {"speculative_config": drafting, "async_scheduling": False}
+    config = arguments(folder, **options).create_engine_config()
+    config.parallel_config.pipeline_parallel_size = 2
+    scheduler = make_scheduler(config, num_blocks=8)
+    params = SamplingParams(max_tokens=8)
+    params.update_from_generation_config({}, eos_token_id=None)
+    scheduler.add_request(Request("a", [1, 2, 3], params, None))
+    scheduler.schedule()
+    drafts = DraftTokenIds(["a"], [[7, 8]])
+    engine = SimpleNamespace(
+        check_for_draft_tokens=True,
+        async_scheduling=False,
+        vllm_config=config,
+        scheduler=scheduler,
+        model_executor=SimpleNamespace(take_draft_token_ids=lambda: drafts),
+    )
+    EngineCore.post_step(engine, model_executed=True)
+    found = scheduler.schedule().scheduled_spec_decode_tokens
+    return found == {"a": [7, 8]}, found
+
+
+@probe("state_modes.take_modes_of_workers")
+def modes_of_workers(folder):
+    """An engine's configuration has no mode of states, whatever its workers' layers have."""
+    import torch
+    from vllm.v1.executor.abstract import Executor
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    config = folder_config(folder)
+    spec = MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.uint8,), mamba_cache_mode="align")
+    workers = SimpleNamespace(vllm_config=config, collective_rpc=lambda _: [{"layer": spec}])
+    Executor.get_kv_cache_specs(workers)
+    return config.cache_config.mamba_cache_mode == "none", config.cache_config.mamba_cache_mode
+
+
 @probe("engine_links.notice_lost_links")
 def heartbeats_of_a_server(folder):
     """A server's sockets have no heartbeats, so that a link that is cut seems to be quiet."""

@@ -175,11 +175,16 @@ class Requests:
 
     def _learn_of_scheduler(self, cached: CachedRequestData, index: int) -> None:
         """Takes tokens that another rank has sampled: the scheduler sends what follows those that
-        are computed where several ranks have a part of the model."""
+        are computed where several ranks have a part of the model.
+
+        Those that were computed as drafts, and kept, are in the table already.
+        """
         state = self._states[cached.req_ids[index]]
-        first = int(self.num_known_np[state.req_idx]) - cached.num_computed_tokens[index]
-        if news := cached.new_token_ids[index][max(first, 0) :]:
-            self.learn(state, news)
+        known, computed = int(self.num_known_np[state.req_idx]), cached.num_computed_tokens[index]
+        kept = self.token_ids_np[state.req_idx, known:computed].tolist()
+        news = cached.new_token_ids[index][max(known - computed, 0) :]
+        if kept or news:
+            self.learn(state, [*kept, *news])
 
     def add_request(self, data: NewRequestData) -> RequestState:
         """Takes in a request at its first scheduling, or at the first of a session's turn."""
@@ -246,6 +251,12 @@ class Requests:
             counts_np: [N] int32, one more than the drafts that each verifies.
         """
         self.num_tokens_np[req_indices_np] += counts_np
+
+    def note_drafts(self, req_idx: int, token_ids: Sequence[int]) -> None:
+        """Writes a request's drafts behind its known tokens, for a rank that will hear of those
+        that are kept by their number alone."""
+        known, width = int(self.num_known_np[req_idx]), self.token_ids_np.shape[1]
+        self.token_ids_np[req_idx, known : known + len(token_ids)] = token_ids[: width - known]
 
     def learn(self, state: RequestState, token_ids: list[int], num_rejected: int = 0) -> None:
         """Takes sampled tokens that reached the host; drops those of a state that is gone.

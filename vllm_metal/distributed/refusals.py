@@ -6,8 +6,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_metal.kv_transfer.config import is_asked_for
-from vllm_metal.models.staged_families import STAGED
+from vllm_metal.models.staged_families import STAGED, STAGED_STATES
 from vllm_metal.settings.runner import pools
+from vllm_metal.spec_decode.registry import BY_NAME
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,14 +25,21 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
     parallel, model = config.parallel_config, config.model_config
     if parallel.pipeline_parallel_size == 1 or model is None:
         return {}
+    module = module_of(model.hf_config.model_type)
     with_stages = f"with {_OPTION}"
-    multimodal = model.multimodal_config
+    multimodal, speculation = model.multimodal_config, config.speculative_config
+    method = None if speculation is None else BY_NAME.get(speculation.method or "")
     return {
         f"{_OPTION} of model_type {model.hf_config.model_type!r} (its layers were not shown to "
-        "compute the same on several ranks)": module_of(model.hf_config.model_type) not in STAGED,
+        "compute the same on several ranks)": module not in STAGED,
         f"{_OPTION} with --data-parallel-size": parallel.data_parallel_size > 1,
         f"--distributed-executor-backend ray {with_stages} (leave it out)": parallel.use_ray,
-        f"--speculative-config {with_stages}": config.speculative_config is not None,
+        f"--speculative-config of a draft network {with_stages} (drafts that are looked up in the "
+        "text are served)": method is not None and method.has_network,
+        # Ranks that do not sample are at other steps when they hear which drafts were kept.
+        f"--speculative-config {with_stages}, of a model whose layers keep states": (
+            speculation is not None and module in STAGED_STATES
+        ),
         f"--enable-lora {with_stages}": config.lora_config is not None,
         f"--runner pooling {with_stages}": pools(config),
         f"images {with_stages} (--language-model-only serves the text)": (

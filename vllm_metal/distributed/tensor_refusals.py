@@ -35,10 +35,6 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
         ),
         "with --kv-transfer-config, or a prefix cache on disk (a rank has the K/V of its heads "
         "only)": is_asked_for(config),
-        # Modes of vLLM's manager of states are set where the worker is in the engine's process.
-        "with --no-enable-prefix-caching, of a model whose layers keep states": (
-            model.is_hybrid and not config.cache_config.enable_prefix_caching
-        ),
         "with --enable-sleep-mode": model.enable_sleep_mode,
         "with --data-parallel-size": config.parallel_config.data_parallel_size > 1,
         "with --distributed-executor-backend ray (leave it out)": config.parallel_config.use_ray,

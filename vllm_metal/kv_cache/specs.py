@@ -59,7 +59,8 @@ def choose_block_size(cache: CacheConfig, layers: Sequence[StatefulLayer], dtype
     """
     state_bytes = sum(layer.state_bytes for layer in layers)
     if state_bytes:
-        # vLLM has "none" without prefix caching; where a state lies is the same in both here.
+        # vLLM has "none" without prefix caching; where a state lies is the same in both here. An
+        # engine in another process learns of it by `state_modes`.
         cache.mamba_cache_mode = "align"
         cache.block_size = block_size_for(
             layers, cache.block_size, dtype, cache.user_specified_block_size

@@ -274,9 +274,17 @@ class MetalPlatform(Platform):
         vLLM checks a configuration in every process that runs an engine, whatever the executor: in
         an engine's own process once more, behind the handshake. A worker may be in another one.
         """
-        from vllm_metal.vllm_patches import engine_links, scheduler, step_budget
+        from vllm_metal.vllm_patches import (
+            drafts_with_results,
+            engine_links,
+            scheduler,
+            state_modes,
+            step_budget,
+        )
 
         step_budget.bound_steps()
+        drafts_with_results.take_drafts_with_results()
+        state_modes.take_modes_of_workers()
         scheduler.end_failed_requests()
         streaming_sessions.serve_sessions()
         streaming_sessions.queue_preempted_sessions()

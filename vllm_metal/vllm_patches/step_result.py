@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
@@ -26,6 +26,9 @@ class StepResult(ModelRunnerOutput):
     failures: dict[str, str] = field(default_factory=dict)  # request id to the reason
     pool_lost: bool = False  # True: the KV pool was made anew, and holds no request's K/V
     figures: Figures = field(default_factory=dict)  # `scheduler` has vLLM send them to the server
+    #: That follow what the step sampled; `drafts_with_results` has vLLM schedule them. None: vLLM
+    #: asks the worker for them.
+    drafts: DraftTokenIds | None = None
 
 
 def has_results(result: ModelRunnerOutput) -> bool:

@@ -15,6 +15,7 @@ from vllm_metal.distributed import alike, groups, heartbeat, sharding, tensor_pa
 from vllm_metal.distributed.hidden_states import GroupLink, HiddenIn, HiddenOut
 from vllm_metal.models import loader
 from vllm_metal.models.stage import Stage
+from vllm_metal.spec_decode.told import ToldSpeculator
 from vllm_metal.vllm_patches.step_result import StepResult
 from vllm_metal.worker.networks import Networks
 from vllm_metal.worker.results import LateOutput
@@ -29,7 +30,11 @@ if TYPE_CHECKING:
 
     from vllm_metal.batch.columns import RequestColumn
     from vllm_metal.batch.step_end import StepEnd
+    from vllm_metal.metrics.step_clock import StepTimes
+    from vllm_metal.metrics.step_meter import StepRows
     from vllm_metal.models.executor import ModelExecutor
+    from vllm_metal.spec_decode.proposer import Proposer
+    from vllm_metal.spec_decode.speculator import Speculator
 
 logger = init_logger(__name__)
 
@@ -102,6 +107,22 @@ class RankWorker(MetalWorker):
         if self._link.group.is_last_rank:
             return super()._make_end(executor)
         return HiddenOut(self._link, self._requests)
+
+    def _make_speculator(self, network: Proposer | None) -> Speculator | None:
+        """On ranks that do not sample, drafts are those that the scheduler sends."""
+        speculation = self.vllm_config.speculative_config
+        if speculation is None or self._link.group.is_last_rank:
+            return super()._make_speculator(network)
+        num_drafts = speculation.num_speculative_tokens
+        return ToldSpeculator(self._requests, num_drafts, self._memory.most_drafts)
+
+    def _read(self, output: AsyncModelRunnerOutput, step: StepTimes, rows: StepRows) -> StepResult:
+        """With stages, drafts come with the results: see `drafts_with_results`."""
+        result = super()._read(output, step, rows)
+        if self._answers and self._link.group.world_size > 1:
+            with self._turn:
+                result.drafts = self.take_draft_token_ids()
+        return result
 
     def _warm_up(self) -> None:
         """No rehearsal of a stage: its steps, and the dense check of them, are of all layers."""

@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from vllm_metal.batch.step_end import StepEnd
     from vllm_metal.lora.adapters import Adapters
     from vllm_metal.sample import SamplerOutput
+    from vllm_metal.spec_decode.proposer import Proposer
+    from vllm_metal.spec_decode.speculator import Speculator
 
 logger = init_logger(__name__)
 
@@ -249,19 +251,26 @@ class MetalWorker(WorkerBase):
             writer = networks.draft.writer(pool, requests)
         elif networks.draft is not None:
             proposer = networks.draft.proposer(pool)
-        max_num_reqs = self.scheduler_config.max_num_seqs
-        speculator = make_speculator(self.vllm_config, requests, proposer, self._memory.most_drafts)
         return ModelRunner(
             executor,
             requests,
             self._make_end(executor),
-            max_num_reqs,
-            speculator,
+            self.scheduler_config.max_num_seqs,
+            self._make_speculator(proposer),
             writer,
             self._columns(),
             hooks=self.transfers.hooks,
             clock=self._clock,
         )
+
+    def _make_speculator(self, network: Proposer | None) -> Speculator | None:
+        """What drafts for requests.
+
+        Args:
+            network: the proposer of the draft network; None: there is none.
+        """
+        most = self._memory.most_drafts
+        return make_speculator(self.vllm_config, self._requests, network, most)
 
     def _columns(self) -> Sequence[RequestColumn]:
         """What modules of the target read of requests."""
