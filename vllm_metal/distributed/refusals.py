@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused where one model is computed by several ranks, layer by layer."""
+"""Lists what is refused where several ranks compute one model, by layers, by heads, or by both."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 from vllm_metal.kv_transfer.config import is_asked_for
 from vllm_metal.models.staged_families import STAGED
 from vllm_metal.settings.runner import pools
+from vllm_metal.spec_decode.registry import BY_NAME
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
-_OPTION = "--pipeline-parallel-size"
+_BY_LAYERS, _BY_HEADS = "--pipeline-parallel-size", "--tensor-parallel-size"
 
 
 def refusals(config: VllmConfig) -> dict[str, bool]:
@@ -22,26 +23,62 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
         config: vLLM's.
     """
     parallel, model = config.parallel_config, config.model_config
-    if parallel.pipeline_parallel_size == 1 or model is None:
+    sizes = {
+        _BY_LAYERS: parallel.pipeline_parallel_size,
+        _BY_HEADS: parallel.tensor_parallel_size,
+    }
+    options = [option for option, size in sizes.items() if size > 1]
+    if not options or model is None:
         return {}
-    with_stages = f"with {_OPTION}"
-    multimodal = model.multimodal_config
+    refused = _of_ranks(config, model, " and ".join(options))
+    if _BY_LAYERS in options:
+        refused |= _by_layers(config, model)
+    if _BY_HEADS in options:
+        refused |= _by_heads(config, model)
+    return refused
+
+
+def _of_ranks(config: VllmConfig, model: ModelConfig, options: str) -> dict[str, bool]:
+    """What is refused however a model is divided."""
+    parallel, multimodal = config.parallel_config, model.multimodal_config
+    beside = f"with {options}"
     return {
-        f"{_OPTION} of model_type {model.hf_config.model_type!r} (its layers were not shown to "
-        "compute the same on several ranks)": module_of(model.hf_config.model_type) not in STAGED,
-        f"{_OPTION} with --data-parallel-size": parallel.data_parallel_size > 1,
-        f"--distributed-executor-backend ray {with_stages} (leave it out)": parallel.use_ray,
-        f"--speculative-config {with_stages}": config.speculative_config is not None,
-        f"--enable-lora {with_stages}": config.lora_config is not None,
-        f"--runner pooling {with_stages}": pools(config),
-        f"images {with_stages} (--language-model-only serves the text)": (
+        f"--data-parallel-size {beside}": parallel.data_parallel_size > 1,
+        f"--distributed-executor-backend ray {beside} (leave it out)": parallel.use_ray,
+        f"--enable-lora {beside} (adapters are not divided)": config.lora_config is not None,
+        f"--runner pooling {beside} (models that generate are divided)": pools(config),
+        f"images {beside} (--language-model-only serves the text)": (
             multimodal is not None and not multimodal.language_model_only
         ),
-        f"--kv-transfer-config, or a prefix cache on disk, {with_stages} (K/V stay in the pool)": (
-            is_asked_for(config)
+        f"--kv-transfer-config, or a prefix cache on disk, {beside} (a rank has its part of the "
+        "K/V only)": is_asked_for(config),
+        f"--enable-sleep-mode {beside}": model.enable_sleep_mode,
+    }
+
+
+def _by_layers(config: VllmConfig, model: ModelConfig) -> dict[str, bool]:
+    model_type = model.hf_config.model_type
+    return {
+        f"{_BY_LAYERS} of model_type {model_type!r} (its layers were not shown to compute the same "
+        "on several ranks)": module_of(model_type) not in STAGED,
+        f"--speculative-config with {_BY_LAYERS}": config.speculative_config is not None,
+        f"--logits-processors with {_BY_LAYERS}": bool(model.logits_processors),
+    }
+
+
+def _by_heads(config: VllmConfig, model: ModelConfig) -> dict[str, bool]:
+    from vllm_metal.distributed import sharding  # mlx-lm, which other checks have no use for
+
+    reason, speculation = sharding.refusal(model.hf_config.to_dict()), config.speculative_config
+    method = None if speculation is None else BY_NAME.get(speculation.method or "")
+    return {
+        f"{_BY_HEADS} ({reason})": reason is not None,
+        f"--speculative-config with {_BY_HEADS}, of drafts by a network (those that are looked up "
+        "in the text are served)": method is not None and method.has_network,
+        # Modes of vLLM's manager of states are set where the worker is in the engine's process.
+        f"--no-enable-prefix-caching with {_BY_HEADS}, of a model whose layers keep states": (
+            model.is_hybrid and not config.cache_config.enable_prefix_caching
         ),
-        f"--logits-processors {with_stages}": bool(model.logits_processors),
-        f"--enable-sleep-mode {with_stages}": model.enable_sleep_mode,
     }
 
 
