@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused where one model is computed by several ranks, layer by layer."""
+"""Lists what is refused where several ranks compute one model, by layers, by heads, or by both."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from vllm_metal.settings.runner import pools
 from vllm_metal.spec_decode.registry import BY_NAME
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
-_OPTION = "--pipeline-parallel-size"
+_BY_LAYERS, _BY_HEADS = "--pipeline-parallel-size", "--tensor-parallel-size"
 
 
 def refusals(config: VllmConfig) -> dict[str, bool]:
@@ -23,34 +23,61 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
         config: vLLM's.
     """
     parallel, model = config.parallel_config, config.model_config
-    if parallel.pipeline_parallel_size == 1 or model is None:
+    sizes = {
+        _BY_LAYERS: parallel.pipeline_parallel_size,
+        _BY_HEADS: parallel.tensor_parallel_size,
+    }
+    options = [option for option, size in sizes.items() if size > 1]
+    if not options or model is None:
         return {}
-    module = module_of(model.hf_config.model_type)
-    with_stages = f"with {_OPTION}"
-    multimodal, speculation = model.multimodal_config, config.speculative_config
+    refused = _of_ranks(config, model, " and ".join(options))
+    if _BY_LAYERS in options:
+        refused |= _by_layers(config, model)
+    if _BY_HEADS in options:
+        refused |= _by_heads(model)
+    return refused
+
+
+def _of_ranks(config: VllmConfig, model: ModelConfig, options: str) -> dict[str, bool]:
+    """What is refused however a model is divided."""
+    parallel, multimodal = config.parallel_config, model.multimodal_config
+    speculation, beside = config.speculative_config, f"with {options}"
     method = None if speculation is None else BY_NAME.get(speculation.method or "")
     return {
-        f"{_OPTION} of model_type {model.hf_config.model_type!r} (its layers were not shown to "
-        "compute the same on several ranks)": module not in STAGED,
-        f"{_OPTION} with --data-parallel-size": parallel.data_parallel_size > 1,
-        f"--distributed-executor-backend ray {with_stages} (leave it out)": parallel.use_ray,
-        f"--speculative-config of a draft network {with_stages} (drafts that are looked up in the "
-        "text are served)": method is not None and method.has_network,
-        # Ranks that do not sample are at other steps when they hear which drafts were kept.
-        f"--speculative-config {with_stages}, of a model whose layers keep states": (
-            speculation is not None and module in STAGED_STATES
-        ),
-        f"--enable-lora {with_stages}": config.lora_config is not None,
-        f"--runner pooling {with_stages}": pools(config),
-        f"images {with_stages} (--language-model-only serves the text)": (
+        f"--data-parallel-size {beside}": parallel.data_parallel_size > 1,
+        f"--distributed-executor-backend ray {beside} (leave it out)": parallel.use_ray,
+        f"--enable-lora {beside} (adapters are not divided)": config.lora_config is not None,
+        f"--runner pooling {beside} (models that generate are divided)": pools(config),
+        f"images {beside} (--language-model-only serves the text)": (
             multimodal is not None and not multimodal.language_model_only
         ),
-        f"--kv-transfer-config, or a prefix cache on disk, {with_stages} (K/V stay in the pool)": (
-            is_asked_for(config)
-        ),
-        f"--logits-processors {with_stages}": bool(model.logits_processors),
-        f"--enable-sleep-mode {with_stages}": model.enable_sleep_mode,
+        f"--kv-transfer-config, or a prefix cache on disk, {beside} (a rank has its part of the "
+        "K/V only)": is_asked_for(config),
+        f"--enable-sleep-mode {beside}": model.enable_sleep_mode,
+        f"--speculative-config {beside}, of drafts by a network (those that are looked up in the "
+        "text are served)": method is not None and method.has_network,
     }
+
+
+def _by_layers(config: VllmConfig, model: ModelConfig) -> dict[str, bool]:
+    model_type = model.hf_config.model_type
+    module = module_of(model_type)
+    return {
+        f"{_BY_LAYERS} of model_type {model_type!r} (its layers were not shown to compute the same "
+        "on several ranks)": module not in STAGED,
+        # Ranks that do not sample are at other steps when they hear which drafts were kept.
+        f"--speculative-config with {_BY_LAYERS}, of a model whose layers keep states": (
+            config.speculative_config is not None and module in STAGED_STATES
+        ),
+        f"--logits-processors with {_BY_LAYERS}": bool(model.logits_processors),
+    }
+
+
+def _by_heads(model: ModelConfig) -> dict[str, bool]:
+    from vllm_metal.distributed import sharding  # mlx-lm, which other checks have no use for
+
+    reason = sharding.refusal(model.hf_config.to_dict())
+    return {f"{_BY_HEADS} ({reason})": reason is not None}
 
 
 def module_of(model_type: str) -> str:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_metal.device import mlx_device
-from vllm_metal.distributed import groups, tensor_refusals
-from vllm_metal.distributed import refusals as stages
+from vllm_metal.distributed import groups
+from vllm_metal.distributed import refusals as distributed
 from vllm_metal.encoders import refusals as encoders
 from vllm_metal.encoders import served
 from vllm_metal.kv_cache import formats
@@ -53,8 +53,7 @@ def refuse_unsupported(config: VllmConfig) -> None:
         | _speculation_refusals(config)
         | pooling.refusals(config, served.of_config(config) is not None, served.ARCHITECTURES)
         | _serving_refusals(config)
-        | stages.refusals(config)
-        | tensor_refusals.refusals(config)
+        | distributed.refusals(config)
         | spells.refusals(config)
         | encoders.refusals(config)
     )
