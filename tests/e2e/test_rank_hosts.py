@@ -20,9 +20,14 @@ pytestmark = [pytest.mark.slow, ranks.by_layers_and_by_heads]
 PROMPTS = [[3 + (each * 7 + place) % (VOCAB - 3) for place in range(40)] for each in range(4)]
 
 
-def test_a_rank_on_each_of_two_hosts(tiny, tmp_path, shape):
+@pytest.fixture
+def model(tiny, tmp_path):
+    return ranks.endless(tiny, tmp_path / "model")
+
+
+def test_a_rank_on_each_of_two_hosts(model, tmp_path, shape):
     network.need_hosts()
-    dense, model = Dense(tiny), ranks.endless(tiny, tmp_path / "model")
+    dense = Dense(model)
     with network.hosts(2) as pair:
         with ranks.on_two_hosts((model, model), pair, shape, tmp_path) as (server, processes):
             ranks.wait_until_healthy(server, processes)
@@ -47,32 +52,33 @@ def test_a_rank_on_each_of_two_hosts(tiny, tmp_path, shape):
 
 
 def _refused(pair, models, shape, folder, environments=({}, {})):
-    """Neither rank starts; what each says of the difference."""
+    """What each of both says of the difference; neither starts."""
     with ranks.on_two_hosts(models, pair, shape, folder, environments) as (_, processes):
         for process in processes:
             assert process.wait(600) != 0
-    for node in range(2):
-        said = (folder / f"log{node}").read_text()
-        found = re.search("RanksDiffer: ranks 0 and 1 of the engine differ: (.*)", said)
-        assert found is not None, said[-2000:]
-        yield found[1]
+    logs = [(folder / f"log{node}").read_text() for node in range(2)]
+    found = [
+        re.search("RanksDiffer: ranks 0 and 1 of the engine differ: (.*)", log) for log in logs
+    ]
+    assert all(found), [log[-2000:] for log in logs]
+    return [each[1] for each in found]
 
 
-def test_other_weights_are_refused_on_both(tiny, tmp_path, shape):
+def test_other_weights_are_refused_on_both(model, tmp_path, shape):
     network.need_hosts()
     other = tmp_path / "other"
     other.mkdir()
-    for path in os.scandir(tiny):
+    for path in os.scandir(model):
         content = bytearray(Path(path).read_bytes())
         if path.name.endswith(".safetensors"):
             content[-1] ^= 1
         (other / path.name).write_bytes(content)
     with network.hosts(2) as pair:
-        for said in _refused(pair, (tiny, str(other)), shape, tmp_path):
+        for said in _refused(pair, (model, str(other)), shape, tmp_path):
             assert "weights" in said
 
 
-def test_another_release_is_refused_on_both(tiny, tmp_path, shape):
+def test_another_release_is_refused_on_both(model, tmp_path, shape):
     """The second host has another mlx-lm, by what its package says of itself."""
     network.need_hosts()
     installed = version("mlx-lm")
@@ -81,11 +87,11 @@ def test_another_release_is_refused_on_both(tiny, tmp_path, shape):
     (package / "METADATA").write_text(f"Name: mlx-lm\nVersion: {installed}.post9\n")
     other = {"PYTHONPATH": f"{package.parent}:{os.environ.get('PYTHONPATH', '')}"}
     with network.hosts(2) as pair:
-        for said in _refused(pair, (tiny, tiny), shape, tmp_path, ({}, other)):
+        for said in _refused(pair, (model, model), shape, tmp_path, ({}, other)):
             assert said == f"mlx_lm {installed}.post9, rank 0 has {installed}"
 
 
-def test_another_plugin_is_refused_on_both(tiny, tmp_path, shape):
+def test_another_plugin_is_refused_on_both(model, tmp_path, shape):
     """The second host has a plugin of the same version, with a line more in one module."""
     network.need_hosts()
     copy = tmp_path / "packages" / "vllm_metal"
@@ -94,5 +100,5 @@ def test_another_plugin_is_refused_on_both(tiny, tmp_path, shape):
         module.write("MINE = True\n")
     other = {"PYTHONPATH": f"{copy.parent}:{os.environ.get('PYTHONPATH', '')}"}
     with network.hosts(2) as pair:
-        for said in _refused(pair, (tiny, tiny), shape, tmp_path, ({}, other)):
+        for said in _refused(pair, (model, model), shape, tmp_path, ({}, other)):
             assert said == "vllm_metal differ"
