@@ -2,6 +2,7 @@
 """One model on two hosts, by layers or by heads: bytes across the link, and how long ranks wait.
 
 Hosts are network namespaces; bytes are those of the second one's cable, to which no client talks.
+Each host has one processor, so that an engine on one of them computes no faster than a rank.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 from _links import bubble, by_heads_bytes, by_layers_bytes
 from _server import VLLM, ServerError, stop
-from _shared import note
+from _shared import note, on_core
 from _toy_model import VOCABULARY, Toy
 
 PORT, MASTER = 8000, 29501
@@ -115,14 +116,15 @@ def ranks(
             log = folder / f"rank-{len(hosts)}-{number}.log"
             output = stack.enter_context(log.open("w"))
             environment = os.environ | {"VLLM_HOST_IP": host.address, "GLOO_SOCKET_IFNAME": "eth0"}
-            process = host.popen(
-                *common,
-                *more,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+            with on_core(number):
+                process = host.popen(
+                    *common,
+                    *more,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
+                )
             stack.callback(stop, process)
             if number == 0:
                 first, first_log = process, log
@@ -161,6 +163,36 @@ def crossing(engine: Ranks, reckoned: float) -> Crossing:
     return Crossing(*map(float, (row[0], row[1])), reckoned, *map(float, step), sum(idle))
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """How long two ranks wait at so many streams."""
+
+    streams: int
+    alone: float  # seconds a token of one engine, at as many streams as a batch of theirs has
+    seconds: float  # of theirs, a token
+    beside: float  # that a step takes of both ranks, beside what one engine's takes
+
+    @property
+    def batches(self) -> int:
+        """That are on their way at once; vLLM has no more of them than ranks."""
+        return min(self.streams, 2)
+
+    @property
+    def measured(self) -> float:
+        """Share of the ranks' time in which they do none of one engine's work."""
+        return 1 - self.alone / (2 * self.seconds)
+
+    @property
+    def reckoned(self) -> float:
+        """The same where a step takes as long as one engine's, in two equal parts."""
+        return bubble(2, self.batches)
+
+    @property
+    def reckoned_with_more(self) -> float:
+        """The same with what a step takes besides, which is that of one stream."""
+        return 1 - self.batches * self.alone / (2 * (self.alone + self.beside))
+
+
 def by_layers(hosts: Sequence[Any], folder: Path) -> dict[str, object]:
     """Two ranks by layers, beside one engine on one host.
 
@@ -170,19 +202,35 @@ def by_layers(hosts: Sequence[Any], folder: Path) -> dict[str, object]:
     model = TOY.write(folder / "layers")
     note("one engine on one host")
     with ranks(hosts[:1], model, [], folder) as engine:
-        engine.ask(16, 4)
-        alone = min(engine.seconds_a_token(1) for _ in range(3))
+        alone = _seconds_a_token(engine, (1, 2))
     note("two ranks by layers")
     with ranks(hosts, model, ["--pipeline-parallel-size", "2"], folder) as engine:
         found = crossing(engine, _WIDER * by_layers_bytes(TOY.hidden))
-        times = {n: min(engine.seconds_a_token(n) for _ in range(3)) for n in (1, 2, 4)}
-    waits = {n: (1 - alone / (2 * seconds), bubble(2, n)) for n, seconds in times.items()}
+        times = _seconds_a_token(engine, (1, 2, 4))
+    waits = [
+        Waiting(n, alone[max(1, n // 2)], seconds, times[1] - alone[1])
+        for n, seconds in times.items()
+    ]
     return {
         "bytes": found.__dict__,
-        "ms a token, one engine": 1e3 * alone,
-        "ms a token, by streams": {n: 1e3 * each for n, each in times.items()},
-        "ranks wait, measured and reckoned": waits,
+        "waiting": [
+            {
+                "streams": each.streams,
+                "ms a token, one engine, as many streams as a batch has": 1e3 * each.alone,
+                "ms a token": 1e3 * each.seconds,
+                "ranks wait": each.measured,
+                "reckoned": each.reckoned,
+                "with what a step takes besides": each.reckoned_with_more,
+            }
+            for each in waits
+        ],
     }
+
+
+def _seconds_a_token(engine: Ranks, streams: Sequence[int]) -> dict[int, float]:
+    """The least of three, by how many streams there are."""
+    engine.ask(16, 4)
+    return {n: min(engine.seconds_a_token(n) for _ in range(3)) for n in streams}
 
 
 def by_heads(hosts: Sequence[Any], folder: Path) -> dict[str, object]:
@@ -195,5 +243,5 @@ def by_heads(hosts: Sequence[Any], folder: Path) -> dict[str, object]:
     note("two ranks by heads")
     with ranks(hosts, model, ["--tensor-parallel-size", "2"], folder) as engine:
         found = crossing(engine, _WIDER * by_heads_bytes(TOY.hidden, TOY.layers, 2))
-        seconds = min(engine.seconds_a_token(1) for _ in range(3))
+        seconds = _seconds_a_token(engine, (1,))[1]
     return {"bytes": found.__dict__, "ms a token": 1e3 * seconds}

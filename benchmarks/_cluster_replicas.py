@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
-import os
 import statistics
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from pathlib import Path
 
 from _cluster_trace import Trace
 from _server import Server, ServerError, free_port, in_short, serve
-from _shared import note
+from _shared import note, on_core
 from _toy_model import VOCABULARY, Toy
 
 PREFIXES, PREFIX_TOKENS, OWN_TOKENS, ANSWER = 8, 512, 32, 4
@@ -41,21 +39,19 @@ class Shares:
     tokens: list[list[int]]  # of the answers
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What servers did. Rates are requests a second, medians; None: there is one server."""
+
+    shares: Shares
+    rate_of_first: float | None  # asked alone, in turns with all
+    rate: float | None  # of all
+
+
 def _connector(listen: str, peers: Sequence[str]) -> list[str]:
     extra = {"listen": listen, "peers": list(peers), "share": "pool"}
     config = {"kv_connector": "MetalKVConnector", "kv_role": "kv_both"}
     return ["--kv-transfer-config", json.dumps(config | {"kv_connector_extra_config": extra})]
-
-
-@contextmanager
-def _core(number: int) -> Iterator[None]:
-    """Has what this thread starts in the block run on one processor, the next for each number."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {sorted(before)[number % len(before)]})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 @contextmanager
@@ -76,7 +72,7 @@ def replicas(model: str, number: int, shared: bool, folder: Path) -> Iterator[li
             others = [address for address in addresses if address != addresses[index]]
             more = _connector(addresses[index], others) if shared else []
             log = folder / f"replica-{number}-{'shared' if shared else 'apart'}-{index}.log"
-            with _core(index):
+            with on_core(index):
                 return stack.enter_context(serve(model, [*options, *more], log, _START_S))
 
         yield list(threads.map(start, range(number)))
@@ -136,7 +132,7 @@ def measure(counts: Sequence[int], folder: Path) -> Iterator[dict[str, object]]:
     """
     model = TOY.write(folder / "replicas")
     for number in counts:
-        kept: dict[str, tuple[Shares, float, float]] = {}
+        kept: dict[str, Measured] = {}
         for name, count, shared in (
             ("one engine", 1, False),
             ("apart", number, False),
@@ -147,13 +143,10 @@ def measure(counts: Sequence[int], folder: Path) -> Iterator[dict[str, object]]:
                 kept[name] = _measured(model, number, count, shared, folder)
             except ServerError as error:
                 print(f"replicas, {name}: skipped: {in_short(error)}")
-        yield from _rows(number, kept)
+        yield from rows(kept)
 
 
-def _measured(
-    model: str, number: int, count: int, shared: bool, folder: Path
-) -> tuple[Shares, float, float]:
-    """Shares, and requests a second of the first server and of all, in turns: medians."""
+def _measured(model: str, number: int, count: int, shared: bool, folder: Path) -> Measured:
     seeds = itertools.count(100)
     with replicas(model, count, shared, folder) as servers:
         for server in servers:
@@ -163,22 +156,23 @@ def _measured(
         for _ in range(_REPEATS if count > 1 else 0):
             for asked, kept in zip((servers[:1], servers), rates, strict=True):
                 kept.append(requests_a_second(asked, trace_of(number, next(seeds))))
-        one, of_all = (statistics.median(each) if each else math.nan for each in rates)
-        return found, one, of_all
+        return Measured(found, *(statistics.median(each) if each else None for each in rates))
 
 
-def _rows(number: int, kept: dict[str, tuple[Shares, float, float]]) -> Iterator[dict[str, object]]:
-    one = kept["one engine"][0]
-    for name, (each, rate_of_first, rate) in kept.items():
+def rows(kept: Mapping[str, Measured]) -> Iterator[dict[str, object]]:
+    """A row for each kind of servers; None stands where there is nothing to compare with."""
+    one = kept["one engine"].shares if "one engine" in kept else None
+    for name, measured in kept.items():
+        each, rate_of_first, rate = measured.shares, measured.rate_of_first, measured.rate
         yield {
             "servers": f"{name}, {each.replicas}",
             "requests": len(each.tokens),
             "cached": each.share,
             "by arithmetic": each.expected,
-            "over one engine's": each.share / one.share,
+            "over one engine's": each.share / one.share if one else None,
             "pulled tokens": each.pulled_tokens,
             "requests/s of the first": rate_of_first,
             "of all": rate,
-            "all over first": rate / rate_of_first,
-            "answers equal": str(each.tokens == one.tokens),
+            "all over first": rate / rate_of_first if rate and rate_of_first else None,
+            "answers equal": str(each.tokens == one.tokens) if one else None,
         }

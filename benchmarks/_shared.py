@@ -6,7 +6,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -31,14 +32,32 @@ class Prompts:
         return self._rng.integers(4, self._vocabulary, length).tolist()
 
 
+@contextmanager
+def on_core(number: int) -> Iterator[None]:
+    """Has what this thread starts in the block run on one processor, the next for each number."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(before)[number % len(before)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Prints Markdown; all columns but the first are aligned to the right."""
     print("| " + " | ".join(headers) + " |")
     print("| --- |" + " ---: |" * (len(headers) - 1))
     for row in rows:
-        cells = [digits(cell) if isinstance(cell, float) else str(cell) for cell in row]
+        cells = [_cell(value) for value in row]
         print("| " + " | ".join(cells) + " |")
     print(flush=True)
+
+
+def _cell(value: object) -> str:
+    """A dash where there is nothing."""
+    if value is None:
+        return "–"
+    return digits(value) if isinstance(value, float) else str(value)
 
 
 def digits(figure: float) -> str:

@@ -59,16 +59,21 @@ def report_bytes(found: dict) -> None:
 def report_layers(found: dict) -> None:
     """Prints bytes, and waiting by streams."""
     report_bytes(found["bytes"])
-    headers = ("streams", "ms a token", "ranks wait", "reckoned")
     rows = [
-        (str(n), found["ms a token, by streams"][n], f"{100 * here:.0f} %", f"{100 * there:.0f} %")
-        for n, (here, there) in found["ranks wait, measured and reckoned"].items()
+        tuple(
+            f"{100 * value:.0f} %" if isinstance(value, float) and "ms" not in name else value
+            for name, value in row.items()
+        )
+        for row in found["waiting"]
     ]
-    table(headers, rows)
-    alone = found["ms a token, one engine"]
-    print(
-        f"One engine takes {alone:.3g} ms a token; ranks wait 1 - {alone:.3g} / (2 × ms a token)."
-    )
+    table(tuple(found["waiting"][0]), rows)
+    print("Ranks wait 1 - (ms of one engine) / (2 × ms of both). A host has one processor.")
+
+
+def report_heads(found: dict) -> None:
+    """Prints bytes, and the time of a token."""
+    report_bytes(found["bytes"])
+    print(f"A token takes {found['ms a token']:.3g} ms at one stream. A host has one processor.")
 
 
 def on_hosts(measure: Callable[[Sequence, Path], dict], folder: Path) -> dict:
@@ -106,13 +111,15 @@ def main() -> None:
             try:
                 if part == "replicas":
                     found = list(_cluster_replicas.measure(args.replicas, folder))
+                    if not found:
+                        raise ServerError("no server started")
                     report_replicas(found)
                 elif part == "layers":
                     found = on_hosts(_cluster_ranks.by_layers, folder)
                     report_layers(found)
                 else:
                     found = on_hosts(_cluster_ranks.by_heads, folder)
-                    report_bytes(found["bytes"])
+                    report_heads(found)
             except ServerError as error:
                 print(f"{part}: skipped: {in_short(error)}")
                 continue
@@ -121,7 +128,7 @@ def main() -> None:
         kept[part] = found
         kept["load"] = kept.get("load", {}) | {part: (load, os.getloadavg()[0])}
     args.out.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(kept, indent=2) + "\n")
+    target.write_text(json.dumps(kept, indent=2, allow_nan=False) + "\n")
     note(f"wrote {target}")
 
 

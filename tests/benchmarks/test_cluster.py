@@ -5,7 +5,16 @@ import json
 from pathlib import Path
 
 import pytest
-from _cluster_replicas import OWN_TOKENS, PREFIX_TOKENS, PREFIXES, trace_of
+from _cluster_ranks import Waiting
+from _cluster_replicas import (
+    OWN_TOKENS,
+    PREFIX_TOKENS,
+    PREFIXES,
+    Measured,
+    Shares,
+    rows,
+    trace_of,
+)
 from _cluster_trace import Trace
 from _server import ServerError, in_short
 from _toy_model import Toy
@@ -42,6 +51,30 @@ def test_a_toy_has_the_bytes_that_it_says(tmp_path: Path) -> None:
     assert (
         json.loads((tmp_path / "toy" / "tokenizer.json").read_text())["model"]["vocab"]["t7"] == 7
     )
+
+
+def test_one_engine_has_no_rate_of_several_and_no_comparison_lacks_its_figure() -> None:
+    """JSON knows no NaN."""
+    shares = [Shares(n, n > 1, 0.5, 0.5, 0.0, 1.0, [[1]]) for n in (1, 2)]
+    kept = {
+        "one engine": Measured(shares[0], None, None),
+        "sharing": Measured(shares[1], 4.0, 6.0),
+    }
+    one, two = json.loads(json.dumps(list(rows(kept)), allow_nan=False))
+    assert (one["of all"], one["all over first"]) == (None, None)
+    assert (two["of all"], two["all over first"], two["over one engine's"]) == (6.0, 1.5, 1.0)
+    (alone,) = rows({"sharing": kept["sharing"]})  # the one engine did not start
+    assert (alone["over one engine's"], alone["answers equal"]) == (None, None)
+
+
+@pytest.mark.parametrize(("streams", "halves"), [(1, 1), (2, 2), (4, 2)])
+def test_waiting_by_hand(streams: int, halves: int) -> None:
+    """One engine takes 10 ms a step; ranks take 5 ms each, and 2 ms go by besides."""
+    step = 0.012 / halves  # a token, as many batches on their way as there are
+    waiting = Waiting(streams, alone=0.010, seconds=step, beside=0.002)
+    assert waiting.reckoned == pytest.approx(1 - halves / 2)
+    assert waiting.measured == pytest.approx(1 - 0.010 / (2 * step))
+    assert waiting.reckoned_with_more == pytest.approx(waiting.measured)
 
 
 def test_the_reason_is_the_last_error() -> None:

@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas whose peers die, hang, lie or trickle: the same tokens, and not much later."""
 
+import shutil
 import socket
 import threading
 import time
 from contextlib import contextmanager
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from e2e.fuzz.models import VOCAB
 from e2e.harness import greedy, run_out
+from e2e.own_time import own_time
 from e2e.peers import consumer, decode, free_port, peer_store, prefill, producer, role_engine
 from vllm import TokensPrompt
 
+from vllm_metal.kv_transfer.peer import client, view
 from vllm_metal.kv_transfer.peer import outbox as outbox_module
-from vllm_metal.kv_transfer.peer import view
 from vllm_metal.kv_transfer.peer.page import Page
 from vllm_metal.kv_transfer.peer.server import PageServer
 from vllm_metal.settings.salts import derive
 
 PULLED = 96  # tokens of a prompt of 100, in blocks of 16
+LATE_S = 2.0  # a request is later than that over computing it itself by nobody's fault
 MORE = pytest.mark.more
 
 
@@ -31,16 +35,33 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def alone(tiny, prompts):
-    """Tokens of each, and the most seconds that one took."""
+    """Tokens of each."""
     with role_engine(tiny, None) as one:
-        decode(one, prompts[0][:50])
-        return [timed(one, prompt) for prompt in prompts]
+        return [decode(one, prompt).tokens for prompt in prompts]
 
 
 def timed(llm, prompt):
-    began = time.monotonic()
-    found = decode(llm, prompt)
-    return found, time.monotonic() - began
+    """What came of a prompt, and the seconds that it took; see `own_time`."""
+    return own_time(lambda: decode(llm, prompt))
+
+
+def computing(llm):
+    """The least seconds of a prompt that nobody has, so that this engine computes it itself."""
+    rng, times = np.random.default_rng(6), []
+    for _ in range(4):
+        found, took = timed(llm, rng.integers(2, VOCAB, 100).tolist())
+        assert found.pulled == 0
+        times.append(took)
+    return min(times)
+
+
+def check_computed(answered, expected, alone_s, what):
+    """A request has the expected tokens, and is not late; what came of it."""
+    found, took = answered
+    print(f"{what}: {took - alone_s:+.2f} s over {alone_s:.2f} s")
+    assert found.tokens == expected
+    assert took <= alone_s + LATE_S
+    return found
 
 
 @pytest.fixture
@@ -53,19 +74,18 @@ def pair(tiny):
 
 def check(p, d, prompts, alone, trouble):
     """The second asks the first until there is trouble; then it computes, and is not late."""
+    alone_s = computing(d)
     for prompt in prompts:
         prefill(p, prompt)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(view, "ASK_SECONDS_HASTY", 60.0)  # however slow the machine
         found = decode(d, prompts[0])
-    assert (found.tokens, found.pulled) == (alone[0][0].tokens, PULLED)
+    assert (found.tokens, found.pulled) == (alone[0], PULLED)
     before = peer_store(d).figures().fetched_pages
     with trouble(p):
-        for prompt, (expected, took_alone) in list(zip(prompts, alone, strict=True))[1:4]:
-            found, took = timed(d, prompt)
-            print(f"{trouble.__name__}: {took - took_alone:+.2f} s")
-            assert found.tokens == expected.tokens
-            assert took <= 2.0 + 10 * took_alone  # and a machine that has much else to do
+        for number in range(1, 4):
+            answered = timed(d, prompts[number])
+            check_computed(answered, alone[number], alone_s, trouble.__name__)
     assert peer_store(d).figures().fetched_pages == before
 
 
@@ -143,41 +163,75 @@ def test_a_port_that_accepts_and_says_nothing(tiny, prompts, alone):
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     with listener, consumer(tiny, port, role="kv_both") as d:
-        for prompt, (expected, took_alone) in list(zip(prompts, alone, strict=True))[:2]:
-            found, took = timed(d, prompt)
-            assert (found.tokens, found.pulled) == (expected.tokens, 0)
-            assert took <= 2.0 + 10 * took_alone
+        answered = [timed(d, prompt) for prompt in prompts[:2]]
+        alone_s = computing(d)  # by now nobody waits for it
+        for each, expected in zip(answered, alone, strict=False):
+            assert check_computed(each, expected, alone_s, "it says nothing").pulled == 0
+
+
+def copied(source, target, change):
+    """A model whose weights were changed; returns its folder."""
+    shutil.copytree(source, target)
+    weights = mx.load(str(target / "model.safetensors"))
+    change(weights)
+    mx.save_safetensors(str(target / "model.safetensors"), weights, {"format": "mlx"})
+    return str(target)
+
+
+def other_projection(weights):
+    """K of the first layer of other weights, so that K/V and with them tokens are others."""
+    name = "model.layers.0.self_attn.k_proj.weight"
+    weights[name] = weights[name][::-1]
 
 
 @MORE
-def test_other_weights_and_other_secrets(tiny, prompts, alone, tmp_path):
+def test_a_peer_with_other_weights(tiny, prompts, alone, tmp_path, monkeypatch):
+    """Every byte of its pages is right, of another model: that of its fingerprint."""
+    other, port, said = copied(tiny, tmp_path / "other", other_projection), free_port(), []
+    monkeypatch.setattr(client.logger, "warning", lambda *words: said.append(words[0] % words[1:]))
+    with role_engine(other, None) as one:
+        others = [decode(one, prompt).tokens for prompt in prompts]
+    assert all(theirs != ours for theirs, ours in zip(others, alone, strict=True))
+    with producer(other, port, role="kv_both") as p, consumer(tiny, port, role="kv_both") as d:
+        alone_s = computing(d)
+        for prompt in prompts:
+            prefill(p, prompt)
+        for prompt, expected in zip(prompts, alone, strict=True):
+            assert check_computed(timed(d, prompt), expected, alone_s, "others").pulled == 0
+        assert peer_store(d).figures().fetched_pages == 0
+        assert peer_store(p).figures().sent_bytes == 0
+    (words,) = said
+    assert words.startswith(f"The peer 127.0.0.1:{port} is not used: ")
+    assert words.endswith("weights of the target differ")
+
+
+@MORE
+def test_other_blocks_and_other_secrets(tiny, prompts, alone, tmp_path):
     port, paths = free_port(), [tmp_path / "one", tmp_path / "other"]
     for number, path in enumerate(paths):
         path.write_text(str(number) * 32)
         path.chmod(0o600)
-    of_each = [{"extra": {"secret": str(path)}} for path in paths]
-    with (
-        producer(tiny, port, role="kv_both", **of_each[0]) as p,
-        consumer(tiny, port, role="kv_both", **of_each[1]) as d,
-    ):
-        prefill(p, prompts[0])
-        found = decode(d, prompts[0])
-        assert (found.tokens, found.pulled) == (alone[0][0].tokens, 0)
-        assert peer_store(p).figures().sent_bytes == 0
-    other = {"block_size": 32}
-    with (
-        producer(tiny, port, role="kv_both", **other) as p,
-        consumer(tiny, port, role="kv_both") as d,
-    ):
-        prefill(p, prompts[0])
-        found = decode(d, prompts[0])
-        assert (found.tokens, found.pulled) == (alone[0][0].tokens, 0)
+    differences = {
+        "another secret": [{"extra": {"secret": str(path)}} for path in paths],
+        "other blocks": [{"block_size": 32}, {}],
+    }
+    for what, (theirs, ours) in differences.items():
+        with (
+            producer(tiny, port, role="kv_both", **theirs) as p,
+            consumer(tiny, port, role="kv_both", **ours) as d,
+        ):
+            alone_s = computing(d)
+            for prompt in prompts[:2]:
+                prefill(p, prompt)
+            for prompt, expected in list(zip(prompts, alone, strict=True))[:2]:
+                assert check_computed(timed(d, prompt), expected, alone_s, what).pulled == 0
+            assert peer_store(p).figures().sent_bytes == 0
 
 
 @MORE
 def test_tenants_find_their_pages_where_the_tenants_secret_is_the_same(tiny, prompts, alone):
     """Salts are in the hashes of blocks, as the server's middleware derives them."""
-    port, expected = free_port(), alone[0][0].tokens
+    port, expected = free_port(), alone[0]
 
     def ask(llm, key, tenant):
         salted = TokensPrompt(prompt_token_ids=prompts[0], cache_salt=derive(key, tenant))
@@ -208,11 +262,11 @@ def test_peers_come_and_go_by_the_file(tiny, prompts, alone, tmp_path):
             assert decode(d, prompts[0]).pulled == 0
             path.write_text(f"{extra['listen']}\n127.0.0.1:{port}\n")  # itself, too
             pulled = 0
-            for prompt, (expected, _) in list(zip(prompts, alone, strict=True))[1:5]:
+            for prompt, expected in list(zip(prompts, alone, strict=True))[1:5]:
                 if not pulled:
                     time.sleep(2.5)
                 found = decode(d, prompt)
-                assert found.tokens == expected.tokens
+                assert found.tokens == expected
                 pulled += found.pulled
             assert pulled
             path.write_text("")

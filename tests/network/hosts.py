@@ -99,12 +99,17 @@ class Host:
     def _count(self, name: str) -> int:  # of the cable's other end
         return int(Path(f"/sys/class/net/{self.device}/statistics/{name}").read_text())
 
+    def pids(self) -> list[int]:
+        """Processes that run in it."""
+        pids = ("ip", "netns", "pids", self.namespace)
+        found = subprocess.run(pids, capture_output=True, text=True).stdout
+        return [int(pid) for pid in found.split()]
+
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Sends a signal to all that runs in it."""
-        pids = ("ip", "netns", "pids", self.namespace)
-        for pid in subprocess.run(pids, capture_output=True, text=True).stdout.split():
+        for pid in self.pids():
             try:
-                os.kill(int(pid), number)
+                os.kill(pid, number)
             except ProcessLookupError:  # it has ended meanwhile
                 continue
 

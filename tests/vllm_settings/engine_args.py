@@ -26,7 +26,7 @@ _HONOURED = honoured(
         "e2e/test_logprobs.py::test_none_and_all": "max_logprobs",
         "e2e/test_pipeline.py::test_two_ranks": "pipeline_parallel_size",
         "e2e/test_tensor_parallel.py::test_ngram_speculation_is_lossless": "tensor_parallel_size",
-        "e2e/test_pipeline_hosts.py::test_a_rank_on_each_of_two_hosts": (
+        "e2e/test_rank_hosts.py::test_a_rank_on_each_of_two_hosts": (
             "nnodes node_rank master_addr master_port"
         ),
         "distributed/test_groups.py::test_timeouts_are_the_users_or_minutes": (

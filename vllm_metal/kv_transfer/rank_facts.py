@@ -18,6 +18,16 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+def releases() -> dict[str, str]:
+    """Versions of the packages that compute, and the digest of the plugin's sources, by name."""
+    return {
+        "vllm": version("vllm"),
+        "vllm_metal": facts_of.sources(),
+        "mlx": version("mlx"),
+        "mlx_lm": version("mlx-lm"),
+    }
+
+
 def of(vllm_config: VllmConfig) -> dict[str, Any]:
     """The facts of an engine whose weights are loaded; JSON has them unchanged.
 
@@ -32,10 +42,7 @@ def of(vllm_config: VllmConfig) -> dict[str, Any]:
     facts = network_facts(model)
     del facts["model"]  # is what its weights and configuration are, wherever it lies
     return {
-        "vllm": version("vllm"),
-        "vllm_metal": facts_of.sources(),
-        "mlx": version("mlx"),
-        "mlx_lm": version("mlx-lm"),
+        **releases(),
         "device": envs.requested_device(),
         **facts,
         "weights": weights_digest.of_networks(vllm_config, memo),

@@ -13,6 +13,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from vllm_metal.distributed import alike, groups, heartbeat, sharding, tensor_parallel, tokens
 from vllm_metal.distributed.hidden_states import GroupLink, HiddenIn, HiddenOut
+from vllm_metal.kv_transfer import rank_facts
 from vllm_metal.models import loader
 from vllm_metal.models.stage import Stage
 from vllm_metal.spec_decode.told import ToldSpeculator
@@ -58,6 +59,8 @@ class RankWorker(MetalWorker):
         from vllm.distributed.parallel_state import get_pp_group
 
         self._link = GroupLink(get_pp_group())
+        # First of all: ranks of other releases may share other things, in another order.
+        alike.check(rank_facts.releases(), groups.share)
         host = parallel.master_addr if parallel.nnodes > 1 else "127.0.0.1"
         joined = self.rank, parallel.world_size, host, groups.share, _CONNECT_S
         self._heartbeat = heartbeat.join(*joined)
