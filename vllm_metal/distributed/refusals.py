@@ -30,7 +30,6 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
         f"{_OPTION} of model_type {model.hf_config.model_type!r} (its layers were not shown to "
         "compute the same on several ranks)": module_of(model.hf_config.model_type) not in STAGED,
         f"{_OPTION} with --data-parallel-size": parallel.data_parallel_size > 1,
-        f"--distributed-executor-backend ray {with_stages} (leave it out)": parallel.use_ray,
         f"--speculative-config {with_stages}": config.speculative_config is not None,
         f"--enable-lora {with_stages}": config.lora_config is not None,
         f"--runner pooling {with_stages}": pools(config),
