@@ -37,11 +37,15 @@ pytestmark = [
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "cluster" / "serve.py"
 START_S = 800.0
 TARGET = 4  # open requests a replica
-DOWNSCALE_S = 15
+DOWNSCALE_S = 10
 AT_A_TIME = 2  # requests that a server computes; more wait in it without a first byte
 TEXT = "The river rises in the hills, runs through three towns and a lake, and ends in the sea. "
 PROMPTS = [f"{number}. {TEXT}" for number in range(12)]
 TOKENS = 48
+LONG = 7900  # tokens, which take longer than Ray takes to notice that a server is not needed
+STATES = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+LEAVES = "Removing 1 replica from Deployment(name='Replica', app='vllm')"
+REFUSED = '"POST /v1/completions HTTP/1.1" 503'  # in a server's log
 
 
 @dataclass(frozen=True)
@@ -78,13 +82,17 @@ class Cluster:
             if sample.name == name and labels.items() <= sample.labels.items()
         )
 
+    def held(self, server: psutil.Process) -> float:
+        """How many requests one server has, those that wait too."""
+        return sum(self.metric(server, state) for state in STATES)
+
     def ask(self, tenant: str, prompt: str, **more: object) -> httpx.Response:
         """A greedy request."""
         headers = {"Authorization": f"Bearer {self.keys[tenant]}"} if tenant else {}
         headers |= more.pop("headers", {})  # type: ignore[arg-type]
         body = {"model": "m", "prompt": prompt, "temperature": 0, "max_tokens": 8} | more
         url = f"{self.url}/v1/completions"
-        return httpx.post(url, json=body, headers=headers, timeout=300)
+        return httpx.post(url, json=body, headers=headers, timeout=900)
 
     def client(self) -> openai.OpenAI:
         """A client that asks once, and wants no kept answers."""
@@ -133,8 +141,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         *("--", "--served-model-name", "m", "--max-model-len", "8192"),
         *("--max-num-seqs", str(AT_A_TIME), "--kv-cache-memory-bytes", "256M"),
         *("--middleware", "vllm_metal.serving.Tenants", "--enable-prompt-tokens-details"),
+        *("--shutdown-timeout", "600"),
     ]
-    environment = os.environ | {"VLLM_METAL_SERVING_CONFIG": str(settings)}
+    environment = os.environ | {"VLLM_METAL_SERVING_CONFIG": str(settings), "RAY_DEDUP_LOGS": "0"}
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "PYTHONDONTWRITEBYTECODE", "RAY_ADDRESS"):
         environment.pop(name, None)
     with redis_server(redis_port, folder), log.open("w") as output:
@@ -283,11 +292,7 @@ def test_a_killed_server_loses_no_request_without_a_first_byte(
             for number, prompt in enumerate(PROMPTS)
         ]
         wait_for(lambda: began, 300)
-        states = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-        held = {
-            server: sum(cluster.metric(server, state) for state in states)
-            for server in cluster.ready()
-        }
+        held = {server: cluster.held(server) for server in cluster.ready()}
         victim = max(held, key=lambda server: held[server])
         os.killpg(victim.pid, signal.SIGKILL)
         found = [answer.result() for answer in answers]
@@ -298,16 +303,67 @@ def test_a_killed_server_loses_no_request_without_a_first_byte(
         assert text in (None, expected)
 
 
-def test_one_that_is_told_to_end_sends_nobody_away(cluster: Cluster) -> None:
-    """It answers 503 from then on; Ray knows nothing of that until it has ended."""
-    with load(cluster, TARGET + 2):  # two replicas' worth, and one has room for more
-        wait_for(lambda: len(cluster.ready()) == 2)
-        told, _ = cluster.ready()
+def read_long(cluster: Cluster, prompt: str, max_tokens: int) -> tuple[str, str | None, int]:
+    """Text, reason to end, and number of tokens of a long stream."""
+    asked = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    asked |= {"extra_body": {"ignore_eos": True}, "stream_options": {"include_usage": True}}
+    text, reason, tokens = "", None, 0
+    with cluster.client() as client:
+        for event in client.completions.create(model="m", stream=True, **asked):
+            for choice in event.choices:
+                text += choice.text
+                reason = choice.finish_reason or reason
+            tokens = event.usage.completion_tokens if event.usage else tokens
+    return text, reason, tokens
+
+
+@contextmanager
+def long_streams(
+    cluster: Cluster, texts: list[str], count: int, max_tokens: int
+) -> Iterator[list[psutil.Process]]:
+    """Two servers that compute these streams and nothing else; in the end each stream is whole."""
+    with ThreadPoolExecutor(count) as pool:
+        with load(cluster, 2 * TARGET):
+            wait_for(lambda: len(cluster.ready()) == 2)
+            servers = cluster.ready()
+            asked = [(read_long, cluster, prompt, max_tokens) for prompt in PROMPTS[:count]]
+            streams = [pool.submit(*each) for each in asked]
+            wait_for(lambda: all(stream.running() for stream in streams))
+        running = STATES[0]
+        wait_for(lambda: sum(map(cluster.held, servers)) == count, 60)
+        wait_for(lambda: all(cluster.metric(server, running) for server in servers), 60)
+        yield servers
+        for stream, expected in zip(streams, texts, strict=False):
+            text, reason, tokens = stream.result()
+            assert (reason, tokens) == ("length", max_tokens)
+            assert text.startswith(expected)
+
+
+def test_one_that_is_told_to_end_sends_nobody_away(cluster: Cluster, texts: list[str]) -> None:
+    """It computes what it has, and answers 503; Ray hears nothing of that until it has ended."""
+    with long_streams(cluster, texts, TARGET + 2, 1500) as (told, _):  # two replicas' worth
         told.send_signal(signal.SIGTERM)
-        replies = [cluster.ask("acme", f"{number} {TEXT}") for number in range(6)]
-    assert [reply.status_code for reply in replies] == [200] * 6
+        wait_for(lambda: httpx.get(f"{_own_url(told)}/health").status_code == 503, 60)
+        before = cluster.log.read_text().count(REFUSED)
+        assert all_are_answered(cluster)
+        assert cluster.log.read_text().count(REFUSED) > before  # it was asked
+    told.wait(120)
 
 
-def test_without_requests_one_server_is_left(cluster: Cluster) -> None:
+def test_a_server_that_leaves_answers_what_it_has(cluster: Cluster, texts: list[str]) -> None:
+    """One is too many for the streams that are open, and both compute some of them."""
+    before = cluster.log.read_text().count(LEAVES)
+    with long_streams(cluster, texts, TARGET, LONG) as servers:
+        wait_for(lambda: cluster.log.read_text().count(LEAVES) > before, 120)
+        assert all(cluster.metric(server, STATES[0]) for server in servers)
+        assert all_are_answered(cluster)
     wait_for(lambda: len(cluster.servers()) == 1)
-    assert cluster.ask("acme", TEXT).status_code == 200
+    assert cluster.servers()[0] in servers
+    assert all_are_answered(cluster)
+
+
+def all_are_answered(cluster: Cluster) -> bool:
+    """Whether several short requests at once are."""
+    with ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(cluster.ask, "acme", f"{n} {time.time()} {TEXT}") for n in range(6)]
+        return [each.result().status_code for each in asked] == [200] * 6

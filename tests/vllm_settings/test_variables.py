@@ -23,6 +23,7 @@ REFUSED = {
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random",
     "VLLM_KV_CACHE_LAYOUT": "HND",
     "VLLM_USE_MODELSCOPE": "1",
+    "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0",
     "VLLM_USE_RUST_FRONTEND": "1",
 }
 #: A tokenizer of one token a letter.
@@ -51,7 +52,7 @@ def test_a_value_that_asks_for_nothing_is_not_refused(folder, monkeypatch, name)
     monkeypatch.delenv(name, raising=False)
     configure(folder)
     if off is not None:
-        monkeypatch.setenv(name, str(off if off is not False else 0))
+        monkeypatch.setenv(name, str(int(off) if isinstance(off, bool) else off))
         configure(folder)
 
 

@@ -34,7 +34,7 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
     if _BY_LAYERS in options:
         refused |= _by_layers(config, model)
     if _BY_HEADS in options:
-        refused |= _by_heads(model)
+        refused |= _by_heads(config, model)
     return refused
 
 
@@ -45,7 +45,6 @@ def _of_ranks(config: VllmConfig, model: ModelConfig, options: str) -> dict[str,
     method = None if speculation is None else BY_NAME.get(speculation.method or "")
     return {
         f"--data-parallel-size {beside}": parallel.data_parallel_size > 1,
-        f"--distributed-executor-backend ray {beside} (leave it out)": parallel.use_ray,
         f"--enable-lora {beside} (adapters are not divided)": config.lora_config is not None,
         f"--runner pooling {beside} (models that generate are divided)": pools(config),
         f"images {beside} (--language-model-only serves the text)": (
@@ -73,11 +72,16 @@ def _by_layers(config: VllmConfig, model: ModelConfig) -> dict[str, bool]:
     }
 
 
-def _by_heads(model: ModelConfig) -> dict[str, bool]:
+def _by_heads(config: VllmConfig, model: ModelConfig) -> dict[str, bool]:
     from vllm_metal.distributed import sharding  # mlx-lm, which other checks have no use for
 
     reason = sharding.refusal(model.hf_config.to_dict())
-    return {f"{_BY_HEADS} ({reason})": reason is not None}
+    return {
+        f"{_BY_HEADS} ({reason})": reason is not None,
+        f"--distributed-executor-backend ray with {_BY_HEADS} (leave it out)": (
+            config.parallel_config.use_ray
+        ),
+    }
 
 
 def module_of(model_type: str) -> str:

@@ -76,6 +76,7 @@ class MetalPlatform(Platform):
     device_name = "cpu"  # vLLM's process groups make torch devices of it, which knows no "metal"
     device_type = "cpu"  # where vLLM's own torch tensors live; the model's arrays are MLX's
     dist_backend = "gloo"
+    ray_device_key = "GPU"  # of which Ray finds one on a Mac: a rank takes one
     mlx_device: envs.Device = _DEVICE
 
     @property
@@ -252,6 +253,8 @@ class MetalPlatform(Platform):
             return
         groups.set_timeouts(vllm_config.parallel_config)
         processes.spawn()
+        if vllm_config.parallel_config.use_ray:
+            processes.carry_to_ray(vllm_config.parallel_config, envs.AT_IMPORT)
         # Ranks must know the same when they lay a step out: all of the one before.
         vllm_config.scheduler_config.async_scheduling = False
 

@@ -16,6 +16,8 @@ NAMES = (
     "VLLM_METAL_ALLOW_UNTESTED",
     "VLLM_METAL_SERVING_CONFIG",
 )
+#: Those that are read when the platform is imported.
+AT_IMPORT = ("VLLM_METAL_DEVICE", "VLLM_METAL_ALLOW_UNTESTED")
 
 
 def requested_device() -> Device | None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,7 +10,15 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from vllm_metal.distributed import alike, groups, heartbeat, sharding, tensor_parallel, tokens
+from vllm_metal.distributed import (
+    alike,
+    groups,
+    heartbeat,
+    machines,
+    sharding,
+    tensor_parallel,
+    tokens,
+)
 from vllm_metal.distributed.hidden_states import GroupLink, HiddenIn, HiddenOut
 from vllm_metal.kv_transfer import rank_facts
 from vllm_metal.models import loader
@@ -61,14 +68,14 @@ class RankWorker(MetalWorker):
         self._link = GroupLink(get_pp_group())
         # First of all: ranks of other releases may share other things, in another order.
         alike.check(rank_facts.releases(), groups.share)
-        host = parallel.master_addr if parallel.nnodes > 1 else "127.0.0.1"
-        joined = self.rank, parallel.world_size, host, groups.share, _CONNECT_S
+        machine = machines.find(parallel, self.rank, self.distributed_init_method)
+        joined = self.rank, parallel.world_size, machine.host_of_first, groups.share, _CONNECT_S
         self._heartbeat = heartbeat.join(*joined)
-        self._heartbeat.pids = self._processes_here()
+        self._heartbeat.pids = machine.pids
         self._heartbeat.start()
         alike.check(alike.facts_of(self.vllm_config), groups.share)
         # Ranks of one machine share its memory.
-        self.cache_config.gpu_memory_utilization /= parallel.local_world_size
+        self.cache_config.gpu_memory_utilization /= len(machine.pids)
         super().init_device()
         self._ring = tensor_parallel.join_ring(parallel)
         if self._ring is not None:
@@ -150,14 +157,6 @@ class RankWorker(MetalWorker):
             with _heard():
                 super().sample_tokens(grammar_output).get_output()
         return LateOutput(partial(StepResult, [], {}))  # its step has ended, and nobody reads this
-
-    def _processes_here(self) -> dict[int, int]:
-        """Process ids of the ranks of this machine, by rank."""
-        size = self.parallel_config.local_world_size
-        pids = enumerate(groups.share(os.getpid()))
-        return {
-            n: pid for n, pid in pids if isinstance(pid, int) and n // size == self.rank // size
-        }
 
     def shutdown(self) -> None:
         if self._heartbeat is not None:
