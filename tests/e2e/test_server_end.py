@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from e2e.server import engine_core
 from e2e.tenants import (
@@ -85,6 +86,19 @@ def test_a_killed_engine_fails_the_service_which_is_started_again(long_texts, fo
     assert not [path.name for path in (folder / "answers").glob("*") if "-wal" in path.name]
     log = running.server.log.read_text()
     assert "lifespan" not in log and "Traceback" not in log
+
+
+def test_an_engine_whose_server_is_killed_ends(long_texts, folder, keys):
+    with serve_tenants(long_texts, folder, keys, "killed", OPTIONS) as running:
+        chunks = stream(running, max_tokens=LONG)
+        next(chunks)  # the engine has much to do
+        engine = engine_core(running.server)
+        running.server.process.kill()
+        deadline = time.monotonic() + ENDING_S
+        while engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert "this engine is gone: the engine ends" in running.server.log.read_text()
 
 
 def stop_amid_a_stream(running):

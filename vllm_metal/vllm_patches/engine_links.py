@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices that a link between a server and an engine on another machine is gone, at either end.
+"""Notices that a link between a server and its engine is gone, at either end.
 
 vLLM watches the processes that it has started. Of an engine on another machine it hears nothing
 more when that one is killed or its link is cut, and its requests wait for ever; such an engine
 waits for a server that is gone. ZeroMQ tells of both: of a closed connection at once, and of one
-that answers no heartbeats after some seconds.
+that answers no heartbeats after some seconds. An engine on the server's own machine outlives a
+server that is killed, and keeps the memory that the next one wants; its parent's end tells of that.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import uuid
@@ -54,7 +56,8 @@ def end_without_a_server() -> None:
     """Has engines end whose server is gone or out of reach; call it in the engine's process.
 
     The launcher of an engine on another machine ends with it, and what runs the launcher may start
-    it anew: it then waits for a server.
+    it anew: it then waits for a server. An engine ends as well when the process is gone that has
+    started it: the server, the launcher, or an `LLM`'s.
     """
     from vllm.v1.engine import core
 
@@ -153,15 +156,26 @@ def _lose_engines(client: Any) -> None:
 def _watching_the_server(
     process: Callable[..., None], self: Any, *args: Any, **options: Any
 ) -> None:
-    token = _lost.set(partial(_end, self))
+    Thread(target=_end_with_parent, args=(self,), daemon=True, name="EngineParent").start()
+    token = _lost.set(partial(_end_without_server, self))
     try:
         process(self, *args, **options)
     finally:
         _lost.reset(token)
 
 
-def _end(engine: Any, address: str) -> None:
+def _end_with_parent(engine: Any) -> None:
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        _end(engine, "The process that started this engine is gone")
+
+
+def _end_without_server(engine: Any, address: str) -> None:
+    _end(engine, f"The server at {address} is gone, or the link to it is cut")
+
+
+def _end(engine: Any, reason: str) -> None:
     """Ends this process as its launcher would; nobody waits for what it computes."""
-    logger.error("The server at %s is gone, or the link to it is cut: the engine ends", address)
+    logger.error("%s: the engine ends", reason)
     engine.vllm_config.shutdown_timeout = 0
     os.kill(os.getpid(), signal.SIGTERM)
