@@ -2,10 +2,15 @@
 """What several ranks of one model do not do is refused by name, however the model is divided."""
 
 import pytest
+from models import published
+from models.plain import FAMILIES
+from models.recurrent import FAMILIES as OF_STATES
+from models.recurrent import write_model
 from vllm.engine.arg_utils import EngineArgs
 
 LAYERS, HEADS = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 3}  # of 9 heads
-LOOKUP = {"method": "ngram", "num_speculative_tokens": 2}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 2}
 
 
 @pytest.fixture(scope="module")
@@ -15,8 +20,17 @@ def model():
     return str(embedded_model_path(dequantize=True))
 
 
-def configure(model, options):
-    return EngineArgs(model=model, max_model_len=256, **options).create_engine_config()
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    families = {name: OF_STATES[name] for name in ("qwen3_next", "lfm2")}
+    families["afm7"] = FAMILIES["afm7"]
+    return {name: write_model(family, folder / name) for name, family in families.items()}
+
+
+def configure(model, **options):
+    settings = {"skip_tokenizer_init": True, "max_model_len": 256}
+    return EngineArgs(model=model, **(settings | options)).create_engine_config()
 
 
 @pytest.mark.parametrize(
@@ -38,14 +52,40 @@ def configure(model, options):
 )
 def test_a_setting_is_named_once_with_the_ways_of_dividing(model, ranks, said, options, named):
     with pytest.raises(ValueError) as refused:
-        configure(model, ranks | options)
+        configure(model, **ranks, **options)
     assert str(refused.value).count(named.format(said=said)) == 1
 
 
 @pytest.mark.parametrize("ranks", [LAYERS, HEADS, LAYERS | HEADS])
-def test_drafts_that_are_looked_up_are_served(model, ranks):
-    configure(model, ranks | {"speculative_config": LOOKUP})
+@pytest.mark.parametrize("speculation", [NGRAM, SUFFIX, None])
+def test_drafts_that_are_looked_up_are_served(model, ranks, speculation):
+    config = configure(model, **ranks, speculative_config=speculation)
+    assert not config.scheduler_config.async_scheduling
 
 
-def test_what_both_do_is_served(model):
-    configure(model, LAYERS | HEADS)
+@pytest.mark.parametrize("ranks", [LAYERS, HEADS])
+def test_drafts_of_a_network_are_not(model, ranks):
+    draft = {"method": "draft_model", "model": model, "num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match="--speculative-config with --.*of drafts by a network"):
+        configure(model, **ranks, speculative_config=draft)
+
+
+def test_layers_serve_states_without_drafts(folders):
+    for name in ("qwen3_next", "lfm2"):
+        configure(folders[name], **LAYERS)
+        with pytest.raises(
+            ValueError, match=r"--speculative-config with .*whose layers keep state"
+        ):
+            configure(folders[name], **LAYERS, speculative_config=NGRAM)
+
+
+def test_layers_serve_no_family_that_was_not_shown_to_be_cut(folders):
+    with pytest.raises(ValueError, match="--pipeline-parallel-size of model_type 'afm7'"):
+        configure(folders["afm7"], **LAYERS)
+
+
+@pytest.mark.parametrize("prefixes", [True, False])
+def test_heads_serve_states_with_cached_prefixes_and_without(tmp_path, prefixes):
+    model = published.make(published.FAMILIES["qwen3_5_text"], num_key_value_heads=2)
+    folder = published.write(model, tmp_path)
+    configure(folder, tensor_parallel_size=2, enable_prefix_caching=prefixes)

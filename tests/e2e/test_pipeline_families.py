@@ -13,8 +13,10 @@ OTHERS = ("deepseek_v2", "deepseek_v3", "qwen3_moe", "gpt_oss", "gemma3_text")
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", STATES)
-@pytest.mark.parametrize("prefixes", [True, False], ids=["cached", "not_cached"])
+@pytest.mark.parametrize(
+    ("name", "prefixes"),
+    [*((name, True) for name in STATES), ("qwen3_next", False)],
+)
 def test_states(name, prefixes, tmp_path):
     """With blocks for few of the requests that run at once."""
     first, second = check_passes(
@@ -27,6 +29,20 @@ def test_states(name, prefixes, tmp_path):
         assert 0 < first["vllm:prefix_cache_hits"] < second["vllm:prefix_cache_hits"]
     if name != "mamba2":  # whose requests need two blocks each
         assert second["vllm:num_preemptions"] > 0
+
+
+@pytest.mark.parametrize("prefixes", [True, False], ids=["cached", "not_cached"])
+def test_states_whose_heads_are_shared(prefixes, tmp_path):
+    """Qwen3.5, whose states mlx-lm divides by heads."""
+    made = published.make(published.FAMILIES["qwen3_5_text"], num_key_value_heads=2)
+    _, second = check_passes(
+        published.write(made, tmp_path / "model"),
+        tensor_parallel_size=2,
+        num_gpu_blocks_override=60,
+        enable_prefix_caching=prefixes,
+    )
+    assert (second["vllm:prefix_cache_hits"] > 0) is prefixes
+    assert second["vllm:num_preemptions"] > 0
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -8,7 +8,7 @@ from models import doubles, matrix, staged
 
 from vllm_metal.attention.layers import attention_layers
 from vllm_metal.models.stage import Stage, check_stages
-from vllm_metal.models.staged_families import STAGED
+from vllm_metal.models.staged_families import STAGED, STAGED_STATES
 
 #: Largest difference of logits, over the largest logit: sums in another order.
 CLOSE = 2e-4
@@ -27,6 +27,8 @@ def test_stages_compute_what_the_whole_model_does(monkeypatch, module):
     doubles.install(monkeypatch)
     model = staged.whole(module)
     count = len(model.layers)
+    states = any(layer.state_bytes for layer in attention_layers(model, module))
+    assert states is (module in STAGED_STATES)
     assert staged.gap(module, model, list(range(1, count))) < CLOSE  # a layer each
     assert staged.gap(module, model, [(count + 1) // 2]) < CLOSE
 
