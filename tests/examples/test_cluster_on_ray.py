@@ -42,7 +42,7 @@ AT_A_TIME = 2  # requests that a server computes; more wait in it without a firs
 TEXT = "The river rises in the hills, runs through three towns and a lake, and ends in the sea. "
 PROMPTS = [f"{number}. {TEXT}" for number in range(12)]
 TOKENS = 48
-LONG = 7900  # tokens, which take longer than Ray takes to notice that a server is not needed
+MOST_TOKENS = 7900
 STATES = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 LEAVES = "Removing 1 replica from Deployment(name='Replica', app='vllm')"
 REFUSED = '"POST /v1/completions HTTP/1.1" 503'  # in a server's log
@@ -317,17 +317,28 @@ def read_long(cluster: Cluster, prompt: str, max_tokens: int) -> tuple[str, str 
     return text, reason, tokens
 
 
+def tokens_of(cluster: Cluster, seconds: float) -> int:
+    """How many tokens a stream has in that time, beside others, as the servers have seen it."""
+    name = "vllm:inter_token_latency_seconds"
+    ready = cluster.ready()
+    spent = sum(cluster.metric(server, f"{name}_sum") for server in ready)
+    count = sum(cluster.metric(server, f"{name}_count") for server in ready)
+    return min(MOST_TOKENS, int(seconds * count / spent))
+
+
 @contextmanager
 def long_streams(
-    cluster: Cluster, texts: list[str], count: int, max_tokens: int
+    cluster: Cluster, texts: list[str], count: int, seconds: float
 ) -> Iterator[list[psutil.Process]]:
     """Two servers that compute these streams and nothing else; in the end each stream is whole."""
     with ThreadPoolExecutor(count) as pool:
         with load(cluster, 2 * TARGET):
             wait_for(lambda: len(cluster.ready()) == 2)
             servers = cluster.ready()
-            asked = [(read_long, cluster, prompt, max_tokens) for prompt in PROMPTS[:count]]
-            streams = [pool.submit(*each) for each in asked]
+            max_tokens = tokens_of(cluster, seconds)
+            streams = [
+                pool.submit(read_long, cluster, prompt, max_tokens) for prompt in PROMPTS[:count]
+            ]
             wait_for(lambda: all(stream.running() for stream in streams))
         running = STATES[0]
         wait_for(lambda: sum(map(cluster.held, servers)) == count, 60)
@@ -341,7 +352,7 @@ def long_streams(
 
 def test_one_that_is_told_to_end_sends_nobody_away(cluster: Cluster, texts: list[str]) -> None:
     """It computes what it has, and answers 503; Ray hears nothing of that until it has ended."""
-    with long_streams(cluster, texts, TARGET + 2, 1500) as (told, _):  # two replicas' worth
+    with long_streams(cluster, texts, TARGET + 2, 20) as (told, _):  # two replicas' worth
         told.send_signal(signal.SIGTERM)
         wait_for(lambda: httpx.get(f"{_own_url(told)}/health").status_code == 503, 60)
         before = cluster.log.read_text().count(REFUSED)
@@ -353,7 +364,7 @@ def test_one_that_is_told_to_end_sends_nobody_away(cluster: Cluster, texts: list
 def test_a_server_that_leaves_answers_what_it_has(cluster: Cluster, texts: list[str]) -> None:
     """One is too many for the streams that are open, and both compute some of them."""
     before = cluster.log.read_text().count(LEAVES)
-    with long_streams(cluster, texts, TARGET, LONG) as servers:
+    with long_streams(cluster, texts, TARGET, 4 * DOWNSCALE_S) as servers:
         wait_for(lambda: cluster.log.read_text().count(LEAVES) > before, 120)
         assert all(cluster.metric(server, STATES[0]) for server in servers)
         assert all_are_answered(cluster)

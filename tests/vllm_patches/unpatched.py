@@ -948,6 +948,30 @@ def beating(module, kind):
     return found == 0, found
 
 
+@probe("engine_queues.hear_of_a_shutdown", at_once=False)
+def a_queue_that_is_shut_down(folder):
+    """A reader on another machine waits on."""
+    import threading
+
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    writer = MessageQueue(1, 0, connect_ip="127.0.0.1")
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    told = []
+
+    def read():
+        try:
+            reader.dequeue()
+        except RuntimeError as error:
+            told.append(str(error))
+
+    waiting = threading.Thread(target=read, daemon=True)
+    waiting.start()
+    reader.shutdown()
+    waiting.join(5)
+    return waiting.is_alive(), told
+
+
 @probe("http_protocol.limit_connections", at_once=False)
 def limits_on_headers(folder):
     """uvicorn's protocol for httptools takes longer headers than its configuration says."""

@@ -23,7 +23,7 @@ from vllm.platforms.interface import Platform, PlatformEnum  # noqa: E402
 
 from metal_kernels.layout import BLOCK_SIZES  # noqa: E402
 from vllm_metal.device import mlx_device  # noqa: E402
-from vllm_metal.distributed import groups  # noqa: E402
+from vllm_metal.distributed import groups, on_ray  # noqa: E402
 from vllm_metal.encoders import served as encoders  # noqa: E402
 from vllm_metal.encoders.refusals import fit_positions  # noqa: E402
 from vllm_metal.kv_cache import formats  # noqa: E402
@@ -249,12 +249,15 @@ class MetalPlatform(Platform):
     @staticmethod
     def _join_ranks(vllm_config: VllmConfig) -> None:
         """Prepares for workers that have a part of one model each."""
+        from vllm_metal.vllm_patches import engine_queues
+
         if not groups.is_distributed(vllm_config.parallel_config):
             return
         groups.set_timeouts(vllm_config.parallel_config)
         processes.spawn()
+        engine_queues.hear_of_a_shutdown()
         if vllm_config.parallel_config.use_ray:
-            processes.carry_to_ray(vllm_config.parallel_config, envs.AT_IMPORT)
+            on_ray.carry(vllm_config.parallel_config, envs.AT_IMPORT)
         # Ranks must know the same when they lay a step out: all of the one before.
         vllm_config.scheduler_config.async_scheduling = False
 

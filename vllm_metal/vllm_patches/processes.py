@@ -6,13 +6,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from vllm_metal.vllm_patches.replacing import replace
-
-if TYPE_CHECKING:
-    from vllm.config import ParallelConfig
 
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
@@ -68,21 +65,3 @@ def _init_in_users_process(
     init: Callable[..., None], *args: Any, multiprocess_mode: bool = False, **options: Any
 ) -> None:
     init(*args, multiprocess_mode=multiprocess_mode and not in_users_process(), **options)
-
-
-def carry_to_ray(parallel: ParallelConfig, names: Iterable[str]) -> None:
-    """Has Ray start an engine's workers with variables of this process, where it has them.
-
-    vLLM's executor tells its workers all variables, once they have imported what is there; a
-    platform reads its own earlier.
-
-    Args:
-        parallel: of the engine, before its executor is made.
-        names: of variables.
-    """
-    from ray.runtime_env import RuntimeEnv
-
-    given = dict(parallel.ray_runtime_env or {})
-    mine = {name: os.environ[name] for name in names if name in os.environ}
-    given["env_vars"] = (given.get("env_vars") or {}) | mine
-    parallel.ray_runtime_env = RuntimeEnv(**given)
