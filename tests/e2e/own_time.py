@@ -18,14 +18,15 @@ _THREADS = Path("/proc/self/task")
 def own_time(call: Callable[[], _Result]) -> tuple[_Result, float]:
     """What a call returns, and the seconds that it took less those without a processor.
 
-    Waits of threads that wait at the same time are all taken off. Elsewhere than on Linux nothing
-    is known of them, and it is the time of a clock.
+    They are those of the thread that waited longest: of several, some wait at the same time, or for
+    nothing that the call needs. Elsewhere than on Linux nothing is known of them, and it is the
+    time of a clock.
     """
     before, began = _waited(), time.monotonic()
     result = call()
     took = time.monotonic() - began
-    waited = sum(seconds - before.get(thread, 0.0) for thread, seconds in _waited().items())
-    return result, took - waited
+    waits = [seconds - before.get(thread, 0.0) for thread, seconds in _waited().items()]
+    return result, took - max(waits, default=0.0)
 
 
 def _waited() -> dict[str, float]:

@@ -154,6 +154,7 @@ def on_two_hosts(
                     host.popen(
                         *command,
                         env=environment | environments[node],
+                        cwd=folder,  # python -m finds packages here before those of PYTHONPATH
                         stdout=output,
                         stderr=subprocess.STDOUT,
                     )
