@@ -66,7 +66,7 @@ def test_drafts_that_are_looked_up_are_served(model, ranks, speculation):
 @pytest.mark.parametrize("ranks", [LAYERS, HEADS])
 def test_drafts_of_a_network_are_not(model, ranks):
     draft = {"method": "draft_model", "model": model, "num_speculative_tokens": 2}
-    with pytest.raises(ValueError, match="--speculative-config with --.*of drafts by a network"):
+    with pytest.raises(ValueError, match=r"--speculative-config with --.*of drafts by a network"):
         configure(model, **ranks, speculative_config=draft)
 
 
