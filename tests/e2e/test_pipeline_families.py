@@ -34,7 +34,7 @@ def test_states(name, prefixes, tmp_path):
 @pytest.mark.parametrize("prefixes", [True, False], ids=["cached", "not_cached"])
 def test_states_whose_heads_are_shared(prefixes, tmp_path):
     """Qwen3.5, whose states mlx-lm divides by heads."""
-    made = published.make(published.FAMILIES["qwen3_5_text"], num_key_value_heads=2)
+    made = published.make(published.FAMILIES["qwen3_5_text"], num_key_value_heads=2, vocab_size=96)
     _, second = check_passes(
         published.write(made, tmp_path / "model"),
         tensor_parallel_size=2,
