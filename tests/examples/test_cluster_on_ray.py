@@ -336,13 +336,12 @@ def long_streams(
             wait_for(lambda: len(cluster.ready()) == 2)
             servers = cluster.ready()
             max_tokens = tokens_of(cluster, seconds)
-            streams = [
-                pool.submit(read_long, cluster, prompt, max_tokens) for prompt in PROMPTS[:count]
-            ]
-            wait_for(lambda: all(stream.running() for stream in streams))
-        running = STATES[0]
-        wait_for(lambda: sum(map(cluster.held, servers)) == count, 60)
-        wait_for(lambda: all(cluster.metric(server, running) for server in servers), 60)
+        wait_for(lambda: sum(map(cluster.held, servers)) == 0, 60)
+        streams = []
+        for prompt in PROMPTS[:count]:  # one after another, so that each goes where there are fewer
+            streams.append(pool.submit(read_long, cluster, prompt, max_tokens))
+            wait_for(lambda: sum(map(cluster.held, servers)) == len(streams), 60)
+        assert all(cluster.metric(server, STATES[0]) for server in servers)
         yield servers
         for stream, expected in zip(streams, texts, strict=False):
             text, reason, tokens = stream.result()
