@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_metal.kv_transfer.config import is_asked_for
-from vllm_metal.models.staged_families import STAGED
+from vllm_metal.models import staged_families
 from vllm_metal.settings.runner import pools
 from vllm_metal.spec_decode.registry import BY_NAME
 
@@ -57,10 +57,9 @@ def _of_ranks(config: VllmConfig, model: ModelConfig, options: str) -> dict[str,
 
 
 def _by_layers(config: VllmConfig, model: ModelConfig) -> dict[str, bool]:
-    model_type = model.hf_config.model_type
+    reason = staged_families.refusal(model.hf_config.model_type)
     return {
-        f"{_BY_LAYERS} of model_type {model_type!r} (its layers were not shown to compute the same "
-        "on several ranks)": module_of(model_type) not in STAGED,
+        f"{_BY_LAYERS} of {reason}": reason is not None,
         f"--speculative-config with {_BY_LAYERS}": config.speculative_config is not None,
         f"--logits-processors with {_BY_LAYERS}": bool(model.logits_processors),
     }
@@ -80,10 +79,3 @@ def _by_heads(config: VllmConfig, model: ModelConfig) -> dict[str, bool]:
             model.is_hybrid and not config.cache_config.enable_prefix_caching
         ),
     }
-
-
-def module_of(model_type: str) -> str:
-    """mlx-lm's module for a model_type of config.json."""
-    from mlx_lm.utils import MODEL_REMAPPING
-
-    return str(MODEL_REMAPPING.get(model_type, model_type))

@@ -23,3 +23,15 @@ STAGED = frozenset(
         "qwen3_moe",
     )
 )
+
+
+def refusal(model_type: str) -> str | None:
+    """Why layers are not shared out, from the model_type of a config.json; None: they are."""
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    if str(MODEL_REMAPPING.get(model_type, model_type)) in STAGED:
+        return None
+    return (
+        f"model_type {model_type!r} (its layers were not shown to compute the same on several "
+        "ranks)"
+    )

@@ -53,14 +53,13 @@ class RankWorker(MetalWorker):
         from vllm.distributed.parallel_state import get_pp_group
 
         self._link = GroupLink(get_pp_group())
+        self._samples = self._link.group.is_last_rank
         host = parallel.master_addr if parallel.nnodes > 1 else "127.0.0.1"
         joined = self.rank, parallel.world_size, host, groups.share, _CONNECT_S
         self._heartbeat = heartbeat.join(*joined)
         self._heartbeat.pids = self._processes_here()
         self._heartbeat.start()
         alike.check(alike.facts_of(self.vllm_config), groups.share)
-        # Ranks of one machine share its memory.
-        self.cache_config.gpu_memory_utilization /= parallel.local_world_size
         super().init_device()
         self._ring = tensor_parallel.join_ring(parallel)
         if self._ring is not None:
