@@ -104,7 +104,7 @@ def serve(
     with started(model, given, environment, log, python, host) as process:
         address = "127.0.0.1" if host is None else host.address
         server = Server(f"http://{address}:{port}", log, process)
-        _wait_until_healthy(process, server, start_timeout_s)
+        answering(server, start_timeout_s)
         yield server
 
 
@@ -181,8 +181,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait_until_healthy(process: subprocess.Popen[bytes], server: Server, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
+def answering(server: Server, timeout_s: float) -> None:
+    """Waits until a server that was started answers.
+
+    Raises:
+        AssertionError: see `serve`.
+    """
+    process, deadline = server.process, time.monotonic() + timeout_s
     while time.monotonic() < deadline and process.poll() is None:
         try:
             if server.health() == 200:

@@ -10,7 +10,7 @@ from vllm_metal.attention.layers import AttentionLayer, SequenceLayer
 from vllm_metal.kv_cache.recurrent_state import StateFormat
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.kv_cache.specs import allocate_kv_caches, block_size_for, kv_cache_specs
-from vllm_metal.memory.planner import Needs
+from vllm_metal.memory.needs import Needs
 
 BF16, F32 = mx.bfloat16, mx.float32
 #: In the shapes of published models: attention layers, their K/V heads and head size; layers with

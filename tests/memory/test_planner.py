@@ -16,6 +16,7 @@ from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache.specs import kv_cache_specs
 from vllm_metal.memory.advice import BudgetError
+from vllm_metal.memory.needs import Needs
 from vllm_metal.memory.planner import AdapterBytes, MemoryPlanner, peak_of
 from vllm_metal.memory.profile import LargestCalls
 
@@ -95,7 +96,7 @@ def serve(model, monkeypatch):
             gpu.active = weights
             try:
                 return memory.pool_size(
-                    config, specs, 0, None, *gpu.work(), transfer_bytes, adapters
+                    config, Needs.of(config, specs), 0, None, *gpu.work(), transfer_bytes, adapters
                 )
             finally:
                 memory.release()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines of one server on one machine: each has an equal part, whenever it looks."""
+"""Workers of one server on one machine: each has an equal part, whenever it looks."""
 
 from vllm_metal.device.mlx_device import MemoryFigures
 from vllm_metal.memory.share import Share
@@ -8,7 +8,7 @@ GIB = 2**30
 BEFORE = MemoryFigures(total=48 * GIB, available=40 * GIB, active=0)
 
 
-def test_parts_are_equal_though_the_first_engine_has_taken_its_own():
+def test_parts_are_equal_though_the_first_worker_has_taken_its_own():
     share = Share.of(2, BEFORE)
     first = share.part(BEFORE)
     meanwhile = MemoryFigures(total=48 * GIB, available=21 * GIB, active=0)
@@ -17,7 +17,7 @@ def test_parts_are_equal_though_the_first_engine_has_taken_its_own():
     assert 2 * first.available <= BEFORE.available
 
 
-def test_what_an_engine_holds_itself_is_its_own():
+def test_what_a_worker_holds_itself_is_its_own():
     held = MemoryFigures(total=48 * GIB, available=30 * GIB, active=3 * GIB)
     assert Share.of(2, BEFORE).part(held).active == 3 * GIB
 

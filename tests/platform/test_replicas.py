@@ -11,7 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm_patches.unpatched import MODEL
 
 from vllm_metal.memory.share import Share
-from vllm_metal.vllm_patches import replicas
+from vllm_metal.vllm_patches import memory_shares, replicas
 
 EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -73,12 +73,24 @@ def test_no_launcher_sees_lock_step(configure, experts):
 def test_ranks_of_one_machine_share_its_memory(configure):
     config = configure(data_parallel_size=3, data_parallel_size_local=2)
     for rank in (0, 1):
-        share = replicas.share(in_the_engine(config, rank, rank).parallel_config)
-        assert isinstance(share, Share) and share.engines == 2 and share.in_use > 0
+        share = memory_shares.given(in_the_engine(config, rank, rank).parallel_config)
+        assert isinstance(share, Share) and share.workers == 2 and share.in_use > 0
     alone = configure(data_parallel_size=2, data_parallel_size_local=1)
-    assert replicas.share(in_the_engine(alone, 0, 0).parallel_config) is None
+    assert memory_shares.given(in_the_engine(alone, 0, 0).parallel_config) is None
     assert replicas.is_rank(in_the_engine(alone, 0, 0).parallel_config)
     assert not replicas.is_rank(configure().parallel_config)
+
+
+@pytest.mark.parametrize(("machines", "here"), [(1, 4), (2, 2), (4, 1)])
+def test_ranks_of_one_model_share_the_memory_of_their_machine(configure, machines, here):
+    config = configure(
+        pipeline_parallel_size=2,
+        tensor_parallel_size=2,
+        nnodes=machines,
+        distributed_executor_backend="mp",
+    )
+    share = memory_shares.given(pickle.loads(pickle.dumps(config)).parallel_config)
+    assert here == (1 if share is None else share.workers)
 
 
 @pytest.mark.parametrize(

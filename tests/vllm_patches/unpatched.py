@@ -820,12 +820,25 @@ def front_ends_of_ranks(folder):
     return asked == [3], asked
 
 
-@probe("replicas.mark_ranks", at_once=False)
-def ranks_of_a_machine(folder):
-    """An engine's process does not know how many ranks its machine has."""
+def parallel_of_a_rank(folder):
+    """The configuration of one of two data-parallel engines, as its own process has it."""
     parallel = arguments(folder).create_engine_config().parallel_config
     parallel.data_parallel_size = parallel.data_parallel_size_local = 2
     parallel.reconfigure_for_independent_dp_rank()
+    return parallel
+
+
+@probe("replicas.mark_ranks", at_once=False)
+def ranks_of_a_server(folder):
+    """An engine's process does not know that there are others."""
+    parallel = parallel_of_a_rank(folder)
+    return parallel.data_parallel_size == 1, parallel.data_parallel_size
+
+
+@probe("memory_shares.give", at_once=False)
+def ranks_of_a_machine(folder):
+    """An engine's process does not know how many ranks its machine has."""
+    parallel = parallel_of_a_rank(folder)
     return parallel.data_parallel_size_local == 1, parallel.data_parallel_size_local
 
 

@@ -89,6 +89,9 @@ _HONOURED = honoured(
             "data_parallel_size data_parallel_size_local data_parallel_start_rank "
             "data_parallel_address data_parallel_rpc_port"
         ),
+        "e2e/test_replicas_of_hosts.py::test_each_host_of_two_ranks_answers_its_own_clients": (
+            "data_parallel_hybrid_lb"
+        ),
         "vllm_settings/test_engine_args.py::test_defaults_of_requests": (
             "generation_config override_generation_config"
         ),
@@ -137,7 +140,6 @@ PLACES = {
     "profiler_config": "profiler_config.profiler",
     "performance_mode": "performance_mode",
     "shutdown_timeout": "shutdown_timeout",
-    "data_parallel_hybrid_lb": "parallel_config.data_parallel_hybrid_lb",
 }
 
 _READ_BEFORE = read_by_vllm(

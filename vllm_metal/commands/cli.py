@@ -90,6 +90,7 @@ def _doctor(args: argparse.Namespace) -> int:
         "--again": args.again,
         "--model": args.model,
         "--only": args.only,
+        "--master-addr": args.master_addr,
     }
     if args.tune and (given := [name for name, value in checks.items() if value]):
         raise ValueError(f"doctor --tune checks nothing: leave out {', '.join(given)}")

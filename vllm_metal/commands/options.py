@@ -158,10 +158,23 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
     )
     served.add_argument("--block-size", type=int, metavar="16|32")
     served.add_argument(
+        "--pipeline-parallel-size",
+        type=units.count,
+        metavar="N",
+        help="ranks that share the model's layers, as VLLM_PP_LAYER_PARTITION says, else evenly: "
+        "what each takes",
+    )
+    served.add_argument(
         "--tensor-parallel-size",
         type=units.count,
         metavar="N",
-        help="Macs that share the model's heads: what one of them takes",
+        help="ranks that share the model's heads: what one of them takes",
+    )
+    served.add_argument(
+        "--nnodes",
+        type=units.count,
+        metavar="N",
+        help="machines that all these ranks are on, alike in their memory; default: one for each",
     )
     served.add_argument(
         "--max-loras", type=units.count, metavar="N", help="with --enable-lora; default: none"
@@ -263,6 +276,16 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         "--only",
         choices=("machine", "engine", "kernels"),
         help="check the machine and this part; default: all parts",
+    )
+    parser.add_argument(
+        "--master-addr",
+        metavar="ADDRESS",
+        help="the first of several machines that are to share a model, as given to `vllm serve`: "
+        "check that this one reaches it, and by which address; VLLM_HOST_IP and GLOO_SOCKET_IFNAME "
+        "are checked wherever they are set",
+    )
+    parser.add_argument(
+        "--master-port", type=units.port, metavar="PORT", default=29501, help="default: %(default)s"
     )
     parser.add_argument(
         "--tune",

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_metal.kv_transfer.config import is_asked_for
-from vllm_metal.models.staged_families import STAGED, STAGED_STATES
+from vllm_metal.models import staged_families
 from vllm_metal.settings.runner import pools
 from vllm_metal.spec_decode.registry import BY_NAME
 
@@ -60,13 +60,12 @@ def _of_ranks(config: VllmConfig, model: ModelConfig, options: str) -> dict[str,
 
 def _by_layers(config: VllmConfig, model: ModelConfig) -> dict[str, bool]:
     model_type = model.hf_config.model_type
-    module = module_of(model_type)
+    reason = staged_families.refusal(model_type)
     return {
-        f"{_BY_LAYERS} of model_type {model_type!r} (its layers were not shown to compute the same "
-        "on several ranks)": module not in STAGED,
+        f"{_BY_LAYERS} of {reason}": reason is not None,
         # Ranks that do not sample are at other steps when they hear which drafts were kept.
         f"--speculative-config with {_BY_LAYERS}, of a model whose layers keep states": (
-            config.speculative_config is not None and module in STAGED_STATES
+            config.speculative_config is not None and staged_families.keeps_states(model_type)
         ),
         f"--logits-processors with {_BY_LAYERS}": bool(model.logits_processors),
     }
@@ -82,10 +81,3 @@ def _by_heads(config: VllmConfig, model: ModelConfig) -> dict[str, bool]:
             config.parallel_config.use_ray
         ),
     }
-
-
-def module_of(model_type: str) -> str:
-    """mlx-lm's module for a model_type of config.json."""
-    from mlx_lm.utils import MODEL_REMAPPING
-
-    return str(MODEL_REMAPPING.get(model_type, model_type))

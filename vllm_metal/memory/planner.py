@@ -10,23 +10,18 @@ the rest of a step is bounded with the bytes of MLX's cache.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import (
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
-    get_max_concurrency_for_kv_cache_config,
-)
-from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
 from metal_kernels.op_common import CODE_DTYPES
 from vllm_metal.device import mlx_device
 from vllm_metal.memory import advice, budget
 from vllm_metal.memory.budget import AskedPool, Measured, Most, Request, Settings
+from vllm_metal.memory.needs import Needs
 from vllm_metal.memory.profile import LargestCalls, Peaks, num_drafts
 from vllm_metal.memory.share import Share
 from vllm_metal.sample import rows_at_once
@@ -107,7 +102,7 @@ class MemoryPlanner:
     def pool_size(
         self,
         config: VllmConfig,
-        specs: Mapping[str, KVCacheSpec],
+        needs: Needs,
         draft_weights: int,
         quantised: float | None,
         calls: LargestCalls,
@@ -121,7 +116,7 @@ class MemoryPlanner:
 
         Args:
             config: vLLM's.
-            specs: of all layers.
+            needs: of a pool for the layers of this process.
             draft_weights: bytes of what is loaded that are the draft network's.
             quantised: share of its bytes that a quantised cache would take; None: it is one.
             calls: of the model.
@@ -135,7 +130,6 @@ class MemoryPlanner:
         Raises:
             BudgetError: it would not hold one request of max_model_len.
         """
-        needs = Needs.of(config, specs)
         settings = settings_of(config, self._kind, needs, self._before.total)
         request = Request(needs, quantised)
         measured = replace(
@@ -344,45 +338,6 @@ def peak_of(run: Callable[[], None], waiting: bool = True) -> int:
 
 def _rounded(nbytes: int) -> int:
     return -(-nbytes // ROUNDING) * ROUNDING
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Bytes of a pool that holds requests of one length, by vLLM's own reckoning."""
-
-    block_bytes: int
-    blocks: Callable[[int], int]  # of one request, by its tokens
-    requests: int = 1
-    groups: int = 1  # of layers, each with blocks of its own
-
-    def __call__(self, tokens: int) -> int:
-        blocks = self.requests * self.blocks(tokens) + 1  # vLLM keeps one block for itself
-        return blocks * self.block_bytes
-
-    @staticmethod
-    def of(config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> Needs:
-        """What one request needs over layers of these specs."""
-        retained = max(0, config.num_prefill_lookahead_tokens - 1)
-        specs = {
-            name: replace(spec, extra_retained_tokens=retained)
-            if isinstance(spec, SlidingWindowSpec)
-            else spec
-            for name, spec in specs.items()
-        }
-        groups = get_kv_cache_groups(config, dict(specs))
-        placed = get_kv_cache_config_from_groups(config, groups, 2**50)
-
-        def blocks(tokens: int) -> int:
-            model, before = config.model_config, config.model_config.max_model_len
-            model.max_model_len = tokens
-            try:
-                at_once = get_max_concurrency_for_kv_cache_config(config, placed)
-            finally:
-                model.max_model_len = before
-            return round(placed.num_blocks / at_once)
-
-        block_bytes = placed.kv_cache_tensors[0].size // placed.num_blocks
-        return Needs(block_bytes, blocks, groups=len(groups))
 
 
 def settings_of(config: VllmConfig, kind: Device, needs: Needs, total: int) -> Settings:

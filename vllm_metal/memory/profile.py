@@ -263,12 +263,20 @@ class LargestCalls:
         kv_cache_type: type[LayerKVCache],
         vocab_size: int,
     ) -> LargestCalls:
-        """What an engine with these settings and layers is asked for."""
+        """What an engine with these settings and layers is asked for.
+
+        Args:
+            config: vLLM's.
+            layers: that the process computes.
+            kv_cache_type: see StatefulLayer.allocate.
+            vocab_size: of logits; 0: the process samples nothing.
+        """
+        samples = vocab_size > 0 and not pools(config)
         gathers = any(layer.gathers(kv_cache_type) for layer in layers)
         return LargestCalls(
             partial(profile_layers, layers, config, kv_cache_type) if gathers else None,
-            None if pools(config) else partial(profile_sampling, config, vocab_size),
-            0 if pools(config) else vocab_size,
+            partial(profile_sampling, config, vocab_size) if samples else None,
+            vocab_size if samples else 0,
             most_sampled(config),
             mlx_dtype(config).size,
             drafted(config),

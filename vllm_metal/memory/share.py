@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A device's memory where several engines of one server have it: each has an equal part."""
+"""A device's memory where several workers of one server have it: each has an equal part."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from vllm_metal.device.mlx_device import MemoryFigures
 
 @dataclass(frozen=True)
 class Share:
-    """One of `engines` equal parts of a device's memory.
+    """One of `workers` equal parts of a device's memory.
 
-    How much other programs hold is what was there before the first of them started: an engine
-    cannot tell from the system's figures what the engines beside it have taken meanwhile.
+    How much other programs hold is what was there before the first of them started: a worker
+    cannot tell from the system's figures what those beside it have taken meanwhile.
     """
 
-    engines: int
+    workers: int  # whole engines, or ranks that have a part of one model each
     in_use: int  # bytes of the device that other programs hold
 
     @staticmethod
-    def of(engines: int, figures: MemoryFigures) -> Share:
-        """A share of what a device has now, before any of the engines is there."""
-        return Share(engines, max(figures.total - figures.available, 0))
+    def of(workers: int, figures: MemoryFigures) -> Share:
+        """A share of what a device has now, before any of the workers is there."""
+        return Share(workers, max(figures.total - figures.available, 0))
 
     def part(self, figures: MemoryFigures) -> MemoryFigures:
-        """What one of the engines may see of a device; what it holds itself stays its own."""
-        total = figures.total // self.engines
-        available = max(total - self.in_use // self.engines, 0)
+        """What one of the workers may see of a device; what it holds itself stays its own."""
+        total = figures.total // self.workers
+        available = max(total - self.in_use // self.workers, 0)
         return MemoryFigures(total=total, available=available, active=figures.active)
 
     @property
     def words(self) -> str:
         """What follows the name of a device's memory in a sum."""
-        return f", 1 of {self.engines} parts"
+        return f", 1 of {self.workers} parts"

@@ -57,3 +57,24 @@ STAGED = STAGED_STATES | frozenset(
         "starcoder2",
     )
 )
+
+
+def refusal(model_type: str) -> str | None:
+    """Why layers are not shared out, from the model_type of a config.json; None: they are."""
+    if _module(model_type) in STAGED:
+        return None
+    return (
+        f"model_type {model_type!r} (its layers were not shown to compute the same on several "
+        "ranks)"
+    )
+
+
+def keeps_states(model_type: str) -> bool:
+    """Whether layers that are shared out keep states, all or some."""
+    return _module(model_type) in STAGED_STATES
+
+
+def _module(model_type: str) -> str:
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    return str(MODEL_REMAPPING.get(model_type, model_type))

@@ -36,6 +36,7 @@ from vllm_metal.vllm_patches import (  # noqa: E402
     engine_args,
     engine_outputs,
     logs,
+    memory_shares,
     pooling_failures,
     probe,
     processes,
@@ -46,7 +47,7 @@ from vllm_metal.vllm_patches import (  # noqa: E402
 )
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.config.cache import CacheDType
     from vllm.pooling_params import PoolingParams
     from vllm.sampling_params import SamplingParams
@@ -246,32 +247,40 @@ class MetalPlatform(Platform):
 
             adapters.know_by_content(Versions)
 
-    @staticmethod
-    def _join_ranks(vllm_config: VllmConfig) -> None:
+    @classmethod
+    def _join_ranks(cls, vllm_config: VllmConfig) -> None:
         """Prepares for workers that have a part of one model each."""
         from vllm_metal.vllm_patches import engine_queues
 
-        if not groups.is_distributed(vllm_config.parallel_config):
+        parallel = vllm_config.parallel_config
+        if not groups.is_distributed(parallel):
             return
-        groups.set_timeouts(vllm_config.parallel_config)
+        groups.set_timeouts(parallel)
         processes.spawn()
         engine_queues.hear_of_a_shutdown()
-        if vllm_config.parallel_config.use_ray:
-            on_ray.carry(vllm_config.parallel_config, envs.AT_IMPORT)
+        if parallel.use_ray:  # which ranks will be on which machine, the ranks find out
+            on_ray.carry(parallel, envs.AT_IMPORT)
+        else:
+            cls._share_memory(parallel, parallel.local_world_size)
         # Ranks must know the same when they lay a step out: all of the one before.
         vllm_config.scheduler_config.async_scheduling = False
 
     @classmethod
     def _part_replicas(cls, vllm_config: VllmConfig) -> None:
-        """Makes data-parallel ranks whole engines, with a part each of what memory they share."""
+        """Makes data-parallel ranks whole engines."""
         parallel = vllm_config.parallel_config
         if parallel.data_parallel_size == 1:  # or an engine's own process, which is one of them
             return
         replicas.make_independent(vllm_config)
-        share = None
-        if (local := parallel.data_parallel_size_local) > 1:
-            share = Share.of(local, mlx_device.memory(cls.mlx_device))
-        replicas.mark_ranks(parallel, share)
+        replicas.mark_ranks(parallel)
+        cls._share_memory(parallel, parallel.data_parallel_size_local)
+
+    @classmethod
+    def _share_memory(cls, parallel: ParallelConfig, workers: int) -> None:
+        """Gives each worker of this machine an equal part of its memory, before one is started."""
+        if workers > 1:
+            share = Share.of(workers, mlx_device.memory(cls.mlx_device))
+            memory_shares.give(parallel, share)
 
     @staticmethod
     def _change_schedulers() -> None:

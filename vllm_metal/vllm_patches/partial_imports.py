@@ -24,6 +24,7 @@ _WHOLE: Mapping[str, Collection[str]] = {
         "vllm.config.parallel",
         "vllm.config.scheduler",
         "vllm.config.utils",
+        "vllm.distributed.utils",  # which layers a rank has
         "vllm.envs",
         "vllm.exceptions",
         "vllm.logger",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-_SHARE = "vllm_metal_share"  # of a ParallelConfig, which goes to the engine's process
+_RANK = "vllm_metal_rank"  # of a ParallelConfig, which goes to the engine's process
 _FACTS = "vllm_metal_facts"  # of a server's client: what its first rank has said of itself
 
 
@@ -72,14 +72,13 @@ def make_independent(config: VllmConfig) -> None:
     config.parallel_config.is_moe_model = False
 
 
-def mark_ranks(parallel: ParallelConfig, share: Any) -> None:
-    """Notes for the engines that a launcher starts that they are ranks, and their share of it.
+def mark_ranks(parallel: ParallelConfig) -> None:
+    """Notes for the engines that a launcher starts that they are ranks.
 
     Args:
         parallel: of the launcher's configuration.
-        share: any object that can be pickled; None: each rank has a machine of its own.
     """
-    setattr(parallel, _SHARE, share)
+    setattr(parallel, _RANK, True)
 
 
 def is_rank(parallel: ParallelConfig) -> bool:
@@ -88,12 +87,7 @@ def is_rank(parallel: ParallelConfig) -> bool:
     Args:
         parallel: of its process's configuration.
     """
-    return hasattr(parallel, _SHARE)
-
-
-def share(parallel: ParallelConfig) -> Any:
-    """What `mark_ranks` was given; None: nothing."""
-    return getattr(parallel, _SHARE, None)
+    return hasattr(parallel, _RANK)
 
 
 def tell_facts(facts: Callable[[VllmConfig], Mapping[str, Any]]) -> None:

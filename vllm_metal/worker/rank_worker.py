@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
+from vllm_metal.device import mlx_device
 from vllm_metal.distributed import (
     alike,
     groups,
@@ -21,9 +22,11 @@ from vllm_metal.distributed import (
 )
 from vllm_metal.distributed.hidden_states import GroupLink, HiddenIn, HiddenOut
 from vllm_metal.kv_transfer import rank_facts
+from vllm_metal.memory.share import Share
 from vllm_metal.models import loader
 from vllm_metal.models.stage import Stage
 from vllm_metal.spec_decode.told import ToldSpeculator
+from vllm_metal.vllm_patches import memory_shares
 from vllm_metal.vllm_patches.step_result import StepResult
 from vllm_metal.worker.networks import Networks
 from vllm_metal.worker.results import LateOutput
@@ -66,6 +69,7 @@ class RankWorker(MetalWorker):
         from vllm.distributed.parallel_state import get_pp_group
 
         self._link = GroupLink(get_pp_group())
+        self._samples = self._link.group.is_last_rank
         # First of all: ranks of other releases may share other things, in another order.
         alike.check(rank_facts.releases(), groups.share)
         machine = machines.find(parallel, self.rank, self.distributed_init_method)
@@ -73,9 +77,10 @@ class RankWorker(MetalWorker):
         self._heartbeat = heartbeat.join(*joined)
         self._heartbeat.pids = machine.pids
         self._heartbeat.start()
+        if parallel.use_ray and (workers := len(machine.pids)) > 1:  # nobody knew before
+            memory = mlx_device.memory(self.current_platform.mlx_device)
+            memory_shares.give(parallel, Share.of(workers, memory))
         alike.check(alike.facts_of(self.vllm_config), groups.share)
-        # Ranks of one machine share its memory.
-        self.cache_config.gpu_memory_utilization /= len(machine.pids)
         super().init_device()
         self._ring = tensor_parallel.join_ring(parallel)
         if self._ring is not None:

@@ -21,6 +21,7 @@ from vllm_metal.kv_cache import choice, formats, warm_up
 from vllm_metal.kv_cache.specs import allocate_kv_caches, choose_block_size, kv_cache_specs
 from vllm_metal.kv_transfer import rank_facts
 from vllm_metal.kv_transfer.transfers import Transfers
+from vllm_metal.memory.needs import Needs
 from vllm_metal.memory.planner import MemoryPlanner, quantised_share
 from vllm_metal.memory.pressure import MemoryPressure
 from vllm_metal.memory.profile import LargestCalls, profile_step, requests_profile
@@ -35,7 +36,7 @@ from vllm_metal.sample import CustomProcessors, Sampler
 from vllm_metal.settings.additional_config import AdditionalConfig
 from vllm_metal.spec_decode.network import DraftPool
 from vllm_metal.spec_decode.registry import drafts_for_others, make_speculator
-from vllm_metal.vllm_patches import engine_links, processes, replicas, shutdown
+from vllm_metal.vllm_patches import engine_links, memory_shares, processes, replicas, shutdown
 from vllm_metal.vllm_patches.step_result import StepResult
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.networks import Networks
@@ -73,6 +74,7 @@ class MetalWorker(WorkerBase):
     _most_failures = MAX_FAILURES_IN_A_ROW
     #: Of what this worker sampled, what it goes on with, see SamplingEnd.
     _agreed: Callable[[SamplerOutput], SamplerOutput] | None = None
+    _samples = True  # whether it makes tokens of what it computes
     _awake_bytes = 0  # that MLX held when the engine was awake last
 
     def init_device(self) -> None:
@@ -86,7 +88,7 @@ class MetalWorker(WorkerBase):
                 "MLX was imported before vLLM. If it has used the GPU, each layer of a step ends "
                 "two command buffers: import vllm first, or export MLX_MAX_MB_PER_BUFFER=1048576"
             )
-        share = replicas.share(self.parallel_config)
+        share = memory_shares.given(self.parallel_config)
         self._memory = MemoryPlanner(self.current_platform.mlx_device, share)
         self._pressure = MemoryPressure()
         # vLLM's multiprocessing executor reads a step's results in a thread of its own. They change
@@ -157,11 +159,13 @@ class MetalWorker(WorkerBase):
         return self._networks
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        networks = self.networks
-        specs = kv_cache_specs(
-            networks.layers_of_all_ranks, self.cache_config.block_size, self._pool_dtype
+        specs = self._specs_of_all_ranks()
+        return {layer.name: specs[layer.name] for layer in self.networks.all_layers}
+
+    def _specs_of_all_ranks(self) -> dict[str, KVCacheSpec]:
+        return kv_cache_specs(
+            self.networks.layers_of_all_ranks, self.cache_config.block_size, self._pool_dtype
         )
-        return {layer.name: specs[layer.name] for layer in networks.all_layers}
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         return ["LBNHC"]  # layer outermost: an array a layer, slots of a block in order
@@ -170,12 +174,13 @@ class MetalWorker(WorkerBase):
         """Bytes for the KV pool."""
         networks, config, kv_cache = self.networks, self.vllm_config, self._kv_cache_type
         layers = networks.all_layers
+        elsewhere = [layer.name for layer in networks.elsewhere]
         return self._memory.pool_size(
             config,
-            self.get_kv_cache_spec(),
+            Needs.of(config, self._specs_of_all_ranks(), elsewhere),
             networks.draft_bytes,
             quantised_share(layers, self._pool_dtype),
-            LargestCalls.of(config, layers, kv_cache, self.vocab_size),
+            LargestCalls.of(config, layers, kv_cache, self.vocab_size if self._samples else 0),
             self._largest_step,
             partial(requests_profile, networks.target, networks.layers, config, kv_cache),
             self.transfers.memory_bytes,

@@ -16,6 +16,7 @@ from vllm_metal.commands.doctor import (
     engine,
     machine,
     model,
+    network,
     packages,
     server,
     speed,
@@ -38,6 +39,9 @@ def run(args: Namespace) -> int:
     """
     found = Report(args.report)
     looked = _look_at_machine(found, args.model)
+    with _guarded(found, "network"):
+        for finding in network.checks(network.this_network(), args.master_addr, args.master_port):
+            found.add(finding)
     if args.only in (None, "engine"):
         with _guarded(found, "engine"):
             _try_engine(found, looked, args)

@@ -82,12 +82,14 @@ def config(
     gpu_memory_utilization: float | None = None,
     num_drafts: int = 0,
     runner_type: str = "generate",
+    stages: int | None = None,
     adapters: AdapterLimits | None = None,
 ) -> VllmConfig:
     """A configuration with vLLM's defaults for all else, made without loading the model.
 
     It has what vLLM's planning of the KV cache reads, under vLLM's names. `fitted` says that nobody
-    asked for max_model_len, so that what fits is taken; `num_drafts` are looked up in the text.
+    asked for max_model_len, so that what fits is taken; `num_drafts` are looked up in the text;
+    `stages` of layers work at a time, where there are several ranks; None: one process has all.
     """
     cache = CacheConfig(block_size=block_size)
     cache.user_specified_block_size = block_size_asked
@@ -102,7 +104,7 @@ def config(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             is_encoder_decoder=False,
-            async_scheduling=True,  # as vLLM decides for this platform
+            async_scheduling=stages is None,  # as vLLM and we decide for this platform
             disable_hybrid_kv_cache_manager=False,
         ),
         parallel_config=ParallelConfig(),
@@ -120,9 +122,9 @@ def config(
         speculative_config=_TextDrafts(num_drafts) if num_drafts else None,
         kv_transfer_config=None,
         lora_config=adapters,
-        # What VllmConfig derives: nothing is drafted, and two steps are in flight.
+        # What VllmConfig derives: nothing is drafted, and two steps are in flight, or one a stage.
         num_prefill_lookahead_tokens=0,
-        max_in_flight_tokens=2 * max_num_batched_tokens,
+        max_in_flight_tokens=(stages or 2) * max_num_batched_tokens,
     )
     return cast("VllmConfig", made)
 

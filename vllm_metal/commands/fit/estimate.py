@@ -8,8 +8,9 @@ blocks. Only the forward pass is not run (vllm_metal.commands.fit.step).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -32,12 +33,14 @@ from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.lora.updates import adapter_bytes
 from vllm_metal.memory import budget
 from vllm_metal.memory.budget import Budget, Measured, Request, Settings
-from vllm_metal.memory.planner import Needs, at_work, quantised_share, settings_of
+from vllm_metal.memory.needs import Needs
+from vllm_metal.memory.planner import at_work, quantised_share, settings_of
 from vllm_metal.memory.profile import LargestCalls, Peaks
 from vllm_metal.mlx_patches import registry
 from vllm_metal.models import headless
 from vllm_metal.models.loader import lazy_model, weight_bytes
 from vllm_metal.models.parts import ModelParts
+from vllm_metal.models.stage import Stage, check_stages
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,7 +54,9 @@ class Model:
     dtype: torch.dtype
     weights: int  # bytes, as the engine will hold them
     parts: ModelParts
-    layers: Sequence[StatefulLayer]
+    layers: Sequence[StatefulLayer]  # that the rank computes
+    elsewhere: Sequence[StatefulLayer] = ()  # those of other ranks
+    stage: Stage | None = None  # None: the rank has all layers
     images: Images | None = None  # the weights of whose tower are among those
 
     @staticmethod
@@ -62,8 +67,10 @@ class Model:
         pools: bool = False,
         text_only: bool = False,
         ring: OneOf | None = None,
+        stage_of: Callable[[int], Stage] | None = None,
     ) -> Model:
-        """
+        """Builds a model, or the part of it that a rank has.
+
         Args:
             folder: with config.json and weight files, of which only headers are read.
             model_type: for messages.
@@ -72,9 +79,11 @@ class Model:
             text_only: whether images are left out.
             ring: of the ranks that share it, of which the first one is estimated; None: one has
                 all.
+            stage_of: from the number of layers to those of the rank; None: all.
 
         Raises:
             ShardingError: ranks cannot share it.
+            ValueError: there are fewer layers than ranks, or a rank is to have none.
             ModelLoadError: the loader cannot build it.
             NotImplementedError: the engine does not serve it.
         """
@@ -84,11 +93,31 @@ class Model:
             headless.drop_head(network)
         if ring is not None:
             shard(network, cast("mx.distributed.Group", ring), model_type)
+        # Before layers are taken away, as a rank has it.
+        layers = own = attention_layers(network, model_type)
+        stage, parts = None, None
+        if stage_of is not None:
+            stage = stage_of(len(network.layers))
+            check_stages(network, layers)
+            stage.keep(network)
+            own = stage.own(layers)
+            parts = ModelParts(network, partial(stage.caches, layers=layers))
         weights = weight_bytes(network)
-        layers = attention_layers(network, model_type)
         images = None if text_only else Images.read(folder, MLX_DTYPES[dtype])
         weights += 0 if images is None else images.weights
-        return Model(model_type, dtype, weights, ModelParts(network), layers, images)
+        elsewhere = [layer for layer in layers if layer not in own]
+        parts = parts or ModelParts(network)
+        return Model(model_type, dtype, weights, parts, own, elsewhere, stage, images)
+
+    @property
+    def layers_of_all_ranks(self) -> list[StatefulLayer]:
+        """Layers that blocks and their groups are made of."""
+        return [*self.layers, *self.elsewhere]
+
+    @property
+    def samples(self) -> bool:
+        """Whether the rank has the last layer, and makes tokens of what it computes."""
+        return self.stage is None or self.stage.is_last
 
 
 @dataclass(frozen=True)
@@ -155,10 +184,10 @@ def estimate(
         ValueError: the forward pass cannot be estimated (vllm_metal.commands.fit.step).
     """
     pool_dtype = formats.pool_dtype(config.cache_config.cache_dtype, MLX_DTYPES[model.dtype])
-    states = choose_block_size(config.cache_config, model.layers, pool_dtype)
+    choose_block_size(config.cache_config, model.layers_of_all_ranks, pool_dtype)
     block_size = config.cache_config.block_size
-    specs = kv_cache_specs(model.layers, block_size, pool_dtype)
-    needs = Needs.of(config, specs)
+    specs = kv_cache_specs(model.layers_of_all_ranks, block_size, pool_dtype)
+    needs = Needs.of(config, specs, [layer.name for layer in model.elsewhere])
     settings = settings_of(config, machine.kind, needs, machine.total)
     quantised = quantised_share(model.layers, pool_dtype)
     kv_cache_type = _kv_cache_type(model, machine, block_size)
@@ -177,11 +206,12 @@ def estimate(
         at_rest,
         settings,
         Request(needs, quantised),
-        LargestCalls.of(config, model.layers, kv_cache_type, vocab_size),
+        LargestCalls.of(config, model.layers, kv_cache_type, vocab_size if model.samples else 0),
         found if peaks is None else peaks,
     )
     attending = [layer for layer in model.layers if not layer.state_bytes]
     rows = sum(layer.spec(block_size, pool_dtype).page_size_bytes for layer in attending)
+    states = sum(layer.state_bytes for layer in model.layers)
     return Estimate(rows // block_size, states, block_size, needs, measured, settings, quantised)
 
 
@@ -196,5 +226,5 @@ def _adapter_bytes(model: Model, config: VllmConfig) -> int:
 def _kv_cache_type(model: Model, machine: Machine, block_size: int) -> type[LayerKVCache]:
     """What the engine takes (kv_cache.choice) where its kernels pass their self-check."""
     dtype = MLX_DTYPES[model.dtype]
-    refused = any(layer.unsupported(dtype, block_size) for layer in model.layers)
+    refused = any(layer.unsupported(dtype, block_size) for layer in model.layers_of_all_ranks)
     return ScatterKVCache if refused or machine.kind == "cpu" else KernelKVCache

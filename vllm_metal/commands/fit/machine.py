@@ -35,9 +35,11 @@ class Machine:
         """Buffers that MLX may keep for reuse."""
         return cache_limit(self.kind, self.total)
 
-    def part(self, engines: int) -> Machine:
-        """What one of so many engines of a server sees of it (`vllm_metal.memory.share`)."""
-        share = Share(engines, self.in_use)
+    def part(self, workers: int) -> Machine:
+        """What one of so many workers of a server sees of it (`vllm_metal.memory.share`)."""
+        if workers == 1:
+            return self
+        share = Share(workers, self.in_use)
         whole = MemoryFigures(total=self.total, available=self.total - self.in_use, active=0)
         part = share.part(whole)
         return replace(

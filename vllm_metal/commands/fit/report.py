@@ -5,14 +5,47 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_metal.commands.fit.estimate import Estimate
+from vllm_metal.commands.fit.layout import Layout
 from vllm_metal.commands.fit.machine import Machine
+from vllm_metal.models.stage import Stage
 
 _GIB, _MIB, _KIB = 2**30, 2**20, 2**10
 _NAMES = {"fp8": "fp8 or int8"}  # the two take the same bytes
+#: Stands in a command for that of the first machine.
+ADDRESS = "ADDRESS"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What each rank finds that has these layers of a model."""
+
+    ranks: range
+    stage: Stage | None  # None: it has all layers
+    estimates: Mapping[str, Estimate]  # by --kv-cache-dtype
+
+    def of_length(self, tokens: int) -> Part:
+        """Estimates for requests of so many tokens."""
+        found = {name: estimate.of_length(tokens) for name, estimate in self.estimates.items()}
+        return replace(self, estimates=found)
+
+    @property
+    def name(self) -> str:
+        ranks = ", ".join(map(str, self.ranks))
+        return f"rank {ranks}" if len(self.ranks) == 1 else f"ranks {ranks}"
+
+
+def narrowest(parts: Sequence[Part], cache_dtype: str) -> Part:
+    """The part with the least room for tokens, with this --kv-cache-dtype."""
+
+    def room(part: Part) -> tuple[int, int]:
+        found = part.estimates[cache_dtype]
+        return found.tokens, found.pool
+
+    return min(parts, key=room)
 
 
 @dataclass(frozen=True)
@@ -22,13 +55,23 @@ class Answer:
     model: str
     model_type: str
     dtype: str
-    machine: Machine
-    estimates: Mapping[str, Estimate]  # by --kv-cache-dtype
-    asked: str  # which of them was asked for
+    machine: Machine  # or the part of one that a rank has
+    layout: Layout
+    parts: Sequence[Part]  # one for each stage of layers
+    asked: str  # which --kv-cache-dtype was asked for
     wanted: int  # requests at once
     fits: bool  # with what was asked for
-    changes: tuple[str, ...]  # that would make it fit
+    changes: tuple[str, ...]  # that would make it fit, on the rank with the least room
     commands: tuple[str, ...]  # that serve the model where it fits
+
+    @property
+    def estimates(self) -> Mapping[str, Estimate]:
+        """By --kv-cache-dtype, of the rank with the least room for tokens: it decides for all."""
+        return {name: self.narrowest(name).estimates[name] for name in self.parts[0].estimates}
+
+    def narrowest(self, cache_dtype: str) -> Part:
+        """The part with the least room for tokens, with this --kv-cache-dtype."""
+        return narrowest(self.parts, cache_dtype)
 
 
 def serve_command(model: str, options: Mapping[str, object], switches: Sequence[str] = ()) -> str:
@@ -48,8 +91,10 @@ def as_text(answer: Answer) -> str:
     asked = answer.estimates[answer.asked]
     length = asked.settings.max_model_len
     lines = [
-        f"{answer.model} ({answer.model_type}, {answer.dtype}) on {answer.machine.name}",
+        f"{answer.model} ({answer.model_type}, {answer.dtype}) on {answer.machine.name}"
+        f"{answer.layout.words}",
         "",
+        *_of_parts(answer),
         f"  {'weights':<40}{asked.measured.weights / _GIB:>12.2f} GiB",
         "",
         _row("KV cache (--kv-cache-dtype)", answer, lambda name, _: _NAMES.get(name, name)),
@@ -65,6 +110,29 @@ def as_text(answer: Answer) -> str:
         *_verdict(answer, asked),
     ]
     return "\n".join(lines)
+
+
+def _of_parts(answer: Answer) -> list[str]:
+    """A row for each part of a model whose layers are shared out."""
+    if len(answer.parts) == 1:
+        return []
+    cells = ("layers", "weights", "K/V of a token", "step", "pool", "tokens in it")
+    rows = [f"  {'rank':<10}" + "".join(f"{cell:>15}" for cell in cells)]
+    for part in answer.parts:
+        found, stage = part.estimates[answer.asked], part.stage
+        assert stage is not None
+        cells = (
+            f"{stage.start} to {stage.end - 1}",
+            f"{found.measured.weights / _GIB:.2f} GiB",
+            f"{found.token_bytes / _KIB:,.1f} KiB",
+            f"{found.measured.forward / _GIB:.2f} GiB",
+            f"{max(found.pool, 0) / _GIB:.2f} GiB",
+            f"{found.tokens:,}",
+        )
+        ranks = part.name.partition(" ")[2]
+        rows.append(f"  {ranks:<10}" + "".join(f"{cell:>15}" for cell in cells))
+    least = answer.narrowest(answer.asked).name
+    return [*rows, "", f"All hold no more tokens than {least}, of which the rest tells:", ""]
 
 
 def _of_states(answer: Answer) -> list[str]:
@@ -88,15 +156,23 @@ def _verdict(answer: Answer, asked: Estimate) -> list[str]:
     needed = asked.request(answer.wanted).needed(length)
     need = f"{requests} of {length:,} tokens: {needed / _GIB:.2f} GiB of KV cache"
     lines = [f"Fits: {need}."]
+    of_ranks = len(answer.parts) > 1
+    where = f"it fit on {answer.narrowest(answer.asked).name}" if of_ranks else "it fit"
     if not answer.fits:
         there = f"{asked.pool / _GIB:.2f} GiB are left" if asked.pool > 0 else "no memory is left"
         lines = [f"Does not fit: {need}, and {there}."]
-        lines += ["Any one of these makes it fit:"] if answer.changes else []
+        lines += [f"Any one of these makes {where}:"] if answer.changes else []
         lines += [f"  * {change}" for change in answer.changes]
         if not answer.changes:
             lines += ["No one setting makes it fit: take a smaller model, or more memory."]
     if answer.commands:
         lines += ["", "To serve it with these settings:"]
+        if (machines := answer.layout.machines) > 1:
+            others = "1" if machines == 2 else f"1 to {machines - 1}"
+            lines[-1] = (
+                f"To serve it with these settings, on the first machine, whose address is {ADDRESS}"
+                f"; on the others with --node-rank {others}, and --headless:"
+            )
     return [*lines, *(f"  {command}" for command in answer.commands)]
 
 
@@ -112,10 +188,22 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "context": asked.settings.max_model_len,
         "requests": answer.wanted,
         "fits": answer.fits,
-        "kv_cache": {name: _as_json(estimate) for name, estimate in answer.estimates.items()},
+        "kv_cache": _of_each(answer.estimates),
+        "ranks": [rank for part in answer.parts for rank in _ranks_of(part, answer.asked)],
         "changes": list(answer.changes),
         "commands": list(answer.commands),
     }
+
+
+def _ranks_of(part: Part, asked: str) -> list[dict[str, Any]]:
+    layers = None if part.stage is None else [part.stage.start, part.stage.end]
+    weights = part.estimates[asked].measured.weights
+    found = {"layers": layers, "weights": weights, "kv_cache": _of_each(part.estimates)}
+    return [{"rank": rank} | found for rank in part.ranks]
+
+
+def _of_each(estimates: Mapping[str, Estimate]) -> dict[str, dict[str, Any]]:
+    return {name: _as_json(estimate) for name, estimate in estimates.items()}
 
 
 def _as_json(estimate: Estimate) -> dict[str, Any]:
@@ -123,6 +211,7 @@ def _as_json(estimate: Estimate) -> dict[str, Any]:
         "token_bytes": estimate.token_bytes,
         "state_bytes": estimate.state_bytes,
         "block_size": estimate.block_size,
+        "block_bytes": estimate.needs.block_bytes,
         "pool": estimate.pool,
         "tokens": estimate.tokens,
         "requests": estimate.requests,
