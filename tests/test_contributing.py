@@ -56,6 +56,7 @@ EXAMPLES = {
             "tests/spec_decode/test_registry.py": "a few rows of several",
             "tests/e2e/tenants.py": "a server whose tenants must not share past outputs",
             "docs/monitoring.md": "what to do where few drafts are accepted",
+            "docs/pipeline-parallel.md": "which methods are served by layers",
         },
     ),
     "a kind of layer": Example(
@@ -74,6 +75,7 @@ EXAMPLES = {
             "vllm_metal/models/": "likewise",
             "tests/encoders/": "windows of encoders, which keep nothing",
             "vllm_metal/encoders/": "likewise",
+            "vllm_metal/memory/needs.py": "vLLM's specs of groups, whatever the layers",
         },
     ),
     "a kernel": Example(
@@ -94,6 +96,7 @@ EXAMPLES = {
             "tests/commands/test_cache.py": "a command of this store alone",
             "tests/commands/test_tenants.py": "a command that removes a tenant's pages from it",
             "tests/platform/test_refusals.py": "one setting of several",
+            "tests/distributed/test_refusals.py": "likewise",
             "vllm_metal/commands/": "messages that name the setting",
             "vllm_metal/platform/refusals.py": "likewise",
             "vllm_metal/kv_transfer/config.py": "likewise",

@@ -159,11 +159,12 @@ def test_the_commands_that_ask_whether_a_model_fits_are_whole(monkeypatch):
     monkeypatch.setattr(fit, "command", double, raising=False)  # the real one imports vLLM
     pages = "\n".join([README, (ROOT / "docs" / "models.md").read_text()])
     asked = re.findall(r"^    vllm-metal (fit .*)$", pages, re.MULTILINE)
-    assert len(asked) == 2
+    assert len(asked) == 3
     for arguments in asked:
         assert cli.main(arguments.split()) == 0
-    for args in taken:
+    for args in taken[:2]:
         assert (args.memory, args.context, args.requests) == (24 << 30, 32768, 4)
+    assert (taken[2].memory, taken[2].pipeline_parallel_size) == (64 << 30, 2)
 
 
 def test_every_environment_variable_is_explained():
