@@ -336,6 +336,17 @@ def long_streams(
             wait_for(lambda: len(cluster.ready()) == 2)
             servers = cluster.ready()
             max_tokens = tokens_of(cluster, seconds)
+        before = [answered(cluster, server) for server in servers]
+        wait_for(  # until Ray gives requests to both
+            lambda: (
+                all_are_answered(cluster, 2)
+                and all(
+                    answered(cluster, server) > earlier
+                    for server, earlier in zip(servers, before, strict=True)
+                )
+            ),
+            120,
+        )
         wait_for(lambda: sum(map(cluster.held, servers)) == 0, 60)
         streams = []
         for prompt in PROMPTS[:count]:  # one after another, so that each goes where there are fewer
@@ -355,7 +366,7 @@ def test_one_that_is_told_to_end_sends_nobody_away(cluster: Cluster, texts: list
         told.send_signal(signal.SIGTERM)
         wait_for(lambda: httpx.get(f"{_own_url(told)}/health").status_code == 503, 60)
         before = cluster.log.read_text().count(REFUSED)
-        assert all_are_answered(cluster)
+        assert all_are_answered(cluster, 6)
         assert cluster.log.read_text().count(REFUSED) > before  # it was asked
     told.wait(120)
 
@@ -363,17 +374,23 @@ def test_one_that_is_told_to_end_sends_nobody_away(cluster: Cluster, texts: list
 def test_a_server_that_leaves_answers_what_it_has(cluster: Cluster, texts: list[str]) -> None:
     """One is too many for the streams that are open, and both compute some of them."""
     before = cluster.log.read_text().count(LEAVES)
-    with long_streams(cluster, texts, TARGET, 4 * DOWNSCALE_S) as servers:
+    with long_streams(cluster, texts, 2, 4 * DOWNSCALE_S) as servers:
         wait_for(lambda: cluster.log.read_text().count(LEAVES) > before, 120)
         assert all(cluster.metric(server, STATES[0]) for server in servers)
-        assert all_are_answered(cluster)
+        assert all_are_answered(cluster, TARGET - 2)  # with the streams, one replica's worth
     wait_for(lambda: len(cluster.servers()) == 1)
     assert cluster.servers()[0] in servers
-    assert all_are_answered(cluster)
+    assert all_are_answered(cluster, 2)
 
 
-def all_are_answered(cluster: Cluster) -> bool:
-    """Whether several short requests at once are."""
-    with ThreadPoolExecutor(6) as pool:
-        asked = [pool.submit(cluster.ask, "acme", f"{n} {time.time()} {TEXT}") for n in range(6)]
-        return [each.result().status_code for each in asked] == [200] * 6
+def all_are_answered(cluster: Cluster, count: int) -> bool:
+    """Whether so many short requests at once are."""
+    prompts = [f"{number} {time.time()} {TEXT}" for number in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        asked = [pool.submit(cluster.ask, "acme", each, ignore_eos=True) for each in prompts]
+        return [each.result().status_code for each in asked] == [200] * count
+
+
+def answered(cluster: Cluster, server: psutil.Process) -> float:
+    """How many requests a server has answered to their last token."""
+    return cluster.metric(server, "vllm:request_success_total", finished_reason="length")
