@@ -159,7 +159,7 @@ def test_the_commands_that_ask_whether_a_model_fits_are_whole(monkeypatch):
     monkeypatch.setattr(fit, "command", double, raising=False)  # the real one imports vLLM
     pages = "\n".join([README, (ROOT / "docs" / "models.md").read_text()])
     asked = re.findall(r"^    vllm-metal (fit .*)$", pages, re.MULTILINE)
-    assert len(asked) == 2
+    assert len(asked) == 3
     for arguments in asked:
         assert cli.main(arguments.split()) == 0
     for args in taken:

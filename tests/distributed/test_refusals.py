@@ -2,9 +2,11 @@
 """What several ranks of one model do not do is refused by name, however the model is divided."""
 
 import pytest
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
 LAYERS, HEADS = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 3}  # of 9 heads
+PEERS = KVTransferConfig(kv_connector="MetalKVConnector", kv_role="kv_both")
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 2}
 
 
@@ -33,7 +35,7 @@ def configure(model, options):
         ({"enable_lora": True}, "--enable-lora {said} "),
         ({"enable_sleep_mode": True}, "--enable-sleep-mode {said}"),
         ({"runner": "pooling"}, "--runner pooling {said} "),
-        ({"additional_config": {"prefix_cache_dir": "/nowhere"}}, "a prefix cache on disk, {said}"),
+        ({"kv_transfer_config": PEERS}, "--kv-transfer-config, or a prefix cache on disk, {said}"),
     ],
 )
 def test_a_setting_is_named_once_with_the_ways_of_dividing(model, ranks, said, options, named):
