@@ -6,9 +6,11 @@ from models import published
 from models.plain import FAMILIES
 from models.recurrent import FAMILIES as OF_STATES
 from models.recurrent import write_model
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
 LAYERS, HEADS = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 3}  # of 9 heads
+PEERS = KVTransferConfig(kv_connector="MetalKVConnector", kv_role="kv_both")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 2}
 
@@ -47,7 +49,7 @@ def configure(model, **options):
         ({"enable_lora": True}, "--enable-lora {said} "),
         ({"enable_sleep_mode": True}, "--enable-sleep-mode {said}"),
         ({"runner": "pooling"}, "--runner pooling {said} "),
-        ({"additional_config": {"prefix_cache_dir": "/nowhere"}}, "a prefix cache on disk, {said}"),
+        ({"kv_transfer_config": PEERS}, "--kv-transfer-config, or a prefix cache on disk, {said}"),
     ],
 )
 def test_a_setting_is_named_once_with_the_ways_of_dividing(model, ranks, said, options, named):

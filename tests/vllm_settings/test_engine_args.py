@@ -103,7 +103,6 @@ BESIDE = {
     "data_parallel_rank": {"data_parallel_size": 2},
     "data_parallel_external_lb": {"data_parallel_size": 2},
     "data_parallel_backend": {"data_parallel_size": 2},
-    "data_parallel_hybrid_lb": {"data_parallel_size": 3, "data_parallel_size_local": 2},
     "per_request_spec_decode_metrics": {"spec_method": "ngram", "spec_tokens": 2},
 }
 #: A value of each that vLLM's own code reads, as it arrives; (given, arrived) where they differ.
@@ -146,7 +145,6 @@ PASSED_ON = {
     "profiler_config": ({"profiler": "torch", "torch_profiler_dir": "/somewhere"}, "torch"),
     "performance_mode": "throughput",
     "shutdown_timeout": 7,
-    "data_parallel_hybrid_lb": True,
 }
 
 
