@@ -6,10 +6,13 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 
 import pytest
 
 from vllm_metal.distributed import heartbeat
+
+_GONE = 2**22 + 1  # no process has this number: it is above Linux's and macOS's largest
 
 
 class Board:
@@ -43,6 +46,7 @@ def three():
         thread.join(10)
     lost = {rank: queue.Queue() for rank in range(3)}
     for rank, beat in joined.items():
+        beat.pids = dict.fromkeys(range(3), _GONE)
         beat.lost, beat.interval_s, beat.silence_s = lost[rank].put, 0.05, 0.4
     yield joined, lost
     for beat in joined.values():
@@ -72,6 +76,54 @@ def test_a_silent_rank_of_this_machine_is_killed(three):
         joined[1].start()
         assert "rank 2" in lost[0].get(timeout=10)
         assert other.wait(10) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("way", ["ends", "says nothing"])
+def test_the_loss_of_a_rank_of_another_machine_ends_the_engine(three, way):
+    """vLLM's executor would wait for its answer; one of this machine it hears of by itself."""
+    joined, lost = three
+    left = queue.Queue()
+    joined[0].leave = lambda: left.put("left")
+    joined[0].pids = {0: _GONE, 1: _GONE}
+    joined[0].start()
+    joined[1].start()
+    if way == "ends":
+        joined[2].peers[0].close()
+    assert "rank 2" in lost[0].get(timeout=10)
+    assert left.get(timeout=10) == "left"
+
+
+def test_the_loss_of_a_rank_of_this_machine_leaves_the_engine_to_vllm(three):
+    joined, lost = three
+    left = queue.Queue()
+    joined[0].leave = lambda: left.put("left")
+    joined[0].start()
+    joined[1].start()
+    joined[2].peers[0].close()
+    assert "rank 2" in lost[0].get(timeout=10)
+    assert left.empty()
+
+
+def test_beats_that_came_while_this_rank_had_no_processor_count(three, monkeypatch):
+    """Its thread stands still for longer than a silence, between what it reads and what it says."""
+    joined, lost = three
+
+    class Stalling(heartbeat.selectors.DefaultSelector):
+        def select(self, timeout=None):
+            found = super().select(0)
+            if threading.current_thread() not in others:
+                time.sleep(1.2)
+            return found
+
+    joined[1].silence_s = joined[2].silence_s = 60.0
+    joined[1].start()
+    joined[2].start()
+    others = set(threading.enumerate())
+    monkeypatch.setattr(heartbeat.selectors, "DefaultSelector", Stalling)
+    joined[0].silence_s = 1.0
+    joined[0].start()
+    with pytest.raises(queue.Empty):
+        lost[0].get(timeout=4)
 
 
 def test_the_end_of_rank_0_reaches_all(three):

@@ -51,6 +51,21 @@ def test_a_rank_on_each_of_two_hosts(model, tmp_path, shape):
             dense.check(PROMPTS[1], ranks.tokens(server.url, PROMPTS[1]))
 
 
+def test_the_rank_of_the_second_host_is_killed(model, tmp_path, shape):
+    network.need_hosts()
+    with (
+        network.hosts(2) as pair,
+        ranks.on_two_hosts((model, model), pair, shape, tmp_path) as (server, processes),
+    ):
+        ranks.wait_until_healthy(server, processes)
+        waiting = ranks.clients(server)
+        since = time.monotonic()
+        pair[1].kill()
+        ranks.all_hear(waiting, since)
+        for process in processes:
+            process.wait(60)
+
+
 def _refused(pair, models, shape, folder, environments=({}, {})):
     """What each of both says of the difference; neither starts."""
     with ranks.on_two_hosts(models, pair, shape, folder, environments) as (_, processes):

@@ -41,7 +41,8 @@ def end_process(reason: str) -> None:
 def end_engine() -> None:
     """Kills the process of the server's engine that this worker is of.
 
-    vLLM's executor in it would wait for a machine that is silent, and clients for the engine.
+    vLLM's executor in it would wait minutes for what a rank of another machine answers, whether or
+    not that is there, and clients for the engine.
     """
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None and parent.name.startswith("EngineCore"):
@@ -54,13 +55,15 @@ class Heartbeat:
 
     peers: open connections, by rank. lost: called once, with what happened, in the thread.
     pids: processes of ranks on this machine, by rank. One that is silent is killed: vLLM's executor
-    waits for it to end before it says anything. Where one of another machine is, so is the engine.
+    waits for it to end before it says anything.
+    leave: called before `lost` where a rank of another machine is lost.
     interval_s, silence_s: see INTERVAL_S, SILENCE_S.
     """
 
     peers: Mapping[int, socket.socket]
     lost: Callable[[str], object] = end_process
     pids: Mapping[int, int] = field(default_factory=dict)
+    leave: Callable[[], object] = end_engine
     interval_s: float = INTERVAL_S
     silence_s: float = SILENCE_S
     _closing: threading.Event = field(default_factory=threading.Event)
@@ -82,11 +85,16 @@ class Heartbeat:
             peer.close()
 
     def _run(self) -> None:
-        if (reason := self._watch()) is not None and not self._closing.is_set():
-            self.lost(reason)
+        lost = self._watch()
+        if lost is None or self._closing.is_set():
+            return
+        rank, reason = lost
+        if rank not in self.pids:
+            self.leave()
+        self.lost(reason)
 
-    def _watch(self) -> str | None:
-        """What was lost; None where this rank ends as it should."""
+    def _watch(self) -> tuple[int, str] | None:
+        """The rank that was lost, and how; None where this rank ends as it should."""
         heard = dict.fromkeys(self.peers, time.monotonic())
         with selectors.DefaultSelector() as selector:
             for rank, peer in self.peers.items():
@@ -97,32 +105,32 @@ class Heartbeat:
                 now = time.monotonic()
                 if now >= due:
                     due = now + self.interval_s
-                    if (reason := self._beat()) is not None:
-                        return reason
+                    if (lost := self._beat()) is not None:
+                        return lost
                 for key, _ in selector.select(max(min(due - now, 0.2), 0)):
                     if (reason := self._hear(key.data, heard)) is not None:
-                        return reason
+                        return key.data, reason
                 for rank, at in heard.items():
-                    if time.monotonic() - at > self.silence_s:
+                    # What came until `now` was read behind it. This thread may get no processor
+                    # for long: what has come meanwhile is not known yet.
+                    if now - at > self.silence_s:
                         self._end_silence(rank)
-                        return f"rank {rank} has been silent for {self.silence_s:g} s"
+                        return rank, f"rank {rank} has been silent for {self.silence_s:g} s"
         return None
 
     def _end_silence(self, rank: int) -> None:
-        if rank not in self.pids:
-            end_engine()
-            return
-        with suppress(ProcessLookupError):
-            os.kill(self.pids[rank], signal.SIGKILL)
+        if rank in self.pids:
+            with suppress(ProcessLookupError):
+                os.kill(self.pids[rank], signal.SIGKILL)
 
-    def _beat(self) -> str | None:
+    def _beat(self) -> tuple[int, str] | None:
         for rank, peer in self.peers.items():
             try:
                 peer.send(_BEAT)
             except BlockingIOError:
                 continue  # its buffer is full: it will have been silent, too
             except OSError as error:
-                return f"rank {rank} is gone: {error}"
+                return rank, f"rank {rank} is gone: {error}"
         return None
 
     def _hear(self, rank: int, heard: dict[int, float]) -> str | None:
