@@ -96,7 +96,6 @@ EXAMPLES = {
             "tests/commands/test_cache.py": "a command of this store alone",
             "tests/commands/test_tenants.py": "a command that removes a tenant's pages from it",
             "tests/platform/test_refusals.py": "one setting of several",
-            "tests/distributed/test_refusals.py": "likewise",
             "vllm_metal/commands/": "messages that name the setting",
             "vllm_metal/platform/refusals.py": "likewise",
             "vllm_metal/kv_transfer/config.py": "likewise",
