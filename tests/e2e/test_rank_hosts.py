@@ -8,6 +8,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 import pytest
 from e2e import ranks
 from e2e.fuzz.models import VOCAB
@@ -51,7 +52,12 @@ def test_a_rank_on_each_of_two_hosts(model, tmp_path, shape):
             dense.check(PROMPTS[1], ranks.tokens(server.url, PROMPTS[1]))
 
 
-def test_the_rank_of_the_second_host_is_killed(model, tmp_path, shape):
+def is_worker(process):
+    return "VLLM::Worker" in " ".join(process.cmdline())
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_rank_of_one_host_is_killed(model, tmp_path, shape, killed):
     network.need_hosts()
     with (
         network.hosts(2) as pair,
@@ -60,7 +66,11 @@ def test_the_rank_of_the_second_host_is_killed(model, tmp_path, shape):
         ranks.wait_until_healthy(server, processes)
         waiting = ranks.clients(server)
         since = time.monotonic()
-        pair[1].kill()
+        if killed:
+            pair[1].kill()  # and its launcher
+        else:
+            (worker,) = [each for each in map(psutil.Process, pair[0].pids()) if is_worker(each)]
+            worker.kill()  # the server stays
         ranks.all_hear(waiting, since)
         for process in processes:
             process.wait(60)

@@ -8,6 +8,8 @@ from functools import partial
 import pytest
 import torch
 from commands.fit.models import settings, write
+from models.plain import FAMILIES
+from models.recurrent import write_model
 from peaks import least_peak
 
 from vllm_metal.commands.cli import main
@@ -128,9 +130,9 @@ def test_what_cannot_be_is_one_line(llama, capsys, options, message):
 
 
 def test_a_family_that_the_engine_does_not_divide_is_refused_in_its_words(tmp_path, capsys):
-    model = str(write(tmp_path, "starcoder2"))
+    model = write_model(FAMILIES["afm7"], tmp_path / "afm7")
     assert main(["fit", model, "--memory", "16GB", "--pipeline-parallel-size", "2"]) == 1
-    assert "--pipeline-parallel-size of model_type 'starcoder2' (" in capsys.readouterr().err
+    assert "--pipeline-parallel-size of model_type 'afm7' (" in capsys.readouterr().err
 
 
 @pytest.mark.more
