@@ -9,6 +9,7 @@ import pytest
 import torch
 from commands.fit.models import settings, write
 from models.plain import FAMILIES
+from models.recurrent import FAMILIES as OF_STATES
 from models.recurrent import write_model
 from peaks import least_peak
 
@@ -133,6 +134,13 @@ def test_a_family_that_the_engine_does_not_divide_is_refused_in_its_words(tmp_pa
     model = write_model(FAMILIES["afm7"], tmp_path / "afm7")
     assert main(["fit", model, "--memory", "16GB", "--pipeline-parallel-size", "2"]) == 1
     assert "--pipeline-parallel-size of model_type 'afm7' (" in capsys.readouterr().err
+
+
+def test_drafts_beside_states_are_refused_by_layers(tmp_path, capsys):
+    model = write_model(OF_STATES["qwen3_next"], tmp_path / "qwen3_next")
+    ranks = ("--memory", "16GB", "--pipeline-parallel-size", "2")
+    assert main(["fit", model, *ranks, "--num-speculative-tokens", "2"]) == 1
+    assert "--num-speculative-tokens with --pipeline-parallel-size" in capsys.readouterr().err
 
 
 @pytest.mark.more

@@ -151,7 +151,7 @@ def _check(asked: Question) -> None:
         raise ValueError(f"{requests} requests at once need --max-num-batched-tokens {requests}")
     if asked.runner == "pooling" and args.num_speculative_tokens:
         raise ValueError("--num-speculative-tokens with --runner pooling: nothing is sampled")
-    asked.layout.check(asked.content["model_type"])
+    asked.layout.check(asked.content["model_type"], args.num_speculative_tokens or 0)
 
 
 def _part(asked: Question, stage: int, ring: Any) -> Part:

@@ -66,14 +66,21 @@ class Layout:
         """The ranks that have a stage's layers, as vLLM counts them."""
         return range(stage * self.heads, (stage + 1) * self.heads)
 
-    def check(self, model_type: str) -> None:
-        """Refuses a family whose layers the engine does not divide.
+    def check(self, model_type: str, num_drafts: int) -> None:
+        """Refuses a family whose layers the engine does not divide, or not with drafts.
 
         Raises:
             ValueError: it is one.
         """
-        if self.stages > 1 and (reason := staged_families.refusal(model_type)) is not None:
+        if self.stages == 1:
+            return
+        if (reason := staged_families.refusal(model_type)) is not None:
             raise ValueError(f"{_LAYERS} of {reason}")
+        if num_drafts and staged_families.keeps_states(model_type):
+            raise ValueError(
+                f"--num-speculative-tokens with {_LAYERS}, of a model whose layers keep states, is "
+                "not supported"
+            )
 
     def stage_of(self, stage: int) -> Callable[[int], Stage] | None:
         """From the number of a model's layers to those of a stage; None: all are."""
