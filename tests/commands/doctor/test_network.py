@@ -74,6 +74,7 @@ def test_the_first_machine_is_this_one_or_answers_or_does_not(monkeypatch):
         raise OSError(errno.EHOSTUNREACH, "No route to host")
 
     monkeypatch.setattr(socket, "create_connection", unreachable)
+    monkeypatch.setattr("sys.platform", "linux")
     found = check_first(elsewhere, "10.0.0.1", 29501)
     assert found.status == "failed" and "EHOSTUNREACH" in found.seen
     assert "Local Network" not in found.advice
