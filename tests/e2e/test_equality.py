@@ -97,9 +97,15 @@ GEMMA_NUM_BLOCKS = 600
 
 @pytest.mark.more
 @pytest.mark.parametrize(
-    "caching", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["caching", "plain"]
+    ("caching", "passes"),
+    [
+        (True, 1),
+        pytest.param(True, 2, marks=pytest.mark.slow),
+        pytest.param(False, 1, marks=pytest.mark.slow),
+    ],
+    ids=["cold", "warm", "plain"],
 )
-def test_window_layers_past_their_window(gemma3, caching):
+def test_window_layers_past_their_window(gemma3, caching, passes):
     prompts = make_prompts(text_tokens(gemma3), 16, 700)
     prompts += [prompt[: 560 + 20 * i] for i, prompt in enumerate([prompts[1]] * 4)]
     assert sum(len(prompt) > 512 for prompt in prompts) >= 5
@@ -107,11 +113,12 @@ def test_window_layers_past_their_window(gemma3, caching):
         gemma3,
         Dense(gemma3),
         prompts,
-        passes=1 + caching,
+        passes=passes,
         num_gpu_blocks_override=GEMMA_NUM_BLOCKS,
         enable_prefix_caching=caching,
         async_scheduling=True,
     )
     hits = [counts["vllm:prefix_cache_hits"] for counts in seen]
     assert seen[0]["vllm:num_preemptions"] > 0
-    assert (hits[1] > hits[0] > 0) if caching else hits == [0]
+    assert hits[0] > 0 if caching else hits == [0]
+    assert passes == 1 or hits[1] > hits[0]

@@ -97,7 +97,7 @@ def test_prompt_lookup_of_two_layers(short):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("method", ["eagle", "medusa"])
+@pytest.mark.parametrize("method", ["eagle", pytest.param("medusa", marks=pytest.mark.slow)])
 def test_a_head_on_hidden_states(smollm2, dense, fitted, method):
     serve_and_check(
         smollm2,

@@ -400,7 +400,7 @@ def test_a_tenant_that_is_added_again_gets_nothing_of_the_old_one(tenants, folde
     assert tenants.metric("vllm:prefix_cache_disk_read_bytes_total") == read
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_1000_mixed_requests_get_no_wrong_answer(tenants):
     """Against the engine, which is asked for each kind of request with its cache left out."""
     rng, truth = random.Random(14), {}
