@@ -39,7 +39,7 @@ ifeq ($(PLATFORM),linux)
 demo bench: export VLLM_METAL_DEVICE := cpu
 endif
 
-.PHONY: help setup setup-dev demo test test-more test-slow fuzz vllm-tests lint format bench dist lock check-locks clean distclean
+.PHONY: help setup setup-dev demo test test-more test-slow test-fresh fuzz vllm-tests lint format bench dist lock check-locks clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -63,8 +63,12 @@ demo: $(USERS_STAMP)  ## serve a small model and talk to it (on Linux: MLX's CPU
 # Files are dealt to the workers, the long ones first (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: lint  ## the one test command: lint, types, tests
-	$(PYTEST) $(PYTEST_ARGS)
+# Lint runs beside the tests, says nothing where all is well, and fails the command as well.
+test: $(STAMP)  ## the one test command: lint, types, tests
+	@said=$$(mktemp); $(MAKE) --no-print-directory lint >"$$said" 2>&1 & lint=$$!; \
+	$(PYTEST) $(PYTEST_ARGS); tests=$$?; \
+	wait $$lint; linted=$$?; [ $$linted = 0 ] || cat "$$said"; rm -f "$$said"; \
+	exit $$((tests ? tests : linted))
 
 test-more: $(STAMP)  ## what CI runs besides: the rest of the end-to-end tests
 	$(PYTEST) -m 'more and not slow' $(PYTEST_ARGS)
@@ -91,6 +95,9 @@ test-darwin: $(STAMP)  ## those that read the platform, under a double of macOS 
 	$(BIN)/python tests/darwin/run.py -m pytest -n $(PYTEST_WORKERS) --dist loadfile \
 		--no-loadscope-reorder \
 		-m 'not slow' $(PYTEST_ARGS) $(DARWIN_TESTS)
+
+test-fresh: $(STAMP)  ## property tests with examples that no run has drawn before
+	$(PYTEST) -m 'hypothesis and not slow' --hypothesis-profile fresh $(PYTEST_ARGS)
 
 fuzz: $(STAMP)  ## random traffic on the real engine, 10 000 requests
 	PYTHONPATH=tests $(BIN)/python -m e2e.fuzz $(FUZZ)

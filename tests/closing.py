@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run of tests says of itself: who shares the files, what was skipped, how long it took."""
+"""What a run of tests says of itself: workers, verdict, skips, time, and the largest files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,8 +15,101 @@ import pytest
 GIB = 2**30
 #: Memory that a worker may take with all it starts: the most that a file took was 3.4 GiB.
 WORKER_BYTES = 4 * GIB
+#: Where control groups are mounted, and the one of this process.
+CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+#: User and system seconds of a file, as a worker counts them for the controller.
+SPENT = "processor_seconds"
 _BEGUN = time.monotonic()
 _SHOWN = 10
+_VERDICTS = ("passed", "failed", "error", "skipped")
+
+
+class Costs:
+    """Processor seconds by file, of this process and of the children that it has waited for."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self._before = 0.0
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection(self):
+        found = yield
+        self._count("collection")
+        return found
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item):
+        done = yield
+        self._count(item.nodeid.partition("::")[0])
+        return done
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        self._count("the end")
+        if (output := getattr(session.config, "workeroutput", None)) is not None:
+            output[SPENT] = dict(self.seconds)
+
+    def pytest_testnodedown(self, node, error) -> None:
+        self.seconds.update(getattr(node, "workeroutput", {}).get(SPENT, {}))
+
+    def _count(self, name: str) -> None:
+        now = sum(os.times()[:4])
+        self.seconds[name] += now - self._before
+        self._before = now
+
+
+def cores(cgroups: Path = CGROUPS, own: Path = OWN) -> int:
+    """Cores that this process may keep busy: of its affinity, and of its control groups' quotas."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    quotas = [
+        int(used) / int(period)
+        for used, period in _quotas(cgroups, own)
+        if used.isdigit() and int(period)
+    ]
+    return max(1, int(min([there or 1, *quotas])))
+
+
+def _quotas(cgroups: Path, own: Path) -> Iterable[tuple[str, str]]:
+    """Microseconds of every control group above this process, and of what period; "max" or "-1":
+    without a limit."""
+    for folder in _groups(cgroups, own, "cpu"):
+        if both := _read(folder / "cpu.max").split():
+            yield both[0], both[1]
+        if quota := _read(folder / "cpu.cfs_quota_us"):
+            yield quota, _read(folder / "cpu.cfs_period_us") or "100000"
+
+
+def free_bytes(cgroups: Path = CGROUPS, own: Path = OWN) -> int:
+    """Bytes that this process can still get: of the machine, and of its control groups' limits."""
+    found = [psutil.virtual_memory().available]
+    for folder in _groups(cgroups, own, "memory"):
+        for limit, used in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            if (most := _read(folder / limit)).isdigit():
+                files = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+                held = int(_read(folder / used) or 0) - int(files.get("inactive_file", 0))
+                found.append(max(0, int(most) - held))
+    return min(found)
+
+
+def _groups(cgroups: Path, own: Path, controller: str) -> list[Path]:
+    """Folders of this process's control group and of those above it, of both versions of them."""
+    found = []
+    for line in _read(own).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            mount = cgroups / controller if controllers else cgroups
+            folder = mount / path.lstrip("/")
+            found += [each for each in (folder, *folder.parents) if each.is_relative_to(mount)]
+    return found
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
 
 
 def num_workers(cores: int, free_bytes: int) -> int:
@@ -25,8 +119,7 @@ def num_workers(cores: int, free_bytes: int) -> int:
 
 def pytest_xdist_auto_num_workers() -> int:
     """`-n auto`, which is what the commands of the Makefile ask for."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return num_workers(cores or 1, psutil.virtual_memory().available)
+    return num_workers(cores(), free_bytes())
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -40,12 +133,14 @@ def reported(terminalreporter: pytest.TerminalReporter) -> list[pytest.TestRepor
     return [report for report in reports if isinstance(report, pytest.TestReport)]
 
 
-def say_what_ran(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints how long the run took, the reasons of what was skipped, and the longest files."""
-    skipped = terminalreporter.stats.get("skipped", [])
+def say_what_ran(terminalreporter: pytest.TerminalReporter, costs: Costs) -> None:
+    """Prints the verdict, how long the run took, why tests were skipped, and the largest files."""
+    counts = {name: len(terminalreporter.stats.get(name, [])) for name in _VERDICTS}
     minutes = (time.monotonic() - _BEGUN) / 60
-    terminalreporter.section(f"{minutes:.1f} minutes, {len(skipped)} skipped")
-    for line in left_out(skipped) + longest(reported(terminalreporter)):
+    said = ", ".join(f"{count} {name}" for name, count in counts.items())
+    terminalreporter.section(f"{said} in {minutes:.1f} minutes")
+    skipped = terminalreporter.stats.get("skipped", [])
+    for line in left_out(skipped) + largest(costs.seconds):
         terminalreporter.write_line(line)
 
 
@@ -59,10 +154,7 @@ def left_out(skipped: Iterable[pytest.TestReport]) -> list[str]:
     return [f"{count} skipped: {reason}" for reason, count in reasons.most_common()]
 
 
-def longest(reports: Iterable[pytest.TestReport]) -> list[str]:
-    """The files that took longest, fixtures included, and all of them together."""
-    seconds: Counter[str] = Counter()
-    for report in reports:
-        seconds[report.nodeid.partition("::")[0]] += report.duration
+def largest(seconds: Counter[str]) -> list[str]:
+    """The files that took most of the processors, and all of them together."""
     lines = [f"{took:6.1f} s  {file}" for file, took in seconds.most_common(_SHOWN)]
-    return [*lines, f"{seconds.total():6.1f} s  {len(seconds)} files, one after the other"]
+    return [*lines, f"{seconds.total():6.1f} s  user + sys of all {len(seconds)}"]

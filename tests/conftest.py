@@ -1,39 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before anything imports MLX: its CPU device at full precision, and no network."""
+"""Before anything imports MLX: its CPU device at full precision, no network, a folder of the run."""
 
 import gc
 import os
+import shutil
 import signal
+import tempfile
+from pathlib import Path
 
+import hypothesis
 import pytest
 from closing import (  # pytest finds its hooks here
+    Costs,
+    cores,
     pytest_report_header,  # noqa: F401
     pytest_xdist_auto_num_workers,  # noqa: F401
-    reported,
     say_what_ran,
 )
 from cpu import use_cpu
-from models.left_out import LEFT_OUT
-from selection import COLLECTED, LONG_FIRST, TESTS
+from hypothesis.internal.conjecture import providers
+
+TESTS = Path(__file__).parent
+#: Folders of files that take a minute or so, which workers had better not get last.
+LONG_FIRST = ("e2e", "upstream", "darwin", "commands")
+COSTS = Costs()
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # xdist's workers share the cores. A BLAS that takes them all in each worker mostly waits for its
 # threads: two workers on two cores took three times the processor time of one thread each.
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
-    threads = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    threads = cores() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+# Nothing that an earlier run, or the user, has kept is read, and nothing is left behind. Workers
+# inherit the folder, so that what one of them compiled serves the others.
+RUN_FOLDER = None
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    RUN_FOLDER = tempfile.mkdtemp(prefix="vllm-metal-tests-")
+    os.environ["VLLM_METAL_CACHE"] = f"{RUN_FOLDER}/vllm-metal"
+    os.environ["XDG_CACHE_HOME"] = os.environ["XDG_CONFIG_HOME"] = RUN_FOLDER
+    os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = f"{RUN_FOLDER}/hypothesis"
 use_cpu()
 # What a shell starts in the background ignores Ctrl-C, and so would all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Property tests draw the same examples in every run. By night `--hypothesis-profile fresh` draws
+# others; what they find becomes an explicit example beside the fix.
+_SLOW = [hypothesis.HealthCheck.too_slow]  # by the clock
+hypothesis.settings.register_profile(
+    "same",
+    max_examples=50,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=_SLOW,
+)
+hypothesis.settings.register_profile(
+    "fresh", parent=hypothesis.settings.get_profile("same"), derandomize=False, print_blob=True
+)
+hypothesis.settings.load_profile("same")
+# It also draws constants that stand in the modules that happen to be loaded, which depend on the
+# tests before.
+providers.is_local_module_file = lambda _: False
+
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps what was collected, before a command selects, and deals long files out first."""
-    config.stash[COLLECTED] = list(items)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Deals long files out first."""
     items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in LONG_FIRST)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(COSTS)
+
+
+def pytest_unconfigure() -> None:
+    if RUN_FOLDER is not None:
+        shutil.rmtree(RUN_FOLDER, ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:
@@ -49,11 +93,4 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Names what no run compares with transformers, after one that compares all the rest; then how
-    long it took, and what was skipped."""
-    nodes = [report.nodeid for report in reported(terminalreporter)]
-    if any("models/test_published_config.py" in node for node in nodes):
-        terminalreporter.section("families without a small model of transformers'")
-        for name, reason in LEFT_OUT.items():
-            terminalreporter.write_line(f"{name}: {reason}")
-    say_what_ran(terminalreporter)
+    say_what_ran(terminalreporter, COSTS)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the floors of docs/structure.md and what every module imports, and finds broken rules.
-
-A floor is a heading of the page, `**folder** — what it is`, with a line for each module under it:
-"- `path` — what it is". The page lists the lowest floor first.
-"""
+"""Reads what every module imports, and finds imports that break the order of the folders."""
 
 from __future__ import annotations
 
@@ -17,6 +13,22 @@ from pathlib import Path
 
 #: Packages, and the folders that hold them.
 PACKAGES = {"vllm_metal": "", "metal_kernels": "", "metal_interpreter": "interpreter"}
+#: Folders from the lowest up: a module imports from its own and from lower ones.
+FLOORS = (
+    "metal_kernels",
+    "metal_kernels/selfcheck",
+    "metal_kernels/tuner",
+    "interpreter/metal_interpreter",
+    *(
+        f"vllm_metal/{room}"
+        for room in (
+            *("settings", "device", "vllm_patches", "mlx_patches", "metrics", "kv_cache"),
+            *("attention", "sample", "batch", "gguf", "models", "memory", "lora", "pooling"),
+            *("vision", "spec_decode", "kv_transfer", "distributed", "encoders", "worker"),
+            *("serving", "platform", "commands"),
+        )
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -37,22 +49,7 @@ class Tree:
     """A checkout, whose files are named by their paths below it."""
 
     root: Path
-
-    @cached_property
-    def floors(self) -> dict[str, list[str]]:
-        """Modules by floor, lowest first, as the page lists them."""
-        found: dict[str, list[str]] = {}
-        floor = None
-        for line in (self.root / "docs" / "structure.md").read_text().splitlines():
-            if heading := re.match(r"\*\*([^*]+)\*\*", line):
-                floor = heading.group(1)
-                assert floor not in found, f"{floor} is there twice"
-                found[floor] = []
-            elif line.startswith("## "):
-                floor = None
-            elif floor is not None and (listed := re.match(r"- `([^`]+\.py)` — ", line)):
-                found[floor].append(listed.group(1))
-        return found
+    floors: tuple[str, ...] = FLOORS
 
     @cached_property
     def files(self) -> list[str]:
@@ -68,26 +65,22 @@ class Tree:
         """Every file of the tests."""
         return sorted(str(path.relative_to(self.root)) for path in self.root.glob("tests/**/*.py"))
 
-    def modules(self) -> list[str]:
-        """Files that the page lists: all but `__init__.py`."""
-        return [file for file in self.files if Path(file).name != "__init__.py"]
-
-    def folder_of(self, floor: str) -> str:
-        """The folder that a heading names, from the root or below vllm_metal."""
-        return floor if (self.root / floor).is_dir() else f"vllm_metal/{floor}"
-
     def floor_of(self, file: str) -> str:
         """The floor of a file's folder; the top one where it has none (vllm_metal/__init__.py)."""
-        within = [f for f in self.floors if file.startswith(f"{self.folder_of(f)}/")]
-        return max(within, key=len, default=[*self.floors][-1])
+        within = [floor for floor in self.floors if file.startswith(f"{floor}/")]
+        return max(within, key=len, default=self.floors[-1])
 
     @cached_property
     def imports(self) -> list[Import]:
         """What our modules import of each other, wherever they do."""
         return [found for file in self.files for found in self._imports_of(file)]
 
+    @cached_property
+    def _parsed(self) -> dict[str, ast.Module]:
+        return {file: ast.parse((self.root / file).read_text()) for file in self.files}
+
     def parsed(self, file: str) -> ast.Module:
-        return ast.parse((self.root / file).read_text())
+        return self._parsed.get(file) or ast.parse((self.root / file).read_text())
 
     def _imports_of(self, file: str) -> Iterator[Import]:
         for node, when in _placed(self.parsed(file), "import"):
@@ -123,10 +116,12 @@ class Tree:
 
 
 def _placed(node: ast.AST, when: str) -> Iterator[tuple[ast.AST, str]]:
-    """Every node below one, and when it is run: at import, in a call, or for types alone."""
+    """Every statement below one, and when it is run: at import, in a call, or for types alone."""
     for child in ast.iter_child_nodes(node):
         inner = when
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+        if isinstance(child, ast.expr):
+            continue
+        if isinstance(child, ast.If) and _dotted(child.test).endswith("TYPE_CHECKING"):
             inner = "types"
         elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and when == "import":
             inner = "call"
@@ -134,16 +129,23 @@ def _placed(node: ast.AST, when: str) -> Iterator[tuple[ast.AST, str]]:
         yield from _placed(child, inner)
 
 
+def _dotted(node: ast.expr) -> str:
+    """A dotted name; what is not a name counts as nothing before its dot."""
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def misplaced(tree: Tree) -> list[str]:
-    """Floors that list a module of another folder, and modules right below vllm_metal."""
+    """Modules outside every floor, and floors without a module."""
+    homes = {file: [f for f in tree.floors if file.startswith(f"{f}/")] for file in tree.files}
     found = [
-        f"{file} stands on the floor {floor}"
-        for floor, files in tree.floors.items()
-        for file in files
-        if tree.floor_of(file) != floor
+        f"{file} is in no folder of FLOORS"
+        for file, within in homes.items()
+        if not within and Path(file).name != "__init__.py"
     ]
-    loose = [file for file in tree.modules() if re.fullmatch(r"vllm_metal/[^/]+", file)]
-    return found + [f"{file} belongs in a folder of vllm_metal" for file in loose]
+    used = {floor for within in homes.values() for floor in within}
+    return found + [f"{floor} has no module" for floor in tree.floors if floor not in used]
 
 
 def upward(tree: Tree) -> list[Import]:
@@ -248,13 +250,14 @@ def _private_uses(node: ast.AST, owned: set[str], theirs: set[str]) -> list[str]
         theirs: those of them that the test's file does not define.
     """
     if isinstance(node, ast.Attribute):
-        others = owned if ast.unparse(node.value) == "super()" else theirs
+        of_super = isinstance(node.value, ast.Call) and _dotted(node.value.func) == "super"
+        others = owned if of_super else theirs
         return [ast.unparse(node)] if node.attr in others else []
     if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
         names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
         return [name for name in names if re.match(r"_[^_]", name)]
     if isinstance(node, ast.Call) and re.search(
-        r"(set|del|get|has)attr$|patch", ast.unparse(node.func)
+        r"(set|del|get|has)attr$|patch", _dotted(node.func)
     ):
         given = [each.value for each in node.args if isinstance(each, ast.Constant)]
         names = [name for name in given if isinstance(name, str) and re.fullmatch(r"[\w.]+", name)]

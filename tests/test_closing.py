@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers fit the cores and the memory; last lines say what was skipped and what took long."""
+"""Workers fit the cores and the memory; last lines have verdict, skips and the largest files."""
 
 import os
 import re
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from closing import GIB, num_workers
+from closing import GIB, cores, free_bytes, num_workers
 
 TESTS = Path(__file__).parent
 
@@ -21,15 +21,68 @@ def test_workers_are_as_many_as_cores_and_free_memory_allow(cores, gib, workers)
     assert num_workers(cores, int(gib * GIB)) == workers
 
 
+def groups(folder, own, **files):
+    """Control groups as Linux shows them: files by "group:name"; (their root, this process's)."""
+    for where, text in files.items():
+        group, _, name = where.partition(":")
+        (folder / group).mkdir(parents=True, exist_ok=True)
+        (folder / group / name).write_text(text)
+    (folder / "own").write_text(own)
+    return folder, folder / "own"
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "found"),
+    [
+        ("0::/", {".:cpu.max": "150000 100000"}, 1),
+        ("0::/a/b", {"a:cpu.max": "100000 100000", "a/b:cpu.max": "max 100000"}, 1),
+        ("4:cpu,cpuacct:/a", {"cpu,cpuacct/a:cpu.cfs_quota_us": "-1"}, None),
+        ("4:cpu:/a", {"cpu/a:cpu.cfs_quota_us": "50000", "cpu/a:cpu.cfs_period_us": "50000"}, 1),
+        ("", {}, None),
+    ],
+)
+def test_cores_are_those_of_the_quota_too(tmp_path, own, files, found):
+    there = cores(tmp_path / "none", tmp_path / "none")
+    assert cores(*groups(tmp_path, own, **files)) == (found or there)
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "free"),
+    [
+        ("0::/a", {"a:memory.max": "9000", "a:memory.current": "5000"}, 4000),
+        (
+            "3:memory:/a",
+            {
+                "memory/a:memory.limit_in_bytes": "9000",
+                "memory/a:memory.usage_in_bytes": "8000",
+                "memory/a:memory.stat": "cache 3000\ninactive_file 2000",
+            },
+            3000,
+        ),
+        ("0::/a", {"a:memory.max": "1000", "a:memory.current": "5000"}, 0),
+    ],
+)
+def test_free_memory_is_that_of_the_limit(tmp_path, own, files, free):
+    assert free_bytes(*groups(tmp_path, own, **files)) == free
+
+
+def test_without_a_limit_free_memory_is_the_machine_s(tmp_path):
+    unlimited = groups(tmp_path, "0::/a", **{"a:memory.max": "max"})
+    assert free_bytes(*unlimited) > GIB // 8
+
+
 def test_a_run_says_who_shares_it_what_it_skipped_and_what_took_long(tmp_path):
     folder = tmp_path / "tests"
     folder.mkdir()
-    (folder / "test_long.py").write_text("import time\ndef test_it(): time.sleep(0.3)")
+    (folder / "test_busy.py").write_text("def test_it(): sum(range(10**7))")
     skipping = "import pytest\n@pytest.mark.parametrize('n', range(3))\ndef test_it(n):\n"
     (folder / "test_skipping.py").write_text(f"{skipping}    pytest.skip('no redis-server')")
     (folder / "conftest.py").write_text(
         "from closing import pytest_report_header, pytest_xdist_auto_num_workers\n"
-        "from closing import say_what_ran as pytest_terminal_summary\n"
+        "from closing import Costs, say_what_ran\n"
+        "costs = Costs()\n"
+        "def pytest_configure(config): config.pluginmanager.register(costs)\n"
+        "def pytest_terminal_summary(terminalreporter): say_what_ran(terminalreporter, costs)\n"
     )
     command = [sys.executable, "-m", "pytest", "-n", "auto", "tests"]
     environment = {
@@ -45,7 +98,8 @@ def test_a_run_says_who_shares_it_what_it_skipped_and_what_took_long(tmp_path):
     )
     assert done.returncode == 0, done.stdout
     assert re.search(r"^workers: \d+$", done.stdout, re.MULTILINE)
-    assert re.search(r"^=+ \d+\.\d minutes, 3 skipped =+$", done.stdout, re.MULTILINE)
+    verdict = r"^=+ 1 passed, 0 failed, 0 error, 3 skipped in \d+\.\d minutes =+$"
+    assert re.search(verdict, done.stdout, re.MULTILINE)
     assert "\n3 skipped: no redis-server\n" in done.stdout
-    assert re.search(r"^ +0\.\d s  tests/test_long\.py\n", done.stdout, re.MULTILINE)
-    assert re.search(r"^ +0\.\d s  2 files, one after the other$", done.stdout, re.MULTILINE)
+    assert re.search(r"^ +\d\.\d s  tests/test_busy\.py\n", done.stdout, re.MULTILINE)
+    assert re.search(r"^ +\d+\.\d s  user \+ sys of all 4$", done.stdout, re.MULTILINE)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mac import BUSY, FULL, IDLE, PAGE, Mac
 
@@ -34,7 +34,6 @@ def available(mac, own=0, **options):
         return ram.available(own)
 
 
-@settings(deadline=None)
 @given(macs())
 def test_no_page_is_counted_twice_and_no_figure_is_less_than_psutils(mac):
     """Free pages, files and what is purgeable whole; of the other anonymous pages half."""
@@ -48,7 +47,6 @@ def test_no_page_is_counted_twice_and_no_figure_is_less_than_psutils(mac):
         assert (whole + half) * PAGE - mac.ram / 100 - PAGE <= found <= (whole + half) * PAGE
 
 
-@settings(deadline=None)
 @given(st.integers(0, 5 * GIB // PAGE), st.booleans())
 def test_a_model_takes_of_it_what_it_holds_whether_it_is_wired_or_not(pages, wired):
     """macOS gives a loaded model free pages, then files, then halves of compressed pages."""

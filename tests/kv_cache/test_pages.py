@@ -422,7 +422,7 @@ def test_every_code_is_told_finite_or_not(dtype):
     np.testing.assert_array_equal(found, finite_codes(codes, dtype))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.data())
 def test_a_page_is_finite_if_all_its_numbers_are(data):
     """Finite numbers, and now and then one anywhere that may be anything; parts of odd sizes."""

@@ -7,7 +7,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from metal_kernels import kernel
@@ -68,7 +68,6 @@ def serve(kv_cache_type, layer, dtype, pool_dtype, steps):
         kv_cache.attend(plan, queries, Scoring(1.0, sinks, layer.softcap))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     layers=st.lists(kinds, min_size=1, max_size=3),
     pool_dtype=st.sampled_from([mx.float16, mx.uint8]),

@@ -4,7 +4,7 @@
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kv_transfer.small_pool import (
     PAGE_BYTES,
@@ -163,7 +163,6 @@ def test_a_request_that_loads_again_at_once_gets_its_second_load_only(disk, load
 ACTIONS = ["add", "add", "turn", "turn", "cancel", "spoil", "lose", "import fails"]
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 30)), max_size=25))
 def test_whatever_happens_each_job_ends_once_and_no_memory_is_held(tmp_path_factory, actions):
     store, _ = filled(tmp_path_factory.mktemp("cache"))

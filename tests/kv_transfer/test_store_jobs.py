@@ -6,7 +6,7 @@ import time
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kv_transfer.small_pool import (
     PAGE_BYTES,
@@ -276,7 +276,6 @@ class Machine:
 ACTIONS = ["add", "add", "step", "step", "fails", "export fails", "flush", "void", "sleep"]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 30)), max_size=30))
 def test_whatever_happens_each_job_ends_once_and_no_memory_is_held(tmp_path_factory, actions):
     store = store_on(tmp_path_factory.mktemp("cache"))

@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from metal_kernels.layout import stable
@@ -95,7 +95,6 @@ def requests(draw):
     )
 
 
-@settings(deadline=None)
 @given(machines(), flags(), requests())
 def test_a_pool_holds_a_request_and_leaves_the_margin_or_there_is_an_error(machine, flag, request):
     try:
@@ -116,7 +115,6 @@ def test_a_pool_holds_a_request_and_leaves_the_margin_or_there_is_an_error(machi
     assert used <= machine.total - margin(machine.total)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 1024))
 def test_the_margin_is_never_less_than_half_a_gibibyte_and_costs_nothing_by_default(gigabytes):
     total = gigabytes * GIB
@@ -126,7 +124,6 @@ def test_the_margin_is_never_less_than_half_a_gibibyte_and_costs_nothing_by_defa
         assert margin(total) >= total / 17
 
 
-@settings(deadline=None)
 @given(machines(), flags(), st.data())
 def test_the_pool_never_shrinks_where_less_is_needed_or_more_is_there(machine, flag, data):
     flag = replace(flag, asked=None)
@@ -147,7 +144,6 @@ def test_the_pool_never_shrinks_where_less_is_needed_or_more_is_there(machine, f
     assert pool_bytes(machine, more) >= pool_bytes(machine, flag)
 
 
-@settings(deadline=None)
 @given(machines(), flags(), requests())
 def test_what_is_advised_makes_it_fit(machine, flag, request):
     if fits(machine, flag, request):
@@ -156,7 +152,6 @@ def test_what_is_advised_makes_it_fit(machine, flag, request):
         check(change.measured, change.settings, change.request)
 
 
-@settings(deadline=None)
 @given(machines(), flags(), requests())
 def test_the_smallest_utilization_and_the_longest_length_are_advised(machine, flag, request):
     """Parsed from the message, as a reader would take it."""
@@ -283,7 +278,6 @@ HYBRID = replace(DEFAULTS, num_drafts=2, request_bytes=4 * 25 * MIB)
 LARGE_MAC = replace(EIGHT_GB_MAC, total=96 * GIB, weights=45 * GIB, states=STATES)
 
 
-@settings(deadline=None)
 @given(st.integers(20, 120), st.integers(0, 8), st.integers(1, 256), st.none() | st.just(8 * GIB))
 def test_the_pool_leaves_room_for_the_states_of_its_requests(gigabytes, drafts, requests, most):
     """As one would find by trying every number of requests, a block of each group apart."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.v1.outputs import LogprobsLists
@@ -29,7 +29,6 @@ def spans_of(drafts: list[list[int]]) -> DraftSpans:
         max_size=8,
     )
 )
-@settings(max_examples=100, deadline=None)
 def test_leading_matches_are_accepted(rows):
     """rows: draft_spans of (sampled, draft); the last row's draft stands for none."""
     draft_spans = spans_of([[draft for _, draft in span[:-1]] for span in rows])
@@ -160,7 +159,6 @@ def test_draft_spans_sample_what_single_rows_sample(rows_at_once):
         mode=st.sampled_from(["raw_logprobs", "processed_logprobs", "processed_logits"]),
         seed=st.integers(0, 2**32 - 1),
     )
-    @settings(max_examples=80, deadline=None, database=None)  # fresh examples, for the shares
     def check(params, mode, seed):
         rng = np.random.default_rng(seed)
         num_tokens, plain_tokens, most_drafts = 14, 3, 4

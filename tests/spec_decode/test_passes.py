@@ -4,7 +4,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from spec_decode.test_draft_model import BLOCK, VOCAB, Bench, K
 
@@ -176,7 +176,6 @@ def slots_of(pool):
 @given(
     st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6)), min_size=1, max_size=6),
 )
-@settings(max_examples=60, deadline=None)
 def test_spans_are_evened_by_rows_before_them(requests):
     starts, lens = np.array(requests, np.int32).T
     spans = Spans(np.arange(len(lens), dtype=np.int32), starts, starts + lens)

@@ -4,7 +4,7 @@
 from types import SimpleNamespace
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_metal.spec_decode.adaptive import DraftLengths
@@ -42,7 +42,6 @@ def in_turns(wanted, most):
     return counts
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, K), st.booleans()), min_size=1, max_size=6),
     st.none() | st.integers(0, 30),

@@ -60,7 +60,7 @@ def all_paths(text, options, limit):
     return paths
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.integers(1, 3).flatmap(
         lambda kinds: st.lists(st.integers(0, kinds), min_size=1, max_size=48)

@@ -4,7 +4,7 @@
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_metal.commands.chat import markdown
@@ -43,7 +43,6 @@ def parsed(text):
     return found
 
 
-@settings(max_examples=30)
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=8), max_size=8))
 def test_an_answer_brings_no_tag_that_runs_or_loads(pieces):
     found = parsed("".join(pieces))

@@ -22,7 +22,6 @@ KEYS = st.lists(st.binary(min_size=1, max_size=64), max_size=20)
 @given(
     st.one_of(st.builds(messages.Ask, KEYS, st.integers(0, 2**63)), st.builds(messages.Fetch, KEYS))
 )
-@settings(max_examples=50, deadline=None)
 def test_a_message_comes_back(message):
     plain = msgspec.msgpack.decode(messages.encode(message))
     assert plain[0] == type(message).__name__ and plain[1] == message.keys
@@ -30,7 +29,7 @@ def test_a_message_comes_back(message):
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_bytes_are_a_message_or_a_protocol_error(body):
     try:
         messages.decode(body, *ALL)

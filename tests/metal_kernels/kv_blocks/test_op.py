@@ -65,7 +65,6 @@ def check_zero(pools, blocks):
     assert_all_equal(pools, wanted)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3),
     heads=st.integers(1, 4),
@@ -78,7 +77,7 @@ def test_targets_become_the_sources_and_nothing_else_changes(kinds, heads, order
     check_copy(make_pools(kinds, heads, 9, seed), sources, targets)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3),
     heads=st.integers(1, 4),

@@ -82,7 +82,7 @@ def check(pool, scales, table, dtype, bounds=None, heads=None):
 
 
 @pytest.mark.parametrize(("head_size", "pool_dtype", "dtype"), KINDS)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     heads=st.integers(1, 3),
     table=st.integers(1, 3).flatmap(
@@ -102,7 +102,7 @@ def test_contexts_are_the_blocks_in_order(
 
 
 @pytest.mark.parametrize(("head_size", "pool_dtype", "dtype"), KINDS)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     heads=st.integers(0, 2).flatmap(lambda at: st.tuples(st.just(at), st.integers(1, 3 - at))),
     bounds=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 48)), min_size=1, max_size=3),

@@ -5,7 +5,7 @@ import metal_interpreter
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from metal_kernels import kernel, kv_states
@@ -59,7 +59,6 @@ def room_of(kind, heads):
     return sum(heads * split * int(np.prod(part)) for part in parts)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     heads=st.integers(1, 3),
@@ -77,7 +76,6 @@ def test_reads_what_the_blocks_hold(kind, heads, share, blocks, seed):
     np.testing.assert_array_equal(np.array(found), wanted)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     heads=st.integers(1, 3),

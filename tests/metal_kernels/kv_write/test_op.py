@@ -158,7 +158,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     slots=st.lists(st.integers(0, 95), max_size=12, unique=True),
     padding=st.lists(st.integers(0, 12), max_size=3),

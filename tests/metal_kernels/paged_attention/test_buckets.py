@@ -7,7 +7,7 @@ from unittest import mock
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from metal_kernels.paged_attention import AttentionShape, buckets, reference
@@ -69,7 +69,6 @@ request = st.tuples(st.integers(0, 40), st.integers(1, 5))
 family = st.tuples(st.integers(0, 6), st.lists(request, min_size=1, max_size=4))
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     families=st.lists(family, min_size=1, max_size=3),
     with_sinks=st.booleans(),

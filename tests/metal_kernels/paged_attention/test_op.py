@@ -6,7 +6,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from metal_interpreter import Checker, metal_kernel
 from pairs import pairwise
@@ -136,7 +136,6 @@ def test_keys_and_values_of_sizes_that_differ(head_size, value_size, dtype, cach
 request = st.tuples(st.integers(0, 700), st.integers(1, 4) | st.integers(1, 40))
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     requests=st.lists(request, min_size=1, max_size=5),
     block_size=st.sampled_from([16, 32]),
@@ -155,7 +154,6 @@ def test_ragged_batches(requests, block_size, heads, window, softcap, with_sinks
     check(batch, Checker(schedule).metal_kernel, window, softcap, sinks)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     requests=st.lists(
         st.tuples(st.integers(0, 40) | st.integers(480, 530), st.integers(1, 9)),

@@ -7,7 +7,7 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from metal_kernels.pace import MOST_WORK
@@ -53,7 +53,6 @@ def rows_of_parts(dispatch):
     return found
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     requests=st.lists(request, min_size=1, max_size=8),
     shape=shapes,
@@ -205,7 +204,6 @@ def test_steps_of_usual_contexts_stay_one_dispatch():
         assert len(plan(starts, seq_lens, tables, LLAMA).dispatches) == 1
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     shape=shapes,
     rows=st.lists(st.integers(1, 9) | st.integers(1, 99), min_size=1, max_size=5),
@@ -239,7 +237,6 @@ def tried(shape, window):
     return {pipeline for trial in every for pipeline in trial.pipelines}
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     requests=st.lists(request, min_size=1, max_size=8),
     shape=shapes | st.sampled_from([AttentionShape(16, 2, *sizes) for sizes in SIZES_APART]),

@@ -7,7 +7,7 @@ from unittest import mock
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from metal_kernels.pace import Pace
@@ -48,7 +48,6 @@ def small_pieces():
 request = st.tuples(st.integers(0, 70), st.integers(1, 40))  # computed before, rows now
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     requests=st.lists(request, min_size=1, max_size=6),
     block_size=st.sampled_from([16, 32]),

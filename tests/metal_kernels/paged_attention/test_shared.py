@@ -7,7 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from metal_interpreter import Checker, metal_kernel
 from pairs import pairwise
@@ -122,7 +122,6 @@ def batches(draw, most_before=300):
 
 
 @pytest.mark.more
-@settings(max_examples=40, deadline=None)
 @given(
     batch=batches(),
     heads=st.sampled_from([(1, 1), (2, 1), (9, 3), (8, 1)]),
@@ -179,7 +178,6 @@ def seen_by_rows(made, tables, block_size):
     return seen
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     batch=batches(2000),
     shape=st.sampled_from(

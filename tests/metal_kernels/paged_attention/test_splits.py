@@ -7,7 +7,7 @@ import metal_interpreter
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from metal_kernels import kernel, paged_attention
@@ -137,7 +137,6 @@ def parts_of(made, request):
 request = st.tuples(st.integers(0, 3000), st.integers(1, 16) | st.integers(1, 100))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     requests=st.lists(request, min_size=2, max_size=6),
     heads=st.sampled_from([(4, 1), (8, 2), (6, 2), (16, 1), (71, 1)]),

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 import virtual_time
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -269,7 +269,6 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(ACTIONS, max_size=12))
 def test_whatever_happens_at_whatever_moment(actions):
     """Nothing wrong is asked of the engine, every request ends, and at last the engine sleeps."""

@@ -112,9 +112,6 @@ def _check(reader: Reader, turn: Turn, way: str, examples: int) -> None:
 
     @settings(
         max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
         suppress_health_check=list(HealthCheck),
     )
     @given(cuts=st.sets(st.integers(1, most)))
