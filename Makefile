@@ -27,6 +27,7 @@ DEV_SUM := $(shell cat $(SETUP_INPUTS) requirements/$(PLATFORM)-dev.txt interpre
 USERS_STAMP := .venv/.installed-$(SUM)
 STAMP := .venv/.developers-$(DEV_SUM)
 BIN := .venv/bin
+LOCKS_SUM := cat requirements/*.txt requirements/*.in | cksum
 
 # vLLM starts in half the time from bytecode; some environments ask Python not to keep any.
 unexport PYTHONDONTWRITEBYTECODE
@@ -39,7 +40,7 @@ ifeq ($(PLATFORM),linux)
 demo bench: export VLLM_METAL_DEVICE := cpu
 endif
 
-.PHONY: help setup setup-dev demo test test-more test-slow test-fresh fuzz vllm-tests lint format bench dist lock check-locks clean distclean
+.PHONY: help setup setup-dev demo test test-more test-slow test-fresh fuzz vllm-tests lint format bench dist lock check-locks check-changed-locks clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -131,8 +132,14 @@ dist: $(USERS_STAMP)  ## a release in dist/: wheel, source archive, install.sh (
 lock:  ## resolve requirements/{linux,macos}{,-dev}.txt again (Linux, after make setup-dev)
 	scripts/lock.sh
 
+# The sum says of which files it is true, so that CI asks again where they changed.
 check-locks: $(STAMP)  ## whether they hold together, on arm64 and other Pythons too (Linux, asks the index)
 	scripts/lock.sh --check macos linux
+	@$(LOCKS_SUM) >requirements/checked
+
+# For CI: nothing where they are as they were when last checked.
+check-changed-locks:
+	@[ "$$($(LOCKS_SUM))" = "$$(cat requirements/checked)" ] || $(MAKE) check-locks
 
 clean:  ## remove build products and caches
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

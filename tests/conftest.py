@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before anything imports MLX: its CPU device at full precision, no network, a folder of the run."""
+"""Before anything imports MLX: its CPU device at full precision, no network, a run folder."""
 
 import gc
 import os
+import random
+import re
 import shutil
 import signal
 import tempfile
@@ -65,9 +67,30 @@ hypothesis.settings.load_profile("same")
 providers.is_local_module_file = lambda _: False
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shuffle",
+        metavar="SEED",
+        help="run files, and the tests of each, in a random order: no test may need another",
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Passes over files that a command leaves out as a whole, before they are imported."""
+    if collection_path.suffix != ".py":
+        return None
+    whole = re.search(r"^pytestmark = pytest\.mark\.(\w+)$", collection_path.read_text(), re.M)
+    return True if whole and f"not {whole[1]}" in config.option.markexpr else None
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Deals long files out first."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deals long files out first, or shuffles."""
+    if seed := config.getoption("--shuffle"):
+        drawn = random.Random(seed)
+        files = {path: drawn.random() for path in sorted({item.path for item in items})}
+        items.sort(key=lambda item: (files[item.path], drawn.random()))
+        return
     items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in LONG_FIRST)
 
 
