@@ -288,7 +288,8 @@ def _config_class(model_type: str) -> type:
         def __init__(self, **values: Any) -> None:
             values.pop("layer_types", None)  # transformers takes no names that it does not know
             super().__init__(**values)
-            if not any(name in ModelRegistry.models for name in self.architectures or ()):
+            given = getattr(self, "architectures", None) or ()
+            if not any(name in ModelRegistry.models for name in given):
                 self.architectures = [MLX_MODEL]
             for name, others in _OTHER_NAMES.items():
                 if getattr(self, name, None) is None:
