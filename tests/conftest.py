@@ -27,6 +27,8 @@ TESTS = Path(__file__).parent
 LONG_FIRST = ("e2e", "upstream", "darwin", "commands")
 COSTS = Costs()
 
+# Collecting imports and makes a million objects that stay: each pass over them is for nothing.
+gc.disable()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # xdist's workers share the cores. A BLAS that takes them all in each worker mostly waits for its
@@ -111,6 +113,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.freeze = gc.unfreeze = lambda: None
     gc.get_freeze_count = lambda: 0
 
