@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -55,10 +56,16 @@ def arguments(texts: Sequence[str]) -> dict[str, bool | int | mx.Dtype]:
     return found
 
 
+@cache
+def _launched() -> tuple[Call, ...]:
+    return tuple(dict.fromkeys(call for use in uses() for call in use.calls()))
+
+
 def selected(kernel: str, wanted: dict[str, bool | int | mx.Dtype]) -> Iterator[Call]:
     """Calls of a kernel that servers make, with these template arguments; each once."""
-    found = dict.fromkeys(call for use in uses() for call in use.calls() if call.kernel == kernel)
-    for call in found:
+    for call in _launched():
+        if call.kernel != kernel:
+            continue
         template = call.template
         if all(name in template and template[name] == value for name, value in wanted.items()):
             yield call

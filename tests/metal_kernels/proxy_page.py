@@ -126,7 +126,7 @@ def _of_mlx(attention: mlx_attention.Attention) -> str:
 
 def written() -> dict[str, Row]:
     """Rows of the page, by what `str(use)` is."""
-    rows = filter(None, map(Row.read, PAGE.read_text().splitlines()))
+    rows = filter(None, map(Row.read, PAGE.read_text(encoding="utf-8").splitlines()))
     return {f"{row.what}, {row.size}, {row.bits} bit": row for row in rows}
 
 
@@ -149,4 +149,4 @@ def rewritten(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(rewritten(PAGE.read_text()))
+    PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -20,10 +21,18 @@ from tests.metal_kernels.proxy_figures import changed
 from tests.metal_kernels.proxy_uses import uses
 
 USES = list(uses())
-#: One of each kind, and the commonest; the rest are compared in CI's second step.
-IN_THE_DAY = [
-    *{use.what: use for use in USES}.values(),
-    *(use for use in USES if (use.what, use.size) == ("decode, 8 heads", "128")),
+#: One of each kernel by day, one of each kind in CI's second step; at night the whole table.
+IN_THE_DAY = (
+    *("decode, 8 heads", "prompt", "parts joined", "K/V written, rotated", "contexts gathered"),
+    *("blocks copied, cleared", "states read", "states written", "convolution", "delta rule"),
+)
+OF_EACH_KIND = [
+    pytest.param(use, id=str(use), marks=() if what in IN_THE_DAY else pytest.mark.more)
+    for what, use in {use.what: use for use in USES}.items()
+] + [
+    pytest.param(use, id=str(use), marks=pytest.mark.more)
+    for use in USES
+    if (use.what, use.size) == ("decode, 8 heads", "128")
 ]
 CODES = mx.uint8
 #: Of decode.
@@ -80,21 +89,21 @@ def decode(use="decode, 8 heads, 128, 8 bit"):
     return {str(use): use for use in USES}[use].calls(1)[0]
 
 
-#: What they are planted in: a call, as it is without them.
+#: What they are planted in: what makes a call, as it is without them.
 FAULTS = {
     "branches around decode's loads": (
-        decode(),
+        decode,
         Fault(
             "waits",
             tuple((load, f"if (base + s * 8 + place.row < end) {load}") for load in _LOADS),
         ),
     ),
     "decode's tiles of 16 rows for 8": (
-        decode(),
+        decode,
         Fault("slots", template=(("ROW_GROUPS", 2),)),
     ),
     "decode's scales on every element": (
-        decode(),
+        decode,
         Fault(
             "slots",
             tuple(
@@ -104,12 +113,15 @@ FAULTS = {
         ),
     ),
     "a branch around loads": (
-        few_rows(1),
+        partial(few_rows, 1),
         Fault("waits", ((_LOADER, "if (base + k >= end) continue; const ulong row = slot + k;"),)),
     ),
-    "rows rounded up to a power of two": (few_rows(3), Fault("slots", template=(("ROWS", 4),))),
+    "rows rounded up to a power of two": (
+        partial(few_rows, 3),
+        Fault("slots", template=(("ROWS", 4),)),
+    ),
     "a scale on every element": (
-        few_rows(1),
+        partial(few_rows, 1),
         Fault(
             "slots",
             (
@@ -130,14 +142,18 @@ def beyond(call, budget, bits=8):
     return budget.exceeded(measured(call), keys_of(call), bits)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.more)])
 def test_a_kernel_without_such_faults_keeps_to_the_budget_of_decode(rows):
     assert beyond(few_rows(rows), decode_budget("128", 8)) == []
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name",
+    [name if "decode" in name else pytest.param(name, marks=pytest.mark.more) for name in FAULTS],
+)
 def test_a_planted_fault_is_beyond_the_figures_without_it(name):
-    sound, fault = FAULTS[name]
+    make, fault = FAULTS[name]
+    sound = make()
     budget = proxy_page.Row.of("", "128", 8, [sound]).budget
     assert beyond(sound, budget) == []
     over = beyond(fault.planted(sound), budget)
@@ -147,14 +163,14 @@ def test_a_planted_fault_is_beyond_the_figures_without_it(name):
 @pytest.mark.parametrize(
     "name",
     [
-        "a branch around loads",
-        "rows rounded up to a power of two",
+        pytest.param("a branch around loads", marks=pytest.mark.more),
+        pytest.param("rows rounded up to a power of two", marks=pytest.mark.more),
         "decode's tiles of 16 rows for 8",
     ],
 )
 def test_a_planted_fault_is_beyond_the_budget_of_decode(name):
-    sound, fault = FAULTS[name]
-    over = beyond(fault.planted(sound), decode_budget("128", 8))
+    make, fault = FAULTS[name]
+    over = beyond(fault.planted(make()), decode_budget("128", 8))
     assert any(text.startswith(fault.found_by) for text in over), over
 
 
@@ -171,10 +187,16 @@ def test_registers_scratch_and_bytes_in_flight_have_bounds():
     ]
 
 
-@pytest.mark.parametrize("attention", mlx_attention.CALLS, ids=lambda x: f"{x.kernel}-{x.size}")
+@pytest.mark.parametrize(
+    "attention",
+    [
+        pytest.param(
+            call, id=f"{call.kernel}-{call.size}", marks=() if place in (0, 5) else pytest.mark.more
+        )
+        for place, call in enumerate(mlx_attention.CALLS)
+    ],
+)
 def test_mlx_s_kernels_have_the_registers_that_the_proxy_was_calibrated_with(attention):
-    if not mlx_attention.HEADER.exists():
-        pytest.skip(f"this MLX has no {mlx_attention.HEADER.name}")
     assert abs(measured(attention.call()).registers - attention.registers) <= 5
 
 
@@ -191,18 +213,18 @@ def test_the_table_has_a_row_of_each_use():
     assert list(proxy_page.written()) == list(map(str, USES))
 
 
-@pytest.mark.parametrize("use", IN_THE_DAY, ids=str)
+@pytest.mark.parametrize("use", OF_EACH_KIND)
 def test_a_kernel_takes_no_more_than_the_table_says(use):
     assert beyond_of(use, proxy_page.written()[str(use)].budget, most=1) == []
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_the_tables_are_what_kernels_take_now():
-    page = proxy_page.PAGE.read_text()
+    page = proxy_page.PAGE.read_text(encoding="utf-8")
     assert proxy_page.rewritten(page) == page, f"run python -m {proxy_page.__name__}"
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_kernels_that_decode_keep_to_the_budget_of_decode_where_they_are_held_to_it():
     over = defaultdict(list)
     for use in USES:

@@ -19,7 +19,8 @@ def names_in_use():
     sources = ("vllm_metal", "metal_kernels", "interpreter", "examples", "benchmarks")
     for folder in (*sources, "tests"):
         for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            text = path.read_text(encoding="utf-8")
+            for node in ast.walk(ast.parse(text)) if "cache_dir() / " in text else ():
                 if (
                     isinstance(node, ast.BinOp)
                     and isinstance(node.op, ast.Div)

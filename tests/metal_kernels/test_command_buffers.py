@@ -53,7 +53,15 @@ def alone(script, **variables):
     return done.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(
+            use, marks=pytest.mark.more if use in ("mlx-lm's kernels", "the worker") else ()
+        )
+        for use in USES
+    ],
+)
 def test_it_is_raised_when_the_first_array_is_made(use):
     assert alone(f"{NOTING}\n{USES[use]}\nprint(noted[0])") == str(2**20)
 
@@ -89,7 +97,7 @@ print(
 """
 
 
-@pytest.mark.parametrize("dispatches", [None, 84, 1000])
+@pytest.mark.parametrize("dispatches", [None, pytest.param(84, marks=pytest.mark.more), 1000])
 def test_what_shares_a_command_buffer_stays_below_what_one_may_hold(dispatches):
     """By the number of dispatches alone; the bounds of steps that are paced."""
     variables = {} if dispatches is None else {"MLX_MAX_OPS_PER_BUFFER": str(dispatches)}

@@ -35,7 +35,7 @@ def last_error(module, code):
     """What a process without `module` says of an exception; nothing: it raised none."""
     program = WITHOUT.replace("MODULE", repr(module)) + code
     done = subprocess.run(
-        [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, timeout=60
+        [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, timeout=300
     )
     return (done.stderr.splitlines() or [""])[-1]
 

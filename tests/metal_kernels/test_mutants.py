@@ -357,22 +357,43 @@ def objection(probe: Probe, compiler: kernel.Compiler) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("probe", PROBES)
+#: What tests of the operations check in more shapes.
+CHECKED_ELSEWHERE = (
+    *("decode", "decode, soft cap", "decode, blocks of 32", "decode, fp8", "decode, int8"),
+    *("decode, 128", "decode, 80", "decode, latent", "decode, latent fp8", "decode, latent int8"),
+    *("verify", "prefill", "prefill, fp8", "prefill, 192"),
+)
+
+
+def _probes() -> Iterator[Any]:
+    """Every probe in every order of threads; each in one of them before the night."""
+    for place, probe in enumerate(PROBES):
+        for number, schedule in enumerate(SCHEDULES):
+            marks: Any = pytest.mark.more if probe in CHECKED_ELSEWHERE else ()
+            if place % len(SCHEDULES) != number:
+                marks = pytest.mark.slow
+            yield pytest.param(probe, schedule, marks=marks)
+
+
+@pytest.mark.parametrize(("probe", "schedule"), _probes())
 def test_sources_as_they_are_pass(probe, schedule):
     assert objection(PROBES[probe], Checker(schedule).metal_kernel) is None
 
 
-def _one_in(count: int) -> list[Any]:
-    """The faults; one in so many is planted before the night."""
-    marks = pytest.mark.more, pytest.mark.slow
+def _faults() -> list[Any]:
+    """The first of each file is planted before the night."""
+    firsts = {mutant.file: mutant for mutant in reversed(MUTANTS)}
     return [
-        pytest.param(mutant, id=str(mutant), marks=marks[index % count > 0])
-        for index, mutant in enumerate(MUTANTS)
+        pytest.param(
+            mutant,
+            id=str(mutant),
+            marks=pytest.mark.more if firsts[mutant.file] is mutant else pytest.mark.slow,
+        )
+        for mutant in MUTANTS
     ]
 
 
-@pytest.mark.parametrize("mutant", _one_in(4))
+@pytest.mark.parametrize("mutant", _faults())
 def test_a_fault_is_caught_whatever_the_schedule(mutant):
     probe = PROBES[mutant.probe]
     found = {s: objection(probe, planted(mutant, Checker(s).metal_kernel)) for s in SCHEDULES}
@@ -516,13 +537,14 @@ def far_pool() -> Iterator[FarPool]:
     mx.clear_cache()  # gives gigabytes back
 
 
+@pytest.mark.more
 @pytest.mark.heavy
 @pytest.mark.parametrize("probe", FAR_PROBES)
 def test_sources_as_they_are_pass_in_pools_beyond_32_bits(far_pool, probe):
     assert objection(far_pool.probe(probe), Checker().metal_kernel) is None
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.heavy
 @pytest.mark.parametrize("mutant", OVERFLOWS, ids=str)
 def test_an_overflow_is_caught_in_pools_beyond_32_bits(far_pool, mutant):

@@ -12,6 +12,7 @@ import metal_interpreter
 import mlx.core as mx
 import numpy as np
 import pytest
+from pairs import valuewise
 
 from metal_kernels import kernel
 from metal_kernels.kv_write import RotationKind
@@ -34,6 +35,7 @@ from tests.metal_kernels.doubles import Recorder
 from tests.metal_kernels.selfchecks import check, in_use
 from vllm_metal.settings.extras import INTERPRETER
 
+MORE, SLOW = pytest.mark.more, pytest.mark.slow
 F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
 SMALL = AttentionShape(4, 2, 64, 64)
 PLAIN = Case(SMALL, F32, F32, 16)
@@ -67,10 +69,13 @@ def wrapped(around):
     "case",
     [
         PLAIN,
-        Case(SMALL, F16, F16, 32, sinks=True),
-        Case(AttentionShape(14, 2, 64, 64), BF16, FP8, 16, window=40),
-        Case(AttentionShape(2, 2, 80, 80), F32, INT8, 16, window=300, softcap=30.0),
-        Case(AttentionShape(16, 1, 576, 512), BF16, BF16, 16),
+        pytest.param(Case(SMALL, F16, F16, 32, sinks=True), marks=SLOW),
+        Case(SMALL, BF16, FP8, 16, window=40, kernels=("kv_write", "kv_gather", "decode")),
+        pytest.param(Case(AttentionShape(14, 2, 64, 64), BF16, FP8, 16, window=40), marks=MORE),
+        pytest.param(
+            Case(AttentionShape(2, 2, 80, 80), F32, INT8, 16, window=300, softcap=30.0), marks=MORE
+        ),
+        pytest.param(Case(AttentionShape(16, 1, 576, 512), BF16, BF16, 16), marks=MORE),
     ],
     ids=str,
 )
@@ -85,7 +90,11 @@ def test_kernels_that_are_right_pass(case):
     assert outcomes[-1].largest_error > 0
 
 
-@pytest.mark.parametrize("case", ROTATED, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(ROTATED[0], marks=SLOW), ROTATED[1], pytest.param(ROTATED[2], marks=MORE)],
+    ids=str,
+)
 def test_rotations_that_are_right_pass(case):
     with kernel.using(metal_interpreter.metal_kernel):
         (outcome,) = check(case, STEPS)
@@ -120,7 +129,10 @@ WRONG_ROTATIONS = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG_ROTATIONS)
+@pytest.mark.parametrize(
+    "wrong",
+    [name if name == "positions" else pytest.param(name, marks=MORE) for name in WRONG_ROTATIONS],
+)
 def test_a_rotation_that_is_wrong_is_named(wrong):
     def around(name, run, call):
         return WRONG_ROTATIONS[wrong](run, call)
@@ -139,7 +151,14 @@ def test_a_rotation_keeps_its_form_as_json():
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size"),
-    [(32, 32, 128), (40, 40, 128), (32, 32, 64), (64, 32, 64), (8, 8, 256), (32, 8, 128)],
+    [
+        (32, 32, 128),
+        pytest.param(40, 40, 128, marks=SLOW),
+        pytest.param(32, 32, 64, marks=SLOW),
+        pytest.param(64, 32, 64, marks=SLOW),
+        pytest.param(8, 8, 256, marks=MORE),
+        pytest.param(32, 8, 128, marks=SLOW),
+    ],
 )
 def test_what_splits_contexts_is_checked_in_parts(heads, kv_heads, size):
     """Or the first long context would launch what nobody has looked at."""
@@ -180,7 +199,13 @@ NOT_ALONE = ("graph", "gathered", "kv_states", "rotation", *OF_STATES)
 ALONE = [name for name in KERNELS if name not in NOT_ALONE]
 
 
-@pytest.mark.parametrize("wrong", [*ALONE, *CHECKED_AS])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        name if name in ("decode", "kv_gather", "read_states") else pytest.param(name, marks=MORE)
+        for name in (*ALONE, *CHECKED_AS)
+    ],
+)
 def test_a_kernel_that_is_wrong_is_named(wrong):
     def around(name, run, call):
         if name != wrong:
@@ -222,15 +247,28 @@ def test_a_beginning_that_is_shared_wrongly_is_found():
     "case",
     [
         RECURRENT,
-        Case(  # latent attention beside it; a state of several blocks of the pool
-            AttentionShape(16, 1, 576, 512),
-            BF16,
-            BF16,
-            16,
-            kernels=OF_STATES,
-            states=StateKind((1, 16, 700, 1), False, "rates", BF16, channels=40),
+        pytest.param(
+            Case(  # latent attention beside it; a state of several blocks of the pool
+                AttentionShape(16, 1, 576, 512),
+                BF16,
+                BF16,
+                16,
+                kernels=OF_STATES,
+                states=StateKind((1, 16, 700, 1), False, "rates", BF16, channels=40),
+            ),
+            marks=MORE,
         ),
-        Case(SMALL, F16, INT8, 16, kernels=OF_STATES, states=StateKind((2, 9, 4, 5), True, "keys")),
+        pytest.param(
+            Case(
+                SMALL,
+                F16,
+                INT8,
+                16,
+                kernels=OF_STATES,
+                states=StateKind((2, 9, 4, 5), True, "keys"),
+            ),
+            marks=MORE,
+        ),
     ],
     ids=str,
 )
@@ -243,8 +281,7 @@ def test_kernels_of_states_that_are_right_pass(case):
         assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
 
 
-@pytest.mark.parametrize("wrong", OF_STATES)
-@pytest.mark.parametrize("fault", ["output", "kept rows", "state"])
+@valuewise(fault=["output", "state", "kept rows"], wrong=OF_STATES)
 def test_a_kernel_of_states_that_is_wrong_is_named(wrong, fault):
     def around(name, run, call):
         if name != wrong:
@@ -269,8 +306,12 @@ def test_a_kernel_of_states_that_is_wrong_is_named(wrong, fault):
     [
         (lambda forward: forward, None),
         (lambda forward: lambda given: [array + 0.01 for array in forward(given)], "expected"),
-        (lambda forward: lambda given: forward([*given[:1], *given[2:], given[1]]), "Error"),
-        (mx.compile, "Error"),  # the interpreter's kernels want to see values
+        pytest.param(
+            lambda forward: lambda given: forward([*given[:1], *given[2:], given[1]]),
+            "Error",
+            marks=MORE,
+        ),
+        pytest.param(mx.compile, "Error", marks=MORE),  # the interpreter's kernels see no values
     ],
 )
 def test_a_graph_that_is_wrong_costs_graphs_alone(spoilt, said, monkeypatch):
@@ -283,7 +324,15 @@ def test_a_graph_that_is_wrong_costs_graphs_alone(spoilt, said, monkeypatch):
     assert all(said in outcome.detail for outcome in failed)
 
 
-@pytest.mark.parametrize("wrong", ["causal from the start", "without a window", "sinks", "NaN"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param("causal from the start", marks=MORE),
+        "without a window",
+        pytest.param("sinks", marks=MORE),
+        pytest.param("NaN", marks=SLOW),
+    ],
+)
 def test_attention_of_mlx_that_is_wrong_costs_itself(wrong, monkeypatch):
     attend = mx.fast.scaled_dot_product_attention
 
@@ -447,10 +496,15 @@ def test_interpreted_checks_compute_on_the_cpu(monkeypatch):
     assert chosen == [mx.cpu]
 
 
-def test_every_kernel_is_timed():
+@pytest.mark.parametrize(
+    ("case", "row_bytes"),
+    [(PLAIN, 64 * 4), pytest.param(Case(SMALL, F16, FP8, 16), 66, marks=MORE)],
+)
+def test_every_kernel_is_timed(case, row_bytes):
+    """Bytes of a row: elements, and a scale where they are codes."""
     with kernel.using(metal_interpreter.metal_kernel):
-        small = works(Case(SMALL, F16, FP8, 16), contexts=(64, 600))
+        small = works(case, contexts=(64, 600))
         assert all(work.seconds() > 0 for work in small)
     assert len({work.name for work in small}) == len(small)
     decode = next(work for work in small if "decode 1 of 600" in work.name)
-    assert decode.moved == 600 * 2 * 2 * (64 + 2)  # K and V of two heads, with their scales
+    assert decode.moved == 600 * 2 * 2 * row_bytes  # K and V of two heads

@@ -29,7 +29,15 @@ def interpreted():
         yield
 
 
-@pytest.mark.parametrize("cache", [mx.float32, mx.bfloat16, mx.int8], ids=str)
+@pytest.mark.parametrize(
+    "cache",
+    [
+        mx.bfloat16,
+        pytest.param(mx.int8, marks=pytest.mark.more),
+        pytest.param(mx.float32, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_both_ways_do_the_same(monkeypatch, cache):
     found = []
     for way in range(2):

@@ -24,7 +24,11 @@ CASES = [
     Case(AttentionShape(4, 2, 64, 64), mx.float16, mx.uint8, 16, window=40),
 ]
 BATCHES = {"decode_way": [(2, 1, 64)], "prefill_way": [(1, 20, 64)]}
-TIMED = [(CASES[0], "decode_way"), (CASES[1], "decode_way"), (CASES[2], "prefill_way")]
+TIMED = [
+    (CASES[0], "decode_way"),
+    pytest.param(CASES[1], "decode_way", marks=pytest.mark.more),
+    (CASES[2], "prefill_way"),
+]
 
 
 @pytest.mark.parametrize(("case", "choice"), TIMED, ids=str)

@@ -5,6 +5,7 @@ import metal_interpreter
 import mlx.core as mx
 import numpy as np
 import pytest
+from pairs import valuewise
 
 from metal_kernels import convolution, kernel
 from metal_kernels.sequences import StatePart
@@ -41,8 +42,7 @@ def tolerance(dtype):
     return {"atol": 1e-5, "rtol": {F32: 1e-5, F16: 1e-3, BF16: 8e-3}[dtype]}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", CASES)
+@valuewise(name=list(CASES), schedule=SCHEDULES)
 def test_steps_in_a_row(name, schedule):
     kind, taps, dtype, state_dtype, start = CASES[name]
     rng = np.random.default_rng([len(name), taps])
@@ -76,21 +76,22 @@ def test_steps_in_a_row(name, schedule):
                 assert mx.array_equal(kept[row], inputs[source])
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(
-    ("name", "channels", "state_bytes", "used"),
-    [
-        ("states of K alone", 41, 500, 4096),  # in bytes of a block that has 4096 in K
-        ("on into V", 41, 532, 768),  # 256 in K, 512 in V
-        ("on into V", 8, 256, 256),  # the whole of K
-        ("on into V", 8, 250, 256),
-        ("in three parts", 41, 270, 288),
-        ("in three parts", 41, 290, 1152),
-        ("codes", 41, 287, 288),
-    ],
-)
-def test_nothing_of_its_last_owner_stays_in_a_block(name, channels, state_bytes, used, schedule):
+#: Pools and layers of CASES, channels, bytes of a state, and those of its block that are cleared.
+STATES = [
+    ("on into V", 41, 532, 768),  # 256 in K, 512 in V
+    ("in three parts", 41, 270, 288),
+    ("on into V", 8, 250, 256),  # the whole of K
+    ("states of K alone", 41, 500, 4096),  # of 4096 in K
+    ("codes", 41, 287, 288),
+    ("in three parts", 41, 290, 1152),
+    ("on into V", 8, 256, 256),
+]
+
+
+@valuewise(state=STATES, schedule=SCHEDULES)
+def test_nothing_of_its_last_owner_stays_in_a_block(state, schedule):
     """Blocks of random bits; a state that stays in its block is written, and nothing else is."""
+    name, channels, state_bytes, used = state
     kind, taps, dtype, state_dtype, start = CASES[name]
     rng = np.random.default_rng(channels)
     traffic = Traffic(rng, 3)
@@ -144,7 +145,7 @@ def run_alone(kind, layer, rng, sizes, inputs, weight, bias):
     return mx.stack(found), part_of(kind.blocks(pools), part)[1]
 
 
-@pytest.mark.parametrize("name", ["on into V", "codes"])
+@pytest.mark.parametrize("name", [pytest.param("on into V", marks=pytest.mark.more), "codes"])
 def test_a_row_gives_the_same_bits_as_whatever_it_is_computed(name):
     """Alone, in a prompt, as a draft; its state read, or replayed from rows that were kept."""
     kind, taps, dtype, *_ = CASES[name]

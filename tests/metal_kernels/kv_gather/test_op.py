@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairs import valuewise
 
 from metal_kernels import kernel, kv_gather, kv_write
 from metal_kernels.kv_gather import reference
@@ -16,7 +17,8 @@ F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.in
 TORCH = {F16: torch.float16, BF16: torch.bfloat16, F32: torch.float32}
 FENCE_BYTES = 32
 
-# Head size, dtypes of the pool and of the context. Each is a kernel to compile.
+# Head size, dtypes of the pool and of the context. Each is a kernel to compile; by day those from
+# bits, from a float and from each kind of codes.
 KINDS = [
     (64, F16, F16),
     (80, FP8, F32),
@@ -28,6 +30,13 @@ KINDS = [
     (576, FP8, F16),
     (48, INT8, F32),
 ]
+OF_EACH_KIND = pytest.mark.parametrize(
+    ("head_size", "pool_dtype", "dtype"),
+    [
+        pytest.param(*kind, marks=() if place in (0, 1, 3, 6) else pytest.mark.more)
+        for place, kind in enumerate(KINDS)
+    ],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +90,7 @@ def check(pool, scales, table, dtype, bounds=None, heads=None):
         np.testing.assert_array_equal(np.array(context.astype(F32)), wanted)
 
 
-@pytest.mark.parametrize(("head_size", "pool_dtype", "dtype"), KINDS)
+@OF_EACH_KIND
 @settings(max_examples=6)
 @given(
     heads=st.integers(1, 3),
@@ -101,7 +110,7 @@ def test_contexts_are_the_blocks_in_order(
     check(pool, scales, np.array(table), dtype)
 
 
-@pytest.mark.parametrize(("head_size", "pool_dtype", "dtype"), KINDS)
+@OF_EACH_KIND
 @settings(max_examples=6)
 @given(
     heads=st.integers(0, 2).flatmap(lambda at: st.tuples(st.just(at), st.integers(1, 3 - at))),
@@ -125,11 +134,11 @@ def test_what_is_not_the_requests_reads_as_zeros_whatever_lies_there(
         check(pool, scales, table, dtype, bounds, heads)
 
 
-@pytest.mark.parametrize("schedule", ["forward", "reverse", "random:1", "random:2"])
-@pytest.mark.parametrize(("head_size", "pool_dtype", "dtype"), KINDS[:3])
-def test_any_order_of_threads_moves_the_same_and_no_byte_more(
-    head_size, pool_dtype, dtype, schedule
-):
+@valuewise(
+    schedule=["forward", "reverse", "random:1", "random:2"], kind=[KINDS[1], KINDS[0], KINDS[2]]
+)
+def test_any_order_of_threads_moves_the_same_and_no_byte_more(kind, schedule):
+    head_size, pool_dtype, dtype = kind
     pool, scales = make_pool(np.random.default_rng(0), (2, 5, 16, head_size), pool_dtype)
     checker = metal_interpreter.Checker(schedule=schedule)
     with kernel.using(checker.metal_kernel):
@@ -141,6 +150,7 @@ def test_any_order_of_threads_moves_the_same_and_no_byte_more(
     assert sum(t.written_bytes for t in dispatch.buffers.values()) == context + FENCE_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.heavy
 def test_offsets_beyond_32_bits_are_written_and_read():
     """A pool of more than 2^32 elements: head 1 begins beyond what 32 bits can count."""

@@ -5,8 +5,9 @@ import metal_interpreter
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairs import valuewise
 
 from metal_kernels import kernel, kv_states
 from metal_kernels.kv_states import reference
@@ -21,6 +22,10 @@ KINDS = [
     (((16, 16), (16, 16)), 1, mx.int8),
     (((16, 5), (16, 5)), 2, mx.uint8),
 ]
+#: Some of KINDS, and all of them.
+OF_KINDS = pytest.mark.parametrize(
+    "some", [[KINDS[1], KINDS[3]], pytest.param(KINDS, marks=pytest.mark.more)], ids=len
+)
 CODES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
@@ -59,14 +64,17 @@ def room_of(kind, heads):
     return sum(heads * split * int(np.prod(part)) for part in parts)
 
 
+@OF_KINDS
+@settings(max_examples=20)
 @given(
-    kind=st.sampled_from(KINDS),
+    kind=st.data(),
     heads=st.integers(1, 3),
     share=st.floats(0.0, 1.0),
     blocks=st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, max_size=6),
     seed=st.integers(0, 2**16),
 )
-def test_reads_what_the_blocks_hold(kind, heads, share, blocks, seed):
+def test_reads_what_the_blocks_hold(some, kind, heads, share, blocks, seed):
+    kind = kind.draw(st.sampled_from(some))
     pools = make_pools(kind, heads, np.random.default_rng(seed))
     width = max(8, int(room_of(kind, heads) * share))
     wanted = np.concatenate([blocks_of(pool, kind[1]) for pool in pools], axis=1)[blocks, :width]
@@ -76,8 +84,10 @@ def test_reads_what_the_blocks_hold(kind, heads, share, blocks, seed):
     np.testing.assert_array_equal(np.array(found), wanted)
 
 
+@OF_KINDS
+@settings(max_examples=20)
 @given(
-    kind=st.sampled_from(KINDS),
+    kind=st.data(),
     heads=st.integers(1, 3),
     share=st.floats(0.0, 1.0),
     order=st.permutations(range(NUM_BLOCKS)),
@@ -85,8 +95,9 @@ def test_reads_what_the_blocks_hold(kind, heads, share, blocks, seed):
     seed=st.integers(0, 2**16),
 )
 def test_writes_states_and_zeros_behind_them_and_nothing_else(
-    kind, heads, share, order, count, seed
+    some, kind, heads, share, order, count, seed
 ):
+    kind = kind.draw(st.sampled_from(some))
     rng = np.random.default_rng(seed)
     pools = make_pools(kind, heads, rng)
     width = max(8, int(room_of(kind, heads) * share))
@@ -111,8 +122,7 @@ def test_writes_states_and_zeros_behind_them_and_nothing_else(
             np.testing.assert_array_equal(blocks_of(pool, kind[1]), of_pool)
 
 
-@pytest.mark.parametrize("schedule", ["forward", "reverse", "random:1", "random:2"])
-@pytest.mark.parametrize("count", [1, 5])
+@valuewise(count=[1, 5], schedule=["reverse", "random:1", "forward", "random:2"])
 def test_one_dispatch_moves_all_states_and_no_byte_more(schedule, count):
     checker = metal_interpreter.Checker(schedule=schedule)
     kind = KINDS[1]

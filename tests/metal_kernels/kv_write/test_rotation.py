@@ -34,11 +34,14 @@ KINDS = {
 
 
 def orders():
-    """Every kind in every order of threads; by day a few kinds, each in one of them."""
+    """Every kind in every order of threads; each in one of them before the night."""
     by_day = {"whole": "forward", "neighbours": "reverse", "latents, listed": "random:1"}
-    for name, schedule in itertools.product(KINDS, SCHEDULES):
-        marks = () if by_day.get(name) == schedule else pytest.mark.more
-        yield pytest.param(name, schedule, marks=marks, id=f"{name}, {schedule}")
+    for place, name in enumerate(KINDS):
+        for schedule in SCHEDULES:
+            marks = () if by_day.get(name) == schedule else pytest.mark.slow
+            if name not in by_day and schedule == SCHEDULES[place % 3]:
+                marks = pytest.mark.more
+            yield pytest.param(name, schedule, marks=marks, id=f"{name}, {schedule}")
 
 
 @pytest.mark.parametrize(("name", "schedule"), list(orders()))
@@ -67,7 +70,7 @@ def test_rows_turn_as_the_formula_says(name, schedule):
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("whole", "neighbours") else pytest.param(name, marks=pytest.mark.more)
+        name if name in ("whole", "neighbours") else pytest.param(name, marks=pytest.mark.slow)
         for name, kind in KINDS.items()
         if kind[2] == kind[1]
     ],

@@ -134,7 +134,7 @@ def test_a_beginning_that_another_request_writes_in_this_step_is_read_as_written
     ("family", "limits"),
     [
         ((2, [(5, 1)] * 3), {"MIN_SAVED": buckets.MIN_SAVED}),
-        ((40, [(0, 900)] * 2), {"MAX_SCORES": 1000, "MIN_ROWS": 16}),
+        ((40, [(0, 300)] * 2), {"MAX_SCORES": 1000, "MIN_ROWS": 16}),
     ],
     ids=["short", "gathered anew for every few rows"],
 )

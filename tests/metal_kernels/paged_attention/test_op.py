@@ -6,7 +6,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from metal_interpreter import Checker, metal_kernel
 from pairs import pairwise
@@ -24,9 +24,9 @@ from tests.metal_kernels.paged_attention.batches import (
 
 DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
 CACHES = {"same": None, "fp8": mx.uint8, "int8": mx.int8}
-SCHEDULES = ("forward", "reverse", "random:1", "random:2")
 FENCE = mx.zeros(8, mx.uint32)
 SCALE = 0.09
+MORE = pytest.mark.more
 
 
 def attend(batch, window=None, softcap=None, sinks=None, most_behind=0, splits=DEFAULT):
@@ -72,70 +72,37 @@ STEPS = {
     "prefill": [(21, 33), (0, 9), (4, 2)],
 }
 LONG = 600  # of context: enough to be split
-FEATURES = [  # block size, group, window, softcap, sinks, whether one request has LONG before it
-    (16, 1, None, None, False, False),
-    (32, 3, 7, None, True, False),
-    (16, 8, 20, 5.0, False, False),
-    (32, 1, None, 5.0, True, True),
-]
+# Block size, query heads a K/V head, window, soft cap, sinks, order of threads.
+FEATURES = {
+    "long": (32, 1, None, 5.0, True, "random:2"),  # one request has LONG before it
+    "capped": (16, 8, 20, 5.0, False, "random:1"),
+    "plain": (32, 3, 7, None, True, "reverse"),
+}
+SIZES = [*((size, size) for size in HEAD_SIZES), *SIZES_APART, *LATENT_SIZES]
 
 
-def check_features(rng, steps, shape, dtype, cache_dtype):
-    """Every feature over one kind of cache, each in another schedule."""
-    for (block_size, group, window, softcap, with_sinks, long), schedule in zip(
-        FEATURES, SCHEDULES, strict=True
-    ):
-        full, checker = shape(group), Checker(schedule)
-        requests = [(LONG, steps[0][1]), steps[1]] if long else steps
-        batch = make_batch(rng, requests, full, dtype, cache_dtype, block_size)
-        sinks = mx.array(rng.normal(size=full.num_heads)).astype(dtype) if with_sinks else None
-        check(batch, checker.metal_kernel, window, softcap, sinks)
-        assert (checker.dispatches[-1].kernel == "reduce") == long
-
-
-@pairwise(head_size=HEAD_SIZES, dtype=list(DTYPES), cache=list(CACHES), kind=list(STEPS))
-def test_every_combination(head_size, dtype, cache, kind):
-    check_features(
-        np.random.default_rng(head_size),
-        STEPS[kind],
-        lambda group: AttentionShape(2 * group, 2, head_size, head_size),
-        DTYPES[dtype],
-        CACHES[cache],
-    )
-
-
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("head_size", "value_size"), LATENT_SIZES)
-def test_latent_attention(head_size, value_size, dtype, cache):
-    check_features(
-        np.random.default_rng(1),
-        STEPS["decode"][:2] + STEPS["prefill"][2:],
-        lambda group: AttentionShape(5 * group, 1, head_size, value_size),
-        DTYPES[dtype],
-        CACHES[cache],
-    )
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("kind", STEPS)
-@pytest.mark.parametrize(
-    ("dtype", "cache"), [("f16", "same"), ("bf16", "fp8"), ("f32", "int8"), ("f32", "same")]
+@pairwise(
+    sizes=SIZES, dtype=list(DTYPES), cache=list(CACHES), kind=list(STEPS), feature=list(FEATURES)
 )
-@pytest.mark.parametrize(("head_size", "value_size"), SIZES_APART)
-def test_keys_and_values_of_sizes_that_differ(head_size, value_size, dtype, cache, kind):
-    check_features(
-        np.random.default_rng(head_size),
-        STEPS[kind],
-        lambda group: AttentionShape(2 * group, 2, head_size, value_size),
-        DTYPES[dtype],
-        CACHES[cache],
-    )
+def test_every_combination(sizes, dtype, cache, kind, feature):
+    rng, steps = np.random.default_rng(sizes[0]), STEPS[kind]
+    block_size, group, window, softcap, with_sinks, schedule = FEATURES[feature]
+    shape = AttentionShape(2 * group, 2, *sizes)
+    if sizes in LATENT_SIZES:
+        shape = AttentionShape(5 * group, 1, *sizes)
+    if feature == "long":
+        steps = [(LONG, min(steps[0][1], 20)), steps[1]]
+    batch = make_batch(rng, steps, shape, DTYPES[dtype], CACHES[cache], block_size)
+    sinks = mx.array(rng.normal(size=shape.num_heads)).astype(DTYPES[dtype]) if with_sinks else None
+    checker = Checker(schedule)
+    check(batch, checker.metal_kernel, window, softcap, sinks)
+    assert (checker.dispatches[-1].kernel == "reduce") == (feature == "long")
 
 
 request = st.tuples(st.integers(0, 700), st.integers(1, 4) | st.integers(1, 40))
 
 
+@settings(max_examples=14)
 @given(
     requests=st.lists(request, min_size=1, max_size=5),
     block_size=st.sampled_from([16, 32]),
@@ -154,6 +121,7 @@ def test_ragged_batches(requests, block_size, heads, window, softcap, with_sinks
     check(batch, Checker(schedule).metal_kernel, window, softcap, sinks)
 
 
+@settings(max_examples=12)
 @given(
     requests=st.lists(
         st.tuples(st.integers(0, 40) | st.integers(480, 530), st.integers(1, 9)),
@@ -198,17 +166,21 @@ def row_alone(batch, row):
     )
 
 
+def _more(*values):
+    return pytest.param(*values, marks=MORE)
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "cache", "window", "before", "rows"),
     [
         (AttentionShape(1, 1, 64, 64), mx.float16, None, None, 700, 8),  # in parts
-        (AttentionShape(8, 2, 128, 128), mx.bfloat16, None, None, 150, 8),  # 32 packed rows
+        _more(AttentionShape(8, 2, 128, 128), mx.bfloat16, None, None, 150, 8),  # 32 packed rows
         (AttentionShape(4, 1, 96, 96), mx.float16, mx.int8, 20, 77, 5),
-        (AttentionShape(2, 1, 256, 256), mx.bfloat16, mx.uint8, 33, 100, 8),
-        (AttentionShape(4, 1, 192, 192), mx.float16, None, None, 70, 3),
-        (AttentionShape(1, 1, 512, 512), mx.float32, None, None, 40, 3),
+        _more(AttentionShape(2, 1, 256, 256), mx.bfloat16, mx.uint8, 33, 100, 8),
+        _more(AttentionShape(4, 1, 192, 192), mx.float16, None, None, 70, 3),
+        _more(AttentionShape(1, 1, 512, 512), mx.float32, None, None, 40, 3),
         (AttentionShape(16, 1, 576, 512), mx.bfloat16, None, None, 40, 3),
-        (AttentionShape(16, 1, 576, 512), mx.bfloat16, mx.uint8, None, 40, 2),
+        _more(AttentionShape(16, 1, 576, 512), mx.bfloat16, mx.uint8, None, 40, 2),
     ],
     ids=str,
 )
@@ -225,7 +197,10 @@ def test_a_row_alone_equals_the_same_row_among_drafts_to_the_bit(
             assert mx.array_equal(alone[0], together[row]), row
 
 
-@pytest.mark.parametrize("splits", [Splits(fixed=256), DEFAULT], ids=["fixed", "not"])
+@pytest.mark.parametrize(
+    "splits",
+    [pytest.param(Splits(fixed=256), id="fixed"), pytest.param(DEFAULT, id="not", marks=MORE)],
+)
 def test_with_fixed_parts_so_it_does_in_more_rows_than_a_tile_holds(splits):
     """Here 48 packed rows of 8 heads, of which the default leaves a tile of 64 to prefill."""
     batch = make_batch(
@@ -238,8 +213,18 @@ def test_with_fixed_parts_so_it_does_in_more_rows_than_a_tile_holds(splits):
     assert all(same) == (splits.fixed is not None)
 
 
-@pytest.mark.parametrize("cache", [None, mx.uint8], ids=str)
-@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize(
+    ("kind", "cache"),
+    [
+        ("decode", mx.uint8),
+        ("verify", None),
+        ("prefill", mx.uint8),
+        _more("decode", None),
+        _more("verify", mx.uint8),
+        _more("prefill", None),
+    ],
+    ids=str,
+)
 def test_what_lies_before_the_window_changes_nothing(kind, cache):
     """NaN, as whoever had a block before may have left it; not even zeros times NaN."""
     window, shape = 7, AttentionShape(4, 2, 64, 64)
@@ -272,7 +257,7 @@ def test_decode_and_prefill_in_any_order():
     assert [dispatch.kernel for dispatch in checker.dispatches] == ["decode", "prefill"]
 
 
-@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("kind", [_more("decode"), "verify", _more("prefill")])
 def test_the_reference_agrees(kind):
     batch = make_batch(
         np.random.default_rng(4), STEPS[kind], AttentionShape(6, 2, 80, 80), mx.float32
@@ -289,6 +274,7 @@ def test_the_reference_agrees(kind):
     assert mx.abs(found - wanted).max() < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.heavy
 def test_pools_past_the_range_of_32_bits():
     """Slots whose elements lie beyond 2^32, as values of both K and V."""
@@ -299,7 +285,8 @@ def test_pools_past_the_range_of_32_bits():
     rows[:, :, 0] = 127.0  # so that each row's scale is 1
     tables = np.array([[num_blocks - 1, num_blocks - 3]], np.int32)
     slots = (tables[0][:, None] * 16 + np.arange(16)).ravel()[:30]
-    shape, queries = AttentionShape(2, 1, 64, 64), mx.random.normal((30, 2, 64)) * 0.01
+    shape = AttentionShape(2, 1, 64, 64)
+    queries = mx.array(np.random.default_rng(6).normal(0, 0.01, (30, 2, 64)).astype(np.float32))
     with kernel.using(metal_kernel):
         fence = kv_write.write(mx.array(rows), None, mx.array(slots), pool, None, key_scales=scales)
         for first, rows_now in ((0, 30), (29, 1)):  # prefill, decode

@@ -7,7 +7,7 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal_kernels.pace import MOST_WORK
@@ -53,6 +53,7 @@ def rows_of_parts(dispatch):
     return found
 
 
+@settings(max_examples=25)
 @given(
     requests=st.lists(request, min_size=1, max_size=8),
     shape=shapes,

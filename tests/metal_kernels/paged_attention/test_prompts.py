@@ -5,6 +5,7 @@ import metal_interpreter
 import mlx.core as mx
 import numpy as np
 import pytest
+from pairs import pairwise, valuewise
 
 from metal_kernels import kernel, kv_gather
 from metal_kernels.op_common import FENCE_DTYPE, FENCE_SHAPE
@@ -45,15 +46,20 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> WholeTiles:
     return double
 
 
-@pytest.mark.parametrize("sinks", [None, mx.array([0.5, -1.0, 2.0, 0.0])], ids=["", "sinks"])
-@pytest.mark.parametrize("window", [None, pytest.param(1, marks=pytest.mark.more), 24, 90])
-@pytest.mark.parametrize(
-    ("shape", "cache", "block_size"),
-    [(SHAPE, None, 16), (UNEVEN, None, 32), (SHAPE, mx.uint8, 16), (SHAPE, mx.int8, 32)],
-    ids=["values", "96 and 64", "fp8", "int8"],
-)
-def test_rows_attend_as_the_formula_says_beside_nan(tiles, shape, cache, window, sinks, block_size):
+#: Shapes, caches and sizes of blocks.
+POOLS = {
+    "values": (SHAPE, None, 16),
+    "96 and 64": (UNEVEN, None, 32),
+    "fp8": (SHAPE, mx.uint8, 16),
+    "int8": (SHAPE, mx.int8, 32),
+}
+
+
+@pairwise(pool=list(POOLS), window=[None, 24, 90, 1], with_sinks=[False, True])
+def test_rows_attend_as_the_formula_says_beside_nan(tiles, pool, window, with_sinks):
     """NaN in every slot that no request has; MLX's kernel reads whole tiles all the same."""
+    shape, cache, block_size = POOLS[pool]
+    sinks = mx.array([0.5, -1.0, 2.0, 0.0]) if with_sinks else None
     batch = batch_of(shape=shape, cache=cache, block_size=block_size)
     given = (batch.starts, batch.seq_lens, batch.tables, block_size, shape, window)
     plan = prompts.plan(*given)
@@ -75,8 +81,7 @@ def test_the_double_shows_what_the_zeros_are_for(tiles, monkeypatch, window):
     assert np.isnan(out).any()
 
 
-@pytest.mark.parametrize("window", [None, 24, 90])
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@valuewise(dtype=[mx.float32, mx.float16, mx.bfloat16], window=[None, 24, 90])
 def test_mlx_answers_as_the_formula_does(dtype, window):
     """By MLX's own attention, where sums are float32."""
     batch = batch_of(dtype=dtype)

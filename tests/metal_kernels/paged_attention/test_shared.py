@@ -7,7 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from metal_interpreter import Checker, metal_kernel
 from pairs import pairwise
@@ -122,6 +122,7 @@ def batches(draw, most_before=300):
 
 
 @pytest.mark.more
+@settings(max_examples=15)
 @given(
     batch=batches(),
     heads=st.sampled_from([(1, 1), (2, 1), (9, 3), (8, 1)]),
@@ -178,6 +179,7 @@ def seen_by_rows(made, tables, block_size):
     return seen
 
 
+@settings(max_examples=25)
 @given(
     batch=batches(2000),
     shape=st.sampled_from(
@@ -320,7 +322,7 @@ def test_shapes_stay_while_the_requests_that_share_grow():
     assert all(mx.array_equal(*pair) for pair in zip(found, again, strict=True))
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.more)])
 def test_with_fixed_splits_a_row_has_the_same_bits_in_any_company(rows):
     rng = np.random.default_rng(8)
     batch = make_batch(

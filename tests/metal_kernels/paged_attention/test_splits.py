@@ -54,7 +54,7 @@ def random_batch(rng):
     return lens.astype(int), int(rng.choice([1, 2, 4, 8]))
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.more)])
+@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.slow)])
 def test_the_last_threadgroup_ends_soon_after_the_ideal(count):
     rng = np.random.default_rng(0)
     batches = [random_batch(rng) for _ in range(count)]
@@ -166,7 +166,7 @@ def test_fixed_parts_of_a_request_are_the_same_alone_and_in_company(
             assert {many for *_, many in parts} == {1}
 
 
-@pytest.mark.parametrize("window", [None, 290])
+@pytest.mark.parametrize("window", [None, pytest.param(290, marks=pytest.mark.more)])
 def test_with_fixed_parts_an_answer_does_not_depend_on_company(window):
     """To the bit, by the interpreter."""
     requests = [(700, 1), (260, 1), (40, 1), (530, 1)] + [(300, 1)] * 12

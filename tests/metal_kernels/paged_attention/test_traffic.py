@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """K and V are loaded once for all query rows and heads that want them."""
 
+from itertools import product
+
 import mlx.core as mx
 import pytest
+from pairs import valuewise
 
 from benchmarks.kernel_traffic import Workload, measure
 from metal_kernels.paged_attention import AttentionShape
@@ -13,19 +16,29 @@ def ratio(group, batch, rows, context, head_size=128, dtype=mx.float16):
     return measure(Workload("", shape, batch, rows, context, dtype)).ratio
 
 
-@pytest.mark.parametrize("group", [1, 4, 8])
-@pytest.mark.parametrize(("batch", "context"), [(1, 100), (32, 100), (4, 1111), (1, 8192)])
-def test_decode(group, batch, context):
+@valuewise(requests=[(1, 8192), (32, 100), (4, 1111), (1, 100)], group=[4, 8, 1])
+def test_decode(requests, group):
+    batch, context = requests
     assert 1.0 <= ratio(group, batch, 1, context) <= 1.05
 
 
+@pytest.mark.more
 @pytest.mark.heavy
 def test_decode_of_a_full_batch_of_long_contexts():
     assert 1.0 <= ratio(1, 32, 1, 8192, head_size=64) <= 1.05
 
 
-@pytest.mark.parametrize("group", [1, 4, 8])
-@pytest.mark.parametrize("rows", range(2, 9))
+@pytest.mark.parametrize(
+    ("rows", "group"),
+    [
+        *((2, 8), (5, 1), (8, 4)),
+        *(
+            pytest.param(rows, group, marks=pytest.mark.slow)
+            for rows, group in product(range(2, 9), (1, 4, 8))
+            if (rows, group) not in ((2, 8), (5, 1), (8, 4))
+        ),
+    ],
+)
 def test_verify_windows(group, rows):
     assert 1.0 <= ratio(group, 3, rows, 700) <= 1.10
 
@@ -34,9 +47,9 @@ def test_verify_windows(group, rows):
     ("group", "batch", "rows", "context", "common", "dtype"),
     [
         (4, 4, 2, 1700, 1600, mx.bfloat16),  # drafts; tails that are whole
-        pytest.param(4, 8, 1, 900, 800, mx.float16, marks=pytest.mark.more),
+        pytest.param(4, 8, 1, 900, 800, mx.float16, marks=pytest.mark.slow),
         pytest.param(8, 4, 1, 2100, 1600, mx.float16, marks=pytest.mark.more),  # tails in parts
-        pytest.param(1, 32, 1, 430, 400, mx.float16, marks=pytest.mark.more),
+        pytest.param(1, 32, 1, 430, 400, mx.float16, marks=pytest.mark.slow),
     ],
 )
 def test_beginnings_in_common_are_read_once(group, batch, rows, context, common, dtype):
@@ -48,7 +61,7 @@ def test_beginnings_in_common_are_read_once(group, batch, rows, context, common,
     assert [dispatch.kernel for dispatch in figures.dispatches].count("decode") == 2
 
 
-@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize("heads", [pytest.param(8, marks=pytest.mark.more), 16])
 def test_latents_are_loaded_once_for_each_eight_heads(heads):
     shape = AttentionShape(heads, 1, 576, 512)
     found = measure(Workload("", shape, batch=2, rows=1, context=300)).ratio

@@ -7,6 +7,7 @@ import metal_interpreter
 import mlx.core as mx
 import numpy as np
 import pytest
+from pairs import valuewise
 
 from metal_kernels import kernel, recurrence
 from metal_kernels.sequences import RecurrenceInputs, StatePart
@@ -59,8 +60,7 @@ def check_kept(kept, inputs, wanted):
             assert found is None or mx.array_equal(found[row], given[source])
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", CASES)
+@valuewise(name=list(CASES), schedule=SCHEDULES)
 def test_steps_in_a_row(name, schedule):
     kind, layer = CASES[name]
     rng = np.random.default_rng(len(name))
@@ -102,7 +102,13 @@ def rows_of(rows, start, stop):
     return RecurrenceInputs(*(None if array is None else array[start:stop] for array in arrays))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name.startswith("delta") else pytest.param(name, marks=pytest.mark.more)
+        for name in CASES
+    ],
+)
 def test_a_row_gives_the_same_bits_as_whatever_it_is_computed(name):
     """Alone, in a prompt, as a draft; its state read, or replayed from a row that was kept."""
     kind, layer = CASES[name]
@@ -140,7 +146,9 @@ def test_a_row_gives_the_same_bits_as_whatever_it_is_computed(name):
             np.testing.assert_array_equal(state_of_other, state)
 
 
-@pytest.mark.parametrize("name", ["delta, keys", "states, rates"])
+@pytest.mark.parametrize(
+    "name", ["delta, keys", pytest.param("states, rates", marks=pytest.mark.more)]
+)
 def test_what_is_not_applied_is_not_looked_at(name):
     """NaN in kept rows that were rejected and in foreign blocks changes nothing."""
     kind, layer = CASES[name]

@@ -173,7 +173,19 @@ def test_a_whole_text_equals_mlx_lms_state_space_model(length=300):
     assert close(ended, state)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "delta",
+        pytest.param("space of keys", marks=pytest.mark.more),
+        pytest.param("scan", marks=pytest.mark.more),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in RULES
+            if name not in ("delta", "space of keys", "scan")
+        ),
+    ],
+)
 def test_a_compiled_step_takes_other_accepted_counts(name):
     rule, rng = RULES[name], np.random.default_rng(6)
     plans = []

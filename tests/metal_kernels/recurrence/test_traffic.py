@@ -60,7 +60,9 @@ def moved(traffic: metal_interpreter.Traffic, part: StatePart) -> tuple[float, f
 PARTS = {"convolution": CONVOLUTION, "recurrence": LAYER.part}
 
 
-@pytest.mark.parametrize("drafts", range(9))
+@pytest.mark.parametrize(
+    "drafts", [0, 3, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4, 5, 6, 7))]
+)
 def test_a_state_moves_once_whatever_the_drafts(drafts):
     accepted = min(drafts, 2)
     step = step_of(2 * BLOCK_SIZE, drafts, accepted)
