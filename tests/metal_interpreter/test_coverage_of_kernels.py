@@ -26,8 +26,8 @@ from tests.metal_kernels.elf import reads_elf
 from tests.metal_kernels.paged_attention.batches import make_batch
 from tests.metal_kernels.sequences_play import one_request
 
-pytestmark = reads_elf
-METAL = [path.name for path in Path(metal_kernels.__file__).parent.rglob("*.metal")]
+pytestmark = pytest.mark.more
+METAL = sorted(path.name for path in Path(metal_kernels.__file__).parent.rglob("*.metal"))
 F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
 
 # Head size, dtype, cache, (computed, rows) of each request, group, blocks that all begin with.
@@ -73,33 +73,33 @@ def attend(head_size, dtype, cache, requests, group, common=0):
 def write_and_gather(dtype, cache):
     # The first scale tried for fp8 is 1 then, its codes from the smallest to the largest.
     rows = mx.array(np.tile(np.geomspace(2**-9, 448, 20, dtype=np.float32), (3, 2, 1)))
-    pools = [mx.zeros((2, 2, 16, 20), cache) for _ in range(2)]
-    scales = [mx.zeros((2, 2, 16), mx.bfloat16) if cache in (FP8, INT8) else None for _ in range(2)]
-    rows = rows.astype(dtype)
-    slots = mx.array([17, -1, 3])
-    fence = kv_write.write(rows, rows, slots, *pools, key_scales=scales[0], value_scales=scales[1])
-    long_rows = mx.ones((3, 2, 160), dtype)  # of which a lane has two parts
-    long_pools = [mx.zeros((2, 2, 16, 160), cache) for _ in range(2)]
-    for some, into, traditional in (
-        *((rows, pools, False), (rows, pools, True)),
-        (long_rows, long_pools, False),
-    ):
-        rotation = kv_write.Rotation(kv_write.RotationKind(16, 0, traditional), base=1e4)
-        _, fence = kv_write.rotate_and_write(
-            some,
-            some,
-            slots,
-            *into,
-            [fence],
-            *scales,
-            queries=some,
-            positions=mx.arange(3),
-            rotation=rotation,
-        )
+    rows, slots = rows.astype(dtype), mx.array([17, -1, 3])
+    pools, scales = pools_of(20, cache)
+    fence = kv_write.write(rows, rows, slots, *pools, (), *scales)
     table = mx.array([[1, 0], [0, -1]])
     wide = mx.zeros((2, 2, 16, 32), cache)
     for to in {dtype, F32}:
         kv_gather.gather(wide, table, to, [fence], scales[0])
+
+
+def pools_of(size, cache):
+    """Of keys and values, and their scales."""
+    pools = [mx.zeros((2, 2, 16, size), cache) for _ in range(2)]
+    codes = cache in (FP8, INT8)
+    return pools, [mx.zeros((2, 2, 16), mx.bfloat16) if codes else None for _ in pools]
+
+
+def rotate_and_write(cache):
+    """Rows of which a lane has two parts, and shorter ones whose neighbours are pairs."""
+    for size, traditional in ((20, True), (160, False)):
+        rows, (pools, scales) = mx.ones((3, 2, size)), pools_of(size, cache)
+        rotation = kv_write.Rotation(kv_write.RotationKind(16, 0, traditional), base=1e4)
+        kv_write.rotate_and_write(
+            *(rows, rows, mx.array([17, -1, 3]), *pools, (), *scales),
+            queries=rows,
+            positions=mx.arange(3),
+            rotation=rotation,
+        )
 
 
 def bring_states_on(pools, key_size, decays):
@@ -125,6 +125,7 @@ def report():
             attend(*case)
         for dtype, cache in ((F32, FP8), (F16, INT8), (BF16, BF16), (F16, F16), (F32, F32)):
             write_and_gather(dtype, cache)
+        rotate_and_write(FP8)
         pools = [mx.zeros((2, 4, 16, 20), F16)]
         kv_blocks.copy(pools, np.array([0]), np.array([1]))
         kv_blocks.zero(pools, np.array([0]))
@@ -136,10 +137,12 @@ def report():
     return coverage.report()
 
 
+@reads_elf
 def test_all_files_have_lines(report):
     assert sorted(report) == sorted(METAL)
 
 
+@reads_elf
 @pytest.mark.parametrize("name", METAL)
 def test_no_line_is_missed(report, name):
     assert report[name].missed == []

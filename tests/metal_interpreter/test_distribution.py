@@ -17,7 +17,7 @@ SUFFIXES = {".py", ".h", ".cpp", ""}  # of the headers Metal's programs include:
 def build(project, target, folder):
     """The one file that hatchling makes of a project; needs no network."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
-    subprocess.run(command, cwd=project, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, cwd=project, check=True, capture_output=True, timeout=300)
     (made,) = folder.iterdir()
     return made
 

@@ -9,7 +9,7 @@ from metal_interpreter import lint
 
 import metal_kernels
 
-METAL = {path.name: path for path in Path(metal_kernels.__file__).parent.rglob("*.metal")}
+METAL = {path.name: path for path in sorted(Path(metal_kernels.__file__).parent.rglob("*.metal"))}
 
 
 @pytest.mark.parametrize("name", METAL)

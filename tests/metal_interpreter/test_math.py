@@ -143,7 +143,15 @@ SATURATING = {
 INTEGERS = [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64]
 
 
-@pytest.mark.parametrize("kind", INTEGERS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind
+        if kind in (np.int8, np.uint16, np.int64)
+        else pytest.param(kind, marks=pytest.mark.more)
+        for kind in INTEGERS
+    ],
+)
 def test_integer_functions(kind):
     bits = np.dtype(kind).itemsize * 8
     info = np.iinfo(kind)

@@ -78,7 +78,9 @@ def test_what_the_end_of_a_round_loads_the_next_one_waits_for():
     assert loads(figures(source)) == [1]
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.uint8], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(mx.float32, marks=pytest.mark.more), mx.float16, mx.uint8], ids=str
+)
 def test_bytes_of_loads(dtype):
     source = """
         const vec<T, 4> four = *(const device vec<T, 4>*)(a + i * 4 + n * 1000);

@@ -32,11 +32,24 @@ DTYPES = (mx.bool_, mx.uint8, mx.uint16, mx.uint32, mx.uint64, mx.int8, mx.int16
 DTYPES += (mx.int64, mx.float16, mx.bfloat16, mx.float32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_goes_in_and_out(dtype):
-    x = (mx.arange(64) % 2 if dtype == mx.bool_ else mx.arange(64)).astype(dtype)
-    out = launch(INDEX + "out[i] = in0[63 - i];", [x], dtype=dtype)
-    np.testing.assert_array_equal(as_numpy(out), as_numpy(x)[::-1])
+def test_every_dtype_goes_in_and_out():
+    given = [
+        (mx.arange(64) % 2 if dtype == mx.bool_ else mx.arange(64)).astype(dtype)
+        for dtype in DTYPES
+    ]
+    names = [f"in{place}" for place in range(len(given))]
+    copies = "".join(f"out_{name}[i] = {name}[63 - i];\n" for name in names)
+    kernel = metal_kernel("probe", names, [f"out_{name}" for name in names], INDEX + copies)
+    outputs = kernel(
+        inputs=given,
+        grid=(64, 1, 1),
+        threadgroup=(64, 1, 1),
+        output_shapes=[(64,)] * len(given),
+        output_dtypes=list(DTYPES),
+    )
+    for x, out in zip(given, outputs, strict=True):
+        assert out.dtype == x.dtype
+        np.testing.assert_array_equal(as_numpy(out), as_numpy(x)[::-1])
 
 
 def test_writing_through_an_input_changes_the_array():

@@ -78,17 +78,19 @@ def test_instructions_are_told_apart_across_simdgroup_functions():
     assert (read.read_bytes, read.lines_read) == (128 * 10 * 4, 40)
 
 
-@pytest.mark.parametrize("type", ["float4", "half4", "bfloat4", "uchar4", "ulong2", "ulong4"])
-def test_a_vector_is_one_load(type):
-    source = f"""
-        {type} v = ((const device {type}*)in0)[i];
-        out[i] = float(v.x) + float(v[1]);
-    """
-    size = {"float4": 16, "half4": 8, "bfloat4": 8, "uchar4": 4, "ulong2": 16, "ulong4": 32}[type]
-    read = dispatch(source, mx.zeros((128 * size,), dtype=mx.uint8)).buffers["in0"]
-    assert read.unique_lines_read_by_threadgroup == size
-    if type != "ulong4":  # of which only the components used are loaded
-        assert (read.read_bytes, read.lines_read) == (128 * size, size)
+def test_a_vector_is_one_load():
+    sizes = {"float4": 16, "half4": 8, "bfloat4": 8, "uchar4": 4, "ulong2": 16, "ulong4": 32}
+    source = "float x = 0;"
+    for number, type in enumerate(sizes):
+        source += f"{{ {type} v = ((const device {type}*)in{number})[i];"
+        source += "x += float(v.x) + float(v[1]); }\n"
+    given = [mx.zeros((128 * size,), dtype=mx.uint8) for size in sizes.values()]
+    made = dispatch(source + "out[i] = x;", *given)
+    for number, (type, size) in enumerate(sizes.items()):
+        read = made.buffers[f"in{number}"]
+        assert read.unique_lines_read_by_threadgroup == size, type
+        if type != "ulong4":  # of which only the components used are loaded
+            assert (read.read_bytes, read.lines_read) == (128 * size, size), type
 
 
 def test_structures_count_whole():

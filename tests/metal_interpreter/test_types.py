@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scalars, vectors and limits: layout, conversion, arithmetic, and what Metal refuses."""
 
+import re
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -78,18 +80,22 @@ def test_building_vectors():
     assert got.tolist() == [*c, *d, *b, 3, 4, 2, 7, 3]
 
 
-@pytest.mark.parametrize("type", ["float", "half", "bfloat", "int", "ushort"])
-def test_vector_arithmetic(type):
-    declare = f"""
-        {type}4 a = {type}4({type}(8), {type}(9), {type}(10), {type}(12)), b = {type}4({type}(3));
-        {type}4 c = (a + b) * b - a / {type}4({type}(2)); c -= b; c = +c; bool4 less = a < a.wzyx;
-    """
-    halved = "(a[k] / 2)" if type in ("int", "ushort") else "a[k] / 2"
-    got = values(*(f"float(c[{k}])" for k in range(4)), "less.x + 2 * less.y + 4 * less.w",
-                 declare=declare).ravel()  # fmt: skip
+def test_vector_arithmetic():
+    types, declare, expressions = ["float", "half", "bfloat", "int", "ushort"], "", []
+    for type in types:
+        a, b, c, less = (f"{type}_{name}" for name in ("a", "b", "c", "less"))
+        declare += f"""
+            {type}4 {a} = {type}4({type}(8), {type}(9), {type}(10), {type}(12)), {b}({type}(3));
+            {type}4 {c} = ({a} + {b}) * {b} - {a} / {type}4({type}(2)); {c} -= {b}; {c} = +{c};
+            bool4 {less} = {a} < {a}.wzyx;
+        """
+        expressions += [f"float({c}[{k}])" for k in range(4)]
+        expressions.append(f"{less}.x + 2 * {less}.y + 4 * {less}.w")
+    got = values(*expressions, declare=declare).reshape(len(types), 5)
     a = np.array([8, 9, 10, 12])
-    half_a = a // 2 if "(" in halved else a / 2
-    assert got.tolist() == [*((a + 3) * 3 - half_a - 3), 3]
+    for type, found in zip(types, got, strict=True):
+        half_a = a // 2 if type in ("int", "ushort") else a / 2
+        assert found.tolist() == [*((a + 3) * 3 - half_a - 3), 3], type
 
 
 def test_integer_vectors():
@@ -122,45 +128,52 @@ def test_loads_need_only_an_element_s_alignment():
 
 
 def test_limits():
-    for kind in (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64):
-        dtype = mx.array(np.zeros(1, kind)).dtype
-        name = f"{np.dtype(kind).name}_t"
-        got = values(
-            f"numeric_limits<{name}>::max()", f"numeric_limits<{name}>::min()", dtype=dtype
-        ).ravel()
-        assert got.tolist() == [np.iinfo(kind).max, np.iinfo(kind).min]
-    for name, kind in (
-        ("float", torch.float32),
-        ("half", torch.float16),
-        ("bfloat", torch.bfloat16),
-    ):
+    kinds = (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64)
+    limits = [
+        f"ulong(numeric_limits<{np.dtype(kind).name}_t>::{limit}())"
+        for kind in kinds
+        for limit in ("max", "min")
+    ]
+    wanted = [limit % 2**64 for kind in kinds for limit in (np.iinfo(kind).max, np.iinfo(kind).min)]
+    assert values(*limits, dtype=mx.uint64).ravel().tolist() == wanted
+    names = {"float": torch.float32, "half": torch.float16, "bfloat": torch.bfloat16}
+    expressions, wanted = [], []
+    for name, kind in names.items():
         info = torch.finfo(kind)
-        got = values(
+        expressions += [
             *(f"float(numeric_limits<{name}>::{f}())" for f in ("max", "min", "lowest", "epsilon")),
             f"float(numeric_limits<{name}>::infinity())",
             f"float(Limits<{name}>::min)",
             f"float(Limits<{name}>::finite_min)",
-        ).ravel()
-        wanted = [info.max, info.smallest_normal, -info.max, info.eps, np.inf, -np.inf, -info.max]
-        assert got.tolist() == [float(w) for w in wanted]
+        ]
+        wanted += [
+            *(info.max, info.smallest_normal, -info.max, info.eps, np.inf, -np.inf, -info.max)
+        ]
+    assert values(*expressions).ravel().tolist() == [float(w) for w in wanted]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "bfloat x = 1.0f;",
-        "bfloat x; x = 2.0f * bfloat(1.0f);",
-        "float4 x = int4(1);",
-        "half4 y; float4 x = y;",
-        "float4 x = float4(1, 2, 3);",
-        "float3 x = float3(float2(1), float2(2));",
-        "double x = 1; auto y = [&]<typename T>(T z) { return z; }; y(x);",
-        "float x = max(1.0f, half(2));",
-        "atomic<short> x;",
-        "simdgroup_matrix<float, 4, 4> m;",
-        "std::vector<int> v;",
-    ],
-)
-def test_what_metal_refuses(text):
-    with pytest.raises(CompileError):
-        values("0", declare=text)
+REFUSED = [
+    "bfloat x = 1.0f;",
+    "bfloat x; x = 2.0f * bfloat(1.0f);",
+    "float4 x = int4(1);",
+    "half4 y; float4 x = y;",
+    "float4 x = float4(1, 2, 3);",
+    "float3 x = float3(float2(1), float2(2));",
+    "double x = 1; auto y = [&]<typename T>(T z) { return z; }; y(x);",
+    "float x = max(1.0f, half(2));",
+    "atomic<short> x;",
+    "simdgroup_matrix<float, 4, 4> m;",
+    "std::vector<int> v;",
+]
+
+
+def test_what_metal_refuses():
+    """Each by an error of its own, in its line or in what that instantiates."""
+    declare = "".join(
+        f'#line {number} "refused"\n{{ {text} }}\n' for number, text in enumerate(REFUSED, 100)
+    )
+    with pytest.raises(CompileError) as caught:
+        values("0", declare=declare)
+    named = re.findall(r"refused:(\d+):\d+: (?:error|note)", str(caught.value))
+    lines = {int(line) for line in named}
+    assert lines == set(range(100, 100 + len(REFUSED)))
