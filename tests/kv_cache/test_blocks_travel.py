@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from kv_cache.pools import KINDS, built, make
+from pairs import valuewise
 
 from metal_kernels import kernel
 from vllm_metal.memory import planner
@@ -17,11 +18,10 @@ def interpreted():
         yield
 
 
-@pytest.mark.parametrize("dtype", [mx.float16, mx.uint8], ids=str)
-@pytest.mark.parametrize("kv_cache_type", KINDS.values(), ids=KINDS)
-def test_moving_blocks_never_copies_the_pool(kv_cache_type, dtype):
+@valuewise(kind=list(KINDS), dtype=[mx.float16, mx.uint8])
+def test_moving_blocks_never_copies_the_pool(kind, dtype):
     """Between steps, each with a step in flight that reads the pool, and with writes pending."""
-    kv_cache = make(kv_cache_type, dtype, num_blocks=8192 // dtype.size)
+    kv_cache = make(KINDS[kind], dtype, num_blocks=8192 // dtype.size)
     mx.eval(kv_cache.arrays)
     one_array = kv_cache.arrays[0].nbytes
     blocks, others = np.array([3, 1], np.int32), np.array([6, 2], np.int32)
@@ -42,4 +42,4 @@ def test_moving_blocks_never_copies_the_pool(kv_cache_type, dtype):
 
     # Now and then, on a busy machine, MLX lets go of a read a moment after it says that it has
     # waited for it: it copies the pool then, and not in the next run.
-    assert min(planner.peak_of(move, waiting=False) for _ in range(5)) < one_array / 4
+    assert any(planner.peak_of(move, waiting=False) < one_array / 4 for _ in range(5))

@@ -49,6 +49,13 @@ def as_on_a_mac(monkeypatch: pytest.MonkeyPatch):
         yield
 
 
+def with_more(names, *by_day):
+    """Those that run by day, and the others in CI's second step."""
+    return [
+        name if name in by_day else pytest.param(name, marks=pytest.mark.more) for name in names
+    ]
+
+
 def kv_cache_type(layers=LAYERS, dtype=mx.bfloat16) -> type[LayerKVCache]:
     return choice.kv_cache_type("metal", layers, dtype, dtype, 16)
 
@@ -223,7 +230,7 @@ FALLBACKS = {  # what fails: tiles that are left, whether blocks are moved, and 
 }
 
 
-@pytest.mark.parametrize("name", FALLBACKS)
+@pytest.mark.parametrize("name", with_more(FALLBACKS, "one tile", "reduce"))
 def test_what_fails_costs_itself_only(monkeypatch, warned, name):
     failing, tiles, moves_blocks, repeatable = FALLBACKS[name]
 
@@ -359,7 +366,7 @@ WAYS = {  # MLX's share of the kernels' time by choice and window: what MLX then
 }
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", with_more(WAYS, "both", "no times"))
 def test_mlx_serves_the_rows_for_which_it_is_faster(monkeypatch, warned, name):
     shares, served = WAYS[name]
     said: list[str] = []
@@ -561,9 +568,11 @@ def assert_right(chosen: type[LayerKVCache], shape: AttentionShape) -> None:
 @pytest.mark.parametrize(
     ("head_size", "tile_rows", "most", "lost"),
     [
-        (192, None, 384, ()),  # as it is, no pipeline asks for so many
-        (64, None, 384, ()),
-        (192, 64, 384, (64,)),  # twice the rows that a tile of this size has: 512 threads
+        # As it is, no pipeline asks for so many.
+        pytest.param(192, None, 384, (), marks=pytest.mark.slow),
+        pytest.param(64, None, 384, (), marks=pytest.mark.slow),
+        # Twice the rows that a tile of this size has: 512 threads.
+        pytest.param(192, 64, 384, (64,), marks=pytest.mark.more),
         (64, None, 192, None),  # a write takes 256, too
     ],
 )

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from kv_cache.layouts import layout_of
+from pairs import valuewise
 
 from metal_kernels import kernel, kv_gather
 from metal_kernels.layout import PositionLag
@@ -71,9 +72,11 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.uint8, mx.int8], ids=str)
-@pytest.mark.parametrize("kind", KINDS, ids=["", "window"])
-@pytest.mark.parametrize("by_mlx", [ByMLX(), ByMLX(prompts={1: 64}), ByMLX(True, {1: 17})], ids=str)
+@valuewise(
+    by_mlx=[ByMLX(prompts={1: 64}), ByMLX(), ByMLX(True, {1: 17})],
+    kind=[KINDS[1], KINDS[0]],
+    dtype=[mx.float32, mx.uint8, mx.int8],
+)
 def test_nan_in_what_is_nobodys_changes_no_output(monkeypatch, by_mlx, kind, dtype):
     """Past each request's end, in freed blocks and beyond windows; MLX reads whole tiles."""
     shape = KVShape(2, 64, 64)

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from kv_cache.layouts import layout_of
+from pairs import valuewise
 
 from metal_kernels import kernel, paged_attention
 from metal_kernels.pace import Pace
@@ -76,9 +77,7 @@ BY_MLX = {  # MLX attends to what a kernel gathers: to all rows, or to prompts a
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("window", [None, 10])
-@pytest.mark.parametrize("rows", BY_MLX)
+@valuewise(dtype=DTYPES, window=[None, 10], rows=list(BY_MLX))
 def test_gathered_rows_answer_as_scatter_does_and_are_read_in_order(rows, window, dtype):
     ours, other = make(BY_MLX[rows], dtype), make(ScatterKVCache, dtype)
     arrays = ours.arrays
@@ -91,8 +90,7 @@ def test_gathered_rows_answer_as_scatter_does_and_are_read_in_order(rows, window
     assert prove_always(logger.log) == []
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("window", [None, 10])
+@valuewise(dtype=DTYPES, window=[None, 10])
 def test_kernels_answer_as_scatter_does_and_hold_the_same(window, dtype):
     ours, other = make(KernelKVCache, dtype), make(ScatterKVCache, dtype)
     arrays = ours.arrays
@@ -158,8 +156,7 @@ def test_work_spread_over_dispatches_answers_the_same_in_order(monkeypatch):
     assert prove_always(logger.log) == []
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kv_cache_type", [KernelKVCache, ScatterKVCache])
+@valuewise(dtype=DTYPES, kv_cache_type=[KernelKVCache, ScatterKVCache])
 def test_a_row_counts_the_same_in_its_own_step_and_from_the_pool(kv_cache_type, dtype):
     rng = np.random.default_rng(0)
     sizes = 10.0 ** rng.uniform(-3, 0, (40, 1, 1))  # so that scales differ
@@ -180,9 +177,13 @@ def test_a_row_counts_the_same_in_its_own_step_and_from_the_pool(kv_cache_type, 
         np.testing.assert_allclose(answers(*chunks), together, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "kv_cache_type", [KernelKVCache, KernelKVCache.limited({}, moves_blocks=False), ScatterKVCache]
+@valuewise(
+    dtype=DTYPES,
+    kv_cache_type=[
+        ScatterKVCache,
+        KernelKVCache,
+        KernelKVCache.limited({}, moves_blocks=False),
+    ],
 )
 def test_blocks_are_copied_and_cleared(kv_cache_type, dtype):
     kv_cache = make(kv_cache_type, dtype)

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from kv_cache.layouts import layout_of
+from pairs import valuewise
 
 from metal_kernels import kernel
 from metal_kernels.layout import PositionLag
@@ -93,8 +94,10 @@ def test_long_prompts_end_command_buffers():
     assert short.prompts.pace is None
 
 
-@pytest.mark.parametrize("elements", [mx.float32, mx.float16, mx.uint8, mx.int8], ids=str)
-@pytest.mark.parametrize("kv_cache_type", [KernelKVCache, ScatterKVCache])
+@valuewise(
+    elements=[mx.int8, mx.float32, mx.float16, mx.uint8],
+    kv_cache_type=[ScatterKVCache, KernelKVCache],
+)
 def test_contexts_are_what_the_steps_have_written(kv_cache_type, elements):
     codes = elements in (mx.uint8, mx.int8)
     dtype = mx.float32 if codes else elements

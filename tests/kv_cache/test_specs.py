@@ -3,6 +3,7 @@
 
 import mlx.core as mx
 import pytest
+from pairs import valuewise
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
 from vllm_metal.attention.layers import AttentionLayer
@@ -39,8 +40,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.uint8, mx.int8], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@valuewise(case=list(CASES), dtype=[mx.float32, mx.bfloat16, mx.uint8, mx.int8])
 def test_every_layer_gets_its_own_memory_within_the_budget(config, case, dtype):
     found, num_groups = CASES[case]
     specs = kv_cache_specs(found, BLOCK, dtype)

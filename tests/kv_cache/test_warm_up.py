@@ -7,8 +7,9 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairs import valuewise
 
 from metal_kernels import kernel
 from metal_kernels.kv_write import RotationKind
@@ -68,6 +69,7 @@ def serve(kv_cache_type, layer, dtype, pool_dtype, steps):
         kv_cache.attend(plan, queries, Scoring(1.0, sinks, layer.softcap))
 
 
+@settings(max_examples=15)
 @given(
     layers=st.lists(kinds, min_size=1, max_size=3),
     pool_dtype=st.sampled_from([mx.float16, mx.uint8]),
@@ -110,9 +112,11 @@ def test_no_step_asks_for_what_was_not_compiled(layers, pool_dtype, steps, fewer
     assert max(recorder.threads.values()) <= 256
 
 
-@pytest.mark.parametrize("pool_dtype", [mx.float16, mx.int8], ids=str)
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("by_mlx", [ByMLX(prompts={1: 64}), ByMLX(True, {1024: None, 8192: 200})])
+@valuewise(
+    by_mlx=[ByMLX(prompts={1: 64}), ByMLX(True, {1024: None, 8192: 200})],
+    window=[None, 40],
+    pool_dtype=[mx.float16, mx.int8],
+)
 def test_contexts_of_prompts_by_mlx_are_gathered_before_any_comes(by_mlx, window, pool_dtype):
     """By one pipeline for each size of head, and none more."""
     layer = AttentionLayer("layers.0", 4, 2, 96, window, mx.float16, value_size=64)
@@ -222,8 +226,7 @@ SERVED = {
 LATENTS_SINCE = 3
 
 
-@pytest.mark.parametrize("pool_dtype", [BF16, mx.uint8], ids=str)
-@pytest.mark.parametrize("model", SERVED)
+@valuewise(model=list(SERVED), pool_dtype=[BF16, mx.uint8])
 def test_no_more_is_compiled_than_when_decode_and_prefill_shared_the_sizes(model, pool_dtype):
     kinds, most = SERVED[model]
     latent = {"value_size": 512, "latent": True, "heads": LATENT_HEADS}
@@ -309,9 +312,11 @@ def serve_states(model, layers, kv_cache_type, dtype, pool_dtype, block_size):
         state.begin_step()
 
 
-@pytest.mark.parametrize("pool_dtype", [mx.bfloat16, mx.int8])
-@pytest.mark.parametrize("ways", [(True, None), (True, 40), (False, None)], ids=str)
-@pytest.mark.parametrize("name", HYBRIDS)
+@valuewise(
+    name=["mamba2", "qwen3_next", "lfm2", "jamba"],
+    ways=[(True, None), (True, 40), (False, None)],
+    pool_dtype=[mx.bfloat16, mx.int8],
+)
 def test_no_step_of_a_recurrent_layer_asks_for_what_was_not_compiled(name, ways, pool_dtype):
     by_kernels, long_prompt = ways
     model = make_model(HYBRIDS[name])
