@@ -18,6 +18,7 @@ The shapes of the models are small: a count depends on none.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from collections.abc import Iterable
@@ -122,6 +123,7 @@ class Count:
         return math.ceil(self.step / MOST_DISPATCHES)
 
 
+@functools.cache
 def count(family: str, rotates: bool = True) -> Count:
     """Of a decode step of 32 layers.
 
@@ -292,4 +294,4 @@ def written(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -45,5 +45,5 @@ def test_a_rotation_that_something_else_reads_is_done_by_mlx_as_well():
 
 
 def test_the_page_has_these_counts():
-    page = dispatches.PAGE.read_text()
+    page = dispatches.PAGE.read_text(encoding="utf-8")
     assert dispatches.written(page) == page

@@ -102,7 +102,7 @@ def test_nothing_is_noted_where_mlxs_operations_serve(monkeypatch):
     assert np.isfinite(served(run)).all()
 
 
-@pytest.mark.parametrize("what", ["keys", "queries"])
+@pytest.mark.parametrize("what", ["keys", pytest.param("queries", marks=pytest.mark.more)])
 def test_rows_that_are_changed_after_their_rotation_are_taken_as_they_are(what, monkeypatch):
     """A layer that does more between its rotation and its cache than it did when it was read."""
     model, turns = model_of("llama"), Turns(metal_interpreter.metal_kernel)
