@@ -66,6 +66,7 @@ def test_a_request_is_greedy_and_of_the_length_asked_for(server: Server) -> None
     assert sent["ignore_eos"] and sent["temperature"] == 0
 
 
+@pytest.mark.more
 def test_pulls_and_plain_sockets_move_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_peer_pulls, "PAGE_BYTES", (40_000,))
     rates = _peer_pulls.measure_pulls(total_bytes=500_000, repeats=2)

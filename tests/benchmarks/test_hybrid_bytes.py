@@ -64,6 +64,6 @@ def test_tokens_a_step_follow_from_acceptance() -> None:
 
 
 def test_the_page_has_the_tables() -> None:
-    page = PAGE.read_text()
+    page = PAGE.read_text(encoding="utf-8")
     for expected in (*map(table, SHAPES), kept_table()):
         assert expected in page, expected

@@ -28,7 +28,10 @@ def test_a_dense_model_by_hand() -> None:
         assert found.kv(1000) == 1000 * 36 * 8 * 2 * 128 * 2
 
 
-@pytest.mark.parametrize(("known", "shape"), [(QWEN_27B, SHAPE_27B), (QWEN_35B, SHAPE_35B)])
+@pytest.mark.parametrize(
+    ("known", "shape"),
+    [(QWEN_27B, SHAPE_27B), pytest.param(QWEN_35B, SHAPE_35B, marks=pytest.mark.more)],
+)
 def test_hybrids_beside_the_sums_of_hybrid_bytes(known, shape) -> None:
     found, expected = served(known, 4), moved(shape, drafts=0, one_call=True)
     assert found.states == shape.recurrent * shape.state_bytes
@@ -39,7 +42,11 @@ def test_hybrids_beside_the_sums_of_hybrid_bytes(known, shape) -> None:
 
 @pytest.mark.parametrize(
     ("known", "billions", "active"),
-    [(QWEN_80B, 80, 3.9), (DEEPSEEK_V3, 671, 37), (GEMMA_27B, 27, 27)],
+    [
+        pytest.param(QWEN_80B, 80, 3.9, marks=pytest.mark.more),
+        pytest.param(DEEPSEEK_V3, 671, 37, marks=pytest.mark.more),
+        (GEMMA_27B, 27, 27),
+    ],
     ids=lambda given: getattr(given, "name", given),
 )
 def test_models_have_the_weights_that_their_cards_name(known, billions, active) -> None:
@@ -87,7 +94,7 @@ def test_what_does_not_fit_has_no_rate() -> None:
 
 @pytest.mark.more
 def test_the_page_has_the_tables() -> None:
-    page = PAGE.read_text()
+    page = PAGE.read_text(encoding="utf-8")
     tables = (mac_tokens.rates_table(), mac_tokens.bytes_table(), mac_tokens.check_table())
     for expected in tables:
         assert expected in page, "run python benchmarks/mac_tokens.py --write"

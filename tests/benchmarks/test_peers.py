@@ -203,6 +203,7 @@ def found() -> dict[str, Any]:
     }
 
 
+@pytest.mark.more  # it draws, as the one below
 def test_report_has_every_ratio_beside_its_goal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,6 +223,7 @@ def test_growth_is_of_the_worst_later_turn() -> None:
     assert growth([999.0, 10.0, 12.0, 11.0]) == pytest.approx(1.2)
 
 
+@pytest.mark.more
 def test_parts_measured_apart_are_kept_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

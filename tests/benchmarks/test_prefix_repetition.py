@@ -56,6 +56,7 @@ def test_figure_is_median_and_sample_deviation() -> None:
     assert Figure(0.5, 0.012).text(scale=100, digits=1) == "50.0 ± 1.2"
 
 
+@pytest.mark.more  # it draws
 def test_gain_is_above_one_for_more_throughput_and_less_waiting(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,7 +106,7 @@ def test_server_and_its_children_are_stopped_even_by_an_error(
     server_script(monkeypatch, tmp_path, HEALTHY)
     with (
         pytest.raises(RuntimeError, match="from within"),
-        serve("m", [], tmp_path / "log", timeout=30) as server,
+        serve("m", [], tmp_path / "log", timeout=300) as server,
     ):
         assert server.url.startswith("http://127.0.0.1:")
         raise RuntimeError("from within")
@@ -126,7 +127,7 @@ def test_a_server_that_exits_is_reported_with_the_end_of_its_log(
     server_script(monkeypatch, tmp_path, "sys.exit('no such model')\n")
     with (
         pytest.raises(ServerError, match=r"exited with 1(.|\n)*no such model"),
-        serve("m", [], tmp_path / "log", timeout=30),
+        serve("m", [], tmp_path / "log", timeout=300),
     ):
         pass
 

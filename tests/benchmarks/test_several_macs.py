@@ -60,6 +60,7 @@ def test_one_stream_is_faster_by_heads_where_the_link_is_quick() -> None:
     assert desk(2).by_heads(TEN) == pytest.approx(1 / by_hand)
 
 
+@pytest.mark.more
 def test_what_one_mac_does_not_hold() -> None:
     """39.7 GB of weights and 1.3 of K/V: of 24 GB the GPU has 16, of 64 more than two thirds."""
     assert not desk(2, memory=24).fits(1)
@@ -75,6 +76,6 @@ def test_heads_have_to_divide() -> None:
 
 @pytest.mark.more
 def test_the_page_has_the_tables() -> None:
-    page = several_macs.PAGE.read_text()
+    page = several_macs.PAGE.read_text(encoding="utf-8")
     for expected in several_macs.tables():
         assert expected in page, "run python benchmarks/several_macs.py --write"
