@@ -15,7 +15,7 @@ PARTS = (
     "interpreter",
     "models",
     "selfcheck",
-    "source-archives",
+    "source-archives",  # of earlier versions, as are "vllm-tests"
     "tuned",
     "vllm-tests",
     "weights",

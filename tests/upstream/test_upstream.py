@@ -8,6 +8,8 @@ import pytest
 from upstream import archive, selection
 from upstream.run import run
 
+pytestmark = pytest.mark.more
+
 
 @pytest.fixture(scope="module", autouse=True)
 def available():
@@ -18,7 +20,6 @@ def available():
 
 
 @pytest.mark.heavy
-@pytest.mark.more
 @pytest.mark.timeout(1200)
 def test_scheduler_and_prefix_cache():
     assert run(selection.QUICK) == 0
@@ -32,7 +33,7 @@ def test_everything_selected():
 
 def test_every_file_is_either_run_or_left_out_for_a_reason():
     tests = archive.extracted() / "tests" / "v1"
-    for file in tests.rglob("test_*.py"):
+    for file in sorted(tests.rglob("test_*.py")):
         name = file.relative_to(tests).as_posix()
         reasons = list(selection.reasons(name))
         assert (name in selection.RUN) != bool(reasons), name
