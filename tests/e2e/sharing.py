@@ -154,7 +154,16 @@ class Replicas:
         return found
 
     def run_out(self) -> None:
-        """Steps until none has anything to do, and goes on for the word of a peer to come."""
+        """Steps until none has anything to do, nor keeps a block for a peer."""
+        deadline = time.monotonic() + 60
+        while True:
+            self._run_out()
+            kept = self._shares and any(pins(e) or figures(e).shared_leases for e in self.engines)
+            if not kept or time.monotonic() > deadline:
+                return
+
+    def _run_out(self) -> None:
+        """Goes on for the word of a peer to come."""
         quiet = time.monotonic()
         while time.monotonic() < quiet + 0.2:
             if any(core_of(each).scheduler.has_requests() for each in self.engines):

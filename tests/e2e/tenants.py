@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_metal.serving import tenants_file
 
 #: Far more than the other requests of these tests take, and far less than the longest one.
-TIMEOUT_S = 6
+TIMEOUT_S = 20
 MAX_MODEL_LEN = 32768
 SPECULATION = {"method": "suffix", "num_speculative_tokens": 4}
 _SETTINGS = """
