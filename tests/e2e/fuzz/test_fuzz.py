@@ -13,7 +13,10 @@ from vllm.v1.core import kv_cache_utils
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.platform.metal_platform import MetalPlatform
 
-NUM_SEEDS, NUM_FIRST = 12, 4  # in all, and those that `make test` plays
+NUM_SEEDS = 12
+#: Of `make test`: lookup in a pool of codes, windows, and states with drafts, with so few blocks
+#: that requests are preempted; and states and a draft model beside a disk.
+QUICK, QUICK_ON_DISK, NUM_QUICK = (21, 24, 39), (5,), 14
 SALT_SEED = 3  # of which few requests hit one another's prefixes across tenants
 SLEEPING = MetalPlatform().is_sleep_mode_available()
 
@@ -27,16 +30,17 @@ def served(campaign, seeds, **options):
 
 
 @pytest.mark.parametrize(
-    "seeds",
+    ("seeds", "num_requests"),
     [
-        pytest.param(range(NUM_FIRST), id="first"),
-        pytest.param(range(NUM_FIRST, NUM_SEEDS), marks=pytest.mark.slow, id="others"),
+        pytest.param(QUICK, NUM_QUICK, id="quick"),
+        pytest.param(range(2), NUM_REQUESTS, marks=pytest.mark.more, id="first"),
+        pytest.param(range(2, NUM_SEEDS), NUM_REQUESTS, marks=pytest.mark.slow, id="others"),
     ],
 )
-def test_every_request_gets_the_text_it_gets_alone(campaign, seeds):
-    totals = served(campaign, seeds)
+def test_every_request_gets_the_text_it_gets_alone(campaign, seeds, num_requests):
+    totals = served(campaign, seeds, num_requests=num_requests)
     assert NUM_SEEDS * NUM_REQUESTS >= 500
-    assert totals["requests"] == len(seeds) * NUM_REQUESTS
+    assert totals["requests"] == len(seeds) * num_requests
     for name in ("preemptions", "cached tokens", "accepted drafts", "aborted", "resets"):
         assert totals[name] > 0, name
     # Ties must stay rare, or they would hide faults.
@@ -44,16 +48,17 @@ def test_every_request_gets_the_text_it_gets_alone(campaign, seeds):
 
 
 @pytest.mark.parametrize(
-    ("seeds", "kills"),
+    ("seeds", "num_requests", "kills"),
     [
-        pytest.param((1, 2), False, id="first"),
-        pytest.param((3, 4, 5, 10), True, id="others", marks=pytest.mark.slow),
+        pytest.param(QUICK_ON_DISK, NUM_QUICK, False, id="quick"),
+        pytest.param((2,), NUM_REQUESTS, False, id="first", marks=pytest.mark.more),
+        pytest.param((1, 3, 4, 5, 10), NUM_REQUESTS, True, id="others", marks=pytest.mark.slow),
     ],
 )
-def test_with_a_disk_and_a_restart(campaign, seeds, kills):
+def test_with_a_disk_and_a_restart(campaign, seeds, num_requests, kills):
     on_disk = Campaign(campaign.models, disk=True, kills=kills)
-    totals = served(on_disk, seeds)
-    assert totals["requests"] == 2 * len(seeds) * NUM_REQUESTS
+    totals = served(on_disk, seeds, num_requests=num_requests)
+    assert totals["requests"] == 2 * len(seeds) * num_requests
     assert totals["tokens from disk"] > 0
     assert totals["bad files"] == 0
     assert totals["killed"] == (kills and 1)
