@@ -7,8 +7,9 @@ from e2e.test_hybrids import NGRAM, check_passes, greedy_ids, hybrid_engine, pro
 from models.latent import FAMILIES
 from models.recurrent import write_model
 
-QUICK = ("deepseek_v3", "kimi_linear", "gemma2", "gemma4_text")
-NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+QUICK = "deepseek_v3"
+#: States beside latents, soft caps, and K/V that layers share.
+MORE = ("kimi_linear", "gemma2", "gemma4_text")
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +18,18 @@ def folders(tmp_path_factory):
     return {name: write_model(family, folder / name) for name, family in FAMILIES.items()}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        QUICK,
+        *(pytest.param(name, marks=pytest.mark.more) for name in MORE),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in FAMILIES
+            if name not in (QUICK, *MORE)
+        ),
+    ],
+)
 def test_hits_drafts_and_preemptions(folders, name):
     _, second = check_passes(folders[name], num_gpu_blocks_override=60, speculative_config=NGRAM)
     assert second["vllm:prefix_cache_hits"] > 0
@@ -28,9 +40,10 @@ def test_hits_drafts_and_preemptions(folders, name):
     assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("chunk", [7, 512])
+@pytest.mark.parametrize("chunk", [7, pytest.param(512, marks=pytest.mark.more)])
 @pytest.mark.parametrize(
-    "name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in list(FAMILIES)[1:])]
+    "name",
+    [QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != QUICK)],
 )
 def test_chunks(folders, name, chunk):
     check_passes(
@@ -38,7 +51,8 @@ def test_chunks(folders, name, chunk):
     )
 
 
-@pytest.mark.parametrize("elements", ["fp8", pytest.param("int8", marks=pytest.mark.more)])
+@pytest.mark.more
+@pytest.mark.parametrize("elements", ["fp8", pytest.param("int8", marks=pytest.mark.slow)])
 def test_latents_as_codes(folders, elements):
     """A row that is found in the cache answers as it did in the step that computed it."""
     prompts, texts = prompts_of(8), []

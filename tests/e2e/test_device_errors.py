@@ -126,6 +126,7 @@ def test_no_token_of_a_step_that_failed_is_told(
     assert len(warnings()) == 1
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("at", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_a_step_that_failed_left_is_neither_kept_nor_found(
     tiny, device, tmp_path, monkeypatch, at
@@ -163,7 +164,7 @@ def test_a_graph_that_fails_when_evaluated_is_used_once(tiny, dense, prompts, de
     assert len(warnings()) == 1
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.more), 4])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_steps_that_are_right_between_do_not_hide_a_model_that_fails(tiny, dense, device, every):
     prompts = [[1, 2, 3]] * 8
     with engine(tiny, max_model_len=128, max_num_seqs=1) as llm:

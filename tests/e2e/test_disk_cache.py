@@ -61,9 +61,8 @@ SETTINGS = {
     "setting",
     [
         "async",
-        "fp8",
-        pytest.param("chunks", marks=pytest.mark.more),
-        *(pytest.param(s, marks=pytest.mark.slow) for s in ("sync", "blocks of 32", "int8")),
+        pytest.param("fp8", marks=pytest.mark.more),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in SETTINGS if s not in ("async", "fp8")),
     ],
 )
 def test_the_next_engine_finds_every_whole_block(tiny, tmp_path, setting):
@@ -79,6 +78,7 @@ def test_the_next_engine_finds_every_whole_block(tiny, tmp_path, setting):
     assert found[LOADED] > 0
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "setting", ["async", *(pytest.param(s, marks=pytest.mark.slow) for s in ("sync", "fp8"))]
 )
@@ -117,7 +117,7 @@ def test_a_small_pool_preempts_and_loads_again(tiny, tmp_path):
     options = {"num_gpu_blocks_override": 17, "max_model_len": 200, "max_num_seqs": 6}
     with engine(tiny, max_model_len=200) as llm:
         reference = ask(llm, prompts, 60)
-    for _ in range(3):
+    for _ in range(2):
         with disk_engine(tiny, tmp_path, **options) as llm:
             for _ in range(2):
                 check_same(ask(llm, prompts, 60), reference)
@@ -126,6 +126,7 @@ def test_a_small_pool_preempts_and_loads_again(tiny, tmp_path):
     assert found[HITS] > 0
 
 
+@pytest.mark.more
 def test_generated_blocks_are_found_too(tiny, tmp_path):
     (prompt,) = random_prompts((40,), VOCAB)
     with disk_engine(tiny, tmp_path) as llm:

@@ -24,9 +24,16 @@ LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 5 * BLOCK +
 NUM_FULL = sum(length // BLOCK for length in LENGTHS)
 #: Of two numbers of the draft's K/V, up to some 6: a pass over other rows sums in another order.
 TIE = 1e-4
-#: METHODS, those in the nightly run that write as the others do.
-CORE = [*METHODS[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS[2:])]
-DRAFTING = 24  # tokens of requests that draft behind their prompts
+DRAFTING = 10  # tokens of requests that draft behind their prompts
+
+
+def methods(quick=None, more=None):
+    """METHODS: one that every run tries, one for a longer run; by night the others."""
+    marks = {quick: (), more: pytest.mark.more}
+    return pytest.mark.parametrize(
+        "method",
+        [pytest.param(name, marks=marks.get(name, pytest.mark.slow)) for name in METHODS],
+    )
 
 
 @pytest.fixture
@@ -66,7 +73,7 @@ def check_pages(found, expected, exact=True):
         pytest.param(256, False, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("method", CORE)
+@methods(quick="eagle", more="draft_model")
 def test_it_writes_what_one_server_has(toys, tmp_path, prompts, method, chunk, ahead):
     options = {"max_num_batched_tokens": chunk, "async_scheduling": ahead}
     one = serve(toys[method], tmp_path / "one", "kv_both", prompts, DRAFTING, **options)
@@ -77,7 +84,7 @@ def test_it_writes_what_one_server_has(toys, tmp_path, prompts, method, chunk, a
     check_pages(pages, one[1], exact=method != "draft_model" or chunk > 24)
 
 
-@pytest.mark.parametrize("method", CORE)
+@methods(quick="draft_model", more="eagle")
 def test_requests_that_end_where_their_next_step_is_scheduled(toys, tmp_path, prompts, method):
     one, pages = serve(toys[method], tmp_path / "one", "kv_both", prompts, DRAFTING)
     folder = tmp_path / "p"
@@ -89,8 +96,7 @@ def test_requests_that_end_where_their_next_step_is_scheduled(toys, tmp_path, pr
     assert len(payloads(folder)) == NUM_FULL + 1
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("method", CORE)
+@methods(more="eagle")
 def test_pages_of_generated_tokens_are_complete_too(toys, tmp_path, prompts, method):
     one, expected = serve(toys[method], tmp_path / "one", "kv_both", prompts, DRAFTING)
     tokens, pages = serve(toys[method], tmp_path / "p", "kv_producer", prompts, DRAFTING)
@@ -98,7 +104,13 @@ def test_pages_of_generated_tokens_are_complete_too(toys, tmp_path, prompts, met
     check_pages(pages, expected, exact=False)  # one row at a time, there several drafts
 
 
-@pytest.mark.parametrize("method", ["eagle", pytest.param("draft_model", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param("eagle", marks=pytest.mark.more),
+        pytest.param("draft_model", marks=pytest.mark.slow),
+    ],
+)
 def test_prompts_that_come_at_once(toys, tmp_path, prompts, method):
     _, expected = serve(toys[method], tmp_path / "one", "kv_both", prompts, DRAFTING)
     folder = tmp_path / "p"
@@ -113,7 +125,7 @@ def test_prompts_that_come_at_once(toys, tmp_path, prompts, method):
     assert len(found.keys() & expected.keys()) >= NUM_FULL + 1
 
 
-@pytest.mark.parametrize("method", CORE)
+@methods(more="eagle")
 def test_one_server_leaves_as_much_of_requests_of_one_token(toys, tmp_path, prompts, method):
     options = {"max_num_batched_tokens": 40, "async_scheduling": True}
     _, expected = serve(toys[method], tmp_path / "one", "kv_both", prompts, DRAFTING, **options)
@@ -136,6 +148,7 @@ def test_windows_whose_groups_share_memory_with_the_drafts(tiny_models, tmp_path
     check_pages({key: pages[key] for key in both}, expected, exact=False)
 
 
+@pytest.mark.more
 def test_a_draft_model_made_for_shorter_texts(toys, tmp_path, prompts):
     toy = toys["draft_model"]
     toy = Toy(toy.model, toy.speculation | {"max_model_len": 3 * BLOCK + 8})
@@ -146,8 +159,8 @@ def test_a_draft_model_made_for_shorter_texts(toys, tmp_path, prompts):
     check_pages(pages, expected)
 
 
-@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.more)])
-@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["draft_model", pytest.param("eagle", marks=pytest.mark.more)])
 def test_nothing_is_proposed(toys, tmp_path, prompts, monkeypatch, method, ahead):
     def never(*arguments, **options):
         raise AssertionError("a producer has no proposer")

@@ -7,7 +7,6 @@ import pytest
 import torch
 from e2e.harness import counters, engine
 from pooling import checkpoints
-from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 from vllm.exceptions import VLLMValidationError
 
@@ -39,6 +38,8 @@ def llm(embedder):
 @pytest.fixture(scope="module")
 def expected(embedder):
     """[n, H] of TEXTS, by sentence-transformers."""
+    from sentence_transformers import SentenceTransformer
+
     return SentenceTransformer(embedder, device="cpu").encode(TEXTS)
 
 
@@ -145,6 +146,8 @@ def test_preempted_requests(embedder, expected):
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_poolings_that_read_a_whole_text(tmp_path, pooling):
     """And a Dense layer behind them, without a norm."""
+    from sentence_transformers import SentenceTransformer
+
     folder = checkpoints.qwen3(tmp_path / "model")
     checkpoints.as_sentence_transformer(folder, pooling, normalise=False, dense=24)
     wanted = SentenceTransformer(folder, device="cpu").encode(TEXTS)

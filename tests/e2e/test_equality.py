@@ -6,11 +6,14 @@ from e2e.harness import Dense, counters, engine, generate, greedy, make_prompts,
 
 pytestmark = pytest.mark.heavy
 
-MAX_TOKENS = 48
 CHUNK = 64  # tokens of a step: longer prompts come in chunks
-#: Whether steps overlap, which is the default and the harder case; prompts; blocks of the pool: a
-#: prompt of 700 fits, what is served at once does not.
-LOADS = {"async": (True, 64, 110), "sync": (False, 24, 70), "async, few": (True, 24, 70)}
+#: Whether steps overlap, which is the default and the harder case; prompts; blocks of the pool, in
+#: which the longest prompt fits, and what is served at once does not; its tokens; those of answers.
+LOADS = {
+    "async": (True, 64, 110, 700, 48),
+    "sync": (False, 24, 70, 700, 48),
+    "async, short": (True, 10, 24, 300, 24),
+}
 
 
 @pytest.fixture(scope="module")
@@ -18,16 +21,16 @@ def dense(smollm2):
     return Dense(smollm2)
 
 
-def serve_and_check(model, dense, prompts, passes=1, **options):
+def serve_and_check(model, dense, prompts, max_tokens=48, passes=1, **options):
     """Serves the prompts `passes` times and checks every output; counters after each pass."""
     seen = []
     with engine(model, max_num_seqs=16, max_num_batched_tokens=CHUNK, **options) as llm:
         scheduler = llm.llm_engine.vllm_config.scheduler_config
         assert scheduler.async_scheduling == options["async_scheduling"]
         for _ in range(passes):
-            outputs = generate(llm, prompts, greedy(MAX_TOKENS))
+            outputs = generate(llm, prompts, greedy(max_tokens))
             for prompt, tokens in zip(prompts, outputs, strict=True):
-                assert len(tokens) == MAX_TOKENS
+                assert len(tokens) == max_tokens
                 dense.check(prompt, tokens)
             seen.append(counters(llm))
     # Steps hold at most CHUNK tokens, so the prompts longer than that came in chunks.
@@ -37,20 +40,16 @@ def serve_and_check(model, dense, prompts, passes=1, **options):
     return seen
 
 
-@pytest.mark.parametrize(
-    "load",
-    [
-        pytest.param("async, few", marks=pytest.mark.more),
-        *(pytest.param(load, marks=pytest.mark.slow) for load in ("async", "sync")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("load", ["async", "sync"])
 def test_without_prefix_caching(smollm2, dense, load):
-    async_scheduling, num_prompts, num_blocks = LOADS[load]
-    prompts = make_prompts(text_tokens(smollm2), num_prompts, 700)
+    async_scheduling, num_prompts, num_blocks, longest, max_tokens = LOADS[load]
+    prompts = make_prompts(text_tokens(smollm2), num_prompts, longest)
     (after,) = serve_and_check(
         smollm2,
         dense,
         prompts,
+        max_tokens,
         num_gpu_blocks_override=num_blocks,
         enable_prefix_caching=False,
         async_scheduling=async_scheduling,
@@ -60,28 +59,25 @@ def test_without_prefix_caching(smollm2, dense, load):
 
 
 def test_two_layers_cold_and_warm(short):
-    check_cold_and_warm(short, Dense(short), "async, few")
+    check_cold_and_warm(short, Dense(short), "async, short")
 
 
-@pytest.mark.parametrize(
-    "load",
-    [
-        pytest.param("async, few", marks=pytest.mark.more),
-        *(pytest.param(load, marks=pytest.mark.slow) for load in ("async", "sync")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("load", ["async", "sync"])
 def test_with_prefix_caching_cold_and_warm(smollm2, dense, load):
     check_cold_and_warm(smollm2, dense, load)
 
 
 def check_cold_and_warm(model, dense, load):
-    async_scheduling, num_prompts, num_blocks = LOADS[load]
-    prompts = make_prompts(text_tokens(model), num_prompts, 700)
+    async_scheduling, num_prompts, num_blocks, longest, max_tokens = LOADS[load]
+    prompts = make_prompts(text_tokens(model), num_prompts, longest)
     cold, warm = serve_and_check(
         model,
         dense,
         prompts,
+        max_tokens,
         passes=2,
+        max_model_len=longest + max_tokens,
         num_gpu_blocks_override=num_blocks,
         async_scheduling=async_scheduling,
     )
@@ -95,15 +91,9 @@ def check_cold_and_warm(model, dense, load):
 GEMMA_NUM_BLOCKS = 600
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("caching", "passes"),
-    [
-        (True, 1),
-        pytest.param(True, 2, marks=pytest.mark.slow),
-        pytest.param(False, 1, marks=pytest.mark.slow),
-    ],
-    ids=["cold", "warm", "plain"],
+    ("caching", "passes"), [(True, 2), (False, 1)], ids=["cold and warm", "plain"]
 )
 def test_window_layers_past_their_window(gemma3, caching, passes):
     prompts = make_prompts(text_tokens(gemma3), 16, 700)

@@ -42,8 +42,15 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "async_scheduling"),
+    [
+        *((place, True) for place in PLACES),
+        pytest.param("laid out", False, marks=pytest.mark.more),
+        pytest.param("handed over", False, marks=pytest.mark.slow),
+        pytest.param("awaited", False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_that_raises(tiny, dense, text, monkeypatch, place, async_scheduling):
     prompts = [text[:40], text[:25], text[100:130], text[:33]]
     with engine(tiny, max_model_len=128, max_num_seqs=2, async_scheduling=async_scheduling) as llm:
@@ -95,7 +102,11 @@ class Poisoned(nn.Module):
         return mx.where((ids == self.token)[..., None], mx.nan, self.embedding(ids))
 
 
-@pytest.mark.parametrize("speculative_config", [None, {"method": "ngram"}], ids=["plain", "ngram"])
+@pytest.mark.parametrize(
+    "speculative_config",
+    [None, pytest.param({"method": "ngram"}, marks=pytest.mark.more)],
+    ids=["plain", "ngram"],
+)
 def test_logits_that_are_not_numbers(tiny, dense, text, speculative_config):
     if speculative_config:
         speculative_config |= {"num_speculative_tokens": 3, "prompt_lookup_max": 3}

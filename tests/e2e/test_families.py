@@ -12,11 +12,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from models.further import FAMILIES, REFUSED
 from models.recurrent import write_model
 
-#: One that transformers and vLLM do not know stands in the quick tests.
-QUICK = ("bailing_moe_linear",)
-#: One of each other kind: K/V of other layers, states beside latents, states alone, and a module
-#: that is mended.
-MORE = ("gemma3n", "kimi_k3", "mamba", "plamo2")
+#: One that transformers and vLLM do not know, K/V of other layers, and states alone.
+MORE = ("bailing_moe_linear", "gemma3n", "mamba")
 #: Those with states alone: their blocks hold 32 tokens here, of which two belong to each request.
 ALONE = ("mamba", "rwkv7")
 #: Those whose layers have states and K/V each: a request takes twice the blocks of others.
@@ -33,12 +30,8 @@ class Cached(Dense):
 @pytest.mark.parametrize(
     "name",
     [
-        *QUICK,
-        *(
-            pytest.param(name, marks=pytest.mark.more if name in MORE else pytest.mark.slow)
-            for name in FAMILIES
-            if name not in QUICK
-        ),
+        pytest.param(name, marks=pytest.mark.more if name in MORE else pytest.mark.slow)
+        for name in FAMILIES
     ],
 )
 @pytest.mark.parametrize(
@@ -72,7 +65,13 @@ def test_texts_under_load(name, chunk, tmp_path):
         assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.more if number else ())
+        for number, name in enumerate(REFUSED)
+    ],
+)
 def test_what_the_paged_path_lacks_is_refused_when_it_loads(name, tmp_path):
     family, reason = REFUSED[name]
     model = write_model(family, tmp_path / name)

@@ -16,9 +16,18 @@ NGRAM = {
     "prompt_lookup_max": 2,
     "prompt_lookup_min": 1,
 }
-#: One of each kind of layer stands in the quick tests.
-QUICK = ("qwen3_next", "falcon_h1", "lfm2")
-SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in QUICK]
+#: One of each kind of layer; the first stands in the quick tests.
+KINDS = ("qwen3_next", "falcon_h1", "lfm2")
+
+
+def families(quick=(), more=()):
+    """All of them; those that are neither are tried by night."""
+    marks = dict.fromkeys(quick, ()) | dict.fromkeys(more, pytest.mark.more)
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=marks.get(name, pytest.mark.slow)) for name in FAMILIES]
+    )
+
+
 #: Of prompts that begin alike in this many tokens; blocks hold 256 of them where there are only
 #: states, unless the user asks for less.
 SHARED = 100
@@ -87,7 +96,7 @@ def check_passes(model, passes=2, count=16, judge=Dense, **options):
     return seen
 
 
-@pytest.mark.parametrize("name", [*QUICK, *SLOWER])
+@families(KINDS[:1], KINDS[1:])
 def test_hits_drafts_and_preemptions(folders, name):
     """With blocks for few of the requests that run at once, and drafts of which few are right."""
     first, second = check_passes(
@@ -111,8 +120,8 @@ LATENT = "deepseek_v3"
 @pytest.mark.parametrize(
     "name",
     [
-        "qwen3_next",
-        pytest.param(LATENT, marks=pytest.mark.more),
+        pytest.param("qwen3_next", marks=pytest.mark.more),
+        pytest.param(LATENT, marks=pytest.mark.slow),
         pytest.param("jamba", marks=pytest.mark.slow),
     ],
 )
@@ -133,10 +142,8 @@ def test_a_draft_model_beside_states_or_latents(folders, name, tmp_path):
     assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("chunk", [7, 512])
-@pytest.mark.parametrize(
-    "name", [QUICK[0], *(pytest.param(name, marks=pytest.mark.slow) for name in QUICK[1:]), *SLOWER]
-)
+@pytest.mark.parametrize("chunk", [7, pytest.param(512, marks=pytest.mark.more)])
+@families(KINDS[:1])
 def test_chunks(folders, name, chunk):
     """Steps overlap, as is the default; prompts come in chunks that end anywhere, or as one."""
     (after,) = check_passes(
@@ -151,12 +158,14 @@ def test_chunks_of_single_tokens(folders, name):
     check_passes(folders[name], passes=1, max_num_batched_tokens=1, max_num_seqs=1, count=3)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["falcon_h1", pytest.param("jamba", marks=pytest.mark.slow)])
 def test_without_prefix_caching(folders, name):
     (after,) = check_passes(folders[name], passes=1, enable_prefix_caching=False)
     assert after["vllm:prefix_cache_hits"] == 0
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("elements", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_states_are_whole_in_a_pool_of_codes(folders, elements):
     """Codes change K and V a little, and states not at all: chunks of any length say the same."""
@@ -175,6 +184,7 @@ def test_states_are_whole_in_a_pool_of_codes(folders, elements):
     assert same >= len(prompts) - 1
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "name", ["qwen3_next, large states", pytest.param("lfm2", marks=pytest.mark.slow)]
 )
@@ -229,7 +239,7 @@ def disk_options(folder):
     return {"additional_config": {"prefix_cache_dir": str(folder), "fixed_draft_length": True}}
 
 
-@pytest.mark.parametrize("name", [*QUICK, *SLOWER])
+@families(more=KINDS[:1])
 def test_a_restart_finds_states_on_disk(folders, name, tmp_path):
     dense, prompts = Dense(folders[name]), prompts_of(8)
     for start in range(2):
@@ -242,7 +252,7 @@ def test_a_restart_finds_states_on_disk(folders, name, tmp_path):
             assert (counters(llm).get(HITS, 0) > 0) == (start == 1)
 
 
-@pytest.mark.parametrize("name", [*QUICK, *SLOWER])
+@families(more=KINDS[:1])
 def test_one_engine_prefills_and_another_decodes(folders, name):
     dense, prompts = Dense(folders[name]), prompts_of(6)
     port, pulled = free_port(), 0

@@ -227,6 +227,7 @@ def test_limits_and_other_media_are_named(client):
         )
 
 
+@pytest.mark.slow
 def test_the_example_asks_about_a_picture(server, readable):
     example = Path(__file__).parents[2] / "examples" / "images.py"
     command = (str(example), "--server", server.url, "--max-tokens", "8")
@@ -290,6 +291,7 @@ print("LOADED", loaded, list(output.outputs[0].token_ids))
 """
 
 
+@pytest.mark.slow
 def test_text_alone_loads_nothing_of_images(checkpoint):
     done = subprocess.run(
         [sys.executable, "-c", TEXT_ALONE, checkpoint],

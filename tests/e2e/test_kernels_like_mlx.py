@@ -42,6 +42,8 @@ FAMILIES = {
     ),
 }
 
+MORE = (("plain", "fp8"), ("sinks and windows", "auto"), ("latents", "auto"))
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
@@ -87,11 +89,12 @@ def serve(model, cache, num_blocks):
     ("name", "cache"),
     [
         ("soft caps", "auto"),
+        *(pytest.param(*case, marks=pytest.mark.more) for case in MORE),
         *(
-            pytest.param(name, cache, marks=pytest.mark.more)
+            pytest.param(name, cache, marks=pytest.mark.slow)
             for name in FAMILIES
             for cache in ("auto", "fp8")
-            if (name, cache) != ("soft caps", "auto")
+            if (name, cache) not in (("soft caps", "auto"), *MORE)
         ),
     ],
 )

@@ -31,8 +31,8 @@ NAMES = ("acme", "other", "third")
 TIMEOUT_S, BODY_S, PATIENCE_S = 4, 2, 120
 #: More than the buffers of two sockets take (some 4 MB, where the client's is made small).
 MAX_ANSWER_BYTES = 8 * 10**6
-#: What a machine may add where other programs run on it; what a test asserts is no measurement.
-SLACK_S = 10.0
+#: What a slow or busy machine may add: tests assert that limits hold, not how long things take.
+SLACK_S = 60.0
 AT_ONCE = 16
 #: Of the second half beside the first: kept responses, of which vLLM forgets none, are below it.
 MORE_MEMORY, MORE_FILES = 1.1, 16
@@ -261,7 +261,7 @@ def unread(served, tenant, path, fields):
         yield client
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_client_that_does_not_read_holds_no_twin_up(long_texts, tmp_path):
     """Its stream is longer than the buffers of two sockets, and short enough to be kept."""
     text = "=" * 60_000  # 64 of them are a token

@@ -25,8 +25,8 @@ def reference_of(path, normalise=True):
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2):
-    return reference_of(smollm2)
+def reference(short):
+    return reference_of(short)
 
 
 def agree(entries, row, count):
@@ -38,10 +38,10 @@ def agree(entries, row, count):
     np.testing.assert_allclose([entry.logprob for entry in ranked], best, atol=TOLERANCE)
 
 
-def test_sample_and_prompt_logprobs(smollm2, reference):
-    tokens = text_tokens(smollm2)
+def test_sample_and_prompt_logprobs(short, reference):
+    tokens = text_tokens(short)
     prompts = [tokens[:5], tokens[40:190]]  # the second comes in chunks
-    with engine(smollm2, max_num_batched_tokens=64) as llm:
+    with engine(short, max_num_batched_tokens=64) as llm:
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
             greedy(6, logprobs=3, prompt_logprobs=2),
@@ -61,7 +61,16 @@ def test_sample_and_prompt_logprobs(smollm2, reference):
             agree(entries, rows[len(prompt) - 1 + step], 3)
 
 
-@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits", "processed_logprobs"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "raw_logits",
+        *(
+            pytest.param(mode, marks=pytest.mark.more)
+            for mode in ("processed_logits", "processed_logprobs")
+        ),
+    ],
+)
 def test_a_prompt_has_what_logprobs_mode_says(tiny, tiny_text, mode):
     """vLLM's runner takes the logits themselves in both modes of logits, and processes no prompt
     token: the request's temperature and penalty change what is reported of its output alone."""
@@ -76,9 +85,9 @@ def test_a_prompt_has_what_logprobs_mode_says(tiny, tiny_text, mode):
         agree(entries, rows[position], 2)
 
 
-def test_none_and_all(smollm2, reference):
-    prompt = text_tokens(smollm2)[:20]
-    with engine(smollm2, max_logprobs=-1) as llm:
+def test_none_and_all(short, reference):
+    prompt = text_tokens(short)[:20]
+    with engine(short, max_logprobs=-1) as llm:
         only, every = llm.generate(
             [{"prompt_token_ids": prompt}] * 2,
             [greedy(2, logprobs=0), greedy(2, logprobs=-1)],

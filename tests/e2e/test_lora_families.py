@@ -30,7 +30,10 @@ def check(base, adapters, toy):
         assert tokens(again) == expected[:1]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "gpt2", "gemma3"])
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen3_5", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gpt2", "gemma3"))],
+)
 def test_adapters_of_all_linear_layers(tmp_path, kind):
     toy = Toy(kind, tmp_path / "base")
     base = toy.save()

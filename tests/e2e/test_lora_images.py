@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters of models that read images: of the text's layers, beside what PEFT's model computes."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +14,6 @@ from vision.reference import processor
 
 from vllm_metal.vision.families import FAMILIES
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 pytestmark = pytest.mark.more
 NUM_TOKENS = 12
 NO_TOKEN = 10**6
@@ -45,7 +42,13 @@ def answers(model, folder, text, images):
     return found[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES.keys() & checkpoints.FAMILIES.keys()))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "qwen3_vl" else pytest.mark.slow)
+        for name in sorted(FAMILIES.keys() & checkpoints.FAMILIES.keys())
+    ],
+)
 def test_adapters_of_the_texts_layers(tmp_path, name):
     family, base = checkpoints.FAMILIES[name], tmp_path / "base"
     family.write(base)

@@ -187,10 +187,12 @@ def settings(speculation):
 
 @pytest.mark.parametrize(
     ("proposer", "num_continuations"),
-    [pytest.param(proposer, 10_000, marks=pytest.mark.more) for proposer in (ngram, eagle, medusa)]
-    + [
-        pytest.param(proposer, 50_000, marks=pytest.mark.slow)
-        for proposer in (ngram, draft_model, eagle, medusa, suffix)
+    [
+        pytest.param(eagle, 10_000, marks=pytest.mark.more),
+        *(
+            pytest.param(proposer, 50_000, marks=pytest.mark.slow)
+            for proposer in (ngram, draft_model, eagle, medusa, suffix)
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

@@ -37,7 +37,11 @@ def by_kind():
     }
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize(
+    "async_scheduling",
+    [True, pytest.param(False, marks=pytest.mark.more)],
+    ids=["async", "sync"],
+)
 def test_each_step_has_its_figures(tiny, tiny_text, async_scheduling):
     with engine(
         tiny,
@@ -67,8 +71,15 @@ def test_each_step_has_its_figures(tiny, tiny_text, async_scheduling):
         assert found["vllm:metal_failed_steps"].value == 0
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize(
+    ("drafts", "async_scheduling"),
+    [
+        (3, True),
+        (0, False),
+        pytest.param(0, True, marks=pytest.mark.more),
+        pytest.param(3, False, marks=pytest.mark.more),
+    ],
+)
 def test_rows_of_prompts_are_their_tokens(tiny, tiny_text, monkeypatch, async_scheduling, drafts):
     """In chunks, beside answers and behind a prefix that is cached; all else is answers'."""
     steps, of = [], StepRows.of
@@ -104,7 +115,11 @@ def test_rows_of_prompts_are_their_tokens(tiny, tiny_text, monkeypatch, async_sc
     assert any(step.prefill and step.decode for step in steps)
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize(
+    "async_scheduling",
+    [True, pytest.param(False, marks=pytest.mark.more)],
+    ids=["async", "sync"],
+)
 def test_a_step_that_fails_is_counted(tiny, tiny_text, monkeypatch, async_scheduling):
     with engine(tiny, max_model_len=128, async_scheduling=async_scheduling) as llm:
         async_eval, calls = mx.async_eval, 0

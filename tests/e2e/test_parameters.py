@@ -159,6 +159,7 @@ def test_every_field_that_the_table_says_is_shown_here_is():
     assert said == {effect.__name__ for effect in EFFECTS}
 
 
+@pytest.mark.more
 def test_a_beam_is_the_greedy_text_and_more_find_one_as_likely(llm, short):
     prompt = {"prompt_token_ids": text_tokens(short)[:20]}
 
@@ -199,6 +200,7 @@ def scheduled(tiny, tiny_text, **options):
     )
 
 
+@pytest.mark.more
 def test_a_limit_of_the_scheduler_holds(tiny, tiny_text):
     assert scheduled(tiny, tiny_text) == (256, 100, 3)
     assert scheduled(tiny, tiny_text, max_num_scheduled_tokens=48)[0] == 48

@@ -55,12 +55,11 @@ def check_drafts(seen):
 
 
 @pytest.mark.more
-def test_two_ranks(short):
+def test_two_ranks(tiny, tiny_text):
     """Cold and warm, in a pool in which not all requests that run have room."""
-    prompts = make_prompts(text_tokens(short), 24, 700)
-    check_hits_and_preemptions(
-        serve_and_check(short, 2, prompts, max_tokens=12, num_gpu_blocks_override=70)
-    )
+    prompts = make_prompts(tiny_text, 16, 200)
+    options = {"max_model_len": 256, "num_gpu_blocks_override": 24}
+    check_hits_and_preemptions(serve_and_check(tiny, 2, prompts, **options))
 
 
 @pytest.mark.slow

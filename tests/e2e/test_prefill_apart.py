@@ -91,10 +91,8 @@ def drafting(toy, ahead):
     }
 
 
-@pytest.mark.parametrize(
-    "ahead",
-    [pytest.param(True, marks=pytest.mark.more), pytest.param(False, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [True, False])
 def test_one_token_left_is_planned_with_drafts(toys, ahead):
     """Why a decoder may propose more drafts than one server does: vLLM plans NUM_DRAFTS of them
     for the step that computes the last token of a prompt, if only that is left. One server plans
@@ -151,6 +149,7 @@ class ByPosition:
         return True
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_blocks_by_position_are_told_from_blocks_by_hash(toys, monkeypatch, ahead):
     """The comparison above finds the error that it is for."""
@@ -171,6 +170,7 @@ def test_blocks_by_position_are_told_from_blocks_by_hash(toys, monkeypatch, ahea
     assert wrong == {2 * BLOCK}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "end", [pytest.param("max_tokens", marks=pytest.mark.slow), "a stop token"]
@@ -219,9 +219,8 @@ def test_without_drafts(tiny_models, model, ahead):
 @pytest.mark.parametrize(
     "method",
     [
-        "draft_model",
-        pytest.param("mtp", marks=pytest.mark.more),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "eagle3")),
+        pytest.param("draft_model", marks=pytest.mark.more),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mtp", "eagle", "eagle3")),
     ],
 )
 def test_a_network_that_drafts(toys, method, ahead):
@@ -231,7 +230,9 @@ def test_a_network_that_drafts(toys, method, ahead):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("method", STATELESS)
+@pytest.mark.parametrize(
+    "method", [STATELESS[0], *(pytest.param(x, marks=pytest.mark.slow) for x in STATELESS[1:])]
+)
 def test_heads_without_kv(toys, method):
     """vLLM never schedules a step ahead of these."""
     toy = toys[method]
@@ -239,16 +240,10 @@ def test_heads_without_kv(toys, method):
     assert check_all(toy.model, toy.speculation, False, TOY_VOCAB, **options) > 0
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "ahead"),
-    [
-        ("ngram", True),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("ngram", False), ("ngram_gpu", True), ("suffix", False))
-        ),
-    ],
+    [("ngram", True), ("ngram", False), ("ngram_gpu", True), ("suffix", False)],
 )
 def test_lookups_in_the_text(tiny, method, ahead):
     spec = {"method": method}

@@ -73,8 +73,9 @@ def test_a_producer_that_is_gone_before_it_is_asked(pair, prompts, alone, how):
     check(p, d, prompts, alone, lambda: how(p))
 
 
-@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=MORE)])
-@pytest.mark.parametrize("how", [pytest.param(dies, marks=MORE), forgets])
+@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.slow)])
+@MORE
+@pytest.mark.parametrize("how", [dies, forgets])
 def test_a_producer_that_is_gone_once_it_was_asked(pair, prompts, alone, monkeypatch, how, ahead):
     options = {"async_scheduling": ahead}
     p, d = pair(options, options)
@@ -129,6 +130,7 @@ def test_bytes_that_changed_on_their_way(pair, prompts, alone, monkeypatch):
     assert peer_store(d).figures().bad_checksums == 1
 
 
+@pytest.mark.more
 def test_a_secret_that_is_another_s(pair, prompts, alone, tmp_path):
     paths = [tmp_path / "one", tmp_path / "other"]
     for number, path in enumerate(paths):
@@ -169,7 +171,7 @@ def test_a_peer_that_stands_still_delays_no_other_stream(pair, prompts, alone, m
     goes_on, fetch = threading.Event(), Peer.fetch
 
     def slow(self, keys, pages, wanted):
-        goes_on.wait(30)
+        goes_on.wait(300)
         return fetch(self, keys, pages, wanted)
 
     monkeypatch.setattr(Peer, "fetch", slow)
@@ -196,7 +198,7 @@ def test_a_request_that_is_given_up_while_it_loads(pair, prompts, alone, monkeyp
 
     def slow(self, keys, pages, wanted):
         begun.set()
-        goes_on.wait(30)
+        goes_on.wait(300)
         return fetch(self, keys, pages, wanted)
 
     monkeypatch.setattr(Peer, "fetch", slow)
@@ -213,14 +215,15 @@ def test_a_request_that_is_given_up_while_it_loads(pair, prompts, alone, monkeyp
     assert (found.tokens, found.pulled) == (alone[0], PULLED)
 
 
-@pytest.mark.parametrize("asked", [pytest.param("never", marks=MORE), "in time"])
+@MORE
+@pytest.mark.parametrize("asked", ["never", "in time"])
 def test_leases_end_with_what_they_were_for(pair, prompts, asked, monkeypatch):
     p, d = pair()
     if asked == "never":
         monkeypatch.setattr(PeerLookup, "contains", lambda self, key: False)
     decode(d, prompts[0], prefill(p, prompts[0]))
     deadline = threading.Event()
-    for _ in range(200):
+    for _ in range(2000):
         if peer_store(p).figures().leased_bytes == 0:
             break
         deadline.wait(0.05)

@@ -2,7 +2,7 @@
 """Prefix caching: how much is hit, by whom, and that a hit changes no token."""
 
 import pytest
-from e2e.harness import counters, engine, generate, greedy, text_tokens
+from e2e.harness import counters, engine, generate, greedy
 from vllm import TokensPrompt
 
 
@@ -16,7 +16,7 @@ def run(llm, prompts, salt=None):
     return [list(o.outputs[0].token_ids) for o in outputs], [o.num_cached_tokens for o in outputs]
 
 
-@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("block_size", [16, pytest.param(32, marks=pytest.mark.more)])
 def test_every_prompt_length_around_block_boundaries(tiny, tiny_text, block_size):
     # Each length starts with a token of its own, so that no prompt is a prefix of another.
     prompts = [[2 + n, *tiny_text[: n - 1]] for n in range(1, 3 * block_size + 1)]
@@ -52,12 +52,11 @@ def test_reset_forgets_every_prefix(tiny, tiny_text):
         assert run(llm, [prompt]) == (before, [0])
 
 
-def test_a_prompt_may_hit_blocks_that_its_own_step_computes(short):
-    tokens = text_tokens(short)
-    prompts = [tokens[:90], tokens[:80], [*tokens[:64], *tokens[200:220]]]
-    with engine(short, enable_prefix_caching=False) as llm:
+def test_a_prompt_may_hit_blocks_that_its_own_step_computes(tiny, tiny_text):
+    prompts = [tiny_text[:90], tiny_text[:80], [*tiny_text[:64], *tiny_text[200:220]]]
+    with engine(tiny, max_model_len=128, enable_prefix_caching=False) as llm:
         expected, _ = run(llm, prompts)
-    with engine(short, max_num_batched_tokens=512) as llm:
+    with engine(tiny, max_model_len=128, max_num_batched_tokens=512) as llm:
         found, cached = run(llm, prompts)
         steps = counters(llm)["vllm:iteration_tokens_total:count"]
     assert steps <= 6  # one for the three prompts, then decoding
@@ -65,13 +64,13 @@ def test_a_prompt_may_hit_blocks_that_its_own_step_computes(short):
     assert found == expected
 
 
-def test_generated_tokens_are_hit_too(short):
-    prompt = text_tokens(short)[:60]
-    with engine(short) as llm:
+def test_generated_tokens_are_hit_too(tiny, tiny_text):
+    prompt = tiny_text[:60]
+    with engine(tiny, max_model_len=128) as llm:
         (answer,) = generate(llm, [prompt], greedy(40))
         follow_up = [*prompt, *answer, *prompt[:7]]
         tokens, cached = run(llm, [follow_up])
     # The last generated token's K/V were never needed, so the hundredth is not in the cache.
     assert cached == [96]
-    with engine(short, enable_prefix_caching=False) as llm:
+    with engine(tiny, max_model_len=128, enable_prefix_caching=False) as llm:
         assert run(llm, [follow_up]) == (tokens, [0])

@@ -109,7 +109,7 @@ def test_a_server_loads_no_library_and_no_model_of_vllms(tiny, tmp_path):
         assert_imports_nothing_of_vllms(each)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @emulated
 def test_an_engine_in_process_runs_without_avx512(tiny, tmp_path):
     python, folder = emulator(tmp_path), tmp_path / "reports"

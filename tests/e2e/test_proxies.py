@@ -18,7 +18,7 @@ import pytest
 from e2e.server import Server, free_port, serve
 from upstream import archive
 
-pytestmark = [pytest.mark.more, pytest.mark.heavy, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(900)]
 
 MODEL = "smollm2"
 OPTIONS = (

@@ -95,6 +95,7 @@ def give_back(llm, blocks):
     llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.free_blocks(blocks)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", [*QUICK, *SLOW])
 def test_log_probabilities_equal_transformers(name, tmp_path):
     model = make(FAMILIES[name])

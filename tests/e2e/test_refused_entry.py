@@ -55,10 +55,10 @@ def refuse_by_length(monkeypatch):
     ("refuse", "speculative_config", "async_scheduling"),
     [
         (refuse_by_prompt, None, True),
-        (refuse_by_speculator, NGRAM, True),
+        pytest.param(refuse_by_speculator, NGRAM, True, marks=pytest.mark.more),
         pytest.param(refuse_by_length, None, True, marks=pytest.mark.more),
         pytest.param(refuse_by_prompt, None, False, marks=pytest.mark.slow),
-        pytest.param(refuse_by_speculator, NGRAM, False, marks=pytest.mark.more),
+        pytest.param(refuse_by_speculator, NGRAM, False, marks=pytest.mark.slow),
     ],
 )
 def test_it_ends_alone(tiny, tiny_text, monkeypatch, refuse, speculative_config, async_scheduling):

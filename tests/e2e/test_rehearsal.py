@@ -61,7 +61,12 @@ def holds_nothing(llm):
 
 @pytest.mark.parametrize(
     ("name", "async_scheduling"),
-    [("full", True), ("windowed", True), ("hybrid", True), ("hybrid", False)],
+    [
+        ("full", True),
+        ("hybrid", True),
+        pytest.param("windowed", True, marks=pytest.mark.more),
+        pytest.param("hybrid", False, marks=pytest.mark.more),
+    ],
 )
 def test_a_first_request_traces_nothing(name, async_scheduling, tiny_models, traced, steps):
     path = str(tiny_models / name)
@@ -78,7 +83,10 @@ def test_a_first_request_traces_nothing(name, async_scheduling, tiny_models, tra
     dense.check(prompt, tokens)
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp"])
+@pytest.mark.parametrize(
+    "method",
+    ["draft_model", *(pytest.param(x, marks=pytest.mark.more) for x in ("eagle3", "mtp"))],
+)
 def test_nor_does_a_draft_network(method, toys, traced, steps):
     with drafting_engine(toys[method], None) as llm:
         assert steps[:2] == [5, 3] and set(steps[2:]) == {4}
@@ -98,8 +106,10 @@ def test_without_room_for_decoding_there_is_less(tiny, steps):
         assert len(generate(llm, [[5]], greedy(2))[0]) == 2
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.01])
-@pytest.mark.parametrize("name", ["full", "windowed", "hybrid"])
+@pytest.mark.parametrize("factor", [pytest.param(1.0, marks=pytest.mark.slow), 1.01])
+@pytest.mark.parametrize(
+    "name", ["full", *(pytest.param(x, marks=pytest.mark.more) for x in ("windowed", "hybrid"))]
+)
 def test_a_model_that_computes_something_else_is_refused(name, factor, tiny_models, monkeypatch):
     """Here: whose hidden states are a hundredth larger on the paged path."""
     forward = ModelExecutor.forward_hidden
@@ -156,7 +166,7 @@ def test_users_logits_processors_do_not_see_it(tiny):
     assert Choosy.added == 1
 
 
-@pytest.mark.parametrize("ends", [ENDS[0], ENDS[2]])
+@pytest.mark.parametrize("ends", [ENDS[0], pytest.param(ENDS[2], marks=pytest.mark.more)])
 def test_a_graph_that_fails_is_forgone_before_there_are_requests(ends, tiny, monkeypatch):
     device = FailingDevice(monkeypatch)
     device.fail_graphs(ends)

@@ -12,6 +12,7 @@ from e2e.server import refused_start, serve
 
 BLOCK_SIZE = 16  # vllm-metal's default
 MAX_MODEL_LEN = 1024
+pytestmark = pytest.mark.more
 OPTIONS = (
     *("--served-model-name", "smollm2"),
     *("--max-model-len", str(MAX_MODEL_LEN)),
@@ -185,9 +186,9 @@ def test_closing_a_stream_frees_its_request(server, client):
     )
     for _ in range(4):
         next(stream)
-    wait_for(lambda: running() == 1 and usage() > 0, 10)
+    wait_for(lambda: running() == 1 and usage() > 0, 60)
     stream.close()
-    wait_for(lambda: running() == 0 and usage() == 0, 10)
+    wait_for(lambda: running() == 0 and usage() == 0, 60)
     assert finished() == before  # it was cut off, not served to its end
     assert_alive(server, client)
 
@@ -241,18 +242,19 @@ def test_a_bad_request_is_answered_and_harms_no_one(server, client, options, sta
         pytest.param(
             ["--dtype", "float64"],
             *({}, "argument --dtype: invalid choice: 'float64'"),
-            marks=pytest.mark.more,
+            marks=pytest.mark.slow,
             id="dtype",
         ),
         pytest.param(
             ["--block-size", "7"],
             *({}, "--block-size 7 is not supported: choose one of (16, 32)"),
+            marks=pytest.mark.slow,
             id="block size",
         ),
         pytest.param(
             ["--max-model-len", "100000"],
             *({}, "max_model_len (100000) is greater than the derived max_model_len"),
-            marks=pytest.mark.more,
+            marks=pytest.mark.slow,
             id="longer than the model",
         ),
         pytest.param(
@@ -260,7 +262,7 @@ def test_a_bad_request_is_answered_and_harms_no_one(server, client, options, sta
             ["--max-model-len", "8192", "--kv-cache-memory-bytes", str(16 << 20)],
             *({}, "one request of --max-model-len 8192 needs 0.35 GiB of KV cache"),
             # Heavy: two engines with the model, this one and the server's.
-            marks=[pytest.mark.heavy, pytest.mark.more],
+            marks=[pytest.mark.heavy, pytest.mark.slow],
             id="longer than the pool",
         ),
         pytest.param(
@@ -269,13 +271,12 @@ def test_a_bad_request_is_answered_and_harms_no_one(server, client, options, sta
                 *("--kv-cache-dtype", "nvfp4"),
             ],
             *({}, "vllm-metal does not support --kv-transfer-config kv_connector 'x' "),
-            marks=pytest.mark.more,
             id="two refused features",
         ),
         pytest.param(
             *([], {"VLLM_METAL_DEVICE": "gpu"}),
             "VLLM_METAL_DEVICE='gpu': choose metal, cpu or off",
-            marks=pytest.mark.more,
+            marks=pytest.mark.slow,
             id="device",
         ),
     ],
@@ -286,7 +287,6 @@ def test_a_start_that_cannot_work_says_why(smollm2, tmp_path, options, environme
     assert message in log.read_text()
 
 
-@pytest.mark.more
 def test_a_start_without_a_model_says_which(tmp_path):
     missing, log = str(tmp_path / "no-such-model"), tmp_path / "log"
     assert refused_start(missing, [], {}, log) > 0

@@ -108,6 +108,7 @@ def test_metrics_count_requests_and_hits(embedder):
     assert hits >= 32
 
 
+@pytest.mark.slow
 def test_vllm_s_benchmark(embedder, model):
     port = embedder.url.rpartition(":")[2]
     command = [sys.executable, *VLLM, "bench", "serve", "--backend", "openai-embeddings"]

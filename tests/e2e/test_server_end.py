@@ -121,6 +121,7 @@ def stop_amid_a_stream(running):
     assert running.server.process.wait(ENDING_S) == 0
 
 
+@pytest.mark.slow
 def test_another_version_of_the_sources_has_no_old_answers(long_texts, folder, keys, tmp_path):
     package = tmp_path / "vllm_metal"
     shutil.copytree(Path(vllm_metal.__file__).parent, package)

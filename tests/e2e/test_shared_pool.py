@@ -192,7 +192,12 @@ NGRAM = {
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("model", "spec"),
-    [("windowed", None), ("hybrid", None), ("full", NGRAM), ("windowed", "windowed-draft")],
+    [
+        ("windowed", None),
+        ("hybrid", None),
+        pytest.param("full", NGRAM, marks=pytest.mark.slow),
+        pytest.param("windowed", "windowed-draft", marks=pytest.mark.slow),
+    ],
 )
 def test_groups_states_and_drafts(tiny_models, model, spec):
     """Each in blocks of its own, which must be had together."""
@@ -212,7 +217,7 @@ def test_groups_states_and_drafts(tiny_models, model, spec):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+@pytest.mark.parametrize("method", [pytest.param("draft_model", marks=pytest.mark.slow), "eagle"])
 def test_networks_that_draft(toys, method):
     toy = toys[method]
     options = {"skip_tokenizer_init": True, "speculative_config": toy.speculation}

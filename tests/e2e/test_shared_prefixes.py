@@ -6,6 +6,7 @@ import pytest
 from e2e.fuzz.models import VOCAB
 from e2e.sharing import Replicas
 
+pytestmark = pytest.mark.slow
 PREFIXES, PREFIX, QUESTION, ANSWER = 8, 96, 8, 4
 BLOCK = 16
 
@@ -29,9 +30,7 @@ def play(model, prompts, number, share, **options):
     return cached, [each.tokens for each in found]
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(2, marks=pytest.mark.more), pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("number", [2, 4])
 def test_round_robin_with_sharing_is_as_good_as_one_engine(tiny, number):
     """Pools hold all. Without sharing each of N replicas computes a prefix once: of 1.5 × N times
     N, where one engine computes it once."""
@@ -46,7 +45,6 @@ def test_round_robin_with_sharing_is_as_good_as_one_engine(tiny, number):
     assert shared >= 0.95 * one
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 4])
 def test_pools_of_half(tiny, number):
     """Each replica's pool holds half of the prefixes, which come in turns. Reported, not judged."""

@@ -13,18 +13,18 @@ POOL = 64 << 20
 
 @pytest.mark.parametrize(
     ("level", "speculative_config"),
-    [(1, None), pytest.param(2, "draft", marks=[pytest.mark.heavy, pytest.mark.more])],
+    [(1, None), pytest.param(2, "draft", marks=pytest.mark.more)],
 )
-def test_memory_comes_back_and_answers_stay(smollm2, level, speculative_config):
+def test_memory_comes_back_and_answers_stay(short, level, speculative_config):
     if speculative_config:
-        speculative_config = {"method": "draft_model", "model": smollm2} | {
+        speculative_config = {"method": "draft_model", "model": short} | {
             "num_speculative_tokens": 2
         }
-    text, dense = text_tokens(smollm2), Dense(smollm2)
+    text, dense = text_tokens(short), Dense(short)
     prompts = [text[:40], text[:70]]
     others = mx.get_active_memory()
     with engine(
-        smollm2,
+        short,
         kv_cache_memory_bytes=POOL,
         max_model_len=256,
         enable_sleep_mode=True,
@@ -49,10 +49,10 @@ def test_memory_comes_back_and_answers_stay(smollm2, level, speculative_config):
             dense.check(prompt, tokens)
 
 
-def test_an_engine_whose_memory_others_have_sleeps_on(smollm2, monkeypatch):
-    prompt = text_tokens(smollm2)[:40]
+def test_an_engine_whose_memory_others_have_sleeps_on(short, monkeypatch):
+    prompt = text_tokens(short)[:40]
     with engine(
-        smollm2, kv_cache_memory_bytes=POOL, max_model_len=256, enable_sleep_mode=True
+        short, kv_cache_memory_bytes=POOL, max_model_len=256, enable_sleep_mode=True
     ) as llm:
         before = generate(llm, [prompt], greedy(4))
         llm.sleep(1)
@@ -66,10 +66,10 @@ def test_an_engine_whose_memory_others_have_sleeps_on(smollm2, monkeypatch):
         assert generate(llm, [prompt], greedy(4)) == before
 
 
-def test_weights_and_cache_wake_up_apart(smollm2):
-    prompt = text_tokens(smollm2)[:40]
+def test_weights_and_cache_wake_up_apart(short):
+    prompt = text_tokens(short)[:40]
     with engine(
-        smollm2, kv_cache_memory_bytes=POOL, max_model_len=256, enable_sleep_mode=True
+        short, kv_cache_memory_bytes=POOL, max_model_len=256, enable_sleep_mode=True
     ) as llm:
         before = generate(llm, [prompt], greedy(4))
         llm.sleep(2)
@@ -82,11 +82,11 @@ def test_weights_and_cache_wake_up_apart(smollm2):
         assert generate(llm, [prompt], greedy(4)) == before
 
 
-def test_kept_requests_go_on_where_they_were(smollm2):
-    text, dense = text_tokens(smollm2), Dense(smollm2)
+def test_kept_requests_go_on_where_they_were(short):
+    text, dense = text_tokens(short), Dense(short)
     prompts = [text[:20], text[30:80]]
     with engine(
-        smollm2, kv_cache_memory_bytes=POOL, max_model_len=256, enable_sleep_mode=True
+        short, kv_cache_memory_bytes=POOL, max_model_len=256, enable_sleep_mode=True
     ) as llm:
         for index, prompt in enumerate(prompts):
             llm.llm_engine.add_request(str(index), {"prompt_token_ids": prompt}, greedy(12))

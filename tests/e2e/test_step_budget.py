@@ -76,7 +76,7 @@ def prompts(count, length=LONG):
 def beside_a_stream(play, kind=RequestOutputKind.CUMULATIVE):
     """Steps of two long prompts, one after the other, while a request decodes."""
     first, *others = prompts(3)
-    play.add("stream", first[:40], 300, kind)
+    play.add("stream", first[:40], 160, kind)
     for _ in range(8):
         play.step()
     found = []
@@ -108,6 +108,7 @@ def test_chunks_beside_a_stream_fit_into_the_time_and_change_no_token(tiny, monk
     assert max(chunks) <= 95
 
 
+@pytest.mark.more
 def test_a_bound_of_its_users(tiny, monkeypatch):
     with played(tiny, monkeypatch, additional_config={"max_step_ms": 100}) as play:
         _, second = beside_a_stream(play)
@@ -144,6 +145,7 @@ def test_the_longest_a_prompt_may_take_of_a_step_is_kept(tiny, monkeypatch):
     }
 
 
+@pytest.mark.more
 def test_drafts_of_streams_are_not_cut(tiny, monkeypatch):
     drafts = {"method": "ngram", "num_speculative_tokens": 3}
     options = {"enable_prefix_caching": False, "speculative_config": drafts}
@@ -158,6 +160,7 @@ def test_drafts_of_streams_are_not_cut(tiny, monkeypatch):
     assert sum(chunks) == LONG and max(chunks) <= 95
 
 
+@pytest.mark.more
 def test_a_batch_is_computed_as_without_a_bound(tiny, monkeypatch):
     texts = prompts(6, 200)
     with engine(tiny, max_model_len=480, max_num_batched_tokens=MOST) as llm:

@@ -85,6 +85,7 @@ def ratios():
         )
 
 
+@pytest.mark.more
 def test_32_requests_that_verify_drafts_each(written):
     """All 6 of each, in one step."""
     share = 1446 * MIB
@@ -107,7 +108,10 @@ def test_32_requests_that_verify_drafts_each(written):
 @pytest.mark.timeout(1800)  # mlx-lm computes Jamba's recurrence in Python, token by token
 @pytest.mark.parametrize(
     "seed",
-    [*range(QUICK), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(QUICK, ALL))],
+    [
+        *(pytest.param(seed, marks=pytest.mark.more) for seed in range(QUICK)),
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(QUICK, ALL)),
+    ],
 )
 def test_random_settings(written, ratios, seed):
     rng = np.random.default_rng(seed)

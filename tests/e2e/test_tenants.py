@@ -22,6 +22,7 @@ from e2e.tenants import (
 from vllm_metal.commands.cli import main
 from vllm_metal.settings import salts, secret_file
 
+MORE = pytest.mark.more
 BLOCK_SIZE = 16  # vllm-metal's default
 TEXT = "The river rises in the hills, runs through three towns and a lake, and ends in the sea. "
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
@@ -132,7 +133,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in ("chat-choices", "completion-ids") else MORE)
+        for case in CASES
+    ],
+)
 def test_a_repeat_gets_what_was_said_in_the_form_it_wants(tenants, case):
     path, fields = CASES[case]
     fields = fields | {"user": case, "cache_salt": f"kept {case}"}
@@ -160,6 +167,7 @@ def said(stream):
     return found
 
 
+@MORE
 def test_a_body_is_read_as_vllm_reads_it(tenants):
     prompt = "Read as it is meant. " + TEXT
     for seed in (-1, "-1", -1.0):  # none, for vLLM
@@ -187,7 +195,8 @@ def test_64_twins_make_one_generation(tenants):
     assert tenants.metric(KEPT, result="hit") - before[1] == 63
 
 
-@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.more), True])
+@MORE
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_request_past_the_time_limit_ends_with_what_there_is(tenants, stream):
     before = tenants.metric("vllm:request_timeouts_total")
     fields = {"prompt": TEXT, "max_tokens": MAX_MODEL_LEN - 100, "ignore_eos": True}
@@ -344,6 +353,7 @@ def command(folder, monkeypatch, capsys):
     return run
 
 
+@MORE
 def test_what_is_purged_or_removed_is_not_answered_from(tenants, folder, command):
     fields = {"prompt": "Purged. " + TEXT, "max_tokens": 4}
 
@@ -362,6 +372,7 @@ def test_what_is_purged_or_removed_is_not_answered_from(tenants, folder, command
     assert marks() == ["MISS", "MISS"] and marks() == ["HIT", "HIT"]
 
 
+@MORE
 def test_a_tenant_that_is_added_again_gets_nothing_of_the_old_one(tenants, folder, command):
     """Neither answers, nor K/V in memory or on disk, nor stored responses."""
     fields = {"prompt": "A guest. " + TEXT * 8, "max_tokens": 4}
@@ -444,7 +455,7 @@ def text(reply):
     return choice.get("text") or choice["message"]["content"], choice["finish_reason"]
 
 
-@pytest.mark.more
+@MORE
 def test_after_kill_9_answers_and_blocks_are_there_for_their_tenant(long_texts, tmp_path):
     """The server dies while it writes; the next one has what was kept, each for its own tenant."""
     keys, prompt = write_settings(tmp_path), "After a kill. " + TEXT * 8

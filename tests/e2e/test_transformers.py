@@ -17,6 +17,7 @@ FAMILIES = {**recurrent.FAMILIES, **latent.FAMILIES}
 #: A gated delta rule, Mamba 2 beside attention, Mamba 2 alone, short convolutions, and MLA with
 #: experts.
 NAMES = ("qwen3_next", "falcon_h1", "mamba2", "lfm2", "deepseek_v3")
+MORE = ("falcon_h1", "deepseek_v3")
 
 
 @dataclass
@@ -33,7 +34,14 @@ class Transformers(Dense):
 
 
 @pytest.mark.parametrize(
-    "name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.more) for name in NAMES[1:])]
+    "name",
+    [
+        NAMES[0],
+        *(
+            pytest.param(name, marks=pytest.mark.more if name in MORE else pytest.mark.slow)
+            for name in NAMES[1:]
+        ),
+    ],
 )
 def test_text_equals_transformers(name, tmp_path):
     content = config_of(FAMILIES[name])

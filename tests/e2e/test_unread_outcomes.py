@@ -19,12 +19,8 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_metal.worker.model_runner import ModelRunner
 
-BY_DEFAULT = ("draft_model", "eagle", "windowed", "hybrid")
-OF_HYBRIDS = ("hybrid", "hybrid, draft model")
-BESIDE = [
-    pytest.param(name, marks=[] if name in BY_DEFAULT else pytest.mark.more)
-    for name in (*METHODS, "windowed", *OF_HYBRIDS)
-]
+TOYS = (*METHODS, "windowed", "hybrid", "hybrid, draft model")
+MARKS = {"draft_model": (), "eagle": pytest.mark.more, "hybrid": pytest.mark.more}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +57,9 @@ def prompts(*lengths, seed=0):
     return [[(7 * i * i + 3 * n + i // 5 + seed) % FEW for i in range(n)] for n in lengths]
 
 
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in TOYS]
+)
 def test_no_step_waits_and_drafts_are_those_of_an_engine_that_waits(toys, serve, name):
     asked, found = prompts(5, 33, 50), {}
     for waits in (True, False):
@@ -107,12 +105,12 @@ LOAD = [  # length of the prompt, what is asked
 NUM_BLOCKS = {"windowed": 30}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "name",
     [
-        "draft_model",
-        *(pytest.param(name, marks=pytest.mark.more) for name in ("mtp", "windowed", *OF_HYBRIDS)),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "eagle3")),
+        pytest.param(name, marks=() if name in ("draft_model", "hybrid") else pytest.mark.slow)
+        for name in TOYS
     ],
 )
 def test_requests_that_come_and_go_under_load(toys, serve, name):
@@ -141,6 +139,7 @@ def test_requests_that_come_and_go_under_load(toys, serve, name):
     assert "stop" in {reason for _, reason in cold}
 
 
+@pytest.mark.more
 def test_a_grammar_that_joins_and_leaves(short, serve):
     """Only the steps with its request wait."""
     text = text_tokens(short)

@@ -34,6 +34,7 @@ def test_a_second_engine_finds_what_the_first_one_left_on_disk(tiny, tmp_path):
         assert disk_hits(llm) == 96 + 48
 
 
+@pytest.mark.slow
 def test_prefill_apart_from_decode(tiny):
     """Of many prompts: a step that is laid out while the last one's tokens are read is rare."""
     prompts = random_prompts([100] * 24, VOCAB)

@@ -8,7 +8,7 @@ from vllm import SamplingParams
 import scripted
 from scripted import Call, Script, Turn
 
-pytestmark = pytest.mark.more  # tests/agents has a server say scripts in each `make test`
+pytestmark = pytest.mark.more
 
 STEPS = tuple(Turn(f"Step {count}.", (Call("read", {"n": count}),)) for count in range(9))
 TURNS = (*STEPS, Turn("End."))
@@ -39,7 +39,9 @@ def llm(tmp_path_factory):
         yield started
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "params", [GREEDY, pytest.param(SAMPLED, marks=pytest.mark.slow)], ids=["greedy", "sampled"]
+)
 def test_each_turn_is_said_and_most_of_its_prompt_is_cached(llm, params):
     for results, turn in enumerate(TURNS):
         before = counters(llm)
@@ -53,6 +55,7 @@ def test_each_turn_is_said_and_most_of_its_prompt_is_cached(llm, params):
         assert results == 0 or found / asked > 0.9
 
 
+@pytest.mark.slow
 def test_turns_of_one_batch_are_told_apart(llm):
     outputs = llm.chat([history(results) for results in range(10)], GREEDY, use_tqdm=False)
     assert [output.outputs[0].text for output in outputs] == [turn.answer for turn in TURNS]
