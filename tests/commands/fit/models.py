@@ -147,7 +147,7 @@ def settings(folder, dtype, **changes):
         "cache_dtype": "auto",
         "block_size": 16,
         "max_model_len": 512,
-        "max_num_batched_tokens": 128,
+        "max_num_batched_tokens": 64,
         "max_num_seqs": 8,
     }
     config = engine.config(**(options | changes))

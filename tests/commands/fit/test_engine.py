@@ -108,9 +108,9 @@ def test_the_dtype_on_a_mac(content, dtype):
     ("name", "cache_dtype", "drafts"),
     [
         ("gemma3, windows", "int8", 0),
-        ("qwen3_next, states", "auto", 0),
         ("qwen3_next, states", "fp8", 5),
-        ("deepseek_v3, latents", "auto", 0),
+        pytest.param("deepseek_v3, latents", "auto", 0, marks=pytest.mark.more),
+        pytest.param("qwen3_next, states", "auto", 0, marks=pytest.mark.slow),
     ],
 )
 def test_given_the_measured_peaks_the_pool_is_the_engines(

@@ -17,7 +17,24 @@ from vllm_metal.models import loader
 MAC = Machine.mac(16 << 30)
 
 
-@pytest.mark.parametrize("name", MODELS)
+#: One of each kind: weights that are dropped, tied and quantized, windows, experts, states.
+EACH_KIND = (
+    *("llama", "llama, 8 bits, tied", "gemma3, windows", "qwen3_moe, 4 bits"),
+    "lfm2, convolutions",
+)
+SECOND = ("llama, grouped, tied", "llama, bfloat16", "phi3, fused", "mixtral")
+CASES = [
+    *EACH_KIND,
+    *(pytest.param(name, marks=pytest.mark.more) for name in SECOND),
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in MODELS
+        if name not in EACH_KIND + SECOND
+    ),
+]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_weights_are_what_the_loader_holds_to_the_byte(folder, name):
     path = folder(name)
     limit = mx.set_cache_limit(0)  # else arrays may lie in spare buffers that are larger
@@ -34,7 +51,14 @@ def test_weights_are_what_the_loader_holds_to_the_byte(folder, name):
         mx.set_cache_limit(limit)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "lfm2, convolutions"),
+        *(pytest.param(name, marks=pytest.mark.more) for name in EACH_KIND[1:4]),
+        *(case for case in CASES if case not in EACH_KIND),
+    ],
+)
 def test_bytes_of_a_token_are_those_of_the_formula(folder, name):
     model = read(folder(name), torch.bfloat16)
     for cache_dtype, row in {"auto": (2, 0), "fp8": (1, 2)}.items():

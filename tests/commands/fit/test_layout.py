@@ -84,25 +84,26 @@ def test_the_rank_with_the_least_room_decides(llama, capsys):
     assert "All hold no more tokens than rank 0," in text
 
 
-def test_a_rank_has_a_machine_unless_nnodes_says_otherwise(llama, capsys):
-    line = [llama, "--memory", "16GB", "--pipeline-parallel-size", "2", "--tensor-parallel-size"]
-    totals, commands = {}, {}
-    for machines in ("4", "2", "1"):
-        _, found = ask(capsys, *line, "2", "--nnodes", machines)
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.more)])
+def test_a_rank_has_a_machine_unless_nnodes_says_otherwise(llama, capsys, tensor):
+    line = [llama, "--memory", "16GB", "--pipeline-parallel-size", "2"]
+    line += ["--tensor-parallel-size", str(tensor)] if tensor > 1 else []
+    size, totals, commands = 2 * tensor, {}, {}
+    parts = {None: 1, 2: tensor, 1: size} if tensor > 1 else {None: 1, 1: size}
+    for machines in parts:
+        nnodes = ["--nnodes", str(machines)] if machines else []
+        _, found = ask(capsys, *line, *nnodes)
         (label, total), *_ = found["kv_cache"]["auto"]["memory"].items()
         totals[machines] = label.rpartition("GB")[2], total
         commands[machines] = found["commands"][0]
-        assert [rank["rank"] for rank in found["ranks"]] == [0, 1, 2, 3]
-    whole = totals["4"][1]
+        assert [rank["rank"] for rank in found["ranks"]] == list(range(size))
+    whole = totals[None][1]
     assert totals == {
-        "4": ("", whole),
-        "2": (", 1 of 2 parts", whole // 2),
-        "1": (", 1 of 4 parts", whole // 4),
+        machines: (f", 1 of {part} parts" if part > 1 else "", whole // part)
+        for machines, part in parts.items()
     }
-    _, found = ask(capsys, *line, "2")
-    assert found["commands"][0] == commands["4"]
-    assert "--nnodes 4 --node-rank 0 --master-addr ADDRESS" in commands["4"]
-    assert "--nnodes" not in commands["1"]
+    assert f"--nnodes {size} --node-rank 0 --master-addr ADDRESS" in commands[None]
+    assert "--nnodes" not in commands[1]
 
 
 @pytest.mark.parametrize(
@@ -143,9 +144,17 @@ def test_drafts_beside_states_are_refused_by_layers(tmp_path, capsys):
     assert "--num-speculative-tokens with --pipeline-parallel-size" in capsys.readouterr().err
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("name", ["llama", "gemma3, windows", "qwen3_moe, 4 bits"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        pytest.param("llama", 0, marks=pytest.mark.more),
+        pytest.param("qwen3_moe, 4 bits", 1, marks=pytest.mark.more),
+        pytest.param("llama", 1, marks=pytest.mark.slow),
+        pytest.param("gemma3, windows", 0, marks=pytest.mark.slow),
+        pytest.param("gemma3, windows", 1, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe, 4 bits", 0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_ranks_weights_and_its_step_are_those_of_one_that_is_loaded(folder, name, rank):
     path = folder(name)
     config = settings(path, torch.float32)

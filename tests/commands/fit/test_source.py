@@ -10,26 +10,46 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from vllm_metal.commands.fit import source
 from vllm_metal.models.weight_files import ModelLoadError
 
+#: Fetches models as `vllm-metal fit` does, and prints by name what came of each: the files, and
+#: how the weights begin, or the error. The last one is asked for without a network.
 _FETCH = """
-import sys
+import json, sys
+from vllm_metal.vllm_patches import partial_imports
+partial_imports.plan_only()
+import huggingface_hub
 from vllm_metal.commands.fit import source
-with source.folder(sys.argv[1]) as path:
-    for file in sorted(path.iterdir()):
-        print(file.name, file.stat().st_size, file.stat().st_blocks * 512)
-    print((path / "model.safetensors").read_bytes()[:8].hex())
+
+def fetched(model):
+    try:
+        with source.folder(model) as path:
+            files = [
+                (file.name, file.stat().st_size, file.stat().st_blocks * 512)
+                for file in sorted(path.iterdir())
+            ]
+            return {"files": files, "begin": (path / "model.safetensors").read_bytes()[:8].hex()}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+*online, offline = sys.argv[1:]
+found = {model: fetched(model) for model in online}
+huggingface_hub.constants.HF_HUB_OFFLINE = True
+found[offline] = fetched(offline)
+print(json.dumps(found))
 """
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """The hub's addresses of files, for the one model in `root`; counts the bytes it gives."""
+    """The hub's addresses of files, for models in `root`; counts the bytes that it sends."""
 
     root: Path
+    asked: set[str]
     given = 0
 
     def do_HEAD(self):
@@ -39,7 +59,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.answer(send=True)
 
     def answer(self, send):
-        found = re.fullmatch(r"/org/tiny/resolve/main/([\w.-]+)", self.path)
+        self.asked.add(self.path)
+        found = re.fullmatch(r"/org/(?:tiny|offline)/resolve/main/([\w.-]+)", self.path)
         path = self.root / found[1] if found else None
         if path is None or not path.is_file():
             self.send_response(404)
@@ -63,60 +84,63 @@ class Hub(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def hub(tmp_path, folder):
+@pytest.fixture(scope="module")
+def hub(folder):
     class OfTest(Hub):
-        root = tmp_path / "hub"
+        root = folder("llama")
+        asked: ClassVar[set[str]] = set()
 
-    shutil.copytree(folder("llama"), OfTest.root)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), OfTest)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    OfTest.environment = os.environ | {
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-        "HF_HUB_OFFLINE": "0",
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_DISABLE_XET": "1",
-        "NO_PROXY": "127.0.0.1",
-    }
+    OfTest.url = f"http://127.0.0.1:{server.server_port}"
     yield OfTest
     server.shutdown()
     server.server_close()
 
 
-def fetch(hub, model, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", _FETCH, model],
-        env=hub.environment | environment,
+@pytest.fixture(scope="module")
+def fetched(hub, tmp_path_factory):
+    """What came of three models, asked for by one process."""
+    environment = {
+        "HF_ENDPOINT": hub.url,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path_factory.mktemp("home")),
+        "HF_HUB_DISABLE_XET": "1",
+        "NO_PROXY": "127.0.0.1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", _FETCH, "org/tiny", "org/none", "org/offline"],
+        env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
-
-
-def test_of_a_model_on_the_hub_only_config_and_headers_are_fetched(hub):
-    done = fetch(hub, "org/tiny")
     assert done.returncode == 0, done.stderr
-    *files, header = done.stdout.splitlines()
-    (config, weights) = (line.split() for line in files)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_of_a_model_on_the_hub_only_config_and_headers_are_fetched(hub, fetched):
+    found = fetched["org/tiny"]
+    config, weights = found["files"]
     assert config[0] == "config.json"
     there = hub.root / "model.safetensors"
     assert weights[0] == there.name
     # The header may be written with other blanks.
-    assert int(weights[1]) == pytest.approx(there.stat().st_size, abs=2000)
-    assert int(weights[2]) < 64 * 1024 < int(weights[1])  # a hole takes no room on disk
-    assert int.from_bytes(bytes.fromhex(header), "little") < 64 * 1024
+    assert weights[1] == pytest.approx(there.stat().st_size, abs=2000)
+    assert weights[2] < 64 * 1024 < weights[1]  # a hole takes no room on disk
+    assert int.from_bytes(bytes.fromhex(found["begin"]), "little") < 64 * 1024
     assert hub.given < there.stat().st_size / 4
 
 
-def test_a_name_that_the_hub_does_not_know_is_an_error(hub):
-    done = fetch(hub, "org/none")
-    assert "ModelLoadError: no folder 'org/none', and the hub gives no such model" in done.stderr
+def test_a_name_that_the_hub_does_not_know_is_an_error(fetched):
+    error = fetched["org/none"]["error"]
+    assert "ModelLoadError: no folder 'org/none', and the hub gives no such model" in error
 
 
-def test_without_a_network_the_error_says_what_to_do(hub):
-    done = fetch(hub, "org/tiny", HF_HUB_OFFLINE="1")
-    assert "no folder 'org/tiny', and the hub cannot be asked for it: without a" in done.stderr
-    assert hub.given == 0
+def test_without_a_network_the_error_says_what_to_do(hub, fetched):
+    error = fetched["org/offline"]["error"]
+    assert "no folder 'org/offline', and the hub cannot be asked for it: without a" in error
+    assert not any("offline" in path for path in hub.asked)
 
 
 def test_what_the_hubs_cache_holds_whole_is_used(tmp_path, folder, monkeypatch):

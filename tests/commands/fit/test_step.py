@@ -16,12 +16,21 @@ from vllm_metal.memory import profile
 from vllm_metal.models import headless, loader
 from vllm_metal.models.parts import ModelParts
 
+#: Dense, windows in a quantized pool, and quantized experts: all that differs in the estimate.
+EACH_KIND = [("llama", "auto"), ("gemma3, windows", "fp8"), ("qwen3_moe, 4 bits", "auto")]
+SECOND = [("llama", "fp8"), ("llama, 4 bits", "auto"), ("phi3, fused", "auto"), ("mixtral", "auto")]
+LATER = [
+    *((name, "auto") for name in MODELS if (name, "auto") not in EACH_KIND + SECOND),
+    ("qwen3_moe, 4 bits", "fp8"),
+]
+
 
 @pytest.mark.parametrize(
     ("name", "cache_dtype"),
     [
-        *((name, "auto") for name in MODELS),
-        *((name, "fp8") for name in ("llama", "gemma3, windows", "qwen3_moe, 4 bits")),
+        *EACH_KIND,
+        *(pytest.param(*case, marks=pytest.mark.more) for case in SECOND),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in LATER),
     ],
 )
 def test_the_peak_of_a_step_is_within_15_percent_of_what_is_measured(folder, name, cache_dtype):
@@ -63,7 +72,11 @@ def test_the_peak_of_an_engine_that_pools(folder):
 
 @pytest.mark.parametrize(
     ("name", "drafts"),
-    [("lfm2, convolutions", 0), ("lfm2, convolutions", 2), ("qwen3_next, states", 4)],
+    [
+        pytest.param("lfm2, convolutions", 0, marks=pytest.mark.slow),
+        ("lfm2, convolutions", 2),
+        pytest.param("qwen3_next, states", 4, marks=pytest.mark.more),
+    ],
 )
 def test_the_peak_of_requests_that_verify_drafts(folder, name, drafts):
     config = settings(folder(name), torch.float32, num_drafts=drafts)
