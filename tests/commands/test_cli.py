@@ -2,6 +2,8 @@
 """The `vllm-metal` command as a user types it."""
 
 import json
+import math
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from vllm_metal.commands.cli import main
 
 
 def write_model(path: Path, rows: int = 64) -> Path:
-    """A llama without layers: the smallest file that converts, of any size."""
+    """A llama without layers: the smallest file that converts, whose weights are a hole."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(0)
     writer.add_context_length(16)
@@ -28,12 +30,16 @@ def write_model(path: Path, rows: int = 64) -> Path:
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(["a", "b", "ab"])
     writer.add_token_merges(["a b"])
-    writer.add_tensor("token_embd.weight", np.ones((rows, 256), np.float16))
-    writer.add_tensor("output_norm.weight", np.ones(256, np.float32))
+    weights = {"token_embd.weight": ((rows, 256), 2), "output_norm.weight": ((256,), 4)}
+    for name, (shape, width) in weights.items():
+        dtype = np.dtype(f"float{8 * width}")
+        writer.add_tensor_info(name, shape, dtype, width * math.prod(shape))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    writer.write_ti_data_to_file()
     writer.close()
+    begin = writer.ggml_pad(path.stat().st_size, writer.data_alignment)
+    os.truncate(path, begin + sum(width * math.prod(shape) for shape, width in weights.values()))
     return path
 
 
@@ -78,7 +84,7 @@ def test_an_unknown_setting_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, sent: signal.Signals) -> None:
-    path = write_model(tmp_path / "m.gguf", rows=1_000_000)  # 1 GB as float32: seconds of work
+    path = write_model(tmp_path / "m.gguf", rows=4_000_000)  # 4 GB as float32: not in a moment
     results = tmp_path / "results"
     process = subprocess.Popen(
         [
@@ -88,11 +94,11 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, sent: signal.S
         cwd=Path(__file__).parents[2],
         stderr=subprocess.PIPE,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not list(results.glob(".out.*/model.safetensors")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(sent)
-    process.communicate(timeout=30)
+    process.communicate(timeout=300)
     assert process.returncode == 128 + sent
     assert not list(results.iterdir())

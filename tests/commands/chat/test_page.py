@@ -2,6 +2,7 @@
 """The page's own server: whom it answers, and what it says of a refusal of the other server."""
 
 import json
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -87,10 +88,11 @@ def test_a_server_s_refusal_reaches_the_user(url):
 
 
 def test_a_server_that_is_not_there_is_named():
-    reply = client("http://127.0.0.1:9").get("/api/figures")
-    assert (
-        reply.status_code == 502 and "http://127.0.0.1:9 does not answer" in reply.json()["error"]
-    )
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        reply = client(url).get("/api/figures")
+    assert reply.status_code == 502 and f"{url} does not answer" in reply.json()["error"]
 
 
 @pytest.mark.parametrize("asked", [[], {"messages": 3}, {"texts": [1]}])

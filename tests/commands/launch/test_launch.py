@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-metal launch` as a process, with a client that writes down how it was started.
+"""`vllm-metal launch`, with a client that writes down how it was started.
 
 The server is a double that says what vLLM's says of its models; one test has the real one.
 """
@@ -7,14 +7,18 @@ The server is a double that says what vLLM's says of its models; one test has th
 import json
 import os
 import re
+import runpy
+import shlex
 import socket
 import subprocess
 import sys
 import tomllib
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import StringIO
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,13 +26,14 @@ from vllm_metal.commands import cli
 from vllm_metal.commands.launch import planning
 
 CLIENTS = ("claude", "codex", "opencode", "pi")
-RECORDER = """#!{python}
+#: A client: `RECORDER OUT STATUS ARGUMENTS...`.
+RECORDER = """
 import json, os, sys
-given = sys.argv[1:]
-files = {{path: open(path).read() for path in given if os.path.isfile(path)}}
-found = {{"arguments": given, "environment": dict(os.environ), "files": files}}
-json.dump(found, open({out!r}, "w"))
-sys.exit({status})
+_, out, status, *given = sys.argv
+files = {path: open(path).read() for path in given if os.path.isfile(path)}
+found = {"arguments": given, "environment": dict(os.environ), "files": files}
+json.dump(found, open(out, "w"))
+sys.exit(int(status))
 """
 
 
@@ -60,30 +65,45 @@ def listening(key=None):
 
 
 @pytest.fixture
-def user(tmp_path):
+def user(tmp_path, monkeypatch, capfd):
     """A user with all clients, each a program that writes down how it was started."""
-    return User(tmp_path)
+    return User(tmp_path, monkeypatch, capfd)
 
 
 class User:
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, monkeypatch, capfd):
         self.bin, self.home, self.out = root / "bin", root / "home", root / "started.json"
+        self._monkeypatch, self._capfd = monkeypatch, capfd
         self.bin.mkdir()
         self.home.mkdir()
-        self.install()
-
-    def install(self, status=0):
         for name in CLIENTS:
-            program = self.bin / name
-            text = RECORDER.format(python=sys.executable, out=str(self.out), status=status)
-            program.write_text(text)
-            program.chmod(0o755)
+            self.install(name)
+
+    def install(self, name, program=RECORDER, status=0):
+        """Puts a client there that is a program of Python's standard library."""
+        script = self.bin / f"{name}.py"
+        script.write_text(program)
+        # Through a shell: the path of an interpreter may have spaces.
+        command = shlex.join([sys.executable, "-S", str(script), str(self.out), str(status)])
+        (self.bin / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        (self.bin / name).chmod(0o755)
+
+    def variables(self, **variables):
+        return {"PATH": str(self.bin), "HOME": str(self.home), "VLLM_API_KEY": "", **variables}
 
     def launch(self, *arguments, **variables):
-        own = {"PATH": str(self.bin), "HOME": str(self.home), "VLLM_API_KEY": "", **variables}
+        """Launches in this process; its status and what was printed."""
+        with self._monkeypatch.context() as patch:
+            for name, value in self.variables(**variables).items():
+                patch.setenv(name, value)
+            status = cli.main(["launch", *arguments])
+        said = self._capfd.readouterr()
+        return subprocess.CompletedProcess(arguments, status, said.out, said.err)
+
+    def launch_process(self, *arguments, **variables):
         return subprocess.run(
             [sys.executable, "-m", "vllm_metal.commands.cli", "launch", *arguments],
-            env=os.environ | own,
+            env=os.environ | self.variables(**variables),
             capture_output=True,
             text=True,
         )
@@ -157,9 +177,10 @@ def test_arguments_behind_two_dashes_are_the_clients(user):
 
 
 def test_the_exit_status_is_the_clients(user):
-    user.install(status=7)
+    """Of the command as a process, too."""
+    user.install("claude", status=7)
     with listening() as port:
-        assert user.launch("claude", "--port", str(port)).returncode == 7
+        assert user.launch_process("claude", "--port", str(port)).returncode == 7
 
 
 def test_a_client_that_is_missing_is_named_with_what_installs_it(user):
@@ -235,22 +256,51 @@ def test_a_port_is_a_ports_number(capsys):
     assert "'70000' is not a port" in capsys.readouterr().err
 
 
-def test_a_model_that_is_not_there_is_an_error_before_anything_starts(user, tmp_path):
-    done = user.launch("claude", str(tmp_path), "--port", "1")
+def run_here(command, **_):
+    """Runs `python -m MODULE ARGUMENTS...` in this process, which has imported vLLM already."""
+    _, dash_m, module, *arguments = command
+    assert dash_m == "-m"
+    printed = StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        patch.setattr(sys, "argv", [module, *arguments])
+        patch.delitem(sys.modules, module)
+        runpy.run_module(module, run_name="__main__")
+    return subprocess.CompletedProcess(command, 0, printed.getvalue())
+
+
+def free_port():
+    """Of which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    "how", ["in this process", pytest.param("as a process", marks=pytest.mark.more)]
+)
+def test_a_model_that_is_not_there_is_an_error_before_anything_starts(
+    user, tmp_path, monkeypatch, how
+):
+    if how == "in this process":
+        here = SimpleNamespace(run=run_here, PIPE=subprocess.PIPE)
+        monkeypatch.setattr(planning, "subprocess", here)
+    done = user.launch("claude", str(tmp_path), "--port", free_port())
     assert done.returncode == 1 and "config.json is missing" in done.stderr
     assert not user.out.exists()
 
 
-ASKER = """#!{python}
+#: A client that asks its server once: `ASKER OUT STATUS`.
+ASKER = """
 import json, os, sys, urllib.request
+_, out, status = sys.argv
 root, key = os.environ["ANTHROPIC_BASE_URL"], os.environ["ANTHROPIC_AUTH_TOKEN"]
-body = {{"model": os.environ["ANTHROPIC_MODEL"], "max_tokens": 3,
-         "messages": [{{"role": "user", "content": "hello"}}]}}
+body = {"model": os.environ["ANTHROPIC_MODEL"], "max_tokens": 3,
+        "messages": [{"role": "user", "content": "hello"}]}
 request = urllib.request.Request(root + "/v1/messages", json.dumps(body).encode(),
-    {{"Authorization": "Bearer " + key, "Content-Type": "application/json"}})
+    {"Authorization": "Bearer " + key, "Content-Type": "application/json"})
 answer = json.load(urllib.request.urlopen(request))
-json.dump(answer, open({out!r}, "w"))
-sys.exit(3)
+json.dump(answer, open(out, "w"))
+sys.exit(int(status))
 """
 
 
@@ -259,15 +309,13 @@ def test_a_server_is_started_for_the_client_and_ends_with_it(user, tmp_path):
     model = tmp_path / "small"
     make = [sys.executable, "-m", "vllm_metal.commands.doctor.children.tiny_model", str(model)]
     subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
-    (user.bin / "claude").write_text(ASKER.format(python=sys.executable, out=str(user.out)))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    user.install("claude", ASKER, status=3)
+    port = free_port()
     shorter = ("--serve", "--override-generation-config", '{"max_new_tokens": 2}')
-    done = user.launch("claude", str(model), "--port", str(port), *shorter)
+    done = user.launch_process("claude", str(model), "--port", port, *shorter)
     assert done.returncode == 3, done.stderr
     answer = json.loads(user.out.read_text())
     assert answer["model"] == "small" and answer["usage"]["output_tokens"] == 2
     assert "the server starts (0 s)" in done.stderr
     with socket.socket() as probe, pytest.raises(ConnectionRefusedError):
-        probe.connect(("127.0.0.1", port))
+        probe.connect(("127.0.0.1", int(port)))
