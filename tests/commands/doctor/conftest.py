@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that behave as the doctor's own children, or misbehave."""
 
+import importlib
+import sys
+from collections import ChainMap
+
+import pytest
 from device.conftest import script  # noqa: F401 (a fixture, which pytest finds here)
 
-from vllm_metal.device.child import Ended
+from vllm_metal.device.child import Ended, heard
 
 
 def ignore(stage: str) -> None:
@@ -13,3 +18,24 @@ def ignore(stage: str) -> None:
 def ended(status: int | None = 0, lines: tuple[str, ...] = (), **told: object) -> Ended:
     """How a process ended that never was."""
     return Ended(status, seconds=1.0, lines=lines, told=told)
+
+
+@pytest.fixture
+def run_here(monkeypatch, capsys):
+    """In the place of `child.run`: has the main of a child run in this process.
+
+    It has imported vLLM already, which is most of what such a process takes.
+    """
+
+    def run(command, progress, environment=None, limits=None) -> Ended:
+        program, _, dash_m, module, *arguments = command
+        assert (program, dash_m) == (sys.executable, "-m")
+        capsys.readouterr()
+        with monkeypatch.context() as patch:
+            patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # children set it themselves
+            patch.setattr(sys, "argv", [module, *arguments])
+            importlib.import_module(module).main()
+        messages = map(heard, capsys.readouterr().out.splitlines())
+        return ended(**dict(ChainMap(*reversed([message or {} for message in messages]))))
+
+    return run

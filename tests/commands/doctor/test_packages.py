@@ -73,7 +73,10 @@ GOOD = {
 }
 
 
-def test_mlx_computes_in_a_process_with_all_imports():
+@pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.more)])
+def test_mlx_computes_in_a_process_with_all_imports(run_here, monkeypatch, processes):
+    if not processes:
+        monkeypatch.setattr(packages, "run", run_here)
     tried = packages.try_in_vllm(ignore)
     found = packages.check_in_vllm(tried, metal=mx.metal.is_available())
     assert found.status == "ok", (found.seen, *tried.lines)

@@ -54,6 +54,19 @@ def run(
     return result, json.loads(report.read_text())
 
 
+@pytest.fixture
+def run_here(tmp_path: Path, monkeypatch, capsys):
+    """Runs it in this process; its status, what it printed, and the report."""
+
+    def run(*options: str, device: str) -> tuple[int, str, dict]:
+        monkeypatch.setenv("VLLM_METAL_DEVICE", device)
+        report = tmp_path / "report.json"
+        status = main(["doctor", "--quick", "--report", str(report), *options])
+        return status, capsys.readouterr().out, json.loads(report.read_text())
+
+    return run
+
+
 def by_name(report: dict) -> dict[str, dict]:
     return {finding["name"]: finding for finding in report["findings"]}
 
@@ -161,22 +174,22 @@ def test_a_report_that_cannot_be_written_is_one_line(
     assert said.out == ""  # at once
 
 
-def test_where_the_plugin_does_not_apply_it_says_how_to_try(tmp_path: Path):
-    result, _ = run(tmp_path, "--only", "engine", VLLM_METAL_DEVICE="off")
-    assert result.returncode == 0
-    assert "VLLM_METAL_DEVICE=off turns the plugin off" in result.stdout
+def test_where_the_plugin_does_not_apply_it_says_how_to_try(run_here):
+    status, said, _ = run_here("--only", "engine", device="off")
+    assert status == 0
+    assert "VLLM_METAL_DEVICE=off turns the plugin off" in said
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="on a Mac the plugin applies by itself")
-def test_where_it_is_no_mac_it_says_how_to_try(tmp_path: Path):
-    result, report = run(tmp_path, "--only", "engine", VLLM_METAL_DEVICE="auto")
-    assert result.returncode == 0
-    assert "VLLM_METAL_DEVICE=cpu vllm-metal doctor" in " ".join(result.stdout.split())
+def test_where_it_is_no_mac_it_says_how_to_try(run_here):
+    status, said, report = run_here("--only", "engine", device="auto")
+    assert status == 0
+    assert "VLLM_METAL_DEVICE=cpu vllm-metal doctor" in " ".join(said.split())
     assert by_name(report)["engine"]["status"] == "warning"
 
 
-def test_a_bad_setting_is_named_and_no_engine_is_tried(tmp_path: Path):
-    result, report = run(tmp_path, "--only", "engine", VLLM_METAL_DEVICE="gpu")
-    assert result.returncode == 1
+def test_a_bad_setting_is_named_and_no_engine_is_tried(run_here):
+    status, _, report = run_here("--only", "engine", device="gpu")
+    assert status == 1
     assert report["failed"] == ["settings"]
     assert "not tried" in by_name(report)["engine"]["seen"]
