@@ -36,7 +36,12 @@ def test_children_are_macs_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "call", ["accelerator.empty_cache", "accelerator.empty_host_cache", "mps.empty_cache"]
+    "call",
+    [
+        "mps.empty_cache",
+        pytest.param("accelerator.empty_cache", marks=pytest.mark.more),
+        pytest.param("accelerator.empty_host_cache", marks=pytest.mark.slow),
+    ],
 )
 def test_emptying_torch_s_caches_ends_the_process(call: str) -> None:
     code = f"""
@@ -53,7 +58,14 @@ def test_emptying_torch_s_caches_ends_the_process(call: str) -> None:
     assert told.returncode == -signal.SIGABRT and told.stderr.startswith(CRASH)
 
 
-@pytest.mark.parametrize(("module", "dies"), [("json", False), ("torch", True), ("mlx.core", True)])
+@pytest.mark.parametrize(
+    ("module", "dies"),
+    [
+        ("json", False),
+        ("mlx.core", True),
+        pytest.param("torch", True, marks=pytest.mark.more),
+    ],
+)
 def test_a_child_forked_after_torch_or_mlx_is_lost(module: str, dies: bool) -> None:
     code = f"""
         import os, {module}

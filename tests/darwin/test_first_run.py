@@ -18,6 +18,7 @@ from e2e.server import free_port
 
 from vllm_metal.models.embedded import embedded_model_path
 
+pytestmark = pytest.mark.more
 ROOT = Path(__file__).parents[2]
 SMALL = {"max_model_len": 128, "kv_cache_memory_bytes": 32 << 20, "max_num_batched_tokens": 64}
 #: Its KV pool is what is left of this; bytes.
@@ -59,14 +60,13 @@ def assert_runs_clean(program: subprocess.CompletedProcess[str]) -> None:
     assert_clean(program.returncode, program.stdout, program.stderr)
 
 
-@pytest.mark.more
 def test_the_demo() -> None:
     shown = run([ROOT / "examples" / "demo.py"], timeout=240)
     assert_runs_clean(shown)
     assert "All answers are right" in shown.stdout
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_the_readme_s_snippet_pasted_into_a_file(model: str, tmp_path: Path) -> None:
     (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (name,) = re.findall(r'LLM\("([^"]+)"', snippet)
@@ -121,7 +121,7 @@ class Served:
         body = json.dumps({"model": model, "prompt": "1, 2, 3,", "max_tokens": 3, "temperature": 0})
         headers = {"Content-Type": "application/json"}
         asked = urllib.request.Request(f"{self.url}/v1/completions", body.encode(), headers)
-        with urllib.request.urlopen(asked, timeout=60) as reply:
+        with urllib.request.urlopen(asked, timeout=240) as reply:
             return str(json.load(reply)["choices"][0]["text"])
 
     def wait_until_healthy(self) -> None:
@@ -150,16 +150,15 @@ def served(model: str, tmp_path: Path) -> Iterator[Served]:
         yield server
 
 
-@pytest.mark.more
 def test_a_server_and_ctrl_c(served: Served, model: str) -> None:
     assert served.ask(model).startswith(" 4,")
     os.killpg(served.process.pid, signal.SIGINT)  # as a terminal does
-    assert_clean(served.process.wait(60), *served.texts())
+    assert_clean(served.process.wait(240), *served.texts())
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_an_engine_that_dies_is_still_reported(served: Served) -> None:
     (engine,) = re.findall(r"\(EngineCore pid=(\d+)\)", served.texts()[0])[:1]
     os.kill(int(engine), signal.SIGKILL)
-    served.process.wait(60)
+    served.process.wait(240)
     assert "engine core exited unexpectedly" in served.texts()[0]
