@@ -28,5 +28,5 @@ def make(clone: Path, address: str = "") -> Path:
     """The folder of a release of this clone; hatchling is imported from this environment."""
     pytest.importorskip("hatchling", reason="make setup installs it")
     env = os.environ | {"PYTHON": sys.executable, "ADDRESS": address}
-    subprocess.run(["bash", "scripts/dist.sh"], cwd=clone, env=env, check=True, timeout=60)
+    subprocess.run(["bash", "scripts/dist.sh"], cwd=clone, env=env, check=True, timeout=300)
     return clone / "dist"

@@ -208,7 +208,7 @@ class Machine:
             },
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             start_new_session=True,
         )
         return done, calls.read_text().splitlines()
@@ -234,8 +234,14 @@ def digest(path):
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-@pytest.fixture(params=["Darwin", "Linux"])
+@pytest.fixture(params=["Darwin", pytest.param("Linux", marks=pytest.mark.slow)])
 def machine(request, tmp_path):
+    """Of one system by day: what they differ in has tests of its own."""
+    return Machine(request.param, tmp_path)
+
+
+@pytest.fixture(params=["Darwin", "Linux"])
+def each_machine(request, tmp_path):
     return Machine(request.param, tmp_path)
 
 
@@ -253,7 +259,8 @@ def index_of(calls, part):
     return next(i for i, call in enumerate(calls) if part in call)
 
 
-def test_a_machine_with_nothing_gets_all_of_it(machine):
+def test_a_machine_with_nothing_gets_all_of_it(each_machine):
+    machine = each_machine
     done, calls = machine.installed()
     assert machine.serves() == "1.0\n"
     assert machine.serves("vllm") == "7.8.9\n"
@@ -270,8 +277,8 @@ def test_a_machine_with_nothing_gets_all_of_it(machine):
     assert index_of(calls, "vllm: --version") < index_of(calls, "os.replace")
 
 
-def test_no_index_is_ever_asked_for_our_name(machine):
-    _, calls = machine.installed()
+def test_no_index_is_ever_asked_for_our_name(each_machine):
+    _, calls = each_machine.installed()
     ours = [call for call in calls if " install " in call and "vllm_metal" in call]
     assert ours and all(" --no-index " in call and "--no-deps" in call for call in ours)
     assert not any(word in ("vllm-metal", "vllm_metal") for c in calls for word in c.split()[1:])
@@ -412,7 +419,19 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+def places(*by_day, also_set=False):
+    """Those of PLACES, of which some are tried by day already."""
+    return [
+        pytest.param(place, marks=() if place in by_day else pytest.mark.more)
+        for place in PLACES
+        if also_set or not place.endswith(" set")
+    ]
+
+
+@pytest.mark.parametrize(
+    "place",
+    places("the packages", "the new one is to be set", "the new one is set", also_set=True),
+)
 def test_killed_midway_the_old_version_serves_and_the_next_run_ends_well(machine, place):
     machine.installed()
     machine.publish("2.0")
@@ -430,7 +449,7 @@ def test_killed_midway_the_old_version_serves_and_the_next_run_ends_well(machine
     assert machine.serves() == "1.0\n"
 
 
-@pytest.mark.parametrize("place", [place for place in PLACES if not place.endswith(" set")])
+@pytest.mark.parametrize("place", places("the plugin"))
 def test_killed_at_the_first_install_the_next_run_ends_well(machine, place):
     done, _ = machine.install(KILL_AT=PLACES[place])
     assert done.returncode == -signal.SIGKILL
@@ -439,7 +458,7 @@ def test_killed_at_the_first_install_the_next_run_ends_well(machine, place):
     assert machine.versions() == ["1.0-1"]
 
 
-@pytest.mark.parametrize("place", [place for place in PLACES if not place.endswith(" set")])
+@pytest.mark.parametrize("place", places("the packages"))
 def test_what_fails_leaves_the_old_version_and_nothing_else(machine, place):
     machine.installed()
     before = everything_in(machine.home)
@@ -501,7 +520,7 @@ def test_a_folder_is_a_source(machine):
     assert machine.serves() == "1.0\n"
 
 
-@pytest.mark.parametrize("shell", ["sh", "bash"])
+@pytest.mark.parametrize("shell", ["sh", pytest.param("bash", marks=pytest.mark.more)])
 def test_shells_that_it_is_piped_into(machine, shell):
     done, _ = machine.install(shell=shell)
     assert done.returncode == 0, done.stderr
@@ -567,7 +586,7 @@ def test_uninstalling_leaves_what_it_names_and_nothing_else(machine):
     script = machine.root / "current/scripts/install.sh"
     env = {"PATH": str(machine.doubles), "HOME": str(machine.home), "CALLS": os.devnull}
     done = subprocess.run(
-        ["sh", script, "--uninstall"], env=env, capture_output=True, text=True, timeout=60
+        ["sh", script, "--uninstall"], env=env, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert everything_in(machine.home) == set(left)
@@ -613,7 +632,7 @@ def test_a_real_install_and_update_in_an_empty_home(tmp_path):
         assert start(release, *options).wait(900) == 0, (tmp_path / "log").read_text()
 
     def out(*line):
-        return subprocess.check_output(line, env=env, cwd=tmp_path, text=True, timeout=600)
+        return subprocess.check_output(line, env=env, cwd=tmp_path, text=True, timeout=3000)
 
     versions = []
     for version in ("0.9.1", "0.9.2"):

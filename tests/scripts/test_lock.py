@@ -44,6 +44,7 @@ version = "1"
 requires-python = ">=3.11"
 dependencies = ["compiler"]
 """
+MORE, SLOW = pytest.mark.more, pytest.mark.slow
 USERS = "array==2\nengine==1\nmodel==1\ntokens==3\n"
 DEVELOPERS = "checks==1\ncompiler==1\n"
 
@@ -113,7 +114,7 @@ def check(clone, users=USERS, developers=DEVELOPERS, platform="macos"):
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
 
 
@@ -136,15 +137,33 @@ def test_lock_files_that_hold_together_pass(clone):
             USERS.replace("tokens==3", "tokens==1"), DEVELOPERS, "-tokens==1", id="conflict"
         ),
         pytest.param(
-            USERS.replace("array==2", "array==3"), DEVELOPERS, "-array==3", id="no wheel for a Mac"
+            USERS.replace("array==2", "array==3"),
+            DEVELOPERS,
+            "-array==3",
+            id="no wheel for a Mac",
+            marks=SLOW,
         ),
         pytest.param(
-            USERS.replace("array==2", "array==4"), DEVELOPERS, "-array==4", id="sources only"
+            USERS.replace("array==2", "array==4"),
+            DEVELOPERS,
+            "-array==4",
+            id="sources only",
+            marks=SLOW,
         ),
-        pytest.param(USERS + "unwanted==1\n", DEVELOPERS, "-unwanted==1", id="excluded"),
-        pytest.param(USERS, "", "+checks==1", id="missing for developers"),
-        pytest.param(USERS, "checks==1\n", "+compiler==1", id="missing for the interpreter"),
-        pytest.param(USERS, DEVELOPERS + "tokens==3\n", "-tokens==3", id="pinned twice"),
+        pytest.param(
+            USERS + "unwanted==1\n", DEVELOPERS, "-unwanted==1", id="excluded", marks=MORE
+        ),
+        pytest.param(USERS, "", "+checks==1", id="missing for developers", marks=SLOW),
+        pytest.param(
+            USERS,
+            "checks==1\n",
+            "+compiler==1",
+            id="missing for the interpreter",
+            marks=SLOW,
+        ),
+        pytest.param(
+            USERS, DEVELOPERS + "tokens==3\n", "-tokens==3", id="pinned twice", marks=MORE
+        ),
     ],
 )
 def test_what_is_wrong_is_named_and_nothing_is_written(clone, users, developers, named):
@@ -156,6 +175,7 @@ def test_what_is_wrong_is_named_and_nothing_is_written(clone, users, developers,
     assert (clone / "requirements" / "macos-dev.txt").read_text() == DEV_HEADER + developers
 
 
+@pytest.mark.more
 def test_a_pin_kept_beside_a_newer_release_passes(clone):
     found = check(clone, USERS.replace("tokens==3", "tokens==2"))
     assert found.returncode == 0, found.stderr
@@ -200,6 +220,7 @@ def targets(text):
 EVERYWHERE = [(machine, python) for machine in MACHINES for python in PYTHONS]
 
 
+@pytest.mark.more
 def test_linux_s_files_serve_both_processors_and_three_pythons(linux_clone):
     found = check(linux_clone, LINUX_USERS, platform="linux")
     assert found.returncode == 0, found.stderr
@@ -207,9 +228,8 @@ def test_linux_s_files_serve_both_processors_and_three_pythons(linux_clone):
     assert (linux_clone / "requirements" / "linux.txt").read_text() == HEADER + LINUX_USERS
 
 
-@pytest.mark.parametrize(
-    "package", ["native-1", pytest.param("torch-2+cpu", marks=pytest.mark.more)]
-)
+@pytest.mark.more
+@pytest.mark.parametrize("package", ["native-1", pytest.param("torch-2+cpu", marks=SLOW)])
 def test_a_wheel_that_one_target_lacks_is_named(linux_clone, package):
     (tag,) = tags("aarch64", ["3.13"])
     (linux_clone.parent / "index" / f"{package}-{tag}.whl").unlink()
@@ -220,6 +240,7 @@ def test_a_wheel_that_one_target_lacks_is_named(linux_clone, package):
     assert targets(found.stdout) == EVERYWHERE[:-1]
 
 
+@pytest.mark.slow
 def test_what_only_another_python_asks_for_is_named(linux_clone):
     wheel(linux_clone.parent / "index", "model", 1, "checks; python_version > '3.11'")
     found = check(linux_clone, LINUX_USERS, platform="linux")
