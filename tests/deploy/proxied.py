@@ -97,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         for number, event in enumerate(EVENTS):
             if number == 1:
-                self.server.go_on.wait(20)
+                self.server.go_on.wait(240)
             self.wfile.write(b"%x\r\n%s\r\n" % (len(event), event) if chunked else event)
         if chunked:
             self.wfile.write(b"0\r\n\r\n")
@@ -157,7 +157,7 @@ def _replaced(text: str, old: str, new: str) -> str:
 
 
 def _wait_until_it_listens(process: subprocess.Popen[bytes], url: str, folder: Path) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline and process.poll() is None:
         try:
             httpx.get(f"{url}/")

@@ -102,7 +102,7 @@ def prometheus(
 def _wait_until(
     health: str, process: subprocess.Popen[bytes], found: Prometheus, log: Path
 ) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline and process.poll() is None:
         try:
             if (states := found.up()) and set(states) == {health}:

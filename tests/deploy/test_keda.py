@@ -32,7 +32,7 @@ def validated(made, folder):
     (folder / "validate.mjs").write_text(VALIDATE)
     (folder / "object.json").write_text(json.dumps(made))
     command = ["node", "validate.mjs", "object.json"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     return done.stderr if done.returncode else ""
 
 

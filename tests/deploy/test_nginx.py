@@ -33,7 +33,7 @@ def ask(proxy, headers, **fields):
     return proxy.post(CHAT, json={"model": "m"} | fields, headers=headers)
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", [STYLES[0], pytest.param(STYLES[1], marks=pytest.mark.more)])
 def test_a_key_that_asks_too_often_is_told_when_to_come_again(proxy, server, style):
     replies = []
     while not replies or replies[-1].status_code == 200:
@@ -47,6 +47,7 @@ def test_a_key_that_asks_too_often_is_told_when_to_come_again(proxy, server, sty
     assert len(server.seen) == len(replies)  # all but the one that was refused, and another's
 
 
+@pytest.mark.more
 def test_keys_that_change_are_limited_by_their_address(server, tmp_path):
     """At a rate that a busy machine goes beyond, too."""
     with (
@@ -59,7 +60,7 @@ def test_keys_that_change_are_limited_by_their_address(server, tmp_path):
     assert 200 < number < 999
 
 
-@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize("chunked", [True, pytest.param(False, marks=pytest.mark.more)])
 def test_a_stream_is_not_held_back(proxy, server, chunked):
     """The server waits with the second event until the first was seen."""
     server.chunked = chunked
@@ -132,7 +133,7 @@ def test_other_routes(proxy, path, status):
     assert proxy.get(path).status_code == status
 
 
-@pytest.mark.parametrize("trouble", ["draining", "dying"])
+@pytest.mark.parametrize("trouble", ["draining", pytest.param("dying", marks=pytest.mark.more)])
 def test_a_key_stays_with_its_server_while_that_takes_requests(tmp_path, trouble):
     with (
         double() as one,

@@ -61,7 +61,7 @@ def by_anthropic(url):
         client.messages.create(model="m", max_tokens=1, messages=said)
 
 
-@pytest.mark.parametrize("ask", [by_openai, by_anthropic])
+@pytest.mark.parametrize("ask", [by_openai, pytest.param(by_anthropic, marks=pytest.mark.more)])
 @pytest.mark.parametrize(("status", "again"), STATUSES)
 def test_which_statuses_are_tried_again(server, ask, status, again):
     server.status, server.asked = status, 0

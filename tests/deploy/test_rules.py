@@ -18,7 +18,7 @@ needs_promtool = pytest.mark.skipif(
 
 def promtool(*arguments, folder=FOLDER):
     done = subprocess.run(
-        [PROMTOOL, *arguments], cwd=folder, capture_output=True, text=True, timeout=60
+        [PROMTOOL, *arguments], cwd=folder, capture_output=True, text=True, timeout=300
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -39,16 +39,16 @@ def test_promtool_finds_nothing_wrong(arguments):
 
 
 @needs_promtool
-@pytest.mark.parametrize("alert", [rule["alert"] for rule in rules("alert")])
-def test_the_rules_tests_can_fail(alert, tmp_path):
-    """Without its rule, an alert is missed."""
+def test_the_rules_tests_can_fail(tmp_path):
+    """Without its rule, each alert is missed."""
     kept = groups("rules.yml")
     for group in kept:
-        group["rules"] = [rule for rule in group["rules"] if rule.get("alert") != alert]
+        group["rules"] = [rule for rule in group["rules"] if "alert" not in rule]
     (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": kept}))
     shutil.copy(FOLDER / "rules_test.yml", tmp_path)
     status, told = promtool("test", "rules", "rules_test.yml", folder=tmp_path)
-    assert status and alert in told
+    missed = set(re.findall(r"alertname: (\w+)", told))
+    assert status and missed >= {rule["alert"] for rule in rules("alert")}
 
 
 def test_names_of_the_recording_rules():
@@ -77,7 +77,16 @@ def test_the_configuration_names_all_rules_and_no_key_is_shipped():
 
 
 @needs_promtool
-@pytest.mark.parametrize("number", range(len(groups("costs.yml")[1]["rules"])))
+@pytest.mark.parametrize(
+    "number",
+    [
+        0,
+        *(
+            pytest.param(number, marks=pytest.mark.slow)
+            for number in range(1, len(groups("costs.yml")[1]["rules"]))
+        ),
+    ],
+)
 def test_the_tests_of_costs_can_fail(number, tmp_path):
     """With a rule that says one more."""
     wrong = groups("costs.yml")

@@ -15,6 +15,7 @@ from scripted import Call, Script, Turn
 
 from vllm_metal.models.embedded import embedded_model_path
 
+pytestmark = pytest.mark.more
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "examples" / "README.md").read_text(), re.DOTALL)
 LINES = [line for block in BLOCKS for line in block.splitlines()]
@@ -67,7 +68,7 @@ def test_a_batch_shares_its_system_prompt():
     assert max(cached) >= 16
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_requests_stream_side_by_side_until_one_is_cancelled():
     streamed, *answers = run("async_llm.py").split("\n\n")
     names = re.findall(r"(\w+):", streamed)
@@ -83,7 +84,6 @@ def test_the_openai_client_streams_and_follows_a_schema(server):
     assert re.search(r"\{'country': '.*', 'capital': '.*'\}", printed)
 
 
-@pytest.mark.more
 def test_what_was_retrieved_before_is_cached(server):
     printed = run("rag.py", server)
     sources = re.findall(r"from ([\w, -]+)\n", printed)
@@ -93,14 +93,14 @@ def test_what_was_retrieved_before_is_cached(server):
     assert shares[2] >= 40
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_responses_stream_and_a_second_turn_finds_the_first(server):
     printed = run("responses_client.py", server)
     assert "Paris" in printed
     assert cached(printed) >= 32
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_the_agent_reads_files_with_its_tools_and_answers(tmp_path):
     read = [
         Call("read_file", {"name": name}) for name in ("bakery-supplies.txt", "oven-repair.txt")
@@ -119,14 +119,13 @@ def test_the_agent_reads_files_with_its_tools_and_answers(tmp_path):
     assert printed.splitlines()[-1] == answer.text
 
 
-@pytest.mark.more
 def test_messages_are_counted_and_a_second_turn_finds_the_first(server):
     printed = run("messages_client.py", server)
     assert "Oslo" in printed
     assert cached(printed) >= 32
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_vectors_find_the_passage_of_each_question(tmp_path):
     model = str(embedded_model_path(dequantize=True))
     with serve(model, options(command("runner pooling")), tmp_path / "log") as embedder:
