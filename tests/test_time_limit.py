@@ -23,7 +23,7 @@ def test_second(engine): ...
 """
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("workers", ["0", pytest.param("1", marks=pytest.mark.more)])
 def test_what_begins_too_late_is_skipped(tmp_path, workers):
     (tmp_path / "test_two.py").write_text(_FILE)
     options = ["-p", "time_limit", "--begin-within", "1e-9", "-n", workers, "-ra"]
@@ -51,5 +51,5 @@ def _run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
         env=environment | {"PYTHONPATH": str(TESTS)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )

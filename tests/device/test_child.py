@@ -9,7 +9,7 @@ from commands.doctor.conftest import ended
 
 from vllm_metal.device.child import LIMITS, Child, run
 
-SHORT = {**LIMITS, "starting": 30.0, "answering": 1.0}
+SHORT = {**LIMITS, "answering": 1.0}
 
 
 def test_what_a_child_says_is_kept_apart_from_what_it_prints(script):
@@ -60,9 +60,7 @@ def test_a_hang_is_ended_with_all_that_was_started(script):
         "say(stage='answering', other=other.pid)\n"
         "time.sleep(600)\n"
     )
-    begun = time.monotonic()
     found = run(command, print, limits=SHORT)
-    assert time.monotonic() - begun < 20
     assert found.status is None
     assert found.how.startswith("hung while answering and was ended after")
     assert is_gone(found.told["other"])
@@ -82,14 +80,14 @@ def test_what_outlives_its_parent_is_ended_too(script):
 def test_an_interrupted_doctor_leaves_nothing(script):
     command = script("import os, time\nsay(me=os.getpid())\ntime.sleep(600)\n")
     with pytest.raises(KeyboardInterrupt), Child(command) as child:
-        assert child.message(30.0) is not None
+        assert child.message(LIMITS["starting"]) is not None
         raise KeyboardInterrupt
     assert is_gone(child.told["me"])
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended, or does within seconds; one that nobody waits for counts."""
-    for _ in range(100):
+    """Whether a process has ended, or does within a minute; one that nobody waits for counts."""
+    for _ in range(1200):
         try:
             if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
                 return True

@@ -3,7 +3,6 @@
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -19,6 +18,8 @@ CASES = [
     Case(AttentionShape(4, 2, 64, 64), mx.float16, mx.float16, block_size, kernels=("kv_write",))
     for block_size in (16, 32)
 ]
+#: Seconds of a check that hangs: a machine that is busy starts a process within them.
+TIME_LIMIT = 5.0
 SERVING = ("kv_write", "kv_blocks", "decode", "prefill", "reduce")
 START = "import json, os, sys, time\nrequest = json.load(sys.stdin)\n"
 RUNNING = 'print(json.dumps({"case": 1, "running": "decode", "rows": 4}), flush=True)\n'
@@ -47,11 +48,9 @@ def test_a_kernel_that_hangs_is_named_and_its_process_ended(tmp_path: Path):
     pid_file = tmp_path / "pid"
     write_pid = f"open({str(pid_file)!r}, 'w').write(str(os.getpid()))\n"
     command = child(GOOD, RUNNING, write_pid, "time.sleep(600)\n")
-    start = time.monotonic()
-    (failure,) = failures(CASES, command, time_limit=1.0, folder=tmp_path)
-    assert time.monotonic() - start < 10
+    (failure,) = failures(CASES, command, time_limit=TIME_LIMIT, folder=tmp_path)
     assert failure.startswith("decode of 4 rows (4/2 heads of 64, float16, float16 cache in blocks")
-    assert "did not end within 1 s" in failure
+    assert f"did not end within {TIME_LIMIT:g} s" in failure
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid_file.read_text()), 0)
 

@@ -2,6 +2,7 @@
 """Advice on installing names packages that are what they seem."""
 
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -12,6 +13,7 @@ import pytest
 from vllm_metal.settings import extras
 
 ROOT = Path(__file__).parents[2]
+PYTHON = shlex.quote(sys.executable)
 
 
 def test_advised_packages_are_those_that_are_declared():
@@ -21,20 +23,20 @@ def test_advised_packages_are_those_that_are_declared():
 
 
 def test_the_command_is_that_of_this_interpreter():
-    command = f"{sys.executable} -m pip install 'gguf>=0.19' 'filelock>=3.20.3'"
+    command = f"{PYTHON} -m pip install 'gguf>=0.19' 'filelock>=3.20.3'"
     assert extras.install_advice("gguf") == command
     with pytest.raises(KeyError):
         extras.install_advice("absent")
 
 
 def test_what_declares_too_much_is_installed_alone():
-    command = f"{sys.executable} -m pip install --no-deps 'mlx-vlm>=0.7.10,<0.8'"
+    command = f"{PYTHON} -m pip install --no-deps 'mlx-vlm>=0.7.10,<0.8'"
     assert extras.install_advice("vlm") == command
 
 
 def test_an_environment_without_pip_is_uvs(monkeypatch):
     monkeypatch.setattr(extras.PathFinder, "find_spec", lambda name: None)
-    command = f"uv pip install --python {sys.executable} 'gguf>=0.19' 'filelock>=3.20.3'"
+    command = f"uv pip install --python {PYTHON} 'gguf>=0.19' 'filelock>=3.20.3'"
     assert extras.install_advice("gguf") == command
 
 
@@ -45,9 +47,9 @@ def test_setuptools_can_be_imported_behind_the_advice():
 
 
 def test_the_interpreter_is_installed_from_the_clone(monkeypatch, tmp_path):
-    pip = f"{sys.executable} -m pip install"
+    pip = f"{PYTHON} -m pip install"
     folder = ROOT / "interpreter"
-    assert extras.install_advice("interpreter") == f"{pip} {folder}"
+    assert extras.install_advice("interpreter") == f"{pip} {shlex.quote(str(folder))}"
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     by_path = f"{project['name']} @ {{root:uri}}/{folder.name}"

@@ -121,6 +121,7 @@ def test_plain_has_no_addresses_and_no_order_of_sets():
     assert facts.plain(Spec(3), no_fact=("extra",)) == {"type": "Spec", "size": 3}
 
 
+@pytest.mark.more
 def test_another_process_finds_the_same():
     code = (
         "from vllm_metal.settings import facts;"
