@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 
+import pytest
 from vllm_patches import unpatched
 
 #: What vLLM's EngineCoreProc does with the configuration that its parent sent, as far as it goes
@@ -31,6 +32,7 @@ print(salt_of_a_step(), "vllm_metal.worker.worker" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_a_scheduler_is_changed_without_a_worker_in_its_process(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(unpatched.MODEL))
     config = unpatched.folder_config(str(tmp_path))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the platform tells vLLM, and what it settles of the configuration."""
 
+import json
+import os
 import subprocess
 import sys
 
@@ -27,8 +29,41 @@ def model():
     return str(embedded_model_path(dequantize=True))
 
 
-def test_parts_of_vllm_that_ask_for_the_platform_may_be_imported_first():
-    subprocess.run([sys.executable, "-c", "import vllm.distributed"], check=True)
+#: Begins with a part of vLLM that asks for the platform before it is there.
+PROCESS = """
+import json, sys
+import vllm.distributed
+from vllm.model_executor.models import ModelRegistry
+from vllm.platforms import current_platform
+from vllm.utils.system_utils import get_mp_context
+
+current_platform.pre_register_and_update()
+names = ("LlamaForCausalLM", "Qwen3_5ForCausalLM", "EagleLlamaForCausalLM")
+generates = [ModelRegistry._try_inspect_model_cls(name).is_text_generation_model for name in names]
+apart = {"interfaces", "interfaces_base", "registry"}
+classes = [name for name in sys.modules if name.startswith("vllm.model_executor.models.")]
+print(json.dumps({
+    "platform": type(current_platform).__name__,
+    "generates": generates,
+    "imported": [name for name in classes if name.rsplit(".")[-1] not in apart],
+    "starts": get_mp_context().get_start_method(),
+}))
+"""
+
+
+@pytest.mark.more
+def test_a_process_has_the_platform_and_no_more_than_it_asks_for():
+    """No class of a model is imported to say what it is; Linux's own choice is left alone."""
+    kept = {k: v for k, v in os.environ.items() if k != "VLLM_WORKER_MULTIPROC_METHOD"}
+    command = [sys.executable, "-c", PROCESS]
+    done = subprocess.run(command, env=kept, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "platform": "MetalPlatform",
+        "generates": [True] * 3,
+        "imported": [],
+        "starts": "spawn" if sys.platform == "darwin" else "fork",
+    }
 
 
 def test_vllm_has_picked_this_platform():

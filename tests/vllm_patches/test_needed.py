@@ -13,6 +13,7 @@ from darwin.run import run as run_on_mac
 from vllm_patches import unpatched
 from vllm_patches.unpatched import PROBES
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 PATCHES = ROOT / "vllm_metal" / "vllm_patches"
 PROGRAM = Path(unpatched.__file__)
@@ -96,13 +97,11 @@ def assert_needed(change, finding):
     )
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("change", EVERYWHERE)
 def test_the_tested_vllm_needs(change, found):
     assert_needed(change, found[change])
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("change", ON_MAC)
 def test_on_macos_the_tested_vllm_needs(change, found_on_mac):
     assert_needed(change, found_on_mac[change])
@@ -131,7 +130,6 @@ def found_with_changes(folder):
     return without_changes(folder, ["--applied", *MADE_AT_ONCE])
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("change", MADE_AT_ONCE)
 def test_what_a_change_is_for_does_not_happen_where_it_is_made(change, found_with_changes):
     """The change does its work, and its probe can say no."""

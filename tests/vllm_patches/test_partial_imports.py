@@ -61,6 +61,7 @@ def test_fit_answers_the_same_without_most_of_vllm(names, tmp_path, capsys, monk
     *told, said = answers(alone(SCRIPT, json.dumps(lines)))
     assert {name for name in DEAR if name in said["modules"]} == set()
     monkeypatch.setattr(mx, "get_peak_memory", eval(PEAK))
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # which the command would set for good
     statuses = [main(line) for line in lines]
     assert said["statuses"] == statuses
     assert told == answers(capsys.readouterr().out)

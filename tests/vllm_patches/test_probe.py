@@ -100,6 +100,7 @@ def test_the_pinned_vllm_has_all_that_is_touched():
     assert probe() == []
 
 
+@pytest.mark.slow
 def test_whatever_is_taken_away_is_named():
     for entry in ENTRIES:
         if not entry.name.endswith(":"):
@@ -107,6 +108,7 @@ def test_whatever_is_taken_away_is_named():
     assert probe() == []  # all is back
 
 
+@pytest.mark.more
 def test_whatever_has_other_parameters_is_named(monkeypatch):
     def changed(first, *, something):
         raise AssertionError("never called")
@@ -119,6 +121,7 @@ def test_whatever_has_other_parameters_is_named(monkeypatch):
         assert finding.name == entry.name and "any more" in finding.problem, entry
 
 
+@pytest.mark.more
 def test_a_method_is_measured_without_self(monkeypatch):
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -132,6 +135,7 @@ def test_a_method_is_measured_without_self(monkeypatch):
     )
 
 
+@pytest.mark.more
 def test_arguments_are_bound_as_our_calls_give_them(monkeypatch):
     def call(_, request, *, urgent=False): ...
 
@@ -144,6 +148,7 @@ def test_arguments_are_bound_as_our_calls_give_them(monkeypatch):
         assert finding.name == name and str(finding).endswith("(used by a.py)")
 
 
+@pytest.mark.more
 def test_a_class_that_is_gone_is_named_without_its_attributes(monkeypatch):
     monkeypatch.delattr("vllm.v1.request.RequestStatus")
     entries = [entry for entry in ENTRIES if ":RequestStatus" in entry.name]
@@ -159,6 +164,7 @@ def test_a_module_that_is_gone_or_broken_is_named(monkeypatch):
     assert finding.by == "sample/validate.py" and finding.by in str(finding)
 
 
+@pytest.mark.more
 def test_the_quick_probe_leaves_out_what_is_slow_to_import():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, GPU_WORKER, None)
@@ -166,6 +172,7 @@ def test_the_quick_probe_leaves_out_what_is_slow_to_import():
         assert probe(quick=True) == []
 
 
+@pytest.mark.more
 def test_the_command_prints_what_is_missing_and_exits_with_one(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["probe"])
     assert probing.main() == 0

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who decides how vLLM's processes start; where engines run is shown in tests/darwin."""
 
-import subprocess
 import sys
 
 import pytest
 from darwin.run import run
+from vllm import envs
 
+from vllm_metal.vllm_patches import processes
+
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 TELL = (
     "from vllm.platforms import current_platform as platform; platform.device_type\n"
     "from vllm.utils.system_utils import get_mp_context\n"
@@ -15,14 +18,28 @@ TELL = (
 
 
 @pytest.mark.parametrize(
-    ("variables", "method"), [({}, "spawn"), ({"VLLM_WORKER_MULTIPROC_METHOD": "fork"}, "fork")]
+    ("system", "chosen", "method"),
+    [("darwin", None, "spawn"), ("darwin", "fork", "fork"), ("linux", None, "fork")],
 )
-def test_macos_spawns_unless_told_otherwise(variables: dict[str, str], method: str) -> None:
+def test_macos_spawns_unless_told_otherwise(monkeypatch, system, chosen, method) -> None:
+    vllms = envs.env_with_choices(METHOD, "fork", ["spawn", "fork"])
+    monkeypatch.setitem(envs.environment_variables, METHOD, vllms)
+    monkeypatch.setattr(sys, "platform", system)
+    if chosen is None:
+        monkeypatch.delenv(METHOD, raising=False)
+    else:
+        monkeypatch.setenv(METHOD, chosen)
+    processes.spawn_on_macos()
+    assert envs.environment_variables[METHOD]() == method
+
+
+@pytest.mark.parametrize(
+    ("variables", "method"),
+    [
+        pytest.param({}, "spawn", marks=pytest.mark.more),
+        pytest.param({METHOD: "fork"}, "fork", marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_on_macos(variables: dict[str, str], method: str) -> None:
     told = run(["-c", TELL], **variables)
     assert told.stdout.splitlines()[-1] == method, told.stderr
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="it is about Linux's own choice, fork")
-def test_linux_is_left_alone() -> None:
-    told = subprocess.run([sys.executable, "-c", TELL], capture_output=True, text=True, check=True)
-    assert told.stdout.splitlines()[-1] == "fork"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tested vLLM, wherever its version is written, and what becomes of others."""
 
+import logging
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ from vllm_metal.models.embedded import embedded_model_path
 from vllm_metal.vllm_patches import probe, releases
 
 ROOT = Path(__file__).parents[2]
+VARIABLES = {"VLLM_METAL_ALLOW_UNTESTED": "0", "VLLM_LOGGING_LEVEL": "INFO"}
 #: Builds what engines are made from, as `LLM` and `vllm serve` do, and does so twice; of a vLLM
 #: that lacks a name which this takes no part in.
 CONFIGURE = """
@@ -62,7 +64,7 @@ def another_vllm(folder, *command, **environment):
     path = os.pathsep.join([str(folder), str(ROOT)])
     return subprocess.run(
         [sys.executable, *command],
-        env=os.environ | {"PYTHONPATH": path, "VLLM_METAL_ALLOW_UNTESTED": "0"} | environment,
+        env=os.environ | VARIABLES | {"PYTHONPATH": path} | environment,
         capture_output=True,
         text=True,
         timeout=120,
@@ -73,7 +75,7 @@ def another_vllm(folder, *command, **environment):
     "command",
     [
         pytest.param(("-c", "from vllm import LLM; LLM('model')"), marks=pytest.mark.slow),
-        ("-m", "vllm.entrypoints.cli.main", "serve", "model"),
+        pytest.param(("-m", "vllm.entrypoints.cli.main", "serve", "model"), marks=pytest.mark.more),
     ],
     ids=["LLM", "serve"],
 )
@@ -87,6 +89,25 @@ def test_the_refusal_is_the_one_line_that_a_user_sees(tmp_path, command):
     ]
 
 
+def test_an_allowed_one_is_told_once_what_it_lacks(monkeypatch):
+    monkeypatch.setattr(releases, "installed_vllm", lambda: "0.99.0")
+    monkeypatch.delattr("vllm.v1.metrics.stats.CachingMetrics.observe")
+    logger, handler, told = logging.getLogger(probe.__name__), logging.Handler(), []
+    monkeypatch.setattr(handler, "emit", lambda record: told.append(record.getMessage()))
+    probe.warn_if_untested.cache_clear()
+    logger.addHandler(handler)
+    try:
+        for _ in range(2):
+            probe.warn_if_untested()
+    finally:
+        logger.removeHandler(handler)
+        probe.warn_if_untested.cache_clear()
+    (warning,) = told
+    assert "vLLM 0.99.0 is used" in warning
+    assert "It lacks" in warning and "CachingMetrics.observe is not there" in warning
+
+
+@pytest.mark.slow
 def test_an_allowed_one_gets_one_warning_that_names_what_it_lacks(tmp_path):
     model = str(embedded_model_path(dequantize=True))
     done = another_vllm(tmp_path, "-c", CONFIGURE, model, VLLM_METAL_ALLOW_UNTESTED="1")
