@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as of_examples
 from hypothesis import strategies as st
 
 from metal_kernels.layout import stable
@@ -28,6 +29,8 @@ from vllm_metal.memory.budget import (
 )
 
 MIB = 2**20
+#: An example is a dozen drawn numbers, 40 ms.
+DEAR = of_examples(max_examples=20)
 NEEDS = (
     *("weights", "draft_weights", "forward", "attention"),
     *("sampling", "logits", "counts", "cache", "transfers", "adapters"),
@@ -96,6 +99,7 @@ def requests(draw):
 
 
 @given(machines(), flags(), requests())
+@DEAR
 def test_a_pool_holds_a_request_and_leaves_the_margin_or_there_is_an_error(machine, flag, request):
     try:
         budget = check(machine, flag, request)
@@ -125,6 +129,7 @@ def test_the_margin_is_never_less_than_half_a_gibibyte_and_costs_nothing_by_defa
 
 
 @given(machines(), flags(), st.data())
+@DEAR
 def test_the_pool_never_shrinks_where_less_is_needed_or_more_is_there(machine, flag, data):
     flag = replace(flag, asked=None)
     better = {
@@ -145,6 +150,7 @@ def test_the_pool_never_shrinks_where_less_is_needed_or_more_is_there(machine, f
 
 
 @given(machines(), flags(), requests())
+@DEAR
 def test_what_is_advised_makes_it_fit(machine, flag, request):
     if fits(machine, flag, request):
         return
@@ -153,6 +159,7 @@ def test_what_is_advised_makes_it_fit(machine, flag, request):
 
 
 @given(machines(), flags(), requests())
+@DEAR
 def test_the_smallest_utilization_and_the_longest_length_are_advised(machine, flag, request):
     """Parsed from the message, as a reader would take it."""
     flag = replace(flag, asked=None, fitted=False)

@@ -24,7 +24,7 @@ from vllm_metal.models.parts import ModelParts
 KEY_HEADS, VALUE_HEADS, SIZE, TAPS = 2, 6, 128, 4
 #: Of Qwen3.5-27B, an eighth of the heads: states and inputs in the same proportion.
 DELTA = {
-    "num_hidden_layers": 12,
+    "num_hidden_layers": 8,
     "head_dim": 64,
     "num_experts": 0,
     "linear_num_key_heads": KEY_HEADS,
@@ -33,7 +33,7 @@ DELTA = {
     "linear_value_head_dim": SIZE,
     "linear_conv_kernel_dim": TAPS,
 }
-NUM_LAYERS = 9  # that keep states
+NUM_LAYERS = 6  # that keep states
 CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * SIZE
 STATE = VALUE_HEADS * SIZE * SIZE * 4 + (TAPS - 1) * CHANNELS * 2
 #: Inputs of the convolution, keys and values in 16 bits; rates and decays in 32.
@@ -60,7 +60,11 @@ def served(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "storage", [ScatterKVCache, pytest.param(KernelKVCache, marks=pytest.mark.more)]
+    "storage",
+    [
+        pytest.param(ScatterKVCache, marks=pytest.mark.more),
+        pytest.param(KernelKVCache, marks=pytest.mark.slow),
+    ],
 )
 def test_five_drafts_take_no_more_than_one_but_for_their_rows(served, storage):
     """Within 5 percent, with the states that the requests have in the pool."""

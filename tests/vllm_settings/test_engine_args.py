@@ -201,12 +201,17 @@ def test_a_value_that_asks_for_nothing_is_not_refused(folder, row):
         configure(folder, **{row.field: value})
 
 
+@pytest.fixture(scope="module")
+def default(folder):
+    return configure(folder)
+
+
 @pytest.mark.parametrize("field", PASSED_ON)
-def test_a_value_arrives_where_vllm_reads_it(folder, field):
+def test_a_value_arrives_where_vllm_reads_it(folder, default, field):
     value = PASSED_ON[field]
     given, arrived = value if isinstance(value, tuple) else (value, value)
     place = attrgetter(PLACES[field])
-    assert place(configure(folder)) != arrived or field == "skip_tokenizer_init"
+    assert place(default) != arrived or field == "skip_tokenizer_init"
     assert place(configure(folder, **{field: given}, **BESIDE.get(field, {}))) == arrived
 
 
