@@ -118,7 +118,7 @@ def nothing(result):
     return not (result.failures or result.pool_lost or any(result.sampled_token_ids))
 
 
-def test_an_error_met_by_the_next_step_fails_both(engine):
+def test_an_error_met_by_the_next_step_fails_both(engine, given_back):
     first = engine.step("a", "b")
     engine.device.error = "broken"
     second = engine.step("b", "c")
@@ -127,6 +127,7 @@ def test_an_error_met_by_the_next_step_fails_both(engine):
     assert nothing(second.get_output()) and nothing(third.get_output())
     assert engine.step("d").get_output().sampled_token_ids == [[7]]
     assert engine.runner.num_failures == 1 and len(engine.made) == 2
+    assert given_back == ["given back"]
 
 
 def test_an_error_behind_tokens_that_could_be_read(engine):
