@@ -9,7 +9,7 @@ from darwin.run import run
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 
-pytestmark = pytest.mark.more
+pytestmark = pytest.mark.slow
 GIB, MIB = 2**30, 2**20
 #: 16 GB, of which psutil sees hardly anything.
 SCARCE = {"TOTAL": 16 * GIB, "AVAILABLE": 16 * MIB, "SPECULATIVE": 0, "PURGEABLE": 0}
@@ -60,7 +60,6 @@ def serve(script, figures):
     return run([script], timeout=240, **variables)
 
 
-@pytest.mark.slow
 def test_a_low_available_still_loads_the_model(script):
     done = serve(script, SCARCE | PLENTY)
     assert "tokens: 4" in done.stdout, done.stderr

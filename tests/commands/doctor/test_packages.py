@@ -73,7 +73,7 @@ GOOD = {
 }
 
 
-@pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.more)])
+@pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_mlx_computes_in_a_process_with_all_imports(run_here, monkeypatch, processes):
     if not processes:
         monkeypatch.setattr(packages, "run", run_here)

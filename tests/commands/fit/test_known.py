@@ -64,7 +64,9 @@ def ask(capsys, *arguments):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("memory", ["8GB", "16GB", "64GB"])
+@pytest.mark.parametrize(
+    "memory", ["16GB", *(pytest.param(each, marks=pytest.mark.slow) for each in ("8GB", "64GB"))]
+)
 def test_without_a_model_the_largest_that_fits_is_named(memory, capsys):
     status, found = ask(capsys, "--memory", memory)
     assert status == 0 and found["fits"] and found["context"] >= 8192
@@ -89,7 +91,7 @@ def test_a_machine_that_is_too_small_is_told_what_would_help(capsys):
     assert found["model"] == KNOWN[-1].name and found["commands"] == []
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_options_of_the_server_count(capsys):
     _, alone = ask(capsys, "--memory", "8GB", "--context", "8k")
     _, many = ask(capsys, "--memory", "8GB", "--context", "8k", "--requests", "4")

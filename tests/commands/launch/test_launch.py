@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_metal.commands import cli
-from vllm_metal.commands.launch import planning
+from vllm_metal.commands.launch import command, planning
 
 CLIENTS = ("claude", "codex", "opencode", "pi")
 #: A client: `RECORDER OUT STATUS ARGUMENTS...`.
@@ -84,8 +84,8 @@ class User:
         script = self.bin / f"{name}.py"
         script.write_text(program)
         # Through a shell: the path of an interpreter may have spaces.
-        command = shlex.join([sys.executable, "-S", str(script), str(self.out), str(status)])
-        (self.bin / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        line = shlex.join([sys.executable, "-S", str(script), str(self.out), str(status)])
+        (self.bin / name).write_text(f'#!/bin/sh\nexec {line} "$@"\n')
         (self.bin / name).chmod(0o755)
 
     def variables(self, **variables):
@@ -256,16 +256,16 @@ def test_a_port_is_a_ports_number(capsys):
     assert "'70000' is not a port" in capsys.readouterr().err
 
 
-def run_here(command, **_):
+def run_here(line, **_):
     """Runs `python -m MODULE ARGUMENTS...` in this process, which has imported vLLM already."""
-    _, dash_m, module, *arguments = command
+    _, dash_m, module, *arguments = line
     assert dash_m == "-m"
     printed = StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.setattr(sys, "argv", [module, *arguments])
         patch.delitem(sys.modules, module)
         runpy.run_module(module, run_name="__main__")
-    return subprocess.CompletedProcess(command, 0, printed.getvalue())
+    return subprocess.CompletedProcess(line, 0, printed.getvalue())
 
 
 def free_port():
@@ -276,7 +276,7 @@ def free_port():
 
 
 @pytest.mark.parametrize(
-    "how", ["in this process", pytest.param("as a process", marks=pytest.mark.more)]
+    "how", ["in this process", pytest.param("as a process", marks=pytest.mark.slow)]
 )
 def test_a_model_that_is_not_there_is_an_error_before_anything_starts(
     user, tmp_path, monkeypatch, how
@@ -304,18 +304,55 @@ sys.exit(int(status))
 """
 
 
-@pytest.mark.more
-def test_a_server_is_started_for_the_client_and_ends_with_it(user, tmp_path):
+#: A server's double: `SERVER MODEL PORT`. It is not ready when it is asked for the first time.
+SERVER = """
+import http.server, json, os, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    ready = False
+
+    def do_GET(self):
+        self.reply(200 if Handler.ready else 503, {})
+        Handler.ready = True
+
+    def do_POST(self):
+        known = self.headers["Authorization"] == "Bearer " + os.environ["VLLM_API_KEY"]
+        self.reply(200 if known else 401, {"model": sys.argv[1], "usage": {"output_tokens": 2}})
+
+    def reply(self, status, value):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_server_is_started_for_the_client_and_ends_with_it(user, tmp_path, monkeypatch, real):
     model = tmp_path / "small"
-    make = [sys.executable, "-m", "vllm_metal.commands.doctor.children.tiny_model", str(model)]
-    subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
+    if real:
+        make = [sys.executable, "-m", "vllm_metal.commands.doctor.children.tiny_model", str(model)]
+        subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
+        launch = user.launch_process
+    else:
+        model.mkdir()
+        (script := tmp_path / "server.py").write_text(SERVER)
+        plan = planning.Planned(str(model), 512, ["--max-model-len", "512"], [])
+        monkeypatch.setattr(planning, "planned", lambda model, context: plan)
+        monkeypatch.setattr(
+            command,
+            "serve_command",
+            lambda model, name, port, flags: (sys.executable, "-S", str(script), name, str(port)),
+        )
+        launch = user.launch
     user.install("claude", ASKER, status=3)
     port = free_port()
     shorter = ("--serve", "--override-generation-config", '{"max_new_tokens": 2}')
-    done = user.launch_process("claude", str(model), "--port", port, *shorter)
+    done = launch("claude", str(model), "--port", port, *shorter)
     assert done.returncode == 3, done.stderr
     answer = json.loads(user.out.read_text())
     assert answer["model"] == "small" and answer["usage"]["output_tokens"] == 2
-    assert "the server starts (0 s)" in done.stderr
+    assert "the server starts (" in done.stderr
     with socket.socket() as probe, pytest.raises(ConnectionRefusedError):
         probe.connect(("127.0.0.1", int(port)))
