@@ -30,6 +30,7 @@ class Costs:
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
         self._before = 0.0
+        self._has_workers = False
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection(self):
@@ -48,11 +49,17 @@ class Costs:
         if (output := getattr(session.config, "workeroutput", None)) is not None:
             output[SPENT] = dict(self.seconds)
 
+    @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node, error) -> None:
         self.seconds.update(getattr(node, "workeroutput", {}).get(SPENT, {}))
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_setupnodes(self) -> None:
+        self._has_workers = True
+
     def _count(self, name: str) -> None:
-        now = sum(os.times()[:4])
+        # Workers are children of the controller, and count for themselves.
+        now = sum(os.times()[: 2 if self._has_workers else 4])
         self.seconds[name] += now - self._before
         self._before = now
 
