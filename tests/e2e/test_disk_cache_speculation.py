@@ -8,6 +8,8 @@ from e2e.fuzz.models import VOCAB
 from e2e.harness import counters, run_out, text_tokens
 from spec_decode.fitted import FittedHeads
 
+pytestmark = pytest.mark.more
+
 NUM_DRAFTS = 3
 FIXED = {"fixed_draft_length": True}
 
@@ -61,7 +63,6 @@ def prompts():
     return [rng.integers(2, VOCAB, length).tolist() for length in (128, 100, 65, 200)]
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("model", ["full", pytest.param("windowed", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("first_tokens", [1, pytest.param(24, marks=pytest.mark.slow)])
 def test_a_draft_model(tiny_models, tmp_path, prompts, model, first_tokens):

@@ -17,6 +17,8 @@ import pytest
 from e2e.fuzz.models import MAX_LEN, VOCAB, write_models
 from e2e.server import engine_core, free_port, refused_start, serve, started
 
+pytestmark = pytest.mark.more
+
 OPTIONS = (
     *("--max-model-len", str(MAX_LEN)),
     *("--max-num-seqs", "4"),
@@ -110,7 +112,6 @@ def test_a_request_without_logits_fails_and_no_other_does(spoilt, tmp_path):
     assert server.log.read_text().count("failed: the model's logits are not numbers") == 2
 
 
-@pytest.mark.more
 def test_an_interrupted_start_leaves_nothing_behind(tiny, tmp_path, scratch):
     log, cache = tmp_path / "log", tmp_path / "cache"
     environment = {"TMPDIR": str(scratch), "VLLM_METAL_CACHE": str(cache)}

@@ -27,6 +27,8 @@ from e2e.traffic import CLIENT_SALTS, MARK, Clients, Planned, plan
 from vllm_metal.serving.deadline import GRACE_S
 from vllm_metal.settings import salts, secret_file
 
+pytestmark = pytest.mark.more
+
 NAMES = ("acme", "other", "third")
 TIMEOUT_S, BODY_S, PATIENCE_S = 4, 2, 120
 #: More than the buffers of two sockets take (some 4 MB, where the client's is made small).
@@ -209,7 +211,6 @@ HOSTILE = {
 }
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_body_that_would_stop_the_server_is_refused(served, name):
     route, made, setting = HOSTILE[name]
@@ -226,7 +227,6 @@ def test_a_body_that_would_stop_the_server_is_refused(served, name):
         assert setting in reply.json()["error"]["message"]
 
 
-@pytest.mark.more
 def test_a_body_that_never_ends_is_refused(served):
     body = json.dumps({"model": "m", "prompt": "a", "max_tokens": 1}).encode()
     one = Planned("acme", "/v1/completions", body, "never ends its body")
@@ -235,7 +235,6 @@ def test_a_body_that_never_ends_is_refused(served):
     assert {seen.status for seen in clients.seen} == {408}
 
 
-@pytest.mark.more
 def test_the_name_of_a_clients_tool_is_left_out_of_the_log(served):
     function = {"name": MARK, "arguments": "{"}
     call = {"id": "x", "type": "function", "function": function}
@@ -282,7 +281,6 @@ def test_a_client_that_does_not_read_holds_no_twin_up(long_texts, tmp_path):
     assert "[DONE]" in twin.text and len(twin.text) > 100 * len(text)
 
 
-@pytest.mark.more
 def test_150_requests_of_clients_that_misbehave(served, folder):
     seen, _ = check(served, folder, 150, seed=1)
     assert {200, 400, None} <= {one.status for one in seen}

@@ -15,6 +15,8 @@ from models.recurrent import FAMILIES, VOCAB, write_model
 from vllm_metal.lora.updates import Updates
 from vllm_metal.models.loader import dense_model
 
+pytestmark = pytest.mark.slow
+
 ALL = {f"recurrent {name}": family for name, family in FAMILIES.items()}
 ALL |= {f"latent {name}": family for name, family in latent.FAMILIES.items()}
 RANK, SCALE = 2, 2.0
@@ -49,7 +51,6 @@ def write_adapter(model_path, folder, merged):
     return set(layers)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_an_adapter_of_every_layer(name, tmp_path):
     base = tmp_path / "base"

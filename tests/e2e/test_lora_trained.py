@@ -15,6 +15,8 @@ from mlx_lm.utils import load_config, load_model, save_model
 from transformers import AutoTokenizer
 from vllm.lora.request import LoRARequest
 
+pytestmark = pytest.mark.more
+
 RANK, SCALE, NUM_TOKENS = 4, 8.0, 12
 TASKS = {
     "capitals": [
@@ -121,7 +123,6 @@ def check(model, tmp_path, iterations):
     return [tokenizer.decode(tokens) for tokens in found]
 
 
-@pytest.mark.more
 def test_two_tasks_on_the_first_layers(short, tmp_path):
     check(short, tmp_path, iterations=12)
 

@@ -16,6 +16,8 @@ from vllm_metal.memory import profile
 from vllm_metal.models.loader import weight_bytes
 from vllm_metal.vllm_patches import memory_shares
 
+pytestmark = pytest.mark.slow
+
 POOL = 16 << 20  # bytes of each rank
 ROWS, REQUESTS, LONGEST = 4096, 8, 512
 ROUNDED = 16 << 20  # up to a whole number of these is a peak rounded
@@ -44,7 +46,6 @@ def said_of(model, capsys, *shape):
     return json.loads(capsys.readouterr().out)["ranks"]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are those of the CPU device")
 @pytest.mark.parametrize(
     ("layers", "heads", "partition"), [(2, 1, None), (2, 1, "1,2"), (3, 1, None), (2, 2, None)]

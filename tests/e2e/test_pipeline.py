@@ -15,6 +15,8 @@ from e2e.harness import (
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+pytestmark = pytest.mark.more
+
 MAX_TOKENS = 24
 
 
@@ -54,7 +56,6 @@ def check_drafts(seen):
         before = drafted, accepted
 
 
-@pytest.mark.more
 def test_two_ranks(tiny, tiny_text):
     """Cold and warm, in a pool in which not all requests that run have room."""
     prompts = make_prompts(tiny_text, 16, 200)

@@ -15,6 +15,8 @@ import pytest
 import vllm
 from e2e.server import serve
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 VLLM = str(Path(vllm.__file__).parent)
 #: Modules beside vLLM's models that hold none: protocols, their list, and helpers.
@@ -94,7 +96,6 @@ def assert_no_avx512(told):
     assert not [name for name in told["features"] if "avx512" in name], told["arguments"]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads Linux's /proc")
 def test_a_server_loads_no_library_and_no_model_of_vllms(tiny, tmp_path):
     folder = tmp_path / "reports"
@@ -109,7 +110,6 @@ def test_a_server_loads_no_library_and_no_model_of_vllms(tiny, tmp_path):
         assert_imports_nothing_of_vllms(each)
 
 
-@pytest.mark.slow
 @emulated
 def test_an_engine_in_process_runs_without_avx512(tiny, tmp_path):
     python, folder = emulator(tmp_path), tmp_path / "reports"
@@ -123,7 +123,6 @@ def test_an_engine_in_process_runs_without_avx512(tiny, tmp_path):
         assert_imports_nothing_of_vllms(told)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
 @emulated
 def test_a_server_runs_without_avx512(tiny, tmp_path):

@@ -11,6 +11,8 @@ from e2e.harness import counters, engine, run_out
 from models.published import FAMILIES, REFUSED, VOCAB, log_probabilities, make, write
 from vllm import SamplingParams
 
+pytestmark = pytest.mark.more
+
 #: Of log-probabilities. Both sides compute in float32, and sum in different orders.
 TOLERANCE = 1e-3
 NUM_TOKENS = 12
@@ -95,7 +97,6 @@ def give_back(llm, blocks):
     llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.free_blocks(blocks)
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("name", [*QUICK, *SLOW])
 def test_log_probabilities_equal_transformers(name, tmp_path):
     model = make(FAMILIES[name])

@@ -9,6 +9,8 @@ from e2e.fuzz.models import MAX_LEN, VOCAB
 from e2e.harness import Dense, counters, engine, free_blocks, run_out
 from e2e.sessions import Session, check, held_rows, step_until, streamed
 
+pytestmark = pytest.mark.more
+
 NUM_SESSIONS, MOST_TURNS = 10, 6
 #: Blocks that hold one request of MAX_LEN tokens, see `e2e.fuzz.play`.
 BLOCKS = {"full": 18, "windowed": 60, "hybrid": 27}
@@ -80,11 +82,7 @@ def send_due(script, step):
 
 
 @pytest.mark.parametrize(
-    "seed",
-    [
-        pytest.param(1, marks=pytest.mark.more),
-        *(pytest.param(s, marks=pytest.mark.slow) for s in range(2, 47)),
-    ],
+    "seed", [1, *(pytest.param(s, marks=pytest.mark.slow) for s in range(2, 47))]
 )
 def test_every_turn_of_every_session_is_right(tiny_models, seed):
     rng = np.random.default_rng(seed)

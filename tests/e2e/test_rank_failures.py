@@ -11,10 +11,11 @@ from e2e import ranks
 from e2e.harness import Dense
 from e2e.server import serve
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [3, 5, 7]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hang"])
 @ranks.by_layers_and_by_heads
 def test_ranks_that_are_killed_or_hang(tiny, tmp_path, shape, number):

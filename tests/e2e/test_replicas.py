@@ -15,7 +15,7 @@ from e2e.replicas import FORKED, START_TIMEOUT_S, of_launcher, of_server, replic
 from e2e.server import started
 from network.hosts import hosts, need_hosts
 
-pytestmark = [pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.more, pytest.mark.timeout(1800)]
 
 MAX_TOKENS = 48
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
@@ -43,7 +43,7 @@ def model(request, short, tmp_path):
 @pytest.mark.parametrize(
     ("model", "speculation", "environment"),
     [
-        pytest.param("experts", {}, FORKED, marks=pytest.mark.more),
+        ("experts", {}, FORKED),
         pytest.param("experts", LOOKUP, FORKED, marks=pytest.mark.slow),
         pytest.param("dense", LOOKUP, FORKED, marks=pytest.mark.slow),
         pytest.param("dense", {}, SPAWNED, marks=pytest.mark.slow),

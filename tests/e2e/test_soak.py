@@ -13,6 +13,8 @@ from e2e.harness import Dense, compares_resident_memory
 from e2e.server import serve
 from openai import AsyncOpenAI
 
+pytestmark = pytest.mark.slow
+
 SECONDS = float(os.environ.get("SOAK_SECONDS", "600"))
 CLIENTS, MAX_TOKENS, BLOCK_SIZE = 64, 48, 16
 #: What Python's allocator and a busy server's buffers may still grow by after the first third.
@@ -64,7 +66,6 @@ async def play(server, prompts, deadline):
     return answers, memory, next(asked)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 300)
 @pytest.mark.parametrize("speculation", [False, True], ids=["plain", "ngram"])
 def test_everybody_is_served_right_in_steady_memory(tmp_path, speculation):

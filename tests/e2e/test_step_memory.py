@@ -12,6 +12,8 @@ import pytest
 from e2e.small_device import MIB, ngram, options, play, play_in_the_least
 from models.recurrent import FAMILIES, VOCAB, Family, write_model
 
+pytestmark = pytest.mark.more
+
 #: The shapes of qwen3_next whose steps took 1,846 MiB of 1,446: 3.2 MiB of states a request.
 HEADS = {
     "linear_num_value_heads": 16,
@@ -85,7 +87,6 @@ def ratios():
         )
 
 
-@pytest.mark.more
 def test_32_requests_that_verify_drafts_each(written):
     """All 6 of each, in one step."""
     share = 1446 * MIB
@@ -108,10 +109,7 @@ def test_32_requests_that_verify_drafts_each(written):
 @pytest.mark.timeout(1800)  # mlx-lm computes Jamba's recurrence in Python, token by token
 @pytest.mark.parametrize(
     "seed",
-    [
-        *(pytest.param(seed, marks=pytest.mark.more) for seed in range(QUICK)),
-        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(QUICK, ALL)),
-    ],
+    [*range(QUICK), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(QUICK, ALL))],
 )
 def test_random_settings(written, ratios, seed):
     rng = np.random.default_rng(seed)

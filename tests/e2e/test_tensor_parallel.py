@@ -14,6 +14,8 @@ from vllm_metal.commands.fit import ranks
 from vllm_metal.commands.fit.estimate import Model
 from vllm_metal.models.loader import weight_bytes
 
+pytestmark = pytest.mark.more
+
 MAX_TOKENS = 16
 SETTINGS = {
     "max_model_len": 256,
@@ -82,7 +84,6 @@ def test_stages_whose_heads_are_shared(tiny):
         check_drawn(llm, dense, prompts[:16])
 
 
-@pytest.mark.more
 def test_ngram_speculation_is_lossless(tiny):
     dense, prompts = Dense(tiny), prompts_of(12)
     prompts = [prompt + prompt[-40:] for prompt in prompts]  # something to look up
