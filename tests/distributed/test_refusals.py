@@ -35,31 +35,51 @@ def configure(model, **options):
     return EngineArgs(model=model, **(settings | options)).create_engine_config()
 
 
+#: Ways of dividing a model, and how they are named.
+WAYS = (
+    (LAYERS, "with --pipeline-parallel-size"),
+    (HEADS, "with --tensor-parallel-size"),
+    (LAYERS | HEADS, "with --pipeline-parallel-size and --tensor-parallel-size"),
+)
+REFUSED = (
+    ({"enable_lora": True}, "--enable-lora {said} "),
+    ({"enable_sleep_mode": True}, "--enable-sleep-mode {said}"),
+    ({"runner": "pooling"}, "--runner pooling {said} "),
+    ({"kv_transfer_config": PEERS}, "--kv-transfer-config, or a prefix cache on disk, {said}"),
+)
+
+
 @pytest.mark.parametrize(
-    ("ranks", "said"),
+    ("way", "setting"),
     [
-        (LAYERS, "with --pipeline-parallel-size"),
-        (HEADS, "with --tensor-parallel-size"),
-        (LAYERS | HEADS, "with --pipeline-parallel-size and --tensor-parallel-size"),
+        *zip([0, 1, 2, 2], range(4), strict=True),
+        *(
+            pytest.param(way, setting, marks=pytest.mark.slow)
+            for setting, by_day in enumerate([0, 1, 2, 2])
+            for way in {0, 1, 2} - {by_day}
+        ),
     ],
 )
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"enable_lora": True}, "--enable-lora {said} "),
-        ({"enable_sleep_mode": True}, "--enable-sleep-mode {said}"),
-        ({"runner": "pooling"}, "--runner pooling {said} "),
-        ({"kv_transfer_config": PEERS}, "--kv-transfer-config, or a prefix cache on disk, {said}"),
-    ],
-)
-def test_a_setting_is_named_once_with_the_ways_of_dividing(model, ranks, said, options, named):
+def test_a_setting_is_named_once_with_the_ways_of_dividing(model, way, setting):
+    (ranks, said), (options, named) = WAYS[way], REFUSED[setting]
     with pytest.raises(ValueError) as refused:
         configure(model, **ranks, **options)
     assert str(refused.value).count(named.format(said=said)) == 1
 
 
-@pytest.mark.parametrize("ranks", [LAYERS, HEADS, LAYERS | HEADS])
-@pytest.mark.parametrize("speculation", [NGRAM, SUFFIX, None])
+@pytest.mark.parametrize(
+    ("ranks", "speculation"),
+    [
+        *((LAYERS, NGRAM), (HEADS, SUFFIX), (LAYERS | HEADS, None)),
+        *(
+            pytest.param(ranks, speculation, marks=pytest.mark.slow)
+            for ranks, speculation in (
+                *((LAYERS, SUFFIX), (HEADS, NGRAM), (LAYERS | HEADS, NGRAM)),
+                *((LAYERS, None), (HEADS, None), (LAYERS | HEADS, SUFFIX)),
+            )
+        ),
+    ],
+)
 def test_drafts_that_are_looked_up_are_served(model, ranks, speculation):
     config = configure(model, **ranks, speculative_config=speculation)
     assert not config.scheduler_config.async_scheduling
@@ -86,7 +106,7 @@ def test_layers_serve_no_family_that_was_not_shown_to_be_cut(folders):
         configure(folders["afm7"], **LAYERS)
 
 
-@pytest.mark.parametrize("prefixes", [True, False])
+@pytest.mark.parametrize("prefixes", [True, pytest.param(False, marks=pytest.mark.more)])
 def test_heads_serve_states_with_cached_prefixes_and_without(tmp_path, prefixes):
     model = published.make(published.FAMILIES["qwen3_5_text"], num_key_value_heads=2)
     folder = published.write(model, tmp_path)
