@@ -79,7 +79,7 @@ def on_disk(store, keys):
 
 def all_ended(ended_now, wanted):
     """Waits until jobs have ended, and gives all that ended, each once, by job id."""
-    ended, deadline = {}, time.monotonic() + 20
+    ended, deadline = {}, time.monotonic() + 60
     while not ended.keys() >= set(wanted):
         assert time.monotonic() < deadline, (ended, wanted)
         for job in ended_now():
@@ -94,7 +94,7 @@ def held_up(monkeypatch, name):
     event, method = Event(), getattr(BlockFolder, name)
 
     def wait(*args, **kwargs):
-        event.wait(20)
+        event.wait(120)
         return method(*args, **kwargs)
 
     monkeypatch.setattr(BlockFolder, name, wait)

@@ -5,8 +5,11 @@ import copy
 import json
 import logging
 import os
+import shutil
 import stat
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from vllm.config import KVTransferConfig, VllmConfig
@@ -30,9 +33,13 @@ def config(made):
     return copy.deepcopy(made)
 
 
+@cache
+def parser():
+    return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+
+
 def on_command_line(transfer):
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    return parser.parse_args(["--kv-transfer-config", json.dumps(transfer)]).kv_transfer_config
+    return parser().parse_args(["--kv-transfer-config", json.dumps(transfer)]).kv_transfer_config
 
 
 def full(path, /, **extra):
@@ -112,11 +119,11 @@ def test_the_engines_process_completes_it_again_and_finds_the_same(
     assert config.kv_transfer_config == transfer
 
 
-def test_defaults(config, tmp_path):
+def test_defaults(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=70 * 10**9))
     config.additional_config = {"prefix_cache_dir": str(tmp_path)}
     found = checked(config)
-    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    assert 0.5 * found.max_bytes <= min(free // 10, 50 * 10**9) <= 2 * found.max_bytes
+    assert found.max_bytes == 7 * 10**9
     assert found.daily_write_bytes == limits.DEFAULT_DAILY_WRITE_BYTES
     assert TransferConfig.of(config).salt_key is None
 

@@ -4,7 +4,7 @@
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_transfer.small_pool import (
     PAGE_BYTES,
@@ -90,7 +90,7 @@ def test_pages_come_to_their_blocks_bit_by_bit(disk, loads, pool):
 
 def test_a_step_takes_so_many_bytes_and_staging_is_bounded(loads, pool):
     loads.add(0, "r", keys_of(NAMES), range(1, 9))
-    num_steps, deadline = 0, time.monotonic() + 20
+    num_steps, deadline = 0, time.monotonic() + 60
     while loads.busy:
         assert time.monotonic() < deadline
         before = [pool.block(block) for block in range(1, 9)]
@@ -130,6 +130,7 @@ def test_a_load_that_was_taken_back_writes_nothing_any_more(loads, pool, held, h
         held.set()
         while loads.num_ready < 2:
             loads.read_on()
+            time.sleep(0.001)
     if how == "lose the pool":
         loads.lose_pool()
         loads.use(pool.pages)
@@ -138,7 +139,7 @@ def test_a_load_that_was_taken_back_writes_nothing_any_more(loads, pool, held, h
     (job,) = loads.finished()
     assert not job.failed and job.req_id == "r"  # its blocks were taken away
     held.set()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not loads.is_quiet:
         assert time.monotonic() < deadline
         assert turn(loads) == []
@@ -164,6 +165,7 @@ ACTIONS = ["add", "add", "turn", "turn", "cancel", "spoil", "lose", "import fail
 
 
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 30)), max_size=25))
+@settings(max_examples=20)
 def test_whatever_happens_each_job_ends_once_and_no_memory_is_held(tmp_path_factory, actions):
     store, _ = filled(tmp_path_factory.mktemp("cache"))
     loads, pool, added, ended = LoadJobs(store, 4 * PAGE_BYTES), SmallPool(), [], []
@@ -196,7 +198,7 @@ def test_whatever_happens_each_job_ends_once_and_no_memory_is_held(tmp_path_fact
                 lose()
             del pool.pages.import_pages
         assert loads.staged_bytes <= 4 * PAGE_BYTES
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not loads.is_quiet:
         assert time.monotonic() < deadline
         ended += turn(loads)

@@ -2,7 +2,6 @@
 """What the scheduler is told of the disk: whose pages are found, and which are worth writing."""
 
 import os
-import time
 from dataclasses import replace
 from threading import Event
 
@@ -129,7 +128,7 @@ def test_a_page_is_asked_for_once_and_is_no_hit_while_it_is_written(manager, sto
 
 
 def test_a_day_s_writes_stop_and_go_on_the_next_day_while_reads_go_on(tmp_path, manager):
-    now = [time.time()]
+    now = [1.7e9]
     limits = Limits(10**8, daily_write_bytes=3 * 4096)  # a manifest and two pages
     store = store_on(tmp_path / "cache", limits, clock=lambda: now[0])
     context, keys = request(manager), keys_of("abcd").keys
@@ -163,7 +162,7 @@ def test_pages_are_touched_from_the_first_on_so_that_the_last_go_first(manager, 
 def test_what_the_writer_is_given_is_done_in_order(manager, store):
     keys = keys_of("a").keys
     go = Event()
-    store.writer.submit(go.wait, 20)
+    store.writer.submit(go.wait, 120)
     store.writer.submit(write, store, keys)
     manager.discard(None, keys)
     (discard,), _ = manager.take_messages()

@@ -95,7 +95,7 @@ def finish(hooks, *jobs, before=None):
 
     A job may end in the step that brings it, if its thread is quick.
     """
-    outcomes, deadline = [before], time.monotonic() + 20
+    outcomes, deadline = [before], time.monotonic() + 60
     while not set(jobs) <= ended_jobs(outcomes):
         assert time.monotonic() < deadline
         outcomes.append(step(hooks))

@@ -7,9 +7,11 @@ import stat
 import time
 
 import blake3
+import mlx.core as mx
 import numpy as np
 import pytest
-from vllm.engine.arg_utils import EngineArgs
+from vllm_patches import unpatched
+from vllm_settings.configured import configure
 
 from vllm_metal.kv_transfer import weights_digest
 from vllm_metal.kv_transfer.weights_digest import digest
@@ -159,37 +161,37 @@ def test_a_missing_file_raises(tmp_path):
         digest([tmp_path / "none"], None)
 
 
-def test_networks_of_an_engine(tmp_path):
-    from vllm_metal.models.embedded import embedded_model_path
+@pytest.fixture
+def model(tmp_path):
+    """A folder with a configuration and weights."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(unpatched.MODEL))
+    weights = {"model.norm.weight": mx.zeros(64)}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    return folder
 
-    folder = embedded_model_path(dequantize=True)
-    model = str(folder)
-    plain = EngineArgs(model=model, max_model_len=64).create_engine_config()
+
+def test_networks_of_an_engine(model, tmp_path):
     memo = tmp_path / "memo.json"
-    found = weights_digest.of_networks(plain, memo)
-    weights = sorted(folder.glob("model*.safetensors"))
-    assert found == {"target": expected({path.name: path.read_bytes() for path in weights})}
+    found = weights_digest.of_networks(configure(str(model)), memo)
+    content = (model / "model.safetensors").read_bytes()
+    assert found == {"target": expected({"model.safetensors": content})}
     lookup = {"method": "ngram", "num_speculative_tokens": 2}
-    config = EngineArgs(model=model, max_model_len=64, speculative_config=lookup)
-    assert weights_digest.of_networks(config.create_engine_config(), memo) == found
-    drafting = {"method": "draft_model", "model": model, "num_speculative_tokens": 2}
-    config = EngineArgs(model=model, max_model_len=64, speculative_config=drafting)
-    both = weights_digest.of_networks(config.create_engine_config(), memo)
-    assert both == found | {"draft": found["target"]}
+    config = configure(str(model), speculative_config=lookup)
+    assert weights_digest.of_networks(config, memo) == found
+    drafting = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
+    config = configure(str(model), speculative_config=drafting)
+    assert weights_digest.of_networks(config, memo) == found | {"draft": found["target"]}
 
 
-def test_code_and_quantisation_of_the_folder_count(tmp_path):
-    from vllm_metal.models.embedded import embedded_model_path
-
-    for path in embedded_model_path(dequantize=True).iterdir():
-        (tmp_path / path.name).symlink_to(path)
+def test_code_and_quantisation_of_the_folder_count(model):
     seen = []
     for trust in (False, True):
-        config = EngineArgs(str(tmp_path), max_model_len=64, trust_remote_code=trust)
-        config = config.create_engine_config()
+        config = configure(str(model), trust_remote_code=trust)
         for name in ("hf_quant_config.json", "custom.py"):
             for content in ("{}", "{ }"):
-                (tmp_path / name).write_text(content)
+                (model / name).write_text(content)
                 seen.append(weights_digest.of_networks(config, None)["target"])
     assert seen[0] != seen[1] == seen[2] == seen[3]  # code that may not run has no part
     assert len(set(seen[4:])) == 3 and seen[5] == seen[7]

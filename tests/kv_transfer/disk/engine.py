@@ -45,6 +45,7 @@ def main() -> None:
         back = naive.blank(naive.block(number, 3000))
         if folder.read(naive.key(number), back):
             assert back == naive.block(number, 3000)
+    sys.stdin.read()  # until the one who started it has seen enough
     stats = cache.stats()
     cache.close()
     print(stats.num_written, stats.num_read, stats.num_evicted, sum(stats.num_refused.values()))

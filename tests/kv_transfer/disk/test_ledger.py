@@ -83,7 +83,7 @@ def test_one_process_at_a_time(root):
     with ledger.locked():
         ledger.enter(Balance(0, 0, 0))
     children = [subprocess.Popen([sys.executable, "-c", COUNT, root]) for _ in range(2)]
-    assert [child.wait(timeout=60) for child in children] == [0, 0]
+    assert [child.wait(timeout=120) for child in children] == [0, 0]
     assert peek(root).bytes == 1000
     ledger.close()
 

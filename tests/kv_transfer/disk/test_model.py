@@ -87,4 +87,4 @@ class Cache(RuleBasedStateMachine):
 
 
 TestCache = Cache.TestCase
-TestCache.settings = settings(max_examples=20, stateful_step_count=40)
+TestCache.settings = settings(max_examples=10, stateful_step_count=40)
