@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models of the other families of mlx-lm's with states or latent attention."""
 
+from models import latent, recurrent
 from models.latent import EXPERTS, KDA, MLA
 from models.recurrent import DELTA, MOE, Family
 
@@ -312,6 +313,8 @@ FAMILIES |= {
         },
     ),
 }
+#: These, and those of the two other tables.
+ALL = recurrent.FAMILIES | latent.FAMILIES | FAMILIES
 _V41 = {
     "num_hidden_layers": 2,
     "head_dim": 32,

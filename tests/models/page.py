@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import mlx_lm.models
-from models import further, latent, recurrent
+from models import further
 from models.recurrent import make_model
 
 from vllm_metal.attention.layers import (
@@ -24,8 +24,7 @@ _VARIANTS = ("qwen3_next, large states",)
 
 def families():
     """By module of mlx-lm, in alphabetical order."""
-    found = {**recurrent.FAMILIES, **latent.FAMILIES, **further.FAMILIES}
-    return {name: found[name] for name in sorted(found) if name not in _VARIANTS}
+    return {name: further.ALL[name] for name in sorted(further.ALL) if name not in _VARIANTS}
 
 
 def modules_with_states_or_latents() -> Iterator[str]:

@@ -5,7 +5,7 @@ Their shapes are odd: three query heads a K/V head, heads wider than hidden size
 each head rotated, multipliers that are not 1, biases, layers in no repeating pattern.
 """
 
-from models import further, latent, nested, recurrent
+from models import further, nested
 from models.nested import EXPERTS, HEAD, LAYERS, ODD
 from models.recurrent import Family
 
@@ -257,4 +257,4 @@ def all_families() -> dict[str, Family]:
 
 def with_those_of_states() -> dict[str, Family]:
     """The same, and those whose layers keep states or latents."""
-    return {**recurrent.FAMILIES, **latent.FAMILIES, **further.FAMILIES, **all_families()}
+    return further.ALL | all_families()
