@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which test command a case of a table belongs to."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def cases(names: Iterable[Any], quick: Iterable[Any] = (), more: Iterable[Any] = ()) -> list[Any]:
+    """Parameters of a test: `quick` without a marker, `more`, and all others `slow`."""
+    names, quick, more = list(names), set(quick), set(more)
+    assert quick | more <= set(names)
+    return [
+        name
+        if name in quick
+        else pytest.param(name, marks=pytest.mark.more if name in more else pytest.mark.slow)
+        for name in names
+    ]
