@@ -7,7 +7,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from models import further, latent, recurrent
+from models import further
+from models.cases import cases
 from models.recurrent import VOCAB, make_model
 from vllm import SamplingParams
 
@@ -18,6 +19,8 @@ from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.mlx_patches import registry, seam
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.parts import ModelParts
+
+pytestmark = pytest.mark.usefixtures("unfused")
 
 BLOCK = 16
 COMMON = {
@@ -68,7 +71,7 @@ FAMILIES = {
 }
 
 #: Those whose layers keep states or latents, or do else what others do not.
-SMALL = {**recurrent.FAMILIES, **latent.FAMILIES, **further.FAMILIES}
+SMALL = further.ALL
 
 
 def build(model_type: str):
@@ -106,22 +109,46 @@ class NewRequest:
         self.sampling_params = SamplingParams()
 
 
-@pytest.mark.parametrize("model_type", sorted({**FAMILIES, **SMALL}))
+#: One of each kind of layer: K/V, with a window, sinks, or of other layers; latents; states by
+#: each recurrence, and by runs.
+QUICK = (
+    *("llama", "gpt2", "gpt_oss", "gemma4_text", "deepseek_v3", "kimi_linear"),
+    *("qwen3_next", "falcon_h1", "jamba", "lfm2", "recurrent_gemma"),
+)
+#: Those that other code of ours serves: a patch, or a form of states.
+MORE = (
+    *("gemma2", "gemma3n", "minicpm3", "mistral4", "longcat_flash", "longcat_flash_ngram"),
+    *("baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "gear", "kimi_k3"),
+    *("granitemoehybrid", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "plamo2", "rwkv7"),
+)
+
+
+@pytest.mark.parametrize("model_type", cases(sorted({**FAMILIES, **SMALL}), QUICK, MORE))
 def test_chunks_of_a_mixed_batch_equal_the_dense_forward(model_type):
+    model, prompts, blocks, dense = mixed_batch(model_type)
+    whole = chunk_by_chunk(model, model_type, prompts, blocks, of_states)
+    for expected, parts in zip(dense, whole, strict=True):
+        np.testing.assert_allclose(np.concatenate(parts), expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_next"])
+def test_rows_that_sample_have_logits_of_their_own(model_type):
+    model, prompts, blocks, dense = mixed_batch(model_type)
+    sampled = chunk_by_chunk(model, model_type, prompts, blocks, of_sampling_rows)
+    for expected, parts in zip(dense, sampled, strict=True):
+        np.testing.assert_allclose(np.concatenate(parts), expected[-1:], atol=2e-4, rtol=2e-4)
+
+
+def mixed_batch(model_type):
+    """A model, prompts, blocks for them, and the logits of mlx-lm's dense forward."""
     model = build(model_type)
     rng = np.random.default_rng(3)
     lengths = [70, 33, 1, 48]
     vocab_size = VOCAB if model_type in SMALL else COMMON["vocab_size"]
     prompts = [rng.integers(0, vocab_size, n).tolist() for n in lengths]
     dense = [np.array(model(mx.array([p]), cache=make_prompt_cache(model))[0]) for p in prompts]
-
     blocks = rng.permutation(np.arange(1, 40))  # a pool with no order to lean on
-    whole = chunk_by_chunk(model, model_type, prompts, blocks, of_states)
-    for expected, parts in zip(dense, whole, strict=True):
-        np.testing.assert_allclose(np.concatenate(parts), expected, atol=2e-4, rtol=2e-4)
-    sampled = chunk_by_chunk(model, model_type, prompts, blocks, of_sampling_rows)
-    for expected, parts in zip(dense, sampled, strict=True):
-        np.testing.assert_allclose(np.concatenate(parts), expected[-1:], atol=2e-4, rtol=2e-4)
+    return model, prompts, blocks, dense
 
 
 def of_states(run, batch, tables):

@@ -10,16 +10,21 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_patches.test_registry import own_classes
 from models import doubles, plain
+from models.cases import cases
 from models.recurrent import VOCAB, config_of, make_model
 from models.test_executor import chunk_by_chunk, of_states
 
 from vllm_metal.mlx_patches import registry
 
+pytestmark = pytest.mark.usefixtures("unfused")
+
 FAMILIES = plain.all_families()
 #: Of modules that compute in 16 bits, in part, whatever the model's dtype.
 ROUNDED = {"muse_spark": 0.3, "prism_hadamard_qwen35": 2e-3}
 TOLERANCE = 3e-4  # of logits up to 20 in float32
+#: Modules that are patched.
 QUICK = ("plamo", "iquestloopcoder", "afm7")
+MORE = ("llama4", "plamo3")
 
 
 def prompts_of(lengths=(70, 33, 1, 48)):
@@ -32,11 +37,7 @@ def dense(model, prompts):
     return [np.array(model(mx.array([p]))[0].astype(mx.float32)) for p in prompts]
 
 
-def cases(names, *quick):
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
-@pytest.mark.parametrize("name", cases(FAMILIES, *QUICK))
+@pytest.mark.parametrize("name", cases(FAMILIES, QUICK, MORE))
 def test_chunks_of_a_mixed_batch_equal_the_dense_forward(name, monkeypatch):
     doubles.install(monkeypatch)
     model, prompts = make_model(FAMILIES[name], seed=7, drawn=True), prompts_of()
@@ -55,7 +56,7 @@ def test_chunks_of_a_mixed_batch_equal_the_dense_forward(name, monkeypatch):
 PATCHED = [*registry.PAGED]
 
 
-@pytest.mark.parametrize("name", cases(PATCHED, "plamo", "baichuan_m1"))
+@pytest.mark.parametrize("name", cases(PATCHED, more=["plamo", "baichuan_m1"]))
 def test_a_patched_module_computes_what_mlx_lms_own_does(name):
     """And mlx-lm's own is not served, or not rightly: once that changes, delete the patch."""
     family = plain.with_those_of_states()[name]

@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx_lm.models
 import numpy as np
 import pytest
+from models.cases import cases
 from models.left_out import LEFT_OUT
 from models.published import (
     FAMILIES,
@@ -24,6 +25,8 @@ from vllm_metal.mlx_patches import registry
 from vllm_metal.models import loader
 from vllm_metal.models.ropes import fit_context
 from vllm_metal.models.weight_files import ModelLoadError
+
+pytestmark = pytest.mark.usefixtures("unfused")
 
 #: Of log-probabilities, absolute. Both compute in float32 and sum in different orders.
 TOLERANCE = 1e-3
@@ -80,17 +83,28 @@ def test_what_mlx_lm_cannot_read_is_refused(name, tmp_path):
 OTHERS = {*PATCHED, *NOT_READ}
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in FAMILIES if name.partition(",")[0] not in OTHERS]
+COMPARED = [name for name in FAMILIES if name.partition(",")[0] not in OTHERS]
+#: Keys under the same names, experts, and multipliers.
+QUICK = ("llama", "qwen3_moe", "granite")
+#: Rows of `published_config` that these modules alone have, and ropes of other types.
+MORE = (
+    *("apertus", "dbrx", "deepseek_v2", "exaone4", "gemma4_text", "granitemoehybrid", "laguna"),
+    *("lfm2", "minicpm3", "ministral3", "phimoe", "solar_open"),
 )
+
+
+@pytest.mark.parametrize("name", cases(COMPARED, QUICK, MORE))
 def test_a_folder_as_published_computes_what_transformers_does(name, tmp_path):
     model = make(FAMILIES[name])
     write(model, tmp_path)
     assert compare(model, tmp_path) <= TOLERANCE
 
 
-@pytest.mark.parametrize("rope", [YARN, LINEAR], ids=["yarn", "linear"])
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize(
+    "rope",
+    [pytest.param(YARN, id="yarn"), pytest.param(LINEAR, id="linear", marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("name", cases(SCALED, ["mixtral"], ["llama4_text", "llama"]))
 def test_positions_are_scaled_in_every_family(name, rope, tmp_path):
     model = make(FAMILIES[name], rope_parameters={"rope_theta": 10000.0} | rope)
     write(model, tmp_path)
@@ -158,7 +172,10 @@ def test_what_the_module_would_drop_is_refused(keys, message, llama, tmp_path):
         ("qwen3_next", {"layer_types": ["full_attention"] * 4}, "no layer of linear_attention"),
         ("llama4_text", {"attention_chunk_size": 64}, "attention_chunk_size is 64"),
         ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope of type 'yarn'"),
-        ("stablelm", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "of type 'linear'"),
+        pytest.param(
+            *("stablelm", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "of type 'linear'"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_a_family_has_no_words_for_is_refused(name, keys, message, tmp_path):

@@ -11,9 +11,12 @@ import re
 
 import mlx.core as mx
 import pytest
+from models.cases import cases
 from models.products import counted, products
 
 from vllm_metal.commands.fit.graph import record
+
+pytestmark = pytest.mark.usefixtures("unfused")
 
 #: The convolution tells the module from others of its layer.
 _CONVOLUTION = re.compile(r"(.*\blayers\.\d+\.\w+)\..*conv\w*\.weight")
@@ -47,7 +50,9 @@ def of_recurrent_layers(counts):
     }
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize(
+    "model_type", cases(FAMILIES, ["falcon_h1", "qwen3_next"], ["jamba", "kimi_linear", "lfm2"])
+)
 def test_each_projection_is_one_product_for_any_mixture_of_rows(model_type):
     found = of_recurrent_layers(counted(model_type))
     assert len(found) >= 2  # what goes in, and what comes out

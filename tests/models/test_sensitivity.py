@@ -14,6 +14,8 @@ from models.changed import of_text, shapes, toy
 from models.published import FAMILIES
 from models.test_published_config import TOLERANCE
 
+pytestmark = pytest.mark.slow
+
 #: Of log-probabilities: what a change must do to be seen.
 SEEN = 100 * TOLERANCE
 LARGE = 3.0  # standard deviations that an array is changed by; a number alone by 3
@@ -153,14 +155,7 @@ def effects(original):
     return found
 
 
-QUICK = ("granite",)
-NAMES = [
-    *QUICK,
-    *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in QUICK),
-]
-
-
-@pytest.mark.parametrize("original", NAMES, indirect=True)
+@pytest.mark.parametrize("original", FAMILIES, indirect=True)
 def test_each_key_counts_or_is_listed(original):
     wrong = {}
     for key, effect in effects(original).items():
@@ -184,7 +179,7 @@ def arrays(model):
             yield name, array
 
 
-@pytest.mark.parametrize("original", NAMES, indirect=True)
+@pytest.mark.parametrize("original", FAMILIES, indirect=True)
 def test_each_array_counts_or_is_listed(original):
     wrong, generator = {}, torch.Generator().manual_seed(1)
     base = original.expected

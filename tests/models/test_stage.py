@@ -5,24 +5,19 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 from models import doubles, matrix, staged
+from models.cases import cases
 
 from vllm_metal.attention.layers import attention_layers
 from vllm_metal.models.stage import Stage, check_stages
 from vllm_metal.models.staged_families import STAGED, STAGED_STATES
 
+pytestmark = pytest.mark.usefixtures("unfused")
+
 #: Largest difference of logits, over the largest logit: sums in another order.
 CLOSE = 2e-4
-#: One of each kind of layer stands in the quick tests.
-QUICK = ("llama", "qwen3_next", "deepseek_v3")
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-        for name in sorted(STAGED)
-    ],
-)
+@pytest.mark.parametrize("module", cases(sorted(STAGED), ["qwen3_next"], ["llama", "deepseek_v3"]))
 def test_stages_compute_what_the_whole_model_does(monkeypatch, module):
     doubles.install(monkeypatch)
     model = staged.whole(module)
