@@ -28,7 +28,6 @@ from vllm_metal.gguf import ConversionError, ConvertOptions, convert
 # All sizes differ, so that a transposed or swapped tensor cannot pass unseen.
 VOCABULARY, HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM = 96, 64, 160, 4, 2, 16
 LAYERS = {"llama": 2, "qwen2": 2, "qwen3": 2, "gemma3": 7}  # one global layer in gemma3's seven
-FAMILIES = tuple(LAYERS)
 PROMPT = [3, 17, 5, 88, 41, 9, 60, 2, 71, 33, 12, 95, 4, 28]
 WINDOW = 6  # shorter than PROMPT, so that local layers differ from global ones
 
@@ -162,8 +161,15 @@ def overrides_of(family: str) -> dict[str, Any]:
     return overrides.get(family, {})
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [
+        ("llama", False),
+        ("gemma3", True),
+        pytest.param("qwen2", True, marks=pytest.mark.more),
+        pytest.param("qwen3", True, marks=pytest.mark.more),
+    ],
+)
 def test_float_models_give_the_logits_of_transformers(
     tmp_path: Path, family: str, tied: bool
 ) -> None:
@@ -195,8 +201,20 @@ def mixed(name: str) -> Kind:
     return Kind.Q4_1
 
 
-@pytest.mark.parametrize("blocks", ["keep", "dequantize"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "blocks"),
+    [
+        ("llama", "keep"),
+        ("qwen3", "dequantize"),
+        *(
+            pytest.param(family, blocks, marks=pytest.mark.slow)
+            for family, blocks in (
+                *(("llama", "dequantize"), ("qwen2", "keep"), ("qwen2", "dequantize")),
+                *(("qwen3", "keep"), ("gemma3", "keep"), ("gemma3", "dequantize")),
+            )
+        ),
+    ],
+)
 def test_mixed_blocks_give_the_logits_of_transformers(
     tmp_path: Path, family: str, blocks: Any
 ) -> None:
@@ -223,7 +241,16 @@ def test_kept_blocks_stay_packed_and_are_listed_by_module(tmp_path: Path) -> Non
     assert "model.layers.0.mlp.down_proj" not in config["quantization"]
 
 
-@pytest.mark.parametrize("kind", [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Kind.Q4_K,
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in (Kind.Q2_K, Kind.Q3_K, Kind.Q5_K, Kind.Q6_K)
+        ),
+    ],
+)
 def test_kquants_are_written_out_dense(tmp_path: Path, kind: Kind) -> None:
     path = write_gguf(tmp_path / "m.gguf", "llama", lambda _: kind, hidden=256)
     out = convert(path, tmp_path / "out", ConvertOptions(dtype="float32"))
@@ -231,7 +258,7 @@ def test_kquants_are_written_out_dense(tmp_path: Path, kind: Kind) -> None:
     np.testing.assert_allclose(mlx_logits(out, PROMPT), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.more)])
 def test_kquants_are_quantised_anew_on_request(tmp_path: Path, bits: Any) -> None:
     path = write_gguf(tmp_path / "m.gguf", "llama", lambda _: Kind.Q6_K, hidden=256)
     options = ConvertOptions(dtype="float32", kquants="requantize", bits=bits)

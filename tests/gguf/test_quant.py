@@ -24,9 +24,8 @@ def blocks_of(kind: Kind, seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", EXACT, ids=lambda kind: kind.name)
-@pytest.mark.parametrize("seed", range(3))
-def test_repacked_blocks_decode_to_the_same_values(kind: Kind, seed: int) -> None:
-    data = blocks_of(kind, seed)
+def test_repacked_blocks_decode_to_the_same_values(kind: Kind) -> None:
+    data = blocks_of(kind, seed=0)
     words, *rows = repack(data, kind)
     scales, biases = (mx.array(a).astype(mx.float32) for a in rows)
     decoded = mx.dequantize(
@@ -42,7 +41,7 @@ def test_repacked_blocks_decode_to_the_same_values(kind: Kind, seed: int) -> Non
 def test_repacked_rows_multiply_like_the_dense_matrix(kind: Kind) -> None:
     data = blocks_of(kind, seed=7)
     words, *rows = repack(data, kind)
-    x = mx.random.normal((3, COLUMNS))
+    x = mx.random.normal((3, COLUMNS), key=mx.random.key(0))
     scales, biases = (mx.array(a).astype(mx.float32) for a in rows)
     product = mx.quantized_matmul(
         x, mx.array(words), scales, biases, group_size=GROUP_SIZE, bits=EXACT[kind].bits

