@@ -45,7 +45,14 @@ def test_what_an_encoder_has_no_use_for_is_named(bert, options, named):
         configure(bert, **options)
 
 
-def test_unknown_encoders_are_refused_with_those_that_are_served(bert, tmp_path):
+def test_unknown_encoders_are_refused_with_those_that_are_served(bert, tmp_path, monkeypatch):
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.bert import BertForTokenClassification
+
+    # vLLM looks at a class of its own in another process, which takes half a minute.
+    name, of_vllm = "BertForTokenClassification", ModelRegistry.models
+    monkeypatch.setitem(of_vllm, name, of_vllm[name])
+    ModelRegistry.register_model(name, BertForTokenClassification)
     folder = with_config(bert, tmp_path, architectures=["BertForTokenClassification"])
     with pytest.raises(
         ValueError, match=r"BertForTokenClassification .*both directions.*BertModel.*XLMR"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB = 256
@@ -90,6 +89,8 @@ class Toy:
 
     def adapter(self, folder: Path, seed: int, **config: Any) -> Any:
         """Writes an adapter with random weights, and returns PEFT's model with it."""
+        from peft import LoraConfig, get_peft_model
+
         torch.manual_seed(seed)
         settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"} | config
         if "target_parameters" in config and "target_modules" not in config:
