@@ -9,7 +9,7 @@ from vllm_metal.sample import Sampler
 V = 6
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(3))
 def test_words_are_matched_against_tokens_never_fetched(seed, distribution):
     """A vocabulary of six tokens, so that prefixes come up all the time. The second request brings
     longer words while the first is running; the third has single tokens only."""

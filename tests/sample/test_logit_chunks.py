@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import gc
 from itertools import pairwise
 
 import mlx.core as mx
@@ -37,7 +38,7 @@ def test_a_large_vocabulary_is_sampled_a_few_rows_at_once():
 def test_memory_does_not_grow_with_the_rows():
     num_rows, vocab_size, at_once = 256, 8192, 8
     params = SamplingParams(top_p=0.9, min_p=0.01, seed=1, logprobs=5)
-    logits = mx.random.normal((num_rows, vocab_size))
+    logits = mx.random.normal((num_rows, vocab_size), key=mx.random.key(0))
     req_indices = np.arange(num_rows, dtype=np.int32)
     outputs = []
     for most in (num_rows, at_once):
@@ -46,6 +47,7 @@ def test_memory_does_not_grow_with_the_rows():
         for req_idx in req_indices.tolist():
             sampler.add_request(req_idx, params, [0], [])
         mx.eval(logits)
+        gc.collect()  # what other tests left
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         out = sampler.sample(logits, req_indices, np.zeros_like(req_indices))
