@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from models.cases import cases
 
 from vllm_metal.spec_decode.adaptive import AdaptiveDraftLengths, DraftLengths
 
 K = 8
 MACHINES = {"gpu": (0.020, 0.0002), "cpu": (0.055, 0.005)}  # seconds a step, and a row of it
-BATCHES = (1, 8, 32, 64)
 
 
 @dataclass
@@ -63,8 +63,13 @@ def machine(request):
     return Machine(*request.param)
 
 
-@pytest.mark.parametrize("num_reqs", BATCHES)
-@pytest.mark.parametrize("rate", [0.0, 0.2, 0.5, 0.8, 0.95])
+def batches(*quick):
+    """Sizes of batches, all but some of them for the nights."""
+    return pytest.mark.parametrize("num_reqs", cases((1, 8, 32, 64), quick))
+
+
+@batches(1, 32)
+@pytest.mark.parametrize("rate", cases((0.0, 0.2, 0.5, 0.8, 0.95), (0.0, 0.5, 0.95)))
 def test_within_three_percent_of_the_best_fixed_length(machine, num_reqs, rate):
     """From the first step on, learning included."""
     acceptance = np.full(num_reqs, rate)
@@ -73,7 +78,7 @@ def test_within_three_percent_of_the_best_fixed_length(machine, num_reqs, rate):
     assert reached > 0.97 * machine.plain(num_reqs)
 
 
-@pytest.mark.parametrize("num_reqs", BATCHES)
+@batches(8)
 @pytest.mark.parametrize(("before", "after"), [(0.0, 0.9), (0.9, 0.0)])
 def test_a_text_that_changes_is_noticed(machine, num_reqs, before, after):
     lengths = AdaptiveDraftLengths(K, num_reqs)
@@ -85,7 +90,7 @@ def test_a_text_that_changes_is_noticed(machine, num_reqs, before, after):
     assert later > 0.965 * machine.best_fixed(acceptance)
 
 
-@pytest.mark.parametrize("num_reqs", [8, 64])
+@batches(8)
 def test_drafts_go_to_the_requests_that_use_them(machine, num_reqs):
     predictable = np.arange(num_reqs) % 2 == 0
     acceptance = np.where(predictable, 0.9, 0.1)

@@ -4,6 +4,7 @@
 import numpy as np
 import pytest
 import torch
+from models.cases import cases
 from spec_decode.heads import (
     BLOCK,
     CONFIG,
@@ -24,6 +25,8 @@ from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
 from vllm_metal.models import loader
 from vllm_metal.spec_decode.proposer import DraftRequest
+
+pytestmark = pytest.mark.usefixtures("unfused")
 
 DRAFT_VOCAB = 48
 
@@ -112,7 +115,10 @@ class Judge:
         return out @ self.lm_head.T
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=cases(CASES, ["eagle", "eagle3"], ["eagle of two layers", "eagle3, other norms"]),
+)
 def bench(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     method, shapes, extra, changes, file, layer_ids = CASES[request.param]

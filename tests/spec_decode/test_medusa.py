@@ -4,6 +4,7 @@
 import numpy as np
 import pytest
 import torch
+from models.cases import cases
 from spec_decode.heads import (
     HIDDEN,
     VOCAB,
@@ -20,6 +21,8 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.models.medusa import Medusa
 
 from vllm_metal.models import loader
+
+pytestmark = pytest.mark.usefixtures("unfused")
 
 #: Shapes, other arrays, config.json, file, number of heads.
 CASES = {
@@ -43,7 +46,14 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=cases(
+        CASES,
+        ["names of its authors, biases"],
+        ["names of vLLM", "frequent tokens only, one projection"],
+    ),
+)
 def bench(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     shapes, extra, changes, file, num_heads = CASES[request.param]

@@ -32,13 +32,23 @@ def naive(text, min_n, max_n, limit):
 @pytest.fixture(scope="module")
 def vllm_ngram():
     """vLLM's own proposer; the drafts it gives for one text. Its loops run as Python where numba,
-    which compiles them and nothing else needs, is not installed."""
-    if find_spec("numba") is None:
-        numba = ModuleType("numba")
-        numba.jit = numba.njit = lambda *_, **__: lambda function: function
-        numba.prange, numba.get_num_threads = range, lambda: 1
-        numba.set_num_threads = lambda count: None
-        sys.modules["numba"] = numba
+    which compiles them and nothing else needs, is not installed. Other tests see neither."""
+    with pytest.MonkeyPatch.context() as patch:
+        if find_spec("numba") is None:
+            stand_in_for_numba(patch)
+        yield proposers_of_vllm()
+
+
+def stand_in_for_numba(patch):
+    numba = ModuleType("numba")
+    numba.jit = numba.njit = lambda *_, **__: lambda function: function
+    numba.prange, numba.get_num_threads = range, lambda: 1
+    numba.set_num_threads = lambda count: None
+    patch.setitem(sys.modules, "numba", numba)
+    patch.delitem(sys.modules, "vllm.v1.spec_decode.ngram_proposer", raising=False)
+
+
+def proposers_of_vllm():
     from vllm.v1.spec_decode.ngram_proposer import NgramProposer as Theirs
 
     proposers = {}
