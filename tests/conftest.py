@@ -21,6 +21,7 @@ from closing import (  # pytest finds its hooks here
 )
 from cpu import use_cpu
 from hypothesis.internal.conjecture import providers
+from precompiled import precompile
 
 TESTS = Path(__file__).parent
 #: Folders of files that take a minute or so, which workers had better not get last.
@@ -40,6 +41,7 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 # inherit the folder, so that what one of them compiled serves the others.
 RUN_FOLDER = None
 if "PYTEST_XDIST_WORKER" not in os.environ:
+    precompile()
     RUN_FOLDER = tempfile.mkdtemp(prefix="vllm-metal-tests-")
     os.environ["VLLM_METAL_CACHE"] = f"{RUN_FOLDER}/vllm-metal"
     os.environ["XDG_CACHE_HOME"] = os.environ["XDG_CONFIG_HOME"] = RUN_FOLDER
