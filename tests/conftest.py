@@ -21,7 +21,7 @@ from closing import (  # pytest finds its hooks here
 )
 from cpu import use_cpu
 from hypothesis.internal.conjecture import providers
-from precompiled import precompile
+from precompiled import kernels, precompile, writable
 
 TESTS = Path(__file__).parent
 #: Folders of files that take a minute or so, which workers had better not get last.
@@ -41,11 +41,14 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 # inherit the folder, so that what one of them compiled serves the others.
 RUN_FOLDER = None
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    precompile()
     RUN_FOLDER = tempfile.mkdtemp(prefix="vllm-metal-tests-")
     os.environ["VLLM_METAL_CACHE"] = f"{RUN_FOLDER}/vllm-metal"
     os.environ["XDG_CACHE_HOME"] = os.environ["XDG_CONFIG_HOME"] = RUN_FOLDER
     os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = f"{RUN_FOLDER}/hypothesis"
+    if not writable(kernels()):  # another user's, for whom MLX has compiled some
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+        os.environ["TMPDIR"] = tempfile.tempdir = RUN_FOLDER
+    precompile()
 use_cpu()
 # What a shell starts in the background ignores Ctrl-C, and so would all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -25,6 +25,12 @@ def kernels() -> Path:
     return Path(tempfile.gettempdir()) / "mlx" / version("mlx") / "cpu"
 
 
+def writable(folder: Path) -> bool:
+    """Whether this process may write to a folder, or make it."""
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    return os.access(there, os.W_OK)
+
+
 def precompile() -> None:
     """Compiles the header, for the g++ of today; it stays there, as MLX's kernels do."""
     package, compiler = find_spec("mlx"), shutil.which("g++")
