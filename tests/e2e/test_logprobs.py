@@ -24,11 +24,6 @@ def reference_of(path, normalise=True):
     return logprobs
 
 
-@pytest.fixture(scope="module")
-def reference(short):
-    return reference_of(short)
-
-
 def agree(entries, row, count):
     """A position's logprobs: every one right, and the best `count` among them."""
     for token, entry in entries.items():
@@ -38,8 +33,8 @@ def agree(entries, row, count):
     np.testing.assert_allclose([entry.logprob for entry in ranked], best, atol=TOLERANCE)
 
 
-def test_sample_and_prompt_logprobs(short, reference):
-    tokens = text_tokens(short)
+def test_sample_and_prompt_logprobs(short):
+    tokens, reference = text_tokens(short), reference_of(short)
     prompts = [tokens[:5], tokens[40:190]]  # the second comes in chunks
     with engine(short, max_num_batched_tokens=64) as llm:
         outputs = llm.generate(
@@ -85,15 +80,15 @@ def test_a_prompt_has_what_logprobs_mode_says(tiny, tiny_text, mode):
         agree(entries, rows[position], 2)
 
 
-def test_none_and_all(short, reference):
-    prompt = text_tokens(short)[:20]
-    with engine(short, max_logprobs=-1) as llm:
+def test_none_and_all(tiny, tiny_text):
+    prompt = tiny_text[:20]
+    with engine(tiny, max_model_len=64, max_logprobs=-1) as llm:
         only, every = llm.generate(
             [{"prompt_token_ids": prompt}] * 2,
             [greedy(2, logprobs=0), greedy(2, logprobs=-1)],
             use_tqdm=False,
         )
-    row = reference(prompt)[-1]
+    row = reference_of(tiny)(prompt)[-1]
     first = only.outputs[0].logprobs[0]
     assert list(first) == [only.outputs[0].token_ids[0]]
     everything = every.outputs[0].logprobs[0]

@@ -28,7 +28,8 @@ POOL = 256 * MIB
 
 
 def peak_of_a_run(model, **options):
-    prompts = [text_tokens(model)[start : start + 40] for start in range(8)]
+    tokens = text_tokens(model)
+    prompts = [tokens[start : start + 40] for start in range(8)]
     with engine(model, kv_cache_memory_bytes=POOL, async_scheduling=True, **options) as llm:
         assert mx.get_active_memory() > POOL
         generate(llm, prompts, greedy(4))

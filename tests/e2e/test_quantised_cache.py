@@ -99,15 +99,15 @@ def test_a_token_takes_its_codes_and_two_bytes_a_row(short):
 
 @pytest.mark.parametrize("cache", ["fp8", pytest.param("int8", marks=pytest.mark.more)])
 def test_cold_and_warm_in_a_small_pool_equal_a_naive_forward(short, cache):
-    prompts = make_prompts(text_tokens(short), 10, 120)
+    prompts = make_prompts(text_tokens(short), 12, 160)
     cold, warm = serve(
         short,
         prompts,
         max_tokens=12,
         passes=2,
         kv_cache_dtype=cache,
-        num_gpu_blocks_override=13,
-        max_model_len=144,
+        num_gpu_blocks_override=16,
+        max_model_len=176,
     )
     assert cold[0] == warm[0]
     assert warm[1]["vllm:prefix_cache_hits"] > cold[1]["vllm:prefix_cache_hits"] > 0
