@@ -3,7 +3,6 @@
 
 import sys
 import threading
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,21 +11,21 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from vllm_metal import gguf
+from vllm_metal.models import embedded
 from vllm_metal.models.embedded import MissingModelPackage, embedded_model_path
 
 
 @pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
-    """SmolLM2, freshly converted: (4-bit directory, float32 directory)."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_METAL_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield embedded_model_path(dequantize=False), embedded_model_path(dequantize=True)
+def smollm2() -> tuple[Path, Path]:
+    """SmolLM2, converted once a run: (4-bit directory, float32 directory)."""
+    return embedded_model_path(dequantize=False), embedded_model_path(dequantize=True)
 
 
 @pytest.mark.slow  # transformers takes half a minute to read the file
@@ -85,14 +84,22 @@ def test_a_model_is_converted_once_and_then_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_METAL_CACHE", str(tmp_path))
-    started = []
-    real = gguf.convert
+    started, arrived = [], threading.Semaphore(0)
 
-    def counted(*args: Any) -> Path:
-        started.append(args)
-        return real(*args)
+    class Noted(FileLock):
+        def acquire(self, *args: Any, **options: Any) -> Any:
+            arrived.release()
+            return super().acquire(*args, **options)
 
-    monkeypatch.setattr(gguf, "convert", counted)
+    def convert(source: Path, out: Path, options: Any) -> None:
+        started.append(source)
+        for _ in range(3):  # until every caller is at the lock
+            assert arrived.acquire(timeout=120)
+        out.mkdir()
+        (out / "model.safetensors").touch()
+
+    monkeypatch.setattr(embedded, "FileLock", Noted)
+    monkeypatch.setattr(gguf, "convert", convert)
     found: list[Path] = []
     callers = [
         threading.Thread(target=lambda: found.append(embedded_model_path(dequantize=False)))

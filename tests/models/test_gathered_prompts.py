@@ -18,13 +18,22 @@ from vllm_metal.attention.layers import attention_layers
 from vllm_metal.kv_cache.gathered import ByMLX
 from vllm_metal.kv_cache.kernels import KernelKVCache
 
+pytestmark = pytest.mark.usefixtures("unfused")
+
 #: Rows of each request in each step.
 STEPS = ({0: 70, 1: 3}, {1: 64}, {0: 1, 1: 30}, {0: 65, 1: 1}, {0: 4})
 GATHERED = [(70, 70), (64, 67), (65, 136)]  # of them, rows and context
 
 
-@pytest.mark.parametrize("turns", [False, True], ids=["", "heads in turns"])
-@pytest.mark.parametrize("name", ["gpt_oss", pytest.param("gemma3_text", marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    ("name", "turns"),
+    [
+        ("gpt_oss", False),
+        pytest.param("gpt_oss", True, marks=pytest.mark.more),
+        pytest.param("gemma3_text", False, marks=pytest.mark.slow),
+        pytest.param("gemma3_text", True, marks=pytest.mark.slow),
+    ],
+)
 def test_chunks_equal_the_dense_forward(name, turns, monkeypatch):
     monkeypatch.setitem(COMMON, "head_dim", 64)
     monkeypatch.setitem(COMMON, "num_hidden_layers", 2)

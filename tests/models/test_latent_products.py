@@ -12,7 +12,6 @@ from models.latent import FAMILIES
 from models.products import MIXTURE, recorded, rows_of_products
 from models.recurrent import make_model
 
-NAMES = ("deepseek_v3", "glm4_moe_lite", "kimi_linear")
 PROJECTIONS = ("embed_q", "unembed_out")
 WIDE = {"qk_nope_head_dim": 32}  # so that rows of the matrices can be quantised
 
@@ -25,8 +24,20 @@ def model_of(name, quantised):
     return model
 
 
-@pytest.mark.parametrize("quantised", [False, True], ids=["plain", "quantised"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "quantised"),
+    [
+        ("deepseek_v3", True),
+        pytest.param("kimi_linear", False, marks=pytest.mark.more),
+        *(
+            pytest.param(name, quantised, marks=pytest.mark.slow)
+            for name, quantised in (
+                *(("deepseek_v3", False), ("kimi_linear", True)),
+                *(("glm4_moe_lite", False), ("glm4_moe_lite", True)),
+            )
+        ),
+    ],
+)
 def test_no_projection_of_latents_multiplies_with_a_vector(name, quantised):
     found = rows_of_products(*recorded(model_of(name, quantised), name))
     num_rows = sum(certain + drafts for _, certain, drafts in MIXTURE)
@@ -35,7 +46,10 @@ def test_no_projection_of_latents_multiplies_with_a_vector(name, quantised):
     assert [found[key] for key in projections] == [[num_rows]] * len(projections)
 
 
-@pytest.mark.parametrize("quantised", [False, True], ids=["plain", "quantised"])
+@pytest.mark.parametrize(
+    "quantised",
+    [pytest.param(False, id="plain"), pytest.param(True, id="quantised", marks=pytest.mark.more)],
+)
 def test_keys_and_values_of_a_prompt_are_built_by_one_product_each(quantised):
     """Of its whole context, beside the rows of all requests that attend to latents.
 

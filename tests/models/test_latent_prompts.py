@@ -29,11 +29,6 @@ WIDTH = 33
 #: Sizes that all differ, as a layer's: a mistake in one shows.
 SIZES = {"qk_nope_head_dim": 32, "v_head_dim": 24, "kv_lora_rank": 64, "qk_rope_head_dim": 8}
 FEWEST = 50  # rows for which a layer of such sizes builds keys and values
-NAMES = (
-    "deepseek_v3",
-    pytest.param("glm4_moe_lite", marks=pytest.mark.more),
-    "kimi_linear",
-)
 
 
 @pytest.fixture
@@ -88,8 +83,21 @@ class Served:
         return {int(each.req_id): part for each, part in zip(batch.requests, parts, strict=True)}
 
 
-@pytest.mark.parametrize("quantised", [False, True], ids=["plain", "quantised"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.usefixtures("unfused")
+@pytest.mark.parametrize(
+    ("name", "quantised"),
+    [
+        ("deepseek_v3", False),
+        pytest.param("kimi_linear", True, marks=pytest.mark.more),
+        *(
+            pytest.param(name, quantised, marks=pytest.mark.slow)
+            for name, quantised in (
+                *(("deepseek_v3", True), ("kimi_linear", False)),
+                *(("glm4_moe_lite", False), ("glm4_moe_lite", True)),
+            )
+        ),
+    ],
+)
 def test_chunks_equal_the_dense_forward(name, quantised, built):
     model, prompts = small(name, quantised), texts()
     dense = [np.array(model(mx.array([p]), cache=make_prompt_cache(model))[0]) for p in prompts]

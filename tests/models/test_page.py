@@ -3,11 +3,13 @@
 
 from pathlib import Path
 
+import pytest
 from models import page
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
+@pytest.mark.more
 def test_the_page_lists_every_family_with_what_is_kept():
     expected = "\n".join(page.table())
     assert expected in PAGE.read_text(), f"docs/models.md needs:\n{expected}"

@@ -171,7 +171,7 @@ def test_a_draft_head_shares_the_ends_of_its_target(model):
     assert ModelParts(untied).output_head is untied.lm_head
     parts = ModelParts(model)
     assert parts.input_embedding is model.model.embed_tokens
-    hidden_states = mx.random.normal((3, 1, 64))
+    hidden_states = mx.random.normal((3, 1, 64), key=mx.random.key(0))
     expected = hidden_states @ model.model.embed_tokens.weight.T
     logits = parts.output_head(hidden_states)
     np.testing.assert_allclose(np.array(logits), np.array(expected), atol=1e-5)

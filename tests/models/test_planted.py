@@ -17,6 +17,8 @@ from models.test_published_config import NOT_READ, TOLERANCE, ours
 
 from vllm_metal.models.weight_files import ModelLoadError
 
+pytestmark = pytest.mark.usefixtures("unfused")
+
 EQUAL, NAMED = "equal", "refused by name"
 NO_MODEL = "no model of transformers'"  # its class cannot be built so, or not run
 NOTHING = "without effect"  # in both

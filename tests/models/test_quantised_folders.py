@@ -5,6 +5,8 @@ mlx-lm writes its own names of arrays, and what `sanitize` made of them: a patch
 published files must know such folders.
 """
 
+import itertools
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ from models.test_executor import chunk_by_chunk, of_states
 
 from vllm_metal.models.loader import lazy_model
 from vllm_metal.models.ropes import fit_context
+
+pytestmark = pytest.mark.usefixtures("unfused")
 
 TOLERANCE = 1e-3  # of log-probabilities in float32
 #: Sizes that a group of weights divides.
@@ -59,12 +63,14 @@ KINDS = {
 }
 #: Where the folder as published is as far from transformers' forward, to the bit.
 FAR = (("qwen3_next", "4 bits"), ("qwen3_next", "mixed"))
-QUICK = (("llama", "mixed"), ("falcon_h1", "as they are"))
+QUICK = ("llama", "mixed")
+MORE = ("falcon_h1", "as they are")
 CASES = [
-    (name, kind) if (name, kind) in QUICK else pytest.param(name, kind, marks=pytest.mark.slow)
-    for name in NAMES
-    for kind in KINDS
-    if (name, kind) not in FAR
+    pytest.param(
+        *case, marks=() if case == QUICK else pytest.mark.more if case == MORE else pytest.mark.slow
+    )
+    for case in itertools.product(NAMES, KINDS)
+    if case not in FAR
 ]
 
 
