@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 from mlx_lm.models import gated_delta, ssm
 from mlx_lm.models.cache import ArraysCache
-from models import further, latent, recurrent
+from models import further
+from models.cases import cases
 from models.recurrent import make_model
 
 from vllm_metal.attention.layers import RunLayer, attention_layers
 from vllm_metal.mlx_patches import recurrences
 from vllm_metal.mlx_patches.recurrences import SequenceCall
 
-FAMILIES = {**recurrent.FAMILIES, **latent.FAMILIES, **further.FAMILIES}
+pytestmark = pytest.mark.usefixtures("unfused")
+
+FAMILIES = further.ALL
 #: Those whose modules are called by runs: attention by decays, other recurrences, K and V that are
 #: mixed with those of the token before, n-grams of tokens.
 BY_RUNS = {
@@ -28,6 +31,13 @@ BY_RUNS = {
     "recurrent_gemma",
     "rwkv7",
 }
+#: Of each recurrence one, and one that has none.
+QUICK = ("deepseek_v3", "falcon_h1", "jamba", "kimi_linear", "lfm2", "qwen3_next")
+#: All other known modules.
+MORE = (
+    *("bailing_moe_v3", "gear", "granitemoehybrid", "kimi_k3", "lfm2_moe", "mamba", "mamba2"),
+    *("nemotron_h", "olmo_hybrid", "plamo2", "qwen3_5"),
+)
 ROWS = 5
 
 
@@ -57,7 +67,7 @@ def called(module, x, cache):
     return module(x, **options)
 
 
-@pytest.mark.parametrize("name", sorted(set(FAMILIES) - BY_RUNS))
+@pytest.mark.parametrize("name", cases(sorted(set(FAMILIES) - BY_RUNS), QUICK, MORE))
 def test_all_that_a_known_module_leaves_to_its_call_is_what_mixes_tokens(name):
     model = make_model(FAMILIES[name])
     layers = attention_layers(model, name)
@@ -80,7 +90,9 @@ def test_all_that_a_known_module_leaves_to_its_call_is_what_mixes_tokens(name):
         )
 
 
-@pytest.mark.parametrize("name", sorted(BY_RUNS))
+@pytest.mark.parametrize(
+    "name", cases(sorted(BY_RUNS), ["recurrent_gemma"], BY_RUNS - {"recurrent_gemma"})
+)
 def test_other_modules_are_called_by_runs(name):
     layers = attention_layers(make_model(FAMILIES[name]), name)
     assert any(isinstance(layer, RunLayer) for layer in layers)
