@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines that read images: tokens equal transformers', whatever is cached, cut or drafted."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
 import transformers
 from e2e.harness import counters, engine, greedy
+from models.cases import cases
 from PIL import Image
 from vision import checkpoints
 from vision.toys import REPEATING
 
 from vllm_metal.vision.families import FAMILIES
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 #: Enough for texts of random weights to repeat themselves, so that drafts are right.
 NUM_TOKENS = {"qwen3_5": 64}
 #: As many as the encoder cache must hold of the families whose images are smallest.
@@ -29,10 +27,10 @@ DRAFTS = {
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(name, marks=() if name == "qwen3_vl" else pytest.mark.more)
-        for name in sorted(FAMILIES.keys() & checkpoints.FAMILIES.keys())
-    ],
+    # Beside the first one, images whose rows see each other, and layers with states.
+    params=cases(
+        sorted(FAMILIES.keys() & checkpoints.FAMILIES.keys()), ["qwen3_vl"], ["gemma3", "qwen3_5"]
+    ),
 )
 def asked(request, tmp_path_factory):
     """A family's checkpoint, and prompts with images by the same name in several of them."""
@@ -57,21 +55,24 @@ def asked(request, tmp_path_factory):
     return family, folder, prompts, NUM_TOKENS.get(name, 16), NUM_BATCHED_TOKENS.get(name, 34)
 
 
-def expected(family, folder, prompt, num_tokens):
-    """Ids of the prompt, and what transformers' model says."""
+def expected(family, folder, prompts, num_tokens):
+    """Ids of each prompt, and what transformers' model says."""
     model = getattr(transformers, family.architecture).from_pretrained(folder, dtype=torch.float32)
     processor = transformers.AutoProcessor.from_pretrained(folder)
-    images = prompt.get("multi_modal_data", {}).get("image")
-    inputs = processor(text=prompt["prompt"], images=images, return_tensors="pt")
-    with torch.inference_mode():
-        found = model.eval().generate(
-            **inputs, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False
-        )
-    count = inputs["input_ids"].shape[1]
-    return inputs["input_ids"][0].tolist(), found[0, count:].tolist()
+    for prompt in prompts:
+        images = prompt.get("multi_modal_data", {}).get("image")
+        inputs = processor(text=prompt["prompt"], images=images, return_tensors="pt")
+        with torch.inference_mode():
+            found = model.eval().generate(
+                **inputs, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False
+            )
+        count = inputs["input_ids"].shape[1]
+        yield inputs["input_ids"][0].tolist(), found[0, count:].tolist()
 
 
-def test_tokens_equal_those_of_transformers_with_drafts_and_cached_prefixes(asked):
+@pytest.mark.usefixtures("unfused")
+def test_tokens_equal_those_of_transformers_with_drafts_and_cached_prefixes(asked, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     family, folder, prompts, num_tokens, num_batched_tokens = asked
     with engine(
         str(folder),
@@ -90,8 +91,8 @@ def test_tokens_equal_those_of_transformers_with_drafts_and_cached_prefixes(aske
         assert worker.networks.image_bytes(worker.vllm_config) > encoder.nbytes > 0
         worker.reset_encoder_cache()
         assert encoder.nbytes == 0
-    for prompt, output in zip([*prompts, *prompts[:2]], [*first, *again], strict=True):
-        ids, tokens = expected(family, folder, prompt, num_tokens)
+    wanted = list(expected(family, folder, prompts, num_tokens))
+    for (ids, tokens), output in zip([*wanted, *wanted[:2]], [*first, *again], strict=True):
         assert output.prompt_token_ids == ids
         assert list(output.outputs[0].token_ids) == tokens
     for output in again:  # blocks that have room for a state are larger than these prompts

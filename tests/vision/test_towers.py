@@ -6,6 +6,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
+from models.cases import cases
 from vision.by_hand import BLOCK
 from vision.toys import Prompt, Toy
 
@@ -15,16 +16,20 @@ from vllm_metal.vision.families import FAMILIES as FAMILIES_SERVED
 from vllm_metal.vision.images import images_of
 from vllm_metal.vision.tower import load_weights
 
+pytestmark = pytest.mark.usefixtures("unfused")
+
 FAMILIES = ("gemma3", "gemma4", "lfm2_vl", "llava", "mistral3", "qwen3_vl", "qwen3_5")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=() if name == "qwen3_vl" else pytest.mark.more)
-        for name in FAMILIES
-    ],
+#: A tower of each family is compared; what is done with its rows differs where those of an image
+#: see each other.
+EVERY = pytest.mark.parametrize(
+    "toy", cases(FAMILIES, ["qwen3_vl"], {*FAMILIES} - {"qwen3_vl"}), indirect=True
 )
+KINDS = pytest.mark.parametrize("toy", cases(FAMILIES, ["qwen3_vl"], ["gemma3"]), indirect=True)
+
+
+@pytest.fixture(scope="module")
 def toy(request, tmp_path_factory):
     return Toy(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -46,6 +51,7 @@ def check(logits, expected):
     np.testing.assert_allclose(logits, expected, atol=2e-4)
 
 
+@EVERY
 def test_logits_equal_those_of_transformers_wherever_chunks_end(toy, served, two):
     expected = toy.logits(two)
     check(served.step({"a": len(two.ids)}, [served.new("a", two.ids, two.features)])["a"], expected)
@@ -56,6 +62,7 @@ def test_logits_equal_those_of_transformers_wherever_chunks_end(toy, served, two
     assert toy.encoder.num_encoded == 2  # in one request, in two, in any number of chunks
 
 
+@KINDS
 def test_images_and_texts_of_many_requests_share_a_step(toy, served, two):
     text = Prompt().say(*toy.words(20))
     one = Prompt().show(toy.picture(3, 3), "third").say(*toy.words(4))
@@ -69,6 +76,7 @@ def test_images_and_texts_of_many_requests_share_a_step(toy, served, two):
         check(np.concatenate(parts), toy.logits(each))
 
 
+@KINDS
 def test_what_follows_an_image_is_placed_behind_it_while_it_decodes(toy, served, two):
     count = len(two.ids)
     served.step({"a": count}, [served.new("a", two.ids, two.features)])
@@ -81,6 +89,7 @@ def test_what_follows_an_image_is_placed_behind_it_while_it_decodes(toy, served,
     check(np.concatenate(decoded), toy.logits(two, ids)[count:])
 
 
+@KINDS
 @pytest.mark.parametrize("place", ["behind an image", "inside an image"])
 def test_a_prefix_that_was_found_needs_only_the_rest_of_the_images(toy, served, place):
     before = BLOCK - 10 if place == "inside an image" else BLOCK - 17
@@ -98,6 +107,7 @@ def test_a_prefix_that_was_found_needs_only_the_rest_of_the_images(toy, served, 
     assert toy.encoder.num_encoded == (4 if place == "inside an image" else 3)
 
 
+@KINDS
 def test_a_request_that_was_preempted_inside_an_image_starts_again(toy, served, two):
     served.step({"a": toy.end(two, 9)}, [served.new("a", two.ids, two.features)])
     other = Prompt().say(*toy.words(6))
@@ -110,6 +120,7 @@ def test_a_request_that_was_preempted_inside_an_image_starts_again(toy, served, 
     assert toy.encoder.num_encoded == 2
 
 
+@KINDS
 def test_an_image_that_cannot_be_computed_fails_its_request_alone(toy, served, two):
     sound = Prompt().show(toy.picture(2, 3), "sound").say(*toy.words(3))
     torn = Prompt().show(toy.picture(3, 2), "torn").say(*toy.words(3))
@@ -122,6 +133,7 @@ def test_an_image_that_cannot_be_computed_fails_its_request_alone(toy, served, t
     assert set(refused.value.errors) == {"a"}
 
 
+@KINDS
 def test_an_image_without_its_data_fails_its_request_alone(toy, served, two):
     torn = served.new("a", two.ids, two.features)
     torn.mm_features[1].data = None
@@ -141,7 +153,7 @@ def test_an_image_whose_rows_see_each_other_is_never_computed_in_parts(tmp_path)
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)])
 def test_frames_of_a_video_are_placed_as_transformers_does(tmp_path, name):
     toy = Toy(name, tmp_path)
     prompt = Prompt(modality="video").say(*toy.words(3)).show(toy.video(3, 2, 4), "video")
