@@ -2,6 +2,7 @@
 """What an engine that pools refuses by name, before its model loads."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -66,9 +67,9 @@ def test_an_architecture_says_what_a_decoder_is_for(plain, architecture, runner,
 
 
 @pytest.fixture
-def published(tmp_path):
+def published(plain, tmp_path):
     """A checkpoint with sentence-transformers files, and a function that changes one of them."""
-    folder = checkpoints.qwen3(tmp_path / "model")
+    folder = str(shutil.copytree(plain, tmp_path / "model", symlinks=True))
     checkpoints.as_sentence_transformer(folder, dense=8)
 
     def change(name, edit):
