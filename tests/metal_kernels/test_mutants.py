@@ -375,7 +375,7 @@ def _probes() -> Iterator[Any]:
             yield pytest.param(probe, schedule, marks=marks)
 
 
-@pytest.mark.parametrize(("probe", "schedule"), _probes())
+@pytest.mark.parametrize(("probe", "schedule"), list(_probes()))
 def test_sources_as_they_are_pass(probe, schedule):
     assert objection(PROBES[probe], Checker(schedule).metal_kernel) is None
 
