@@ -4,26 +4,41 @@
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from contextlib import contextmanager
 
 REDIS = shutil.which("redis-server")
 NO_REDIS = "no redis-server here (Debian: redis-server; Homebrew: redis)"
+_READY = "eady to accept connections"
+
+
+@contextmanager
+def held_port():
+    """A port for a server; on Linux the system gives it to nobody else meanwhile."""
+    with socket.socket() as held:
+        is_linux = sys.platform == "linux"  # elsewhere a server could not listen beside it
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, is_linux)
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        if not is_linux:
+            held.close()
+        yield port
 
 
 @contextmanager
 def redis_server(port, folder):
     """Runs a server that forgets all when it ends; its log goes to the folder."""
     command = [REDIS, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
-    with open(folder / "redis.log", "a") as log:
+    path = folder / "redis.log"
+    with path.open("a") as log:
+        begin = log.tell()
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.02)
+        deadline = time.monotonic() + 60
+        while _READY not in (said := path.read_text()[begin:]):
+            assert process.poll() is None and time.monotonic() < deadline, said
+            time.sleep(0.01)
         yield process
     finally:
         process.kill()

@@ -43,17 +43,19 @@ def message(number):
 @pytest.mark.parametrize(
     "made",
     [
-        {"prompt": TEXT * 150_000},  # 7 MB of code: more marks in texts than a body may have values
-        {"prompt": list(range(100_000, 1_100_000))},
-        {"prompt": [list(range(1000))] * 1000},
-        {"messages": [message(number) for number in range(4000)]},
-        {"messages": [], "tools": [tool(number) for number in range(300)]},
+        # 7 MB of code: more marks in texts than a body may have values.
+        lambda: {"prompt": TEXT * 150_000},
+        lambda: {"prompt": list(range(100_000, 1_100_000))},
+        pytest.param(lambda: {"prompt": [list(range(1000))] * 1000}, marks=pytest.mark.more),
+        lambda: {"messages": [message(number) for number in range(4000)]},
+        lambda: {"messages": [], "tools": [tool(number) for number in range(300)]},
     ],
     ids=["a million tokens as text", "as ids", "batch", "messages", "tools"],
 )
 def test_what_agents_send_is_within_the_limits(made):
-    raw = json.dumps(made, separators=(",", ":")).encode()
-    assert body.parse(raw, BodyLimits()) == made
+    fields = made()
+    raw = json.dumps(fields, separators=(",", ":")).encode()
+    assert body.parse(raw, BodyLimits()) == fields
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 """Every request that generates is in the histogram of durations once, by how it ended."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 from serving_double import App, ask, counted, make, ready
 
+from vllm_metal.serving import duration
 from vllm_metal.serving.metrics import Outcome
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
@@ -133,15 +135,20 @@ def test_what_does_not_generate_is_not_in_it(tmp_path):
     assert asyncio.run(play()) == {}
 
 
-def test_it_lasts_until_the_client_has_all(tmp_path):
+def test_it_lasts_until_the_client_has_all(tmp_path, monkeypatch):
+    now = [5.0]
+    monkeypatch.setattr(duration, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
     async def play():
-        reads = asyncio.Event()
-        gate, keys = make(App(), tmp_path, cache=False)
+        app, reads = App(), asyncio.Event()
+        gate, keys = make(app, tmp_path, cache=False)
         asked = asyncio.create_task(ask(gate, fields=CHAT, key=keys["acme"], reads=reads))
-        await asyncio.sleep(0.05)
+        while not app.asked:
+            await asyncio.sleep(0)
+        now[0] += 7.0
         assert counts(gate) == {}
         reads.set()
         await asked
         return seconds(gate, "computed")
 
-    assert asyncio.run(play()) >= 0.05
+    assert asyncio.run(play()) == 7.0

@@ -30,15 +30,15 @@ VALUES = (
 OPTIONS = (*VALUES, *({"include_usage": value} for value in VALUES))
 
 
-def cases():
-    for style, names in fields.OF_STYLE.items():
-        for name in names:
-            values = OPTIONS if name == "stream_options" else VALUES
-            yield from ((style, name, value) for value in values)
+@pytest.mark.parametrize(
+    ("style", "name"), [(style, name) for style, names in fields.OF_STYLE.items() for name in names]
+)
+def test_a_field_is_read_as_vllm_reads_it(style, name):
+    for value in OPTIONS if name == "stream_options" else VALUES:
+        check(style, name, value)
 
 
-@pytest.mark.parametrize(("style", "name", "value"), cases(), ids=str)
-def test_a_field_is_read_as_vllm_reads_it(style, name, value):
+def check(style, name, value):
     body = NEEDED[style] | {name: value} | ({"stream": True} if name == "stream_options" else {})
     try:
         theirs = getattr(REQUESTS[style].model_validate(dict(body)), name)

@@ -100,10 +100,10 @@ def test_header_injection_is_refused(made, app, value):
     refused(gate, app, 400, fields=CHAT, headers=[(b"authorization", bearer)])
 
 
-@pytest.mark.parametrize(("method", "path"), UNLISTED)
-def test_an_unlisted_route_is_refused(made, app, method, path):
+def test_an_unlisted_route_is_refused(made, app):
     gate, keys = made
-    refused(gate, app, 404, path, CHAT, keys["acme"], method=method)
+    for method, path in UNLISTED:
+        refused(gate, app, 404, path, CHAT, keys["acme"], method=method)
 
 
 @pytest.mark.parametrize("extension", [True, False])
@@ -169,15 +169,13 @@ def test_vllm_gets_the_tenants_salt(made, app, path):
 @pytest.mark.parametrize(
     "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
 )
-@pytest.mark.parametrize("salt", ["FORGED", "", 1, None.__class__, ["a"], "a/b", "a@b", "x" * 129])
-def test_a_forged_salt_is_refused(made, app, path, salt):
+def test_a_forged_salt_is_refused(made, app, path):
     """One made for another tenant with everything but the secret, and what vLLM would refuse."""
     gate, keys = made
-    salt = salts.derive(b"a guess of the secret", "other") if salt == "FORGED" else salt
-    salt = {} if salt is type(None) else salt
-    refused(gate, app, 400, path, CHAT | {"cache_salt": salt}, keys["acme"])
+    forged = salts.derive(b"a guess of the secret", "other")
     real = salts.derive(SECRET, identity(gate, keys["other"]))
-    refused(gate, app, 400, path, CHAT | {"cache_salt": real}, keys["acme"])
+    for salt in (forged, real, "", 1, {}, ["a"], "a/b", "a@b", "x" * 129):
+        refused(gate, app, 400, path, CHAT | {"cache_salt": salt}, keys["acme"])
 
 
 @pytest.mark.parametrize(

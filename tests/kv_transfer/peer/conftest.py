@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers, peers and proxies, which end with their test, and leave no thread."""
 
+import contextlib
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from kv_transfer.peer.engines import CALM, SECRET, Proxy, make_terms
 
+from vllm_metal.kv_transfer.peer import wire
 from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.client import Peer
 from vllm_metal.kv_transfer.peer.outbox import Outbox
@@ -32,6 +37,51 @@ class Clock:
 @pytest.fixture
 def clock():
     return Clock()
+
+
+class WireClock:
+    """The clock of all connections: a test skips the time in which one stands still."""
+
+    def __init__(self):
+        self._skipped = 0.0
+        self._event = None
+
+    def __call__(self):
+        if self._event is not None and self._event.is_set():
+            self.skip()
+        return time.monotonic() + self._skipped
+
+    def skip(self, seconds=1000.0):
+        self._skipped += seconds
+
+    @contextlib.contextmanager
+    def hurrying_after(self, event):
+        """Once it is set, whoever gets nothing and looks at the clock has waited for too long."""
+        self._event = event
+        try:
+            yield
+        finally:
+            self._event = None
+
+
+@pytest.fixture
+def wire_clock(monkeypatch):
+    clock = WireClock()
+    monkeypatch.setattr(wire, "time", SimpleNamespace(monotonic=clock))
+    return clock
+
+
+@pytest.fixture(autouse=True)
+def no_such_host(monkeypatch):
+    """A network is not asked for a name that nobody has."""
+    getaddrinfo = socket.getaddrinfo
+
+    def found(host, *arguments, **options):
+        if str(host).endswith(".invalid"):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return getaddrinfo(host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
 
 
 def decoder_terms():

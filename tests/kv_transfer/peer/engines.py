@@ -35,7 +35,7 @@ from vllm_metal.kv_transfer.peer.wire import Link
 SECRET = b"a secret of the tests"
 #: Of tests: a machine that has much to do must not seem to stand still.
 CALM = Timeouts(connect=20.0, no_progress=60.0, wait=2.0, waiting_sign=0.05)
-#: Where something stands still.
+#: Where nothing is expected of a connection but that it ends.
 QUICK = replace(CALM, no_progress=0.5)
 
 
@@ -72,7 +72,7 @@ def pull(peer, pages, wanted=lambda: True):
     return done
 
 
-def wait_until(condition, seconds=30):
+def wait_until(condition, seconds=60):
     """Fails a test that waits for ever; how long it takes decides nothing."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 from kv_transfer.peer.engines import (
     CALM,
-    QUICK,
     SECRET,
     blank,
     fill,
@@ -24,8 +23,9 @@ from vllm_metal.kv_transfer.peer import handshake, limits
 from vllm_metal.kv_transfer.peer import secret as secrets
 from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.client import Peer
-from vllm_metal.kv_transfer.peer.messages import Found
+from vllm_metal.kv_transfer.peer.messages import Found, Waiting, decode
 from vllm_metal.kv_transfer.peer.outbox import Outbox
+from vllm_metal.kv_transfer.peer.server import PageServer
 
 
 class Terms:
@@ -38,8 +38,14 @@ class Terms:
         return self.now
 
 
-@pytest.mark.parametrize("secret", [SECRET, b""])
-@pytest.mark.parametrize("size", [0, 1, 17, 4096, 65537, 737280, 3 << 20])
+@pytest.mark.parametrize(
+    ("size", "secret"),
+    [
+        *((0, SECRET), (17, SECRET), (65537, b""), (737280, SECRET)),
+        *(pytest.param(size, SECRET, marks=pytest.mark.more) for size in (1, 4096, 3 << 20)),
+        *(pytest.param(size, b"", marks=pytest.mark.slow) for size in (0, 1, 17, 4096, 3 << 20)),
+    ],
+)
 def test_pages_come_bit_by_bit_the_same(make_server, make_peer, outbox, secret, size):
     pages = make_pages(3, size)
     fill(outbox, pages)
@@ -182,12 +188,28 @@ def test_asking_waits_for_pages_that_are_being_made(make_server, make_peer, outb
     assert found == [{first, third}]
 
 
-def test_asking_does_not_wait_for_ever(make_server, make_peer, outbox):
+def test_asking_does_not_wait_for_ever(make_server, make_peer, outbox, wire_clock, monkeypatch):
     """Longer than nothing may move on a connection, and no longer than the server's limit."""
+    heard, sign = threading.Semaphore(0), PageServer._sign
+
+    def noting(body, *kinds):
+        message = decode(body, *kinds)
+        if isinstance(message, Waiting):
+            wire_clock.skip(2 * CALM.no_progress)
+            heard.release()
+        return message
+
+    def sign_and_wait(server, link):
+        goes_on = sign(server, link)
+        return goes_on and heard.acquire(timeout=60)  # no time passes while it sends
+
+    monkeypatch.setattr("vllm_metal.kv_transfer.peer.client.decode", noting)
+    monkeypatch.setattr(PageServer, "_sign", sign_and_wait)
     pages = make_pages(2, 100)
     fill(outbox, dict([next(iter(pages.items()))]))
     outbox.expect(pages)
-    peer = make_peer(make_server().port, timeouts=QUICK)
+    timeouts = replace(CALM, wait=0.5, waiting_sign=0.01)
+    peer = make_peer(make_server(timeouts=timeouts).port)
     assert peer.ask(pages, wait_s=1000) == {next(iter(pages))}
     assert not peer.is_down
 
@@ -480,7 +502,7 @@ def test_a_replayed_conversation_proves_nothing(ends, make_server, make_peer, lo
 
     from vllm_metal.kv_transfer.peer.wire import Link
 
-    handshake.introduce(Recorder(Link(sock, 5)), SECRET, b"i" * 16, make_terms())
+    handshake.introduce(Recorder(Link(sock, 60)), SECRET, b"i" * 16, make_terms())
     sock.close()
     listener = socket.create_server(("127.0.0.1", 0))
 

@@ -40,8 +40,8 @@ def listener(ends):
 
 @pytest.fixture
 def make(ends, listener):
-    def make(most=3, is_current=lambda own: True, may_connect=lambda: True, no_progress=0.3):
-        timeouts = Timeouts(connect=2.0, no_progress=no_progress)
+    def make(most=3, is_current=lambda own: True, may_connect=lambda: True, no_progress=60):
+        timeouts = Timeouts(connect=60.0, no_progress=no_progress)
         terms = make_terms()
         connections = Connections(
             *(listener.address, lambda link: terms, is_current, may_connect),
@@ -74,7 +74,7 @@ def test_one_that_said_something_unasked_or_of_other_terms_is_not(make, listener
 
 
 def test_no_more_than_so_many_at_a_time(make):
-    connections = make(most=2)
+    connections = make(most=2, no_progress=0.05)
 
     def nested(link):
         def inner(other):
@@ -91,7 +91,7 @@ def test_no_more_than_so_many_at_a_time(make):
 
 
 def test_who_waits_gets_the_next_that_is_free(make):
-    connections = make(most=1, no_progress=30)
+    connections = make(most=1)
     used, results = threading.Event(), []
     waiter = threading.Thread(target=lambda: results.append(connections.call(lambda link: link)))
 
@@ -112,7 +112,7 @@ def test_none_is_opened_where_it_is_not_worth_trying(make, listener):
 
 
 def test_one_that_stands_still_is_not_reached(make):
-    connections = make()
+    connections = make(no_progress=0.05)
     with pytest.raises(PeerDown, match="stopped answering"):
         connections.call(lambda link: link.receive(100))
 

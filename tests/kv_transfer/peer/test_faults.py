@@ -3,21 +3,24 @@
 
 import signal
 import threading
+from contextlib import nullcontext
 
 import pytest
-from kv_transfer.peer.engines import CALM, QUICK, fill, make_pages, pull, wait_until
+from kv_transfer.peer.engines import QUICK, fill, make_pages, pull, wait_until
 
 #: Bytes of a page, and of the messages before its own bytes are through; more than sockets buffer.
 SIZE = 3 << 20
 
 
-@pytest.mark.parametrize("when", ["before", "in", "after"])
-def test_a_server_that_is_killed(start_engine, make_proxy, make_peer, clock, when):
+@pytest.mark.parametrize(
+    "when", ["in", *(pytest.param(when, marks=pytest.mark.more) for when in ("before", "after"))]
+)
+def test_a_server_that_is_killed(start_engine, make_proxy, make_peer, clock, wire_clock, when):
     pages = make_pages(4, SIZE, seed=5)
     child = start_engine("serve", 5, 4, SIZE)
     port = int(child.stdout.readline())
     proxy = make_proxy(port)
-    peer = make_peer(proxy.port, timeouts=QUICK if when == "in" else CALM)
+    peer = make_peer(proxy.port)
     assert peer.ask(pages) == set(pages)
     first = peer.engine_id
     if when == "in":
@@ -31,7 +34,9 @@ def test_a_server_that_is_killed(start_engine, make_proxy, make_peer, clock, whe
     child.send_signal(signal.SIGKILL)
     child.wait()
     if when == "in":
-        fetching.join()
+        while fetching.is_alive():
+            wire_clock.skip()
+            fetching.join(0.01)
         assert results == [False]
     else:
         assert not pull(peer, pages)
@@ -45,18 +50,27 @@ def test_a_server_that_is_killed(start_engine, make_proxy, make_peer, clock, whe
     assert restarted.engine_id != first
 
 
-@pytest.mark.parametrize("after", [1, 3, 30, SIZE // 2, SIZE + 20, 3 * SIZE])
+@pytest.mark.parametrize(
+    "after",
+    [
+        *(30, SIZE // 2),
+        *(pytest.param(n, marks=pytest.mark.more) for n in (1, 3, SIZE + 20, 3 * SIZE)),
+    ],
+)
 @pytest.mark.parametrize("fault", ["cut", "stall"])
-def test_a_line_that_breaks_in_a_fetch(make_server, make_proxy, make_peer, outbox, fault, after):
+def test_a_line_that_breaks_in_a_fetch(
+    make_server, make_proxy, make_peer, outbox, wire_clock, fault, after
+):
     pages = make_pages(4, SIZE)
     fill(outbox, pages)
     server = make_server()
     proxy = make_proxy(server.port)
-    peer = make_peer(proxy.port, timeouts=QUICK if fault == "stall" else CALM)
+    peer = make_peer(proxy.port)
     good = make_peer(server.port)
     assert peer.ask(pages) and good.ask(pages)
     proxy.arm(after, fault)
-    assert not pull(peer, pages)
+    with wire_clock.hurrying_after(proxy.happened) if fault == "stall" else nullcontext():
+        assert not pull(peer, pages)
     assert proxy.happened.is_set()
     assert peer.is_down == (fault == "stall")
     assert pull(good, pages)
@@ -64,17 +78,20 @@ def test_a_line_that_breaks_in_a_fetch(make_server, make_proxy, make_peer, outbo
 
 
 @pytest.mark.parametrize("fault", ["cut", "stall"])
-@pytest.mark.parametrize("after", [0, 5, 30, 100])
+@pytest.mark.parametrize(
+    "after", [30, *(pytest.param(n, marks=pytest.mark.more) for n in (0, 5, 100))]
+)
 def test_a_line_that_breaks_in_the_first_words(
-    make_server, make_proxy, make_peer, outbox, clock, fault, after
+    make_server, make_proxy, make_peer, outbox, clock, wire_clock, fault, after
 ):
     pages = make_pages(2, 100)
     fill(outbox, pages)
     server = make_server()
     proxy = make_proxy(server.port)
     proxy.arm(after, fault)
-    peer = make_peer(proxy.port, timeouts=QUICK if fault == "stall" else CALM)
-    assert peer.ask(pages) == set()
+    peer = make_peer(proxy.port)
+    with wire_clock.hurrying_after(proxy.happened) if fault == "stall" else nullcontext():
+        assert peer.ask(pages) == set()
     assert peer.is_down and proxy.happened.is_set()
     wait_until(lambda: not server.num_connections or fault == "stall")
     if fault == "cut":
@@ -96,8 +113,20 @@ def test_a_line_that_broke_while_nobody_used_it_is_replaced(
     assert proxy.happened.is_set() and proxy.num_connections == 2 and log.lines == []
 
 
-@pytest.mark.parametrize("size", [1, 4096, 737280])
-@pytest.mark.parametrize("place", [0.0, 0.5, 0.999])
+@pytest.mark.parametrize(
+    ("size", "place"),
+    [
+        *((1, 0.0), (4096, 0.5)),
+        *(
+            pytest.param(size, place, marks=pytest.mark.more)
+            for size, place in (
+                (4096, 0.0),
+                (4096, 0.999),
+                *((737280, x) for x in (0.0, 0.5, 0.999)),
+            )
+        ),
+    ],
+)
 def test_a_bit_that_flips_on_the_way_is_found(
     make_server, make_proxy, make_peer, outbox, clock, log, size, place
 ):
@@ -116,7 +145,13 @@ def test_a_bit_that_flips_on_the_way_is_found(
     assert peer.ask(pages) == set(pages) and pull(peer, pages)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *range(0, 30, 8),
+        *(pytest.param(seed, marks=pytest.mark.more) for seed in range(30) if seed % 8),
+    ],
+)
 def test_a_bit_that_flips_anywhere_gives_no_wrong_page(
     make_server, make_proxy, make_peer, outbox, clock, log, seed
 ):
@@ -125,8 +160,9 @@ def test_a_bit_that_flips_anywhere_gives_no_wrong_page(
     proxy = make_proxy(make_server().port)
     peer = make_peer(proxy.port, timeouts=QUICK)  # a length that changed is waited for
     proxy.arm(seed * 17, "flip")  # `pull` compares
-    for _ in range(6):
+    after = 2  # rounds, of which some may fail where a machine is slow
+    while after:
         found = peer.ask(pages)
         pull(peer, {key: page for key, page in pages.items() if key in found})
         clock.now += 100
-    assert proxy.happened.is_set()
+        after -= proxy.happened.is_set()

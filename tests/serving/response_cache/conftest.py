@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stores of both kinds, and a real Redis server."""
 
-import socket
-
 import pytest
-from redis_server import NO_REDIS, REDIS, redis_server
+from redis_server import NO_REDIS, REDIS, held_port, redis_server
 
+from vllm_metal.serving.response_cache import sqlite_store
 from vllm_metal.serving.response_cache.redis_store import RedisStore
 from vllm_metal.serving.response_cache.sqlite_store import SqliteStore
 
@@ -15,11 +14,14 @@ def redis_url(tmp_path_factory):
     pytest.importorskip("redis", reason="the extra `redis` is not installed")
     if REDIS is None:
         pytest.skip(NO_REDIS)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with redis_server(port, tmp_path_factory.mktemp("redis")):
+    with held_port() as port, redis_server(port, tmp_path_factory.mktemp("redis")):
         yield f"redis://127.0.0.1:{port}/0"
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """However long another server's write takes: it is no outage of a SQLite file."""
+    monkeypatch.setattr(sqlite_store, "_BUSY_S", 60.0)
 
 
 @pytest.fixture(params=["sqlite", "redis"])

@@ -13,14 +13,13 @@ import random
 import resource
 import shutil
 import signal
-import socket
 import sqlite3
 import subprocess
 import time
 
 import pytest
 from prometheus_client import CollectorRegistry
-from redis_server import NO_REDIS, REDIS, redis_server
+from redis_server import NO_REDIS, REDIS, held_port, redis_server
 from serving_double import MODEL, SECRET, App, ask, make, ready, text_of
 
 from vllm_metal.serving.config import ResponseCacheConfig, ServingConfig
@@ -90,10 +89,11 @@ def filled(tmp_path_factory):
     return folder / "answers" / FILE
 
 
-def test_random_bytes_in_any_page_are_healed_within_two_requests(tmp_path, filled):
+@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.more)])
+def test_random_bytes_in_any_page_are_healed_within_two_requests(tmp_path, filled, step):
     pages, rng = filled.stat().st_size // 4096, random.Random(3)
     assert pages > 8
-    for page in range(pages):
+    for page in range(0, pages, step):
         answers = tmp_path / f"{page}"
         answers.mkdir()
         content = bytearray(filled.read_bytes())
@@ -129,8 +129,28 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-@pytest.mark.parametrize("settled", [True, False])
+@pytest.mark.parametrize(
+    ("name", "settled"),
+    [
+        *(("random bytes", True), ("cut short beside it", False)),
+        *(("a folder in its place", True), ("the folder is gone", False)),
+        *(
+            pytest.param(name, settled, marks=pytest.mark.more)
+            for name, settled in (
+                *(("random bytes beside it", False), ("random bytes in the index", False)),
+                *(("cut short", True), ("empty", False)),
+            )
+        ),
+        *(
+            pytest.param(name, settled, marks=pytest.mark.slow)
+            for name, settled in (
+                *(("random bytes", False), ("random bytes in the index", True)),
+                *(("cut short", False), ("empty", True), ("the folder is gone", True)),
+                ("a folder in its place", False),
+            )
+        ),
+    ],
+)
 def test_a_file_in_use_that_is_damaged(tmp_path, name, settled):
     damage, heals = DAMAGES[name]
     path = tmp_path / "answers" / FILE
@@ -184,7 +204,10 @@ def small_files(folder):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize(("place", "full"), [("disk", no_room), ("tmp_path", small_files)])
+@pytest.mark.parametrize(
+    ("place", "full"),
+    [("tmp_path", small_files), pytest.param("disk", no_room, marks=pytest.mark.more)],
+)
 def test_a_full_disk(request, tmp_path, place, full, caplog_vllm):
     """What was kept is still there, new answers are not kept, and that is said once."""
     folder = request.getfixturevalue(place)
@@ -219,16 +242,14 @@ def test_a_disk_that_is_full_from_the_start(tmp_path, disk, caplog_vllm):
 def server(tmp_path):
     """A real Redis server's process, its address and a client."""
     redis = pytest.importorskip("redis", reason="the extra `redis` is not installed")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"redis://127.0.0.1:{port}/0"
-    with redis_server(port, tmp_path) as process:
+    with held_port() as port, redis_server(port, tmp_path) as process:
+        url = f"redis://127.0.0.1:{port}/0"
         client = redis.from_url(url)
         yield process, url, client
         client.close()
 
 
+@pytest.mark.more
 @needs_redis
 def test_500_kept_answers_asked_for_at_once_are_500_hits(tmp_path, server):
     async def scenario(gate):
@@ -258,6 +279,7 @@ def test_a_full_redis_says_what_it_has(tmp_path, server, caplog_vllm):
     assert len(warnings) == 1 and "takes no answers" in warnings[0]
 
 
+@pytest.mark.more
 @needs_redis
 def test_a_redis_that_pauses_under_load(tmp_path, server, caplog_vllm):
     process, url, _ = server
@@ -270,8 +292,9 @@ def test_a_redis_that_pauses_under_load(tmp_path, server, caplog_vllm):
             assert "MISS" in found
         finally:
             os.kill(process.pid, signal.SIGCONT)
-        while await mark(gate, 3) != "HIT":  # a second later, it is asked again
-            await asyncio.sleep(0.05)
+        async with asyncio.timeout(60):
+            while await mark(gate, 3) != "HIT":  # a second later, it is asked again
+                await asyncio.sleep(0.05)
         assert (await marks(gate, range(20))).count("HIT") == 20
 
     play(tmp_path, scenario, clock=time.monotonic, path=None, redis=url)
@@ -297,17 +320,17 @@ PLANTED = {
 
 
 @needs_redis
-@pytest.mark.parametrize("name", PLANTED)
-def test_planted_answers_are_misses(tmp_path, server, name):
+def test_planted_answers_are_misses(tmp_path, server):
     _, url, client = server
 
     async def scenario(gate):
         await marks(gate, range(5))
-        for place in client.keys(f"{PREFIX}::*"):
-            digits = place.decode().rpartition(":")[2]
-            client.set(place, PLANTED[name](digits, client.get(place)))
-        assert await marks(gate, range(5)) == ["MISS"] * 5
-        assert await marks(gate, range(5)) == ["HIT"] * 5
+        for planted in PLANTED.values():
+            for place in client.keys(f"{PREFIX}::*"):
+                digits = place.decode().rpartition(":")[2]
+                client.set(place, planted(digits, client.get(place)))
+            assert await marks(gate, range(5)) == ["MISS"] * 5
+            assert await marks(gate, range(5)) == ["HIT"] * 5
 
     play(tmp_path, scenario, path=None, redis=url)
 

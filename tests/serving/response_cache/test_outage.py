@@ -3,29 +3,29 @@
 
 import asyncio
 import logging
-import socket
-import time
 
 import pytest
 from prometheus_client import CollectorRegistry
-from redis_server import NO_REDIS, REDIS, redis_server
+from redis_server import NO_REDIS, REDIS, held_port, redis_server
 from serving_double import MODEL, App, ask, ready, text_of
 
 from vllm_metal.serving.config import ResponseCacheConfig, ServingConfig
 from vllm_metal.serving.gate import Tenants
 from vllm_metal.serving.metrics import Figures
+from vllm_metal.serving.response_cache import redis_store
 
 
+@pytest.mark.more
 @pytest.mark.skipif(REDIS is None, reason=NO_REDIS)
-def test_no_request_fails_when_redis_stops_and_starts_under_load(tmp_path, caplog_vllm):
+def test_no_request_fails_when_redis_stops_and_starts_under_load(
+    tmp_path, caplog_vllm, monkeypatch
+):
+    monkeypatch.setattr(redis_store, "_WAIT_S", 60.0)  # nothing but the outage is one
+    monkeypatch.setattr(redis_store, "_CONNECT_S", 60.0)
     pytest.importorskip("redis", reason="the extra `redis` is not installed")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     secret = tmp_path / "secret"
     secret.write_text("a secret of a test")
     secret.chmod(0o600)
-    cache = ResponseCacheConfig(None, f"redis://127.0.0.1:{port}/0", secret=secret)
     marks = {"before": [], "while": [], "after": []}
 
     async def some(gate, when, count):
@@ -42,27 +42,27 @@ def test_no_request_fails_when_redis_stops_and_starts_under_load(tmp_path, caplo
 
         await asyncio.gather(*(one(number) for number in range(count)))
 
-    async def scenario():
-        skipped = 0.0
-        config = ServingConfig(None, cache, None)
-
-        def clock():
-            return time.monotonic() + skipped
-
-        gate = Tenants(App(), config, Figures(CollectorRegistry()), model=MODEL, clock=clock)
+    async def scenario(port):
+        cache = ResponseCacheConfig(None, f"redis://127.0.0.1:{port}/0", secret=secret)
+        now = [0.0]
+        config, figures = ServingConfig(None, cache, None), Figures(CollectorRegistry())
+        gate = Tenants(App(), config, figures, model=MODEL, clock=lambda: now[0])
         with redis_server(port, tmp_path):
             await ready(gate)
             await some(gate, "before", 200)
             under_load = asyncio.create_task(some(gate, "while", 2000))
-            await asyncio.sleep(0.02)
+            while len(marks["while"]) < 100:
+                await asyncio.sleep(0.001)
         await under_load
+        now[0] += 1.0  # the second in which it is left alone
         await some(gate, "while", 100)
-        skipped = 1.0  # the second in which it is left alone
+        now[0] += 1.0
         with redis_server(port, tmp_path):
             await some(gate, "after", 200)
         await gate.aclose()
 
-    asyncio.run(scenario())
+    with held_port() as port:
+        asyncio.run(scenario(port))
     assert marks["before"].count("HIT") > 150
     assert marks["after"].count("HIT") > 150
     assert marks["while"][-100:].count("MISS") > 0

@@ -23,6 +23,7 @@ def state(tmp_path, monkeypatch):
     (tmp_path / "parser.py").write_text("one = 1")
     (tmp_path / "processor.py").write_text("class Same: pass")
     monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("processor", None)
     model = SimpleNamespace(
         model=str(folder),
         tokenizer=str(folder),
@@ -31,7 +32,7 @@ def state(tmp_path, monkeypatch):
     )
     load = SimpleNamespace(download_dir=None)
     config = SimpleNamespace(model_config=model, load_config=load)
-    return SimpleNamespace(
+    yield SimpleNamespace(
         engine_client=SimpleNamespace(vllm_config=config),
         args=Namespace(
             max_model_len=64,
@@ -42,6 +43,7 @@ def state(tmp_path, monkeypatch):
         ),
         online_renderer=SimpleNamespace(chat_template="{{ messages }}"),
     )
+    sys.modules.pop("processor", None)
 
 
 def other_version(monkeypatch, package):

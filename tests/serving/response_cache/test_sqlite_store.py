@@ -33,6 +33,17 @@ def test_sqlite_keeps_what_is_used(tmp_path):
     assert kept == [True, False, True, True, True, True]
 
 
+def test_what_is_too_old_is_none_before_anything_clears_up(tmp_path):
+    now = [1e9]
+
+    async def scenario(store):
+        await store.put(key(1), b"one")
+        now[0] += 1001.0
+        assert await store.get(key(1)) is None
+
+    play(lambda *given: SqliteStore(tmp_path, *given), scenario, clock=lambda: now[0])
+
+
 WRITER = """
 import asyncio, sys
 from pathlib import Path
@@ -48,7 +59,10 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("times", [3, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "times",
+    [1, pytest.param(3, marks=pytest.mark.more), pytest.param(10, marks=pytest.mark.slow)],
+)
 def test_sqlite_survives_kill_9_in_the_middle_of_a_write(tmp_path, times):
     """What was said to be kept is there, whole, and the file is as SQLite wants it."""
     for attempt in range(times):
@@ -107,10 +121,21 @@ DAMAGES = {
     "another program's": lambda path, rng: path.write_bytes(b"no database" * 1000),
     "gone": lambda path, rng: path.unlink(),
 }
+BY_DAY = (("page 0", True), ("page 5", False), ("cut short", True), ("gone", True))
 
 
-@pytest.mark.parametrize("while_open", [True, False])
-@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize(
+    ("name", "while_open"),
+    [
+        *BY_DAY,
+        *(
+            pytest.param(name, is_open, marks=pytest.mark.more if is_open else pytest.mark.slow)
+            for name in DAMAGES
+            for is_open in (True, False)
+            if (name, is_open) not in BY_DAY
+        ),
+    ],
+)
 def test_a_damaged_file_heals_within_two_requests(tmp_path, name, while_open):
     """And what it says meanwhile is what was kept, or nothing."""
     values = {key(n): bytes([n % 251]) * (100 + 97 * n) for n in range(60)}
@@ -174,7 +199,11 @@ def test_tables_of_another_version_are_made_anew(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "length", [1100, 10_000, *(pytest.param(n, marks=pytest.mark.slow) for n in (100, 2000))]
+    "length",
+    [
+        *(10_000, pytest.param(1100, marks=pytest.mark.more)),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (100, 2000)),
+    ],
 )
 def test_the_file_is_hardly_larger_than_its_bytes(tmp_path, length):
     """With what waits beside it, when it has been full for long."""
@@ -225,7 +254,8 @@ def test_a_folder_that_cannot_be_made_is_an_outage(tmp_path):
     play(lambda *given: SqliteStore(tmp_path / "file", *given), scenario)
 
 
-def test_servers_may_make_a_sqlite_file_at_the_same_time(tmp_path):
+@pytest.mark.parametrize("times", [5, pytest.param(30, marks=pytest.mark.more)])
+def test_servers_may_make_a_sqlite_file_at_the_same_time(tmp_path, patient, times):
     async def scenario(folder):
         stores = [SqliteStore(folder, 10**6, 1000.0) for _ in range(4)]
         await asyncio.gather(*(store.put(key(n), b"x") for n, store in enumerate(stores)))
@@ -233,11 +263,11 @@ def test_servers_may_make_a_sqlite_file_at_the_same_time(tmp_path):
         for store in stores:
             await store.close()
 
-    for number in range(30):
+    for number in range(times):
         asyncio.run(scenario(tmp_path / str(number)))
 
 
-def test_two_servers_may_share_a_sqlite_file(tmp_path):
+def test_two_servers_may_share_a_sqlite_file(tmp_path, patient):
     async def scenario():
         stores = [SqliteStore(tmp_path, 10**6, 1000.0) for _ in range(2)]
 
