@@ -29,7 +29,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    clock, hear = Clock(), heartbeat.Heartbeat._hear
+    clock, hear = Clock(), heartbeat.Heartbeat.hear
 
     def noting(self, rank, heard):
         lost = hear(self, rank, heard)
@@ -37,7 +37,7 @@ def clock(monkeypatch):
         return lost
 
     monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(heartbeat.Heartbeat, "_hear", noting)
+    monkeypatch.setattr(heartbeat.Heartbeat, "hear", noting)
     return clock
 
 

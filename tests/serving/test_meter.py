@@ -96,7 +96,7 @@ def test_steps_of_many_requests_that_come_end_and_are_aborted_in_any_order(tmp_p
 
 def test_a_request_that_runs_is_counted_whatever_is_aborted_meanwhile(tmp_path, monkeypatch):
     """A client may have many requests aborted, and go on with one."""
-    monkeypatch.setattr(meter, "_ABORTED", 100)
+    monkeypatch.setattr(meter, "MAX_ABORTED", 100)
     app = App()
     gate, keys = make(app, tmp_path, cache=False)
     asyncio.run(ask(gate, fields=CHAT, key=keys["acme"]))

@@ -108,7 +108,7 @@ class Heartbeat:
                     if (lost := self._beat()) is not None:
                         return lost
                 for key, _ in selector.select(max(min(due - now, 0.2), 0)):
-                    if (reason := self._hear(key.data, heard)) is not None:
+                    if (reason := self.hear(key.data, heard)) is not None:
                         return key.data, reason
                 for rank, at in heard.items():
                     # What came until `now` was read behind it. This thread may get no processor
@@ -133,7 +133,7 @@ class Heartbeat:
                 return rank, f"rank {rank} is gone: {error}"
         return None
 
-    def _hear(self, rank: int, heard: dict[int, float]) -> str | None:
+    def hear(self, rank: int, heard: dict[int, float]) -> str | None:
         """Takes what a rank sent. Returns what was lost, if anything."""
         try:
             received = self.peers[rank].recv(4096)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: Requests that were aborted may still have outputs, of the steps that were under way. Nothing says
 #: when the last has come, so the newest are remembered: many more than an engine has at once.
-_ABORTED = 65536
+MAX_ABORTED = 65536
 
 
 @dataclass(frozen=True)
@@ -93,5 +93,5 @@ class Meter:
         for name in request_ids:
             if (account := self._running.pop(name, None)) is not None:
                 self._aborted[name] = account
-        while len(self._aborted) > _ABORTED:
+        while len(self._aborted) > MAX_ABORTED:
             del self._aborted[next(iter(self._aborted))]

@@ -21,7 +21,7 @@ def redis_url(tmp_path_factory):
 @pytest.fixture
 def patient(monkeypatch):
     """However long another server's write takes: it is no outage of a SQLite file."""
-    monkeypatch.setattr(sqlite_store, "_BUSY_S", 60.0)
+    monkeypatch.setattr(sqlite_store, "BUSY_S", 60.0)
 
 
 @pytest.fixture(params=["sqlite", "redis"])

@@ -20,8 +20,8 @@ from vllm_metal.serving.response_cache import redis_store
 def test_no_request_fails_when_redis_stops_and_starts_under_load(
     tmp_path, caplog_vllm, monkeypatch
 ):
-    monkeypatch.setattr(redis_store, "_WAIT_S", 60.0)  # nothing but the outage is one
-    monkeypatch.setattr(redis_store, "_CONNECT_S", 60.0)
+    monkeypatch.setattr(redis_store, "WAIT_S", 60.0)  # nothing but the outage is one
+    monkeypatch.setattr(redis_store, "CONNECT_S", 60.0)
     pytest.importorskip("redis", reason="the extra `redis` is not installed")
     secret = tmp_path / "secret"
     secret.write_text("a secret of a test")

@@ -69,7 +69,7 @@ def test_the_oldest_make_room(make):
 
 @pytest.mark.parametrize("each", [150, pytest.param(1000, marks=pytest.mark.more)])
 def test_an_owner_may_be_purged_and_all_may(make, monkeypatch, each):
-    monkeypatch.setattr(redis_store, "_BATCH", each)
+    monkeypatch.setattr(redis_store, "BATCH", each)
 
     async def scenario(store):
         whose = ["a", "a.b", ""] * each

@@ -12,11 +12,11 @@ from vllm_metal.settings import local_network
 
 #: Braces: in a cluster, all keys have to be in one slot for a script to use them.
 _PREFIX = "{vllm-metal}:answers"
-_WAIT_S = 1.0  # for a reply, and for a loop that a herd keeps busy; after it, for no answer
-_CONNECT_S = 1.0  # once for many answers, of a loop that a herd keeps busy
+WAIT_S = 1.0  # for a reply, and for a loop that a herd keeps busy; after it, for no answer
+CONNECT_S = 1.0  # once for many answers, of a loop that a herd keeps busy
 #: Connections at most; who finds none free waits for one.
 _CONNECTIONS, _QUEUE_S = 16, 5.0
-_BATCH = 1000  # values that a command removes at once; other requests wait for milliseconds
+BATCH = 1000  # values that a command removes at once; other requests wait for milliseconds
 #: Of both scripts. KEYS: the index, the total. ARGV[1]: what values' keys begin with. The index has
 #: every key with its size and its owner, by the time of its end. What somebody else has put in the
 #: place of either is removed. Lua counts to 15 digits.
@@ -125,8 +125,8 @@ class RedisStore:
             url,
             max_connections=_CONNECTIONS,
             timeout=_QUEUE_S,
-            socket_timeout=_WAIT_S,
-            socket_connect_timeout=_CONNECT_S,
+            socket_timeout=WAIT_S,
+            socket_connect_timeout=CONNECT_S,
             retry_on_timeout=False,
         )
         self._redis: Any = client.Redis.from_pool(pool)
@@ -154,10 +154,10 @@ class RedisStore:
         number = 0
         await self._asked(self._forget(keys=_SHARED, args=[_PREFIX]))
         whose = "*" if owner is None else owner
-        values = {"match": f"{_PREFIX}:{whose}:*", "count": _BATCH}
+        values = {"match": f"{_PREFIX}:{whose}:*", "count": BATCH}
         async for found in self._all(lambda cursor: self._redis.scan(cursor, **values)):
             number += await self._asked(self._redis.unlink(*found))
-        index = {"match": None if owner is None else f"*:{owner}", "count": _BATCH}
+        index = {"match": None if owner is None else f"*:{owner}", "count": BATCH}
         async for found in self._all(lambda cursor: self._redis.zscan(_SHARED[0], cursor, **index)):
             members = [member for member, _ in found]
             await self._asked(self._forget(keys=_SHARED, args=[_PREFIX, *members]))

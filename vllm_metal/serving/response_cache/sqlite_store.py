@@ -22,7 +22,7 @@ from typing import TypeVar
 from vllm_metal.serving.response_cache.store import StoreError
 
 FILE = "answers.sqlite3"
-_BUSY_S = 0.25  # that another server's write may take
+BUSY_S = 0.25  # that another server's write may take
 _RETRY_S = 0.005
 _TOUCH_S = 60.0  # a hit is written down so often, else every one would write
 #: Of the schema below. A file of another one is made anew.
@@ -187,7 +187,7 @@ class SqliteStore:
         # let go of the locks that others in this process hold (sqlite.org/howtocorrupt.html, 2.2).
         with contextlib.suppress(FileExistsError):
             os.close(os.open(self._path, os.O_CREAT | os.O_EXCL, 0o600))
-        database = sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None)
+        database = sqlite3.connect(self._path, timeout=BUSY_S, isolation_level=None)
         try:
             _to_wal(database)
             database.execute("PRAGMA synchronous = NORMAL")
@@ -235,7 +235,7 @@ def _to_wal(database: sqlite3.Connection) -> None:
     """Waits for another server that does the same, which SQLite itself does not (its source:
     a busy handler is not called where two might wait for each other).
     """
-    end = time.monotonic() + _BUSY_S
+    end = time.monotonic() + BUSY_S
     while True:
         try:
             database.execute("PRAGMA journal_mode = WAL")
