@@ -4,7 +4,7 @@
 import pytest
 from redis_server import NO_REDIS, REDIS, held_port, redis_server
 
-from vllm_metal.serving.response_cache import sqlite_store
+from vllm_metal.serving.response_cache import redis_store, sqlite_store
 from vllm_metal.serving.response_cache.redis_store import RedisStore
 from vllm_metal.serving.response_cache.sqlite_store import SqliteStore
 
@@ -20,8 +20,10 @@ def redis_url(tmp_path_factory):
 
 @pytest.fixture
 def patient(monkeypatch):
-    """However long another server's write takes: it is no outage of a SQLite file."""
+    """However long another server's write, or Redis, takes: that is no outage."""
     monkeypatch.setattr(sqlite_store, "BUSY_S", 60.0)
+    monkeypatch.setattr(redis_store, "WAIT_S", 60.0)
+    monkeypatch.setattr(redis_store, "CONNECT_S", 60.0)
 
 
 @pytest.fixture(params=["sqlite", "redis"])

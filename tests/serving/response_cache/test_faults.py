@@ -251,7 +251,7 @@ def server(tmp_path):
 
 @pytest.mark.more
 @needs_redis
-def test_500_kept_answers_asked_for_at_once_are_500_hits(tmp_path, server):
+def test_500_kept_answers_asked_for_at_once_are_500_hits(tmp_path, server, patient):
     async def scenario(gate):
         await marks(gate, range(500))
         asked = gate.app.asked
@@ -262,7 +262,7 @@ def test_500_kept_answers_asked_for_at_once_are_500_hits(tmp_path, server):
 
 
 @needs_redis
-def test_a_full_redis_says_what_it_has(tmp_path, server, caplog_vllm):
+def test_a_full_redis_says_what_it_has(tmp_path, server, patient, caplog_vllm):
     _, url, client = server
 
     async def scenario(gate):
@@ -320,7 +320,7 @@ PLANTED = {
 
 
 @needs_redis
-def test_planted_answers_are_misses(tmp_path, server):
+def test_planted_answers_are_misses(tmp_path, server, patient):
     _, url, client = server
 
     async def scenario(gate):
