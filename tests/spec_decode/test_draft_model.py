@@ -22,6 +22,8 @@ from vllm_metal.spec_decode.draft_model import MAX_BEHIND, DraftModelProposer, G
 from vllm_metal.spec_decode.passes import Passes, PassNetwork
 from vllm_metal.spec_decode.proposer import DraftRequest
 
+pytestmark = pytest.mark.usefixtures("unfused")
+
 BLOCK, VOCAB, MAX_LEN, MAX_NUM_REQS, K = 16, 64, 160, 6, 4
 TIE = 1e-4  # of two logits, which range over some 3: sums in another order move them by 1e-6
 CONFIG = {
@@ -56,11 +58,20 @@ class Counting(PassNetwork):
 class Bench:
     """A proposer on a small pool, the true tokens of its requests, and mlx-lm's model as judge."""
 
-    def __init__(self, windowed=False, max_len=MAX_LEN, kv_cache_type=ScatterKVCache, allowed=True):
+    def __init__(
+        self,
+        windowed=False,
+        max_len=MAX_LEN,
+        kv_cache_type=ScatterKVCache,
+        allowed=True,
+        num_blocks=80,
+        num_layers=4,
+    ):
         seam.install()
         self.rng = np.random.default_rng(0)
         mx.random.seed(0)
         family, config = (olmo3, CONFIG | WINDOWED) if windowed else (llama, CONFIG)
+        config = config | {"num_hidden_layers": num_layers}
         self.model = family.Model(family.ModelArgs.from_dict(config))
         # Large weights around attention make the likeliest token depend on all before it.
         self.model.update(
@@ -72,14 +83,15 @@ class Bench:
         mx.eval(self.model.parameters())
         layers = attention_layers(self.model, "test")
         pools = {
-            layer.name: kv_cache_type(80, BLOCK, layer.storage_key, mx.float32) for layer in layers
+            layer.name: kv_cache_type(num_blocks, BLOCK, layer.storage_key, mx.float32)
+            for layer in layers
         }
         group_of = dict.fromkeys(pools, 0)
         self.network = Counting(GreedyModel(ModelParts(self.model)))
         self.paged = PagedLayers(layers, pools, group_of, BLOCK)
         self.graphs = Graphs(allowed)
         self.tables = BlockTables(1, MAX_NUM_REQS, MAX_LEN // BLOCK + 1)
-        self.free = self.rng.permutation(np.arange(1, 80)).tolist()
+        self.free = self.rng.permutation(np.arange(1, num_blocks)).tolist()
         passes = Passes(self.network, self.paged, self.tables, self.graphs, K)
         self.proposer = DraftModelProposer(passes, MAX_NUM_REQS, K, max_len)
         self.token_ids_np = np.zeros((MAX_NUM_REQS, MAX_LEN), np.int32)
@@ -123,8 +135,15 @@ class Bench:
         return self.rng.integers(0, VOCAB, length).tolist()
 
 
-@pytest.mark.parametrize("windowed", [False, True])
-@pytest.mark.parametrize("kv_cache_type", [ScatterKVCache, KernelKVCache])
+@pytest.mark.parametrize(
+    ("kv_cache_type", "windowed"),
+    [
+        (ScatterKVCache, False),
+        (ScatterKVCache, True),
+        pytest.param(KernelKVCache, True, marks=pytest.mark.more),
+        pytest.param(KernelKVCache, False, marks=pytest.mark.slow),
+    ],
+)
 def test_drafts_equal_greedy_generation_after_any_pattern_of_acceptance(kv_cache_type, windowed):
     with kernel.using(metal_kernel):
         generate(Bench(windowed, kv_cache_type=kv_cache_type))

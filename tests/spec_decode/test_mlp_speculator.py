@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from models.cases import cases
 from spec_decode.heads import (
     CONFIG,
     HIDDEN,
@@ -91,7 +92,10 @@ def vllm_speculator(config, weights):
     return module
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=cases(CASES, ["tied, input scaled"], ["each step its own", "fewer steps than drafts"]),
+)
 def bench(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     arrays, head_config, file, num_steps = CASES[request.param]
@@ -125,6 +129,7 @@ def bench(request, tmp_path_factory):
     return found
 
 
+@pytest.mark.usefixtures("unfused")
 def test_drafts_are_vllms_after_any_pattern_of_acceptance(bench):
     most = min(K, bench.num_steps)
     bench.begin(0, bench.prompt(41))
@@ -158,6 +163,8 @@ def test_what_does_not_fit_is_named(tmp_path, arrays, changes, reason):
         load_network(config, parts.ModelParts(model))
 
 
+@pytest.mark.more
+@pytest.mark.usefixtures("unfused")
 def test_served(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     small = {"vocab_size": 32, "num_hidden_layers": 2}

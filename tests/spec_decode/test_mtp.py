@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+from models.cases import cases
 from spec_decode.heads import (
     BLOCK,
     CONFIG,
@@ -247,7 +248,10 @@ def mtp_config(folder, **options):
     return engine_config(folder, folder, "mtp", trust_remote_code=True, **options)
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=cases(CASES, ["mimo", "glm4_moe"], ["glm4_moe, quantised", "exaone_moe, windowed"]),
+)
 def bench(request, tmp_path_factory):
     target, shapes, quantized, layer_id, module, family = CASES[request.param]
     folder = write(tmp_path_factory.mktemp("models") / "target", target, shapes, quantized)
@@ -255,6 +259,7 @@ def bench(request, tmp_path_factory):
     return Bench(config, Judge(config, folder, layer_id, module, family))
 
 
+@pytest.mark.usefixtures("unfused")
 def test_drafts_are_vllms_for_prompts_in_chunks_and_any_pattern_of_acceptance(bench):
     prefix = bench.prompt(3 * BLOCK)
     bench.begin(0, prefix + bench.prompt(3))
@@ -306,7 +311,8 @@ def test_several_layers_are_not_served(tmp_path):
         mtp_config(several)
 
 
-@pytest.mark.parametrize("family", ["mimo", "glm4_moe, quantised"])
+@pytest.mark.usefixtures("unfused")
+@pytest.mark.parametrize("family", cases(["mimo", "glm4_moe, quantised"], more=["mimo"]))
 def test_served(tmp_path, monkeypatch, family):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     target, shapes, quantized, *_ = CASES[family]

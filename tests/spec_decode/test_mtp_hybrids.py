@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from e2e.harness import Dense, counters, engine, generate, greedy
 from mlx.utils import tree_flatten
+from models.cases import cases
 from spec_decode.heads import BLOCK, Bench, K, engine_config, serve_and_check
 from spec_decode.hybrids import FAMILIES, NaiveMTP, write_hybrid
 
@@ -15,7 +16,7 @@ from vllm_metal.spec_decode.registry import load_network
 LENGTHS = (1, 17, 40, 100)  # of prompts
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=cases(FAMILIES, ["qwen3_next"], ["qwen3_5_moe"]))
 def bench(request, tmp_path_factory):
     folder = write_hybrid(tmp_path_factory.mktemp("models") / "target", request.param)
     return Bench(engine_config(folder, folder, "mtp", **text_of(request.param)), NaiveMTP(folder))
@@ -26,6 +27,7 @@ def text_of(family):
     return {"language_model_only": True} if family.startswith("qwen3_5") else {}
 
 
+@pytest.mark.usefixtures("unfused")
 def test_drafts_are_the_formulas_for_prompts_in_chunks_and_any_pattern_of_acceptance(bench):
     bench.begin(0, bench.prompt(3 * BLOCK + 3))
     bench.begin(1, bench.prompt(2))
@@ -38,7 +40,7 @@ def test_drafts_are_the_formulas_for_prompts_in_chunks_and_any_pattern_of_accept
     assert drafted > 10
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", cases(FAMILIES, ["qwen3_next"], ["qwen3_5", "qwen3_5_moe"]))
 def test_a_conversions_layer_is_the_published_one(tmp_path, monkeypatch, family):
     """mlx-lm adds one to the norms' weights as it converts, and it is not added again."""
     heads, make = [], mtp.MTPHead
@@ -60,14 +62,8 @@ def parameters(head):
     return {name: array for name, array in found if not name.startswith(targets)}
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "qwen3_next",
-        pytest.param("qwen3_5", marks=pytest.mark.more),
-        pytest.param("qwen3_5_moe", marks=pytest.mark.more),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_served(tmp_path, monkeypatch, family):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     folder = write_hybrid(tmp_path / "target", family, vocab_size=32)
@@ -75,7 +71,7 @@ def test_served(tmp_path, monkeypatch, family):
     serve_and_check(folder, speculation, **text_of(family))
 
 
-@pytest.mark.parametrize("lengths", ["fixed", "adaptive"])
+@pytest.mark.parametrize("lengths", [pytest.param("fixed", marks=pytest.mark.slow), "adaptive"])
 def test_drafts_that_are_mostly_right(tmp_path, monkeypatch, lengths):
     """Text is mlx-lm's, from drafts that are kept and drafts that are not, also after a hit."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

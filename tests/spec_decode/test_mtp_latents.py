@@ -4,15 +4,15 @@
 import json
 
 import pytest
+from models.cases import cases
 from models.test_mtp_weights import write
 from spec_decode.heads import serve_and_check
 
 ARCHITECTURES = {"deepseek_v3": "DeepseekV3ForCausalLM", "glm4_moe_lite": "Glm4MoeLiteForCausalLM"}
 
 
-@pytest.mark.parametrize(
-    "model_type", ["deepseek_v3", pytest.param("glm4_moe_lite", marks=pytest.mark.more)]
-)
+@pytest.mark.usefixtures("unfused")
+@pytest.mark.parametrize("model_type", cases(ARCHITECTURES, more=["deepseek_v3"]))
 def test_served(tmp_path, monkeypatch, model_type):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     write(tmp_path, model_type, fp8=False)

@@ -19,6 +19,8 @@ from vllm_metal.spec_decode.spans import Spans
 
 NUM_STEPS = 14
 LENGTHS = (3, 15, 33)
+#: What kernels return here takes time by the size of their pool.
+OVER_KERNELS = {"kv_cache_type": KernelKVCache, "num_blocks": 32, "num_layers": 2}
 
 
 def begin_all(bench):
@@ -43,7 +45,7 @@ def drafted(bench, unlike):
     return found
 
 
-@pytest.mark.parametrize("unlike", [False, True])
+@pytest.mark.parametrize("unlike", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_drafts_by_graphs_are_those_of_passes_in_python(unlike):
     by_graphs, in_python = (Bench(allowed=allowed) for allowed in (True, False))
     found = drafted(by_graphs, unlike)
@@ -57,12 +59,12 @@ def test_drafts_by_graphs_are_those_of_passes_in_python(unlike):
         by_graphs.check(req_idx, drafts)
 
 
-@pytest.mark.parametrize("unlike", [pytest.param(False, marks=pytest.mark.more), True])
+@pytest.mark.parametrize("unlike", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_drafts_by_graphs_over_kernels_are_those_of_passes_in_python(unlike, monkeypatch):
     """What kernels return here depends on all that they are given, fences of the past included."""
     monkeypatch.setattr(mx.fast, "metal_kernel", Digesting().metal_kernel)
     with kernel.using(mx.fast.metal_kernel):
-        benches = [Bench(kv_cache_type=KernelKVCache, allowed=allowed) for allowed in (True, False)]
+        benches = [Bench(allowed=allowed, **OVER_KERNELS) for allowed in (True, False)]
         found = [drafted(bench, unlike) for bench in benches]
     assert found[0] == found[1]
     assert len({token for step in found[0] for drafts in step for token in drafts}) > 3
@@ -97,7 +99,7 @@ def unread_drafts(bench):
 def test_graphs_start_where_the_device_knows_the_newest_token_to_be(monkeypatch):
     monkeypatch.setattr(mx.fast, "metal_kernel", Digesting().metal_kernel)
     with kernel.using(mx.fast.metal_kernel):
-        benches = [Bench(kv_cache_type=KernelKVCache, allowed=allowed) for allowed in (True, False)]
+        benches = [Bench(allowed=allowed, **OVER_KERNELS) for allowed in (True, False)]
         found = [unread_drafts(bench) for bench in benches]
     assert found[0] == found[1]
     assert benches[0].graphs.num_built > 0.6 * benches[1].network.passes
@@ -126,7 +128,7 @@ def test_waits_do_not_grow_with_the_number_of_passes(monkeypatch):
 def test_nothing_waits_over_kernels(monkeypatch):
     monkeypatch.setattr(mx.fast, "metal_kernel", Digesting().metal_kernel)
     with kernel.using(mx.fast.metal_kernel):
-        bench = Bench(kv_cache_type=KernelKVCache)
+        bench = Bench(**OVER_KERNELS)
         requests = begin_all(bench)
         made = waits(monkeypatch)
         for _ in range(4):
@@ -136,8 +138,7 @@ def test_nothing_waits_over_kernels(monkeypatch):
     assert not made
 
 
-@pytest.mark.parametrize("accepted", [0, K])
-@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize(("windowed", "accepted"), [(False, K), (True, 0)])
 def test_k_v_are_written_as_far_as_a_request_has_room_and_no_further(windowed, accepted):
     """Block 0 aside, which is nobody's."""
     bench = Bench(windowed)
