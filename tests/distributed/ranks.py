@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 LIMIT_S = 600
+TESTS = Path(__file__).parents[1]
 
 
 def run(module: str, folder: Path, size: int = 2, arguments: Sequence[str] = ()) -> list[str]:
@@ -37,6 +38,7 @@ def run(module: str, folder: Path, size: int = 2, arguments: Sequence[str] = ())
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
+                cwd=TESTS,  # so that its modules are found
                 env=os.environ | {"MLX_HOSTFILE": str(hostfile), "MLX_RANK": str(rank)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
