@@ -16,7 +16,7 @@ from pathlib import Path
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 _START_S = 300.0  # many times what a first start takes, which compiles vLLM's own code
 _STOP_S = 20.0
-_POLL_S = 0.25
+POLL_S = 0.25
 _LAST_LINES = 20
 
 
@@ -115,7 +115,7 @@ def ready(processes: Sequence[Process]) -> Iterator[Process]:
         if waiting and time.monotonic() > deadline:
             names = ", ".join(process.name for process in waiting)
             raise ProcessError(f"no answer after {_START_S:.0f} s: {names}{waiting[0]._end}")
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
 
 
 def free_ports(count: int) -> list[int]:

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import _common
 import _terminal
 import httpx
-from _processes import VLLM, Process, ProcessError, free_ports, ready, running
+from _processes import POLL_S, VLLM, Process, ProcessError, free_ports, ready, running
 
 HERE = Path(__file__).resolve().parent
 TEXT = HERE.parents[1] / "LICENSE"  # a long text in English that every clone has
@@ -95,6 +95,7 @@ def run(stack: ExitStack, model: str, characters: int) -> int:
     command += ["--prefill", prefill.url, "--decode", decode.url]
     proxy = stack.enter_context(running("proxy", command, proxy_port, folder))
     await_all([proxy, prefill, decode, plain])
+    await_helpers(proxy)
 
     for url in (proxy.url, plain.url):  # no measurement contains a first time
         ask(url, "Once upon a time", 4)
@@ -138,6 +139,12 @@ def await_all(processes: Sequence[Process]) -> None:
         for process in ready(processes):
             took = time.perf_counter() - started
             _terminal.say(f"{process.name}: ready after {took:.0f} s", "dim")
+
+
+def await_helpers(proxy: Process) -> None:
+    """Waits until the proxy has seen its prefill server: it looks every two seconds."""
+    while any(helper["away"] for helper in httpx.get(f"{proxy.url}/status").json()["helpers"]):
+        time.sleep(POLL_S)
 
 
 def ask(url: str, question: str, max_tokens: int) -> Answer:
