@@ -15,15 +15,22 @@ import mlx.nn as nn
 import torch
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import load_config
-from mlx_lm.utils import load_model as load_mlx_model
 from tqdm.auto import tqdm
 from vllm.logger import init_logger
 
 from vllm_metal.kv_cache.formats import MLX_DTYPES
 from vllm_metal.mlx_patches import registry as patches
 from vllm_metal.models import published_config
+from vllm_metal.models.heads import Head, head_of, is_head
+from vllm_metal.models.leftovers import accounted
 from vllm_metal.models.ropes import fit_context, mend_ropes
-from vllm_metal.models.weight_files import ModelLoadError, check_weight_files
+from vllm_metal.weights import files
+from vllm_metal.weights.files import ModelLoadError
+from vllm_metal.weights.judge import plan_of
+from vllm_metal.weights.layers import FLOAT32
+from vllm_metal.weights.loading import Checkpoint, load_model, opened
+from vllm_metal.weights.packed import Packed, Weight
+from vllm_metal.weights.plan import Plan
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -31,13 +38,16 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 #: Of a config.json, mlx-lm's model and its arguments.
 Classes = Callable[[dict[str, Any]], tuple[type, type]]
-#: Files that mlx-lm needs of a model; vLLM fetches the tokenizer itself.
-_PATTERNS = ("*.json", "model*.safetensors", "*.py", "*.tiktoken", "*.jinja")
+#: Files that are needed of a model; vLLM fetches the tokenizer itself.
+_PATTERNS = ("*.json", *files.PATTERNS, "*.py", "*.tiktoken", "*.jinja")
 #: Keys of config.json that say how positions turn queries and keys.
 _ROPE = frozenset(("rope_parameters", "rope_scaling", "rope_theta"))
 #: Files of a draft head on the target's hidden states.
 HEAD_PATTERNS = ("*.json", "*.safetensors", "*.bin", "*.pt")
 _FLOATING = (mx.float16, mx.bfloat16, mx.float32)
+#: What names end in of vectors that stay float32 where files have them so: biases that choose
+#: experts, and rates of decay, whose rounding grows with the text.
+_FLOAT32 = ("e_score_correction_bias", "expert_bias", "A_log", "dt_bias")
 _LONGEST_REASON = 400  # characters of another package's message
 
 
@@ -134,12 +144,13 @@ def lazy_model(
     Raises:
         ModelLoadError: see `load`.
     """
-    check_weight_files(path)
     try:
         patches.install()
-        model = dense_model(path, trust_remote_code, overrides, classes)
+        model = dense_model(path, trust_remote_code, overrides, classes, dtype)
         patches.install()  # again: mlx-lm has just imported the modules of the folder's own code
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
+    except ModelLoadError as error:
+        raise ModelLoadError(f"cannot load {path}: {error}") from error
+    except Exception as error:  # whatever a module raises of its arguments
         reason = shorten(str(error), _LONGEST_REASON)  # mlx-lm lists every missing weight on a line
         raise ModelLoadError(f"mlx-lm cannot load {path}: {reason}") from error
     parameters = dict(tree_flatten(model.parameters()))
@@ -153,6 +164,7 @@ def dense_model(
     trust_remote_code: bool = False,
     overrides: Mapping[str, Any] | None = None,
     classes: Classes = patches.classes,
+    dtype: mx.Dtype = mx.float32,
 ) -> nn.Module:
     """mlx-lm's own model of a folder, which computes what the folder says; as its files are typed.
 
@@ -163,29 +175,32 @@ def dense_model(
         trust_remote_code: whether the folder's own code may run.
         overrides: keys of config.json, and what they are instead.
         classes: see `load`.
+        dtype: of activations, for the scales of quantized weights.
 
     Raises:
-        ModelLoadError: the folder asks for what mlx-lm's module does not compute.
+        ModelLoadError: the folder asks for what mlx-lm's module does not compute, or its weights
+            are not served.
         Exception: what mlx-lm raises.
     """
     config = load_config(path) | dict(overrides or {})
-    model, _ = load_mlx_model(
-        path,
-        lazy=True,
-        model_config=dict(overrides or {}) | _as_read(config),
-        get_model_classes=classes,
-        trust_remote_code=trust_remote_code,
-    )
+    checkpoint = opened(path, config)
+    read = config | _as_read(config, checkpoint)
+    model = load_model(checkpoint, read, accounted(classes), dtype, trust_remote_code)
     mend_ropes(model, config)
     return model
 
 
-def _as_read(config: Mapping[str, Any]) -> dict[str, Any]:
+def _as_read(config: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
     """What config.json says in the words of mlx-lm's module, where it uses others."""
     if "model_file" in config:
         return {}  # the folder's own code reads it
     family, args = patches.classes(dict(config))
-    return published_config.as_read(config, patches.module_of(config, family), args)
+    text = config.get("text_config") or {}
+    stated = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    is_packed = any(map(is_head, checkpoint.plan.weights))
+    head = Head.OWN if is_packed else head_of(checkpoint.arrays, may_be_copy=stated is not False)
+    module = patches.module_of(config, family)
+    return published_config.as_read(config, module, args, checkpoint.folder, head)
 
 
 def in_dtype(
@@ -201,46 +216,81 @@ def in_dtype(
         place: what the names lack before them in the model.
     """
     may_cast = getattr(model, "cast_predicate", lambda name: True)
-    return {
-        name: a.astype(dtype) if a.dtype in _FLOATING and may_cast(f"{place}{name}") else a
-        for name, a in arrays.items()
-    }
+
+    def in_its_dtype(name: str, array: mx.array) -> mx.array:
+        if array.dtype not in _FLOATING or not may_cast(f"{place}{name}"):
+            return array
+        kept = name.endswith(FLOAT32) or (array.ndim == 1 and name.endswith(_FLOAT32))
+        return array if kept and array.dtype == mx.float32 else array.astype(dtype)
+
+    return {name: in_its_dtype(name, array) for name, array in arrays.items()}
 
 
 def load_weights(
     model_config: ModelConfig,
     config: VllmConfig,
     wanted: Callable[[str], bool] | None = None,
-    as_stored: bool = False,
 ) -> dict[str, mx.array]:
     """Arrays by name, in the target's dtype, of a checkpoint that is no model by itself.
 
     Arrays of safetensors files are read when they are used. Draft heads are often published as
     torch's files only; of these, only tensors are unpickled.
 
+    Quantized weights become dense.
+
     Args:
         model_config: names the checkpoint's folder.
         config: vLLM's.
         wanted: whether to return the array of a name; None: return all.
-        as_stored: leaves their dtypes as they are.
 
     Raises:
         ModelLoadError: the folder is missing or has no weights, or they are unreadable.
     """
+    dtype = mlx_dtype(config)
+    weights, _ = load_checkpoint(model_config, config, wanted)
+    arrays = {
+        name: weight.dense(dtype) if isinstance(weight, Packed) else weight
+        for name, weight in weights.items()
+    }
+    return in_dtype(arrays, dtype)
+
+
+def load_checkpoint(
+    model_config: ModelConfig,
+    config: VllmConfig,
+    wanted: Callable[[str], bool] | None = None,
+) -> tuple[dict[str, Weight], Plan]:
+    """Weights of a checkpoint that is no model by itself, and how they are stored; lazy.
+
+    Arrays keep the dtypes of their files.
+
+    Args:
+        model_config: names the checkpoint's folder.
+        config: vLLM's.
+        wanted: whether to return the weight whose tensors have a name; None: return all.
+
+    Raises:
+        ModelLoadError: see `load_weights`; also if a format is not served.
+    """
     folder = model_folder(model_config, config, HEAD_PATTERNS)
-    found: dict[str, mx.array] = {}
+    paths = sorted(folder.glob("*.safetensors"))
+    counts = wanted or (lambda name: True)
     try:
-        for path in sorted(folder.glob("*.safetensors")):
-            found |= cast(dict[str, mx.array], mx.load(str(path)))
-        if not found:
-            for path in sorted(p for p in folder.iterdir() if p.suffix in (".bin", ".pt")):
-                found |= _torch_arrays(path)
+        if paths:
+            headers = files.headers_of(paths, lambda name, path: counts(name))
+            plan = plan_of(load_config(folder), headers, folder)
+            return plan.converted(files.arrays_of(headers), mlx_dtype(config)), plan
+        found: dict[str, Weight] = {}
+        paths = sorted(p for p in folder.iterdir() if p.suffix in (".bin", ".pt"))
+        for path in paths:
+            found |= {name: a for name, a in _torch_arrays(path).items() if counts(name)}
+    except ModelLoadError:
+        raise
     except (RuntimeError, OSError, ValueError, UnpicklingError) as error:
         raise ModelLoadError(f"weights in {folder} are unreadable: {error}") from error
-    if not found:
+    if not paths:
         raise ModelLoadError(f"no weights (*.safetensors, *.bin, *.pt) in {folder}")
-    chosen = {name: a for name, a in found.items() if wanted is None or wanted(name)}
-    return chosen if as_stored else in_dtype(chosen, mlx_dtype(config))
+    return found, Plan()
 
 
 def _torch_arrays(path: Path) -> dict[str, mx.array]:

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model folder's weight files: which count, whether they are complete, and the arrays in them.
+
+Format of safetensors: https://huggingface.co/docs/safetensors/index#format
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+
+_INDEX = "model.safetensors.index.json"
+#: In a folder that stands for a GGUF model: where its files are, and how they are read.
+GGUF_FILES, GGUF_CONVERSION = "gguf.json", "gguf_conversion.json"
+_MOST_HEADER = 2**40  # bytes, no file's; eight letters make more
+_LFS = b"version "  # how a pointer of Git LFS begins
+_AGAIN = "download it again, or convert the model again"
+#: Files of a model without an index: the first pattern that finds any.
+PATTERNS = ("model*.safetensors", "pytorch_model*.safetensors", "weights*.safetensors")
+#: Dtypes of safetensors that MLX does not read.
+_UNREAD = ("F64", "F8_E5M2", "F4", "F6_E2M3", "F6_E3M2", "F8_E5M2FNUZ", "F8_E4M3FNUZ")
+
+
+class ModelLoadError(RuntimeError):
+    """The model folder cannot be loaded; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """A stored tensor, as its file's header describes it."""
+
+    dtype: str  # safetensors' word, such as "BF16" or "F8_E4M3"
+    shape: tuple[int, ...]
+    file: Path
+    nbytes: int
+
+
+def check_weight_files(folder: Path) -> None:
+    """Checks the header and the size of each file that is read.
+
+    Raises:
+        ModelLoadError: a file is missing, truncated or no safetensors file, or two files have a
+            tensor of the same name; the message names it.
+    """
+    if is_gguf(folder):
+        for path in weight_files(folder):
+            if not path.is_file():
+                raise ModelLoadError(f"{path} is missing: it was there when its header was read")
+        return
+    headers(folder)
+
+
+def is_gguf(folder: Path) -> bool:
+    """Whether a folder stands for a GGUF model."""
+    return (folder / GGUF_FILES).is_file()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Files that hold a model's weights: those of its index, or all of one naming pattern.
+
+    Raises:
+        ModelLoadError: the index is unreadable.
+    """
+    if is_gguf(folder):
+        return [Path(path) for path in json.loads((folder / GGUF_FILES).read_bytes())]
+    index = folder / _INDEX
+    if index.is_file():
+        return sorted({folder / name for name in _weight_map(index).values()})
+    return next(
+        (found for pattern in PATTERNS if (found := sorted(folder.glob(pattern)))),
+        [],
+    )
+
+
+def headers(folder: Path) -> dict[str, Header]:
+    """Headers of a model's tensors by name; of names that the index maps, from the file it says.
+
+    Raises:
+        ModelLoadError: see `check_weight_files`.
+    """
+    if is_gguf(folder):
+        raise ModelLoadError(
+            f"{folder} stands for a GGUF file, which is not supported here: what is asked for is "
+            "read of safetensors files. Use the model's own checkpoint"
+        )
+    files = weight_files(folder)
+    if not files:
+        raise ModelLoadError(
+            f"{folder / 'model.safetensors'} is missing: the folder has no weights"
+        )
+    index = folder / _INDEX
+    mapped = _weight_map(index) if index.is_file() else {}
+    for path in files:
+        if not path.is_file():
+            raise ModelLoadError(f"{path} is missing: {_INDEX} names it; {_AGAIN}")
+    return headers_of(files, lambda name, path: mapped.get(name, path.name) == path.name)
+
+
+def headers_of(
+    files: Iterable[Path], counts: Callable[[str, Path], bool] = lambda name, path: True
+) -> dict[str, Header]:
+    """Headers of the tensors in several files by name.
+
+    Args:
+        files: of safetensors.
+        counts: whether a file's tensor of a name is read at all.
+
+    Raises:
+        ModelLoadError: a file is unreadable or truncated, or two have a tensor of the same name.
+    """
+    found: dict[str, Header] = {}
+    for path in files:
+        for name, header in _headers_in(path).items():
+            if not counts(name, path):
+                continue
+            if name in found:
+                raise ModelLoadError(
+                    f"{name} is stored twice, in {found[name].file} and {path.name}: remove the "
+                    "file that does not belong to the model"
+                )
+            found[name] = header
+    return found
+
+
+def arrays_of(found: Mapping[str, Header]) -> dict[str, mx.array]:
+    """Arrays of stored tensors by name; each is read when it is evaluated.
+
+    MLX has no 8-bit floating-point dtypes: those are uint8.
+
+    Raises:
+        ModelLoadError: a tensor's dtype is not supported.
+    """
+    for name, header in found.items():
+        if header.dtype in _UNREAD:
+            raise ModelLoadError(
+                f"{name} in {header.file} is stored as {header.dtype}, which MLX does not read: "
+                "choose a checkpoint in another format"
+            )
+    arrays: dict[str, mx.array] = {}
+    for path in sorted({header.file for header in found.values()}):
+        loaded = cast(dict[str, mx.array], mx.load(str(path)))
+        arrays |= {n: a for n, a in loaded.items() if n in found and found[n].file == path}
+    return arrays
+
+
+def stored_arrays(folder: Path) -> Iterator[tuple[str, mx.array]]:
+    """Yields names and arrays of a model's weight files; each is read when it is evaluated."""
+    yield from arrays_of(headers(folder)).items()
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        return {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
+        raise ModelLoadError(f"{index} is unreadable ({_first_line(error)}); {_AGAIN}") from error
+
+
+def _headers_in(path: Path) -> dict[str, Header]:
+    try:
+        size = path.stat().st_size
+        header: dict[str, Any] = {}
+        with path.open("rb") as file:
+            first = file.read(8)
+            header_size = int.from_bytes(first, "little")
+            _check_no_text(path, first, header_size)
+            if size >= 8 + header_size:
+                header = json.loads(file.read(header_size))
+        header.pop("__metadata__", None)
+        found = {
+            name: Header(
+                str(stored["dtype"]),
+                tuple(stored["shape"]),
+                path,
+                stored["data_offsets"][1] - stored["data_offsets"][0],
+            )
+            for name, stored in header.items()
+        }
+        end = max((stored["data_offsets"][1] for stored in header.values()), default=0)
+    except (ValueError, KeyError, AttributeError, TypeError, IndexError, OSError) as error:
+        raise ModelLoadError(
+            f"{path} is no readable safetensors file ({_first_line(error)}); {_AGAIN}"
+        ) from error
+    if size < 8 + header_size + end:
+        raise ModelLoadError(
+            f"{path} is cut off: it has {size:,} bytes of {8 + header_size + end:,}; {_AGAIN}"
+        )
+    return found
+
+
+def _check_no_text(path: Path, first: bytes, header_size: int) -> None:
+    """Checks that a file is none of text, which is there in place of the weights.
+
+    Raises:
+        ModelLoadError: it is.
+    """
+    if header_size <= _MOST_HEADER or not first.isascii():
+        return
+    why = f"it begins with {first.decode()!r}, as a page or a message does; {_AGAIN}"
+    if first == _LFS:
+        why = "it is a pointer of Git LFS: fetch the file itself by `git lfs pull`, or download it"
+    raise ModelLoadError(f"{path} has no weights: {why}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0]

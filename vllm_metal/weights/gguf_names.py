@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the GGUF file that a user's name for a model means."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from metal_kernels.cache import cache_dir
+from vllm_metal.settings import envs
+from vllm_metal.weights.files import ModelLoadError
+
+#: A repository of the hub and a tag, as llama.cpp and Ollama write it: "owner/name:Q4_K_M".
+_TAGGED = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<tag>[\w.-]+)")
+_PART = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
+_MAGIC = b"GGUF"
+
+
+def folder_of(model: str, tokenizer: bool = True) -> str:
+    """The folder that stands for a GGUF model; any other model as it is named.
+
+    Args:
+        model: a file, known by its first bytes; "owner/name:TAG" for a file in the Hugging Face
+            cache; or anything else.
+        tokenizer: whether the file's own tokenizer is used.
+
+    Raises:
+        ModelLoadError: there is no such file, or several; or it is not supported.
+    """
+    if (file := file_of(model)) is None:
+        return model
+    from vllm_metal.weights import gguf_model  # needs the package gguf
+
+    return str(gguf_model.folder_of(file, cache_dir() / "gguf", envs.gguf_inexact(), tokenizer))
+
+
+def file_of(model: str) -> Path | None:
+    """The GGUF file that a name means; None if it means no GGUF model.
+
+    Raises:
+        ModelLoadError: see `folder_of`.
+    """
+    path = Path(model).expanduser()
+    if path.is_file() and _begins_as_gguf(path):
+        return path
+    if path.suffix == ".gguf":
+        why = "is no GGUF file: download it again" if path.is_file() else "does not exist"
+        raise ModelLoadError(f"{path} {why}.")
+    tagged = _TAGGED.fullmatch(model)
+    if tagged is None or path.exists():
+        return None
+    return _of_tag(tagged["repo"], tagged["tag"])
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
+def _of_tag(repo: str, tag: str) -> Path:
+    """The cached file of a repository that a tag names; of a split model, the first part."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    download = f"hf download {repo} --include '*{tag}*'"
+    try:
+        folder = Path(snapshot_download(repo, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError) as error:
+        raise ModelLoadError(
+            f"{repo}:{tag} is not in the Hugging Face cache. Run `{download}` first."
+        ) from error
+    files = [path for path in sorted(folder.rglob("*.gguf")) if "mmproj" not in path.name.lower()]
+    word = re.compile(rf"(?<![a-z0-9_]){re.escape(tag.lower())}(?![a-z0-9_])")
+    found = [
+        path
+        for path in files
+        if word.search(str(path.relative_to(folder)).lower())
+        and ((part := _PART.search(path.name)) is None or int(part[1]) == 1)
+    ]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(str(path.relative_to(folder)) for path in found or files) or "none"
+    if found:
+        raise ModelLoadError(f"{repo}:{tag} names several files: {names}. Give one file's path.")
+    raise ModelLoadError(
+        f"{repo}:{tag} is not in the Hugging Face cache, which has {names}. Run `{download}` first."
+    )

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MLX arrays whose bytes a function writes into MLX's memory, without a copy.
+
+MLX reads safetensors from a Python file object, one array a read, as soon as it is opened. The file
+object here has a header and no data: each read calls the function of the array at its offset.
+Format of safetensors: https://huggingface.co/docs/safetensors/index#format
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from math import prod
+from typing import Any, BinaryIO, cast
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+#: Writes all elements of an array into a buffer of uint8. It may run in any thread, once for each
+#: evaluation.
+Fill = Callable[[npt.NDArray[np.uint8]], None]
+_DTYPES = {
+    "U8": mx.uint8,
+    "U32": mx.uint32,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "F32": mx.float32,
+}
+_OUTLINES = ContextVar("outlines", default=False)
+
+
+@contextmanager
+def outlines_only() -> Iterator[None]:
+    """Has arrays made that have the right shapes and dtypes, and no values: nothing is read."""
+    token = _OUTLINES.set(True)
+    try:
+        yield
+    finally:
+        _OUTLINES.reset(token)
+
+
+def settle(arrays: list[mx.array]) -> None:
+    """Evaluates arrays, so that what they are made of is freed."""
+    if not _OUTLINES.get():
+        mx.eval(arrays)
+
+
+@dataclass(frozen=True)
+class LazyArray:
+    """An array that is not there yet; `dtype` is safetensors' word: U8, U32, F16, BF16 or F32."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    fill: Fill
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.shape) * _DTYPES[self.dtype].size
+
+
+class Reader(Mapping[str, mx.array]):
+    """Arrays that are made anew whenever they are looked up, so that none stays in memory."""
+
+    def __init__(self, lazy: Mapping[str, LazyArray]) -> None:
+        self._lazy = lazy
+
+    def __getitem__(self, name: str) -> mx.array:
+        return arrays_of({name: self._lazy[name]})[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._lazy)
+
+    def __len__(self) -> int:
+        return len(self._lazy)
+
+
+def arrays_of(lazy: Mapping[str, LazyArray]) -> dict[str, mx.array]:
+    """MLX's arrays of lazy ones by name."""
+    if not lazy:
+        return {}
+    if _OUTLINES.get():
+        return {name: mx.zeros(array.shape, _DTYPES[array.dtype]) for name, array in lazy.items()}
+    return cast(dict[str, mx.array], mx.load(cast(BinaryIO, _File(lazy)), format="safetensors"))
+
+
+class _File:
+    """Looks like a safetensors file. MLX reads from several threads: each has its own position."""
+
+    closed = False
+
+    def __init__(self, lazy: Mapping[str, LazyArray]) -> None:
+        entries: dict[str, Any] = {}
+        fills: list[tuple[int, Fill]] = []
+        end = 0
+        for name, array in lazy.items():
+            offsets = [end, end + array.nbytes]
+            entries[name] = {
+                "dtype": array.dtype,
+                "shape": list(array.shape),
+                "data_offsets": offsets,
+            }
+            fills.append((end, array.fill))
+            end += array.nbytes
+        text = json.dumps(entries).encode()
+        self._header = len(text).to_bytes(8, "little") + text
+        self._fills = {len(self._header) + offset: fill for offset, fill in fills}
+        self._size = len(self._header) + end
+        self._local = threading.local()
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        base = (0, self.tell(), self._size)[whence]
+        self._local.position = base + offset
+        return self.tell()
+
+    def tell(self) -> int:
+        return int(getattr(self._local, "position", 0))
+
+    def readinto(self, buffer: Any) -> int:
+        target = np.frombuffer(buffer, np.uint8)
+        position = self.tell()
+        if position < len(self._header):
+            target[:] = np.frombuffer(self._header[position : position + target.size], np.uint8)
+        else:
+            self._fills[position](target)
+        self._local.position = position + target.size
+        return int(target.size)
+
+    def read(self, size: int = -1) -> bytes:
+        position = self.tell()
+        found = self._header[position : position + size]
+        self._local.position = position + len(found)
+        return found
+
+    def write(self, data: bytes) -> int:
+        raise OSError("this file is read only")
+
+    def flush(self) -> None:
+        return
