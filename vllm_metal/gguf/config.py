@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .families import ROPE_FREQS, Family, has_attention_bias, is_tied
+from .family import Family, has_experts
+from .family_config import LEFT_OUT
+from .names import ROPE_FREQS, has_attention_bias, is_tied, num_layers
 from .source import ConversionError, GGUFSource
 
 # Llama 3.1's RoPE rule has four parameters; GGUF keeps only the factors that come out of it. All
@@ -17,9 +19,6 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-_GEMMA3_LOCAL_THETA = 10_000.0  # Gemma 3 report, section 2: 10k on local layers, 1M on global ones
-_GEMMA3_PATTERN = 6  # same: five local layers to one global
-_GEMMA3_27B_LAYERS = 62  # only this size scales queries by hidden_size / heads, not by head_dim
 # Tokens that end a turn or a text in released chat models. A GGUF file often declares only one of
 # them as its end token; after the others, generation would go on with an invented next turn.
 _END_TOKENS = (
@@ -40,37 +39,70 @@ def model_config(source: GGUFSource, family: Family, dtype: str) -> dict[str, An
     `dtype` is the element type of the written weights. Both transformers' AutoConfig and
     mlx-lm's ModelArgs read the result; RoPE settings are in the flat form that both take.
     """
-    hidden_size = source.require_arch("embedding_length")
-    heads = source.require_arch("attention.head_count")
-    head_dim = source.arch("attention.key_length", hidden_size // heads)
-    _check_heads(source, hidden_size, heads, head_dim)
-    config: dict[str, Any] = {
-        "architectures": [family.hf_class],
-        "model_type": family.model_type,
-        "dtype": dtype,
-        "vocab_size": source.tensors["token_embd.weight"].shape[0],
-        "hidden_size": hidden_size,
-        "intermediate_size": source.require_arch("feed_forward_length"),
-        "num_hidden_layers": source.require_arch("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": source.arch("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": source.require_arch("context_length"),
-        "rms_norm_eps": source.require_arch("attention.layer_norm_rms_epsilon"),
-        "rope_theta": source.arch("rope.freq_base", 10_000.0),
-        "tie_word_embeddings": is_tied(source),
-    }
-    if rope_scaling := _rope_scaling(source, head_dim, config["rope_theta"]):
-        config["rope_scaling"] = rope_scaling
-    if source.architecture == "gemma3":
-        config |= _gemma3(source, hidden_size, heads, head_dim)
-    else:
-        config["hidden_act"] = "silu"
-    if source.architecture == "llama":
+    config = _of_all(source, family) | {"dtype": dtype}
+    if family.states_bias:
         config["attention_bias"] = has_attention_bias(source)
+    for key, key_of_file in family.keys.items():
+        if isinstance(key_of_file, str):
+            config[key] = source.require_arch(key_of_file)
+        else:
+            config[key] = source.arch(*key_of_file)
+    config |= family.fixed
+    if family.config is not None:
+        config |= family.config(source, config)
+    _check_sizes(source, family, config)
+    for key, name in family.renamed.items():
+        value = config.pop(key, LEFT_OUT)
+        if name:
+            config[name] = value
+    config = {key: value for key, value in config.items() if value is not LEFT_OUT}
     for role in ("bos", "eos", "padding"):
         if (token := source.get(f"tokenizer.ggml.{role}_token_id")) is not None:
             config[f"{role.replace('padding', 'pad')}_token_id"] = token
+    return config
+
+
+def _of_all(source: GGUFSource, family: Family) -> dict[str, Any]:
+    """Keys that the config.json of every family has, under the names that most have."""
+    hidden_size = source.require_arch("embedding_length")
+    heads = source.require_arch("attention.head_count")
+    head_dim = source.arch("attention.key_length", hidden_size // heads if heads else 0)
+    kv_heads = source.arch("attention.head_count_kv", heads)
+    if isinstance(kv_heads, list) and (family.layers_differ or len(set(kv_heads)) == 1):
+        kv_heads = max(kv_heads)  # 0 where a layer is no attention
+    epsilon = source.arch("attention.layer_norm_rms_epsilon")
+    if epsilon is None:
+        epsilon = source.require_arch("attention.layer_norm_epsilon")
+    rotary = source.arch("rope.dimension_count", head_dim)
+    if rotary != head_dim and not family.rotates_part:
+        raise ConversionError(
+            f"{source.path}: rotary embedding over {rotary} of {head_dim} values of a head "
+            f"({source.architecture}.rope.dimension_count) cannot be converted"
+        )
+    config: dict[str, Any] = {
+        "architectures": [family.hf_class],
+        "model_type": family.model_type,
+        "vocab_size": source.tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden_size,
+        "intermediate_size": (
+            source.arch("feed_forward_length", LEFT_OUT)
+            if has_experts(source)
+            else source.require_arch("feed_forward_length")
+        ),
+        "num_hidden_layers": num_layers(source),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": source.require_arch("context_length"),
+        "rms_norm_eps": epsilon,
+        "rope_theta": source.arch("rope.freq_base", 10_000.0),
+        "tie_word_embeddings": is_tied(source),
+        "hidden_act": "silu",
+    }
+    if family.rotates_part:
+        config["partial_rotary_factor"] = rotary / head_dim
+    if not family.own_rope and (scaling := _rope_scaling(source, head_dim, config["rope_theta"])):
+        config["rope_scaling"] = scaling
     return config
 
 
@@ -89,19 +121,15 @@ def generation_config(source: GGUFSource) -> dict[str, Any]:
     return config
 
 
-def _check_heads(source: GGUFSource, hidden_size: int, heads: int, head_dim: int) -> None:
-    if isinstance(heads, list) or isinstance(source.arch("feed_forward_length"), list):
-        raise ConversionError(f"{source.path}: layers of different sizes cannot be converted")
-    rotary = source.arch("rope.dimension_count", head_dim)
-    if rotary != head_dim:
+def _check_sizes(source: GGUFSource, family: Family, config: dict[str, Any]) -> None:
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if isinstance(config.get(key), list):
+            raise ConversionError(f"{source.path}: layers of different sizes cannot be converted")
+    heads, head_dim = config["num_attention_heads"], config.get("head_dim")
+    if family.model_type == "qwen2" and head_dim * heads != config["hidden_size"]:
         raise ConversionError(
-            f"{source.path}: rotary embedding over {rotary} of {head_dim} values of a head "
-            f"({source.architecture}.rope.dimension_count) cannot be converted"
-        )
-    if source.architecture == "qwen2" and head_dim * heads != hidden_size:
-        raise ConversionError(
-            f"{source.path}: a qwen2 model needs heads of {hidden_size // heads} values, not "
-            f"{head_dim} (qwen2.attention.key_length)"
+            f"{source.path}: a qwen2 model needs heads of {config['hidden_size'] // heads} values, "
+            f"not {head_dim} (qwen2.attention.key_length)"
         )
 
 
@@ -152,27 +180,3 @@ def _llama3_rope(
             f"and {_LLAMA3_ROPE}; other frequency tables cannot be converted"
         )
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3_ROPE}
-
-
-def _gemma3(source: GGUFSource, hidden_size: int, heads: int, head_dim: int) -> dict[str, Any]:
-    layers = source.require_arch("block_count")
-    pattern = source.arch("attention.sliding_window_pattern", _GEMMA3_PATTERN)
-    if not isinstance(pattern, int):
-        # One flag a layer: true is local. mlx-lm takes a period, so the flags must have one.
-        flags = [bool(flag) for flag in pattern]
-        pattern = flags.index(False) + 1 if False in flags else layers + 1
-        if flags != [(i + 1) % pattern != 0 for i in range(layers)]:
-            raise ConversionError(
-                f"{source.path}: gemma3.attention.sliding_window_pattern has no fixed period, "
-                "which mlx-lm's gemma3 needs"
-            )
-    return {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": hidden_size // heads if layers == _GEMMA3_27B_LAYERS else head_dim,
-        "sliding_window": source.require_arch("attention.sliding_window"),
-        "sliding_window_pattern": pattern,
-        "layer_types": [
-            "sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)
-        ],
-        "rope_local_base_freq": source.arch("rope.freq_base_swa", _GEMMA3_LOCAL_THETA),
-    }

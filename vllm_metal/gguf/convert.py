@@ -5,9 +5,9 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +42,8 @@ class ConvertOptions:
     force: bool = False
     """Replace a directory that is already there."""
     max_shard_bytes: int = MAX_SHARD_BYTES
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Default sampling parameters of requests, by their names in generation_config.json."""
 
 
 def convert(gguf: Path, out: Path, options: ConvertOptions | None = None) -> Path:
@@ -76,7 +78,8 @@ def convert(gguf: Path, out: Path, options: ConvertOptions | None = None) -> Pat
         else:
             write_tokenizer(source, partial)
         _write_json(partial / "config.json", config)
-        _write_json(partial / "generation_config.json", generation_config(source))
+        generation = {**generation_config(source), **options.sampling}
+        _write_json(partial / "generation_config.json", generation)
         _write_weights(plan, partial, options.max_shard_bytes)
     return out
 

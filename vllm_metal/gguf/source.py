@@ -6,6 +6,7 @@ vocabulary, which takes 14 s for Gemma 3's 262,144 tokens on one core, against 0
 block sizes and decoding come from the `gguf` package. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
+import re
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -33,6 +34,9 @@ _SCALARS = {
 }
 
 
+_PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
+
+
 class ConversionError(ValueError):
     """A GGUF file cannot be converted, or not with these options; the message says what to do."""
 
@@ -48,29 +52,54 @@ class GGUFTensor:
     data: npt.NDArray[np.uint8]
     """(rows, bytes of a row), a view of the memory map."""
 
+    @property
+    def rows(self) -> npt.NDArray[np.uint8]:
+        """(rows of all matrices, bytes of a row); of a vector, one row."""
+        return self.data.reshape(prod(self.shape[:-1]), -1)
+
 
 class GGUFSource:
-    """One GGUF file. `tensors` holds its tensors by GGUF name, in file order."""
+    """A GGUF model of one file or several. `tensors` holds its tensors by GGUF name."""
 
     def __init__(self, path: Path) -> None:
-        """Opens `path`.
+        """Opens `path`, and with one part of a split model, all of them.
 
         Raises:
-            ConversionError: the file is missing, damaged or one part of several.
+            ConversionError: a file is missing or damaged.
         """
-        if not path.is_file():
-            raise ConversionError(f"{path}: no such file")
         self.path = path
-        try:
-            header = _Header(np.memmap(path, mode="r"))
-            self._metadata, self.tensors = header.metadata, header.tensors
-        except (ValueError, IndexError, OverflowError, struct.error) as error:
-            raise ConversionError(f"{path}: not a whole GGUF file ({error})") from error
-        if int(self.get("split.count", 1)) > 1:
-            raise ConversionError(
-                f"{path}: one part of a split GGUF; join the parts first (gguf-split --merge)"
-            )
+        header = _opened(path)
+        self._metadata, self.tensors = header.metadata, header.tensors
+        self.files: tuple[Path, ...] = (path,)
+        if (count := int(self.get("split.count", 1) or 1)) > 1:
+            self._join(count)
         self.architecture = str(self.require("general.architecture"))
+
+    def _join(self, count: int) -> None:
+        """Adds the tensors of the other parts; the first has the metadata."""
+        name = _PART.fullmatch(self.path.name)
+        if name is None or int(name["count"]) != count:
+            raise ConversionError(
+                f"{self.path}: one of {count} parts, whose name must end in "
+                f"-00001-of-{count:05}.gguf, so that the others are found. Rename the parts"
+            )
+        self.files = tuple(
+            self.path.with_name(f"{name['stem']}-{number:05}-of-{count:05}.gguf")
+            for number in range(1, count + 1)
+        )
+        parts = [_opened(file) for file in self.files]
+        self._metadata, self.tensors = parts[0].metadata, {}
+        for file, part in zip(self.files, parts, strict=True):
+            for tensor in part.tensors:
+                if tensor in self.tensors:
+                    raise ConversionError(f"{file}: tensor {tensor} is in another part, too")
+            self.tensors |= part.tensors
+        expected = int(self.get("split.tensors.count", len(self.tensors)))
+        if expected != len(self.tensors):
+            raise ConversionError(
+                f"{self.path}: the parts have {len(self.tensors)} tensors of {expected}; download "
+                "them again"
+            )
 
     def get(self, key: str, default: Any = None) -> Any:
         """Value of metadata `key` as plain Python (int, float, bool, str, list), or `default`."""
@@ -93,6 +122,37 @@ class GGUFSource:
     def require_arch(self, key: str) -> Any:
         """`require` for a hyper-parameter, whose key begins with the architecture's name."""
         return self.require(f"{self.architecture}.{key}")
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins as GGUF does, whatever its name."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == GGUF_MAGIC.to_bytes(4, "little")
+    except OSError:
+        return False
+
+
+def _opened(path: Path) -> "_Header":
+    if path.is_dir():
+        raise ConversionError(f"{path} is a folder: give the GGUF file in it")
+    if not path.is_file():
+        raise ConversionError(f"{path}: no such file")
+    if not is_gguf(path):
+        raise ConversionError(f"{path} is no GGUF file: download it again")
+    try:
+        return _Header(np.memmap(path, mode="r"))
+    except (
+        ValueError,
+        IndexError,
+        TypeError,
+        ArithmeticError,
+        MemoryError,
+        struct.error,
+    ) as error:
+        raise ConversionError(
+            f"{path} is cut off or damaged: download it again ({error})"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -124,7 +184,11 @@ class _Header:
         entries = [self._entry() for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         start = -(-self._at // alignment) * alignment
-        self.tensors = {entry.name: self._tensor(entry, start) for entry in entries}
+        self.tensors: dict[str, GGUFTensor] = {}
+        for entry in entries:
+            if entry.name in self.tensors:
+                raise ValueError(f"tensor {entry.name} is there twice")
+            self.tensors[entry.name] = self._tensor(entry, start)
 
     def _unpack(self, layout: str) -> tuple[Any, ...]:
         values = struct.unpack_from(layout, self._bytes, self._at)
@@ -147,7 +211,10 @@ class _Header:
         if kind == GGUFValueType.ARRAY:
             item, count = self._unpack("<IQ")
             return self._array(GGUFValueType(item), count)
-        return self._array(kind, 1)[0]
+        value = self._array(kind, 1)[0]
+        if kind == GGUFValueType.FLOAT32:
+            return float(str(np.float32(value)))  # 1e-05 instead of 9.999999747378752e-06
+        return value
 
     def _array(self, kind: GGUFValueType, count: int) -> list[Any]:
         if kind in _SCALARS:
@@ -161,11 +228,16 @@ class _Header:
         (num_dims,) = self._unpack("<I")
         dims = self._unpack(f"<{num_dims}Q")
         kind, offset = self._unpack("<IQ")
+        if not all(dims):
+            raise ValueError(f"tensor {name} has a dimension of 0")
         return _Entry(name, tuple(reversed(dims)), GGMLQuantizationType(kind), offset)
 
     def _tensor(self, entry: _Entry, start: int) -> GGUFTensor:
         block, block_bytes = GGML_QUANT_SIZES[entry.kind]
+        if not entry.shape or 0 in entry.shape:
+            raise ValueError(f"tensor {entry.name} has no elements")
         size, odd = divmod(prod(entry.shape) * block_bytes, block)
+        odd = odd or entry.shape[-1] % block
         data = self._data[start + entry.offset : start + entry.offset + size]
         if odd or len(data) != size:
             raise ValueError(f"tensor {entry.name} is not whole")

@@ -28,6 +28,7 @@ from .source import ConversionError, GGUFSource
 # Token types of GGUF (`tokenizer.ggml.token_type`) that are treated unlike NORMAL.
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
 _SPACE = "\u2581"  # how SentencePiece spells a space
+Merges = list[tuple[str, str]]
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -101,11 +102,17 @@ def build_tokenizer(source: GGUFSource, tokens: list[str]) -> Tokenizer:
     if kind == "gpt2":
         tokenizer, bos = _byte_level(source, tokens)
     elif kind == "llama":
-        tokenizer, bos = _sentencepiece(source, tokens, types), True
+        merges = _merges_by_score(source, tokens, types)
+        tokenizer, bos = _with_bytes(source, tokens, types, merges), True
+    elif kind == "gemma4":
+        parted = (merge.partition(" ") for merge in source.require("tokenizer.ggml.merges"))
+        merges = [(left, right) for left, _, right in parted]
+        tokenizer, bos = _with_bytes(source, tokens, types, merges), True
     else:
         raise ConversionError(
             f"{source.path}: tokenizer {kind!r} (tokenizer.ggml.model) cannot be converted; "
-            "supported: gpt2, llama. Pass --tokenizer with the directory of the original model"
+            "supported: gpt2, llama, gemma4. Pass --tokenizer with the directory of the original "
+            "model"
         )
     for special, wanted in ((True, _CONTROL), (False, _USER_DEFINED)):
         added = [t for t, token_type in zip(tokens, types, strict=True) if token_type == wanted]
@@ -144,12 +151,11 @@ def _byte_level(source: GGUFSource, tokens: list[str]) -> tuple[Tokenizer, bool]
     return tokenizer, pre in _BOS_BY_DEFAULT
 
 
-def _sentencepiece(source: GGUFSource, tokens: list[str], types: list[int]) -> Tokenizer:
-    """SentencePiece BPE with bytes for what the vocabulary lacks.
+def _merges_by_score(source: GGUFSource, tokens: list[str], types: list[int]) -> Merges:
+    """Merges of SentencePiece's BPE.
 
     SentencePiece joins the adjacent pair whose union has the best score, so the merges of each
-    piece are all ways to cut it in two, best score first. Where a text gets a space in front, text
-    after a special token gets one, too, as in llama.cpp and Llama 2's own files.
+    piece are all ways to cut it in two, best score first.
     """
     scores: list[float] = source.require("tokenizer.ggml.scores")
     plain = {
@@ -164,11 +170,22 @@ def _sentencepiece(source: GGUFSource, tokens: list[str], types: list[int]) -> T
             if left in plain and right in plain:
                 merges.append((-scores[i], plain[left], plain[right], left, right))
     merges.sort()
+    return [(left, right) for *_, left, right in merges]
+
+
+def _with_bytes(
+    source: GGUFSource, tokens: list[str], types: list[int], merges: Merges
+) -> Tokenizer:
+    """BPE over letters, with bytes for those that the vocabulary lacks.
+
+    Where a text gets a space in front, text after a special token gets one, too, as in llama.cpp
+    and Llama 2's own files.
+    """
     unknown = source.get("tokenizer.ggml.unknown_token_id")
     tokenizer = Tokenizer(
         models.BPE(
             vocab={token: i for i, token in enumerate(tokens)},
-            merges=[(left, right) for *_, left, right in merges],
+            merges=merges,
             unk_token=None if unknown is None else tokens[unknown],
             fuse_unk=True,
             byte_fallback=_BYTE in types,

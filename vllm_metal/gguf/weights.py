@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, dequantize
 
-from .families import ROPE_FREQS, Family, tensor_names
-from .quant import EXACT, FLOATS, GROUP_SIZE, KQUANTS, SUPPORTED, repack
+from .blocks import EXACT, FLOATS, GROUP_SIZE, WITH_MINIMUM, blocks_of, codes, middle
+from .family import Family
+from .names import ROPE_FREQS, row_order, tensor_names
 from .safetensors import StoredTensor
 from .source import ConversionError, GGUFSource, GGUFTensor
 
@@ -23,6 +24,12 @@ _MLX: Mapping[DType, mx.Dtype] = {
     "bfloat16": mx.bfloat16,
     "float32": mx.float32,
 }
+#: Types of blocks that stay as they are.
+_KEPT = tuple(GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"))
+_KQUANTS = tuple(GGMLQuantizationType[f"Q{bits}_K"] for bits in (2, 3, 4, 5, 6))
+#: Types that can be converted, in the order in which errors list them.
+_SUPPORTED = (*FLOATS, *_KEPT, *_KQUANTS)
+_NAMES: Mapping[str, DType] = {code: dtype for dtype, code in _CODES.items()}
 # Values decoded at a time: 1 MiB of float32 stays in cache. Sizes from 2^16 to 2^24 measured alike.
 _CHUNK_VALUES = 1 << 18
 
@@ -91,15 +98,11 @@ def plan_weights(
     Raises:
         ConversionError: a tensor has a type that is not supported.
     """
-    heads = source.require_arch("attention.head_count")
-    kv_heads = source.arch("attention.head_count_kv", heads)
     plan = []
     for name, target in tensor_names(family, source).items():
         tensor = source.tensors[name]
         module = target.rsplit(".", 1)[0]
-        order = None
-        if family.interleaved_rope and (".attn_q." in name or ".attn_k." in name):
-            order = _half_split_order(len(tensor.data), heads if ".attn_q." in name else kv_heads)
+        order = row_order(family, source, name)
         offset = family.norm_offset if name.endswith("norm.weight") else 0.0
         bits = _stored_bits(source, tensor, keep_blocks, kquant_bits)
         stored, encode = _storage(target, tensor, bits, dtype, offset)
@@ -112,7 +115,7 @@ def natural_dtype(source: GGUFSource, family: Family) -> DType:
     sizes: dict[str, int] = {}
     for tensor in source.tensors.values():
         if tensor.kind in FLOATS and len(tensor.shape) > 1 and tensor.name != ROPE_FREQS:
-            name = FLOATS[tensor.kind]
+            name = _NAMES[FLOATS[tensor.kind]]
             sizes[name] = sizes.get(name, 0) + prod(tensor.shape)
     quantised = any(t.kind not in FLOATS for t in source.tensors.values())
     chosen = family.default_dtype if quantised or not sizes else max(sizes, key=lambda k: sizes[k])
@@ -136,15 +139,15 @@ def _stored_bits(
     source: GGUFSource, tensor: GGUFTensor, keep_blocks: bool, kquant_bits: int | None
 ) -> int | None:
     kind = tensor.kind
-    if kind not in SUPPORTED:
+    if kind not in _SUPPORTED:
         raise ConversionError(
             f"{source.path}: tensor {tensor.name} has type {kind.name}, which cannot be converted; "
-            f"supported: {', '.join(t.name for t in SUPPORTED)}"
+            f"supported: {', '.join(t.name for t in _SUPPORTED)}"
         )
     if len(tensor.shape) == 2:
-        if kind in EXACT and keep_blocks:
-            return EXACT[kind].bits
-        if kind in KQUANTS:
+        if kind in _KEPT and keep_blocks:
+            return EXACT[kind]
+        if kind in _KQUANTS:
             return kquant_bits
     return None
 
@@ -170,13 +173,19 @@ def _storage(
         StoredTensor(f"{module}.scales", _CODES[dtype], groups),
         StoredTensor(f"{module}.biases", _CODES[dtype], groups),
     )
-    if kind in EXACT:
+    if kind in _KEPT:
         return stored, lambda data: _keep(data, kind, dtype)
     return stored, lambda data: _quantise(_decode(data, kind), bits, dtype)
 
 
 def _keep(data: npt.NDArray[Any], kind: GGMLQuantizationType, dtype: DType) -> Rows:
-    words, scales, biases = repack(data, kind)
+    blocks = blocks_of(data, kind)
+    words = codes(blocks, kind).reshape(len(data), -1).view(np.uint32)
+    scales = np.ascontiguousarray(blocks[..., 0:2]).view(np.float16)[..., 0]
+    if kind in WITH_MINIMUM:
+        biases = np.ascontiguousarray(blocks[..., 2:4]).view(np.float16)[..., 0]
+    else:
+        biases = scales * np.float16(middle(kind))
     return {"weight": words, "scales": _cast(scales, dtype), "biases": _cast(biases, dtype)}
 
 
@@ -202,12 +211,3 @@ def _cast(values: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
 
 def _to_numpy(array: mx.array) -> npt.NDArray[Any]:
     return np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
-
-
-def _half_split_order(rows: int, heads: int) -> npt.NDArray[np.intp]:
-    """Rows of a llama q or k in the order of Hugging Face's RoPE, (rows,).
-
-    RoPE rotates pairs of a head's rows. In GGUF a pair is two neighbours, (0, 1), (2, 3) ...; in
-    mlx-lm's models it is row i of the head and row i + head_dim / 2.
-    """
-    return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)

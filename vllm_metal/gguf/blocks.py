@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values, scales and minima of GGUF's blocks in the order of MLX's packings.
+
+Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Blocks of 32 values
+become groups of 32. Q4_K and Q5_K have eight groups of 32 in a block of 256: the scale of a group
+is `d * scale`, its bias `-dmin * min`. MXFP4 differs from the hub's in the order of its values.
+"""
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+Bytes = npt.NDArray[np.uint8]
+_Kind = GGMLQuantizationType
+#: Types that are not quantized: safetensors' word for each.
+FLOATS = {_Kind.F32: "F32", _Kind.F16: "F16", _Kind.BF16: "BF16"}
+#: Types of which MLX has an exact packing: bits of a value.
+EXACT = {
+    _Kind.Q4_0: 4,
+    _Kind.Q4_1: 4,
+    _Kind.Q5_0: 5,
+    _Kind.Q5_1: 5,
+    _Kind.Q8_0: 8,
+    _Kind.MXFP4: 4,
+    _Kind.Q4_K: 4,
+    _Kind.Q5_K: 5,
+}
+WITH_MINIMUM = (_Kind.Q4_1, _Kind.Q5_1)
+#: Types with two levels of scales that stay packed.
+TWO_LEVELS = (_Kind.Q4_K, _Kind.Q5_K)
+GROUP_SIZE = 32
+
+
+def blocks_of(rows: Bytes, kind: GGMLQuantizationType) -> Bytes:
+    """[rows, blocks, bytes of a block] of [rows, bytes of a row]."""
+    return np.ascontiguousarray(rows).reshape(len(rows), -1, GGML_QUANT_SIZES[kind][1])
+
+
+def codes(blocks: Bytes, kind: GGMLQuantizationType) -> Bytes:
+    """Values of blocks, [rows, blocks, bytes], as MLX's bit stream."""
+    if kind == _Kind.Q8_0:
+        return blocks[..., 2:] ^ np.uint8(0x80)  # signed, and 128 more is unsigned
+    if kind == _Kind.MXFP4:
+        return _nibbles(blocks[..., 1:], 16)
+    if kind == _Kind.Q4_0:
+        return _nibbles(blocks[..., 2:], 16)
+    if kind == _Kind.Q4_1:
+        return _nibbles(blocks[..., 4:], 16)
+    if kind == _Kind.Q4_K:
+        return _nibbles(blocks[..., 16:], 32)
+    if kind == _Kind.Q5_K:
+        low = _halves(blocks[..., 48:], 32)
+        shifts = np.arange(8, dtype=np.uint8)[:, None]
+        high: Bytes = (blocks[..., None, 16:48] >> shifts) & np.uint8(1)
+        return _five_bits(low | (high.reshape(low.shape) << np.uint8(4)))
+    start = 4 if kind in WITH_MINIMUM else 2
+    low = _halves(blocks[..., start + 4 :], 16)
+    fifth = np.unpackbits(blocks[..., start : start + 4], axis=-1, bitorder="little")
+    return _five_bits(low | (fifth << np.uint8(4)))
+
+
+def _halves(packed: Bytes, run: int) -> Bytes:
+    """Values of bytes: of each `run` bytes first the low halves, then the high ones."""
+    by_run = packed.reshape(*packed.shape[:-1], -1, 1, run)
+    both = np.concatenate([by_run & 0x0F, by_run >> 4], axis=-2)
+    return both.reshape(*packed.shape[:-1], -1)
+
+
+def _nibbles(packed: Bytes, run: int) -> Bytes:
+    """`_halves`, packed again two neighbors a byte."""
+    values = _halves(packed, run)
+    packed_again: Bytes = values[..., 0::2] | (values[..., 1::2] << np.uint8(4))
+    return packed_again
+
+
+def _five_bits(values: Bytes) -> Bytes:
+    """[..., n * 5 / 8] bytes of [..., n] values below 32."""
+    eight = values.reshape(*values.shape[:-1], -1, 8)
+    words = np.zeros(eight.shape[:-1], np.uint64)
+    for place in range(8):
+        words |= eight[..., place].astype(np.uint64) << np.uint64(5 * place)
+    stream: Bytes = words[..., None].view(np.uint8)[..., :5]
+    return stream.reshape(*values.shape[:-1], -1)
+
+
+def middle(kind: GGMLQuantizationType) -> float:
+    """The bias of a group by its scale, for types without minima."""
+    return -float(1 << (EXACT[kind] - 1))
+
+
+def scales_of_two_levels(blocks: Bytes, which: int) -> Bytes:
+    """Float32 scales (`which` is 0) or minima (1) of eight groups a block, as bytes."""
+    packed = blocks[..., 4:16]
+    low, middle, high = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
+    first = (low, middle)[which]
+    last = (high & 0x0F, high >> 4)[which]
+    six = np.concatenate([first & 0x3F, last | ((first >> 6) << 4)], axis=-1)
+    start = 2 * which
+    factor = np.ascontiguousarray(blocks[..., start : start + 2]).view(np.float16)
+    scales: Bytes = (factor.astype(np.float32) * six.astype(np.float32)).view(np.uint8)
+    return scales
