@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """transformers' small models with a changed configuration, and the same weights where they fit."""
 
+import json
 import os
 from copy import deepcopy
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from models.mutations import INNER, LENGTH, Change, changes, inner
+from models.mutations import INNER, LENGTH, Change, changes, inner, omissions
 from models.published import FAMILIES, VOCAB, Published, draw, log_probabilities, make
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+LARGEST = 5_000_000  # numbers of a changed model
 SEED = 1  # of arrays of other shapes
 TOKENS = np.random.default_rng(0).integers(3, VOCAB, LENGTH).tolist()
 
@@ -34,6 +36,9 @@ class Toy:
     def changes(self) -> list[Change]:
         return list(changes(self.words))
 
+    def omissions(self) -> list[Change]:
+        return list(omissions(self.words, type(self.model.config)().to_dict()))
+
     @cached_property
     def words(self) -> dict[str, Any]:
         """The configuration, without what inner ones have of all of transformers'."""
@@ -48,12 +53,17 @@ class Toy:
         Raises:
             Exception: what transformers raises of it.
         """
-        config = type(self.model.config).from_dict(
-            {**deepcopy(self.words), **deepcopy(change.keys)}, attn_implementation="eager"
-        )
+        words = {**deepcopy(self.words), **deepcopy(change.keys)}
+        if change.absent:
+            del words[change.key]
+        config = type(self.model.config).from_dict(words, attn_implementation="eager")
         auto = AutoModelForCausalLM
         if type(config) not in AutoModelForCausalLM._model_mapping:
             auto = AutoModelForImageTextToText
+        with torch.device("meta"):
+            parameters = auto.from_config(config, attn_implementation="eager").parameters()
+        if (size := sum(array.numel() for array in parameters)) > LARGEST:
+            raise ValueError(f"a model of {size} numbers")
         torch.manual_seed(0)
         model = auto.from_config(config, attn_implementation="eager").float().eval()
         if shapes(model) != shapes(self.model):
@@ -66,8 +76,11 @@ class Toy:
             head.data = head.data + 0.2 * torch.randn(head.shape)
         return model
 
-    def write(self, model: torch.nn.Module, folder: Path) -> Path:
-        """The folder of a changed model, as transformers writes it."""
+    def write(self, model: torch.nn.Module, folder: Path, change: Change | None = None) -> Path:
+        """The folder of a changed model, as transformers writes it.
+
+        Of `change`, config.json says no more than the key left out, or its value.
+        """
         folder.mkdir(exist_ok=True, parents=True)
         if shapes(model) != shapes(self.model) or tied(model) != tied(self.model):
             model.save_pretrained(folder)
@@ -75,6 +88,12 @@ class Toy:
             model.config.save_pretrained(folder)
             for path in self.folder.glob("*.safetensors*"):
                 os.symlink(path, folder / path.name)
+        if change is not None:
+            path = folder / "config.json"
+            content = json.loads(path.read_text()) | {change.key: change.value}
+            if change.absent:
+                del content[change.key]
+            path.write_text(json.dumps(content))
         return folder
 
 

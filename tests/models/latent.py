@@ -102,8 +102,15 @@ FAMILIES = {
             "hidden_size_per_layer_input": 16,
             "num_kv_shared_layers": 2,
             "sliding_window": 24,
-            "sliding_window_pattern": 2,
             "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "rope_parameters": {
+                "full_attention": {
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1e6,
+                    "rope_type": "proportional",
+                },
+                "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+            },
             "use_double_wide_mlp": False,
             "enable_moe_block": False,
             "attention_k_eq_v": False,

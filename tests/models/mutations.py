@@ -73,7 +73,8 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "num_expert_group": (2,),
     "num_kv_shared_layers": (0, 3),
     "num_logits_to_keep": (3,),
-    "n_head": (12,),
+    "n_head": (12, 4, 3),
+    "n_inner": (100,),
     "n_heads": (12,),
     "no_rope_layers": ([0, 1, 0, 1], [1, 1, 1, 1]),
     "no_rope_layer_interval": (2,),
@@ -81,7 +82,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "position_embedding_type": ("nope",),
     "q_lora_rank": (None, 16),
     "query_pre_attn_scalar": (90,),
-    "rotary_dim": (4,),
+    "rotary_dim": (4, 2),
     "routed_scaling_factor": (0.6, 1.0),
     "scoring_func": ("softmax", "sigmoid"),
     "sliding_window": (5, None),
@@ -161,10 +162,25 @@ class Change:
     value: Any
     keys: Mapping[str, Any]  # of the configuration, and what they are instead
     added: bool = False  # whether transformers' class does not have the key
+    absent: bool = False  # whether config.json does not have the key
 
     @property
     def name(self) -> str:
-        return f"{self.key}={str(self.value)[:60]}"
+        return f"{self.key} absent" if self.absent else f"{self.key}={str(self.value)[:60]}"
+
+
+def omissions(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[Change]:
+    """Each key left out, each null, and each with its class's default, where it has another one."""
+    for key, value in config.items():
+        # The default of a model's depth: rounding is most of what so many drawn layers compute.
+        if key in {*IDENTITY, "num_hidden_layers"} or key.startswith("_"):
+            continue
+        beside = {name: each for name, each in BESIDE.get(key, {}).items() if name in config}
+        yield Change(key, value, beside, absent=True)
+        if value is not None:
+            yield Change(key, None, {**beside, key: None})
+        if (default := defaults.get(key)) not in (None, value):
+            yield Change(key, default, {**beside, key: deepcopy(default)})
 
 
 def changes(config: Mapping[str, Any]) -> Iterator[Change]:

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
+from own_configs import own_class
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 VOCAB = 99
 _LAYERS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
@@ -552,9 +551,7 @@ def make(family: Published, seed: int = 0, **changes: Any) -> torch.nn.Module:
 def configuration(family: Published, **changes: Any) -> Any:
     """transformers' own, of the small model."""
     content = (_COMMON if family.common else {}) | family.config | changes
-    # Of transformers' own names: vLLM registers classes of its own for some of them.
-    of_family = getattr(transformers, CONFIG_MAPPING_NAMES[family.model_type])
-    of_family.model_type = family.model_type  # of DeepSeek V3, once vLLM loaded a V3.2: V3.2's
+    of_family = own_class(family.model_type)
     return of_family(**_declared(of_family, content))
 
 

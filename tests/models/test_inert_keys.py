@@ -124,4 +124,5 @@ def test_transformers_computes_with_no_key_that_is_passed_over(model_type, modul
     read = set(re.findall(r"config\.(\w+)", text))
     dropped = read - (fields(module) & used(module))
     passed_over = {key for key in dropped if inert_keys.is_inert(key, module, False)}
+    passed_over -= {key for key in passed_over if "dropout" in key}  # in training only
     assert passed_over <= READ_BY_CLASSES

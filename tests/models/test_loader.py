@@ -97,22 +97,22 @@ def test_overrides_of_the_configuration_reach_the_model(tmp_path, overrides, in_
 @pytest.mark.parametrize(
     ("stated", "overrides", "named"),
     [
-        ({"tomorrows_scale": 0.5}, {"tomorrows_scale": None}, "tomorrows_scale (0.5)"),
+        ({"is_causal": False}, {"is_causal": None}, "is_causal (False)"),
         (
-            {"rope_scaling": {"rope_type": "linear", "factor": 4.0, "tomorrows_factor": 2.0}},
+            {"rope_scaling": {"rope_type": "linear", "factor": 4.0, "low_freq_factor": 2.0}},
             {
                 "rope_parameters": {
                     "rope_type": "linear",
                     "factor": 4.0,
-                    "tomorrows_factor": None,
+                    "low_freq_factor": None,
                 }
             },
-            "rope_parameters.tomorrows_factor (2.0)",
+            "rope_parameters.low_freq_factor (2.0)",
         ),
     ],
     ids=["a key", "of the rope"],
 )
-def test_a_key_that_nobody_reads_is_taken_away_by_an_override(
+def test_a_key_that_the_module_does_not_read_is_taken_away_by_an_override(
     tmp_path, monkeypatch, stated, overrides, named
 ):
     write(tmp_path, **stated)
@@ -128,6 +128,17 @@ def test_an_explicit_dtype_is_honoured(tmp_path):
     write(tmp_path)
     model = load(tmp_path, dtype="float16")
     assert {array.dtype for _, array in tree_flatten(model.parameters())} == {mx.float16}
+
+
+@pytest.mark.parametrize("name", ["gate.e_score_correction_bias", "mixer.A_log", "mixer.dt_bias"])
+def test_vectors_whose_rounding_grows_with_a_text_stay_float32(name):
+    vector, matrix = mx.ones((4,)), mx.ones((4, 4))
+    found = loader.in_dtype(
+        {f"layers.0.{name}": vector, "layers.0.gate.weight": matrix}, mx.float16
+    )
+    assert [array.dtype for array in found.values()] == [mx.float32, mx.float16]
+    (half,) = loader.in_dtype({name: vector.astype(mx.bfloat16)}, mx.float16).values()
+    assert half.dtype == mx.float16  # as the file is, less would be gained
 
 
 def test_missing_weights_are_named(tmp_path):

@@ -5,6 +5,7 @@ import json
 from types import SimpleNamespace
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 import torch
@@ -13,6 +14,10 @@ from mlx_lm.utils import load_model
 
 from vllm_metal.models.mtp_families import MTP_FAMILIES
 from vllm_metal.models.mtp_weights import mtp_weights
+from vllm_metal.spec_decode.mtp import MTPHead
+from vllm_metal.weights.files import ModelLoadError
+from vllm_metal.weights.layers import dense_rows
+from vllm_metal.weights.placing import install
 
 HIDDEN, HEADS, RANK, NOPE, ROPE, VALUE, EXPERTS, LAYERS = 64, 2, 32, 16, 8, 24, 4, 2
 CONFIG = {
@@ -95,7 +100,10 @@ def write(folder, model_type, fp8):
     mtp[f"{own}.eh_proj.weight"] = mx.ones((HIDDEN, 2 * HIDDEN))
     mtp[f"{own}.embed_tokens.weight"] = arrays["model.embed_tokens.weight"]
     mtp[f"{own}.shared_head.head.weight"] = arrays["lm_head.weight"]
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"model_type": model_type}))
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = CONFIG | {"model_type": model_type}
+    config |= {"quantization_config": quantization} if fp8 else {}
+    (folder / "config.json").write_text(json.dumps(config))
     # Apart, as mlx-lm leaves out layers 61 of DeepSeek-V3 and no others.
     mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "pt"})
     mx.save_safetensors(str(folder / "mtp.safetensors"), mtp, {"format": "pt"})
@@ -123,9 +131,18 @@ def test_a_layer_of_mla_is_read_as_the_targets_are(tmp_path, model_type, archite
     write(tmp_path, model_type, fp8)
     model, _ = load_model(tmp_path)
     family = MTP_FAMILIES[architecture]
-    found = mtp_weights(configured(tmp_path, torch.float32), family, model, LAYERS)
+    head = MTPHead(family, model.args, family.build_block(model.args, {})[0])
+    placed = mtp_weights(configured(tmp_path, torch.float32), family, model, LAYERS, head)
     wanted = {f"block.{name}": a for name, a in tree_flatten(model.layers[1].parameters())}
     ends = {"embedding_norm.weight", "hidden_norm.weight", "norm.weight", "fc.weight"}
+    if fp8:  # weights stay packed, in 8 bits; mlx-lm decodes them
+        assert "block.mlp.switch_mlp.gate_proj" in placed.packings
+        install(head, placed)
+        for path in placed.packings:
+            dense, of_model = dense_rows(module_at(head, path)), wanted[f"{path}.weight"]
+            assert mx.abs(dense - of_model).max() < 0.02 * mx.abs(of_model).max()
+        return
+    found = placed.arrays
     assert found.keys() == wanted.keys() | ends
     for name, array in wanted.items():
         assert mx.array_equal(found[name], array.astype(mx.float32)), name
@@ -134,15 +151,27 @@ def test_a_layer_of_mla_is_read_as_the_targets_are(tmp_path, model_type, archite
     block.load_weights([(n.removeprefix("block."), a) for n, a in found.items() if n not in ends])
     assert window is None
     hidden, mask = mx.random.normal((1, 6, HIDDEN), key=mx.random.key(0)), mx.tri(6) > 0
-    if not fp8:  # which mlx-lm decodes as bfloat16
-        assert mx.array_equal(block(hidden, mask), model.layers[1](hidden, mask))
+    assert mx.array_equal(block(hidden, mask), model.layers[1](hidden, mask))
+
+
+def module_at(model, path):
+    return dict(model.named_modules())[path]
 
 
 def test_biases_that_choose_experts_keep_their_dtype(tmp_path):
     write(tmp_path, "deepseek_v3", fp8=False)
     model, _ = load_model(tmp_path)
     config = configured(tmp_path, torch.bfloat16)
-    found = mtp_weights(config, MTP_FAMILIES["DeepSeekMTPModel"], model, LAYERS)
+    found = mtp_weights(config, MTP_FAMILIES["DeepSeekMTPModel"], model, LAYERS, nn.Module()).arrays
     kept = {name for name, array in found.items() if array.dtype == mx.float32}
     assert kept == {"block.mlp.gate.e_score_correction_bias"}
     assert {array.dtype for array in found.values()} == {mx.float32, mx.bfloat16}
+
+
+def test_a_layer_that_two_files_have_is_named(tmp_path):
+    write(tmp_path, "deepseek_v3", fp8=False)
+    (tmp_path / "again.safetensors").write_bytes((tmp_path / "mtp.safetensors").read_bytes())
+    model, _ = load_model(tmp_path)
+    config = configured(tmp_path, torch.bfloat16)
+    with pytest.raises(ModelLoadError, match="stored twice"):
+        mtp_weights(config, MTP_FAMILIES["DeepSeekMTPModel"], model, LAYERS, nn.Module())

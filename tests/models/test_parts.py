@@ -161,6 +161,35 @@ def test_hidden_states_of_all_rows_reach_whoever_asked(model):
     np.testing.assert_allclose(np.array(final.take()), np.array(expected), atol=1e-5)
 
 
+class WithKeys(llama.TransformerBlock):
+    """Returns keys and values for later layers, as Gemma 4's and Hunyuan's layers do."""
+
+    def __call__(self, x, mask=None, cache=None):
+        return super().__call__(x, mask, cache), (x, x), None
+
+
+class ReadsKeys(llama.LlamaModel):
+    def __call__(self, inputs, cache=None, input_embeddings=None):
+        hidden = self.embed_tokens(inputs)
+        for layer in self.layers:
+            hidden, _, _ = layer(hidden)
+        return self.norm(hidden)
+
+
+def test_hidden_states_of_layers_that_return_more(model):
+    tokens, plain = mx.arange(7), ModelParts(model)
+    expected = HiddenStates(plain, [1, 2])
+    plain.forward_hidden(of(tokens), CACHES)
+    expected_states = np.array(expected.take())
+    model.model.__class__ = ReadsKeys
+    for layer in model.model.layers:
+        layer.__class__ = WithKeys
+    parts = ModelParts(model)
+    found = HiddenStates(parts, [1, 2])
+    parts.forward_hidden(of(tokens), CACHES)
+    np.testing.assert_allclose(np.array(found.take()), expected_states, atol=1e-5)
+
+
 def test_a_layer_the_target_lacks_is_named(model):
     with pytest.raises(NotImplementedError, match="after layer 3 of a model that has 2"):
         HiddenStates(ModelParts(model), [1, 3])

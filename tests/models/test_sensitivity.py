@@ -157,8 +157,9 @@ def effects(original):
 
 @pytest.mark.parametrize("original", FAMILIES, indirect=True)
 def test_each_key_counts_or_is_listed(original):
-    wrong = {}
+    wrong, moved = {}, 0
     for key, effect in effects(original).items():
+        moved += effect is not None and effect >= SEEN
         last = key.rpartition(".")[2]
         silent = last in GENERAL or listed(PATTERNS, f"{family(original)}:{key}")
         if silent and effect is not None and effect > TOLERANCE:
@@ -167,6 +168,7 @@ def test_each_key_counts_or_is_listed(original):
             wrong[key] = "no change of it is a model"
         if not silent and effect is not None and effect < SEEN:
             wrong[key] = f"changes {effect:.2g} only"
+    print(f"\n{original.name}: {moved} keys move transformers' model")
     assert not wrong, "\n".join(f"{original.name}:{key} {why}" for key, why in wrong.items())
 
 

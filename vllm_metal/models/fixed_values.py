@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_metal.models.rope_parameters import OF_THEIR_OWN, rope
-from vllm_metal.models.weight_files import ModelLoadError
+from vllm_metal.weights.files import ModelLoadError
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class AtMost:
         return f"at most {self.bound}"
 
 
+_LARGEST_FLOAT32 = 3.5e38
 #: Modules whose head is the embedding, and modules whose head is an array of its own.
 _TIED = {"tie_word_embeddings": (True,)}
 _UNTIED = {"tie_word_embeddings": (False,)}
@@ -30,7 +31,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "afm7": _TIED,
     "afmoe": {"attention_bias": (False,)},
     "apertus": {"attention_bias": (False,), "post_norm": (False,), "qk_norm": (True,)},
-    "bailing_moe": {"norm_softmax": (False,)},
+    "bailing_moe": {"norm_softmax": (False,), "use_rmsnorm": (True,)},
     "bailing_moe_linear": {"norm_softmax": (False,), "use_rmsnorm": (True,)},
     "bailing_moe_v3": {
         "norm_topk_prob": (True,),
@@ -38,31 +39,20 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "use_qk_norm": (True,),
     },
     "cohere": _TIED,
-    "cohere2": _TIED
-    | {
-        "order_of_interleaved_layers": ("local_attn_first",),
-        "position_embedding_type": ("rope_gptj",),
-        "rotary_pct": (1.0,),
-        "use_embedding_sharing": (True,),
-        "use_gated_activation": (True,),
-        "use_parallel_block": (True,),
-        "use_parallel_embedding": (True,),
-    },
+    "cohere2": _TIED,
     "dbrx": _UNTIED,
-    "deepseek": _UNTIED,
+    "deepseek": _UNTIED | {"norm_topk_prob": (False,), "scoring_func": ("softmax",)},
     "deepseek_v2": _UNTIED
     | {
         "mlp_bias": (False,),
         "norm_topk_prob": (False,),
-        "rope_interleave": (True,),
         "scoring_func": ("softmax",),
     },
     "deepseek_v3": _UNTIED | {"rope_interleave": (True,), "scoring_func": ("sigmoid",)},
-    "deepseek_v32": _UNTIED | {"mlp_bias": (False,), "scoring_func": ("sigmoid",)},
+    "deepseek_v32": _UNTIED | {"scoring_func": ("sigmoid",)},
     # transformers' class reads no scoring_func; the published files say "noaux_tc".
     "dots1": {"attention_bias": (False,), "scoring_func": ("noaux_tc", "sigmoid")},
     "ernie4_5_moe": {
-        "moe_gate": ("topk",),
         "moe_norm_min": (1e-12,),
         "moe_use_aux_free": (True,),
         "use_bias": (False,),
@@ -92,9 +82,9 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "gpt_neox": _UNTIED | {"attention_bias": (True,)},
     "gpt_oss": _UNTIED
     | {"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
-    "gptj": _UNTIED | {"scale_attn_weights": (True,)},
+    "gptj": _UNTIED,
     "hunyuan": _TIED,
-    "hunyuan_v1_dense": {"mlp_bias": (False,), "norm_type": ("rms",), "use_cla": (False,)},
+    "hunyuan_v1_dense": {"num_experts": (1,)},
     "kimi_k3": {"use_grouped_topk": (True,)},
     "kimi_linear": _UNTIED
     | {
@@ -105,10 +95,9 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     },
     "kimi_vl": _UNTIED | {"scoring_func": ("sigmoid",)},
     "laguna": {"moe_apply_router_weight_on_input": (False,)},
-    "lfm2": _TIED | {"block_use_swiglu": (True,), "use_pos_enc": (True,)},
+    "lfm2": _TIED,
     "lfm2_moe": _TIED,
     "lille-130m": _TIED,
-    "llama": {"rope_interleaved": (False,)},
     "llama4_text": {"attention_bias": (False,)},
     "longcat_flash": _UNTIED | {"attention_method": ("MLA",)},
     "longcat_flash_ngram": _UNTIED | {"attention_method": ("MLA",)},
@@ -118,14 +107,9 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "mimo_v2_flash": _UNTIED | {"attention_bias": (False,), "scoring_func": ("sigmoid",)},
     # mlx-lm's module of this name is MiniMax-M2's.
     "minimax": {
-        "layernorm_full_attention_beta": (1.0,),
-        "layernorm_linear_attention_beta": (1.0,),
-        "layernorm_mlp_beta": (1.0,),
         "linear_attn_alpha_factor": (),
-        "qk_norm_type": ("per_layer",),
         "scoring_func": ("sigmoid",),
         "shared_intermediate_size": (0,),
-        "swa_rope_theta": (-1.0,),
         "use_routing_bias": (True,),
     },
     "minicpm3": _UNTIED | {"mlp_bias": (False,), "rope_traditional": (False,)},
@@ -151,7 +135,15 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "phimoe": _UNTIED
     | {"attention_bias": (True,), "lm_head_bias": (True,), "num_experts_per_tok": (2,)},
     "phixtral": _UNTIED,
-    "qwen": _UNTIED,
+    "qwen": _UNTIED
+    | {
+        "activation": ("swiglu",),
+        "apply_residual_connection_post_layernorm": (False,),
+        "pos_emb": ("rotary",),
+        "rotary_emb_base": (10000,),
+        "rotary_pct": (1.0,),
+        "scale_attn_weights": (True,),
+    },
     "qwen2_moe": _UNTIED
     | {
         "decoder_sparse_step": (1,),
@@ -175,11 +167,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     },
     "solar_open": _UNTIED | {"scoring_func": ("sigmoid",)},
     "stablelm": _UNTIED,
-    "starcoder2": {
-        "mlp_type": ("default",),
-        "norm_type": ("layer_norm",),
-        "use_bias": (True,),
-    },
+    "starcoder2": {"use_bias": (True,)},
     "step3p5": _UNTIED,
 }
 #: By module and key, values that the module does not compute as transformers' class does; None is
@@ -215,7 +203,10 @@ def check(config: Mapping[str, Any], module: str) -> None:
     """
     for key, computed in {**EVERYWHERE, **FIXED.get(module, {})}.items():
         value = config.get(key, rope(config).get(key) if key in OF_THEIR_OWN else None)
-        if value is None or any(_same(value, each) for each in computed):
+        null_is_no = key in config and computed == (True,)
+        if value is None and not null_is_no:
+            continue
+        if any(_same(value, each) for each in computed):
             continue
         served = " or ".join(map(repr, computed))
         raise ModelLoadError(
@@ -231,9 +222,11 @@ def check(config: Mapping[str, Any], module: str) -> None:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Lists of JSON and tuples are alike."""
+    """Lists of JSON and tuples are alike, and no float32 is beyond a bound that it cannot hold."""
     if isinstance(other, AtMost):
         return bool(value <= other.bound)
     if isinstance(value, list) and isinstance(other, tuple):
         return len(value) == len(other) and all(map(_same, value, other))
+    if other == math.inf and isinstance(value, float):
+        return value > _LARGEST_FLOAT32
     return bool(value == other)

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vllm_metal.mlx_patches import registry as patches
+from vllm_metal.weights.layers import dense_rows
 
 #: What mlx-lm's families call the module that makes logits.
 _HEADS = ("lm_head", "embed_out", "output")
@@ -97,14 +98,4 @@ def head_rows(model: nn.Module, embedding: nn.Module, token_ids: Sequence[int]) 
     if (path := head_path(model)) is None:
         return cast(mx.array, embedding(ids)).astype(mx.float32)
     head: Any = functools.reduce(getattr, path.split("."), model)
-    if not isinstance(head, nn.QuantizedLinear):
-        return cast(mx.array, head.weight[ids]).astype(mx.float32)
-    rows = mx.dequantize(
-        head.weight[ids],
-        head.scales[ids],
-        head["biases"][ids] if "biases" in head else None,
-        group_size=head.group_size,
-        bits=head.bits,
-        mode=head.mode,
-    )
-    return rows.astype(mx.float32)
+    return dense_rows(head, ids)

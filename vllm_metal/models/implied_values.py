@@ -12,7 +12,7 @@ from vllm_metal.models.rope_parameters import Config
 
 Follows = Callable[[Config], Any]
 #: Families whose window counts where `use_sliding_window` says so (transformers' configurations).
-_SWITCHED = frozenset(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"))
+_SWITCHED = frozenset(("qwen2", "qwen2_moe", "qwen2_vl", "qwen3", "qwen3_moe", "smollm3"))
 
 
 def _key(name: str, times: int = 1) -> Follows:
@@ -43,6 +43,13 @@ def _share_of_whole_layers(config: Config) -> float:
     return float(config["rope_parameters"]["full_attention"]["partial_rotary_factor"])
 
 
+def _layers_with_ropes(config: Config) -> list[int]:
+    """Three of four layers; transformers' Llama 4 takes an empty list for them."""
+    return config["no_rope_layers"] and [
+        int((index + 1) % 4 != 0) for index in range(config["num_hidden_layers"])
+    ]
+
+
 _LATENT: dict[str, Follows] = {
     "head_dim": _key("qk_rope_head_dim"),
     "num_key_value_heads": _key("num_attention_heads"),
@@ -50,46 +57,52 @@ _LATENT: dict[str, Follows] = {
 #: The value that a key must have, by module and key, whether or not the module names it.
 _FOLLOWS: Mapping[str, Mapping[str, Follows]] = {
     "bailing_moe_v3": {"num_key_value_heads": _key("num_attention_heads")},
-    "cohere2": {"layer_switch": _key("sliding_window_pattern")},
     "dbrx": {"num_key_value_heads": lambda config: config["attn_config"]["kv_n_heads"]},
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "deepseek_v32": _LATENT,
     "falcon_h1": {"mamba_expand": _of_mamba},
-    "gemma2": {"sliding_window_size": _key("sliding_window")},
     "gemma4_text": {"global_partial_rotary_factor": _share_of_whole_layers},
     "glm4_moe_lite": _LATENT,
-    "glm_moe_dsa": _LATENT,
+    "glm_moe_dsa": _LATENT | {"indexer_types": _all("full")},
     "gpt2": {"n_ctx": _key("n_positions"), "n_inner": _key("n_embd", 4)},
-    "gpt_neox": {"intermediate_size": _key("hidden_size", 4)},
+    "gpt_neox": {
+        "intermediate_size": _key("hidden_size", 4),
+        "rope_theta": _key("rotary_emb_base"),
+    },
     "gptj": {"n_ctx": _key("n_positions"), "n_inner": _key("n_embd", 4)},
-    "gpt_oss": {"experts_per_token": _key("num_experts_per_tok")},
     "granitemoehybrid": {"mamba_expand": _of_mamba},
     "helium": {"head_dim": _head_dim},
-    "hunyuan_v1_dense": {"attention_head_dim": _key("head_dim")},
     "kimi_k3": {"num_key_value_heads": _key("num_attention_heads")},
     "kimi_vl": _LATENT,
     "lfm2": {
-        "block_norm_eps": _key("norm_eps"),
         "conv_dim": _key("hidden_size"),
-        "conv_dim_out": _key("hidden_size"),
         "num_heads": _key("num_attention_heads"),
     },
+    "llama4": {"no_rope_layers": _layers_with_ropes},
     "longcat_flash": _LATENT | {"num_hidden_layers": _key("num_layers")},
     "longcat_flash_ngram": _LATENT | {"num_hidden_layers": _key("num_layers")},
     "mamba": {"expand": lambda config: config["intermediate_size"] / config["hidden_size"]},
     "mamba2": {"expand": _of_mamba2},
     "mellum": {"mlp_layer_types": _all("sparse")},
     "minicpm3": _LATENT | {"v_head_dim": _head_dim},
-    "minimax": {"attn_type_list": _all(1)},
     "mistral4": {"head_dim": _heads_of_latent, "num_key_value_heads": _key("num_attention_heads")},
-    "nemotron_h": dict.fromkeys(("norm_eps", "rms_norm_eps"), _key("layer_norm_epsilon")),
-    "recurrent_gemma": {"head_dim": _head_dim, "lru_width": _key("hidden_size")},
+    "nemotron_h": {"rms_norm_eps": _key("layer_norm_epsilon")},
+    "recurrent_gemma": {
+        "_block_types": _key("block_types"),
+        "head_dim": _head_dim,
+        "lru_width": _key("hidden_size"),
+    },
+    "stablelm": {
+        "norm_eps": _key("layer_norm_eps"),
+        "rope_pct": _key("partial_rotary_factor"),
+    },
     "youtu_llm": _LATENT,
 }
 #: The same of all modules.
 _FOLLOWS_EVERYWHERE: Mapping[str, Follows] = {
     "head_dim": _head_dim,
+    "num_experts": _key("n_routed_experts"),
     "qk_head_dim": lambda config: config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
 }
 #: Keys that count where a list of the layers is missing, and the lists.

@@ -8,6 +8,7 @@ belongs into `fixed_values`, with the values that the module computes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 
@@ -17,7 +18,12 @@ def names(words: str) -> frozenset[str]:
 
 
 #: Ends of the names of tokens and of where images and sounds stand among them.
-_OF_TOKENS = ("_token_id", "_token_ids", "_token_index", "_token_idx")
+_OF_TOKENS = ("_token_id", "_token_ids", "_token_index", "_token_idx", "_placeholder")
+#: Names of what only training does, and of dtypes, which vLLM chooses.
+_OF_TRAINING = re.compile(r"dropout|_pdrop$|initializer|(^|_)(dtype|fp16|bf16|fp32)$")
+
+#: Names of layers that draft, which are read apart.
+_OF_DRAFTS = re.compile(r"(^|_)mtp(_|$)")
 
 #: By reason.
 GROUPS: Mapping[str, frozenset[str]] = {
@@ -59,12 +65,8 @@ GROUPS: Mapping[str, frozenset[str]] = {
         "output_scores prefix remove_invalid_values repetition_penalty return_dict_in_generate "
         "suppress_tokens temperature top_k top_p typical_p"
     ),
-    "dropouts and noise of training": names(
-        "attention_dropout attention_probs_dropout_prob attn_dropout attn_pdrop dropout "
-        "dropout_rate emb_dropout emb_pdrop embd_pdrop embed_dropout embedding_dropout "
-        "ffn_dropout hidden_dropout hidden_dropout_prob input_jitter_noise moe_input_jitter_eps "
-        "moe_jitter_eps resid_dropout resid_pdrop residual_dropout router_dropout "
-        "router_jitter_noise"
+    "noise of training": names(
+        "input_jitter_noise moe_input_jitter_eps moe_jitter_eps router_jitter_noise"
     ),
     "first weights of training": names(
         "emb_init_std final_w_init_variance_scale init_device init_method init_method_std "
@@ -89,11 +91,7 @@ GROUPS: Mapping[str, frozenset[str]] = {
         "max_model_len max_position_embeddings max_seq_len max_seq_length max_sequence_length "
         "model_max_length n_positions seq_len seq_length"
     ),
-    "layers that draft, which are read apart": names(
-        "mtp_layer_types mtp_layers_block_type mtp_mlp_layer_types mtp_num_hidden_layers "
-        "mtp_num_layers mtp_transformer_layers mtp_use_dedicated_embeddings num_mtp_layers "
-        "num_mtp_modules num_nextn_predict_layers use_mtp"
-    ),
+    "layers that draft, which are read apart": names("num_nextn_predict_layers"),
     "widths of the padding of token tables": names("pad_vocab_size_multiple pad_token"),
 }
 GENERAL: frozenset[str] = frozenset().union(*GROUPS.values())
@@ -116,10 +114,6 @@ OF_MODULE: Mapping[str, frozenset[str]] = {
     "falcon_h1": names("mlp_expansion_factor"),  # intermediate_size counts
     "gemma3_text": names("tie_word_embeddings"),  # it looks whether there is a head
     "granitemoehybrid": names("mamba_chunk_size"),  # how a sum is taken apart
-    "gpt_oss": names("initial_context_length"),  # the rope has the same
-    "lfm2": names(
-        "block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init"
-    ),  # of the first weights
     "lfm2-vl": names(
         "do_image_splitting downsample_factor encoder_patch_size max_image_tokens max_num_patches "
         "max_pixels_tolerance max_tiles min_image_tokens min_tiles projector_bias "
@@ -127,10 +121,12 @@ OF_MODULE: Mapping[str, frozenset[str]] = {
     ),  # of images alone
     "mamba": _OF_STEPS,  # of the first weights
     "mamba2": _OF_STEPS | names("chunk_size"),
-    "minimax": names("shared_moe_mode"),  # no experts are shared
-    "mistral4": names("topk_method"),  # transformers' class does not read it
-    "nemotron_h": _OF_STEPS  # the width follows from the heads
-    | names("chunk_size expand moe_shared_expert_overlap rope_theta sliding_window"),
+    "nemotron_h": _OF_STEPS  # the width follows from the heads, shared experts from arrays
+    | names(
+        "n_shared_experts chunk_size expand moe_shared_expert_overlap rope_theta sliding_window"
+    ),
+    # Of texts longer than seq_length, which vLLM does not admit.
+    "qwen": names("use_dynamic_ntk use_logn_attn"),
     "recurrent_gemma": names("tie_word_embeddings"),  # as gemma3_text
 }
 
@@ -146,6 +142,8 @@ def is_inert(key: str, module: str, beside_text: bool) -> bool:
     return (
         key in GENERAL
         or key.endswith(_OF_TOKENS)
+        or _OF_TRAINING.search(key) is not None
+        or _OF_DRAFTS.search(key) is not None
         or key in OF_MODULE.get(module, ())
         or (beside_text and key in BESIDE_TEXT)
     )

@@ -8,6 +8,7 @@ the target's own: it stacks experts, splits the projections of MLA, decodes fp8,
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ import mlx.nn as nn
 from vllm_metal.mlx_patches.families.text_models import stacked
 from vllm_metal.models import loader
 from vllm_metal.models.mtp_families import MTPFamily
+from vllm_metal.weights.placing import Placed, place
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,8 +29,8 @@ _NORMS = ("embedding_norm.weight", "hidden_norm.weight", "norm.weight")
 
 
 def mtp_weights(
-    config: VllmConfig, family: MTPFamily, model: nn.Module, num_layers: int
-) -> dict[str, mx.array]:
+    config: VllmConfig, family: MTPFamily, model: nn.Module, num_layers: int, head: nn.Module
+) -> Placed:
     """The layer's arrays by the head's names: `block.` before those of the decoder layer.
 
     Args:
@@ -36,6 +38,7 @@ def mtp_weights(
         family: of the target.
         model: the target, as mlx-lm has it.
         num_layers: of the target.
+        head: as it is made, without weights.
 
     Raises:
         loader.ModelLoadError: the checkpoint has no MTP layer, or is unreadable.
@@ -47,7 +50,7 @@ def mtp_weights(
         marks = family.norms_from_zero and name.endswith(_CONVOLUTION)
         return marks or family.own_name(name, num_layers) is not None
 
-    found = loader.load_weights(model_config, config, wanted, as_stored=True)
+    found, plan = loader.load_checkpoint(model_config, config, wanted)
     convolutions = {name: found.pop(name) for name in [*found] if name.endswith(_CONVOLUTION)}
     if not found:
         raise loader.ModelLoadError(
@@ -55,13 +58,24 @@ def mtp_weights(
             'most conversions to MLX drop them. Name the original checkpoint as "model" in '
             "--speculative-config, or choose another method"
         )
-    arrays = {str(family.own_name(name, num_layers)): array for name, array in found.items()}
+    weights = {str(family.own_name(name, num_layers)): array for name, array in found.items()}
+    stored = {
+        str(family.own_name(name, num_layers)): each
+        for name, each in plan.weights.items()
+        if name in found
+    }
     if family.norms_from_zero:
         # Without one, it is of MTP layers alone, as its authors published them.
-        arrays[_CONVOLUTION] = next(iter(convolutions.values()), mx.zeros((1, 1, 2)))
-    read = _read_as_a_layer(model, arrays, family.norms_from_zero)
-    read.pop(_CONVOLUTION, None)
-    return loader.in_dtype(read, loader.mlx_dtype(config), model, _place(model))
+        weights[_CONVOLUTION] = next(iter(convolutions.values()), mx.zeros((1, 1, 2)))
+
+    def sanitize(_: nn.Module, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+        read = _read_as_a_layer(model, arrays, family.norms_from_zero)
+        read.pop(_CONVOLUTION, None)
+        return read
+
+    dtype = loader.mlx_dtype(config)
+    placed = place(head, weights, stored, dtype, sanitize)
+    return replace(placed, arrays=loader.in_dtype(placed.arrays, dtype, model, _place(model)))
 
 
 def _read_as_a_layer(

@@ -196,9 +196,10 @@ class HiddenStates:
                 )
             follow_call(layers[layer_id - 1], partial(self._note, layer_id))
 
-    def _note(self, layer_id: int, hidden_states: mx.array) -> mx.array:
-        self._newest[layer_id] = hidden_states
-        return hidden_states
+    def _note(self, layer_id: int, out: Any) -> Any:
+        # Layers whose K/V others read return those behind their hidden states (Gemma 4).
+        self._newest[layer_id] = out[0] if isinstance(out, tuple) else out
+        return out
 
     @property
     def num_layers(self) -> int:

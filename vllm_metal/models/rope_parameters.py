@@ -40,7 +40,9 @@ def scaling(config: Config) -> dict[str, Any] | None:
 
 def stated_share(config: Config) -> float | None:
     """The share of each head that a rope turns; None: the config does not say."""
-    stated = config.get("partial_rotary_factor", rope(config).get("partial_rotary_factor"))
+    stated = config.get("partial_rotary_factor")
+    if stated is None:
+        stated = rope(config).get("partial_rotary_factor")
     return None if stated is None else float(stated)
 
 

@@ -12,7 +12,7 @@ from mlx_lm.models import rope_utils  # whose function is patched, see mlx_patch
 
 from vllm_metal.models.config_refusals import PARTIAL, UNSCALED
 from vllm_metal.models.rope_parameters import rotated_share, scaling
-from vllm_metal.models.weight_files import ModelLoadError
+from vllm_metal.weights.files import ModelLoadError
 
 
 def mend_ropes(model: nn.Module, config: Mapping[str, Any]) -> None:
@@ -25,7 +25,7 @@ def mend_ropes(model: nn.Module, config: Mapping[str, Any]) -> None:
         config: of config.json.
 
     Raises:
-        ModelLoadError: mlx-lm knows no such scaling.
+        ModelLoadError: mlx-lm knows no such scaling, or a rope has an odd width.
     """
     words = config.get("text_config") or config
     scaled, share = scaling(words), rotated_share(words)
@@ -34,6 +34,12 @@ def mend_ropes(model: nn.Module, config: Mapping[str, Any]) -> None:
         rope = layer.get("rope")
         if type(rope) is not nn.RoPE:
             continue
+        if rope.dims % 2:
+            raise ModelLoadError(
+                f"the rope turns {rope.dims} numbers of each head, which must be even: "
+                "num_attention_heads, head_dim or the rope's share (partial_rotary_factor, "
+                "rope_parameters) in config.json, or what transformers takes for it, is wrong"
+            )
         scales = scaled if module in UNSCALED else None
         turns = share if module in PARTIAL else 1.0
         if scales is None and turns == 1.0:

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads configuration classes as text: their fields, defaults and other names of keys."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+#: A parameter with a default in the `__init__` of a configuration class.
+_PARAMETER = re.compile(r"^ {4,}(\w+)(?:\s*:[^=\n]+)?\s*=\s*([^=\n]+?),?\s*$", re.MULTILINE)
+#: The class of a text model within a multimodal one.
+_TEXT_CLASS = re.compile(r"self\.text_config = (\w+)\(\*\*self\.text_config\)")
+#: A condition of classes that have a rope of their own where config.json has none.
+ROPE_IS_ABSENT = "self.rope_parameters is None"
+#: In the place of a value that is no literal.
+MISSING = object()
+
+
+def parameters(text: str) -> dict[str, Any]:
+    """Defaults of the parameters in a configuration file or class of older style."""
+    found: dict[str, Any] = {}
+    for key, default in _PARAMETER.findall(text):
+        if (value := literal(default)) is not MISSING:
+            found.setdefault(key, value)
+    return found
+
+
+def classes_of(path: Path, model_type: str) -> Iterator[ast.ClassDef]:
+    """The configuration class of a model_type, and what it inherits from in its file.
+
+    Args:
+        path: of the file.
+        model_type: of the class; empty: of the text model within a multimodal one.
+    """
+    classes = _classes_in(path)
+    if model_type:
+        named = {n for n, node in classes.items() if assigned(node).get("model_type") == model_type}
+    else:
+        named = set(_TEXT_CLASS.findall(path.read_text(encoding="utf-8")))
+    for name, node in classes.items():
+        if name in named:
+            yield from _ancestry(node, classes)
+
+
+@functools.cache
+def _classes_in(path: Path) -> dict[str, ast.ClassDef]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def assigned(node: ast.ClassDef) -> dict[str, Any]:
+    """Attributes of a class that are literals."""
+    return {
+        target.id: value
+        for each in node.body
+        if isinstance(each, ast.Assign) and (value := _constant(each.value)) is not MISSING
+        for target in each.targets
+        if isinstance(target, ast.Name)
+    }
+
+
+def aliases(node: ast.ClassDef) -> dict[str, str]:
+    """Other names of keys, and the names that the class declares."""
+    return dict(assigned(node).get("attribute_map") or {})
+
+
+def beside_text(node: ast.ClassDef) -> frozenset[str]:
+    """Keys of a multimodal class's configurations but for the text's; none of other classes."""
+    keys: set[str] = set()
+    for each in node.body:
+        if isinstance(each, ast.Assign | ast.AnnAssign) and isinstance(each.value, ast.Dict):
+            targets = each.targets if isinstance(each, ast.Assign) else [each.target]
+            if any(isinstance(t, ast.Name) and t.id == "sub_configs" for t in targets):
+                keys |= {str(k.value) for k in each.value.keys if isinstance(k, ast.Constant)}
+    return frozenset(keys - {"text_config"} if "text_config" in keys else ())
+
+
+def _ancestry(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Iterator[ast.ClassDef]:
+    yield node
+    for base in node.bases:
+        if isinstance(base, ast.Name) and base.id in classes:
+            yield from _ancestry(classes[base.id], classes)
+
+
+def fields(node: ast.ClassDef) -> Iterator[tuple[str, Any]]:
+    for each in node.body:
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and each.value:
+            value = _constant(each.value)
+            if value is not MISSING:
+                yield each.target.id, value
+
+
+def overwritten(node: ast.ClassDef) -> frozenset[str]:
+    """Keys that the class sets from other keys, whatever config.json says of them."""
+    found = set()
+    for each in _post_init(node):
+        target = each.targets[0] if isinstance(each, ast.Assign) else None
+        if not isinstance(target, ast.Attribute) or not isinstance(each, ast.Assign):
+            continue
+        parts = list(ast.walk(each.value))
+        names = {part.id for part in parts if isinstance(part, ast.Name)}
+        read = {part.attr for part in parts if isinstance(part, ast.Attribute)}
+        if names <= {"self", "int", "float"} and target.attr not in read:
+            found.add(target.attr)
+    return frozenset(found)
+
+
+def absent_rope(node: ast.ClassDef) -> dict[str, Any] | None:
+    """What the class takes for `rope_parameters` that are absent; None: no literal."""
+    literals: dict[str, ast.expr] = {}
+    for each in _post_init(node):
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and each.value:
+            literals[each.target.id] = each.value
+        elif isinstance(each, ast.If) and ast.unparse(each.test) == ROPE_IS_ABSENT:
+            first = each.body[0]
+            value: Any = first.value if isinstance(first, ast.Assign) else None
+            if isinstance(value, ast.Name):
+                value = literals.get(value.id)
+            return _entries(value) if isinstance(value, ast.Dict) else None
+    return None
+
+
+def _entries(node: ast.Dict) -> dict[str, Any] | None:
+    """A mapping's value without entries that repeat a key of config.json; None: no literal."""
+    found: dict[str, Any] = {}
+    for key, value in zip(node.keys, node.values, strict=True):
+        name = key.value if isinstance(key, ast.Constant) else None
+        if isinstance(value, ast.Attribute) and value.attr == name:
+            continue
+        if (constant := _constant(value)) is MISSING or name is None:
+            return None
+        found[str(name)] = constant
+    return found
+
+
+def _post_init(node: ast.ClassDef) -> list[ast.stmt]:
+    methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+    return [line for each in methods if each.name == "__post_init__" for line in each.body]
+
+
+def _constant(node: ast.expr) -> Any:
+    """The value of a literal, or the `default` of a call such as a validator's."""
+    if isinstance(node, ast.Call):
+        for keyword in node.keywords:
+            if keyword.arg == "default":
+                return _constant(keyword.value)
+        return MISSING
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return MISSING
+
+
+def literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError):
+        return MISSING
+
+
+def same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and bool(one == other)
