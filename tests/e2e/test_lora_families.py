@@ -5,11 +5,16 @@ import json
 
 import mlx.core as mx
 import pytest
+import torch
 from e2e.harness import Dense, engine
 from e2e.test_lora import NUM_TOKENS, SMALL, ask, named, prompt, tokens
-from lora.toys import Toy, greedy_tokens
+from lora.toys import Toy, adapter_of, greedy_tokens
 from mlx_lm.utils import dequantize_model, load_config, load_model, quantize_model, save_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from weights.toys import stored_as, write_stored
+
+from vllm_metal.models.embedded import smollm2_gguf
 
 pytestmark = pytest.mark.more
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -101,6 +106,44 @@ def test_an_adapter_over_quantised_weights(tmp_path):
         (generated,) = tokens(ask(llm, [text], [named(1, tmp_path / "adapter")]))
     Dense(str(tmp_path / "merged")).check(text, generated)
     assert generated != greedy_tokens(toy.model, text, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("form", ["fp8 rows", "compressed nvfp4", "gptq 4 bits, ordered"])
+def test_an_adapter_over_published_weights(tmp_path, form):
+    """Against the values that are stored with the update in them."""
+    toy = Toy("llama", tmp_path / "base")
+    toy.save()
+    adapted = toy.adapter(tmp_path / "adapter", 1)
+    stored, dense = stored_as(form, load_file(tmp_path / "base" / "model.safetensors"))
+    for name, module in adapted.base_model.model.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            update = module.get_delta_weight("default").detach()
+            dense[f"{name}.weight"] = dense[f"{name}.weight"] + update
+    for name in ("published", "merged"):
+        (tmp_path / name).mkdir()
+        write_config(tmp_path, name, load_config(tmp_path / "base"))
+    write_stored(form, stored, tmp_path / "published")
+    merged = {name: tensor.contiguous() for name, tensor in dense.items()}
+    save_file(merged, tmp_path / "merged" / "model.safetensors", {"format": "pt"})
+    text = prompt(50, 4)
+    with engine(str(tmp_path / "published"), max_loras=1, **SMALL) as llm:
+        (generated,) = tokens(ask(llm, [text], [named(1, tmp_path / "adapter")]))
+    Dense(str(tmp_path / "merged")).check(text, generated)
+    assert generated != greedy_tokens(toy.model, text, NUM_TOKENS)
+
+
+def test_an_adapter_over_a_gguf_file(tmp_path):
+    """Llama's, which stores rows of queries and keys in another order than adapters have them."""
+    file = smollm2_gguf()
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
+    adapted = adapter_of(model, tmp_path / "adapter", 1)
+    text = prompt(50, 4)
+    with engine(str(file), max_loras=1, **SMALL) as llm:
+        (generated,) = tokens(ask(llm, [text], [named(1, tmp_path / "adapter")]))
+    assert generated == greedy_tokens(adapted, text, NUM_TOKENS)
+    assert generated != greedy_tokens(model, text, NUM_TOKENS)
 
 
 def write_config(folder, name, config):

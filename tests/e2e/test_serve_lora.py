@@ -133,7 +133,7 @@ def test_an_adapter_that_cannot_be_served_is_named(server, adapters, tmp_path):
     weights = tmp_path / "d" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
     status, text = load(tmp_path / "d")
-    assert status == 500  # vLLM's
+    assert status == 400
     assert "LoRA adapter 'd' has an unreadable adapter_model.safetensors" in text
     with pytest.raises(openai.NotFoundError):
         complete(server.client(), "d")

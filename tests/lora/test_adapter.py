@@ -53,6 +53,39 @@ def test_an_update_of_peft_has_its_scale(tmp_path, file, config, scale):
     np.testing.assert_allclose(delta, scale * given[KEY % "B"] @ given[KEY % "A"], rtol=1e-5)
 
 
+@pytest.mark.parametrize(("parameter", "scale"), [("gate_up_proj", 5), ("down_proj", 2)])
+def test_one_parameter_of_experts_has_its_own_scale(tmp_path, parameter, scale):
+    """PEFT's file has the same name for either."""
+    module, rng = "model.layers.0.mlp.experts", np.random.default_rng(0)
+    given = {
+        f"base_model.model.{module}.lora_{name}.weight": rng.normal(size=shape).astype(np.float32)
+        for name, shape in {"A": (6, 5), "B": (4, 6)}.items()  # three experts
+    }
+    config = {
+        "target_modules": [],
+        "target_parameters": [f"experts.{parameter}"],
+        "alpha_pattern": {"experts.gate_up_proj": 10, "down_proj": 4, "experts": 8},
+    }
+    update = read(write(tmp_path, given, **config)).updates[module]
+    a, b = (given[f"base_model.model.{module}.lora_{name}.weight"] for name in "AB")
+    expected = np.einsum("ore,eri->eoi", b.reshape(4, 2, 3), a.reshape(3, 2, 5))
+    np.testing.assert_allclose(np.array(update.b @ update.a), scale * expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        {"target_modules": ["k_proj"]},
+        {"target_modules": r".*\.k_proj"},
+        {"exclude_modules": ["q_proj"]},
+        {"layers_to_transform": [1]},
+    ],
+)
+def test_tensors_that_the_configuration_does_not_target_do_not_count(tmp_path, targets):
+    with pytest.raises(AdapterError, match=f"no tensor that counts: .* not target {MODULE}"):
+        read(write(tmp_path, arrays(), **targets))
+
+
 def test_an_update_of_mlx_lm_has_its_scale(tmp_path):
     given = {
         f"{MODULE}.lora_a": np.ones((5, 2), np.float32),
@@ -78,6 +111,9 @@ def test_an_update_of_mlx_lm_has_its_scale(tmp_path):
         ({"peft_type": "LOHA"}, "LOHA"),
         ({"something_new": 3}, "something_new"),
         ({"lora_alpha": None}, "configuration"),
+        ({"lora_alpha": float("inf")}, "scale inf"),
+        ({"lora_alpha": float("nan")}, "scale nan"),
+        ({"lora_alpha": 1e300}, "q_proj"),
     ],
 )
 def test_what_an_adapter_does_besides_is_refused(tmp_path, config, named):
@@ -89,6 +125,7 @@ def test_what_an_adapter_does_besides_is_refused(tmp_path, config, named):
     ("change", "named"),
     [
         (lambda given: given[KEY % "A"].fill(np.nan), "NaN or infinity: .*q_proj.lora_A"),
+        (lambda given: given[KEY % "A"].fill(1e30), "update of up to .* at .*q_proj"),
         (lambda given: given.pop(KEY % "B"), "no lora_B for .*q_proj"),
         (lambda given: given.update(arrays(rank=3)), "ranks 3 and 3 at .*q_proj, and 2 in"),
         (lambda given: given.update({"x.bias": np.zeros((2, 2), np.float32)}), "x.bias"),

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from own_configs import own_config
+from transformers import AutoModelForCausalLM
 
 VOCAB = 256
 _COMMON = {
@@ -45,6 +46,49 @@ CONFIGS = {
         "sliding_window": 32,
         "query_pre_attn_scalar": 16,
     },
+    # Whose factors mlx-lm folds into its weights.
+    "falcon_h1": {
+        "model_type": "falcon_h1",
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+        "mlp_multipliers": [0.5, 2.0],
+        "ssm_multipliers": [0.3, 1.5, 0.7, 2.0, 0.9],
+        "attention_in_multiplier": 0.6,
+        "attention_out_multiplier": 0.9,
+        "key_multiplier": 0.4,
+        "ssm_in_multiplier": 1.25,
+    },
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["mamba", "attention", "mlp"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 1,
+        "ssm_state_size": 16,
+    },
+    # Whose forget gate and experts have other names in files than in transformers' class.
+    "kimi_linear": {
+        "model_type": "kimi_linear",
+        "num_key_value_heads": 4,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["sparse", "sparse"],
+        "pad_token_id": 0,
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "moe_intermediate_size": 48,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "num_shared_experts": 1,
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
     "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024},
 }
 
@@ -75,7 +119,9 @@ class Toy:
         config = dict(_COMMON) | CONFIGS[self.kind]
         if self.kind == "gpt2":
             config = {"vocab_size": VOCAB} | CONFIGS[self.kind]
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).float().eval()
+        if self.kind == "nemotron_h":
+            del config["num_hidden_layers"]  # which layers_block_type says
+        model = AutoModelForCausalLM.from_config(own_config(**config)).float().eval()
         with torch.no_grad():  # logits that differ by more than rounding
             for name, weight in model.named_parameters():
                 if weight.ndim >= 2 and "conv1d" not in name:
@@ -89,14 +135,18 @@ class Toy:
 
     def adapter(self, folder: Path, seed: int, **config: Any) -> Any:
         """Writes an adapter with random weights, and returns PEFT's model with it."""
-        from peft import LoraConfig, get_peft_model
+        return adapter_of(self.model, folder, seed, **config)
 
-        torch.manual_seed(seed)
-        settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"} | config
-        if "target_parameters" in config and "target_modules" not in config:
-            settings["target_modules"] = []
-        adapted = get_peft_model(
-            copy.deepcopy(self.model), LoraConfig(init_lora_weights=False, **settings)
-        ).eval()
-        adapted.save_pretrained(folder)
-        return adapted
+
+def adapter_of(model: Any, folder: Path, seed: int, **config: Any) -> Any:
+    """Writes an adapter of `model` with random weights, and returns PEFT's model with it."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"} | config
+    if "target_parameters" in config and "target_modules" not in config:
+        settings["target_modules"] = []
+    lora = LoraConfig(init_lora_weights=False, **settings)
+    adapted = get_peft_model(copy.deepcopy(model), lora).eval()
+    adapted.save_pretrained(folder)
+    return adapted

@@ -6,16 +6,20 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pickle import UnpicklingError
 from typing import Any, cast
 
 import mlx.core as mx
 import torch
+from vllm.logger import init_logger
 from vllm.lora.peft_helper import PEFTHelper
 
 from vllm_metal.lora.files import AdapterContent, AdapterError
+from vllm_metal.lora.patterns import Patterns
+
+logger = init_logger(__name__)
 
 _PEFT_KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 _MLX_KEY = re.compile(r"(.+)\.lora_([ab])")
@@ -25,14 +29,25 @@ _READ = {
     *("peft_type", "r", "lora_alpha", "bias", "use_rslora", "use_dora", "lora_bias"),
     *("init_lora_weights", "alora_invocation_tokens", "layer_replication", "use_bdlora"),
     *("use_qalora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "target_parameters"),
+    *("exclude_modules", "layers_pattern", "layers_to_transform", "target_modules"),
 }
 _HOW_MADE = {
     *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying"),
-    *("eva_config", "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform"),
-    *("loftq_config", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core"),
-    *("peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules"),
+    *(
+        "eva_config",
+        "inference_mode",
+        "loftq_config",
+        "lora_dropout",
+        "lora_ga_config",
+        "megatron_config",
+        "megatron_core",
+    ),
+    *("peft_version", "qalora_group_size", "revision", "runtime_config"),
     *("task_type", "velora_config"),
 }
+
+#: Of an element of a weight's update. Those of trained adapters are below 10; float16 ends here.
+_LARGEST_UPDATE = 65504.0
 
 
 @dataclass(frozen=True)
@@ -133,20 +148,41 @@ def _of_peft(content: AdapterContent, config: dict[str, Any], max_rank: int) -> 
     for key, value in config.items():
         if value and key not in _READ | _HOW_MADE:
             raise AdapterError(name, f"has {key} in its configuration, which is not served")
+    pairs = _pairs(name, _tensors(content), _PEFT_KEY, "AB")
     try:
-        helper = PEFTHelper.from_dict(config)
-        _check_features(helper)
-    except (ValueError, TypeError) as error:
+        _check_features(PEFTHelper.from_dict(config))
+        patterns = Patterns(config, pairs)
+        found = {module: patterns.update_of(module) for module in pairs}
+        left_out = [module for module in pairs if not patterns.is_targeted(found[module])]
+    except (ValueError, TypeError, KeyError, re.error) as error:
         raise AdapterError(name, f"has a configuration that is not served: {error}") from error
-    experts = _experts(config)
+    if left_out:
+        _tell_left_out(name, left_out, len(pairs))
     updates = {}
-    for module, (a, b) in _pairs(name, _tensors(content), _PEFT_KEY, "AB").items():
-        rank, scale = helper.get_rank_and_scaling(module)
-        if module.rpartition(".experts")[2] in ("", ".base_layer") and experts:
-            a, b = _by_expert(name, module, a, b, rank)
-        _check_ranks(name, module, a.shape[-2], b.shape[-1], rank, max_rank)
-        updates[module] = LowRank(a, b * scale)
+    for module in (each for each in pairs if each not in left_out):
+        (a, b), update = pairs[module], found[module]
+        if update.is_parameter:
+            a, b = _by_expert(name, module, a, b, update.rank)
+        _check_ranks(name, module, a.shape[-2], b.shape[-1], update.rank, max_rank)
+        updates[module] = _scaled(name, module, a, b, update.scale)
     return Adapter(name, updates, True, bool(config.get("fan_in_fan_out")))
+
+
+def _tell_left_out(name: str, left_out: Sequence[str], count: int) -> None:
+    """Says that tensors are ignored, as PEFT ignores them.
+
+    Raises:
+        AdapterError: all of them are.
+    """
+    reason = f"its configuration does not target {left_out[0]}"
+    if len(left_out) == count:
+        raise AdapterError(name, f"has no tensor that counts: {reason}")
+    logger.warning(
+        "LoRA adapter %r has %d tensors that are ignored, as by PEFT: %s",
+        name,
+        len(left_out),
+        reason,
+    )
 
 
 def _check_features(helper: PEFTHelper) -> None:
@@ -158,15 +194,12 @@ def _check_features(helper: PEFTHelper) -> None:
         raise ValueError(" ".join(problems))
 
 
-def _experts(config: Mapping[str, Any]) -> bool:
-    """Whether parameters are updated besides modules: PEFT does so with experts in one array."""
-    return bool(config.get("target_parameters"))
-
-
 def _by_expert(
     name: str, module: str, a: mx.array, b: mx.array, rank: int
 ) -> tuple[mx.array, mx.array]:
-    """PEFT's arrays for a parameter of E experts: [E * r, in] and [out, r * E]."""
+    """PEFT's arrays for a parameter: [E * r, in] and [out, r * E]; E is 1 except for experts."""
+    if a.shape[0] == rank:
+        return a, b
     if a.shape[0] % rank or a.shape[0] != b.shape[1]:
         raise AdapterError(name, f"has shapes {a.shape} and {b.shape} for experts at {module}")
     experts = a.shape[0] // rank
@@ -188,8 +221,26 @@ def _of_mlx_lm(content: AdapterContent, config: dict[str, Any], max_rank: int) -
         elif b.ndim == 3 and a.ndim == 2:
             a = a.reshape(b.shape[0], -1, a.shape[-1])  # [E * r, in]
         _check_ranks(name, module, a.shape[-2], b.shape[-1], None, max_rank)
-        updates[module] = LowRank(a, b * scale)
+        updates[module] = _scaled(name, module, a, b, scale)
     return Adapter(name, updates, False)
+
+
+def _scaled(name: str, module: str, a: mx.array, b: mx.array, scale: float) -> LowRank:
+    """An update with its scale.
+
+    Raises:
+        AdapterError: what it adds to a weight is none of float16's numbers. Requests would fail.
+    """
+    largest = abs(scale) * a.shape[-2] * _largest(a) * _largest(b)
+    if not largest <= _LARGEST_UPDATE:
+        raise AdapterError(
+            name, f"has an update of up to {largest:g} at {module} (with its scale {scale:g})"
+        )
+    return LowRank(a, b * scale)
+
+
+def _largest(array: mx.array) -> float:
+    return float(cast(float, mx.abs(array).max().item())) if array.size else 0.0
 
 
 def _pairs(

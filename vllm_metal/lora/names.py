@@ -11,13 +11,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
 from vllm_metal.lora.adapter import Adapter, LowRank
 from vllm_metal.lora.files import AdapterError
@@ -33,8 +36,17 @@ _ALL, _GATE_UP, _DOWN = ".experts", ".experts.gate_up_proj", ".experts.down_proj
 _MOST = 2**24
 
 
+#: Shape of a weight that a model looks for and an adapter does not have: as a convolution's in a
+#: checkpoint of transformers', which some models tell from their own by it.
+_LACKING = (1, 1, 4)
+
+
 class _Unplaced(Exception):
     """What is wrong with where an update would land."""
+
+
+class _Lacking(Exception):
+    """The key of a weight that mlx-lm's model looks for."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +58,19 @@ class _Weights:
     transposed: bool  # whether matrices are [in, out]
 
     def arrays(self, values: str) -> dict[str, mx.array]:
-        """By key, arrays whose elements say their "source", "row" or "column"; lazy."""
+        """By key, arrays whose elements say their "source", "row" or "column", or are 1: "factor".
+
+        Lazy.
+        """
         return {
             key: self._array(values, place, shape)
             for place, (key, shape) in enumerate(self.shapes.items())
         }
 
     def _array(self, values: str, place: int, shape: tuple[int, ...]) -> mx.array:
-        if values == "source":
+        if values == "factor":
+            array = mx.ones((1, 1))
+        elif values == "source":
             array = mx.full((1, 1), float(place))
         elif values == "row":
             array = mx.arange(shape[-2], dtype=mx.float32)[:, None]
@@ -70,6 +87,7 @@ class _Origin:
     sources: np.ndarray  # [E] int, of each expert, or [1]: which weight
     rows: np.ndarray  # [out] int
     columns: np.ndarray  # [in] int
+    factors: np.ndarray  # [out] float32, what the model's `sanitize` multiplies its rows with
     is_stacked: bool  # of experts
 
 
@@ -86,8 +104,7 @@ def on_modules(adapter: Adapter, model: nn.Module) -> dict[str, LowRank]:
     if not adapter.is_peft:
         return dict(adapter.updates)
     try:
-        weights = _weights(adapter, model)
-        origins = _origins(weights, model)
+        weights, origins = _placed(_weights(adapter, model), model)
     except _Unplaced as error:
         raise AdapterError(adapter.name, str(error)) from error
     updates = [adapter.updates[name] for name in weights.names]
@@ -97,6 +114,15 @@ def on_modules(adapter: Adapter, model: nn.Module) -> dict[str, LowRank]:
         if place not in landed:
             raise AdapterError(adapter.name, f"updates {name}, which the model does not have")
     return found
+
+
+def _placed(weights: _Weights, model: nn.Module) -> tuple[_Weights, dict[str, _Origin]]:
+    """The origins of a model's weights; with all the weights that its `sanitize` asked for."""
+    while True:
+        try:
+            return weights, _origins(weights, model)
+        except _Lacking as lacking:
+            weights = replace(weights, shapes=weights.shapes | {str(lacking): _LACKING})
 
 
 def switches(model: nn.Module) -> dict[str, Any]:
@@ -127,7 +153,7 @@ def _key(name: str, update: LowRank, model: nn.Module) -> str:
     if name.startswith(_TEXT_THERE) and hasattr(getattr(model, "language_model", None), "model"):
         name = _TEXT_HERE + name.removeprefix(_TEXT_THERE)
     if update.a.ndim == 2:
-        return f"{name}.weight"
+        return _published(f"{name}.weight", model)
     prefix = name.removesuffix(".base_layer").removesuffix(_ALL)
     for path, linear in switches(model).items():
         outer, inner = linear.input_dims, linear.output_dims
@@ -136,6 +162,30 @@ def _key(name: str, update: LowRank, model: nn.Module) -> str:
         if path.endswith("down_proj") and update.sizes == (outer, inner):
             return prefix + _DOWN
     return f"{prefix}{_ALL}"
+
+
+def _published(key: str, model: nn.Module) -> str:
+    """The key of published files for one of transformers 5, which renames some modules.
+
+    What mlx-lm's model has by the same name stays: transformers also maps two names to one, which
+    its way back does not tell apart (Kimi Linear's dense and sparse layers).
+    """
+    if key.removesuffix(".weight") in dict(model.named_modules()):
+        return key
+    for renaming in _renamings(getattr(model, "model_type", "")):
+        key, _ = renaming.rename_source_key(key)
+    return key
+
+
+@cache
+def _renamings(model_type: str) -> tuple[WeightRenaming, ...]:
+    """transformers' renamings of a family, from its modules' names to those of published files."""
+    found = get_checkpoint_conversion_mapping(model_type) or ()
+    return tuple(
+        renaming.reverse_transform()
+        for renaming in reversed(found)
+        if type(renaming) is WeightRenaming
+    )
 
 
 def _other_experts(
@@ -163,25 +213,32 @@ def _other_experts(
 
 def _origins(weights: _Weights, model: nn.Module) -> dict[str, _Origin]:
     """The origins of the model's weights that come of an adapter's, by module."""
-    sources, rows, columns = (
-        _renamed(model, weights.arrays(values)) for values in ("source", "row", "column")
+    sources, rows, columns, factors = (
+        _renamed(model, weights.arrays(values)) for values in ("source", "row", "column", "factor")
     )
     found = {}
-    for key, source in sources.items():
+    for key, factor in factors.items():
         module = key.removesuffix(".weight")
-        origin = _origin(module, source, rows[key], columns[key])
-        if (origin.sources < len(weights.names)).any():
-            found[module] = origin
+        source, row, column = (
+            _nearly_whole(array[key] / factor) for array in (sources, rows, columns)
+        )
+        if (source < len(weights.names)).any().item():
+            found[module] = _origin(module, source, row, column, factor)
     return found
 
 
 def _renamed(model: nn.Module, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
     """What mlx-lm's model makes of arrays of a checkpoint."""
+    given = set(arrays)
     if hasattr(model, "sanitize"):
         try:
             with _left_as_it_is(model):
                 arrays = model.sanitize(arrays)
-        except Exception as error:  # of mlx-lm's code, which expects a whole checkpoint
+        except KeyError as error:  # of mlx-lm's code, which expects a whole checkpoint
+            if not error.args or not isinstance(error.args[0], str) or error.args[0] in given:
+                raise _Unplaced(f"has names that mlx-lm's model cannot rename ({error})") from error
+            raise _Lacking(error.args[0]) from error
+        except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             raise _Unplaced(f"has names that mlx-lm's model cannot rename ({problem})") from error
     renamed: dict[str, mx.array] = {}
@@ -236,22 +293,32 @@ def _of_one_array(key: str, array: mx.array, model: nn.Module) -> dict[str, mx.a
     }
 
 
-def _origin(module: str, source: mx.array, row: mx.array, column: mx.array) -> _Origin:
+def _nearly_whole(array: mx.array) -> mx.array:
+    """Numbers that were multiplied and divided, as they were before."""
+    rounded = mx.round(array)
+    return mx.where(mx.abs(array - rounded) < 1e-2, rounded, array)
+
+
+def _origin(
+    module: str, source: mx.array, row: mx.array, column: mx.array, factor: mx.array
+) -> _Origin:
     """
     Args:
         module: the weights', for messages.
-        source, row, column: [out, in] or [E, out, in] float32, of each element.
+        source, row, column, factor: [out, in] or [E, out, in] float32, of each element.
     """
     # Of experts each has a source of its own, and rows and columns as the others have.
     edges = [source[..., 0, 0], source[..., -1, 0], source[..., 0, -1], source[..., -1, -1]]
     rows, columns = row[..., :, 0], column[..., 0, :]
     same = [mx.array_equal(edge, edges[0]) for edge in edges]
     same += [mx.array_equal(rows, row[..., :, -1]), mx.array_equal(columns, column[..., -1, :])]
+    same += [mx.array_equal(factor[..., 0], factor[..., -1])]
     whole = [mx.array_equal(array, mx.round(array)) for array in (edges[0], rows, columns)]
     sources = np.atleast_1d(np.array(edges[0])).astype(int)
     if not all(each.item() for each in (*same, *whole)):
         raise _Unplaced(f"updates parts of {module}, which mlx-lm's model has as one")
-    return _Origin(sources, _of_any(rows), _of_any(columns), source.ndim == 3)
+    factors = np.array(factor[..., 0]).reshape(-1, factor.shape[-2])[0]
+    return _Origin(sources, _of_any(rows), _of_any(columns), factors, source.ndim == 3)
 
 
 def _of_any(indices: mx.array) -> np.ndarray:
@@ -262,9 +329,10 @@ def _of_any(indices: mx.array) -> np.ndarray:
 def _update(origin: _Origin, updates: list[LowRank]) -> LowRank:
     """The update of a module, or of all its experts."""
     columns, rows = mx.array(origin.columns), mx.array(origin.rows)
+    factors = mx.array(origin.factors)[:, None]
 
     def part(update: LowRank) -> LowRank:
-        return LowRank(mx.take(update.a, columns, -1), mx.take(update.b, rows, -2))
+        return LowRank(mx.take(update.a, columns, -1), mx.take(update.b, rows, -2) * factors)
 
     mine = {source: part(updates[source]) for source in _below(origin.sources, len(updates))}
     some = next(iter(mine.values()))

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.core import kv_cache_utils
@@ -63,6 +64,27 @@ def know_by_content(make: Callable[[], _Contents]) -> None:
     replace(EngineCore, "add_lora", adding)
     replace(EngineCore, "remove_lora", removing)
     replace(kv_cache_utils, "_gen_lora_extra_hash_keys", _by_content)
+
+
+def answer_for_bad_adapters() -> None:
+    """Has `/v1/load_lora_adapter` answer 400 where an adapter cannot be served.
+
+    vLLM answers 500 to whatever the engine raises, which clients try again.
+    """
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+
+    replace(OpenAIServingModels, "load_lora_adapter", _naming_bad_adapters)
+
+
+async def _naming_bad_adapters(
+    load: Callable[..., Awaitable[Any]], serving: Any, request: Any, *args: Any, **options: Any
+) -> Any:
+    found = await load(serving, request, *args, **options)
+    error = getattr(found, "error", None)
+    # The engine's error came as a text from another process (lora.files.AdapterError).
+    if error is not None and f"LoRA adapter {request.lora_name!r} " in error.message:
+        error.code, error.type = HTTPStatus.BAD_REQUEST.value, "BadRequestError"
+    return found
 
 
 def _by_content(
