@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from models.cases import cases
 
-from vllm_metal.spec_decode.adaptive import AdaptiveDraftLengths, DraftLengths
+from vllm_metal.spec_decode.adaptive import PROBE_INTERVAL, AdaptiveDraftLengths, DraftLengths
 
 K = 8
 MACHINES = {"gpu": (0.020, 0.0002), "cpu": (0.055, 0.005)}  # seconds a step, and a row of it
@@ -97,6 +97,19 @@ def test_drafts_go_to_the_requests_that_use_them(machine, num_reqs):
     reached = machine.run(AdaptiveDraftLengths(K, num_reqs), acceptance, num_steps=600)
     assert reached > 0.95 * machine.best_of_two(acceptance, predictable)
     assert reached > machine.best_fixed(acceptance)
+
+
+def test_a_request_that_gets_no_drafts_is_probed_at_equal_intervals():
+    lengths, machine = AdaptiveDraftLengths(K, 1), Machine(base=0.02, row=0.001)
+    machine.run(lengths, np.zeros(1), num_steps=100)
+    drafted = []
+    for _ in range(4 * PROBE_INTERVAL):
+        limits = lengths.limits(np.array([0]), 0)
+        lengths.observe_drafts(np.array([0]), limits, np.zeros(1, np.int32))
+        drafted.append(int(limits[0]))
+    probes = np.flatnonzero(drafted)
+    assert max(drafted) == 1
+    assert np.diff(probes).tolist() == [PROBE_INTERVAL] * 3
 
 
 def test_another_request_in_a_request_index_starts_afresh():

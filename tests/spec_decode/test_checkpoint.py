@@ -37,7 +37,7 @@ def folder_of(path, changes, weights=True):
 def refuse(target, why, **speculation):
     with pytest.raises(ValueError, match=why) as caught:
         configure(target, **speculation)
-    assert "\n" not in str(caught.value).split("Value error, ")[1].split(" [type=")[0].strip()
+    assert "\n" not in str(caught.value)
 
 
 def test_a_draft_model_of_another_vocabulary(target, tmp_path):
@@ -65,9 +65,8 @@ def test_a_folder_without_weights(target, tmp_path, method):
 
 @pytest.mark.parametrize("method", ["eagle", "medusa", "draft_model"])
 def test_a_path_that_does_not_exist(target, tmp_path, method):
-    """vLLM's own words, over several lines."""
     missing = str(tmp_path / "missing")
-    with pytest.raises(ValueError, match=f"Invalid repository ID or local directory.*{missing}"):
+    with pytest.raises(ValueError, match=f"there is no folder {missing}"):
         configure(target, method=method, model=missing)
 
 

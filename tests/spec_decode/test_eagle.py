@@ -153,8 +153,8 @@ def test_drafts_are_vllms_for_prompts_in_chunks_and_any_pattern_of_acceptance(be
 
 
 def test_a_prompt_that_never_drafted_leaves_whole_blocks_when_its_kv_are_completed(bench):
-    prefix = bench.prompt(2 * BLOCK)
-    bench.begin(0, prefix + bench.prompt(3))
+    prefix = bench.prompt(2 * BLOCK + 1)  # the head's K/V at a block's end follow from what is next
+    bench.begin(0, prefix + bench.prompt(2))
     bench.step([0], [0])
     here, none = np.array([0], np.int32), np.array([0], np.int32)
     request = DraftRequest(bench.token_ids_np, here, here + 2 * BLOCK + 1, none)
@@ -163,7 +163,7 @@ def test_a_prompt_that_never_drafted_leaves_whole_blocks_when_its_kv_are_complet
     bench.proposer.forget_request(0)
     # Of a request that is gone there is nothing to complete, and it takes nothing down.
     bench.proposer.complete_draft_kv(request)
-    bench.begin(1, prefix + bench.prompt(4), shared)
+    bench.begin(1, prefix + bench.prompt(3), shared)
     assert bench.step([1], [0]) == [0]
     assert bench.step([1], [K]) == [K]
     bench.proposer.forget_request(1)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_metal.spec_decode.registry import method_of
+from vllm_metal.weights.files import is_gguf
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,7 +34,9 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
     folder = Path(draft.model)
     found = {
         f"{named} (the folder holds no weights, {', '.join(WEIGHTS)}: fetch them, or name another "
-        "folder)": folder.is_dir() and not any(any(folder.glob(kind)) for kind in WEIGHTS)
+        "folder)": folder.is_dir()
+        and not is_gguf(folder)
+        and not any(any(folder.glob(kind)) for kind in WEIGHTS)
     }
     if method.hidden_size_keys:
         given = draft.hf_config.to_dict()

@@ -10,6 +10,7 @@ import mlx.core as mx
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.models import loader
 from vllm_metal.models.parts import HiddenStates, ModelParts
+from vllm_metal.spec_decode import vocabulary
 from vllm_metal.spec_decode.eagle_head import Eagle3Head, EagleHead, HeadConfig
 from vllm_metal.spec_decode.network import LAYER_PREFIX
 from vllm_metal.spec_decode.paged_head import HeadNetwork
@@ -58,9 +59,13 @@ class Eagle(HeadNetwork):
             raise loader.ModelLoadError(
                 f"{model_config.model} is no {architecture}: {error}"
             ) from error
-        if "embed_tokens" not in head:
+        if "embed_tokens" in head:
+            head.embed_tokens = vocabulary.bounded(head.embed_tokens, config)
+        else:
             head.embed_tokens = target.input_embedding
-        if "lm_head" not in head:
+        if "lm_head" in head:
+            vocabulary.check_drafted(head.drafted_tokens(), config)
+        else:
             head.lm_head = target.output_head
         mx.eval(head.parameters())
         args = shape.decoder

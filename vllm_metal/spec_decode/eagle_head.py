@@ -154,6 +154,11 @@ class Eagle3Head(Head):
         normed = self.norm(out)
         return normed[:, 0], (normed if self._config.norm_output else out)[:, 0]
 
+    def drafted_tokens(self) -> mx.array:
+        """[draft V] int32, the tokens that a head of its own can draft."""
+        drafted = super().drafted_tokens()
+        return drafted + self.d2t if "d2t" in self else drafted
+
     def tokens(self, out: mx.array) -> mx.array:
         """[N] int32, the likeliest token of each of [N, H], as the target numbers it."""
         found = super().tokens(out)

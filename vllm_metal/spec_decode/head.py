@@ -38,6 +38,10 @@ class Head(nn.Module):
         """
         raise NotImplementedError
 
+    def drafted_tokens(self) -> mx.array:
+        """[V] int32, the tokens that `lm_head` can draft, as the target numbers them."""
+        return mx.arange(len(self.lm_head.weight), dtype=mx.int32)
+
     def tokens(self, out: mx.array) -> mx.array:
         """[N] int32, the likeliest token of each of [N, H], as the target numbers it."""
         return mx.argmax(self.lm_head(out), axis=-1).astype(mx.int32)

@@ -63,6 +63,12 @@ class MedusaHeads(StateHeads):
             found = self.token_map[found]
         return found.astype(mx.int32)
 
+    def drafted_tokens(self) -> mx.array:
+        """See StateHeads."""
+        if "token_map" in self:
+            return self.token_map
+        return mx.arange(len((self.lm_head if self._shared else self.lm_heads[0]).weight))
+
 
 class _ResidualBlock(nn.Module):
     def __init__(self, weights: Mapping[str, mx.array], name: str) -> None:

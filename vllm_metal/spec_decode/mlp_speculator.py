@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from vllm_metal.spec_decode import vocabulary
 from vllm_metal.spec_decode.newest_state import StateHeads, StateNetwork
 
 if TYPE_CHECKING:
@@ -59,7 +59,9 @@ class MLPSpeculatorHeads(StateHeads):
         if tied:  # the first projection has another width; copies of one array are kept once
             counts |= {"emb": 1, "ln": 1, "proj": min(counts["proj"], 2)}
         vocab_size = weights["head.0.weight"].shape[0]
-        self.emb = [nn.Embedding(vocab_size, inner_size) for _ in range(counts["emb"])]
+        self.emb: list[nn.Module] = [
+            nn.Embedding(vocab_size, inner_size) for _ in range(counts["emb"])
+        ]
         self.proj = [
             nn.Linear(inner_size if step else self.hidden_size, inner_size, bias=False)
             for step in range(counts["proj"])
@@ -85,6 +87,10 @@ class MLPSpeculatorHeads(StateHeads):
             columns.append(tokens)
         return mx.stack(columns, axis=1)
 
+    def drafted_tokens(self) -> mx.array:
+        """See StateHeads."""
+        return mx.arange(len(self.head[0].weight))
+
 
 def _of(modules: Sequence[nn.Module], step: int) -> nn.Module:
     return modules[min(step, len(modules) - 1)]
@@ -109,5 +115,10 @@ class MLPSpeculator(StateNetwork):
         """Loads it; see StateNetwork."""
         assert config.speculative_config is not None
         settings = config.speculative_config.draft_model_config.hf_config.to_dict()
-        make = partial(MLPSpeculatorHeads, settings)
+
+        def make(weights: Mapping[str, mx.array]) -> MLPSpeculatorHeads:
+            heads = MLPSpeculatorHeads(settings, weights)
+            heads.emb = [vocabulary.bounded(each, config) for each in heads.emb]
+            return heads
+
         super().__init__(config, target, make, "MLP speculator")

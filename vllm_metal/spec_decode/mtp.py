@@ -7,6 +7,7 @@ DeepSeek-AI 2024, arXiv:2412.19437, section 2.2. mlx-lm leaves these layers out 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -21,6 +22,7 @@ from vllm_metal.models.parts import HiddenStates, ModelParts
 from vllm_metal.spec_decode.head import Head
 from vllm_metal.spec_decode.network import LAYER_PREFIX
 from vllm_metal.spec_decode.paged_head import HeadNetwork
+from vllm_metal.weights.placing import install
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -88,11 +90,11 @@ class MTP(HeadNetwork):
         args = target.text_args
         block, window = family.build_block(args, model_config.hf_config.to_dict())
         head = MTPHead(family, args, block)
-        weights = mtp_weights(config, family, target.model, args.num_hidden_layers)
+        placed = mtp_weights(config, family, target.model, args.num_hidden_layers, head)
         quantization = getattr(model_config.hf_config, "quantization", None) or {}
-        _quantize(head, weights, quantization.get("mode", "affine"))
+        packings = _packings(head, placed.arrays, quantization.get("mode", "affine"))
         try:
-            head.load_weights(list(weights.items()))
+            install(head, replace(placed, packings=packings | placed.packings))
         except ValueError as error:
             raise loader.ModelLoadError(
                 f"the MTP layer of {model_config.model} does not fit the target: {error}"
@@ -111,14 +113,15 @@ class MTP(HeadNetwork):
         super().__init__(config, head, [layer], HiddenStates(target, last))
 
 
-def _quantize(head: MTPHead, weights: Mapping[str, mx.array], mode: str) -> None:
-    """Makes those modules quantised whose arrays are, at the width and group size these show."""
-
-    def parameters(path: str, module: nn.Module) -> bool | dict[str, Any]:
+def _packings(
+    head: MTPHead, weights: Mapping[str, mx.array], mode: str
+) -> dict[str, dict[str, Any]]:
+    """How modules are packed whose arrays are, at the width and group size these show."""
+    found = {}
+    for path, module in head.named_modules():
         scales = weights.get(f"{path}.scales")
-        if scales is None or not hasattr(module, "to_quantized"):
-            return False
-        size, packed = module["weight"].shape[-1], weights[f"{path}.weight"].shape[-1]
-        return {"group_size": size // scales.shape[-1], "bits": packed * 32 // size, "mode": mode}
-
-    nn.quantize(head, class_predicate=parameters)
+        if scales is not None and hasattr(module, "to_quantized"):
+            size, packed = module["weight"].shape[-1], weights[f"{path}.weight"].shape[-1]
+            bits, group_size = packed * 32 // size, size // scales.shape[-1]
+            found[path] = {"group_size": group_size, "bits": bits, "mode": mode}
+    return found

@@ -19,6 +19,7 @@ from vllm_metal.models import loader
 from vllm_metal.models.compiled import CompiledForward, Graphs
 from vllm_metal.models.loader import ModelLoadError, mlx_dtype
 from vllm_metal.models.parts import HiddenStates, ModelParts
+from vllm_metal.spec_decode import vocabulary
 from vllm_metal.spec_decode.network import DraftNetwork, DraftPool
 from vllm_metal.spec_decode.proposer import DraftRequest, Drafts, Proposer
 
@@ -42,6 +43,10 @@ class StateHeads(nn.Module):
         Returns:
             [N, num_heads] int32, what follows the newest token.
         """
+        raise NotImplementedError
+
+    def drafted_tokens(self) -> mx.array:
+        """[V] int32, the tokens that the heads can draft, as the target numbers them."""
         raise NotImplementedError
 
 
@@ -84,6 +89,7 @@ class StateNetwork(DraftNetwork):
                 f"{config.speculative_config.model} reads hidden states of {heads.hidden_size}, "
                 f"but the target's are of {hidden_size}: choose heads made for this model"
             )
+        vocabulary.check_drafted(heads.drafted_tokens(), config)
         self._config = config
         self._heads = heads
         self._states = HiddenStates(target)
