@@ -63,7 +63,7 @@ def kv_cache_type(layers=LAYERS, dtype=mx.bfloat16) -> type[LayerKVCache]:
 def found_where(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Case, Check], bool]) -> None:
     """Has the self-check find so."""
 
-    def results(cases):
+    def results(cases, tell=None):
         return [
             Outcome(one.kernel, case, not bad, REASON if bad else "", rows=one.rows)
             for case in cases
@@ -146,7 +146,9 @@ def test_contexts_are_cut_as_the_machine_and_the_user_have_it(monkeypatch):
     asked = []
     found_where(monkeypatch, lambda case, one: False)
     results = selfcheck.results
-    monkeypatch.setattr(selfcheck, "results", lambda cases: asked.extend(cases) or results(cases))
+    monkeypatch.setattr(
+        selfcheck, "results", lambda cases, tell: asked.extend(cases) or results(cases)
+    )
     splits = Splits(slots=30, fixed=512)
     chosen = choice.kv_cache_type("metal", LAYERS, BF16, BF16, 16, splits)
     assert issubclass(chosen, KernelKVCache) and chosen.splits == splits
@@ -215,7 +217,7 @@ def test_a_tile_that_is_wrong_here_does_not_serve_because_it_was_quick(monkeypat
 
 
 def test_what_was_not_checked_is_not_used(monkeypatch):
-    monkeypatch.setattr(selfcheck, "results", lambda cases: [])
+    monkeypatch.setattr(selfcheck, "results", lambda cases, tell: [])
     assert kv_cache_type() is ScatterKVCache
 
 
@@ -327,7 +329,7 @@ def times_are(monkeypatch: pytest.MonkeyPatch, mlx: dict[tuple[str, int | None],
     By choice and window; what is not there could not be timed.
     """
 
-    def results(cases):
+    def results(cases, tell=None):
         for case in cases:
             for one in checks(case):
                 share = mlx.get((one.kernel, case.window))
@@ -348,7 +350,7 @@ def times_are(monkeypatch: pytest.MonkeyPatch, mlx: dict[tuple[str, int | None],
                     times=times if timed and share is not None else {},
                 )
 
-    monkeypatch.setattr(selfcheck, "results", lambda cases: list(results(cases)))
+    monkeypatch.setattr(selfcheck, "results", lambda cases, tell: list(results(cases)))
 
 
 WAYS = {  # MLX's share of the kernels' time by choice and window: what MLX then serves
@@ -402,7 +404,7 @@ def test_mlx_takes_prompts_of_so_many_rows_as_it_is_faster_for(monkeypatch, shar
     said: list[str] = []
     monkeypatch.setattr(choice.logger, "info", lambda text, *values: said.append(text % values))
 
-    def results(cases):
+    def results(cases, tell=None):
         for case in cases:
             for one in checks(case):
                 timed = shares if one.kernel == "recurrence_way" else {}
@@ -414,7 +416,7 @@ def test_mlx_takes_prompts_of_so_many_rows_as_it_is_faster_for(monkeypatch, shar
                 ok = one.kernel != "recurrence_way" or bool(shares)
                 yield Outcome(one.kernel, case, ok, "" if ok else "no", rows=one.rows, times=times)
 
-    monkeypatch.setattr(selfcheck, "results", lambda cases: list(results(cases)))
+    monkeypatch.setattr(selfcheck, "results", lambda cases, tell: list(results(cases)))
     chosen = kv_cache_type([*LAYERS, DELTA])
     assert chosen.long_prompt == fewest and chosen.computes_states
     assert (chosen is KernelKVCache) == (fewest is None)
@@ -438,7 +440,7 @@ def test_mlx_takes_prompts_of_so_many_rows_as_it_is_faster_for(monkeypatch, shar
 def test_kernels_asked_for_by_name_are_not_timed(monkeypatch):
     asked = []
 
-    def results(cases):
+    def results(cases, tell=None):
         asked.extend(check for case in cases for check in checks(case))
         return [Outcome(one.kernel, case, True, rows=one.rows) for case in cases for one in asked]
 
@@ -585,7 +587,7 @@ def test_a_pipeline_that_takes_fewer_threads_costs_its_tile_only(
     layers = [AttentionLayer("layers.0", 4, 1, head_size, None)]
     double = Refusing(metal_interpreter.metal_kernel, most)
 
-    def results(cases):
+    def results(cases, tell=None):
         with kernel.using(double.metal_kernel), double.evaluating():
             return [outcome for case in cases for outcome in check(case, 8)]
 

@@ -5,7 +5,7 @@ loaded. `tests/e2e/test_memory.py` has engines on this machine."""
 import gc
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import pytest
@@ -155,6 +155,22 @@ def test_a_context_that_nobody_asked_for_is_what_fits(serve):
     assert "1024 tokens, the least that is served unasked" in refusal(serve, FULL, weights=weights)
 
 
+def test_a_fitted_context_takes_a_quarter_and_on_a_small_mac_at_most_a_half(serve):
+    """131,072 tokens take 16 GiB, 16,384 take 2 of the 2.67 that are a quarter of 16 GB."""
+
+    def mac(gigabytes, share):
+        return replace(IDLE, ram=gigabytes * GIB, gpu_share=share, free=gigabytes * 55_000)
+
+    for gigabytes, share in ((16, 2 / 3), (16, 0.8), (24, 2 / 3), (64, 3 / 4)):
+        quarter = int(gigabytes * GIB * share) // 4
+        assert serve(mac(gigabytes, share)) == min(quarter, CONTEXT * KV_BYTES_PER_TOKEN)
+    assert serve(mac(256, 3 / 4)) == 32 * GIB
+    useful = (16_384 + 16) * KV_BYTES_PER_TOKEN  # and the block that vLLM keeps for itself
+    assert serve(mac(8, 2 / 3), weights=GIB // 2) == useful > 8 * GIB * 2 // 3 // 4
+    half = 4 * GIB * 2 // 3 // 2
+    assert serve(mac(4, 2 / 3), weights=GIB // 8) <= half < useful
+
+
 def test_memory_that_others_have_taken_meanwhile_is_not_taken_again(monkeypatch):
     """By a Mac that is idle when the engine falls asleep, and full when it is to wake up."""
     gpu = Gpu(active=WEIGHTS)
@@ -205,28 +221,6 @@ def test_a_model_too_large_for_a_full_mac_names_the_programs_too(serve):
     message = refusal(serve, FULL, weights=12 * GIB, max_model_len=CONTEXT)
     assert "No one setting makes it fit: close other programs, which hold" in message
     assert message.endswith("take a smaller model, or more memory")
-
-
-def test_what_is_wired_is_what_mlx_holds_until_it_is_let_go(monkeypatch):
-    """mx.set_wired_limit returns the limit before; a CPU has none to set."""
-    limits = [0]
-
-    def set_wired_limit(limit):
-        limits.append(limit)
-        return limits[-2]
-
-    monkeypatch.setattr(mx, "set_wired_limit", set_wired_limit)
-    monkeypatch.setattr(mx, "get_active_memory", lambda: 5 * GIB)
-    memory = MemoryPlanner("cpu")
-    memory.wire()
-    memory.wire()  # once more, with the pool of a wake-up
-    memory.unwire()
-    memory.unwire()
-    memory.release()
-    assert limits == [0, 5 * GIB, 5 * GIB, 0]
-    memory.wire()
-    memory.release()
-    assert limits[-2:] == [5 * GIB, 0]
 
 
 @pytest.mark.parametrize(

@@ -72,20 +72,34 @@ def test_nothing_happens_while_there_is_memory(system, pressure, log):
     assert not log
 
 
-@pytest.mark.parametrize(("level", "word"), [(WARNING, "low"), (CRITICAL, "critically low")])
+@pytest.mark.parametrize(
+    ("level", "word", "times"), [(WARNING, "low", 1), (CRITICAL, "critically low", LOG_EVERY)]
+)
 def test_spare_buffers_are_given_back_and_it_is_said_once_in_a_while(
-    system, pressure, log, level, word
+    system, pressure, log, level, word, times
 ):
+    """Where memory is low, once a minute; where it is critically low, each second."""
     system.level = level
+    given_back = 0
     for _ in range(int(LOG_EVERY)):
         spare_buffers()
         pressure.poll()
-        assert mx.get_cache_memory() == 0
+        given_back += mx.get_cache_memory() == 0
         system.now += POLL_EVERY
+    assert given_back == times
     assert len(log) == 1
     assert f"memory is {word}: returned 4 MiB of spare buffers" in log[0]
     pressure.poll()
     assert len(log) == 2
+
+
+def test_a_level_that_becomes_critical_is_not_waited_for(system, pressure, log):
+    system.level = WARNING
+    pressure.poll()
+    system.level, system.now = CRITICAL, POLL_EVERY
+    spare_buffers()
+    pressure.poll()
+    assert mx.get_cache_memory() == 0
 
 
 def test_elsewhere_than_on_macos_nobody_is_asked(monkeypatch):

@@ -22,7 +22,7 @@ from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.kv_cache.specs import host_of_states
 from vllm_metal.mlx_patches import library_kernels
-from vllm_metal.settings import envs, extras
+from vllm_metal.settings import envs, extras, log_files
 
 if TYPE_CHECKING:
     from vllm_metal.kv_cache.stateful_layer import StatefulLayer
@@ -107,7 +107,7 @@ def _chosen(
                 for case in cases
             ]
         logger.info("Checking the Metal kernels; what is found is kept for later starts")
-        found = selfcheck.results(cases)
+        found = selfcheck.results(cases, tell=_tell)
         chosen = _of_what_works(cases, found, tuned)
         of_kernels = [outcome for outcome in found if outcome.kernel not in CHOICES]
         failed = selfcheck.describe_failures(of_kernels)
@@ -129,6 +129,13 @@ def _chosen(
         raise ValueError(f"--additional-config fixed_splits needs the Metal kernels: {reason}")
     logger.warning("Attention runs by MLX's own operations, not by Metal kernels: %s", reason)
     return ScatterKVCache
+
+
+def _tell(line: str) -> None:
+    """A first start takes most of a minute here, and a server's terminal has warnings alone."""
+    logger.info("Kernels: %s", line)
+    if log_files.current() is not None:
+        print(f"vllm-metal: {line}", flush=True)
 
 
 def needed_cases(

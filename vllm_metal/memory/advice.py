@@ -102,7 +102,8 @@ def _other_pool(now: Change) -> Iterator[Change]:
     needed = least(now.settings, now.request)
     asked = now.settings.asked
     if asked is None:
-        if now.settings.most is not None and needed > now.settings.most.nbytes:
+        most = now.settings.most_bytes
+        if most is not None and needed > most:
             pool = AskedPool("--kv-cache-memory-bytes", needed, 1)
             if needed <= budget_of(now.measured, replace(now.settings, most=None)).left:
                 settings = replace(now.settings, asked=pool)

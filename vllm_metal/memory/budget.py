@@ -83,6 +83,14 @@ class Settings:
     request_bytes: int = 1  # of the pool, that every request of a step has for itself at least
 
     @property
+    def most_bytes(self) -> int | None:
+        """Bytes of the largest pool that is made unasked; None: all that is left."""
+        if self.most is None:
+            return None
+        fitted = self.most.fitted if self.fitted else None
+        return self.most.nbytes if fitted is None else fitted
+
+    @property
     def least_context(self) -> int:
         """Tokens that one request must have room for."""
         if not self.fitted:
@@ -96,6 +104,7 @@ class Most:
 
     nbytes: int
     reason: str  # for the line of what it leaves
+    fitted: int | None = None  # where the length of a context is what fits; None: as much
 
 
 @dataclass(frozen=True)
@@ -187,8 +196,9 @@ def budget_of(measured: Measured, settings: Settings) -> Budget:
         requests = at_once(settings, pool)
         lines.append((f"- states and drafts of {requests} requests in a step", -states))
         left -= states
-    if settings.most is not None and left > settings.most.nbytes:
-        lines.append((f"- left alone, {settings.most.reason}", settings.most.nbytes - left))
+    most = settings.most_bytes
+    if settings.most is not None and most is not None and left > most:
+        lines.append((f"- left alone, {settings.most.reason}", most - left))
     return Budget(_worth_showing(lines))
 
 
@@ -266,7 +276,7 @@ def _pool_and_states(states: StepStates, settings: Settings, nbytes: int) -> tup
         Its size, no more than the most that is made, and not positive where there is no room for
         the states of one request; and what of `nbytes` is theirs.
     """
-    most = nbytes if settings.most is None else min(nbytes, settings.most.nbytes)
+    most = nbytes if settings.most_bytes is None else min(nbytes, settings.most_bytes)
     drafts = for_drafts(states, settings, nbytes)
 
     def beside(pool: int) -> int:

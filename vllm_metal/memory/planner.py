@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what a model needs for budget.py's sum, holds MLX to it, caps a pool nobody asked for.
+"""Measures what a model needs for budget.py's sum, and holds MLX to it.
 
-Memory is wired only where its user asks for it: what is wired cannot be paged out, and Macs have
-panicked over it (mlx#3186, mlx#3346). Metal also limits the number of buffers (`resource_limit` of
-`mx.device_info`, 499000 on every Mac known); the pool is two arrays a layer, four if quantised, and
-the rest of a step is bounded with the bytes of MLX's cache.
+`vllm_metal.memory.wiring` says what is wired. Metal also limits the number of buffers
+(`resource_limit` of `mx.device_info`, 499000 on every Mac known); the pool is two arrays a layer,
+four if quantised, and the rest of a step is bounded with the bytes of MLX's cache.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from vllm.logger import init_logger
 from metal_kernels.op_common import CODE_DTYPES
 from vllm_metal.device import mlx_device
 from vllm_metal.memory import advice, budget
-from vllm_metal.memory.budget import AskedPool, Measured, Most, Request, Settings
+from vllm_metal.memory.budget import Measured, Request, Settings
 from vllm_metal.memory.needs import Needs
-from vllm_metal.memory.profile import LargestCalls, Peaks, num_drafts
+from vllm_metal.memory.pool_limits import settings_of
+from vllm_metal.memory.profile import LargestCalls, Peaks
 from vllm_metal.memory.share import Share
 from vllm_metal.sample import rows_at_once
 from vllm_metal.settings.envs import Device
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.config.cache import CacheConfig
 
     from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 
@@ -41,16 +40,6 @@ logger = init_logger(__name__)
 #: for a full step may stay with MLX as well: it is given back where the sum would be exceeded.
 METAL_CACHE_SHARE = 1 / 64
 CPU_CACHE = 32 * 2**20
-#: The CPU device shares memory with everything else on the machine and is for trying things out,
-#: so it takes this much and no more unless --kv-cache-memory-bytes says otherwise.
-CPU_POOL_LIMIT = 4 * budget.GIB
-#: The largest pool on Metal: a share of the working set, and so many bytes, unless one request of
-#: the longest context takes more, or --gpu-memory-utilization is set. All of a pool is touched at
-#: start, and after a pause macOS takes some 19 ms a GB to have it in place again (llama.cpp#10119):
-#: 0.6 s for 32. So a larger one is for whoever wants it: 12 GiB, the share of a Mac of 64 GB, are
-#: 85,000 tokens of an 8B model.
-METAL_POOL_SHARE = 1 / 4
-METAL_POOL_LIMIT = 32 * budget.GIB
 #: Peaks are rounded up to a multiple of this: MLX runs ahead of the device by as much as timing
 #: allows, and the same model should get the same pool at every start.
 ROUNDING = 16 * 2**20
@@ -95,7 +84,6 @@ class MemoryPlanner:
         self._other_engines = self._before.active  # by other engines of this process
         self._cache_before = mx.set_cache_limit(self._cache)
         self._limit_before: int | None = None
-        self._wired_before: int | None = None  # None: nothing is wired by us
         self.limit: int | None = None  # bytes that MLX is held to, once the pool's size is known
         self.most_drafts: int | None = None  # of a step, where layers keep states
 
@@ -246,24 +234,8 @@ class MemoryPlanner:
                 f"{available / budget.GIB:.2f} GiB: end some of them, then ask again"
             )
 
-    def wire(self) -> None:
-        """Keeps what MLX holds now resident, weights and pool, and what it makes in its place.
-
-        From macOS 15 on MLX adds buffers to a residency set, up to this limit, the oldest first.
-        """
-        before = mx.set_wired_limit(mx.get_active_memory())
-        if self._wired_before is None:
-            self._wired_before = before
-
-    def unwire(self) -> None:
-        """Lets the system move memory again, as before `wire`."""
-        if self._wired_before is not None:
-            mx.set_wired_limit(self._wired_before)
-            self._wired_before = None
-
     def release(self) -> None:
         """Puts MLX's limits back, and gives its spare buffers to the system."""
-        self.unwire()
         mx.set_cache_limit(self._cache_before)
         if self._limit_before is not None:
             mx.set_memory_limit(self._limit_before)
@@ -338,47 +310,6 @@ def peak_of(run: Callable[[], None], waiting: bool = True) -> int:
 
 def _rounded(nbytes: int) -> int:
     return -(-nbytes // ROUNDING) * ROUNDING
-
-
-def settings_of(config: VllmConfig, kind: Device, needs: Needs, total: int) -> Settings:
-    """What of vLLM's settings the sum depends on.
-
-    Args:
-        config: vLLM's.
-        kind: of the device.
-        needs: of a pool for the model.
-        total: bytes that the device may use at all.
-    """
-    cache, scheduler, model = config.cache_config, config.scheduler_config, config.model_config
-    asked = None
-    if cache.num_gpu_blocks_override is not None:
-        asked = AskedPool(
-            "--num-gpu-blocks-override", cache.num_gpu_blocks_override, needs.block_bytes
-        )
-    elif cache.kv_cache_memory_bytes is not None:
-        asked = AskedPool("--kv-cache-memory-bytes", cache.kv_cache_memory_bytes, 1)
-    return Settings(
-        utilization=cache.gpu_memory_utilization,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_model_len=model.max_model_len,
-        fitted=model.original_max_model_len == -1,
-        most=_most(cache, kind, needs(model.max_model_len), total),
-        asked=asked,
-        num_drafts=num_drafts(config),
-        # A block of each group is written in a step, and nobody else's.
-        request_bytes=needs.groups * needs.block_bytes,
-    )
-
-
-def _most(cache: CacheConfig, kind: Device, longest: int, total: int) -> Most | None:
-    """The largest pool that is made unasked; `longest`: bytes of a request of max_model_len."""
-    if kind == "cpu":
-        return Most(CPU_POOL_LIMIT, "on a CPU")
-    if cache.gpu_memory_utilization != type(cache).gpu_memory_utilization:
-        return None
-    unasked = min(int(total * METAL_POOL_SHARE), METAL_POOL_LIMIT)
-    return Most(max(unasked, longest), "unless --gpu-memory-utilization is set")
 
 
 def quantised_share(layers: Sequence[StatefulLayer], dtype: mx.Dtype) -> float | None:

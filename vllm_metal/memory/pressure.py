@@ -17,7 +17,9 @@ logger = init_logger(__name__)
 #: kern.memorystatus_vm_pressure_level as the kernel numbers it.
 NORMAL, WARNING, CRITICAL = 1, 2, 4
 NAMES = {WARNING: "low", CRITICAL: "critically low"}
-#: Seconds between two looks at the level, a system call, and between two lines of log about it.
+#: Seconds between two looks at the level, a system call, and between two lines of log about it. At
+#: WARNING, where a Mac of 8 GB is most of the time, buffers are returned no more often than that:
+#: each step would have to allocate its own anew.
 POLL_EVERY = 1.0
 LOG_EVERY = 60.0
 
@@ -48,7 +50,7 @@ class MemoryPressure:
             return
         self._next_poll = now + POLL_EVERY
         level = self._read_level()
-        if level <= NORMAL:
+        if level <= NORMAL or (level < CRITICAL and now < self._next_log):
             return
         spare = mx.get_cache_memory()
         mx.clear_cache()

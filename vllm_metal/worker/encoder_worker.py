@@ -18,10 +18,10 @@ from vllm_metal.encoders.token_types import TokenTypes
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.models import loader
 from vllm_metal.models.compiled import Graphs
-from vllm_metal.models.weight_files import ModelLoadError
 from vllm_metal.pooling import poolers
 from vllm_metal.pooling.pooling_end import PoolingEnd
 from vllm_metal.vllm_patches import shutdown
+from vllm_metal.weights.files import ModelLoadError
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.networks import Networks
 from vllm_metal.worker.worker import MetalWorker

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
@@ -16,7 +18,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from metal_kernels import command_buffers
 from metal_kernels.paged_attention import Splits
 from vllm_metal.batch.requests import BlockTables, Requests
-from vllm_metal.device import gpu_cores, mlx_device, tuned
+from vllm_metal.device import gpu_cores, macos, mlx_device, openmp, tuned
 from vllm_metal.kv_cache import choice, formats, warm_up
 from vllm_metal.kv_cache.specs import allocate_kv_caches, choose_block_size, kv_cache_specs
 from vllm_metal.kv_transfer import rank_facts
@@ -25,6 +27,7 @@ from vllm_metal.memory.needs import Needs
 from vllm_metal.memory.planner import MemoryPlanner, quantised_share
 from vllm_metal.memory.pressure import MemoryPressure
 from vllm_metal.memory.profile import LargestCalls, profile_step, requests_profile
+from vllm_metal.memory.wiring import MOST_POOL_ARRAYS, Wiring
 from vllm_metal.metrics.step_clock import StepClock, StepTimes
 from vllm_metal.metrics.step_meter import StepMeter, StepRows
 from vllm_metal.models import dense_check, loader
@@ -38,6 +41,7 @@ from vllm_metal.spec_decode.network import DraftPool
 from vllm_metal.spec_decode.registry import drafts_for_others, make_speculator
 from vllm_metal.vllm_patches import engine_links, memory_shares, processes, replicas, shutdown
 from vllm_metal.vllm_patches.step_result import StepResult
+from vllm_metal.worker.keep_awake import KeepAwake
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.networks import Networks
 from vllm_metal.worker.recovery import MAX_FAILURES_IN_A_ROW, RecoveringRunner
@@ -74,6 +78,7 @@ class MetalWorker(WorkerBase):
     _most_failures = MAX_FAILURES_IN_A_ROW
     #: Of what this worker sampled, what it goes on with, see SamplingEnd.
     _agreed: Callable[[SamplerOutput], SamplerOutput] | None = None
+    _awake: KeepAwake | None = None  # None: macOS decides when it sleeps
     _samples = True  # whether it makes tokens of what it computes
     _awake_bytes = 0  # that MLX held when the engine was awake last
 
@@ -82,15 +87,26 @@ class MetalWorker(WorkerBase):
         engine_links.end_without_a_server()
         replicas.tell_facts(rank_facts.of)
         mlx_device.select(self.current_platform.mlx_device)
+        if self.current_platform.mlx_device == "cpu":
+            openmp.share_cores()
         self.transfers = Transfers(self.vllm_config)
         if self.current_platform.mlx_device == "metal" and command_buffers.may_be_too_late():
             logger.warning(
                 "MLX was imported before vLLM. If it has used the GPU, each layer of a step ends "
                 "two command buffers: import vllm first, or export MLX_MAX_MB_PER_BUFFER=1048576"
             )
+        if (slow := macos.slow_prompts_here()) is not None:
+            logger.warning("%s. vllm-metal doctor has the command that mends it", slow)
         share = memory_shares.given(self.parallel_config)
         self._memory = MemoryPlanner(self.current_platform.mlx_device, share)
+        self._wiring = Wiring(
+            self.current_platform.mlx_device,
+            AdditionalConfig.of(self.vllm_config).wire_memory,
+            alone=share is None,
+        )
         self._pressure = MemoryPressure()
+        if sys.platform == "darwin" and AdditionalConfig.of(self.vllm_config).keep_awake:
+            self._awake = KeepAwake()
         # vLLM's multiprocessing executor reads a step's results in a thread of its own. They change
         # what a step is laid out from, so no step is laid out meanwhile.
         self._turn = threading.Lock()
@@ -211,15 +227,18 @@ class MetalWorker(WorkerBase):
         pool = "kernels" if self._kv_cache_type.pipelined else "scatter"
         self.transfers.open(kv_cache_config, pool)
         self._clock = StepClock()
+        self._wiring.weights(self._most_arrays)
         self.runner = RecoveringRunner(self._make_runner, self.transfers.hooks, self._most_failures)
-        self._wire()
+        self._wiring.everything(self._most_arrays)
         self._meter = StepMeter(self._clock, self._memory.limit, lambda: self.runner.num_failures)
         self._rows = StepRows()  # of the step that was laid out last
 
-    def _wire(self) -> None:
-        if AdditionalConfig.of(self.vllm_config).wire_memory:
-            self._memory.wire()
-            logger.info("%.2f GiB are wired: weights and KV pool", mx.get_active_memory() / 2**30)
+    @property
+    def _most_arrays(self) -> int:
+        """Arrays of weights and pool at most: a draft network and adapters have fewer."""
+        networks = self.networks
+        weights = len(tree_flatten(networks.target.model.parameters()))
+        return 2 * weights + MOST_POOL_ARRAYS * len(networks.all_layers)
 
     def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], Any] | None:
         return self.transfers.handshake()
@@ -344,6 +363,8 @@ class MetalWorker(WorkerBase):
         with self._turn, self._clock.laying_out():
             self._pressure.poll()
             result = self.runner.execute_model(scheduler_output)
+            if self._awake is not None:
+                self._awake.update(len(self._requests) > 0)
         self._rows = StepRows.of(scheduler_output)
         if result is None and self.runner.runner.ends_at_once:
             return self._finish(None)
@@ -377,7 +398,7 @@ class MetalWorker(WorkerBase):
         """Gives back the KV pool, and where the tags name "weights" these."""
         if self.runner.awake:
             self._awake_bytes = mx.get_active_memory()
-        self._memory.unwire()
+        self._wiring.release()
         self.runner.release_pool()
         self.reset_encoder_cache()
         if "weights" in tags:
@@ -394,8 +415,12 @@ class MetalWorker(WorkerBase):
         if self._networks is None and (tags is None or "weights" in tags):
             self.load_model()
         if tags is None or "kv_cache" in tags:
-            self.runner.restore_pool()
-            self._wire()
+            self._restore_pool()
+
+    def _restore_pool(self) -> None:
+        self._wiring.weights(self._most_arrays)
+        self.runner.restore_pool()
+        self._wiring.everything(self._most_arrays)
 
     def reload_weights(self) -> None:
         """Loads the weights again, after their files have changed.
@@ -404,11 +429,12 @@ class MetalWorker(WorkerBase):
         cache afterwards, as vLLM's own documentation asks.
         """
         awake = self.runner.awake
+        self._wiring.release()
         self.runner.release_pool()
         self._release_weights()
         self.load_model()
         if awake:
-            self.runner.restore_pool()
+            self._restore_pool()
 
     def _release_weights(self) -> None:
         self._networks = None
@@ -486,6 +512,9 @@ class MetalWorker(WorkerBase):
             self.runner.close()
             del self.runner
             self.transfers.close()
+            self._wiring.release()
+            if self._awake is not None:
+                self._awake.close()
         shutdown.forget_tokenizers()
         self._release_weights()
         if hasattr(self, "_memory"):
