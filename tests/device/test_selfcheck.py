@@ -164,6 +164,16 @@ def test_an_interrupted_check_goes_on_where_it_stopped(tmp_path: Path):
     assert runs() == 2
 
 
+def test_a_first_start_tells_each_check_and_what_is_left(tmp_path: Path):
+    running = "    print(json.dumps({'case': 0, 'running': 'kv_write'}), flush=True)\n"
+    each, outcome = GOOD.splitlines(keepends=True)
+    command, _ = counting(tmp_path, each, running, outcome)
+    lines: list[str] = []
+    for _ in range(2):  # a later start has nothing to tell
+        selfcheck.results(CASES, command, folder=tmp_path, tell=lines.append)
+    assert lines == [f"checking the kernel kv_write, {left} more to go" for left in (1, 0)]
+
+
 def test_a_process_that_does_not_start_is_tried_again(tmp_path: Path):
     died = [sys.executable, "-c", "raise SystemExit('no memory')"]
     assert failures(CASES, died, folder=tmp_path)

@@ -3,11 +3,12 @@
 
 import ctypes
 import importlib.util
-import os
 import sys
 import warnings
 from functools import cache
 from pathlib import Path
+
+from vllm_metal.device import openmp
 
 
 @cache
@@ -33,11 +34,7 @@ def load() -> str | None:
             stacklevel=2,
         )
         return None
-    # OpenMP threads that spin for work starve MLX's own thread where cores are shared: measured 4
-    # to 8 times slower decoding with two busy neighbours on two cores. Sleeping at once costs a
-    # quarter of the speed on an idle machine. Some 20 microseconds of spinning cost neither.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    openmp.set_defaults()
     candidates = ["libopenblas.so.0"]
     spec = importlib.util.find_spec("torch")
     if spec is not None and spec.origin is not None:

@@ -33,8 +33,8 @@ LIMITS: Mapping[str, float] = MappingProxyType(
         "leaving": 60.0,
     }
 )
-#: Keeps the doctor's children from sending usage statistics.
-_QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+#: Has the doctor's children send no usage statistics, and log to it.
+_VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "INFO"}
 _POLL = 0.2  # seconds
 _MARK = "vllm-metal-doctor: "
 _ERROR = re.compile(r"\b(?:\w+\.)*(\w*(?:Error|Exception)\b: \S.*)")  # without its module
@@ -110,6 +110,7 @@ class Child:
         environment: Mapping[str, str | None] | None = None,
         request: str | None = None,
         parse: Callable[[str], dict[str, Any] | None] = heard,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         """
         Args:
@@ -117,13 +118,14 @@ class Child:
             environment: variables added to this process's; None leaves a variable out.
             request: what the process finds on stdin; None: nothing.
             parse: finds the message in a line; None: it has none.
+            pass_fds: descriptors that the process inherits.
         """
         self._parse = parse
         self._started = time.monotonic()
         self._lines: list[str] = []
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.told: dict[str, Any] = {}
-        changed = os.environ | _QUIET | dict(environment or {})
+        changed = os.environ | _VARIABLES | dict(environment or {})
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL if request is None else subprocess.PIPE,
@@ -133,6 +135,7 @@ class Child:
             errors="replace",
             env={name: value for name, value in changed.items() if value is not None},
             start_new_session=True,  # so that all it starts can be ended as one group
+            pass_fds=pass_fds,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ def results(
     command: Sequence[str] = COMMAND,
     time_limit: float = TIME_LIMIT,
     folder: Path | None = None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> list[Outcome]:
     """Which kernels of the cases work, checked once for each machine and version of the kernels.
 
@@ -40,11 +41,12 @@ def results(
         command: of the checking process; it reads cases and prints as metal_kernels.selfcheck does.
         time_limit: seconds for each check.
         folder: where results are kept; None: in the user's cache folder.
+        tell: is given a line for each check that begins.
     """
     record = Record(folder)
     record.add_served(wanted)
     known = record.outcomes(wanted)
-    return [*known, *outcomes(wanted, command, time_limit, record)]
+    return [*known, *outcomes(wanted, command, time_limit, record, tell)]
 
 
 def describe_failures(found: Sequence[Outcome]) -> list[str]:
@@ -67,6 +69,7 @@ def outcomes(
     command: Sequence[str] = COMMAND,
     time_limit: float = TIME_LIMIT,
     record: Record | None = None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Outcome]:
     """Checks the cases in a child process, and in further ones what is left after a hang or crash.
 
@@ -77,6 +80,7 @@ def outcomes(
     Args:
         wanted, command, time_limit: see `results`.
         record: has what need not be checked again, and is given each outcome; None: check all.
+        tell: see `results`.
     """
     found = [] if record is None else record.outcomes(wanted)
     for _ in range(_PROCESSES):
@@ -89,6 +93,7 @@ def outcomes(
                     if "running" in message:
                         check = Check(message["running"], message.get("rows"))
                         began, running = True, (wanted[message["case"]], check)
+                        tell(f"checking the kernel {check}, {_left(wanted, found) - 1} more to go")
                         continue
                     found.append(Outcome.from_json(message))
                     if record is not None:
@@ -108,6 +113,12 @@ def outcomes(
         yield stopped
         if not began:
             return
+
+
+def _left(wanted: Sequence[Case], found: Sequence[Outcome]) -> int:
+    """Checks without an outcome; some of them may need none."""
+    done = {(outcome.case, outcome.check) for outcome in found}
+    return sum((case, check) not in done for case in wanted for check in checks(case))
 
 
 def _started(wanted: Sequence[Case], done: Sequence[Outcome], command: Sequence[str]) -> Child:
