@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from kv_transfer.disk.naive import give_away
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -252,6 +253,17 @@ def test_a_folder_that_cannot_be_is_named(config, tmp_path):
         with pytest.raises(ValueError, match=rf"prefix_cache_dir, or 'path' of .*{reason}"):
             checked(config)
     assert file.read_text() == "x" and os.listdir(full_folder) == ["holiday.jpg"]
+
+
+def test_a_folder_of_another_user_is_refused(config, tmp_path, monkeypatch):
+    """Whatever its mode, and through a link: its blocks could be anything."""
+    (planted := tmp_path / "planted").mkdir(mode=0o755)
+    (tmp_path / "link").symlink_to(planted)
+    give_away(planted, monkeypatch)
+    for path in (planted, tmp_path / "link"):
+        config.kv_transfer_config = full(path)
+        with pytest.raises(ValueError, match=r"belongs to another user .*chown"):
+            checked(config)
 
 
 def test_a_folder_that_can_only_be_read_is_warned_of(config, tmp_path, monkeypatch, caplog):

@@ -21,6 +21,7 @@ from vllm.logger import init_logger
 from vllm_metal.models import loader
 from vllm_metal.settings import secret_file
 from vllm_metal.spec_decode.registry import method_of
+from vllm_metal.weights.files import GGUF_CONVERSION, is_gguf, weight_files
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -88,10 +89,9 @@ def digest(files: Sequence[Path], memo: Path | None) -> str:
 
 
 def _target_files(config: VllmConfig) -> list[Path]:
-    """Lists the files that mlx-lm reads, but for config.json: the fingerprint has its facts."""
+    """Lists the files that are read, but for config.json: the fingerprint has its facts."""
     folder = loader.model_folder(config.model_config, config)
-    weights = folder.glob("model*.safetensors")
-    return sorted([*weights, *_beside_weights(config.model_config, folder)])
+    return sorted([*weight_files(folder), *_beside_weights(config.model_config, folder)])
 
 
 def _draft_files(config: VllmConfig) -> list[Path]:
@@ -99,15 +99,23 @@ def _draft_files(config: VllmConfig) -> list[Path]:
     assert config.speculative_config is not None
     model_config = config.speculative_config.draft_model_config
     folder = loader.model_folder(model_config, config, loader.HEAD_PATTERNS)
-    weights = list(folder.glob("*.safetensors")) or [
-        path for path in folder.iterdir() if path.suffix in (".bin", ".pt")
-    ]
+    of_gguf = weight_files(folder) if is_gguf(folder) else []
+    weights = (
+        of_gguf
+        or list(folder.glob("*.safetensors"))
+        or [path for path in folder.iterdir() if path.suffix in (".bin", ".pt")]
+    )
     return sorted([*weights, *_beside_weights(model_config, folder)])
 
 
 def _beside_weights(model_config: ModelConfig, folder: Path) -> list[Path]:
-    """What mlx-lm makes a network from, too: ModelOpt's quantisation, and code that it may run."""
-    patterns = ["hf_quant_config.json", *(["*.py"] if model_config.trust_remote_code else [])]
+    """Other files that decide what a network computes: ModelOpt's quantization, how GGUF types
+    without an exact packing are read, and code that may run."""
+    patterns = [
+        "hf_quant_config.json",
+        GGUF_CONVERSION,
+        *(["*.py"] if model_config.trust_remote_code else []),
+    ]
     return [path for pattern in patterns for path in folder.glob(pattern)]
 
 

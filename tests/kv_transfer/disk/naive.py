@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 FINGERPRINT = "0123456789abcdef"
 FACTS = {"model": "toy", "weights": "ab" * 32, "kv_cache_dtype": "auto"}
@@ -60,3 +61,11 @@ def blocks(cache, fingerprint: str = FINGERPRINT, namespace: str = "shared"):
     folder = cache.blocks(fingerprint, FACTS, namespace)
     wait_until(lambda: fingerprint in cache.manifests())
     return folder
+
+
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a file or folder another user's: root can, and others become another themselves."""
+    if os.geteuid() == 0:
+        os.chown(path, 65534, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 65534)

@@ -162,6 +162,17 @@ def test_a_file_of_another_block_is_not_taken_for_this_one(path, other):
     assert not read(path, other, memoryview(bytearray(other.payload_bytes)))
 
 
+def test_a_file_of_another_user_is_no_block(path, monkeypatch):
+    page = naive.block(1)
+    block = write(path, page)
+    scratch = memoryview(bytearray(page.nbytes))
+    assert read(path, block, scratch)
+    assert block_file.is_good(path, block.folder, block.key, scratch)
+    naive.give_away(path, monkeypatch)
+    assert not read(path, block, scratch)
+    assert not block_file.is_good(path, block.folder, block.key, scratch)
+
+
 @pytest.mark.parametrize("length", [0, 65])
 def test_a_key_has_1_to_64_bytes(length):
     with pytest.raises(ValueError, match="1 to 64"):

@@ -26,7 +26,12 @@ from kv_transfer.peer.engines import (
 
 from vllm_metal.kv_transfer.peer import handshake
 from vllm_metal.kv_transfer.peer.address import Address
-from vllm_metal.kv_transfer.peer.limits import MAX_CONNECTIONS, MAX_MESSAGE_BYTES, Timeouts
+from vllm_metal.kv_transfer.peer.limits import (
+    MAX_CONNECTIONS,
+    MAX_MESSAGE_BYTES,
+    MAX_UNPROVEN,
+    Timeouts,
+)
 from vllm_metal.kv_transfer.peer.messages import (
     Ask,
     Done,
@@ -93,9 +98,10 @@ def test_an_address_that_is_taken_or_another_machines_is_named(make_server, outb
 
 def test_one_connection_too_many_is_told_that_it_is_busy(make_server, make_peer, log, clock):
     server = make_server(timeouts=Timeouts(no_progress=60))
-    links = [introduced(server.port) for _ in range(MAX_CONNECTIONS - 1)]
-    links.append(connect(server.port))  # who has proved nothing counts, too
-    links[-1].receive_bytes(1)
+    links = [introduced(server.port) for _ in range(MAX_CONNECTIONS)]
+    for link in links:  # an answer: the server counts it among those that have proved the secret
+        link.send(Renew())
+        assert decode(link.receive(100), Done)
     with pytest.raises(PeerDown, match="in use"):
         introduced(server.port)
     peer = make_peer(server.port)
@@ -107,6 +113,20 @@ def test_one_connection_too_many_is_told_that_it_is_busy(make_server, make_peer,
     peer.ask(())
     assert peer.engine_id == "prefill-1"
     for link in links:
+        link.sock.close()
+
+
+def test_strangers_shut_nobody_out(make_server, make_peer):
+    server = make_server()
+    strangers = []
+    for _ in range(4):
+        strangers += [connect(server.port) for _ in range(MAX_UNPROVEN)]
+        strangers[-1].receive_bytes(1)  # all are taken
+        make_peer(server.port).ask(())
+        introduced(server.port).sock.close()
+        assert server.num_connections <= 2 * MAX_UNPROVEN
+    wait_until(lambda: sum(map(is_over, strangers[:MAX_UNPROVEN])) == MAX_UNPROVEN)
+    for link in strangers:
         link.sock.close()
 
 

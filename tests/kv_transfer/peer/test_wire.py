@@ -113,6 +113,18 @@ def test_who_does_not_read_is_given_up(hasty):
         link.send(Done(), raw=memoryview(bytes(64 << 20)))
 
 
+def test_what_went_whole_is_not_late(pair, wire_clock):
+    """However long the thread had no processor in between."""
+    link, far = pair
+    other, row = Link(far, 60), bytearray(100)
+    always = threading.Event()
+    always.set()
+    with wire_clock.hurrying_after(always):
+        other.send(Renew(), raw=memoryview(bytes(100)))
+        assert decode(link.receive(100), Renew)
+        link.receive_row(memoryview(row), lambda: True, lambda piece: None)
+
+
 def test_a_row_that_nobody_wants(pair):
     link, far = pair
     far.sendall(b"x" * 10)

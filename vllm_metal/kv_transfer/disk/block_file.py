@@ -17,6 +17,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from vllm_metal.kv_transfer.disk.layout import is_trusted
+
 #: Raised with the format: files of another one are bad, and leave the disk.
 _MAGIC = b"VMKVBLK\x01"
 _FIELDS = struct.Struct("<8sQQ16s64s8x")
@@ -70,7 +72,7 @@ def write(descriptor: int, block: BlockFile, page: memoryview) -> None:
 
 
 def read(descriptor: int, block: BlockFile, page: memoryview) -> bool:
-    """Fills `page` from a block's file; False: the file is not this block, whole.
+    """Fills `page` from a block's file; False: it is not this block, whole, of a trusted user.
 
     Args:
         page: writable contiguous bytes, `block.payload_bytes` of them. Undefined after False.
@@ -78,7 +80,8 @@ def read(descriptor: int, block: BlockFile, page: memoryview) -> bool:
     Raises:
         OSError: the file cannot be read.
     """
-    if os.fstat(descriptor).st_size != block.size:
+    found = os.fstat(descriptor)
+    if found.st_size != block.size or not is_trusted(found):
         return False
     header = bytearray(HEADER_BYTES)
     if not _moved(os.preadv, descriptor, memoryview(header), page):
@@ -115,8 +118,9 @@ def is_good(path: Path, folder: str, key: bytes, scratch: memoryview) -> bool:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        block = BlockFile(folder, key, os.fstat(descriptor).st_size - HEADER_BYTES)
-        if block.payload_bytes < 0:
+        found = os.fstat(descriptor)
+        block = BlockFile(folder, key, found.st_size - HEADER_BYTES)
+        if block.payload_bytes < 0 or not is_trusted(found):
             return False
         header = os.pread(descriptor, HEADER_BYTES, 0)
         return header == block.header(_pieces(descriptor, block, scratch))

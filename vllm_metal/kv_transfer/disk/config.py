@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -124,7 +125,14 @@ def _prepare(directory: Path, where: str) -> None:
         raise ValueError(
             f"{setting}: {directory} holds other things; name an empty folder, or a new one"
         )
-    if directory.stat().st_mode & 0o022:
+    found = directory.stat()
+    if not layout.is_trusted(found):
+        raise ValueError(
+            f"{setting}: {directory} belongs to another user (uid {found.st_uid}), who could plant "
+            f"blocks there that change answers: name a folder of your own, or run `chown -R "
+            f"{os.geteuid()} {directory}`"
+        )
+    if found.st_mode & 0o022:
         logger.warning(
             "%s can be written to by other users, who could plant blocks there that change "
             "answers: run `chmod go-w %s`",

@@ -139,6 +139,14 @@ def may_be_cache(root: Path) -> bool:
     return all(name.startswith(".") for name in os.listdir(root)) or is_cache(root)
 
 
+def is_trusted(status: os.stat_result) -> bool:
+    """Whether a file or folder is this process's own user's, or root's, who can do anything.
+
+    Checksums have no key, so blocks of anybody else could be anything.
+    """
+    return status.st_uid in (os.geteuid(), 0)
+
+
 def make_folder(root: Path, folder: Path) -> None:
     """Makes `folder`, which is the root or lies below it, with mode 0700 whatever the umask.
 

@@ -21,6 +21,8 @@ MAX_FACTS_BYTES = 256 << 10
 MAX_PEERS = 64
 #: Threads and sockets that peers can make a server hold; a peer has seven of them at most.
 MAX_CONNECTIONS = 32
+#: More of them, which have not proved the secret: a peer needs one for some milliseconds.
+MAX_UNPROVEN = 32
 #: Of one peer: two threads that load, four questions, and one thread that renews leases.
 CONNECTIONS_OF_A_PEER = 7
 
@@ -31,9 +33,11 @@ class Timeouts:
 
     #: Until TCP connects; a machine of the same network answers in milliseconds, or is not there.
     connect: float = 2.0
-    #: A connection on which nothing moves, or less than `LEAST_PROGRESS_BYTES`, is given up; also
-    #: the time that somebody has to prove the secret. Longer than a collector's or a step's pause.
+    #: A connection on which nothing moves, or less than `LEAST_PROGRESS_BYTES`, is given up. Longer
+    #: than a collector's or a step's pause.
     no_progress: float = 5.0
+    #: That somebody has for each message until the secret is proved.
+    prove: float = 3.0
     #: How long found pages stay without a sign of life from who asked for them.
     lease: float = 30.0
     #: Between signs of life: two of three may be late or lost.

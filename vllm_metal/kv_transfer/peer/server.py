@@ -18,6 +18,7 @@ from vllm_metal.kv_transfer.peer.handshake import Terms
 from vllm_metal.kv_transfer.peer.limits import (
     MAX_CONNECTIONS,
     MAX_MESSAGE_BYTES,
+    MAX_UNPROVEN,
     TIMEOUTS,
     Timeouts,
 )
@@ -67,7 +68,8 @@ class PageServer:
             terms: which pages these are, at any time; called by any thread. Where they change,
                 the outbox is cleared first.
             timeouts: of its connections.
-            max_connections: at one time; others are told that it is busy.
+            max_connections: at one time, of engines that have proved the secret; others are told
+                that it is busy.
             pool: pages that come into the outbox when they are fetched; None: none do.
 
         Raises:
@@ -82,6 +84,8 @@ class PageServer:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._threads: dict[socket.socket, threading.Thread] = {}  # by connection
+        #: Of those, the ones that have not proved the secret: their address, the oldest first.
+        self._unproven: dict[socket.socket, str] = {}
         self._sessions: Counter[int] = Counter()  # connections by session
         self._told: set[str] = set()  # warnings that were given, once each
         self._listener = _listen(address, secret)
@@ -92,7 +96,7 @@ class PageServer:
 
     @property
     def num_connections(self) -> int:
-        """Connections that are served."""
+        """Connections that are served, or may yet prove the secret."""
         return len(self._threads)
 
     @property
@@ -127,25 +131,26 @@ class PageServer:
                 if self._closed.is_set():
                     return
                 try:
-                    sock, _ = self._listener.accept()
+                    sock, place = self._listener.accept()
                 except (BlockingIOError, ConnectionError):
                     continue  # who came has gone
                 except OSError as error:
                     self._warn(f"A connection could not be taken: {error}")
                     self._closed.wait(_ACCEPT_PAUSE_S)
                     continue
-                self._begin(sock)
+                self._begin(sock, str(place[0]))
 
-    def _begin(self, sock: socket.socket) -> None:
+    def _begin(self, sock: socket.socket, ip: str) -> None:
         """Starts a connection's thread, or tells it that there is none for it."""
         thread = threading.Thread(
             target=self._serve, args=(sock,), name="kv-peer-serve", daemon=True
         )
         try:
             with self._lock:
-                if len(self._threads) < self._max_connections:
+                if len(self._threads) - len(self._unproven) < self._max_connections:
+                    self._make_room()
                     thread.start()
-                    self._threads[sock] = thread
+                    self._threads[sock], self._unproven[sock] = thread, ip
                     return
             link = Link(sock, self._timeouts.no_progress)
             link.send_bytes(handshake.PREAMBLE)  # into an empty buffer: nothing waits
@@ -154,15 +159,27 @@ class PageServer:
             self._warn(f"A connection could not be served: {error}")
         sock.close()
 
+    def _make_room(self) -> None:
+        """Ends the oldest unproven connection of the address with most, where there are too many.
+
+        Strangers who connect and say nothing thus shut nobody out: a peer proves itself at once.
+        """
+        if len(self._unproven) >= MAX_UNPROVEN:
+            ((busiest, _),) = Counter(self._unproven.values()).most_common(1)
+            oldest = next(sock for sock, ip in self._unproven.items() if ip == busiest)
+            del self._unproven[oldest]
+            shut_down(oldest)  # its thread closes it
+
     def _serve(self, sock: socket.socket) -> None:
         """A connection, from its first byte to its last."""
         session = None
         try:
-            link = Link(sock, self._timeouts.no_progress)
             terms = self._terms()
-            session = handshake.greet(link, self._secret, terms)
+            session = handshake.greet(Link(sock, self._timeouts.prove), self._secret, terms)
             with self._lock:
+                self._unproven.pop(sock, None)
                 self._sessions[session] += 1
+            link = Link(sock, self._timeouts.no_progress)
             while not self._closed.is_set():
                 link.wait_for_message()
                 self._answer(link, session, terms)
@@ -178,6 +195,7 @@ class PageServer:
     def _end(self, sock: socket.socket, session: int | None) -> None:
         with self._lock:
             del self._threads[sock]
+            self._unproven.pop(sock, None)
             sock.close()  # under the lock: `close` does not touch a number that is another's
             if session is None:
                 return

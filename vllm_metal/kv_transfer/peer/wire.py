@@ -74,11 +74,12 @@ class Link:
                 sent = self.sock.sendmsg(rest)
             except BlockingIOError:
                 sent = 0
-            progress.note(sent)
-            while rest and sent >= rest[0].nbytes:
-                sent -= rest.pop(0).nbytes
-            if rest and sent:
-                rest[0] = rest[0][sent:]
+            left = sent
+            while rest and left >= rest[0].nbytes:
+                left -= rest.pop(0).nbytes
+            if rest:  # what has gone out whole is not late
+                rest[0] = rest[0][left:]
+                progress.note(sent)
 
     def receive(self, limit: int, wanted: Callable[[], bool] | None = None) -> bytearray:
         """The next frame's message, which has `no_progress_s` seconds to arrive.
@@ -146,10 +147,11 @@ class Link:
             if not wanted():
                 raise Unwanted
             got = self._receive_some(row[:ROW_PIECE_BYTES])
-            progress.note(got)
             if got:
                 received(row[:got])
                 row = row[got:]
+            if row.nbytes:
+                progress.note(got)
 
     def _receive_some(self, into: memoryview) -> int:
         """Bytes that came, all that fit unless a slice of time is over before."""
