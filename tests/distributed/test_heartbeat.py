@@ -197,16 +197,23 @@ def test_who_does_not_know_the_token_is_no_rank():
         return [mine, None]
 
     def first():
-        given[0] = heartbeat.join(0, 2, "127.0.0.1", share, _LIMIT_S)
+        given[0] = heartbeat.join(0, 3, "127.0.0.1", share, _LIMIT_S)
 
     thread = threading.Thread(target=first)
     thread.start()
     port, token = shared.get(timeout=_LIMIT_S)
-    with socket.create_connection(("127.0.0.1", port)) as stranger:
-        stranger.sendall(b"\0" * 20)
-        assert stranger.recv(1) == b""
-    second = heartbeat.join(1, 2, "127.0.0.1", lambda mine: [(port, token), mine], _LIMIT_S)
+    # Some say nothing, or not all of it; one is no other rank, though it knows the token.
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(80)]
+    silent[-1].sendall(token)
+    for greeting in (b"\0" * 20, token + bytes(4), token + b"\0\0\0\3"):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(greeting)
+            assert stranger.recv(1) == b""
+    silent[-1].sendall(b"\0\0\0\2")  # a rank whose greeting came in pieces
+    second = heartbeat.join(1, 3, "127.0.0.1", lambda mine: [(port, token), mine], _LIMIT_S)
     thread.join(_LIMIT_S)
-    assert list(given[0].peers) == [1]
+    assert sorted(given[0].peers) == [1, 2]
     second.close()
     given[0].close()
+    for stranger in silent:
+        stranger.close()

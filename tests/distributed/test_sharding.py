@@ -2,11 +2,17 @@
 """Ranks that share a model compute what the whole model computes; the reference is the latter."""
 
 import json
+from dataclasses import dataclass
 
+import mlx.core as mx
+import numpy as np
 import pytest
 from distributed import ranks, whole_and_shared
+from weights.toys import write_quantized
 
 from vllm_metal.distributed import sharding
+from vllm_metal.distributed.sharding import ShardingError, shard
+from vllm_metal.models.loader import lazy_model
 
 #: Two processes, each of which builds the toys of all families, twice.
 pytestmark = pytest.mark.more
@@ -66,3 +72,41 @@ def test_families_are_told_by_their_config():
     assert sharding.refusal({"model_type": "llama"}) is None
     assert sharding.refusal({"model_type": "qwen3_5_moe"}) is None  # its module is qwen3_5's
     assert "cannot split its heads" in (sharding.refusal({"model_type": "gemma3_text"}) or "")
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One of two ranks, without the other."""
+
+    place: int
+
+    def size(self):
+        return 2
+
+    def rank(self):
+        return self.place
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [("qwen2", "fp8 rows"), ("qwen3_moe", "compressed nvfp4"), ("qwen2", "compressed mxfp4")],
+)
+def test_published_formats(tmp_path, monkeypatch, family, form):
+    # Sums of the first layer's ranks alone: later ones would need both at once.
+    write_quantized(family, form, tmp_path)
+    whole, *ranks = (lazy_model(tmp_path, mx.float32) for _ in range(3))
+    monkeypatch.setattr(mx.distributed, "all_sum", lambda x, **_: x)
+    for place, model in enumerate(ranks):
+        shard(model, Ring(place), family)
+    x = mx.random.normal((1, 3, 192), key=mx.random.key(0))
+    mlp = [model.layers[-1].mlp for model in (whole, *ranks)]
+    one, first, second = (each(x) for each in mlp)
+    np.testing.assert_allclose(np.array(first + second), np.array(one), atol=1e-3)
+    key = [model.layers[0].self_attn.k_proj(x) for model in (whole, *ranks)]
+    np.testing.assert_allclose(np.array(mx.concatenate(key[1:], -1)), np.array(key[0]), atol=1e-4)
+
+
+def test_an_order_of_inputs_cannot_be_split(tmp_path):
+    write_quantized("llama", "gptq 4 bits, ordered", tmp_path)
+    with pytest.raises(ShardingError, match="desc_act"):
+        shard(lazy_model(tmp_path, mx.float32), Ring(0), "llama")

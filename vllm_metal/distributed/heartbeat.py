@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import cast
 
 from vllm.logger import init_logger
 
@@ -28,6 +29,8 @@ logger = init_logger(__name__)
 INTERVAL_S = 2.0  # between two beats
 SILENCE_S = 8.0  # after which a rank counts as dead
 _TOKEN_BYTES = 16
+#: Connections that have not said who they are. Ranks do at once, so the oldest is a stranger's.
+_MAX_WAITING = 64
 _GOODBYE = b"x"  # of a rank that ends as it should
 _BEAT = b"."
 
@@ -173,15 +176,78 @@ def join(
         return Heartbeat({0: peer})
     token = secrets.token_bytes(_TOKEN_BYTES)
     with socket.create_server((host, 0)) as server:
-        server.settimeout(timeout_s)
         share((server.getsockname()[1], token))
-        peers: dict[int, socket.socket] = {}
-        while len(peers) < size - 1:
-            peer, _ = server.accept()
-            peer.settimeout(timeout_s)
-            greeting = peer.recv(_TOKEN_BYTES + 4, socket.MSG_WAITALL)
-            if secrets.compare_digest(greeting[:_TOKEN_BYTES], token):
-                peers[int.from_bytes(greeting[_TOKEN_BYTES:])] = peer
-            else:
+        return Heartbeat(_greeted(server, token, size, time.monotonic() + timeout_s))
+
+
+def _greeted(
+    server: socket.socket, token: bytes, size: int, deadline: float
+) -> dict[int, socket.socket]:
+    """Takes the connection of each rank, whatever strangers say or do not say meanwhile.
+
+    Raises:
+        TimeoutError: not all ranks came in time.
+    """
+    peers: dict[int, socket.socket] = {}
+    waiting: dict[socket.socket, bytes] = {}  # what each has said so far, the oldest first
+    server.setblocking(False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
+        try:
+            while len(peers) < size - 1:
+                ready = selector.select(max(deadline - time.monotonic(), 0))
+                if not ready or time.monotonic() > deadline:
+                    raise TimeoutError("not all ranks have connected in time")
+                for key, _ in ready:
+                    if key.fileobj is server:
+                        _take(server, selector, waiting)
+                    elif (peer := cast(socket.socket, key.fileobj)) in waiting:
+                        _listen_to(peer, selector, waiting, peers, token, size)
+        finally:
+            for peer in waiting:
                 peer.close()
-    return Heartbeat(peers)
+    return peers
+
+
+def _take(
+    server: socket.socket, selector: selectors.BaseSelector, waiting: dict[socket.socket, bytes]
+) -> None:
+    try:
+        peer, _ = server.accept()
+    except OSError:
+        return  # who came has gone
+    peer.setblocking(False)
+    if len(waiting) >= _MAX_WAITING:
+        oldest = next(iter(waiting))
+        selector.unregister(oldest)
+        del waiting[oldest]
+        oldest.close()
+    waiting[peer] = b""
+    selector.register(peer, selectors.EVENT_READ)
+
+
+def _listen_to(
+    peer: socket.socket,
+    selector: selectors.BaseSelector,
+    waiting: dict[socket.socket, bytes],
+    peers: dict[int, socket.socket],
+    token: bytes,
+    size: int,
+) -> None:
+    """Reads what a connection says, and takes or closes it when that is enough."""
+    try:
+        said = peer.recv(_TOKEN_BYTES + 4 - len(waiting[peer]))
+    except OSError:
+        said = b""
+    waiting[peer] += said
+    greeting = waiting[peer]
+    if said and len(greeting) < _TOKEN_BYTES + 4:
+        return
+    selector.unregister(peer)
+    del waiting[peer]
+    rank = int.from_bytes(greeting[_TOKEN_BYTES:])
+    known = secrets.compare_digest(greeting[:_TOKEN_BYTES], token)
+    if known and 0 < rank < size and rank not in peers:
+        peers[rank] = peer
+    else:
+        peer.close()

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
+
 from vllm_metal.mlx_patches import registry
+from vllm_metal.weights.layers import is_scaled, make_plain, make_scaled
 
 if TYPE_CHECKING:
-    import mlx.core as mx
     import mlx.nn as nn
 
 
@@ -55,12 +58,53 @@ def shard(model: nn.Module, group: mx.distributed.Group, model_type: str) -> Non
         )
     before = _counts(model)
     try:
-        method(group)
+        _without_scales(model, partial(method, group))
+    except ShardingError:
+        raise
     except (ValueError, AssertionError) as error:
         raise ShardingError(
             f"--tensor-parallel-size {size} does not divide {model_type!r}: {error}"
         ) from error
     _check_counts(before, _counts(model), size, model_type)
+
+
+def _without_scales(model: nn.Module, method: Callable[[], object]) -> None:
+    """Splits layers with an output scale, which mlx-lm's methods do not know.
+
+    For as long as it takes, the scale stands beside the layer's bias: both are of rows.
+
+    Raises:
+        ShardingError: a layer's inputs are to be split, and come in an order of their own.
+    """
+    held = {}
+    for path, module in model.named_modules():
+        if is_scaled(module):
+            bias, scale = module.get("bias"), module.pop("output_scale", None)
+            held[path] = (bias, scale, module.pop("input_order", None), module["scales"].shape[-1])
+            if scale is not None:
+                beside = mx.zeros_like(scale) if bias is None else bias.astype(mx.float32)
+                module.bias = mx.stack([beside, scale])
+            make_plain(module)
+    method()
+    modules = dict(model.named_modules())
+    for path, (bias, scale, order, groups) in held.items():
+        module = modules[path]
+        make_scaled(module)
+        if scale is not None:
+            both = module.pop("bias")
+            if bias is not None:
+                module.bias = both[0].astype(bias.dtype)
+            split = both.shape[-1] != scale.shape[-1]
+            module["output_scale"] = mx.contiguous(both[1]) if split else scale
+        if order is not None:
+            if module["scales"].shape[-1] != groups:
+                raise ShardingError(
+                    f"--tensor-parallel-size is not supported with {path}: its inputs have an "
+                    "order of their own (g_idx), and ranks would have parts of them. Choose a "
+                    "checkpoint without activation order (desc_act=false)."
+                )
+            module["input_order"] = order
+        module.freeze()
 
 
 def _counts(model: nn.Module) -> dict[tuple[str, str], int]:
