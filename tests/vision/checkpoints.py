@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-#: Sizes that all toys share; head_dim * heads is not hidden_size, as in published models.
-HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 64, 128, 4, 2, 32
+#: Sizes that all toys share. None hides a constant: hidden_size is no square, heads are no power of
+#: two, and head_dim * heads is not hidden_size, as in published models.
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 70, 136, 7, 1, 80
 _TEXT: dict[str, Any] = {
     "hidden_size": HIDDEN,
     "intermediate_size": INTERMEDIATE,
@@ -70,19 +71,20 @@ class Family:
     video: str | None = None
     byte_level: bool = False
 
-    def write(self, folder: Path, *, seed: int = 0, **changes: Any) -> str:
+    def write(self, folder: Path, *, few: bool = False, **changes: Any) -> str:
         """Writes a whole checkpoint of random float32 weights into `folder`; returns its path.
 
         Args:
             folder: is made if it is missing.
-            seed: of the weights.
+            few: whether the last eight tokens are nearly all that the model says, so that
+                it repeats itself whatever its weights are, and n-gram drafts are right.
             changes: of keys of the text's configuration.
         """
         folder.mkdir(parents=True, exist_ok=True)
         ids = self._write_tokenizer(folder)
         config = self.config(ids)
         config["text_config"] |= {"vocab_size": len(ids)} | changes
-        _write_model(self.architecture, config, folder, seed)
+        _write_model(self.architecture, config, folder, few)
         for name, content in self.files.items():
             (folder / name).write_text(json.dumps(content))
         return str(folder)
@@ -134,14 +136,14 @@ def _bytes(special: tuple[str, ...]) -> Tokenizer:
     return tokenizer
 
 
-def _write_model(architecture: str, config: dict[str, Any], folder: Path, seed: int) -> None:
+def _write_model(architecture: str, config: dict[str, Any], folder: Path, few: bool) -> None:
     import transformers
 
     cls = getattr(transformers, architecture)
     with torch.random.fork_rng():
-        torch.manual_seed(seed)  # of what is added to below
+        torch.manual_seed(0)  # of what is added to below
         model = cls(cls.config_class(**config, architectures=[architecture])).float().eval()
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=random)
@@ -155,6 +157,8 @@ def _write_model(architecture: str, config: dict[str, Any], folder: Path, seed: 
                 buffer.fill_(-1.0 if name.endswith("_min") else 1.0)
             elif "std_" in name:
                 buffer.add_(0.1 * torch.randn(buffer.shape, generator=random))
+        if few:
+            model.get_output_embeddings().weight[:-8] *= 0.1
     model.save_pretrained(folder)
 
 
@@ -223,7 +227,7 @@ def _qwen_ids(ids: dict[str, int]) -> dict[str, int]:
 def _qwen3_vl(ids: dict[str, int]) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
     return _qwen_ids(ids) | {
-        "text_config": _TEXT | {"rope_parameters": rope | {"mrope_section": [6, 5, 5]}},
+        "text_config": _TEXT | {"rope_parameters": rope | {"mrope_section": [14, 13, 13]}},
         "vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0]},
     }
 
@@ -239,7 +243,7 @@ def _qwen3_5(ids: dict[str, int]) -> dict[str, Any]:
         "linear_value_head_dim": 32,
         "partial_rotary_factor": 0.5,
     }
-    partial = {"mrope_section": [3, 3, 2], "partial_rotary_factor": 0.5}
+    partial = {"mrope_section": [7, 7, 6], "partial_rotary_factor": 0.5}
     return _qwen_ids(ids) | {
         "text_config": _TEXT | layers | {"rope_parameters": rope | partial},
         "vision_config": _QWEN_VISION,
@@ -303,7 +307,7 @@ def _gemma4(ids: dict[str, int]) -> dict[str, Any]:
 def _lfm2_vl(ids: dict[str, int]) -> dict[str, Any]:
     text = _TEXT | {
         "model_type": "lfm2",
-        "num_attention_heads": 2,  # heads of lfm2's are as wide as hidden_size says
+        "num_attention_heads": 5,  # heads of lfm2's are as wide as hidden_size says
         "num_key_value_heads": 1,
         "layer_types": ["conv", "full_attention"],
         "conv_L_cache": 3,

@@ -11,10 +11,10 @@ from vision.by_hand import BLOCK
 from vision.toys import Prompt, Toy
 
 from vllm_metal.batch.columns import RequestsRefused
-from vllm_metal.models.weight_files import ModelLoadError
 from vllm_metal.vision.families import FAMILIES as FAMILIES_SERVED
 from vllm_metal.vision.images import images_of
 from vllm_metal.vision.tower import load_weights
+from vllm_metal.weights.files import ModelLoadError
 
 pytestmark = pytest.mark.usefixtures("unfused")
 
@@ -143,6 +143,11 @@ def test_an_image_without_its_data_fails_its_request_alone(toy, served, two):
     assert "the scheduler sent no" in str(refused.value.errors["a"])
 
 
+def test_a_window_that_is_less_than_an_image_is_refused(tmp_path):
+    with pytest.raises(ModelLoadError, match=r"sliding_window=15 .* images of 16 rows"):
+        Toy("gemma3", tmp_path, sliding_window=15).served()
+
+
 def test_an_image_whose_rows_see_each_other_is_never_computed_in_parts(tmp_path):
     toy = Toy("gemma3", tmp_path)
     prompt = Prompt().say(*toy.words(3)).show(toy.picture(4, 4), "first")
@@ -169,13 +174,15 @@ def test_a_quantised_tower_computes_what_its_weights_stand_for(tmp_path):
     image = images_of(Prompt().show(toy.picture(3, 4), "image").features)[0]
     served_tower = FAMILIES_SERVED["qwen3_vl"].tower
     plain, packed, dense = (served_tower(toy.config.to_dict()) for _ in range(3))
-    load_weights(plain, toy.folder, mx.float32, None)
+    load_weights(plain, toy.folder, mx.float32, {})
     nn.quantize(plain, 32, 8, class_predicate=quantisable)
     write(tmp_path / "packed", dict(tree_flatten(plain.parameters())))
-    load_weights(packed, tmp_path / "packed", mx.float32, {"group_size": 32, "bits": 8})
+    load_weights(
+        packed, tmp_path / "packed", mx.float32, {"quantization": {"group_size": 32, "bits": 8}}
+    )
     found = packed.encode("image", image.data)
     write(tmp_path / "dense", dict(tree_flatten(dequantised(plain).parameters())))
-    load_weights(dense, tmp_path / "dense", mx.float32, None)
+    load_weights(dense, tmp_path / "dense", mx.float32, {})
     expected = dense.encode("image", image.data)
     np.testing.assert_allclose(np.array(found), np.array(expected), atol=1e-4)
 
@@ -187,13 +194,13 @@ def test_weights_that_are_missing_or_have_no_place_are_an_error(tmp_path):
     one = next(iter(names))
     write(tmp_path / "fewer", {name: array for name, array in names.items() if name != one})
     with pytest.raises(ModelLoadError, match=r"Missing 1 parameters"):
-        load_weights(tower, tmp_path / "fewer", mx.float32, None)
+        load_weights(tower, tmp_path / "fewer", mx.float32, {})
     write(tmp_path / "more", names | {"vision_tower.another": mx.zeros(1)})
     with pytest.raises(ModelLoadError, match=r"vision_tower\.another"):
-        load_weights(tower, tmp_path / "more", mx.float32, None)
+        load_weights(tower, tmp_path / "more", mx.float32, {})
     write(tmp_path / "none", {"language_model.norm": mx.zeros(1)})
     with pytest.raises(ModelLoadError, match="no weights of a vision tower"):
-        load_weights(tower, tmp_path / "none", mx.float32, None)
+        load_weights(tower, tmp_path / "none", mx.float32, {})
 
 
 def quantisable(path, module):

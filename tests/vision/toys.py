@@ -83,7 +83,7 @@ class Toy:
         text = loader.lazy_model(self.folder, mx.float32)
         family = FAMILIES[self.name]
         tower = family.tower(self.config.to_dict())
-        load_weights(tower, self.folder, mx.float32, None)
+        load_weights(tower, self.folder, mx.float32, {})
         self.encoder = Encoder(tower, mx.float32)
         column_of: Callable[..., Any] = partial(
             fitted, self.encoder, config=self.config.to_dict(), family=family
@@ -234,12 +234,6 @@ def _gemma4(toy: Toy, rows: int, columns: int) -> Picture:
 
 #: Of the text's configuration.
 CHANGES: dict[str, dict[str, Any]] = {"qwen3_5": {"partial_rotary_factor": 0.5}}
-#: Of `Family.write`, so that a model of random weights repeats itself: hybrids do with short
-#: convolutions, and this one by some seeds.
-REPEATING: dict[str, dict[str, Any]] = {
-    "lfm2_vl": {"conv_L_cache": 2},
-    "qwen3_5": {"linear_conv_kernel_dim": 2, "seed": 15},
-}
 _PICTURES: dict[str, Callable[[Toy, int, int], Picture]] = {
     "gemma3": _gemma,
     "gemma4": _gemma4,

@@ -6,6 +6,7 @@ What an image is found again by is its content, and what it costs is the server'
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,10 @@ from vllm_metal.serving.refusal import Refusal
 
 #: Fields with which a client could have a small image take any memory.
 _COSTS = ("mm_processor_kwargs", "media_io_kwargs")
+#: Types of media parts, and their keys. vLLM reads a part without a type by its keys.
+_MEDIA = re.compile(r"(input_)?(image|audio|video|file)(_url|_pil|_embeds)?|\w+_embeds")
+#: What has schemas or arguments of tools in it, where no part of a message can be.
+_NO_PARTS = frozenset(("tools", "properties", "$defs", "definitions", "arguments"))
 
 
 def check(fields: Mapping[str, Any]) -> None:
@@ -20,21 +25,34 @@ def check(fields: Mapping[str, Any]) -> None:
 
     Raises:
         Refusal: it changes how images are read, or names one by a `uuid`, under which vLLM would
-            take another tenant's image for it.
+            take another image for it. Images belong to their tenant all the same
+            (`vllm_metal/vllm_patches/image_names.py`): this is the second lock.
     """
     for name in _COSTS:
         if fields.get(name):
             raise Refusal(400, f"{name} is set for all tenants, with the server's options.")
-    if any(part.get("uuid") is not None for part in _parts(fields)):
+    if any(each.get("uuid") is not None and _is_media(each) for each in _objects(fields)):
         raise Refusal(400, "Images have no uuid here: send the image itself.")
 
 
-def _parts(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Parts of the contents of messages."""
-    for name in ("messages", "input"):
-        messages = fields.get(name)
-        for message in messages if isinstance(messages, list) else ():
-            content = message.get("content") if isinstance(message, Mapping) else None
-            for part in content if isinstance(content, list) else ():
-                if isinstance(part, Mapping):
-                    yield part
+def _is_media(part: Mapping[str, Any]) -> bool:
+    kind = part.get("type")
+    named = isinstance(kind, str) and _MEDIA.fullmatch(kind) is not None
+    return named or any(_MEDIA.fullmatch(key) for key in part)
+
+
+def _objects(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yields every object in a body that could be a part of a message."""
+    waiting: list[Any] = [fields]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, list):
+            waiting += found
+        elif isinstance(found, Mapping):
+            yield found
+            is_call = found.get("type") == "tool_use"  # whose input the model wrote
+            waiting += [
+                value
+                for key, value in found.items()
+                if key not in _NO_PARTS and not (is_call and key == "input")
+            ]

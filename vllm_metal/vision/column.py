@@ -157,12 +157,13 @@ class ImageColumn(RequestColumn):
             return inputs
         at = mx.array(np.concatenate(where))
         of_images = mx.concatenate(outputs)
-        embeddings = self._embed(inputs.input_ids)
-        embeddings[at, 0] = (of_images[:, 0] / self._embed_scale).astype(embeddings.dtype)
+        input_ids = mx.array(inputs.input_ids)
+        input_ids[at] = self._padding or 0  # an image's token may lie beyond the embedding
+        embeddings = self._embed(input_ids)
+        scale = mx.array(self._embed_scale, embeddings.dtype)  # rounded as the text model's
+        embeddings[at, 0] = (of_images[:, 0] / scale).astype(embeddings.dtype)
         inputs = replace(inputs, embeddings=embeddings, runs=tuple(runs))
         if self._padding is not None:
-            input_ids = mx.array(inputs.input_ids)
-            input_ids[at] = self._padding
             inputs = replace(inputs, input_ids=input_ids)
         if (levels := of_images.shape[1] - 1) == 0:
             return inputs

@@ -5,17 +5,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import mlx.core as mx
 from mlx_lm.utils import load_config
 
 from vllm_metal.models import loader
 from vllm_metal.models.parts import ModelParts
-from vllm_metal.models.weight_files import ModelLoadError
 from vllm_metal.vision import deepstack, rotation
 from vllm_metal.vision.column import Axes, ImageColumn
 from vllm_metal.vision.encoder import Encoder
 from vllm_metal.vision.families import FAMILIES, VisionFamily
 from vllm_metal.vision.tower import Config, load_weights
+from vllm_metal.weights.files import ModelLoadError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,7 +40,7 @@ def load(config: VllmConfig, text: ModelParts) -> ImageColumn:
     folder = loader.model_folder(config.model_config, config)
     dtype = loader.mlx_dtype(config)
     tower = family.tower(of_model)
-    load_weights(tower, folder, dtype, load_config(folder).get("quantization"))
+    load_weights(tower, folder, dtype, load_config(folder))
     return fitted(Encoder(tower, dtype), text, of_model, family)
 
 
@@ -53,18 +52,34 @@ def fitted(encoder: Encoder, text: ModelParts, config: Config, family: VisionFam
         text: the text model.
         config: of the whole model.
         family: of the model.
+
+    Raises:
+        ModelLoadError: an image does not fit into a window of the text model.
     """
+    _check_window(config, family)
     deepstack.put_in(text.model, encoder.tower.levels)
     axes = None
     if family.mrope:
         sections = config["text_config"]["rope_parameters"]["mrope_section"]
         merge_size = config["vision_config"]["spatial_merge_size"]
         axes = Axes(rotation.put_in(text.model, sections), merge_size)
-    scale = 1.0
-    if family.scaled:  # rounded as mlx-lm's module does
-        scale = float(mx.array(config["text_config"]["hidden_size"] ** 0.5, mx.bfloat16))
+    scale = config["text_config"]["hidden_size"] ** 0.5 if family.scaled else 1.0
     whole = family.whole
     if family.windowed:
         whole = config["text_config"].get("use_bidirectional_attention") == "vision"
     padding = config["text_config"]["pad_token_id"] if family.padded else None
     return ImageColumn(encoder, text.embed, axes, scale, whole, family.windowed, padding)
+
+
+def _check_window(config: Config, family: VisionFamily) -> None:
+    """Rows of an image see each other in layers with a window, too, as far as it reaches.
+
+    No published model has a window that is less than an image.
+    """
+    window, rows = config["text_config"].get("sliding_window"), config.get("mm_tokens_per_image")
+    if family.whole and not family.windowed and window and rows and window < rows:
+        raise ModelLoadError(
+            f"sliding_window={window} is not supported with images of {rows} rows "
+            "(mm_tokens_per_image): rows of an image must fit into the window. Serve the text with "
+            "--language-model-only."
+        )

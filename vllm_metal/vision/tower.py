@@ -12,7 +12,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vllm_metal.models import loader
-from vllm_metal.models.weight_files import ModelLoadError, stored_arrays
+from vllm_metal.weights import files
+from vllm_metal.weights.files import ModelLoadError
+from vllm_metal.weights.judge import plan_of
+from vllm_metal.weights.loading import packings_of_mlx
+from vllm_metal.weights.placing import Placed, install, place
 
 Config = Mapping[str, Any]
 
@@ -95,48 +99,36 @@ class Tower(nn.Module, ABC):
         return weights
 
 
-def load_weights(tower: Tower, folder: Path, dtype: mx.Dtype, quantization: Config | None) -> None:
+def load_weights(tower: Tower, folder: Path, dtype: mx.Dtype, config: Config) -> None:
     """Fills a tower from a checkpoint's files.
 
     Args:
         tower: as it was made.
         folder: of the checkpoint.
         dtype: of floating-point numbers.
-        quantization: of config.json, as mlx-vlm writes it; None: nothing is quantised.
+        config: of config.json.
 
     Raises:
         ModelLoadError: weights are missing, or the tower has no place for some.
     """
-    named = ((tower.own_name(name), array) for name, array in stored_arrays(folder))
-    found = {name: array for name, array in named if name is not None}
-    if not found:
+    headers = files.headers(folder)
+    plan = plan_of(config, headers, folder)
+    mine = {name: header for name, header in headers.items() if tower.own_name(name) is not None}
+    if not mine:
         raise ModelLoadError(
             f"{folder} has no weights of a vision tower: serve its text with --language-model-only"
         )
+    weights = plan.converted(files.arrays_of(mine), dtype)
+    named = {str(tower.own_name(name)): weight for name, weight in weights.items()}
+    stored = {str(tower.own_name(n)): s for n, s in plan.weights.items() if n in weights}
     try:
-        weights = tower.sanitize(found)
-        if quantization is not None:
-            _quantise(tower, weights, quantization)
-        tower.load_weights(list(loader.in_dtype(weights, dtype).items()), strict=True)
+        placed = place(tower, named, stored, dtype, lambda tower, given: tower.sanitize(given))
+        packings = placed.packings
+        if config.get("quantization"):
+            packings = packings_of_mlx(tower, config["quantization"], placed.arrays)
+        arrays = loader.in_dtype(placed.arrays, dtype)
+        install(tower, Placed(arrays, packings))
     except ValueError as error:
         raise ModelLoadError(f"the vision tower in {folder}: {str(error)[:400]}") from error
     tower.eval()
     mx.eval(tower.parameters())
-
-
-def _quantise(tower: Tower, weights: Mapping[str, mx.array], quantization: Config) -> None:
-    """Makes quantised modules of those whose weights have scales."""
-
-    def how(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        if f"{path}.scales" not in weights or not hasattr(module, "to_quantized"):
-            return False
-        given = quantization.get(path, True)
-        return given if isinstance(given, (bool, dict)) else True
-
-    nn.quantize(
-        tower,
-        group_size=quantization["group_size"],
-        bits=quantization["bits"],
-        mode=quantization.get("mode", "affine"),
-        class_predicate=how,
-    )
