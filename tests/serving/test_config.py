@@ -55,7 +55,6 @@ def test_each_part_stands_alone(folder):
     ("text", "message"),
     [
         ("", "asks for nothing"),
-        ("max_body_bytes = 5", "asks for nothing"),
         ("timeout_s = 0", "'timeout_s' must be a number of seconds"),
         ("timeout_s = true", "'timeout_s' must be"),
         ("timeout_s = inf", "'timeout_s' must be"),

@@ -38,6 +38,7 @@ def test_a_plain_server_is_not_refused(settings):
         (dict(servers=2), "--api-server-count 2"),
         (dict(environment={"VLLM_USE_RUST_FRONTEND": "1"}), "VLLM_USE_RUST_FRONTEND=1"),
         (dict(environment={"VLLM_API_KEY": "k"}), "--api-key"),
+        (dict(environment={"VLLM_MEDIA_CACHE": "/tmp/media"}), "VLLM_MEDIA_CACHE"),
     ],
 )
 def test_front_ends_that_go_past_it_are_refused(settings, options, named):

@@ -84,8 +84,13 @@ class BodyLimits:
     #: Objects and lists that are items of lists: messages, parts of their content, tools, prompts.
     #: vLLM takes up to 80 us to check one (of `input`).
     max_body_items: int = 10_000
-    #: Answers to compute: prompts times `n`.
+    #: Answers to compute: prompts times `n`, or texts to embed, score or classify.
     max_body_choices: int = 1024
+    #: Of all images, each counted as a megapixel at least; None: by `vllm_metal/serving/limits.py`.
+    max_body_pixels: int | None = None
+    #: Of a grammar or schema, as `vllm_metal/vllm_patches/request_sizes.py` counts it. A chain of
+    #: 1,000 rules takes 1 s and 70 MB to compile, and four times as many 50 s and 1 GB.
+    max_body_grammar: int = 20_000
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,7 @@ def read(path: Path) -> ServingConfig:
         "response_cache": lambda section: _response_cache(section, path, f"{where}"),
     }
     found = values.read(given, readers, where)
-    if not found.keys() & {"tenants", "response_cache", "timeout_s"}:
+    if not found:
         raise ValueError(f"{where} asks for nothing; write for example\n{_EXAMPLE}")
     _check_seal(found.get("tenants"), found.get("response_cache"), where)
     return ServingConfig(

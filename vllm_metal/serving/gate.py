@@ -29,6 +29,7 @@ from vllm_metal.serving.routes import Match, Style
 from vllm_metal.serving.tenants_file import Key, KeyFile
 from vllm_metal.settings import salts
 from vllm_metal.vllm_patches.engine_outputs import watch
+from vllm_metal.vllm_patches.image_names import set_owner
 
 logger = init_logger(__name__)
 
@@ -225,23 +226,19 @@ class Tenants:
         elif match.route.body:
             fields = await self._fields(read, receive)
             media.check(fields)
-            salt = self._salt(key, fields) if match.route.pools else None
+            salt = salts.derive(self._shared.secret, key.identity, client_salt(fields))
+            set_owner(salt)
             fields = {name: each for name, each in fields.items() if name not in _NOT_PASSED_ON}
-            if salt is not None:
+            if match.route.pools:
                 fields["cache_salt"] = salt
+                if self._shared.meter is not None:
+                    self._shared.meter.introduce(key, salt)
             written = body.write(fields)
             scope["headers"] = headers.with_body(read.passed_on, len(written))
             await self.app(scope, _with_body(written, receive), send)
         else:
             await self._bring_figures_up_to_date(match)
             await self.app(scope, _with_body(b"", receive), send)
-
-    def _salt(self, key: Key, fields: dict[str, Any]) -> str:
-        """The salt of a tenant's request that pools, whose tokens are counted from now on."""
-        salt = salts.derive(self._shared.secret, key.identity, client_salt(fields))
-        if self._shared.meter is not None:
-            self._shared.meter.introduce(key, salt)
-        return salt
 
     async def _open(self, match: Match | None, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request where there are no tenants: only one that generates is looked into."""

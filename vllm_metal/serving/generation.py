@@ -29,6 +29,7 @@ from vllm_metal.serving.response_cache.twins import Abandoned, Lead, NotKept
 from vllm_metal.serving.routes import Style
 from vllm_metal.serving.tenants_file import Key
 from vllm_metal.settings import salts
+from vllm_metal.vllm_patches.image_names import set_owner
 
 #: vLLM's own bounds of a salt (vllm/entrypoints/generate/base/protocol.py).
 _MAX_SALT, _NOT_IN_SALTS = 128, frozenset("@/\\\0")
@@ -133,6 +134,7 @@ class Generation:
             raise Refusal(404, "There is no response with the id in 'previous_response_id'.")
         salt = salts.derive(secret, key.identity, client_salt(outgoing))
         outgoing["cache_salt"] = salt
+        set_owner(salt)
         if self._shared.meter is not None:
             self._shared.meter.introduce(key, salt)
 

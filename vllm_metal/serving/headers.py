@@ -32,7 +32,11 @@ _PASSED = frozenset(
 )
 _CONTROLS = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 #: Who has no valid key is not told why.
-NO_KEY = Refusal(401, "Send an API key: the header 'Authorization: Bearer KEY', or 'x-api-key'.")
+NO_KEY = Refusal(
+    401,
+    "The API key is missing or wrong: send yours in the header 'Authorization: Bearer KEY', or "
+    "'x-api-key'.",
+)
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,9 @@ def refusals(
         f"--grpc {with_it} (it runs no middleware)": bool(named & {"--grpc", "--grpc-port"}),
         f"--api-key {with_it} (a request has one Authorization header: make keys by `vllm-metal "
         "tenants add`)": "--api-key" in named or bool(environment.get("VLLM_API_KEY")),
+        f"VLLM_MEDIA_CACHE {with_it} (a tenant would find, in time, what another one fetched)": (
+            tenants is not None and bool(environment.get("VLLM_MEDIA_CACHE"))
+        ),
         f"prefix_cache_salt_key {disk_salt_key} with another secret in [tenants] (no tenant's "
         "blocks would be kept: name one file in both)": (
             tenants is not None

@@ -4,10 +4,13 @@
 import json
 import logging
 
+import mlx.core as mx
 import pytest
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_metal.serving.parsers.serve import set_parsers
 
 TEMPLATE = (
     "{{ tools }}<tool_call>{{ arguments }}</tool_call>"
@@ -23,6 +26,8 @@ def parser():
 @pytest.fixture
 def model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {"lm_head.weight": mx.zeros((1, 1))})
+    (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<think>": 1, "</think>": 2}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
@@ -68,8 +73,10 @@ def test_a_users_template_decides(served, tmp_path):
     assert served("--chat-template", str(path)) == ("minimax_m2", True, "")
 
 
-def test_a_model_that_cannot_be_read_is_left_to_vllm(served, model, tmp_path, caplog):
-    (tmp_path / "config.json").unlink()
+def test_a_model_that_cannot_be_read_is_left_to_vllm(parser, model, tmp_path, caplog):
+    (tmp_path / "config.json").write_text("[]")
+    args = parser.parse_args([model])
     with caplog.at_level(logging.INFO, logger="vllm_metal.serving.parsers.serve"):
-        assert served() == (None, False, "")
+        set_parsers(args)
+    assert (args.tool_call_parser, args.reasoning_parser) == (None, "")
     assert "No parsers are chosen" in caplog.text

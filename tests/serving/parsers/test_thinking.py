@@ -3,7 +3,13 @@
 
 import pytest
 
-from vllm_metal.serving.parsers.thinking import NEVER, Thinking, of_template
+from vllm_metal.serving.parsers import files, thinking
+from vllm_metal.serving.parsers.thinking import (
+    NEVER,
+    Thinking,
+    of_template,
+    of_unknown_template,
+)
 
 _CLOSED = "<think>\n\n</think>\n"
 
@@ -44,3 +50,19 @@ _CLOSED = "<think>\n\n</think>\n"
 )
 def test_templates(template, expected):
     assert of_template(template) == expected
+
+
+def test_a_template_without_an_end_is_given_up(monkeypatch, caplog):
+    """It would hold up a start for ever, or take all memory."""
+    assert of_unknown_template("A:<think>\n") == Thinking(opened=True, by_default=False)
+    assert of_unknown_template("no thoughts") == NEVER
+    assert of_unknown_template("<think>{{ 'a' * 20000000000 }}") == NEVER
+    monkeypatch.setattr(thinking, "SECONDS", 0.2)
+    loops = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+    assert of_unknown_template(f"<think>{loops}") == NEVER
+    assert "--reasoning-parser" in caplog.text
+
+
+def test_templates_of_folders_are_rendered_within_bounds(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert files.read(str(tmp_path)).judge is of_unknown_template

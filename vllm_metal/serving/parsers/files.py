@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm_metal.serving.parsers import thinking
 from vllm_metal.serving.parsers.thinking import Thinking
+from vllm_metal.weights import gguf_names
 
 #: Keys of generation_config.json that vLLM takes as defaults of requests
 #: (`ModelConfig.get_diff_sampling_param`).
@@ -32,6 +33,7 @@ class ModelFiles:
     tokens: str = ""  # text of the files that name tokens
     sampling: Mapping[str, float] = field(default_factory=dict)  # of generation_config.json
     response_template: bool = False  # the tokenizer says itself how answers are to be read
+    judge: Callable[[str], Thinking] = thinking.of_template
 
     @cached_property
     def template(self) -> str:
@@ -41,7 +43,7 @@ class ModelFiles:
     @cached_property
     def thinking(self) -> Thinking:
         """What the model does where a request says nothing of thinking."""
-        return thinking.of_template(self.templates[0]) if self.templates else thinking.NEVER
+        return self.judge(self.templates[0]) if self.templates else thinking.NEVER
 
     def has_token(self, token: str) -> bool:
         """Whether the tokenizer's files name `token` as one, as JSON writes it."""
@@ -58,8 +60,8 @@ def read(
     """What a model's files say.
 
     Args:
-        model: a folder, or a name on the Hugging Face hub, of which the small files are fetched
-            that vLLM reads, too.
+        model: a folder, a GGUF file, or a name on the Hugging Face hub, of which the small files
+            are fetched that vLLM reads, too.
         revision: on the hub.
         chat_template: --chat-template, a file or the template itself, in place of the model's own.
         tokenizer: --tokenizer, a folder or a name, in place of the model's own.
@@ -67,7 +69,7 @@ def read(
     Raises:
         OSError: there is no config.json, or the hub cannot be asked.
     """
-    path_of = _finder(model, revision)
+    path_of = _finder(gguf_names.folder_of(model, tokenizer is None), revision)
     tokenizer_path = _finder(tokenizer, None) if tokenizer else path_of
     config = _json(path_of("config.json"))
     if not config:
@@ -82,6 +84,7 @@ def read(
         tokens="\n".join(filter(None, (_text(tokenizer_path(name)) for name in _TOKENS))),
         sampling={key: generation[key] for key in _SAMPLING if generation.get(key) is not None},
         response_template=isinstance(settings.get("response_template"), dict),
+        judge=thinking.of_unknown_template,
     )
 
 

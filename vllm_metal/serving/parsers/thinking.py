@@ -3,10 +3,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import logging
+import resource
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
 _QUESTION = [{"role": "user", "content": "?"}]
+#: That a template from a stranger may take to render so short a chat: loading transformers takes
+#: one second of these.
+SECONDS, MOST_BYTES = 20.0, 4 << 30
 #: Variables that transformers hands a template; what they hold does not matter here.
 _TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
@@ -36,6 +47,33 @@ def of_template(template: str) -> Thinking:
     )
 
 
+def of_unknown_template(template: str) -> Thinking:
+    """As `of_template`, within bounds of time and memory: in a process of its own.
+
+    A template is a program, which may have no end.
+    """
+    if "think" not in template:
+        return NEVER
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=template,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=SECONDS,
+        )
+        return Thinking(**json.loads(done.stdout))
+    except (subprocess.TimeoutExpired, ValueError, TypeError):
+        logger.warning(
+            "The chat template does not render within %g s and %g GB, so it is not known whether "
+            "the model thinks unasked: name --reasoning-parser if it does",
+            SECONDS,
+            MOST_BYTES / 1e9,
+        )
+        return NEVER
+
+
 def _prompt(template: str, **options: Any) -> str:
     # transformers compiles templates in jinja's sandbox, as it does for each request.
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -44,3 +82,9 @@ def _prompt(template: str, **options: Any) -> str:
         [_QUESTION], chat_template=template, add_generation_prompt=True, **options | _TOKENS
     )
     return str(rendered[0][0])
+
+
+if __name__ == "__main__":
+    with suppress(ValueError, OSError):  # where a hard limit is lower already
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    print(json.dumps(asdict(of_template(sys.stdin.read()))))

@@ -32,10 +32,13 @@ def around(app: ASGIApp, state: Any) -> ASGIApp:
         prompts.rewrite(state.online_renderer, normaliser(settings.normalise_prompts))
     if not (settings.explain_prefix_misses and config.cache_config.enable_prefix_caching):
         return app
-    decode = engine.renderer.get_tokenizer().decode
+    tokenizer = engine.renderer.tokenizer
 
     def text(tokens: Sequence[int]) -> str:
-        return str(decode([token for token in tokens if token < prompts.IMAGES]))
+        of_text = [token for token in tokens if token < prompts.IMAGES]
+        if tokenizer is None:  # --skip-tokenizer-init
+            return " ".join(map(str, of_text))
+        return str(tokenizer.decode(of_text))
 
     block_size = None if config.model_config.is_hybrid else config.cache_config.block_size
     lost = metrics.of_process().lost_tokens

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which bounds a server has: with tenants, with other settings, and with none."""
+
+from pathlib import Path
+
+import pytest
+
+from vllm_metal.serving import limits
+from vllm_metal.serving.config import BodyLimits, ServingConfig, TenantsConfig
+
+TENANTS = TenantsConfig(Path("/keys"), Path("/secret"))
+
+
+def found(tenants=None, **given):
+    settings = ServingConfig(tenants, None, None, BodyLimits(**given))
+    of = limits.of(settings)
+    return of.max_body_choices, of.max_body_pixels
+
+
+def test_a_server_without_settings_has_bounds_that_protect_its_machine():
+    of = limits.of(None)
+    assert (of.max_body_choices, of.max_body_pixels) == (4096, 2**28)
+    assert of.max_body_grammar == BodyLimits().max_body_grammar
+
+
+@pytest.mark.parametrize("tenants", [None, TENANTS])
+def test_settings_count(tenants):
+    assert found(tenants) == (1024, 2**28 if tenants is None else 2**27)
+    assert found(tenants, max_body_choices=5, max_body_pixels=6) == (5, 6)
