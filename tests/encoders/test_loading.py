@@ -16,7 +16,7 @@ from vllm_metal.encoders.loading import lazy_encoder
 from vllm_metal.encoders.networks import TOKEN_TYPES
 from vllm_metal.encoders.profile import rows_of
 from vllm_metal.encoders.served import ARCHITECTURES
-from vllm_metal.models.weight_files import ModelLoadError
+from vllm_metal.weights.files import ModelLoadError
 
 #: Longer than the windows, shorter than the tables of positions.
 LENGTHS = [1, 5, 100, 17, 40, 41, 3, 128]
@@ -141,12 +141,12 @@ def test_weights_have_the_dtype_that_was_asked_for(made):
         ("BertModel", "position_embedding_type", "relative_key"),
         ("BertModel", "is_decoder", True),
         ("XLMRobertaModel", "hidden_act", "silu"),
-        ("XLMRobertaModel", "emb_pooler", "mean"),
+        ("XLMRobertaModel", "attention_chunk_size", 5),
         ("ModernBertModel", "hidden_activation", "silu"),
         ("ModernBertModel", "rope_scaling", {"type": "linear", "factor": 2}),
         ("ModernBertModel", "rope_parameters", {"full_attention": {"rope_type": "yarn"}}),
         ("ModernBertModel", "layer_types", ["linear_attention"] * 4),
-        ("Gemma3TextModel", "unheard_of", 3),
+        ("Gemma3TextModel", "is_causal", False),
     ],
 )
 def test_what_is_not_computed_is_refused(made, architecture, key, value):

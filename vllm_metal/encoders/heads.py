@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import torch
 
 from vllm_metal.pooling import torch_layers
+from vllm_metal.weights.layers import dense_rows
 
 
 def of_bert(model: Any) -> torch.nn.Module:
@@ -32,12 +32,7 @@ def of_modernbert(model: Any) -> torch.nn.Module:
 
 
 def _linear(layer: nn.Module) -> torch.nn.Linear:
-    weight = layer.weight
-    if isinstance(layer, nn.QuantizedLinear):
-        packed = {name: layer[name] for name in ("scales", "biases") if name in layer}
-        sizes = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
-        weight = mx.dequantize(weight, **packed, **sizes)
-    return torch_layers.linear(weight, layer.get("bias"))
+    return torch_layers.linear(dense_rows(layer), layer.get("bias"))
 
 
 def _norm(layer: Any) -> torch.nn.LayerNorm:

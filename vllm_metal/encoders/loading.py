@@ -14,7 +14,6 @@ import mlx.nn as nn
 import torch
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import load_config
-from mlx_lm.utils import load_model as load_mlx_model
 
 from vllm_metal.encoders import heads
 from vllm_metal.encoders.networks import Bert, EmbeddingGemma, Encoder, ModernBert, PlacedRoPE
@@ -33,7 +32,8 @@ from vllm_metal.mlx_patches import registry as patches
 from vllm_metal.models import published_config
 from vllm_metal.models.loader import in_dtype
 from vllm_metal.models.mlx_vlm_families import family as mlx_vlm_family
-from vllm_metal.models.weight_files import ModelLoadError, check_weight_files
+from vllm_metal.weights.files import ModelLoadError
+from vllm_metal.weights.loading import load_model, opened
 
 _LONGEST_REASON = 400  # characters of another package's message
 #: What the layer norms of Google's first files are called, and are called now.
@@ -58,17 +58,14 @@ def lazy_encoder(
         ImportError: mlx-vlm computes it, and is not installed.
         ModelLoadError: the folder is incomplete or unreadable, or asks for what is not computed.
     """
-    check_weight_files(path)
     config = load_config(path) | dict(overrides or {})
     config = {key: value for key, value in config.items() if value is not None}
     model_classes, changed = _PARTS[served.family.module].classes(served, config)
     try:
-        model, _ = load_mlx_model(
-            path,
-            lazy=True,
-            model_config=dict(overrides or {}) | changed,
-            get_model_classes=lambda config: model_classes,
-        )
+        whole = load_config(path) | dict(overrides or {}) | changed
+        model: Any = load_model(opened(path, whole), whole, lambda config: model_classes, dtype)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{path} cannot be loaded: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
         reason = shorten(str(error), _LONGEST_REASON)
         raise ModelLoadError(f"{path} cannot be loaded: {reason}") from error

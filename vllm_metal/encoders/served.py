@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vllm_metal.models import config_keys
 from vllm_metal.models.inert_keys import GENERAL, is_inert, names
-from vllm_metal.models.weight_files import ModelLoadError
+from vllm_metal.models.reference_code import reference_of
 from vllm_metal.settings.runner import pools
+from vllm_metal.weights.files import ModelLoadError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -134,6 +136,21 @@ def of_content(content: Config) -> Architecture | None:
     return None if found is not None and found.family is EMBEDDING_GEMMA and causal else found
 
 
+def refuse_others(content: Config) -> None:
+    """Refuses an encoder that is none of `ARCHITECTURES`, of a family that has some there.
+
+    Raises:
+        ModelLoadError: it is one; the message has those that are served.
+    """
+    families = [name.removesuffix("Model") for name in ARCHITECTURES if name.endswith("Model")]
+    (name, *_) = content.get("architectures") or ("",)
+    if name.startswith(tuple(families)):
+        raise ModelLoadError(
+            f"{name} (it attends in both directions: of such models, served are "
+            f"{', '.join(ARCHITECTURES)}) is not supported"
+        )
+
+
 def is_causal(hf_config: Any) -> bool:
     """Whether tokens of a Gemma see only those before them."""
     return not getattr(hf_config, "use_bidirectional_attention", False)
@@ -146,8 +163,8 @@ def check_config(config: Config, family: Family) -> None:
         family: that is to compute it.
 
     Raises:
-        ModelLoadError: it asks for what is not computed, or has a key that nobody reads and that is
-            not known to change nothing.
+        ModelLoadError: it asks for what is not computed, or has a key that the module does not read
+            and that may mean something.
     """
     for key, values in family.fixed.items():
         value = config.get(key)
@@ -157,17 +174,16 @@ def check_config(config: Config, family: Family) -> None:
                 f"not compute: it computes {' or '.join(map(repr, values))}"
             )
     known = family.read | family.fixed.keys() | family.inert | GENERAL
-    unread = [
-        f"{key} ({value!r})"
+    reference = reference_of(config)
+    unread: dict[config_keys.Path, Any] = {
+        (key,): value
         for key, value in config.items()
-        if value is not None and key not in known and not is_inert(key, family.module, False)
-    ]
-    if unread:
-        raise ModelLoadError(
-            f"config.json has keys that mlx-vlm's module {family.module!r} does not read, and that "
-            f"are not known to change nothing: {', '.join(unread)}. To serve the model as if they "
-            "were not there, set them to null by --hf-overrides"
-        )
+        if value is not None
+        and key not in known
+        and not is_inert(key, family.module, False)
+        and not reference.is_default(key, value)
+    }
+    config_keys.judge(unread, family.module, config, reference, library="mlx-vlm")
 
 
 def num_labels(config: Config) -> int:

@@ -13,8 +13,8 @@ from mlx.utils import tree_flatten
 
 from vllm_metal.models import headless, loader
 from vllm_metal.models.parts import ModelParts
-from vllm_metal.models.weight_files import ModelLoadError
 from vllm_metal.pooling import classifier, poolers
+from vllm_metal.weights.files import ModelLoadError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
