@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedulers are changed in an engine's own process, where an executor may have no worker."""
+"""A configuration in an engine's own process, which vLLM completes a second time."""
 
+import dataclasses
 import json
 import os
 import pickle
@@ -8,13 +9,19 @@ import subprocess
 import sys
 
 import pytest
+from models import recurrent
+from vllm.engine.arg_utils import EngineArgs
 from vllm_patches import unpatched
 
-#: What vLLM's EngineCoreProc does with the configuration that its parent sent, as far as it goes
-#: before it makes an executor and a scheduler.
+from vllm_metal.vllm_patches import memory_shares
+
+#: What vLLM's EngineCoreProc does with the configuration that its parent sent, before it makes an
+#: executor and a scheduler; it checks the configuration afterwards.
 ENGINE = """
-import pickle, sys
+import multiprocessing, pickle, sys
 from vllm import SamplingParams
+from vllm.plugins import load_general_plugins
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.request import Request
 from vllm_patches import unpatched
 
@@ -27,12 +34,13 @@ def salt_of_a_step():
     return vars(sent).get("cache_salt")
 
 print("SALTS", salt_of_a_step(), end=" ")
-config.__post_init__()
+multiprocessing.current_process().name = "EngineCore_0"
+load_general_plugins()
 print(salt_of_a_step(), "vllm_metal.worker.worker" in sys.modules)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_scheduler_is_changed_without_a_worker_in_its_process(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(unpatched.MODEL))
     config = unpatched.folder_config(str(tmp_path))
@@ -44,3 +52,70 @@ def test_a_scheduler_is_changed_without_a_worker_in_its_process(tmp_path):
     )
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.decode().splitlines()[-1] == "SALTS None pepper False"
+
+
+#: By what a configuration is of: a model, and the options that the platform completes.
+CONFIGURATIONS = {
+    "a plain model": (unpatched.MODEL, {}),
+    "drafts": (
+        unpatched.MODEL,
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+    ),
+    "a disk": (unpatched.MODEL, {"additional_config": {"prefix_cache_dir": "/tmp/none"}}),
+    "a producer that drafts nothing": (
+        unpatched.MODEL,
+        {
+            "speculative_config": {"method": "suffix", "num_speculative_tokens": 2},
+            "kv_transfer_config": {
+                "kv_connector": "MetalKVConnector",
+                "kv_role": "kv_producer",
+                "kv_connector_extra_config": {"listen": "127.0.0.1:1", "outbox_bytes": 1 << 20},
+            },
+        },
+    ),
+    "ranks": (unpatched.MODEL, {"pipeline_parallel_size": 2}),
+    "adapters": (unpatched.MODEL, {"enable_lora": True}),
+    "quantized K/V": (unpatched.MODEL, {"kv_cache_dtype": "fp8"}),
+    "states": ("falcon_h1", {}),
+    "states, a block size": ("falcon_h1", {"block_size": 32}),
+    "states, no prefixes": ("falcon_h1", {"enable_prefix_caching": False}),
+    "states alone": ("mamba2", {}),
+}
+
+
+def settled(config):
+    """Fields of the configuration and of its parts, less what vLLM draws anew each time."""
+    parts = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    found = {
+        f"{name}.{field.name}": repr(getattr(part, field.name, None))
+        for name, part in parts.items()
+        if dataclasses.is_dataclass(part) and name != "compilation_config"
+        for field in dataclasses.fields(part)
+    }
+    # vLLM derives it from `enable_prefix_caching`; only the start of an engine reads it.
+    found.pop("cache_config.mamba_cache_mode")
+    found["share"] = repr(memory_shares.given(config.parallel_config))
+    return found
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_second_check_changes_nothing_that_was_decided(name, tmp_path):
+    model, options = CONFIGURATIONS[name]
+    if isinstance(model, str):
+        folder = recurrent.write_model(recurrent.FAMILIES[model], tmp_path / "model")
+    else:
+        folder = str(tmp_path)
+        (tmp_path / "config.json").write_text(json.dumps(model))
+    made = EngineArgs(model=folder, skip_tokenizer_init=True, **options)
+    config = pickle.loads(pickle.dumps(made.create_engine_config()))
+    # What a worker and vLLM decide of the pool, where the memory holds a shorter context.
+    cache = config.cache_config
+    if isinstance(model, str):
+        cache.block_size = 48
+        cache.mamba_block_size = 48 if cache.enable_prefix_caching else cache.mamba_block_size
+    config.model_config.max_model_len //= 2
+    cache.num_gpu_blocks = 100
+    before = settled(config)
+    for _ in range(2):
+        config.__post_init__()
+        assert settled(config) == before

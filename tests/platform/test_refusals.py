@@ -53,7 +53,7 @@ def configure(model, options):
         ),
         (
             {"kv_offloading_size": 1.0, "kv_offloading_backend": "lmcache"},
-            r"not support --kv-offloading-size \([^)]*\) \[",
+            r"not support --kv-offloading-size \([^)]*\)$",
         ),
     ],
 )

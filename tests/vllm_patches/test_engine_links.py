@@ -2,6 +2,7 @@
 """A server and an engine on another machine each notice that the other is gone, or cut off."""
 
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -12,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 import zmq
 from network.relay import relay
-from vllm.v1.engine import core, core_client
+from vllm.v1.engine import core, core_client, utils
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_metal.vllm_patches import engine_links
 
@@ -119,3 +121,84 @@ def test_an_engine_ends_with_its_server(monkeypatch):
         assert ended.wait(NOTICED_S)
     assert told == [(os.getpid(), signal.SIGTERM)]
     assert running.vllm_config.shutdown_timeout == 0
+
+
+class Sync(core_client.SyncMPClient):
+    """An `LLM`'s client, without an engine."""
+
+    def __init__(self):
+        self.resources = SimpleNamespace(engine_dead=False, engine_manager=None)
+        self._finalizer = SimpleNamespace(detach=lambda: None)
+        self.utility_results, self.outputs_queue = {}, queue.Queue()
+        self.sent = threading.Event()
+
+    def _send_input(self, request_type, request):
+        self.ensure_alive()
+        self.sent.set()
+
+
+@pytest.mark.parametrize("wait", [Sync.reset_mm_cache, Sync.get_output])
+def test_who_waits_for_an_engine_that_ends_is_told(wait):
+    """As an `LLM` does, whose user interrupts it at the end of its start."""
+    engine_links.notice_lost_links()
+    client, raised = Sync(), queue.Queue()
+
+    def call():
+        try:
+            wait(client)
+        except EngineDeadError as error:
+            raised.put(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    if wait is Sync.reset_mm_cache:
+        assert client.sent.wait(NOTICED_S)
+    client.resources.engine_dead = True
+    client.shutdown()
+    assert raised.get(timeout=10)
+
+
+@pytest.fixture
+def handshake(monkeypatch):
+    """Has an engine's handshake end as is told; the socket of its first message is returned."""
+    monkeypatch.setattr(core_client, "zmq", zmq)
+
+    def ended(error, finished):
+        def wait(*args):
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(utils, "wait_for_engine_startup", wait)
+        engine_links.notice_engines_that_end_early()
+        launch = SimpleNamespace(engine_manager=SimpleNamespace(finished_procs=lambda: finished))
+        if error is None:
+            utils.wait_for_engine_startup(launch)
+        else:
+            with pytest.raises(type(error)):
+                utils.wait_for_engine_startup(launch)
+        return core_client.zmq.Socket(zmq.Context.instance(), zmq.PULL)
+
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("error", "finished", "told"),
+    [
+        (None, {"EngineCore": 1}, RuntimeError),
+        (KeyboardInterrupt(), {}, KeyboardInterrupt),  # which vLLM drops
+    ],
+)
+def test_a_client_does_not_wait_for_an_engine_that_has_ended(handshake, error, finished, told):
+    with handshake(error, finished) as socket, pytest.raises(told):
+        socket.poll(600_000)
+
+
+def test_a_client_waits_for_an_engine_that_starts(handshake):
+    with handshake(None, {}) as socket:
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        assert socket.poll(1) == 0
+        with zmq.Context.instance().socket(zmq.PUSH) as engine:
+            engine.connect(f"tcp://127.0.0.1:{port}")
+            engine.send(b"ready")
+            assert socket.poll() == zmq.POLLIN
+            assert socket.recv() == b"ready"

@@ -41,9 +41,9 @@ class App:
 
 
 @contextlib.contextmanager
-def running(http=LimitedHttp):
+def running(http=LimitedHttp, app=None):
     """A server's address, and its application."""
-    app = App()
+    app = app or App()
     config = uvicorn.Config(app, port=0, http=http, log_level="critical", lifespan="off")
     config.h11_max_incomplete_event_size = MAX_BYTES
     config.h11_max_header_count = MAX_HEADERS
@@ -146,6 +146,20 @@ def test_headers_that_take_too_long_end_the_connection(monkeypatch, begun):
         assert app.headers == []
 
 
+def test_idle_connections_keep_nobody_out(server, monkeypatch):
+    monkeypatch.setattr(http_protocol, "MAX_IDLE", 3)
+    address, _ = server
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(socket.create_connection(address, 20)) for _ in range(6)]
+        for _ in range(2):
+            assert talk(address, b"GET / HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")
+        for connection in idle[:3]:
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(1) == b""
+        idle[-1].sendall(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n")
+        assert idle[-1].recv(100)
+
+
 def test_a_body_that_goes_on_after_the_answer_ends_the_connection(monkeypatch):
     monkeypatch.setattr(http_protocol, "AFTER_ANSWER_S", 0.2)
     with running() as (address, _):
@@ -181,6 +195,7 @@ def test_a_client_that_takes_nothing_of_its_answer_is_hung_up_on(monkeypatch, cl
                 while part := connection.recv(1 << 20):
                     got += len(part)
         assert 0 < got < LONG
+        monkeypatch.undo()  # this process may not run for as long
         assert len(talk(address, asked.replace(b"host: h", b"connection: close"))) > LONG
 
 

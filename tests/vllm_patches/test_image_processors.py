@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM sends an engine of images, as transformers' processors have it by themselves."""
 
+import asyncio
 import io
 import sys
 
@@ -16,6 +17,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.media.image import ImageMediaIO
 from vllm.renderers import renderer_from_config
 from vllm.v1.engine.input_processor import InputProcessor
+
+from vllm_metal.vllm_patches import image_names
 
 pytestmark = pytest.mark.more
 GENERATOR = np.random.default_rng(0)
@@ -102,6 +105,36 @@ def test_an_image_is_named_by_what_it_shows(front):
         for image in (IMAGES[0], IMAGES[0].copy(), other)
     ]
     assert names[0] == names[1] != names[2]
+
+
+def test_an_image_belongs_to_its_owner(front):
+    """In vLLM's processor cache, too: a name of another owner's finds nothing there."""
+    text, shown = front.family.image, {"image": [IMAGES[0]]}
+
+    def named(data=shown, owner=None, uuid=None, **more):
+        prompt = {"prompt": text, "multi_modal_data": data, **more}
+        if uuid is not None:
+            prompt["multi_modal_uuids"] = {"image": [uuid]}
+
+        async def render():
+            if owner is not None:
+                image_names.set_owner(owner)
+            (made,) = await front.renderer.render_cmpl_async([prompt])
+            return made["mm_hashes"]["image"][0]
+
+        return asyncio.run(render())
+
+    plain, a, b = named(), named(cache_salt="a"), named(cache_salt="b")
+    assert len({plain, a, b, named(owner="c")}) == 4
+    assert a == named(cache_salt="a") == named(owner="a", cache_salt="b")
+    # Another image under the name of one that everybody can compute, and one that is only named.
+    other = {"image": [IMAGES[1]]}
+    planted = named(other, cache_salt="b", uuid=plain), named(other, cache_salt="b", uuid=a)
+    assert not {plain, a, b} & {*planted}
+    named(cache_salt="a", uuid="SECRET")
+    with pytest.raises(ValueError, match="Cache miss"):
+        named({"image": [None]}, cache_salt="b", uuid="SECRET")
+    assert named({"image": [None]}, cache_salt="a", uuid="SECRET")
 
 
 def test_frames_of_a_video_are_those_of_transformers(front):

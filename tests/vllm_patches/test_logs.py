@@ -34,11 +34,12 @@ def test_nothing_else_is_dropped(
 
 
 @pytest.fixture
-def quoting(caplog, monkeypatch):
+def quoting(request, caplog, monkeypatch):
     """A logger whose messages quote clients, and what it shows."""
+    name = getattr(request, "param", "vllm.renderers.chat_utils")
     leave_out_what_clients_wrote()
-    caplog.set_level(logging.WARNING, "vllm.renderers.chat_utils")
-    logger = logging.getLogger("vllm.renderers.chat_utils")
+    caplog.set_level(logging.WARNING, name)
+    logger = logging.getLogger(name)
     monkeypatch.setattr(logger, "propagate", False)
     logger.addHandler(caplog.handler)
     yield logger, caplog
@@ -58,6 +59,13 @@ def test_messages_are_logged_without_what_clients_wrote(quoting):
     assert said[0] == "Tool call '(left out)' has arguments (7 chars)"
     assert said[2] == "Another message of vLLM's own"
     assert "test_logs.py" in caplog.text and "KeyError: (left out)" in caplog.text
+
+
+@pytest.mark.parametrize("quoting", ["vllm.connections"], indirect=True)
+def test_addresses_of_images_are_not_logged(quoting):
+    logger, caplog = quoting
+    logger.warning("HTTP fetch failed for %s (attempt %d/%d): %s", "http://a/?sig=s", 1, 3, "no")
+    assert "sig=s" not in caplog.text and "attempt 1/3" in caplog.text
 
 
 @pytest.mark.parametrize(("name", "beginnings"), QUOTING.items())

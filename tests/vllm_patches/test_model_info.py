@@ -9,16 +9,19 @@ from contextlib import nullcontext
 
 import pytest
 from models import further
+from models.real_configs import FILES
 from models.recurrent import config_of
 from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models import registry as vllms
 from vllm.platforms import current_platform
 
+from vllm_metal.settings.architectures import WITH_IMAGES
 from vllm_metal.spec_decode.registry import BY_NAME
 from vllm_metal.vllm_patches.image_processors import readable
-from vllm_metal.vllm_patches.model_info import WITH_IMAGES, ImageModel, TextModel
+from vllm_metal.vllm_patches.model_info import ImageModel, TextModel, take_mlx_models
 
 #: Fields that differ from those of vLLM's class, for whole kinds of architectures, with reasons.
 REASONS = {
@@ -39,6 +42,11 @@ TEXT_PARTS = {
     "Qwen3_5MoeMTP",
     "InternS2MobiusMTP",
     "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "MiniMaxM3SparseForConditionalGeneration",
 }
 OF_IMAGES_AND_SOUND = {
     "supports_multimodal",
@@ -69,6 +77,7 @@ NOT_IMPORTED = {
         "Qwen4ExpForCausalLM",
         "Glm5NextForCausalLM",
         "MiniMaxM3SparseForCausalLM",
+        "MiniMaxM3SparseForConditionalGeneration",
         "Qwen3_5ForCausalLM",
         "Qwen3_5MoeForCausalLM",
         "MiniMaxM3MTP",
@@ -224,3 +233,24 @@ def test_other_names_for_the_same_are_understood(names, tmp_path):
 
 def test_a_family_that_transformers_has_keeps_its_configuration():
     assert type(AutoConfig.for_model("llama")).__name__ == "LlamaConfig"
+
+
+def test_configurations_of_families_that_transformers_lacks_are_read():
+    take_mlx_models()
+    made = set()
+    for name, config in FILES:
+        kind = config["model_type"]
+        cls = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None  # noqa: SIM401 (lazy)
+        if cls is not None and cls.__name__ == "MlxConfig":
+            assert cls.from_dict(dict(config)).max_position_embeddings > 1, name
+            made.add(config["model_type"])
+    assert {"minicpm", "nemotron-nas", "qwen"} <= made  # two of them scale their ropes
+
+
+def test_blocks_of_a_published_file_have_attributes(tmp_path):
+    config = next(config for _, config in FILES if config["model_type"] == "nemotron-nas")
+    attention = {"n_heads_in_group": 8, "no_op": False}
+    blocks = [{"attention": {"n_heads_in_group": None, "no_op": True}}, {"attention": attention}]
+    model = engine_config(tmp_path, config | {"block_configs": blocks}).model_config
+    assert model.get_total_num_kv_heads() == config["num_attention_heads"] // 8
+    assert json.loads(json.dumps(model.hf_config.to_dict()["block_configs"])) == blocks

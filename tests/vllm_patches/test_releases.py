@@ -89,9 +89,10 @@ def test_the_refusal_is_the_one_line_that_a_user_sees(tmp_path, command):
     ]
 
 
-def test_an_allowed_one_is_told_once_what_it_lacks(monkeypatch):
+def test_an_allowed_one_is_told_once_what_it_lacks(monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, probe.__name__)  # commands have vLLM say less
+    monkeypatch.delattr("vllm.v1.metrics.stats.CachingMetrics.observe")  # which loads the platform
     monkeypatch.setattr(releases, "installed_vllm", lambda: "0.99.0")
-    monkeypatch.delattr("vllm.v1.metrics.stats.CachingMetrics.observe")
     logger, handler, told = logging.getLogger(probe.__name__), logging.Handler(), []
     monkeypatch.setattr(handler, "emit", lambda record: told.append(record.getMessage()))
     probe.warn_if_untested.cache_clear()

@@ -6,7 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 from vllm import SamplingParams
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -35,11 +41,21 @@ class Engine:
         clock = SimpleNamespace(perf_counter=lambda: self.now)
         monkeypatch.setattr(step_budget, "time", clock)
 
-    def add(self, name, length, kind=RequestOutputKind.DELTA):
+    def add(self, name, length, kind=RequestOutputKind.DELTA, images=()):
+        """Images by the place of their first row and their number of rows, which see each other."""
         params = SamplingParams(max_tokens=150, ignore_eos=True, output_kind=kind)
         params.update_from_generation_config({}, eos_token_id=None)
         prompt = [sum(map(ord, name)) % 90, *range(length - 1)]
-        self.scheduler.add_request(Request(name, prompt, params, None))
+        features = [
+            MultiModalFeatureSpec(
+                MultiModalKwargsItem(), "image", f"{name} {at}", PlaceholderRange(at, count)
+            )
+            for at, count in images
+        ]
+        if features:
+            self.scheduler.scheduler_config.disable_chunked_mm_input = True
+        request = Request(name, prompt, params, None, mm_features=features or None)
+        self.scheduler.add_request(request)
 
     def step(self, result=StepResult, idle=0.0):
         """Tokens by request of a step that is planned, computed and heard of."""
@@ -172,3 +188,45 @@ def test_a_prompt_alone_fills_steps(start):
     engine.scheduler.finish_requests("stream", RequestStatus.FINISHED_ABORTED)
     engine.add("long", 240)
     assert chunks(engine.steps(3), "long") == [MOST, 240 - MOST]
+
+
+@pytest.fixture
+def images(start):
+    """An engine whose encoder cache has room for images."""
+    engine = start()
+    scheduler = engine.scheduler
+    scheduler.max_num_encoder_input_tokens = 4 * MOST
+    scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=4 * MOST)
+    return engine
+
+
+def computed(engine, name, most_steps=60):
+    """Where each chunk of a prompt ends."""
+    ends, end = [], 0
+    for _ in range(most_steps):
+        end += engine.step().get(name, 0)
+        ends.append(end)
+        if end >= engine.scheduler.requests[name].num_prompt_tokens:
+            return ends
+    raise AssertionError(f"it stays at {end}")
+
+
+def is_whole(ends, at, count):
+    return not any(at < end < at + count for end in ends)
+
+
+def test_an_image_that_a_chunk_begins_with_is_not_cut(images):
+    """Two prompts at once: the second's image begins where the rest of a step ends."""
+    whole, name = RequestOutputKind.FINAL_ONLY, "shown"
+    images.add("text", 100, whole)
+    images.add(name, 70, whole, images=[(0, 63)])
+    assert is_whole(computed(images, name), 0, 63)
+
+
+@pytest.mark.parametrize("at", [0, 5, 40])
+def test_an_image_is_not_cut_beside_a_stream(images, at):
+    """It takes longer than max_step_ms allows, and is not put off for ever either."""
+    images.add("stream", 3)
+    images.steps(6)
+    images.add("shown", at + 110, images=[(at, 100)])
+    assert is_whole(computed(images, "shown"), at, 100)

@@ -21,7 +21,7 @@ ENTRIES = {entry.name: entry for entry in probe.table()}
 COMMAND = "PYTHONPATH=tests .venv/bin/python -m upstream.touched"
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_the_file_is_up_to_date():
     before, now = probe.FILE.read_text().splitlines(), make().splitlines()
     if before != now:

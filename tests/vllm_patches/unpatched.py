@@ -9,7 +9,9 @@ A probe says whether vLLM still does what the change is there for; its docstring
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+import io
 import json
 import logging
 import multiprocessing
@@ -18,9 +20,12 @@ import re
 import signal
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
+from inspect import getsource
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -114,6 +119,26 @@ def adapters(folder):
     return keys == (("lora", "mine", folder),), keys
 
 
+@probe("adapters.answer_for_bad_adapters", at_once=False)
+def answers_for_bad_adapters(folder):
+    """An adapter that the engine refuses is an error of the server's."""
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+    from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+    from vllm.utils.counter import AtomicCounter
+
+    async def refuse(request):
+        raise ValueError("LoRA adapter 'mine' has rank 99")
+
+    serving: Any = OpenAIServingModels.__new__(OpenAIServingModels)
+    serving.lora_resolver_lock = defaultdict(asyncio.Lock)
+    serving.lora_requests, serving.lora_id_counter = {}, AtomicCounter(0)
+    serving.engine_client = SimpleNamespace(add_lora=refuse)
+    serving.registry = SimpleNamespace(is_base_model=lambda name: False)
+    request = LoadLoRAAdapterRequest(lora_name="mine", lora_path=folder)
+    found = asyncio.run(serving.load_lora_adapter(request))
+    return found.error.code == 500, found.error
+
+
 @probe("scheduler.send_images")
 def images(folder):
     """The data of an image in a prefix that was found do not come with a request's start."""
@@ -131,6 +156,37 @@ def images(folder):
     request.num_computed_tokens = 6
     (sent,) = NewRequestData.from_request(request, ([0],)).mm_features
     return sent.data is None, repr(sent)
+
+
+@probe("engine_args.fit_batches_to_drafts")
+def batches_of_adapters(folder):
+    """vLLM's defaults have no room for the drafts of as many requests, and its error no numbers."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 5}
+    options = {"max_num_batched_tokens": 64, "max_num_seqs": 20}
+    made = arguments(folder, speculative_config=drafts, enable_lora=True, **options)
+    found = raised(made.create_engine_config)
+    return "Consider increasing" in found, found
+
+
+@probe("scheduler.keep_images_whole")
+def images_in_parts(folder):
+    """A chunk that begins with an image gets a part of it, though chunks are not to."""
+    from vllm import SamplingParams
+    from vllm.multimodal.inputs import (
+        MultiModalFeatureSpec,
+        MultiModalKwargsItem,
+        PlaceholderRange,
+    )
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+    from vllm.v1.request import Request
+
+    scheduler = make_scheduler(folder_config(folder), num_blocks=8)
+    scheduler.scheduler_config.disable_chunked_mm_input = True
+    scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=64)
+    image = MultiModalFeatureSpec(MultiModalKwargsItem(), "image", "a", PlaceholderRange(0, 20))
+    request = Request("a", [1] * 30, SamplingParams(), None, mm_features=[image])
+    planned = scheduler._try_schedule_encoder_inputs(request, 0, 15, 64)[1]
+    return planned == 15, planned
 
 
 @probe("engine_args.set_batch_defaults")
@@ -264,6 +320,75 @@ def our_messages(folder):
     logging.getLogger("vllm_metal").parent = logging.getLogger()
     shown = logging.getLogger("vllm_metal.worker").isEnabledFor(logging.INFO)
     return not shown, shown
+
+
+@probe("engine_args.serve_files")
+def file_for_a_model(folder):
+    """A GGUF file is no model."""
+    file = Path(folder) / "model.gguf"
+    file.write_bytes(b"GGUF")
+    found = raised(arguments(str(file)).create_model_config)
+    return bool(found), found
+
+
+@probe("engine_args.keep_names_of_files", at_once=False)
+def name_of_a_file(folder):
+    """Offline, a type behind a model's name is taken for a part of it."""
+    from huggingface_hub import constants
+    from vllm.engine import arg_utils
+
+    constants.HF_HUB_OFFLINE = True
+    try:
+        found = raised(arg_utils.EngineArgs, "owner/name:Q4_K_M")
+    finally:
+        constants.HF_HUB_OFFLINE = False
+    return "owner/name:Q4_K_M" in found, found
+
+
+@probe("unknown_fields.tell_of_unknown_fields", at_once=False)
+def unknown_field(folder):
+    """A field that vLLM does not know is ignored, whatever it means to its client."""
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    asked = {"model": "m", "prompt": "a", "num_predict": 5}
+    found = raised(CompletionRequest.model_validate, asked)
+    return not found, found
+
+
+@probe("start_failures.name_causes", at_once=False)
+def page_of_validation(folder):
+    """A setting that this platform refuses ends in a page of pydantic's."""
+    found = raised(arguments(folder, block_size=48).create_engine_config)
+    return found.startswith("ValidationError"), found
+
+
+@probe("start_failures.leave_causes")
+def failed_start(folder):
+    """An engine's process logs the traceback of its failed start to the terminal."""
+    from vllm.v1.engine import core
+
+    found = getsource(core.EngineCoreProc.run_engine_core)
+    return 'logger.exception("EngineCore failed to start.")' in found, found
+
+
+@probe("start_failures.end_commands_with_one_line", at_once=False)
+def usage(folder):
+    """An unknown option is answered with vLLM's usage."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    told = io.StringIO()
+    with suppress(SystemExit), redirect_stderr(told):
+        FlexibleArgumentParser().parse_args(["--unheard-of"])
+    return "usage:" in told.getvalue(), told.getvalue()
+
+
+@probe("start_log.to_a_file", at_once=False)
+def terminal(folder):
+    """A server logs its start to its terminal."""
+    from vllm.logger import configure_logging_from_args
+
+    found = configure_logging_from_args(SimpleNamespace()).pylogging_config_file
+    return found is None, found
 
 
 @probe("partial_imports.plan_only", at_once=False)
@@ -427,6 +552,132 @@ def bomb(folder):
     return found.startswith("DecompressionBombError"), found
 
 
+@probe("image_names.keep_apart", at_once=False)
+def names_of_images(folder):
+    """The hash that an image is found by does not depend on whose request it is in."""
+    from vllm.multimodal.processing.inputs import ProcessorInputs
+
+    given = {"inputs", *ProcessorInputs.__dataclass_fields__}
+    return not {name for name in given if "salt" in name or "owner" in name}, sorted(given)
+
+
+@probe("media_loading.bound", at_once=False)
+def pixels_of_a_request(folder):
+    """Two images are decoded together, though each has as many pixels as one may have."""
+    import asyncio
+    import base64
+    import io
+
+    from PIL import Image
+    from vllm.multimodal.media.connector import MediaConnector
+
+    Image.MAX_IMAGE_PIXELS, os.environ["VLLM_MAX_IMAGE_PIXELS"] = None, "81"
+    written = io.BytesIO()
+    Image.new("RGB", (9, 9)).save(written, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
+
+    async def both() -> Any:
+        connector = MediaConnector()
+        return await asyncio.gather(*(connector.fetch_image_async(url) for _ in range(2)))
+
+    found = raised(lambda: asyncio.run(both()))
+    return not found, found
+
+
+@probe("request_sizes.bound", at_once=False)
+def grammar_of_many_rules(folder):
+    """A grammar of thousands of rules that begin with each other is taken."""
+    from vllm.v1.structured_output.backend_xgrammar import xgr
+
+    rules = "".join(f'r{n} ::= r{n + 1} "a" | "b"\n' for n in range(3000))
+    found = raised(xgr.Grammar.from_ebnf, f'root ::= r0\n{rules}r3000 ::= "c"')
+    return not found, found
+
+
+@probe("request_sizes.drop_compilations")
+def compilation_of_an_aborted_request(folder):
+    """A grammar is compiled for a request that was aborted while it waited for its turn."""
+    from concurrent.futures import Future
+
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.v1.request import Request, RequestStatus
+
+    scheduler = make_scheduler(folder_config(folder), num_blocks=8)
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
+    request = Request("a", [1, 2], params, None)
+    scheduler.add_request(request)
+    request.structured_output_request.grammar = waiting = Future()
+    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    return not waiting.cancelled(), waiting
+
+
+@probe("engine_args.check_folders")
+def layers_without_end(folder):
+    """transformers makes a configuration of more layers than any model has."""
+    import pathlib
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as name:
+        config = MODEL | {"num_hidden_layers": 20_000}
+        pathlib.Path(name, "config.json").write_text(json.dumps(config))
+        found = raised(lambda: arguments(name).create_model_config())
+    return not found, found
+
+
+@probe("engine_args.check_first")
+def kv_cache_dtype(folder):
+    """A kv-cache dtype that is none is answered with all of vLLM's."""
+    found = raised(arguments(folder, kv_cache_dtype="int3").create_engine_config)
+    return "fp8_e5m2" in found, found
+
+
+@probe("engine_links.notice_engines_that_end_early")
+def silent_engine(folder):
+    """A client waits for an engine's first message and looks at nothing else."""
+    from vllm.v1.engine import core_client
+
+    found = getsource(core_client.MPClient.__init__)
+    return "timeout=VLLM_ENGINE_READY_TIMEOUT_S * 1000" in found, found
+
+
+@probe("shutdown.end_interrupted_starts")
+def long_poll(folder):
+    """A client that waits for engines looks for signals every ten seconds."""
+    from vllm.v1.engine import utils
+
+    return utils.STARTUP_POLL_PERIOD_MS >= 10_000, utils.STARTUP_POLL_PERIOD_MS
+
+
+@probe("shutdown.end_with_sigterm", at_once=False)
+def noted_signal(folder):
+    """An engine that starts notes SIGTERM and goes on."""
+    from vllm.v1.engine import core
+
+    found = getsource(core.EngineCoreProc.run_engine_core)
+    return "signal.signal(signal.SIGTERM, signal_handler)" in found, found
+
+
+@probe("server_end.let_starts_be_interrupted", at_once=False)
+def only_sigterm(folder):
+    """A server that starts has SIGTERM raise, and leaves Ctrl-C to asyncio."""
+    from vllm.entrypoints.launchers.api_server import entry
+
+    found = getsource(entry.run_server)
+    return "signal.SIGTERM" in found and "signal.SIGINT" not in found, found
+
+
+@probe("error_remedies.name_remedies", at_once=False)
+def response_of_no_store(folder):
+    """A response that is not kept is answered as one that never was, and tools with options."""
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+    from vllm.renderers.online_renderer import OnlineRenderer
+
+    found = getsource(OpenAIServingResponses._make_not_found_error)
+    of_tools = getsource(OnlineRenderer.render_chat)
+    return "STORE" not in found and "--tool-call-parser to be set" in of_tools, found
+
+
 @probe("model_info.take_mlx_models")
 def family_of_mlx(folder):
     """A family that mlx-lm alone has is a model type that transformers does not recognise."""
@@ -448,6 +699,18 @@ def min_p(folder):
     both = SamplingParams(min_p=0.1), SamplingParams(logit_bias={5: 1.0})
     found = [raised(params._validate_spec_decode, object()) for params in both]
     return all("not yet supported" in text for text in found), found
+
+
+@probe("token_ids.reject_unknown_tokens")
+def unknown_tokens(folder):
+    """Without a tokenizer, vLLM takes any token id."""
+    from vllm import SamplingParams
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    processor = InputProcessor(folder_config(folder))
+    prompt = {"type": "token", "prompt_token_ids": [10**6]}
+    found = raised(processor.process_inputs, "a", prompt, SamplingParams(), ("generate",))
+    return not found, found
 
 
 def make_scheduler(config: Any, num_blocks: int) -> Any:
@@ -704,6 +967,29 @@ def who_lets_engines_sleep(folder):
     names = [name for name in vars(arguments(folder)) if re.search("idle|auto_?sleep", name)]
     wakes = "wake_up" in inspect.getsource(AsyncLLM.add_request)
     return not names and not wakes, names
+
+
+@probe("engine_sleep.refuse_to_wait_asleep")
+def who_waits_for_a_sleeping_engine(folder):
+    """`LLM` makes steps until its requests end, though nothing computes them."""
+    from vllm.entrypoints.common.offline import OfflineInferenceMixin
+
+    class StoppedHereError(Exception):
+        pass
+
+    def step():
+        raise StoppedHereError
+
+    engine = SimpleNamespace(
+        has_unfinished_requests=lambda: True,
+        is_sleeping=lambda: True,
+        abort_request=lambda ids, internal: None,
+        output_processor=SimpleNamespace(request_states={}),
+        step=step,
+    )
+    llm = SimpleNamespace(llm_engine=engine)
+    found = raised(lambda: OfflineInferenceMixin._run_engine(llm, object, use_tqdm=False))
+    return "StoppedHereError" in found, found
 
 
 @probe("pooling_failures.tell_pooling_failures")

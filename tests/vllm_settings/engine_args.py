@@ -248,7 +248,7 @@ _REFUSED = union(
                     "return_sampling_mask enable_trace_replay"
                 ),
                 "mlx-lm reads the config.json beside the weights": "hf_config_path",
-                "use a folder that mlx-lm has quantised, or `vllm-metal convert`": "quantization",
+                "use a checkpoint that is quantized, of any format": "quantization",
                 "inputs are tokens": "enable_prompt_embeds ec_transfer_config",
                 "adapters have the model's dtype": "lora_dtype",
                 "it is for adapters of other parts than a text model's linear layers": (

@@ -43,11 +43,13 @@ from vllm_metal.vllm_patches import (  # noqa: E402
     replicas,
     shutdown,
     speculation,
+    start_failures,
     streaming_sessions,
 )
+from vllm_metal.weights import gguf_names, model_names  # noqa: E402
 
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.config import CacheConfig, ParallelConfig, VllmConfig
     from vllm.config.cache import CacheDType
     from vllm.pooling_params import PoolingParams
     from vllm.sampling_params import SamplingParams
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
 shutdown.answer_for_torch_accelerator()
 logs.drop_unhelpful_warnings()
 logs.leave_out_what_clients_wrote()
+start_failures.leave_causes()
 processes.spawn_on_macos()
 logger = init_logger(__name__)
 logs.show_our_messages()
@@ -136,11 +139,10 @@ class MetalPlatform(Platform):
 
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
-        if quant:
+        if quant != "metal":  # the name in vllm_metal.platform.quantization, which imports vLLM
             raise ValueError(
-                f"quantization={quant!r} is not an MLX format: use an MLX-quantised model "
-                "directory (config.json with a 'quantization' entry), or convert a GGUF with "
-                "`vllm-metal convert`"
+                f"--quantization={quant} is not supported: weights are served as their files have "
+                "them. Leave it out, and choose a checkpoint that is quantized."
             )
 
     @classmethod
@@ -152,53 +154,82 @@ class MetalPlatform(Platform):
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         """Changes vLLM's defaults and methods for this platform, before any engine is made."""
+        import vllm_metal.platform.quantization  # noqa: F401 - registers itself with vLLM
         from vllm_metal.metrics.stat_logger import MetalStatLogger
+        from vllm_metal.platform import model_folders, start_checks
         from vllm_metal.serving.idle import start as idle
         from vllm_metal.vllm_patches import (  # which import much of vLLM
             encoder_info,
             engine_links,
+            engine_sleep,
             model_info,
+            token_ids,
         )
 
         probe.warn_if_untested()
         engine_args.set_batch_defaults(MAX_NUM_BATCHED_TOKENS[cls.mlx_device], MAX_NUM_SEQS)
         engine_args.fit_the_context()
+        engine_args.check_folders(model_folders.check_config)
+        engine_args.fit_batches_to_drafts()
+        engine_args.serve_files(model_names.folder_of, gguf_names.folder_of)
         engine_args.accept_int8_kv_cache(parser)
         engine_args.cache_prefixes_of_states()
         replicas.run_in_their_processes()
         replicas.refuse_other_ranks(rank_facts.difference)
         processes.stay_in_process_on_macos()
         shutdown.let_engines_end()
+        shutdown.end_interrupted_starts()
         shutdown.tell_a_stop_from_a_failure()
         engine_links.notice_lost_links()
+        engine_links.notice_engines_that_end_early()
         speculation.allow_lookup_methods()
         model_info.answer_for_models()
         model_info.take_mlx_models()
         encoder_info.answer_for_encoders()
         speculation.allow_min_p_and_logit_bias()
+        token_ids.reject_unknown_tokens()
         streaming_sessions.refuse_in_sessions()
         streaming_sessions.end_failed_sessions()
         engine_args.recompute_by_default()
         engine_outputs.add_stat_logger(partial(MetalStatLogger, figures_of))
         pooling_failures.tell_pooling_failures()
         idle.keep_engines()
+        engine_sleep.refuse_to_wait_asleep()
+        engine_args.check_first(start_checks.check_engine)
+        start_failures.name_causes()
         if parser is not None:  # a command, which has uvicorn loaded; `LLM` has no use for it
+            from vllm_metal.serving import limits, ready
             from vllm_metal.serving.parsers.serve import set_parsers
             from vllm_metal.serving.prefix_misses import start as misses
             from vllm_metal.vllm_patches import (
+                adapters,
+                error_remedies,
                 first_mistake,
                 http_protocol,
                 serve_arguments,
                 server_app,
                 server_end,
+                start_log,
+                unknown_fields,
             )
 
             http_protocol.limit_connections()
             first_mistake.stop_at_the_first_mistake()
+            unknown_fields.tell_of_unknown_fields()
+            error_remedies.name_remedies()
+            adapters.answer_for_bad_adapters()
             server_app.around_servers(misses.around)
             server_app.around_servers(idle.around)
+            server_app.around_servers(limits.around)
+            server_app.around_servers(ready.around)
+            server_app.around_servers(unknown_fields.around)
             server_end.tell_how_servers_end()
-            serve_arguments.complete(set_parsers, replicas.answer_with_one_front_end)
+            server_end.let_starts_be_interrupted()
+            start_log.to_a_file()
+            start_failures.end_commands_with_one_line(start_checks.SERVED)
+            serve_arguments.complete(
+                start_checks.check_server, set_parsers, replicas.answer_with_one_front_end
+            )
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
@@ -214,6 +245,13 @@ class MetalPlatform(Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """Checks and completes a configuration.
+
+        vLLM calls this again on a complete configuration, in an engine's own process even after
+        the pool was allocated. So each part must leave alone what was decided before.
+        """
+        if vllm_config.cache_config.num_gpu_blocks is None:  # else the pool has its blocks
+            cls._choose_block_size(vllm_config.cache_config)
         refuse_unsupported(vllm_config)
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
@@ -232,20 +270,24 @@ class MetalPlatform(Platform):
             vllm_config.scheduler_config.disable_chunked_mm_input = True
         cache = vllm_config.cache_config
         cache.cache_dtype = cast("CacheDType", formats.canonical(cache.cache_dtype))
+        complete_kv_transfer(vllm_config)
+        propose_nothing(vllm_config)
+        cls.change_schedulers()
+        if vllm_config.lora_config is not None:
+            from vllm_metal.lora.versions import Versions
+            from vllm_metal.vllm_patches import adapters
+
+            adapters.know_by_content(Versions)
+
+    @staticmethod
+    def _choose_block_size(cache: CacheConfig) -> None:
+        """Sets the default, which a worker enlarges where layers have recurrent states."""
         if not cache.user_specified_block_size:
             cache.block_size = BLOCK_SIZES[0]
         elif cache.block_size not in BLOCK_SIZES:
             raise ValueError(
                 f"--block-size {cache.block_size} is not supported: choose one of {BLOCK_SIZES}"
             )
-        complete_kv_transfer(vllm_config)
-        propose_nothing(vllm_config)
-        cls._change_schedulers()
-        if vllm_config.lora_config is not None:
-            from vllm_metal.lora.versions import Versions
-            from vllm_metal.vllm_patches import adapters
-
-            adapters.know_by_content(Versions)
 
     @classmethod
     def _join_ranks(cls, vllm_config: VllmConfig) -> None:
@@ -278,20 +320,22 @@ class MetalPlatform(Platform):
     @classmethod
     def _share_memory(cls, parallel: ParallelConfig, workers: int) -> None:
         """Gives each worker of this machine an equal part of its memory, before one is started."""
-        if workers > 1:
+        if workers > 1 and memory_shares.given(parallel) is None:
             share = Share.of(workers, mlx_device.memory(cls.mlx_device))
             memory_shares.give(parallel, share)
 
     @staticmethod
-    def _change_schedulers() -> None:
+    def change_schedulers() -> None:
         """Changes vLLM's schedulers and the loop that runs them, in this process.
 
-        vLLM checks a configuration in every process that runs an engine, whatever the executor: in
-        an engine's own process once more, behind the handshake. A worker may be in another one.
+        vLLM checks a configuration in every process that runs an engine, whatever the executor. A
+        worker may be in another one. An engine's own process checks it behind its start, and calls
+        this before (`vllm_metal.change_vllm`).
         """
         from vllm_metal.vllm_patches import (
             drafts_with_results,
             engine_links,
+            request_sizes,
             scheduler,
             state_modes,
             step_budget,
@@ -305,7 +349,9 @@ class MetalPlatform(Platform):
         streaming_sessions.queue_preempted_sessions()
         scheduler.send_salts()
         scheduler.send_images()
+        request_sizes.drop_compilations()
         scheduler.end_chunks_within_blocks()
+        scheduler.keep_images_whole()
         shutdown.leave_ctrl_c_to_the_parent()
         engine_links.end_without_a_server()
 

@@ -58,7 +58,7 @@ def refuse_unsupported(config: VllmConfig) -> None:
         | encoders.refusals(config)
     )
     refusals["--additional-config wire_memory (it needs a Mac's GPU, and macOS 15 or newer)"] = (
-        given.wire_memory and not mlx_device.can_wire(device)
+        bool(given.wire_memory) and not mlx_device.can_wire(device)
     )
     by_mlx = envs.kernels() == "mlx" or (envs.kernels() == "auto" and device == "cpu")
     refusals[
@@ -162,6 +162,7 @@ def _model_refusals(config: VllmConfig) -> dict[str, bool]:
         f"--mamba-block-size {cache.mamba_block_size} (states lie in blocks of --block-size)": (
             # vLLM sets it to either of the others, with and without prefix caching.
             cache.mamba_block_size not in (None, cache.block_size, model.max_model_len)
+            and cache.num_gpu_blocks is None  # else the context may be shorter by now
         ),
         "--hf-config-path (mlx-lm reads the config.json beside the weights)": (
             model.hf_config_path not in (None, model.model)

@@ -67,7 +67,7 @@ REFUSED_OPTIONS = (
         "mlx-lm loads the weights",
     ),
     RefusedOption(
-        "--ignore-patterns", "load_config.ignore_patterns", "mlx-lm reads model*.safetensors"
+        "--ignore-patterns", "load_config.ignore_patterns", "weight files are those of the index"
     ),
     RefusedOption(
         "--config-format", "model_config.config_format", "mlx-lm reads config.json", ("hf",)
@@ -88,7 +88,7 @@ REFUSED_OPTIONS = (
     RefusedOption(
         "--quantization-config",
         "model_config.quantization_config",
-        "use a folder that mlx-lm has quantised",
+        "use a checkpoint that is quantized",
     ),
     RefusedOption(
         "--sleep-preserve-parameter-names",

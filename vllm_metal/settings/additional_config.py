@@ -73,6 +73,7 @@ _READERS: Mapping[str, values.Reader] = {
     "fixed_splits": _fixed_splits,
     "max_step_ms": _milliseconds,
     "wire_memory": values.flag,
+    "keep_awake": values.flag,
     "dense_check": values.flag,
     "explain_prefix_misses": values.flag,
     "normalise_prompts": _names,
@@ -98,8 +99,11 @@ class AdditionalConfig:
     fixed_splits: int | None = None
     #: Milliseconds that a step may take where it delays streams; None: any time.
     max_step_ms: float | None = field(default_factory=_default_max_step_ms)
-    #: Keep weights and KV pool from being moved out of the GPU's reach after a pause.
-    wire_memory: bool = False
+    #: Keep weights and KV pool from being moved out of the GPU's reach after a pause; None: weights
+    #: alone, where they are large (memory/wiring.py).
+    wire_memory: bool | None = None
+    #: Keep a Mac awake while there are requests.
+    keep_awake: bool = True
     #: Refuse a model whose own dense forward computes something else than the engine does.
     dense_check: bool = True
     #: Say of each request why it was not found in the prefix cache, if one like it came before.

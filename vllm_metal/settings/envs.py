@@ -9,13 +9,17 @@ from typing import Literal, cast, get_args
 
 Device = Literal["metal", "cpu"]
 Kernels = Literal["auto", "metal", "interpret", "mlx"]
+GGUFInexact = Literal["8bit", "dense"]
 NAMES = (
     "VLLM_METAL_DEVICE",
     "VLLM_METAL_KERNELS",
     "VLLM_METAL_CACHE",
     "VLLM_METAL_ALLOW_UNTESTED",
     "VLLM_METAL_SERVING_CONFIG",
+    "VLLM_METAL_GGUF_INEXACT",
 )
+#: Devices of Linux: CUDA's, ROCm's, Intel's, and TPUs.
+_ACCELERATORS = ("dev/nvidia[0-9]*", "dev/kfd", "dev/dri/renderD*", "dev/accel*", "dev/vfio/[0-9]*")
 #: Those that are read when the platform is imported.
 AT_IMPORT = ("VLLM_METAL_DEVICE", "VLLM_METAL_ALLOW_UNTESTED")
 
@@ -37,6 +41,19 @@ def requested_device() -> Device | None:
     if value in ("metal", "cpu"):
         return cast(Device, value)
     return "metal" if sys.platform == "darwin" and platform.machine() == "arm64" else None
+
+
+def choose_device() -> None:
+    """Sets ``VLLM_METAL_DEVICE=cpu`` where it is not set and nothing else can serve: on Linux."""
+    if "VLLM_METAL_DEVICE" not in os.environ and is_left_to_cpus():
+        os.environ["VLLM_METAL_DEVICE"] = "cpu"
+
+
+def is_left_to_cpus() -> bool:
+    """Whether this is a Linux machine without an accelerator that vLLM knows."""
+    return sys.platform == "linux" and not any(
+        found for pattern in _ACCELERATORS for found in Path("/").glob(pattern)
+    )
 
 
 def kernels() -> Kernels:
@@ -74,3 +91,18 @@ def serving_config() -> Path | None:
     """
     value = os.environ.get("VLLM_METAL_SERVING_CONFIG")
     return Path(value).expanduser() if value else None
+
+
+def gguf_inexact() -> GGUFInexact:
+    """How matrices of GGUF types are served that MLX has no packing for, such as Q6_K and IQ4_XS:
+    ``VLLM_METAL_GGUF_INEXACT``.
+
+    ``8bit``: rounded to 8 bits in groups of 64; ``dense``: not rounded, in the model's dtype.
+
+    Raises:
+        ValueError: the variable holds anything else.
+    """
+    value = os.environ.get("VLLM_METAL_GGUF_INEXACT") or "8bit"
+    if value not in get_args(GGUFInexact):
+        raise ValueError(f"VLLM_METAL_GGUF_INEXACT={value!r}: choose 8bit or dense")
+    return cast(GGUFInexact, value)

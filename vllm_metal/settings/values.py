@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from difflib import get_close_matches
 from pathlib import Path
@@ -45,13 +45,18 @@ def read(given: Mapping[str, Any], readers: Mapping[str, Reader], where: str) ->
 
 def _read_one(key: str, value: Any, readers: Mapping[str, Reader], where: str) -> Any:
     if key not in readers:
-        close = get_close_matches(str(key), readers, n=1)
-        meant = f"; did you mean {close[0]!r}?" if close else ""
+        meant = nearest(str(key), map(repr, readers))
         raise ValueError(f"{where} has no key {key!r} (known: {known(readers)}){meant}")
     try:
         return readers[key](value)
     except ValueError as error:
         raise ValueError(f"{where} {key!r} {error}") from error
+
+
+def nearest(given: str, names: Iterable[str]) -> str:
+    """Asks whether the name was meant that is most like what was given; "" where none is."""
+    close = get_close_matches(given, list(names), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def known(readers: Mapping[str, Reader]) -> str:

@@ -16,10 +16,13 @@ import signal
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
+from queue import Queue
 from threading import Thread
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -36,6 +39,7 @@ logger = init_logger(__name__)
 #: Milliseconds between heartbeats, and without an answer until a link counts as cut: 7 s in all.
 #: ZeroMQ's own threads answer them, however long a step or a start takes.
 HEARTBEATS: dict[int, int] = {zmq.HEARTBEAT_IVL: 2000, zmq.HEARTBEAT_TIMEOUT: 5000}
+_LOOK_MS = 500  # between looks at an engine that starts
 _ENDS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 _lost: ContextVar[Callable[[str], None] | None] = ContextVar("lost", default=None)
 
@@ -50,6 +54,79 @@ def notice_lost_links() -> None:
 
     replace(core_client, "make_zmq_socket", _beating)
     replace(core_client.MPClient, "start_engine_core_monitor", _watching_engines)
+    replace(core_client.MPClient, "shutdown", _telling_who_waits)
+
+
+def notice_engines_that_end_early() -> None:
+    """Has a client notice an engine that ends as it starts; call it once vLLM is loaded.
+
+    Behind the handshake vLLM waits for an engine's first message, up to ten minutes, and looks at
+    nothing meanwhile: neither at the engine's process nor, where another thread gets it, at Ctrl-C.
+    """
+    from vllm.v1.engine import core_client, utils
+
+    replace(utils, "wait_for_engine_startup", _knowing_the_engines)
+    core_client.zmq = _Zmq("zmq")
+
+
+def _knowing_the_engines(wait: Callable[..., None], *args: Any, **options: Any) -> None:
+    launch = options.get("launch", args[-1] if args else None)
+    _engines[:] = [getattr(launch, "engine_manager", None)]
+    _interrupted.clear()
+    try:
+        wait(*args, **options)
+    except KeyboardInterrupt:  # which vLLM drops, and then waits for the engine
+        _interrupted.append(True)
+        raise
+
+
+_engines: list[Any] = []  # what has started those that a client waits for
+_interrupted: list[bool] = []
+
+
+class _AnySocket(type(zmq.Socket)):  # type: ignore[misc]
+    """A client asks of its sockets whether they are any: it has made them elsewhere."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, zmq.Socket)
+
+
+class _Waiting(zmq.Socket[bytes], metaclass=_AnySocket):
+    """A socket that looks at its engines while it waits."""
+
+    def poll(self, timeout: int | None = None, flags: int = zmq.POLLIN) -> int:
+        """As `zmq.Socket.poll`.
+
+        Raises:
+            RuntimeError: an engine has ended; the message is vLLM's.
+            KeyboardInterrupt: the start was interrupted before.
+        """
+        if _interrupted:
+            _interrupted.clear()
+            raise KeyboardInterrupt
+        left = timeout
+        while left is None or left > 0:
+            part = _LOOK_MS if left is None else min(left, _LOOK_MS)
+            if events := super().poll(part, flags):
+                return events
+            for manager in _engines:
+                ask = getattr(manager, "finished_procs", None)  # Ray's managers have none
+                if ask is not None and (finished := ask()):
+                    raise RuntimeError(
+                        "Engine core initialization failed. See root cause above. "
+                        f"Failed core proc(s): {finished}"
+                    )
+            left = None if left is None else left - part
+        return 0
+
+
+class _Zmq(ModuleType):
+    """ZeroMQ, as the client of an engine sees it."""
+
+    Socket = _Waiting
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(zmq, name)
 
 
 def end_without_a_server() -> None:
@@ -131,6 +208,26 @@ def _watching_engines(start: Callable[[MPClient], None], self: MPClient) -> None
     assert isinstance(endpoint, bytes)
     if endpoint.startswith(b"tcp://"):
         _watch(resources.ctx, resources.input_socket, _ENDS, lambda: _lose_engines(client()))
+
+
+def _telling_who_waits(
+    shutdown: Callable[..., None], self: Any, *args: Any, **options: Any
+) -> None:
+    """Ends calls that wait for an answer of the engine: none comes any more.
+
+    vLLM tells calls that are made from now on, and an event loop's. A call that was sent shortly
+    before the engine ended, or a step that an `LLM` waits for, would wait for ever.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    shutdown(self, *args, **options)
+    for future in list(getattr(self, "utility_results", {}).values()):
+        if isinstance(future, Future) and not future.done():
+            with suppress(InvalidStateError):  # the answer came meanwhile
+                future.set_exception(EngineDeadError())
+    outputs = getattr(self, "outputs_queue", None)
+    if isinstance(outputs, Queue):
+        outputs.put_nowait(EngineDeadError())
 
 
 def _lose_engines(client: Any) -> None:

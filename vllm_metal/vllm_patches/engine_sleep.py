@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
@@ -15,6 +16,13 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _KEEPER = "vllm_metal_keeper"  # an engine's attribute
+#: Methods of `AsyncLLM`, beside requests, whose work is the engine's or its workers'.
+_ENGINE_CALLS = (
+    *("add_lora", "remove_lora", "list_loras", "pin_lora", "collective_rpc"),
+    *("reset_mm_cache", "reset_prefix_cache", "reset_encoder_cache", "compute_weight_checksums"),
+    *("pause_generation", "resume_generation", "release_kv_cache_memory"),
+    *("start_profile", "stop_profile"),
+)
 
 
 class Keeper(Protocol):
@@ -58,7 +66,8 @@ class Engine:
             await self._engine.renderer.clear_mm_cache_async()
             await self._engine.engine_core.sleep_async(1, "wait")
         else:
-            await self._engine.collective_rpc("sleep", kwargs={"level": level})
+            # Not by `AsyncLLM.collective_rpc`, which would wake the engine up.
+            await self._engine.engine_core.collective_rpc_async("sleep", None, (), {"level": level})
         self._record(1, level)
 
     async def wake_up(self) -> None:
@@ -109,9 +118,29 @@ def keep(
     replace(AsyncLLM, "__init__", keeping)
     for answers in ("generate", "encode"):
         replace(AsyncLLM, answers, _generate)
+    for calls in _ENGINE_CALLS:
+        replace(AsyncLLM, calls, _call)
     replace(AsyncLLM, "sleep", _sleep)
     replace(AsyncLLM, "wake_up", _wake_up)
     replace(AsyncLLM, "shutdown", _shutdown)
+
+
+def refuse_to_wait_asleep() -> None:
+    """Has `LLM` raise where its requests would wait for an engine that its user had sleep."""
+    from vllm.entrypoints.common.offline import OfflineInferenceMixin
+
+    replace(OfflineInferenceMixin, "_run_engine", _run_awake)
+
+
+def _run_awake(run: Callable[..., Any], llm: Any, *args: Any, **options: Any) -> Any:
+    engine = llm.llm_engine
+    if engine.has_unfinished_requests() and engine.is_sleeping():
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        raise RuntimeError(
+            "Requests are not supported while the engine sleeps: nothing would compute them. Call "
+            "wake_up() first."
+        )
+    return run(llm, *args, **options)
 
 
 def is_kept(engine: Any) -> bool:
@@ -134,6 +163,18 @@ async def _kept(outputs: AsyncGenerator[Any, None], keeper: Keeper) -> AsyncGene
             yield output
 
 
+async def _call(
+    call: Callable[..., Awaitable[Any]], engine: Any, *args: Any, **options: Any
+) -> Any:
+    """A call by a route or a user, which finds the engine awake."""
+    keeper: Keeper | None = getattr(engine, _KEEPER, None)
+    if keeper is None:
+        return await call(engine, *args, **options)
+    keeper.begin()
+    async with keeper.request():
+        return await call(engine, *args, **options)
+
+
 async def _sleep(
     sleep: Callable[..., Awaitable[None]], engine: Any, level: int = 1, *args: Any, **options: Any
 ) -> None:
@@ -153,7 +194,17 @@ async def _wake_up(
     return await keeper.wake_up(lambda: wake_up(engine, *args, **options))
 
 
-def _shutdown(shutdown: Callable[..., None], engine: Any, *args: Any, **options: Any) -> None:
+def _shutdown(
+    shutdown: Callable[..., None],
+    engine: Any,
+    *args: Any,
+    _is_exiting: Callable[[], bool] = sys.is_finalizing,
+    **options: Any,
+) -> None:
+    # `AsyncLLM.__del__` calls this when the interpreter exits and the names of modules are gone,
+    # this one's and vLLM's. What was to be done then, vLLM's finalizers have done before.
+    if _is_exiting():
+        return
     if (keeper := getattr(engine, _KEEPER, None)) is not None:
         keeper.close()
     shutdown(engine, *args, **options)

@@ -11,8 +11,9 @@ seconds.
 from __future__ import annotations
 
 import asyncio
+import resource
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -28,11 +29,17 @@ HEAD_S = 60.0
 AFTER_ANSWER_S = 5.0
 #: That a client may take nothing of an answer that waits for it, as nginx has it (send_timeout).
 TAKE_S = 60.0
+#: Connections that may wait for a request at one time, as far as descriptors allow half as many.
+#: The one that has waited longest gives way.
+MAX_IDLE = 1024
 _SLICE = 1 << 14  # bytes of headers that the parser gets at a time
 
 
 class LimitedHttp(HttpToolsProtocol):
     """uvicorn's protocol, with limits."""
+
+    #: Those of this process of which no request is served, the oldest first.
+    _idle: ClassVar[dict[LimitedHttp, None]] = {}
 
     def __init__(self, config: Config, *args: Any, **options: Any) -> None:
         """Takes the limits from the configuration, where vLLM puts those of its options."""
@@ -47,9 +54,11 @@ class LimitedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._within(HEAD_S)
+        self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._within(None)
+        self._idle.pop(self, None)
         if self._taking is not None:
             self._taking.cancel()
         super().connection_lost(exc)
@@ -82,6 +91,7 @@ class LimitedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._within(None)
         self._in_head, self._head_bytes = False, 0
+        self._idle.pop(self, None)
         if not self.transport.is_closing():
             super().on_headers_complete()
 
@@ -92,10 +102,22 @@ class LimitedHttp(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if not self.transport.is_closing() and self.cycle.response_complete:
+            self._wait()  # else the next request has come already
         if not self._whole:
             self._within(AFTER_ANSWER_S)
         if self.transport.get_write_buffer_size():
             self._look_at_the_rest()
+
+    def _wait(self) -> None:
+        """Begins to wait for a request, in the place of who has waited longest if all are taken."""
+        self._idle[self] = None
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        unlimited = descriptors == resource.RLIM_INFINITY
+        if len(self._idle) > (MAX_IDLE if unlimited else min(MAX_IDLE, descriptors // 2)):
+            oldest = next(iter(self._idle))
+            del self._idle[oldest]
+            oldest.transport.abort()
 
     def _within(self, seconds: float | None) -> None:
         """Ends the connection unless this is called again in time; None: nothing is due."""

@@ -19,6 +19,7 @@ UNHELPFUL = {
 #: models and tools, ids, parts of content, and errors that quote what they found.
 QUOTING = {
     "uvicorn.error": ("Exception in ASGI application",),
+    "vllm.connections": ("HTTP fetch failed",),  # addresses may be signed
     "vllm.entrypoints.anthropic.api_router": ("Error in ",),
     "vllm.entrypoints.openai.chat_completion.protocol": ("System messages should only contain",),
     "vllm.entrypoints.openai.chat_completion.serving": ("Error",),

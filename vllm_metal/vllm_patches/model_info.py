@@ -15,51 +15,20 @@ from vllm.config import ModelConfig
 from vllm.model_executor.models import ModelRegistry, registry
 from vllm.model_executor.models.registry import _BaseRegisteredModel, _ModelInfo
 
+from vllm_metal.settings.architectures import (
+    BY_TRANSFORMERS,
+    IMAGES_ALONE,
+    MLP_SPECULATOR,
+    MULTIMODAL,
+    TEXT_PARTS,
+    WITH_IMAGES,
+)
+from vllm_metal.vllm_patches import image_names
 from vllm_metal.vllm_patches.image_processors import readable, refuse_bombs
 from vllm_metal.vllm_patches.replacing import replace
 
 #: vLLM's name for families that it does not list; their configurations use it.
 MLX_MODEL = "MlxForCausalLM"
-#: Text models that are published as a part of a multimodal one, and MTP layers of such, by name.
-_TEXT_PARTS = (
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration",
-    "Gemma3nForConditionalGeneration",
-    "Gemma4ForConditionalGeneration",
-    "KimiVLForConditionalGeneration",
-    "KimiK25ForConditionalGeneration",
-    "KimiK3ForConditionalGeneration",
-)
-#: Models whose images are served, where mlx-vlm is installed.
-WITH_IMAGES = (
-    "Gemma3ForConditionalGeneration",
-    "Gemma4ForConditionalGeneration",
-    "Lfm2VlForConditionalGeneration",
-    "LlavaForConditionalGeneration",
-    "Mistral3ForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration",
-    "Qwen3VLMoeForConditionalGeneration",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration",
-)
-#: Those of which vLLM takes videos and sound, too; with a tower here for images alone.
-_IMAGES_ALONE = frozenset({"Gemma4ForConditionalGeneration"})
-#: vLLM's stand-ins for text models that transformers has and its own list has not.
-_BY_TRANSFORMERS = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
-#: vLLM 0.32 has the method of MLP speculators, but lists their architecture no more.
-_MLP_SPECULATOR = "MLPSpeculatorPreTrainedModel"
-#: What vLLM lists among text models although they take images or sound: its own classes answer.
-_MULTIMODAL = frozenset(
-    {
-        "HCXVisionV2ForCausalLM",
-        "InklingForConditionalGeneration",
-        "MuseGlimmerForCausalLM",
-        "Emu3ForConditionalGeneration",
-        "HunYuanVLForConditionalGeneration",
-        "VibeVoiceAsrForConditionalGeneration",
-    }
-)
-
 #: Families by the start of an architecture's name. All of their layers keep states, ...
 _ATTENTION_FREE = ("FalconMamba", "Mamba")
 #: ... or some; vLLM looks up the states of these and the former at every block, ...
@@ -108,6 +77,8 @@ _OTHER_NAMES = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "num_transformer_layers"),
     "num_attention_heads": ("n_head", "n_heads", "num_heads"),
 }
+#: Keys that say how long a text may be; the first that is there counts.
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
 class _NoModel:
@@ -185,9 +156,10 @@ class ImageModel(TextModel):
     def load_model_cls(self) -> Any:
         """vLLM's class, which is asked for its processor and never for a model."""
         refuse_bombs()
+        image_names.keep_apart()
         with readable():
             own: Any = self.own.load_model_cls()
-        if self.architecture in _IMAGES_ALONE:
+        if self.architecture in IMAGES_ALONE:
             info = own._processor_factory.info
             replace(info, "get_supported_mm_limits", _images_alone)
             replace(info, "get_mm_max_tokens_per_item", _images_alone)
@@ -214,7 +186,7 @@ def answer_for_models() -> None:
         **registry._TRANSFORMERS_SUPPORTED_MODELS,
         **registry._SPECULATIVE_DECODING_MODELS,
     }
-    ours = {*listed, *_TEXT_PARTS, *_BY_TRANSFORMERS, _MLP_SPECULATOR, MLX_MODEL} - _MULTIMODAL
+    ours = {*listed, *TEXT_PARTS, *BY_TRANSFORMERS, MLP_SPECULATOR, MLX_MODEL} - MULTIMODAL
     ModelRegistry.models.update({name: TextModel(name) for name in sorted(ours)})
     _answer_for_decoders_that_pool(ours)
     answer_for_images()
@@ -241,7 +213,7 @@ def answer_for_images() -> None:
     An engine's own process, where its scheduler asks for their processor, calls this by itself.
     """
     for name in WITH_IMAGES:
-        if name not in _TEXT_PARTS or importlib.util.find_spec("mlx_vlm") is not None:
+        if name not in TEXT_PARTS or importlib.util.find_spec("mlx_vlm") is not None:
             module, cls = registry._MULTIMODAL_MODELS[name]
             own = registry._LazyRegisteredModel(f"vllm.model_executor.models.{module}", cls)
             ModelRegistry.models[name] = ImageModel(name, own=own)
@@ -287,7 +259,11 @@ def _config_class(model_type: str) -> type:
 
         def __init__(self, **values: Any) -> None:
             values.pop("layer_types", None)  # transformers takes no names that it does not know
-            super().__init__(**values)
+            # transformers asks for it while it reads a scaled rope, before it sets other keys.
+            longest = next((values[x] for x in _LENGTHS if values.get(x)), None)
+            values = {key: _with_attributes(value) for key, value in values.items()}
+            self.__dict__["max_position_embeddings"] = longest
+            super().__init__(**{**values, "max_position_embeddings": longest})
             given = getattr(self, "architectures", None) or ()
             if not any(name in ModelRegistry.models for name in given):
                 self.architectures = [MLX_MODEL]
@@ -304,6 +280,25 @@ def _config_class(model_type: str) -> type:
     # but not before those that others register.
     MlxConfig.__module__ = "transformers.models"
     return MlxConfig
+
+
+class Keys(dict[str, Any]):
+    """A mapping whose keys are attributes, as published configuration classes have them."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def _with_attributes(value: Any, within: bool = False) -> Any:
+    """A list with each mapping in it as one whose keys are attributes; vLLM reads blocks so."""
+    if isinstance(value, list):
+        return [_with_attributes(each, within=True) for each in value]
+    if within and isinstance(value, Mapping):
+        return Keys({key: _with_attributes(each, within=True) for key, each in value.items()})
+    return value
 
 
 def _restored(model_type: str, values: dict[str, Any]) -> Any:

@@ -36,6 +36,7 @@ _WHOLE: Mapping[str, Collection[str]] = {
         "vllm.utils.",
         "vllm.v1.attention.backends.registry",
         "vllm.v1.core.kv_cache_utils",
+        "vllm.v1.core.single_type_kv_cache_manager",
         "vllm.v1.hisparse.layout",
         "vllm.v1.kv_cache_interface",
         "vllm.v1.kv_cache_layout",
@@ -53,6 +54,7 @@ _WHOLE: Mapping[str, Collection[str]] = {
 }
 #: Functions that vLLM's planning calls, and what they say in a process without workers.
 _SAID: Mapping[str, Callable[[], Any]] = {
+    "vllm.config.get_current_vllm_config_or_none": lambda: None,
     "vllm.distributed.parallel_state.is_global_first_rank": lambda: True,
     "vllm.distributed.parallel_state.is_local_first_rank": lambda: True,
 }

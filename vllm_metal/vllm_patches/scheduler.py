@@ -17,6 +17,7 @@ from vllm_metal.vllm_patches.replacing import replace
 from vllm_metal.vllm_patches.step_result import NOT_A_NUMBER, StepResult, send_figures
 
 if TYPE_CHECKING:
+    from vllm.multimodal.inputs import PlaceholderRange
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.outputs import ModelRunnerOutput
@@ -47,6 +48,14 @@ def end_failed_requests() -> None:
     replace(Scheduler, "_get_new_block_ids_to_zero", _with_blocks_to_clear)
     replace(Scheduler, "reset_prefix_cache", _letting_go_of_blocks)
     replace(Scheduler, "schedule", _breaking_deadlocks)
+
+
+def keep_images_whole() -> None:
+    """Has vLLM's schedulers compute an image in one step where its rows see each other.
+
+    vLLM ends a chunk before an image that does not fit. It cuts one that a chunk begins with.
+    """
+    replace(Scheduler, "_try_schedule_encoder_inputs", _keeping_images_whole)
 
 
 def send_salts() -> None:
@@ -107,6 +116,40 @@ def _sending_figures(
         if figures and of_client.scheduler_stats is not None:
             send_figures(of_client.scheduler_stats, figures)
     return outputs
+
+
+def _keeping_images_whole(
+    schedule: Callable[..., Any],
+    self: Any,
+    request: Any,
+    num_computed_tokens: int,
+    num_new_tokens: int,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    planned = schedule(self, request, num_computed_tokens, num_new_tokens, *args, **options)
+    end = num_computed_tokens + planned[1]
+    image = next_image(self, request, end - 1) if planned[1] > 0 else None
+    if image is None or not image.offset < end < image.offset + image.length:
+        return planned
+    # An error of the worker says what to set where an image never fits.
+    if image.length > self.scheduler_config.max_num_batched_tokens:
+        return planned
+    before = max(0, image.offset - num_computed_tokens)
+    return schedule(self, request, num_computed_tokens, before, *args, **options)
+
+
+def next_image(scheduler: Any, request: Any, position: int) -> PlaceholderRange | None:
+    """The image at a position of a request, whose rows are to be computed in one step.
+
+    Returns:
+        None: there is none, or its rows may be computed in any steps.
+    """
+    # An encoder-decoder's positions are not those of its text.
+    if not scheduler.scheduler_config.disable_chunked_mm_input or scheduler.is_encoder_decoder:
+        return None
+    places = (feature.mm_position for feature in request.mm_features or ())
+    return next((at for at in places if at.offset <= position < at.offset + at.length), None)
 
 
 def _never_empty(

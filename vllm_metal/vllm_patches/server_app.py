@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from vllm_metal.vllm_patches.replacing import replace
 
+_LOG = logging.getLogger("uvicorn.error")  # where uvicorn itself logs what an application raises
 _WRAPS: list[Callable[[Any, Any], Any]] = []  # of each server that starts, the innermost first
 
 
@@ -26,8 +30,34 @@ def around_servers(wrap: Callable[[Any, Any], Any]) -> None:
 
 async def _serving(serve_http: Callable[..., Any], app: Any, *args: Any, **options: Any) -> Any:
     # vLLM has put the middlewares together already.
-    stack = app.middleware_stack or app.build_middleware_stack()
+    stack = _until_answered(app.middleware_stack or app.build_middleware_stack())
     for wrap in _WRAPS:
         stack = wrap(stack, app.state)
     app.middleware_stack = stack
     return await serve_http(app, *args, **options)
+
+
+def _until_answered(app: ASGIApp) -> ASGIApp:
+    """Ends a request with its answer, whatever the application raises after it.
+
+    Starlette answers an exception with 500 and raises it again, for the server to log. uvicorn then
+    ends the connection unannounced, and the client's next request on it is lost.
+    """
+
+    async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+        complete = False
+
+        async def sending(message: Message) -> None:
+            nonlocal complete
+            await send(message)
+            is_body = message["type"] == "http.response.body"
+            complete |= is_body and not message.get("more_body", False)
+
+        try:
+            await app(scope, receive, sending)
+        except Exception:
+            if not complete:
+                raise
+            _LOG.exception("Exception in ASGI application\n")
+
+    return answered

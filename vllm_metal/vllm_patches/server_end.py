@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,24 @@ def tell_how_servers_end() -> None:
     replace(AsyncLLM, "shutdown", remembering_the_stop(_has_failed))
     around_servers(_turning_away)
     replace(entry, "serve_http", _ending)
+
+
+def let_starts_be_interrupted() -> None:
+    """Has Ctrl-C end a server that starts; call it where a server's command line is made.
+
+    asyncio takes it as a request to cancel the task, which the start of an engine does not notice
+    before the engine has started. SIGTERM ends it: vLLM has it raise in the middle.
+    """
+    from vllm.entrypoints.cli import serve
+    from vllm.entrypoints.launchers.api_server import entry
+
+    for module in (entry, serve):  # the latter has taken the name from the former
+        replace(module, "run_server", _interruptible)
+
+
+async def _interruptible(run: Callable[..., Awaitable[None]], *args: Any, **options: Any) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # uvicorn replaces it
+    await run(*args, **options)
 
 
 def _has_failed(engine: Any) -> bool:

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
+import threading
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from operator import attrgetter
 from typing import Any
 
@@ -15,7 +18,17 @@ from vllm_metal.vllm_patches.replacing import replace
 #: Seconds the engine's process may take to end, twice what it took on two busy cores: the step in
 #: flight, freeing the model, and Python's own end. vLLM gives ROCm's as many.
 STOP_TIMEOUT = 15.0
+#: On a Mac: what the GPU uses is wired, and what a process had wired when it was killed may be lost
+#: until a reboot (omlx#2184, omlx#2855), so one that is slow to end gets its time.
+MAC_STOP_TIMEOUT = 60.0
+#: The same of one that has not started: its user waits for the prompt, and it ends with SIGTERM
+#: between two weights. On a Mac these may be wired already.
+START_STOP_TIMEOUT = 1.0
+MAC_START_STOP_TIMEOUT = 5.0
+_POLL_MS = 500
+_STARTS = "vllm_metal_starts"
 _AFTER_A_STOP = "vllm_metal_after_a_stop"
+_vllms: list[Any] = []  # vLLM's handler of SIGTERM, while another stands in its place
 
 
 def let_engines_end() -> None:
@@ -31,9 +44,60 @@ def let_engines_end() -> None:
 
 
 def _waiting(shutdown: Callable[..., None], self: Any, timeout: float | None = None) -> None:
-    if self._request_shutdown_timeout == 0:
-        timeout = max(timeout or 0.0, STOP_TIMEOUT)
+    is_mac = sys.platform == "darwin"
+    if getattr(self, _STARTS, False):
+        timeout = MAC_START_STOP_TIMEOUT if is_mac else START_STOP_TIMEOUT
+    elif self._request_shutdown_timeout == 0:
+        timeout = max(timeout or 0.0, MAC_STOP_TIMEOUT if is_mac else STOP_TIMEOUT)
     shutdown(self, timeout=timeout)
+
+
+def end_interrupted_starts() -> None:
+    """Has Ctrl-C end a start at once; call it once vLLM is loaded.
+
+    A terminal sends Ctrl-C to the engine's process as well, which prints a traceback while it
+    imports, or notes it and goes on with its start; its parent waits for it. Now the parent alone
+    gets it.
+    """
+    from vllm.v1.engine import utils
+
+    replace(utils.CoreEngineProcManager, "__init__", _without_ctrl_c)
+    replace(utils, "wait_for_engine_startup", _noting_a_stop)
+    # The signal may reach another thread than the one that waits, and does not end its wait.
+    utils.STARTUP_POLL_PERIOD_MS = min(utils.STARTUP_POLL_PERIOD_MS, _POLL_MS)
+
+
+def _without_ctrl_c(init: Callable[..., None], *args: Any, **options: Any) -> None:
+    """Processes that are started meanwhile never get it; this one gets it afterwards."""
+    resource_tracker.ensure_running()  # which lets it through, where it is started
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        init(*args, **options)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _noting_a_stop(wait: Callable[..., None], *args: Any, **options: Any) -> None:
+    try:
+        wait(*args, **options)
+    except BaseException:
+        launch = options.get("launch", args[-1] if args else None)
+        if (manager := getattr(launch, "engine_manager", None)) is not None:
+            setattr(manager, _STARTS, True)
+        raise
+
+
+def end_with_sigterm() -> None:
+    """Has an engine that starts end with SIGTERM; call it in its process, where its start begins.
+
+    vLLM notes the signal, and obeys it once the engine has started.
+    """
+    if is_engine_process() and threading.current_thread() is threading.main_thread():
+        _vllms.append(signal.signal(signal.SIGTERM, _end))
+
+
+def _end(number: int, frame: Any) -> None:
+    raise SystemExit(0)
 
 
 def leave_ctrl_c_to_the_parent() -> None:
@@ -49,6 +113,8 @@ def leave_ctrl_c_to_the_parent() -> None:
 
 def _ignoring_ctrl_c(run_busy_loop: Callable[[Any], None], self: Any) -> None:
     ignore_ctrl_c()
+    if _vllms:
+        signal.signal(signal.SIGTERM, _vllms.pop())
     run_busy_loop(self)
 
 

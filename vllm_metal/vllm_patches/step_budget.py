@@ -16,6 +16,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_metal.settings.additional_config import AdditionalConfig
 from vllm_metal.vllm_patches.chunk_lengths import ChunkLengths, StepWork
 from vllm_metal.vllm_patches.replacing import replace
+from vllm_metal.vllm_patches.scheduler import next_image
 from vllm_metal.vllm_patches.step_result import StepResult
 
 if TYPE_CHECKING:
@@ -89,16 +90,28 @@ class _StepBudget:
             return None
         # vLLM takes tokens in the order of this list, and a chunk must not take a decode's row.
         scheduler.running.sort(key=lambda request: request.is_prefill_chunk)
-        return rows + chunk
+        return rows + max(chunk, self._next_image())
 
-    def _next_context(self) -> int:
-        """Tokens before the next chunk, as far as they are known before it is scheduled."""
+    def _next_prefill(self) -> Any:
+        """The request that gets the next chunk, as far as that is known; None: there is none."""
         scheduler = self._scheduler
         for request in scheduler.running:
             if request.is_prefill_chunk:
-                return int(request.num_computed_tokens)
+                return request
         queue = scheduler.kv_holding_waiting or scheduler.waiting
-        return int(queue.peek_request().num_computed_tokens) if queue else 0
+        return queue.peek_request() if queue else None
+
+    def _next_context(self) -> int:
+        """Tokens before the next chunk, as far as they are known before it is scheduled."""
+        request = self._next_prefill()
+        return int(request.num_computed_tokens) if request else 0
+
+    def _next_image(self) -> int:
+        """Rows of an image that the next chunk begins with, which must not be cut."""
+        request = self._next_prefill()
+        start = request.num_computed_tokens if request else 0
+        image = next_image(self._scheduler, request, start) if request else None
+        return image.offset + image.length - start if image else 0
 
     def _work(self, output: SchedulerOutput, decoding: Collection[str]) -> StepWork:
         requests, rows, tokens, context_sum = self._scheduler.requests, 0, 0, 0

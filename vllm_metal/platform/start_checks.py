@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks what arguments name before anything is loaded: paths, addresses, choices.
+
+vLLM finds most of these mistakes too, some of them after the engine has started, and says them in
+words of its own classes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from vllm_metal.device import mlx_device
+from vllm_metal.kv_cache import formats
+from vllm_metal.platform import model_folders
+from vllm_metal.settings import envs, values
+from vllm_metal.spec_decode.registry import BY_NAME, SPECULATIVE_METHODS
+from vllm_metal.weights import model_names
+from vllm_metal.weights.quantization import METHODS
+
+#: Choices that are served here, of those that vLLM offers.
+SERVED = {
+    "--kv-cache-dtype": formats.OFFERED,
+    "--quantization": tuple(METHODS),
+}
+_LAST_PORT = 65535
+#: Arguments of a server that are files' names, of those that vLLM opens once its engine runs.
+_FILES = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
+#: How vLLM tells the name of a template's file from its text.
+_PATH_LIKE = ("/", "\\")
+_OF_TEMPLATES = ("{", "}", "\n")
+_OTHERS_TAG = "unknown tag"  # transformers has one more than Jinja
+_OWN_COUNT = "suffix"  # the method for which vLLM chooses num_speculative_tokens
+_OWN_CLASS = "custom_class"  # whose `model` is no checkpoint's name
+
+
+def check_server(args: Namespace) -> None:
+    """Checks arguments of `vllm serve` that are none of an engine's, then its engine's.
+
+    Raises:
+        ValueError: one cannot be honoured; the message names it.
+        ModelLoadError: its model, or one of the others, is not there.
+    """
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    if not 0 <= args.port <= _LAST_PORT:
+        raise ValueError(f"--port={args.port} is no port: choose one from 1 to {_LAST_PORT}")
+    for name in _FILES:
+        path = getattr(args, name, None)
+        if path and not Path(path).expanduser().is_file():
+            raise ValueError(f"{_option(name)}={path}: there is no such file")
+    if not args.tool_parser_plugin:
+        _check_parser("--tool-call-parser", args.tool_call_parser, ToolParserManager)
+    if not args.reasoning_parser_plugin:
+        _check_parser("--reasoning-parser", args.reasoning_parser, ReasoningParserManager)
+    for place in args.middleware or ():
+        _check_middleware(place)
+    _check_template(args.chat_template)
+    for adapter in args.lora_modules or ():
+        _check_adapter(adapter.name, adapter.path)
+    given = getattr(args, "model_tag", None)
+    model = args.model if given is None else given
+    check_engine(args, model)
+    if (folder := model_names.folder_here(model)) is not None:
+        model_folders.check(folder)
+
+
+def check_engine(args: Any, model: str | None = None) -> None:
+    """Checks arguments of an engine.
+
+    Args:
+        args: vLLM's `EngineArgs`, or the arguments of a command that has the same.
+        model: in place of the one that they name.
+
+    Raises:
+        ValueError: one cannot be honoured; the message names it.
+        ModelLoadError: its model, or one of the others, is not there.
+    """
+    model = args.model if model is None else model
+    _check_choices(args)
+    _check_mappings(args)
+    _check_pool(args.kv_cache_memory_bytes)
+    names = args.served_model_name
+    if names is not None and not all([names] if isinstance(names, str) else names):
+        raise ValueError("--served-model-name is empty: leave it out, or give a name")
+    model_names.check(model)
+    if not args.skip_tokenizer_init:
+        _check_tokenizer(model if args.tokenizer is None else args.tokenizer, model)
+    if isinstance(args.speculative_config, Mapping):
+        _check_speculation(args.speculative_config)
+
+
+def _check_tokenizer(given: str, model: str) -> None:
+    """Checks a folder with a tokenizer, which need not be a model's, or a name."""
+    if given == model or Path(given).expanduser().is_dir():
+        model_names.check_tokenizer(given)
+    else:
+        model_names.check(given, "--tokenizer")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check_choices(args: Any) -> None:
+    """Of options whose choices here are others than vLLM's."""
+    from vllm.config.cache import CacheDType
+
+    given = args.quantization
+    if given is not None and given not in (*METHODS, "metal"):
+        raise ValueError(
+            f"--quantization={given} is not supported: weights are served as their files have "
+            f"them, in {', '.join(METHODS)}, or as MLX has quantized them. Leave it out."
+        )
+    given = args.kv_cache_dtype
+    if given not in (*get_args(CacheDType), *formats.OFFERED):
+        raise ValueError(
+            f"--kv-cache-dtype={given} is not supported: choose one of {', '.join(formats.OFFERED)}"
+        )
+
+
+def _check_pool(size: int | None) -> None:
+    if size is None:
+        return
+    most = mlx_device.total_memory(envs.requested_device() or "metal")
+    if size > most:
+        raise ValueError(
+            f"--kv-cache-memory-bytes={size} is more than the memory of this machine, {most}: "
+            "leave it out, and what fits is taken"
+        )
+
+
+def _check_mappings(args: Any) -> None:
+    for name in ("additional_config", "hf_overrides"):
+        given = getattr(args, name)
+        if isinstance(given, str):
+            raise ValueError(f"{_option(name)}={given} is not JSON, such as '{{\"key\": 1}}'")
+
+
+def _check_template(given: str | None) -> None:
+    """Checks a chat template, which is a file's name or the template itself."""
+    if given is None:
+        return
+    path = Path(given).expanduser()
+    is_text = any(sign in given for sign in _OF_TEMPLATES)
+    if not is_text and any(sign in given for sign in _PATH_LIKE) and not path.is_file():
+        raise ValueError(f"--chat-template={given}: there is no such file")
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(
+            given if is_text or not path.is_file() else path.read_text(encoding="utf-8")
+        )
+    except TemplateSyntaxError as error:
+        if _OTHERS_TAG not in str(error):
+            raise ValueError(
+                f"--chat-template={given} is no template: line {error.lineno}: {error.message}"
+            ) from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--chat-template={given} is no text: {error}") from error
+
+
+def _check_parser(option: str, given: str | None, manager: Any) -> None:
+    known = manager.list_registered()
+    if given and given not in known:
+        raise ValueError(
+            f"{option}={given} is not supported: leave it out, and the model's own is chosen"
+            + values.nearest(given, known)
+        )
+
+
+def _check_middleware(place: str) -> None:
+    module = place.rpartition(".")[0]
+    try:
+        found = importlib.util.find_spec(module) if module else None
+    except ImportError:
+        found = None
+    if found is None:
+        raise ValueError(f"--middleware={place} is not there: give MODULE.NAME of a Python module")
+
+
+def _check_adapter(name: str, given: str) -> None:
+    path = Path(given).expanduser()
+    if path.is_dir():
+        if not (path / "adapter_config.json").is_file():
+            raise ValueError(
+                f"--lora-modules {name}={given}: the folder has no adapter_config.json, so that it "
+                "is no adapter's"
+            )
+    elif given.startswith((".", "/", "~")) or path.exists():
+        raise ValueError(f"--lora-modules {name}={given}: there is no such folder")
+
+
+def _check_speculation(given: Mapping[str, Any]) -> None:
+    from vllm.config import SpeculativeConfig
+
+    method, draft = given.get("method"), given.get("model")
+    option = "--speculative-config"
+    for key in given:
+        if key not in SpeculativeConfig.__dataclass_fields__:
+            near = values.nearest(key, SpeculativeConfig.__dataclass_fields__)
+            raise ValueError(f"{option} has no key {key!r}{near}")
+    if method is not None and method not in SPECULATIVE_METHODS and not _is_vllms(method):
+        choices = ", ".join(SPECULATIVE_METHODS)
+        raise ValueError(f"{option}: method {method!r} is not supported: choose one of {choices}")
+    served = BY_NAME.get(method or "")
+    if served is not None and not served.has_network:
+        if method != _OWN_COUNT and not given.get("num_speculative_tokens"):
+            raise ValueError(f"{option}: num_speculative_tokens is missing, such as 3")
+    elif method != _OWN_CLASS and isinstance(draft, str):
+        model_names.check(draft, f"{option}: model")
+
+
+def _is_vllms(method: Any) -> bool:
+    """Whether vLLM has a method that is refused here, or is one that is served by another name."""
+    return method == _OWN_CLASS or str(method).endswith("mtp")

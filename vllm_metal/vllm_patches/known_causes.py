@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What errors of vLLM's, and of libraries, mean to who has typed a command: a line each.
+
+A message that nothing here knows stays as it is, but for names of fields, which are options.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from pydantic import ValidationError
+
+_FULL = "the disk is full: free some space, or name another folder by VLLM_METAL_CACHE and HF_HOME"
+#: Messages by how they begin, and what to say; groups of the former are given to the latter.
+_MESSAGES: tuple[tuple[str, Callable[..., str]], ...] = (
+    (
+        r"User-specified max_model_len \((\d+)\) is greater than the derived max_model_len "
+        r"\(\w+=(\d+)",
+        lambda given, most: (
+            f"--max-model-len={given} is longer than the {most} tokens that the model is made for: "
+            "choose that or less, or extend its rope by --hf-overrides; "
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 allows it as it is"
+        ),
+    ),
+    (
+        r"The supplied chat template string \((.*?)\) appears path-like",
+        lambda given: f"--chat-template={given}: there is no such file",
+    ),
+    (
+        r"Config file must be of a yaml/yml type",
+        lambda: "--config takes a file whose name ends in .yaml or .yml",
+    ),
+    (
+        r"\('Could not load logging config. File does not exist: %s', '(.*)'\)",
+        lambda given: f"--log-config-file={given}: there is no such file",
+    ),
+    (
+        r"[\s\S]*\(os error 28\)",  # of libraries in Rust
+        lambda: _FULL,
+    ),
+    (
+        r"The checkpoint you are trying to load has model type `(.*?)` but",
+        lambda name: (
+            f"model_type={name!r} of config.json is not supported: there is no such model. Choose "
+            "one of a family in docs/models.md"
+        ),
+    ),
+    (
+        r"Class validation error for validator '\w+':\s+\w+: (.*)",
+        lambda why: f"config.json cannot be right: {why}",
+    ),
+    (
+        r"Total number of attention heads \((\d+)\) must be divisible by tensor parallel size "
+        r"\((\d+)\)",
+        lambda heads, size: (
+            f"--tensor-parallel-size={size} does not divide the model's {heads} heads: choose one "
+            "that does"
+        ),
+    ),
+)
+_YAML = "yaml."
+
+
+def of_message(error: BaseException) -> str | None:
+    """What an error means that is known by its message; None: it is not."""
+    text = str(error)
+    for pattern, line in _MESSAGES:
+        if found := re.match(pattern, text):
+            return line(*found.groups())
+    if raised_in(error) == "vllm.envs" and (name := _variable(text)):
+        return f"{name}={os.environ[name]} cannot be read: {text}"
+    if type(error).__module__.startswith(_YAML):
+        return f"--config is no YAML: {' '.join(text.split())}"
+    if isinstance(error, OSError) and error.filename is not None:
+        return _of_the_system(error)
+    return None
+
+
+def _variable(text: str) -> str | None:
+    """The variable of vLLM's whose value a message quotes."""
+    quoted = re.search(r"'([^']*)'$", text)
+    names = (name for name, value in os.environ.items() if quoted and value == quoted[1])
+    return next((name for name in names if name.startswith("VLLM_")), None)
+
+
+def _of_the_system(error: OSError) -> str:
+    file = error.filename
+    if error.errno == errno.ENOENT:
+        return f"there is no file {file}"
+    if error.errno == errno.ENOSPC:
+        return f"{_FULL} ({file})"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return (
+            f"{file} cannot be written or read ({error.strerror}): name a folder of yours by "
+            "VLLM_METAL_CACHE, and by HF_HOME for models"
+        )
+    return f"{file}: {error.strerror}"
+
+
+def of_fields(error: ValidationError) -> str:
+    """What pydantic found wrong with fields: a clause each, whatever their types may be."""
+    told: dict[str, str] = {}
+    for part in error.errors(include_url=False):
+        raised = part.get("ctx", {}).get("error")
+        if raised is not None:
+            told.setdefault(str(raised), of_message(raised) or in_one_line(raised))
+            continue
+        # Of a union, the name is followed by that of each of its types.
+        name = next((str(at) for at in part["loc"] if isinstance(at, str)), "")
+        given = f"{as_written(name)}={part['input']!r}: " if name else ""
+        told.setdefault(name, f"{given}{_advice(part)}")
+    return "; ".join(told.values())
+
+
+def _advice(part: Any) -> str:
+    if part["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        return "there is no such key"
+    return str(part["msg"]).replace("Input should be", "it must be")
+
+
+def in_one_line(error: BaseException) -> str:
+    """An error's own words, with options in place of fields where it is none of ours."""
+    text = " ".join(str(error).split())
+    return text if raised_in(error).startswith("vllm_metal.") else as_written(text)
+
+
+def raised_in(error: BaseException) -> str:
+    """The module that has raised an error."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__", "")) if frames else ""
+
+
+def as_written(text: str) -> str:
+    """A text with options of a command in place of the fields that vLLM keeps them in."""
+    if not _is_command():
+        return text
+    return _fields().sub(lambda found: "--" + found[0].replace("_", "-"), text)
+
+
+def _is_command() -> bool:
+    return sys.argv[1:2] == ["serve"]
+
+
+@cache
+def _fields() -> re.Pattern[str]:
+    """Names of fields that are options; of one word, names are words as well."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    names = [name for name in EngineArgs.__dataclass_fields__ if "_" in name]
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile(rf"(?<![\w.-])(?:{'|'.join(longest_first)})(?![\w.(])")

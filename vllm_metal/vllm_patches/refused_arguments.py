@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says in one line what is wrong with an argument of a command, and what to write.
+
+argparse prints all of the usage, and names functions of vLLM's and choices that are not served
+here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from vllm_metal.settings.values import nearest
+
+_INVALID = re.compile(r"argument (\S+): invalid (\w+) value: '(.*)'", re.DOTALL)
+_NO_CHOICE = re.compile(r"argument (\S+): invalid choice: '?(.*?)'? \(choose from .*", re.DOTALL)
+_NOT_CONVERTED = re.compile(r"argument (\S+): Value (.*) cannot be converted to <.*", re.DOTALL)
+_NO_VALUE = re.compile(r"argument (\S+): expected .*argument.*")
+_NO_ADAPTER = re.compile(r"Invalid (?:JSON format|fields) for --lora-modules: (.*)", re.DOTALL)
+_MISSING = re.compile(r"the following arguments are required: (.*)")
+_UNKNOWN = re.compile(r"unrecognized arguments: (.*)")
+#: What is written for types of arguments, by the names of their functions.
+_EXAMPLES = {
+    "int": "a whole number",
+    "float": "a number, such as 0.9",
+    "human_readable_int": "a whole number, such as 8192 or 8k",
+    "human_readable_int_or_auto": "a whole number, such as 8192 or 8k",
+}
+_JSON = "JSON, such as '{\"key\": 1}'"
+_MOST_CHOICES = 12  # that are listed
+
+
+def told(
+    parser: argparse.ArgumentParser,
+    message: str,
+    served: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> str:
+    """The line for a message of argparse's.
+
+    Args:
+        parser: that refuses an argument.
+        message: why.
+        served: choices of options that are served here, of those that vLLM has.
+    """
+    if found := _NO_CHOICE.fullmatch(message):
+        return _of_choices(parser, _first(found[1]), found[2], served)
+    if found := _INVALID.fullmatch(message):
+        return f"{_first(found[1])}={found[3]} is not {_EXAMPLES.get(found[2], found[2])}"
+    if found := _NOT_CONVERTED.fullmatch(message):
+        wanted = _JSON if "<function loads" in message else _EXAMPLES["human_readable_int"]
+        return f"{_first(found[1])}={found[2]} is not {wanted}"
+    if found := _NO_VALUE.fullmatch(message):
+        return f"{_first(found[1])} needs a value behind it"
+    if found := _MISSING.fullmatch(message):
+        return f"{found[1]} is missing: `{parser.prog} --help` says what it is"
+    if found := _UNKNOWN.match(message):
+        return _of_unknown(parser, found[1])
+    if found := _NO_ADAPTER.match(message):
+        return f"--lora-modules={found[1]} is neither NAME=PATH nor JSON"
+    return message.removeprefix("argument ")
+
+
+def _first(names: str) -> str:
+    """Of names of one option, the first."""
+    return names.partition("/")[0]
+
+
+def _of_choices(
+    parser: argparse.ArgumentParser, name: str, given: str, served: Mapping[str, Sequence[str]]
+) -> str:
+    action = _actions(parser).get(name)
+    if not name.startswith("-"):
+        name, given = given, ""
+    known = [str(choice) for choice in getattr(action, "choices", None) or ()]
+    if isinstance(action, argparse._SubParsersAction):
+        return f"there is no command {name}" + (nearest(name, known) or f": {', '.join(known)}")
+    known = list(served.get(name, known))
+    said = f"{name}={given} is not supported" if given else f"{name} is not supported"
+    if len(known) > _MOST_CHOICES:
+        return f"{said}{nearest(given, known)} `vllm serve --help={name}` lists what is"
+    return f"{said}: choose one of {', '.join(known)}"
+
+
+def _of_unknown(parser: argparse.ArgumentParser, arguments: str) -> str:
+    line = f"unknown: {arguments}"
+    options = list(_actions(parser))
+    for given in arguments.split():
+        line += nearest(given.partition("=")[0], options)
+    return line
+
+
+def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """A parser's options by name, and its commands'."""
+    return dict(_named(parser))
+
+
+def _named(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
+    for action in parser._actions:
+        for name in action.option_strings or (action.dest, str(action.metavar)):
+            yield name, action
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _named(command)

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a start that fails ends: with one line that names the cause, as the last one.
+
+vLLM prints the traceback of the engine's process and its own, and its last line names no cause.
+Here the engine's process leaves the cause in a file for the process that started it, and tracebacks
+go to the log's file. What is no user's mistake keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import psutil
+from pydantic import ValidationError
+
+from vllm_metal.settings import log_files
+from vllm_metal.vllm_patches import known_causes, refused_arguments, start_log
+from vllm_metal.vllm_patches.replacing import replace
+
+#: Packages that raise these errors for what a user gave; elsewhere they are faults of a program.
+_USERS = (ValueError, OSError, ImportError, NotImplementedError, TimeoutError)
+_SPEAK_TO_USERS = ("huggingface_hub", "metal_kernels", "pydantic", "transformers", "vllm")
+#: Errors that are a user's where one of vLLM's modules raises them that check what users give.
+_PERHAPS = (AssertionError, KeyError, RuntimeError, TypeError)
+_CHECKS = ("vllm.config", "vllm.engine.arg_utils", "vllm.entrypoints", "vllm.utils.argparse_utils")
+_CLASSES = ("huggingface_hub.", "vllm.exceptions")  # of errors that are always a user's
+_OURS = "vllm_metal"
+#: How the line begins that says why a `vllm` command ends.
+ERROR_PREFIX = "vllm: error: "
+_INTERRUPTED = "vllm: interrupted"
+#: How vLLM says that the cause was said before, in another process.
+_ELSEWHERE = ("Engine core initialization failed", "WorkerProc initialization failed")
+#: Choices of options that are served here, of those that vLLM has.
+_SERVED: dict[str, Sequence[str]] = {}
+_STARTS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
+
+
+class StartError(ValueError):
+    """A start failed for a known cause: the message is one line, with the remedy."""
+
+
+def cause(error: BaseException) -> str | None:
+    """What a user is told of an error that ended a start.
+
+    Returns:
+        One line; None where the error is a fault of a program, whose traceback is wanted.
+    """
+    if isinstance(error, ValidationError):
+        return known_causes.of_fields(error)
+    if (told := known_causes.of_message(error)) is not None:
+        return told
+    if str(error).startswith(_ELSEWHERE):
+        return _taken()
+    if _package(type(error).__module__) == _OURS:
+        return " ".join(str(error).split())
+    return known_causes.in_one_line(error) or None if _was_raised_for_users(error) else None
+
+
+def _was_raised_for_users(error: BaseException) -> bool:
+    """Whether it comes from the system, or from code that checks what users give."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return True
+    if type(error).__module__.startswith(_CLASSES):
+        return True
+    place = known_causes.raised_in(error)
+    if isinstance(error, _USERS):
+        return _package(place) in (_OURS, *_SPEAK_TO_USERS)
+    # A word alone is a key that some code did not find; a sentence was written for somebody.
+    return isinstance(error, _PERHAPS) and place.startswith(_CHECKS) and " " in str(error)
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def name_causes() -> None:
+    """Has a failed start raise a `StartError` in the process that asked for it.
+
+    Call this once vLLM is loaded.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine import utils
+
+    replace(EngineArgs, "create_engine_config", _in_one_line)
+    replace(utils, "wait_for_engine_startup", _in_one_line)
+
+
+def _in_one_line(start: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    try:
+        return start(*args, **options)
+    except (ValueError, RuntimeError) as error:
+        if isinstance(error, StartError) or (line := cause(error)) is None:
+            raise
+        raise StartError(line) from None
+
+
+def leave_causes() -> None:
+    """Has a process that is started for an engine leave its parent why that failed."""
+    for name in _STARTS:
+        logging.getLogger(name).addFilter(_leave)  # of one filter a logger adds no second
+
+
+def _leave(record: logging.LogRecord) -> bool:
+    """Whether a message is to be logged: not a failed start's whose cause is known.
+
+    Raises:
+        SystemExit: ends this process, which would print the same traceback once more.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    if error is None or "failed to start" not in str(record.msg):
+        return True
+    if (line := cause(error)) is None:
+        return True
+    with suppress(OSError):
+        log_files.write(_file(os.getppid()), json.dumps(line))
+    if start_log.chosen_by_the_user():
+        return True
+    log_files.append(record)
+    raise SystemExit(1)
+
+
+def _taken() -> str | None:
+    """What a process that this one started has left."""
+    file = _file(os.getpid())
+    try:
+        if file.stat().st_mtime < psutil.Process().create_time():  # an earlier process's
+            return None
+        line: str = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+    file.unlink(missing_ok=True)
+    return line
+
+
+def _file(parent: int) -> Path:
+    return log_files.folder() / f"cause-{parent}.json"
+
+
+def end_commands_with_one_line(served: Mapping[str, Sequence[str]]) -> None:
+    """Has a `vllm` command print the cause alone, last, and exit with status 1.
+
+    Args:
+        served: choices of options that are served here, of those that vLLM has.
+    """
+    print_causes()
+    from vllm.entrypoints.launchers import launcher
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    _SERVED.update(served)
+    replace(launcher, "create_server_socket", _naming_the_port)
+    replace(launcher, "create_server_unix_socket", _naming_the_path)
+    replace(FlexibleArgumentParser, "error", _refuse)
+
+
+def print_causes() -> None:
+    """Has this process end with the cause alone, where it is known."""
+    sys.excepthook = _tell_the_cause
+
+
+def _tell_the_cause(
+    kind: type[BaseException], error: BaseException, place: TracebackType | None
+) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        print(_INTERRUPTED, file=sys.stderr)
+        return
+    if (line := cause(error)) is None:
+        sys.__excepthook__(kind, error, place)
+        return
+    log_files.append_error(error)
+    tell(line)
+
+
+def _naming_the_port(
+    create: Callable[..., socket.socket], address: tuple[str, int], **options: Any
+) -> socket.socket:
+    try:
+        return create(address, **options)
+    except OSError as error:
+        host, port = address
+        why = f"--host={host} --port={port} cannot be listened on ({error.strerror})"
+        if error.errno == errno.EADDRINUSE:
+            why = f"port {port} is taken{_by(port)}: end that program, or choose another --port"
+        elif isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            why = f"--host={host} is no address of this machine: choose 127.0.0.1, or 0.0.0.0"
+        raise StartError(why) from None
+
+
+def _naming_the_path(create: Callable[..., socket.socket], path: str) -> socket.socket:
+    try:
+        return create(path)
+    except OSError as error:
+        why = f"--uds={path} cannot be listened on ({error.strerror}): choose another path"
+        raise StartError(why) from None
+
+
+def _by(port: int) -> str:
+    """Who listens on a port, where the system tells: macOS does not tell of other users."""
+    with suppress(psutil.Error):
+        for found in psutil.net_connections("tcp"):
+            if found.status == psutil.CONN_LISTEN and found.laddr.port == port and found.pid:
+                return f" by {psutil.Process(found.pid).name()} (process {found.pid})"
+    return ""
+
+
+def tell(line: str) -> None:
+    """Prints why a command ends."""
+    log = log_files.current()
+    print(ERROR_PREFIX + line, *([f"The log: {log}"] if log else []), sep="\n", file=sys.stderr)
+
+
+def _refuse(refuse: Callable[..., NoReturn], self: Any, message: str) -> NoReturn:
+    """An argument that vLLM does not take: without all of its usage, and with a remedy."""
+    tell(refused_arguments.told(self, message, _SERVED))
+    raise SystemExit(1)
