@@ -42,7 +42,7 @@ def test_a_server_does_not_go_on_answering_from_what_was_purged(gate, capsys):
     asyncio.run(ready(gate))
     assert marks(gate, keys) == ["MISS", "MISS"] and marks(gate, keys) == ["HIT", "HIT"]
     assert main(["answers", "purge", "--tenant", "acme"]) == 0
-    assert capsys.readouterr().out == "removed 1 answers of acme\n"
+    assert capsys.readouterr().out == "removed 1 answer of acme\n"
     assert marks(gate, keys) == ["MISS", "HIT"]
     assert main(["answers", "purge"]) == 0
     assert capsys.readouterr().out == "removed 2 answers\n"

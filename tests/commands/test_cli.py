@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from vllm_metal.commands.cli import main
+from vllm_metal.device import openmp
 
 
 def write_model(path: Path, rows: int = 64) -> Path:
@@ -78,8 +79,11 @@ def test_an_error_is_one_line_and_a_status(
 def test_an_unknown_setting_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["convert", "a", "b", "--dtype", "int8"])
-    assert caught.value.code == 2
-    assert "float16" in capsys.readouterr().err
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == (
+        "vllm-metal: error: --dtype=int8 is not supported: choose one of float16, bfloat16, "
+        "float32\n"
+    )
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
@@ -102,3 +106,10 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, sent: signal.S
     process.communicate(timeout=300)
     assert process.returncode == 128 + sent
     assert not list(results.iterdir())
+
+
+def test_children_find_settings_of_openmp(monkeypatch, tmp_path):
+    for name in openmp.SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    assert main(["convert", str(tmp_path / "missing.gguf"), str(tmp_path / "out")]) != 0
+    assert {name: os.environ[name] for name in openmp.SETTINGS} == openmp.SETTINGS

@@ -81,7 +81,7 @@ def test_a_tenant_that_is_added_again_gets_nothing_of_the_old_one(served, tmp_pa
     folder = salts.namespace(SECRET, old_salt)
     assert main(["tenants", "rm", "acme"]) == 0
     printed = capsys.readouterr().out
-    assert "acme: removed 1 kept answers" in printed and f"--namespace {folder} " in printed
+    assert "acme: removed 1 cached response" in printed and f"--namespace {folder} " in printed
     assert main(["tenants", "add", "acme"]) == 0
     again = capsys.readouterr().out.strip()
     now[0] += 1.0
@@ -102,7 +102,7 @@ def test_a_tenants_second_key_reaches_what_the_first_does(served, capsys):
     assert [reply.x_cache for reply in replies] == ["MISS", "HIT"]
     first = gate.keys.find(keys["acme"])
     assert main(["tenants", "rm", first.id]) == 0
-    assert "kept answers" not in capsys.readouterr().out  # the tenant has a key
+    assert "cached response" not in capsys.readouterr().out  # the tenant has a key
     now[0] += 1.0
     assert asyncio.run(ask(gate, fields=CHAT, key=second)).x_cache == "HIT"
 
@@ -116,7 +116,7 @@ def test_a_tenants_blocks_on_disk_go_with_it(served, tmp_path, capsys):
         folder = cache.blocks("aa" * 16, {}, namespace)
         folder.write(naive.key(number), naive.block(number), 0.0, 0)
     assert main(["tenants", "rm", "acme", "--prefix-cache", str(tmp_path / "disk")]) == 0
-    assert "acme: removed 1 blocks of K/V" in capsys.readouterr().out
+    assert "acme: removed 1 block of K/V" in capsys.readouterr().out
     left = {path.parent.parent.name for path in naive.files(tmp_path / "disk")}
     assert left == {folders["other"], "shared"}
     cache.close()

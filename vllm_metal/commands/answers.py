@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 
+from vllm_metal.commands import units
 from vllm_metal.serving import config, tenants_file
 from vllm_metal.serving.response_cache import stores
 
@@ -17,7 +18,9 @@ def purge(args: argparse.Namespace) -> int:
     if settings is None or settings.response_cache is None:
         raise ValueError(f"name settings that have a [response_cache] by {config.SETTING}")
     number = stores.purge(settings.response_cache, args.tenant)
-    print(f"removed {number} answers" + (f" of {args.tenant}" if args.tenant else ""))
+    print(
+        f"removed {units.counted(number, 'answer')}" + (f" of {args.tenant}" if args.tenant else "")
+    )
     return 0
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict
 
 from tqdm import tqdm
 
+from vllm_metal.commands import units
 from vllm_metal.kv_transfer.disk import maintenance
 from vllm_metal.kv_transfer.disk.maintenance import FingerprintSummary, Selection, Summary
 
@@ -45,11 +46,13 @@ def rm(args: argparse.Namespace) -> int:
         print("no such blocks")
         return 0
     size = _size(sum(block.room for block in meant))
-    if not args.yes and not _confirmed(f"Remove {len(meant)} blocks ({size}) from {args.dir}?"):
+    if not args.yes and not _confirmed(
+        f"Remove {units.counted(len(meant), 'block')} ({size}) from {args.dir}?"
+    ):
         print("nothing was removed")
         return 1
     number, freed = maintenance.remove(args.dir, selection)
-    print(f"removed {number} blocks ({_size(freed)})")
+    print(f"removed {units.counted(number, 'block')} ({_size(freed)})")
     return 0
 
 

@@ -5,12 +5,15 @@ import argparse
 import gc
 import importlib
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from vllm_metal.commands.options import parser
+from vllm_metal.commands import early_checks, options
+from vllm_metal.device import openmp
+from vllm_metal.settings import envs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,19 +21,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     launches = given[:1] == ["launch"] and "--" in given
     end = given.index("--") if launches else len(given)  # the rest is the launched command's
-    args = parser().parse_args(given[:end])
+    if (advice := options.of_another_program(given)) is not None:
+        print(f"vllm-metal: error: there is no command {given[0]}: {advice}", file=sys.stderr)
+        return 1
+    made = options.parser()
+    args = made.parse_args(given[:end])
+    if args.command is None:
+        made.print_help()
+        return 0
     args.own_process, args.behind = argv is None, given[end + 1 :]
     for number in (signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
         signal.signal(number, _unwind)
+    openmp.set_defaults()  # before a child loads torch
     try:
+        envs.choose_device()
         status = _RUNS[args.command](args)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"vllm-metal: error: {error}", file=sys.stderr)
+    except Exception as error:
+        if (line := _told(error)) is None:
+            raise
+        print(f"vllm-metal: error: {line}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("vllm-metal: interrupted; nothing was left behind", file=sys.stderr)
         return 130
     return status
+
+
+def _told(error: Exception) -> str | None:
+    """What a user is told of an error; None: it is a fault of a program."""
+    if type(error) in (ValueError, ImportError):  # ours, some of several lines
+        return str(error)
+    from vllm_metal.vllm_patches import start_failures
+
+    line = start_failures.cause(error)
+    return str(error) if line is None and isinstance(error, (ValueError, OSError)) else line
 
 
 def _unwind(signum: int, frame: FrameType | None) -> None:
@@ -42,7 +66,7 @@ def _convert(args: argparse.Namespace) -> int:
     # Imported here so that --help answers at once.
     from vllm_metal.gguf import ConvertOptions, convert
 
-    options = ConvertOptions(
+    given = ConvertOptions(
         dtype=args.dtype,
         blocks=args.blocks,
         kquants=args.kquants,
@@ -50,7 +74,16 @@ def _convert(args: argparse.Namespace) -> int:
         tokenizer=args.tokenizer,
         force=args.force,
     )
-    print(convert(args.gguf, args.out, options))
+    out = convert(args.gguf, args.out, given)
+    print(out)
+    size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    chats = any("chat_template" in path.read_text() for path in out.glob("tokenizer_config.json"))
+    chats = chats or any(out.glob("chat_template*"))
+    print(
+        f"{size / 1e9:.2f} GB, {'with a' if chats else 'without'} chat template. To serve it: "
+        f"vllm serve {shlex.quote(str(out))}",
+        file=sys.stderr,
+    )
     return 0
 
 
@@ -72,6 +105,8 @@ def _fit(args: argparse.Namespace) -> int:
         from vllm_metal.vllm_patches import partial_imports
 
         partial_imports.plan_only()
+    if args.model is not None:
+        early_checks.check_model(args.model, computes=True)
     from vllm_metal.commands.fit import command
 
     return command.run(args)

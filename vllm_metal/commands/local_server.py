@@ -17,13 +17,23 @@ from typing import TextIO
 
 import httpx
 
+from vllm_metal.commands import listeners
+from vllm_metal.commands.own_server import STOP_S, lifeline
+from vllm_metal.commands.start_progress import StartProgress
+from vllm_metal.settings import log_files
+from vllm_metal.vllm_patches import start_log
+from vllm_metal.vllm_patches.start_failures import ERROR_PREFIX
+
 HOST = "127.0.0.1"
 KEY_OF_SERVER = "VLLM_API_KEY"  # vLLM's own variable, so that the key is in no command line
 _POLL_S = 0.25
-_STOP_S = 30.0  # after it the server is killed
+_POLL_TIMEOUT_S = 2.0  # the listener is there before its server
+OWN_SERVER = "vllm_metal.commands.own_server"
+_GUARD = "vllm_metal.serving.local_only.LocalOnly"
 _MOST_OUTPUT = 16384  # tokens of an answer; what these clients ask of hosted models is more
 #: Options of `vllm serve` that say where a server is found, which who starts one must know.
-_PLACE = ("--host", "--port", "--served-model-name")
+_PLACE = ("--host", "--port", "--uds", "--served-model-name")
+_SHOWN = {"TQDM_POSITION": "-1"}  # has the hub's bars shown where there is no terminal
 _TAIL = 20  # lines of the log of a server that does not start
 
 
@@ -54,6 +64,11 @@ def running(port: int, key: str, model: str | None) -> Endpoint | None:
         ValueError: it serves another model, wants another key, or is no such server.
     """
     root = f"http://{HOST}:{port}"
+    if (owner := listeners.owner(port)) not in (None, os.getuid(), 0):
+        raise ValueError(
+            f"another user (uid {owner}) listens on port {port}, so nothing is sent there: choose "
+            "another --port"
+        )
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         # Not through the user's proxy.
@@ -81,15 +96,45 @@ def running(port: int, key: str, model: str | None) -> Endpoint | None:
 
 
 @contextmanager
+def listening(place: int | Path) -> Iterator[socket.socket]:
+    """Listens where a server is to be, before it is started: nobody else can answer there.
+
+    Args:
+        place: a port of this machine, or a path for a Unix socket that other users cannot reach.
+
+    Raises:
+        ValueError: the port is taken.
+    """
+    unix = isinstance(place, Path)
+    with socket.socket(socket.AF_UNIX if unix else socket.AF_INET) as listener:
+        try:
+            if unix:
+                listener.bind(str(place))
+            else:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind((HOST, place))
+        except OSError as error:
+            raise ValueError(f"{place} cannot be listened on ({error.strerror})") from error
+        listener.listen()
+        yield listener
+
+
+@contextmanager
 def started(
-    command: Sequence[str], environment: Mapping[str, str], port: int, log: Path, told: TextIO
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    listener: socket.socket,
+    log: Path,
+    told: TextIO,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Runs a server in a `with` block, from when it answers to the end of the block.
 
+    It ends with this process as well, however that ends.
+
     Args:
-        command: of the server.
+        command: `python -m MODULE`, and arguments of `vllm`.
         environment: variables to add to this process's.
-        port: that it will listen on.
+        listener: that it will answer on.
         log: file for what it prints.
         told: gets its progress, a line that is written over where it is a terminal.
 
@@ -99,59 +144,73 @@ def started(
     Raises:
         ValueError: it ended before it answered; the message has the end of its log.
     """
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
-            start_new_session=True,  # Ctrl-C in the client is the client's
-        )
-    try:
-        _wait(process, port, log, told)
-        yield process
-    finally:
-        _stop(process)
+    with lifeline() as followed:
+        given = followed, listener.fileno()
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", OWN_SERVER, *map(str, given), *command[3:]],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **_SHOWN, **environment},
+                pass_fds=given,
+                start_new_session=True,  # Ctrl-C in the client is the client's
+            )
+        try:
+            _wait(process, listener, log, told)
+            listener.close()  # so that nobody waits for a server that has ended
+            yield process
+        finally:
+            _stop(process)
 
 
-def _wait(process: subprocess.Popen[bytes], port: int, log: Path, told: TextIO) -> None:
+def output_file(kind: str, scratch: Path) -> Path:
+    """Where what a server prints is to go.
+
+    Its log is a file of its own, unless its user chose another; then what it prints is kept.
+
+    Args:
+        kind: of the command, for the name of a file that is kept.
+        scratch: a folder that goes with the command.
+    """
+    return log_files.begin(kind) if start_log.chosen_by_the_user() else scratch / "server.log"
+
+
+def _wait(
+    process: subprocess.Popen[bytes], listener: socket.socket, log: Path, told: TextIO
+) -> None:
     """Waits until /health answers, however long it takes: a model may have to be fetched first."""
-    began, shown = time.monotonic(), ""
-    with httpx.Client(trust_env=False, timeout=10) as client:
+    progress = StartProgress(log, told)
+    address = listener.getsockname()
+    unix = isinstance(address, str)
+    transport = httpx.HTTPTransport(uds=address if unix else None)
+    root = f"http://{HOST}" if unix else f"http://{HOST}:{address[1]}"
+    with httpx.Client(trust_env=False, timeout=_POLL_TIMEOUT_S, transport=transport) as client:
         while process.poll() is None:
-            with suppress(httpx.TransportError):  # no one listens yet
-                if client.get(f"http://{HOST}:{port}/health").status_code == 200:
-                    _clear(told)
+            with suppress(httpx.TransportError):  # nobody reads yet
+                if client.get(f"{root}/health").status_code == 200:
+                    progress.ready()
                     return
-            shown = _tell(told, time.monotonic() - began, shown)
+            progress.show()
             time.sleep(_POLL_S)
-    _clear(told)
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL:])
-    raise ValueError(f"the server ended with status {process.returncode}; its log ends:\n{tail}")
+    progress.clear()
+    raise ValueError(_cause(log.read_text(errors="replace").splitlines(), process.returncode))
 
 
-def _tell(told: TextIO, seconds: float, shown: str) -> str:
-    """Says how long it takes, each second on a terminal, else each half minute; the line."""
-    step = 1 if told.isatty() else 30
-    line = f"vllm-metal: the server starts ({int(seconds) // step * step} s)"
-    if line != shown:
-        told.write(f"\r{line}" if told.isatty() else f"{line}\n")
-        told.flush()
-    return line
-
-
-def _clear(told: TextIO) -> None:
-    if told.isatty():
-        told.write("\r\x1b[K")
-        told.flush()
+def _cause(lines: list[str], status: int) -> str:
+    """Why a server has ended: what it says itself, with the name of its log, or its last lines."""
+    for at, line in enumerate(lines):
+        if line.startswith(ERROR_PREFIX):
+            return "\n".join([line.removeprefix(ERROR_PREFIX), *lines[at + 1 :]])
+    tail = "\n".join(lines[-_TAIL:])
+    return f"the server ended with status {status}; its log ends:\n{tail}"
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """Asks the server to end, then kills what is left of all that it started."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
-        process.wait(_STOP_S)
+        process.wait(STOP_S)
     # On macOS a group of which only zombies are left may not be signalled.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -168,6 +227,8 @@ def free_port() -> int:
 def request_name(model: str) -> str:
     """The model's name in requests: a folder's last part, or its name on the hub."""
     path = Path(model).expanduser()
+    if path.is_file():
+        return path.name
     return path.resolve().name if path.is_dir() else model
 
 
@@ -188,15 +249,22 @@ def check_options(given: Sequence[str], own: Mapping[str, str]) -> None:
             raise ValueError(f"{name} behind --serve: {advice[name]}")
 
 
-def serve_command(model: str, name: str, port: int, flags: Sequence[str]) -> tuple[str, ...]:
+def serve_command(
+    model: str, name: str, place: int | Path, flags: Sequence[str]
+) -> tuple[str, ...]:
     """The command of a server, which tells clients how much of a prompt was cached.
 
     Args:
         model: a folder or a name on the hub.
         name: of the model in requests.
-        port: to listen on, for this machine alone.
+        place: a port to listen on, for this machine and whoever has the key, or a Unix socket.
         flags: more of `vllm serve`.
     """
-    place = ("--host", HOST, "--port", str(port), "--served-model-name", name)
+    where: tuple[str, ...] = ("--uds", str(place))
+    guard: tuple[str, ...] = ()
+    if not isinstance(place, Path):
+        where = ("--host", HOST, "--port", str(place))
+        guard = ("--middleware", _GUARD)  # the last one is the outermost
     serve = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model)
-    return (*serve, *place, "--enable-prompt-tokens-details", *flags)
+    named = ("--served-model-name", name, "--enable-prompt-tokens-details")
+    return (*serve, *where, *named, *flags, *guard)

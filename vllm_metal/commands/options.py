@@ -2,10 +2,39 @@
 """The options of each `vllm-metal` command, with the words of its help."""
 
 import argparse
+import re
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, NoReturn
 
 from vllm_metal.commands import units
+from vllm_metal.vllm_patches import refused_arguments
+
+#: Commands of other programs, and what does the same here.
+_ELSEWHERE = {
+    "serve": "the server is vLLM's own command: vllm serve MODEL",
+    "run": "vllm-metal chat MODEL talks to a model, and vllm serve MODEL serves it",
+    "pull": "a model is fetched when it is served; to fetch it before: hf download MODEL",
+    "list": "models on this machine: hf cache ls",
+    "ls": "models on this machine: hf cache ls",
+    "ps": "a server says what it serves at /v1/models: curl http://127.0.0.1:8000/v1/models",
+    "rm": "to remove a model: hf cache rm model/OWNER/NAME",
+    "show": "what a model needs, and whether it fits: vllm-metal fit MODEL",
+    "stop": "a server ends with Ctrl-C in its terminal, or by SIGTERM",
+}
+_NEGATIVE = re.compile(r"-\d")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._negative_number_matcher = _NEGATIVE  # -3GB is a value, and no option
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(1, f"vllm-metal: error: {refused_arguments.told(self, message)}\n")
 
 
 class _Version(argparse.Action):
@@ -16,11 +45,9 @@ class _Version(argparse.Action):
 
 def parser() -> argparse.ArgumentParser:
     """The parser of a command line; `command` of what it finds is the command's name."""
-    made = argparse.ArgumentParser(
-        prog="vllm-metal", description="Serve mlx-lm models with vLLM on Apple silicon."
-    )
+    made = _Parser(prog="vllm-metal", description="Serve mlx-lm models with vLLM on Apple silicon.")
     made.add_argument("--version", action=_Version, nargs=0, help="print it and exit")
-    commands = made.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    commands = made.add_subparsers(metavar="COMMAND", dest="command")
     _add_convert(commands.add_parser("convert", help="turn a GGUF file into a model directory"))
     _add_model(commands.add_parser("model", help="print the path of the embedded default model"))
     _add_fit(
@@ -37,6 +64,11 @@ def parser() -> argparse.ArgumentParser:
     _add_tenants(commands.add_parser("tenants", help="make, remove or list tenants' API keys"))
     _add_answers(commands.add_parser("answers", help="remove answers that a server has kept"))
     return made
+
+
+def of_another_program(arguments: Sequence[str]) -> str | None:
+    """What to type in place of a command that other programs have; None: it is none of those."""
+    return _ELSEWHERE.get(arguments[0]) if arguments else None
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
@@ -235,11 +267,11 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         "Check what serving needs, quick checks first: versions, macOS and memory; which platform "
         "vLLM chooses; an engine that generates ten tokens and shuts down, then a server that does "
         "the same; and the Metal kernels against their references, for a few shapes and the models "
-        "that this machine has served, with times. It takes some three minutes; what it found of "
-        "kernels is kept, for servers and for the next run, which goes on where this one stopped. "
-        "Each problem is printed with advice, and everything is written to a file, without the "
-        "names of the user, the home folder and the "
-        "machine. The exit status is 1 if a check fails. Without a Metal device, an interpreter "
+        "that this machine has served, with times. It takes three to seven minutes; what it found "
+        "of kernels is kept, for servers and for the next run, which goes on where this one "
+        "stopped. Each problem is printed with advice, and everything is written to a file, "
+        "without the names of the user, the home folder and the machine. The exit status is 1 if a "
+        "check fails. Without a Metal device, an interpreter "
         "runs the kernels for a few shapes. With --tune it checks nothing: it finds, in some three "
         "minutes, what the kernels are quickest with on this Mac, and keeps it for servers."
     )
@@ -349,7 +381,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         help="longest answer; default: %(default)s",
     )
     terminal.add_argument(
-        "--temperature", type=units.at_least_0, default=0.7, help="0: greedy; default: %(default)s"
+        "--temperature", type=units.at_least_0, help="0: greedy; default: the model's own"
     )
     _add_serve(parser)
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_metal.commands import units
 from vllm_metal.kv_transfer.disk import maintenance
 from vllm_metal.serving import config, tenants_file
 from vllm_metal.serving.config import ServingConfig, TenantsConfig
@@ -94,7 +95,7 @@ def _remove_what_was_theirs(ended: Sequence[Key], keys: Path, prefix_cache: Path
 def _remove_answers(settings: ServingConfig, key: Key) -> None:
     if settings.response_cache is not None:
         number = stores.purge(settings.response_cache, key.tenant)
-        print(f"{key.tenant}: removed {number} kept answers")
+        print(f"{key.tenant}: removed {units.counted(number, 'cached response')}")
 
 
 def _remove_blocks(tenants: TenantsConfig, key: Key, prefix_cache: Path | None) -> None:
@@ -108,7 +109,7 @@ def _remove_blocks(tenants: TenantsConfig, key: Key, prefix_cache: Path | None) 
         return
     maintenance.check_is_cache(prefix_cache)
     number, _ = maintenance.remove(prefix_cache, maintenance.Selection(namespace=namespace))
-    print(f"{key.tenant}: removed {number} blocks of K/V from {prefix_cache}")
+    print(f"{key.tenant}: removed {units.counted(number, 'block')} of K/V from {prefix_cache}")
 
 
 def _complain(error: Exception) -> int:

@@ -20,6 +20,11 @@ _TOKENS = {"": 1, "K": 2**10, "M": 2**20}  # as in "128k context"
 _SECONDS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
+def counted(number: int, name: str) -> str:
+    """A number of things, as in "1 block" and "2 blocks"."""
+    return f"{number} {name}" if number == 1 else f"{number} {name}s"
+
+
 def memory(text: str) -> int:
     """Bytes of ``24GB``, ``24 GiB`` or ``24G``; GB are 2**30 bytes, as of a Mac's memory."""
     return _parse(re.sub(r"(?i)(?<=[mgt])i?b?$", "B", text.strip()), _MEMORY, "24GB")

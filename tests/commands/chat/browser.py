@@ -40,12 +40,12 @@ class Watched:
     def __init__(self, started, address: str, width: int = 1280, height: int = 800, **options):
         self.context = started.new_context(viewport={"width": width, "height": height}, **options)
         self.page = self.context.new_page()
-        self.page.set_default_timeout(30_000)
+        self.page.set_default_timeout(300_000)
         self.errors, self.outside = [], []
         self.page.on("console", self._heard)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", self._asked)
-        self._address = address
+        self._address = address.partition("?")[0]
         self.page.goto(address)
 
     def faults(self) -> list[str]:

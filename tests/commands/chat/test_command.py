@@ -67,7 +67,8 @@ def test_a_started_server_gets_the_options_behind_serve(monkeypatch):
         raise ValueError("not in this test")
 
     monkeypatch.setattr(command.local_server, "started", started)
-    monkeypatch.setattr(command.surroundings, "prepare", lambda offline: None)
+    monkeypatch.setattr(command.surroundings, "prepare", lambda offline, quiet: None)
+    monkeypatch.setattr(command.early_checks, "check_model", lambda model: None)
     words = ["chat", "m", "--port", str(local_server.free_port())]
     assert cli.main([*words, "--serve", "--speculative-config", '{"method": "ngram"}']) == 1
     assert commands[0][-2:] == ("--speculative-config", '{"method": "ngram"}')

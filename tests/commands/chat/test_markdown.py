@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTML of answers: what an answer may not do, and that it grows block by block."""
 
+import itertools
 from html.parser import HTMLParser
 
 import pytest
@@ -61,6 +62,15 @@ def test_code_is_coloured_and_reached_by_the_keyboard():
     (html,) = markdown.blocks("```python\nreturn 1\n```")
     assert '<span class="k">return</span>' in html
     assert '<pre tabindex="0"' in html
+
+
+def test_code_that_takes_long_to_colour_is_text(monkeypatch):
+    """Lexers take the square of some texts' length, and the page would stand still."""
+    monkeypatch.setattr(markdown.time, "perf_counter", itertools.count().__next__)
+    code = "return 1\n" * 200
+    (html,) = markdown.blocks(f"```python\n{code}```")
+    assert 50 < html.count('<span class="k">return</span>') < 100
+    assert html.count("return") == 200
 
 
 @pytest.mark.parametrize("language", ["", "no-such-language", '"><script>'])

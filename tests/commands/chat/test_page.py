@@ -47,8 +47,24 @@ def url():
         server.shutdown()
 
 
-def client(url, key=KEY, host="127.0.0.1"):
-    return TestClient(page.app(Upstream(url, key)), base_url=f"http://{host}:8090")
+def client(url, key=KEY, host="127.0.0.1", token="t"):
+    asked = TestClient(page.app(Upstream(url, key), "t"), base_url=f"http://{host}:8090")
+    asked.get("/", params={"token": token})
+    return asked
+
+
+def test_whoever_has_not_the_pages_address_gets_nothing(url):
+    """Of other users of the machine, who would have answers by the user's key."""
+    for token in ("", "T", "tt", "é"):
+        asked = client(url, token=token)
+        for path in ("/", "/main.js", "/api/model", "/?token=x", "/main.js?token=t"):
+            assert asked.get(path).status_code == 401
+        reply = asked.post("/api/answer", json=ASKED)
+        assert reply.status_code == 401 and "has printed" in reply.json()["error"]
+    known = client(url)
+    (cookie,) = known.cookies.jar
+    assert cookie.has_nonstandard_attr("HttpOnly") and cookie.name.endswith("8090")
+    assert known.get("/").status_code == 200
 
 
 def test_the_page_may_load_nothing_from_elsewhere_and_has_no_key(url):
@@ -61,7 +77,10 @@ def test_the_page_may_load_nothing_from_elsewhere_and_has_no_key(url):
 
 
 def test_the_model_is_asked_with_the_key(url):
-    assert client(f"{url}/v1/").get("/api/model").json() == {"name": "m", "context": 64}
+    assert client(f"{url}/v1/").get("/api/model").json() == {
+        **{"name": "m", "label": "m", "context": 64},
+        **{"millions": None, "max_tokens": None},
+    }
 
 
 def test_a_wrong_key_is_named_with_what_to_do(url):
@@ -84,7 +103,7 @@ def test_a_form_of_another_page_is_refused(url):
 def test_a_server_s_refusal_reaches_the_user(url):
     reply = client(url).post("/api/answer", json=ASKED)
     (event,) = map(json.loads, reply.text.splitlines())
-    assert event["error"] == "the server says 400: the prompt is too long"
+    assert event["error"] == "The server says 400: the prompt is too long"
 
 
 def test_a_server_that_is_not_there_is_named():
@@ -95,10 +114,26 @@ def test_a_server_that_is_not_there_is_named():
     assert reply.status_code == 502 and f"{url} does not answer" in reply.json()["error"]
 
 
-@pytest.mark.parametrize("asked", [[], {"messages": 3}, {"texts": [1]}])
+@pytest.mark.parametrize("url", ["foo", "ftp://127.0.0.1:1", "http://[", "http://127.0.0.1:x"])
+def test_what_is_no_address_is_named_with_one_that_is(url):
+    with pytest.raises(ValueError, match=r"is not the address of a server: write --url http://"):
+        Upstream(url, None)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "[]",
+        '{"messages": 3}',
+        '{"texts": [1]}',
+        '{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        '{"messages": [{"role": "user", "content": "a"}], "sampling": {"stop": ["\\udfff"]}}',
+        pytest.param("[" * 100_000, id="nested"),
+    ],
+)
 def test_nonsense_is_refused_by_name(url, asked):
     path = "/api/markdown" if "texts" in asked else "/api/answer"
-    reply = client(url).post(path, json=asked)
+    reply = client(url).post(path, content=asked, headers={"Content-Type": "application/json"})
     assert reply.status_code == 400 and "wanted" in reply.json()["error"]
 
 

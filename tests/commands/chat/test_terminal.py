@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from vllm_metal.commands.chat.terminal import session
+from vllm_metal.commands.chat.terminal import prints, session
 from vllm_metal.commands.chat.terminal.conversation import ChatError, Conversation, TurnStats
 from vllm_metal.commands.chat.terminal.session import interruptible, obey, questions
 
@@ -134,3 +134,11 @@ def test_the_first_ctrl_c_of_an_answer_only_asks_to_stop() -> None:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_answer_moves_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither sets the clipboard (OSC 52), nor the title, nor clears the screen."""
+    for piece in ("a\x1b]52;c;", "aGk=\x07b", "\x9b2J\x1b", "[2J\tc\n\x7f"):
+        prints.stream(piece)
+    prints.say("d\x1b[2J")
+    assert capsys.readouterr().out == "a]52;c;aGk=b2J[2J\tc\nd[2J\n"

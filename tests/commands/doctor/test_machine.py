@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from commands.doctor.conftest import ended
 
 from vllm_metal.commands.doctor import machine
 from vllm_metal.commands.doctor.machine import GIB, System
+from vllm_metal.device import openmp
 
 MAC = System("darwin", "arm64", (26, 2), translated=False, mlx_wheel="py3-none-macosx_26_0_arm64")
 
@@ -50,11 +52,32 @@ def test_macos_s_release_is_its_own_command_s_word(tmp_path, monkeypatch):
     command.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(machine.sys, "platform", "darwin")
-    monkeypatch.setattr(machine.platform, "mac_ver", lambda: ("16.1", ("", "", ""), "arm64"))
+    monkeypatch.setattr(platform, "mac_ver", lambda: ("16.1", ("", "", ""), "arm64"))
     monkeypatch.setattr(machine.sysctl, "read", lambda name: 0)
+    monkeypatch.setattr(machine.sysctl, "read_text", lambda name: "Apple M5")
     assert machine.this_system().release == (26, 1)
     command.unlink()
     assert machine.this_system().release == (16, 1)
+
+
+@pytest.mark.parametrize(
+    ("release", "chip", "wheel", "slow"),
+    [
+        ((26, 2), "Apple M5", "macosx_15_0", True),
+        ((27, 0), "Apple M6 Ultra", "macosx_14_0", True),
+        ((26, 2), "Apple M5 Max", "macosx_26_0", False),
+        ((26, 4), "Apple M4 Max", "macosx_15_0", False),
+        ((26, 1), "Apple M5", "macosx_15_0", False),  # the one for 26 does not suit
+        ((26, 4), None, "macosx_15_0", False),
+    ],
+)
+def test_an_m5_without_the_kernels_of_its_matrix_units_is_warned(release, chip, wheel, slow):
+    found = machine.check_release(mac(release=release, chip=chip, mlx_wheel=f"py3-none-{wheel}_a"))
+    assert found.status == ("warning" if slow else "ok")
+    if slow:
+        assert chip in found.seen and "2 to 3 times slower" in found.seen
+        (line,) = (line for line in found.advice.splitlines() if " pip install " in line)
+        assert shlex.split(line)[0] == "SYSTEM_VERSION_COMPAT=0" and "--force-reinstall" in line
 
 
 def test_a_command_to_be_copied_survives_a_space(monkeypatch):
@@ -69,12 +92,36 @@ def test_an_older_macos_fails():
     assert found.status == "failed" and "needs 14" in found.seen
 
 
+@pytest.mark.parametrize(
+    ("release", "status"),
+    [((15, 7), "warning"), ((26, 6), "warning"), ((26, 6, 1), "ok"), ((27, 0), "ok")],
+)
+def test_a_macos_whose_driver_panics_is_named(release, status):
+    found = machine.check_driver(mac(release=release))
+    assert found.status == status
+    if status == "warning":
+        assert "completeMemory" in found.seen and "26.6.1 or newer" in found.advice
+
+
+def test_there_is_no_driver_to_check_elsewhere():
+    assert machine.check_driver(mac(name="linux", release=())) is None
+
+
 def test_rosetta_is_named():
     assert machine.check_processor(MAC).status == "ok"
     found = machine.check_processor(mac(machine="x86_64", translated=True))
     assert found.status == "failed" and "Rosetta" in found.seen and "uv venv" in found.advice
     found = machine.check_processor(mac(machine="x86_64"))
     assert found.status == "failed" and "Intel" in found.seen
+
+
+def test_what_a_user_of_openmp_may_export_is_named(monkeypatch):
+    linux = mac(name="linux", machine="x86_64")
+    monkeypatch.setattr(openmp, "EXPORTED", frozenset())
+    seen = machine.check_processor(linux).seen
+    assert "OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=20000" in seen
+    monkeypatch.setattr(openmp, "EXPORTED", frozenset({"OMP_WAIT_POLICY"}))
+    assert "export" not in machine.check_processor(linux).seen
 
 
 def told(available: float) -> dict[str, object]:

@@ -27,6 +27,9 @@ def test_the_first_releases_of_macos_26_are_warned_of_and_rosetta_fails(tmp_path
     found = findings(report)
     assert found["system"]["status"] == "warning" and "26.1" in found["system"]["seen"]
     assert "macosx_15_0_arm64" in result.stdout
+    assert found["GPU driver"]["status"] == "warning"
+    wired = json.loads(report.read_text())["wired_bytes"]
+    assert min(wired["before"], wired["after"]) > 0
     told = json.loads(report.read_text())["machine"]
     assert told["sw_vers"] == []  # the double has no such command
     assert told["memory_bytes"] > 2**30

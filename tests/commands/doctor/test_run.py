@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -161,7 +162,7 @@ def test_without_an_interpreter_it_says_how_to_get_it(
     folder = Path(__file__).parents[3] / "interpreter"
     said = " ".join(capsys.readouterr().out.split())  # lines are broken to fit
     # By pip, or by uv where the module of advice was imported without pip in sight.
-    assert re.search(rf"pip install (--python \S+ )?{re.escape(str(folder))} ", said)
+    assert re.search(rf"pip install (--python \S+ )?{re.escape(shlex.quote(str(folder)))} ", said)
     assert "not run" in json.loads(report.read_text())["kernels"]
 
 

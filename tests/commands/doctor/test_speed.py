@@ -33,6 +33,8 @@ def test_less_than_half_of_mlx_lms_is_warned_of(phase):
     assert found.status == "warning"
     assert f"{phase} " in found.seen and "0.40 of mlx-lm's" in found.seen
     assert "report" in found.advice
+    found = speed.check_speed(ended(**TIMED | {phase: 0.4 * ALONE[phase]}), ended(**ALONE), "cpu")
+    assert found.status == "ok" and "on a CPU, so that it says nothing of a Mac" in found.seen
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,15 @@ CONVOLUTIONS = {
     "layer_types": ["conv", "full_attention", "conv", "full_attention"],
 }
 LATENTS = MLA | ROUTED | {"moe_intermediate_size": 64, "head_dim": None}
+TWO_SIZES = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 48,
+    "global_head_dim": 64,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": None,
+}
 #: model_type, changes of BASE, and bits of quantised weights.
 MODELS = {
     "llama": ("llama", {}, None),
@@ -90,8 +99,10 @@ MODELS = {
 OTHERS = {
     "qwen3_next, states": ("qwen3_next", GROUPED | STATES | {"num_experts": 0}, None),
     "deepseek_v3, latents": ("deepseek_v3", LATENTS, None),
+    "gemma4, heads of two sizes": ("gemma4_text", GROUPED | TIED | TWO_SIZES, None),
 }
 ARCHITECTURES = {
+    "gemma4_text": "Gemma4ForCausalLM",
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",

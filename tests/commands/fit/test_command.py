@@ -3,10 +3,13 @@
 
 import json
 import re
+from contextlib import nullcontext
 
 import pytest
 
 from vllm_metal.commands.cli import main
+from vllm_metal.models import architectures
+from vllm_metal.weights.files import ModelLoadError
 
 #: Llama-3-8B's config.json, as published.
 LLAMA3_8B = {
@@ -188,6 +191,22 @@ def test_a_model_that_the_engine_does_not_serve_is_refused_in_its_words(tmp_path
     assert reason in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "is_served"),
+    [
+        ("gemma4_unified", "Gemma4UnifiedForConditionalGeneration", True),
+        ("qwen3", "Qwen3ForSequenceClassification", True),
+        ("lfm2", "Lfm2BidirectionalModel", False),
+        ("phi3", "Phi3VForCausalLM", False),
+        ("internlm3", "MadeUpForCausalLM", True),  # as mlx-lm's module of the model_type
+    ],
+)
+def test_architectures_are_judged_as_by_serve(model_type, architecture, is_served):
+    content = {"model_type": model_type, "architectures": [architecture]}
+    with nullcontext() if is_served else pytest.raises(ModelLoadError, match=architecture):
+        architectures.check(content)
+
+
 def test_where_there_is_no_metal_device_the_mac_must_be_named(folder, capsys, monkeypatch):
     monkeypatch.setenv("VLLM_METAL_DEVICE", "off")
     assert main(["fit", str(folder("llama"))]) == 1
@@ -207,3 +226,30 @@ def test_ranks_of_one_mac_have_a_part_each(llama3_8b, capsys):
     assert half["weights"] == alone["weights"]
     assert "--data-parallel-size 2" in half["commands"][0]
     assert "--data-parallel" not in alone["commands"][0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000, and models have 10000 at"),
+        ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers"),
+        ({"vocab_size": 10**12}, "vocab_size"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0, and models have 1 at least"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e300}}, "factor 1e+300"),
+        ({"hidden_size": float("nan")}, "hidden_size nan"),
+        ({"num_attention_heads": "many"}, "heads 'many', which is no number"),
+        (None, "holds no JSON object"),
+        ("{", "is not JSON"),
+        ('{"a": ' + "[" * 70 + "]" * 70 + "}", "nested deeper than 64"),
+        ("[" * 100_000, "is not JSON"),
+    ],
+)
+def test_a_strangers_config_is_an_error_in_one_line(llama3_8b, tmp_path, capsys, changed, said):
+    """Before anything is built of it: each of these took all memory, or ended in a traceback."""
+    text = changed
+    if not isinstance(text, str):
+        text = json.dumps([] if changed is None else LLAMA3_8B | changed)
+    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "model.safetensors").symlink_to(f"{llama3_8b}/model.safetensors")
+    assert main(["fit", str(tmp_path), "--memory", "64GB"]) == 1
+    assert said in capsys.readouterr().err

@@ -6,6 +6,7 @@ import mlx.nn as nn
 import pytest
 
 from metal_kernels import kernel
+from metal_kernels.paged_attention.fused import is_fused
 from vllm_metal.commands.fit.graph import record, recordable
 
 
@@ -65,3 +66,11 @@ def test_a_kernel_is_one_operation_that_takes_over_no_input(tmp_path):
 def test_an_operation_that_mlx_does_not_show_is_named():
     with pytest.raises(ValueError, match=r"cannot be estimated: .*FromFP8"):
         record(lambda x: [mx.from_fp8(x)], [mx.zeros(8, mx.uint8)])
+
+
+@pytest.mark.skipif(mx.default_device().type == mx.DeviceType.gpu, reason="has such kernels")
+def test_recording_for_metal_leaves_no_fused_kernels_behind_on_a_cpu():
+    device = mx.default_device().type
+    with recordable(metal=True):
+        is_fused(192, 192, mx.bfloat16, device)
+    assert not is_fused(192, 192, mx.bfloat16, device)

@@ -28,7 +28,7 @@ def folder(request, tmp_path_factory):
 def loaded(folder, dtype):
     config = load_config(folder)
     tower = SERVED[config["model_type"]].tower(config)
-    load_weights(tower, folder, dtype, None)
+    load_weights(tower, folder, dtype, config)
     return tower
 
 

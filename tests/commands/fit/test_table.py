@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of well-known models fits which Mac without a flag, by the sum that the engine makes.
 
-`python tests/commands/fit/test_table.py` prints the table of docs/memory.md.
+`PYTHONPATH=. python tests/commands/fit/test_table.py` prints the table of docs/memory.md.
 """
 
 import re
@@ -12,16 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks._published import QWEN3
 from metal_kernels.layout import BLOCK_SIZES
 from vllm_metal.commands.fit import engine
 from vllm_metal.commands.fit.estimate import Estimate, Model, estimate
-from vllm_metal.commands.fit.known import KNOWN
 from vllm_metal.commands.fit.machine import Machine
 from vllm_metal.memory import advice, budget
 from vllm_metal.memory.advice import BudgetError
-from vllm_metal.memory.planner import settings_of
+from vllm_metal.memory.pool_limits import settings_of
 from vllm_metal.platform import metal_platform
 
+#: One family from half a billion parameters to thirty, the smallest first.
+MODELS = tuple(QWEN3[size] for size in ("0.6B", "1.7B", "4B", "8B", "14B", "30B-A3B"))
 PAGE = Path(__file__).parents[3] / "docs" / "memory.md"
 GIB = 2**30
 MEMORIES = (8, 16, 24, 64, 128, 512)
@@ -47,7 +49,7 @@ def served(known) -> tuple[Estimate, object]:
 
 @cache
 def _served(name: str) -> tuple[Estimate, object]:
-    (known,) = (each for each in KNOWN if each.name == name)
+    (known,) = (each for each in MODELS if each.name == name)
     with known.folder() as path:
         model = Model.read(path, known.config["model_type"], torch.bfloat16)
         config = engine.config(
@@ -93,11 +95,12 @@ def table() -> str:
     """Markdown: by model and Mac the pool, and the context where it is not the model's whole."""
     heads = [f"{memory} GB" for memory in MEMORIES]
     lines = ["| | " + " | ".join(heads) + " |", "| --- |" + " ---: |" * len(heads)]
-    for known in reversed(KNOWN):
+    for known in MODELS:
         for busy in (False, True):
             cells = [cell(on(known, mac(memory, busy)), known) for memory in MEMORIES]
-            name = known.name.removeprefix("mlx-community/")
-            lines.append(f"| {name}, {'busy' if busy else 'idle'} | " + " | ".join(cells) + " |")
+            lines.append(
+                f"| {known.name}-4bit, {'busy' if busy else 'idle'} | " + " | ".join(cells) + " |"
+            )
     return "\n".join(lines)
 
 
@@ -108,21 +111,13 @@ def cell(found: Found, known) -> str:
     return f"{found.pool / GIB:.1f}" + ("" if whole else f" ({found.context // 1024}k)")
 
 
-def of_size(size: str):
-    """The known model of so many parameters."""
-    (known,) = (each for each in KNOWN if each.name.endswith(f"-{size}-4bit"))
-    return known
-
-
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize(
     "known",
     [
-        pytest.param(
-            known, marks=() if known in (of_size("0.6B"), of_size("8B")) else pytest.mark.more
-        )
-        for known in KNOWN
+        pytest.param(known, marks=() if known in (QWEN3["0.6B"], QWEN3["8B"]) else pytest.mark.more)
+        for known in MODELS
     ],
     ids=lambda known: known.name,
 )
@@ -137,8 +132,8 @@ def test_a_model_starts_without_a_flag_or_is_refused_with_one_that_works(known, 
 
 def test_the_first_commands_of_the_readme_run_on_the_smallest_macs():
     for busy in (False, True):
-        assert not on(of_size("0.6B"), mac(8, busy)).refused
-    assert not on(of_size("8B"), mac(16, False)).refused
+        assert not on(QWEN3["0.6B"], mac(8, busy)).refused
+    assert not on(QWEN3["8B"], mac(16, False)).refused
 
 
 def numbers(text: str) -> list[float]:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tomllib
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
@@ -21,9 +22,12 @@ from threading import Thread
 from types import SimpleNamespace
 
 import pytest
+from commands.vllm_double import write_vllm
 
-from vllm_metal.commands import cli
-from vllm_metal.commands.launch import command, planning
+from vllm_metal.commands import cli, listeners
+from vllm_metal.commands.fit.known import KNOWN
+from vllm_metal.commands.fit.machine import Machine
+from vllm_metal.commands.launch import planning
 
 CLIENTS = ("claude", "codex", "opencode", "pi")
 #: A client: `RECORDER OUT STATUS ARGUMENTS...`.
@@ -203,6 +207,29 @@ def test_print_says_what_would_be_done_and_no_key(user):
     assert "Temporary file vllm-metal.js" in done.stdout and "--model tiny x" in done.stdout
 
 
+def test_another_users_server_is_sent_nothing(user, monkeypatch):
+    monkeypatch.setattr(listeners, "owner", lambda port: 65534)
+    with listening("k") as port:
+        done = user.launch("claude", "--port", str(port), VLLM_API_KEY="k")
+    assert done.returncode == 1 and "another user (uid 65534)" in done.stderr
+    assert not user.out.exists()
+
+
+def test_nobody_takes_the_port_while_a_server_is_planned(user, monkeypatch):
+    with socket.socket() as stranger:
+
+        def planned(model, context):
+            stranger.bind(("127.0.0.1", int(port)))
+            stranger.listen()
+            return planning.Planned("m", 512, [], [])
+
+        monkeypatch.setattr(planning, "planned", planned)
+        port = free_port()
+        done = user.launch("claude", "m", "--port", port)
+    assert done.returncode == 1 and f"{port} cannot be listened on" in done.stderr
+    assert not user.out.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "key", "said"),
     [
@@ -226,7 +253,8 @@ def test_options_of_the_server_stand_between_the_commands_and_the_clients(monkey
         assert cli.main([*words, "--serve", "--kv-cache-dtype", "fp8", "--", "-p", "x"]) == 0
     lines = capsys.readouterr().out.splitlines()
     (server,) = (line for line in lines if " serve m " in line)
-    assert server.endswith("--max-model-len 4096 --kv-cache-dtype fp8")
+    assert " --max-model-len 4096 --kv-cache-dtype fp8 " in server
+    assert server.endswith(" --middleware vllm_metal.serving.local_only.LocalOnly")
     assert "  claude -p x" in lines
 
 
@@ -285,8 +313,21 @@ def test_a_model_that_is_not_there_is_an_error_before_anything_starts(
         here = SimpleNamespace(run=run_here, PIPE=subprocess.PIPE)
         monkeypatch.setattr(planning, "subprocess", here)
     done = user.launch("claude", str(tmp_path), "--port", free_port())
-    assert done.returncode == 1 and "config.json is missing" in done.stderr
+    assert done.returncode == 1 and "has no config.json" in done.stderr
     assert not user.out.exists()
+
+
+@pytest.mark.parametrize(("memory", "context"), [(8, 14_720), (16, 32_768), (64, 40_960)])
+@pytest.mark.more
+def test_an_agent_s_context_may_take_more_than_is_taken_unasked(memory, context, monkeypatch):
+    """Qwen3-4B in 4 bits: unasked, 16 GB have 18k and 8 GB all that is left."""
+    monkeypatch.setattr(planning, "subprocess", SimpleNamespace(run=run_here, PIPE=subprocess.PIPE))
+    monkeypatch.setattr(Machine, "this", lambda: Machine.mac(memory * 2**30))
+    (smaller,) = (each for each in KNOWN if each.name.endswith("/Qwen3-0.6B-4bit"))
+    sizes = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36}
+    model = replace(smaller, config={**smaller.config, **sizes, "num_attention_heads": 32})
+    with model.folder() as path:
+        assert planning.planned(str(path), None).context == pytest.approx(context, rel=0.05)
 
 
 #: A client that asks its server once: `ASKER OUT STATUS`.
@@ -304,9 +345,12 @@ sys.exit(int(status))
 """
 
 
-#: A server's double: `SERVER MODEL PORT`. It is not ready when it is asked for the first time.
-SERVER = """
-import http.server, json, os, sys
+#: A server's double, in the place of vLLM's command. It is not ready when first asked, and writes
+#: down by whom it was started.
+VLLM = """
+import http.server, json, os, socket, sys
+
+from vllm.entrypoints.launchers import launcher
 
 class Handler(http.server.BaseHTTPRequestHandler):
     ready = False
@@ -317,14 +361,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         known = self.headers["Authorization"] == "Bearer " + os.environ["VLLM_API_KEY"]
-        self.reply(200 if known else 401, {"model": sys.argv[1], "usage": {"output_tokens": 2}})
+        self.reply(200 if known else 401, {"model": NAME, "usage": {"output_tokens": 2}})
 
     def reply(self, status, value):
         self.send_response(status)
         self.end_headers()
         self.wfile.write(json.dumps(value).encode())
 
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
+NAME = sys.argv[sys.argv.index("--served-model-name") + 1]
+
+def main():
+    server = http.server.HTTPServer(("", 0), Handler, bind_and_activate=False)
+    server.socket = launcher.create_server_socket(("127.0.0.1", 0), reuse_port=False)
+    server.serve_forever()
 """
 
 
@@ -337,14 +386,11 @@ def test_a_server_is_started_for_the_client_and_ends_with_it(user, tmp_path, mon
         launch = user.launch_process
     else:
         model.mkdir()
-        (script := tmp_path / "server.py").write_text(SERVER)
+        write_vllm(tmp_path / "packages", VLLM)
+        path = os.pathsep.join([str(tmp_path / "packages"), *filter(None, sys.path)])
+        monkeypatch.setenv("PYTHONPATH", path)
         plan = planning.Planned(str(model), 512, ["--max-model-len", "512"], [])
         monkeypatch.setattr(planning, "planned", lambda model, context: plan)
-        monkeypatch.setattr(
-            command,
-            "serve_command",
-            lambda model, name, port, flags: (sys.executable, "-S", str(script), name, str(port)),
-        )
         launch = user.launch
     user.install("claude", ASKER, status=3)
     port = free_port()

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_metal.commands.chat import markdown
-from vllm_metal.commands.chat.upstream import Reply, Upstream, UpstreamError
+from vllm_metal.commands.chat.upstream import Model, Reply, Upstream, UpstreamError
 
 #: Seconds between two events at least: more often, nobody could see it.
 _PERIOD = 0.05
@@ -18,15 +19,16 @@ _SHARE = 4.0
 Event = dict[str, Any]
 
 
-def body(model: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+def body(model: Model, asked: Mapping[str, Any]) -> dict[str, Any]:
     """The request for an answer to what the page asks.
 
     Args:
-        model: name of the model.
-        asked: `messages`, and `sampling`: parameters as the API has them, null where unset.
+        model: that answers.
+        asked: `messages`; `sampling`, parameters as the API has them, null where unset; and
+            `continue`, whether the last message is an answer to go on with.
 
     Raises:
-        ValueError: messages are missing, or one is no text of a role.
+        ValueError: messages are missing, or one is no text of a role, or none of Unicode.
     """
     messages = asked.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -39,9 +41,16 @@ def body(model: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     sampling = asked.get("sampling") or {}
     if not isinstance(sampling, dict):
         raise ValueError("sampling: an object is wanted")
+    json.dumps(asked, ensure_ascii=False).encode()  # else the stream would end amid the request
+    given = {name: value for name, value in sampling.items() if value is not None}
+    most = given.pop("max_tokens", None) or model.max_tokens
+    if isinstance(most, int):
+        given["max_tokens"] = model.at_most(most)
+    if asked.get("continue"):
+        given |= {"continue_final_message": True, "add_generation_prompt": False}
     return {
-        **{name: value for name, value in sampling.items() if value is not None},
-        "model": model,
+        **given,
+        "model": model.name,
         "messages": [{name: message[name] for name in ("role", "content")} for message in messages],
         "stream": True,
         # With every piece, as an answer that is stopped has no last one.
@@ -113,9 +122,31 @@ class Progress:
         }
 
 
-async def events(upstream: Upstream, request: Mapping[str, Any]) -> AsyncIterator[Event]:
-    """The events of one answer; the last has `done`, the reason, or `error`, a text."""
-    progress = Progress(time.monotonic())
+def limit(
+    request: Mapping[str, Any], context: int | None, figures: Mapping[str, Any]
+) -> dict[str, int | str | None]:
+    """The limit that cut an answer: its `name` (context, max_tokens or server) and its `tokens`."""
+    tokens, prompt, most = figures["tokens"], figures["prompt"], request.get("max_tokens")
+    if None not in (tokens, prompt, context) and prompt + tokens >= context:
+        return {"name": "context", "tokens": context}
+    if most is not None and (tokens is None or tokens >= most):
+        return {"name": "max_tokens", "tokens": most}
+    return {"name": "server", "tokens": tokens}
+
+
+async def events(
+    upstream: Upstream, request: Mapping[str, Any], context: int | None = None
+) -> AsyncIterator[Event]:
+    """The events of one answer; the last has `done`, the reason, or `error`, a text.
+
+    Args:
+        upstream: the server that answers.
+        request: of `body`.
+        context: of the model, in tokens; None: unknown.
+    """
+    continues = "continue_final_message" in request
+    said = request["messages"][-1]["content"] if continues else ""
+    progress = Progress(time.monotonic(), text=said)
     try:
         async with upstream.answer(request) as reply:
             if reply.miss is not None:
@@ -125,7 +156,10 @@ async def events(upstream: Upstream, request: Mapping[str, Any]) -> AsyncIterato
     except UpstreamError as error:
         yield progress.event() | {"error": str(error)}
         return
-    yield progress.event() | {"done": progress.finish or "unknown"}
+    last = progress.event() | {"done": progress.finish or "unknown"}
+    if progress.finish == "length":
+        last["limit"] = limit(request, context, last["figures"])
+    yield last
 
 
 async def _paced(progress: Progress, reply: Reply) -> AsyncIterator[Event]:

@@ -16,8 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from vllm_metal.commands import local_server
+from vllm_metal.commands import early_checks, local_server
 from vllm_metal.commands.chat import surroundings
+from vllm_metal.commands.chat.upstream import Upstream
 from vllm_metal.commands.local_server import HOST, KEY_OF_SERVER
 from vllm_metal.settings.extras import install_advice
 
@@ -57,25 +58,32 @@ def run(args: Namespace) -> int:
         raise ImportError(f"the page needs {', '.join(missing)}: {install_advice('chat')}")
     with _listening(args.port) as listener:
         if args.url is not None:
-            return _show(listener, args.url, os.environ.get(KEY_OF_SERVER), args.open)
+            upstream = Upstream(args.url, os.environ.get(KEY_OF_SERVER))
+            return _show(listener, upstream, args.open)
         return _serve_and_show(args, listener)
 
 
 def _serve_and_show(args: Namespace, listener: socket.socket) -> int:
-    surroundings.prepare(offline=args.model is None)
+    surroundings.prepare(offline=args.model is None, quiet=False)
+    if args.model is not None:
+        early_checks.check_model(args.model)
     model = args.model or str(_default_model())
-    port, key = local_server.free_port(), secrets.token_urlsafe()
     context = -1 if args.max_model_len is None else args.max_model_len
     flags = ["--max-model-len", str(context)]
     flags += ["--kv-cache-memory-bytes", str(int(args.kv_cache_gib * 2**30))]
     flags += args.serve
     name = local_server.request_name(model)
-    command = local_server.serve_command(model, name, port, flags)
-    with TemporaryDirectory(prefix="vllm-metal-chat-") as scratch:
-        log, environment = Path(scratch) / "server.log", {KEY_OF_SERVER: key}
-        with local_server.started(command, environment, port, log, sys.stderr) as process:
-            url = f"http://{HOST}:{port}"
-            return _show(listener, url, key, args.open, lambda: process.poll() is None)
+    with TemporaryDirectory(prefix="vllm-metal-chat-") as scratch:  # of this user alone
+        log = local_server.output_file("chat", Path(scratch))
+        path = Path(scratch) / "server"
+        command = local_server.serve_command(model, name, path, flags)
+        no_key = {KEY_OF_SERVER: ""}  # nobody else reaches the socket
+        with (
+            local_server.listening(path) as listening,
+            local_server.started(command, no_key, listening, log, sys.stderr) as process,
+        ):
+            upstream = Upstream(f"http://{HOST}", None, path)
+            return _show(listener, upstream, args.open, lambda: process.poll() is None)
 
 
 def _default_model() -> Path:
@@ -87,8 +95,7 @@ def _default_model() -> Path:
 
 def _show(
     listener: socket.socket,
-    url: str,
-    key: str | None,
+    upstream: Upstream,
     opened: bool,
     alive: Callable[[], bool] = lambda: True,
 ) -> int:
@@ -96,8 +103,7 @@ def _show(
 
     Args:
         listener: bound to the page's address.
-        url: of the server that answers.
-        key: for it.
+        upstream: the server that answers.
         opened: whether to open the page in the user's browser.
         alive: whether the server still runs.
 
@@ -107,14 +113,14 @@ def _show(
     import uvicorn
 
     from vllm_metal.commands.chat import page
-    from vllm_metal.commands.chat.upstream import Upstream
 
-    address = f"http://{HOST}:{listener.getsockname()[1]}/"
+    token = secrets.token_urlsafe()
+    address = f"http://{HOST}:{listener.getsockname()[1]}/?token={token}"
 
     async def serve() -> bool:
         server = uvicorn.Server(
             uvicorn.Config(
-                page.app(Upstream(url, key)), log_level="warning", timeout_graceful_shutdown=1
+                page.app(upstream, token), log_level="warning", timeout_graceful_shutdown=1
             )
         )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -122,7 +128,7 @@ def _show(
             await asyncio.sleep(_START_POLL)
         print(f"Chat: {address}   (Ctrl-C ends it)", flush=True)
         if opened and _has_windows():
-            webbrowser.open(address)
+            _open(address, scratch)
         while not serving.done() and alive():
             await asyncio.wait((serving,), timeout=_POLL)
         ended = serving.done()
@@ -130,13 +136,23 @@ def _show(
         await serving
         return ended
 
-    try:
-        by_user = asyncio.run(serve())
-    except KeyboardInterrupt:  # uvicorn has shut down, and passes it on
-        return 0
+    with TemporaryDirectory(prefix="vllm-metal-page-") as scratch:
+        try:
+            by_user = asyncio.run(serve())
+        except KeyboardInterrupt:  # uvicorn has shut down, and passes it on
+            return 0
     if not by_user:
         print("vllm-metal: error: the server has ended: start the chat again", file=sys.stderr)
     return 0 if by_user else 1
+
+
+def _open(address: str, folder: str) -> None:
+    """Opens the page in the user's browser, with its token in no command line."""
+    if sys.platform != "darwin":  # where it is no argument
+        path = Path(folder) / "page.html"
+        path.write_text(f'<meta http-equiv="refresh" content="0; url={address}">')
+        address = path.as_uri()
+    webbrowser.open(address)
 
 
 def _has_windows() -> bool:

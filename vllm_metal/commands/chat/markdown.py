@@ -7,7 +7,9 @@ code. Pictures become links, so that a page loads nothing because an answer name
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from html import escape
 from typing import Any
 
@@ -20,6 +22,9 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 from pygments.util import ClassNotFound
 
+#: Characters of code that are coloured first, and seconds that this may take; then twice as many.
+#: Some lexers take the square or the cube of some texts' length, so this is found out in time.
+_FIRST_COLOURED, _MOST_SECONDS = 512, 0.15
 _FORMATTER: HtmlFormatter[str] = HtmlFormatter(nowrap=True)
 
 
@@ -67,12 +72,20 @@ def _fence(
     )
 
 
+@lru_cache(maxsize=64)  # a text that grows is rendered again with each piece of it
 def _coloured(code: str, language: str) -> str:
     try:
         lexer = get_lexer_by_name(language or "text", stripnl=False)
     except ClassNotFound:
         return escape(code)
-    return str(highlight(code, lexer, _FORMATTER))
+    shown, size, seconds = "", _FIRST_COLOURED, 0.0
+    while seconds < _MOST_SECONDS:
+        coloured, began = code[:size], time.perf_counter()
+        shown = str(highlight(coloured, lexer, _FORMATTER))
+        if size >= len(code):
+            return shown
+        size, seconds = 2 * size, time.perf_counter() - began
+    return shown + escape(code[len(coloured) :])
 
 
 def _link_open(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -38,8 +39,14 @@ _HEADERS = {
 }
 
 
-def app(upstream: Upstream) -> Starlette:
-    """The application that shows the page and asks `upstream`."""
+def app(upstream: Upstream, token: str) -> Starlette:
+    """The application that shows the page and asks `upstream`.
+
+    Args:
+        upstream: the server that answers.
+        token: in the query of the page's address; whoever has not been there gets nothing. Other
+            users of the machine reach the port, too.
+    """
     page = _Page(upstream)
 
     @asynccontextmanager
@@ -58,6 +65,7 @@ def app(upstream: Upstream) -> Starlette:
         middleware=[
             Middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS), www_redirect=False),
             Middleware(_Headers),
+            Middleware(_Token, token=token),
         ],
         lifespan=lifespan,
     )
@@ -70,9 +78,11 @@ class _Page:
 
     async def model(self, request: Request) -> Response:
         try:
-            return JSONResponse(asdict(await self._upstream.model()))
+            model = await self._upstream.model()
         except UpstreamError as error:
             return _error(str(error), 502)
+        told = ("label", "millions", "max_tokens")
+        return JSONResponse(asdict(model) | {name: getattr(model, name) for name in told})
 
     async def figures(self, request: Request) -> Response:
         try:
@@ -91,7 +101,7 @@ class _Page:
 
     async def _stream(self, asked: Any) -> Response:
         model = await self._upstream.model()
-        events = answer.events(self._upstream, answer.body(model.name, asked))
+        events = answer.events(self._upstream, answer.body(model, asked), model.context)
         lines = (json.dumps(event) + "\n" async for event in events)
         return StreamingResponse(lines, media_type="application/x-ndjson")
 
@@ -112,6 +122,10 @@ async def _answering(request: Request, act: Callable[[Any], Awaitable[Response]]
         if not isinstance(asked, dict):
             raise ValueError("an object is wanted")
         return await act(asked)
+    except UnicodeError:
+        return _error("a text is wanted, and one has half of a character", 400)
+    except RecursionError:
+        return _error("an object is wanted that is not nested so deeply", 400)
     except ValueError as error:
         return _error(str(error), 400)
     except UpstreamError as error:
@@ -120,6 +134,32 @@ async def _answering(request: Request, act: Callable[[Any], Awaitable[Response]]
 
 def _error(message: str, status: int) -> JSONResponse:
     return JSONResponse({"error": message}, status_code=status)
+
+
+class _Token:
+    """Answers who came by the address with the token, which a cookie remembers."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        name = f"vllm_metal_chat_{request.url.port}"  # cookies are of a host, whatever its port
+        if request.url.path == "/" and self._is_right(request.query_params.get("token")):
+            found: Response = RedirectResponse("/", 303)
+            found.set_cookie(name, self._token, httponly=True, samesite="lax")
+            await found(scope, receive, send)
+        elif self._is_right(request.cookies.get(name)):
+            await self._app(scope, receive, send)
+        else:
+            told = "Open the address that vllm-metal chat has printed."
+            await _error(told, 401)(scope, receive, send)
+
+    def _is_right(self, given: str | None) -> bool:
+        return given is not None and hmac.compare_digest(given.encode(), self._token.encode())
 
 
 class _Headers:

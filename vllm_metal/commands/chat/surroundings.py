@@ -10,19 +10,21 @@ from vllm_metal.settings import envs
 DEFAULT_KV_CACHE_GIB = 1.0
 
 
-def prepare(offline: bool) -> envs.Device | None:
+def prepare(offline: bool, quiet: bool = True) -> envs.Device | None:
     """Sets the environment up; call it before anything imports vLLM or MLX.
 
     On a machine without a Mac's GPU it chooses MLX's CPU backend, unless ``VLLM_METAL_DEVICE`` is
-    set. It limits logs to warnings, unless ``VLLM_LOGGING_LEVEL`` is set.
+    set.
 
     Args:
         offline: whether to forbid access to the network.
+        quiet: whether to limit logs to warnings, unless ``VLLM_LOGGING_LEVEL`` is set.
 
     Returns:
         The MLX device, or None where ``VLLM_METAL_DEVICE=off``.
     """
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if quiet:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if offline:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")

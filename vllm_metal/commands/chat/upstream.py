@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path, PurePath
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,6 +20,11 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 #: Until it is reached; an answer's first token may wait for a long queue.
 _CONNECT_SECONDS = 10.0
 _SHORT_SECONDS = 30.0
+#: Parameters of a model below a billion, as in SmolLM2-135M-Instruct; "1M" is a context's length.
+_MILLIONS = re.compile(r"(?<![\w.])(\d{2,3})M(?![a-z])", re.IGNORECASE)
+#: Longest answer of such a model unless the user sets another: it may never come to an end.
+_SMALL_MODEL_TOKENS = 1024
+_TOO_LONG = re.compile(r"maximum context length is (\d+) tokens")
 
 
 class UpstreamError(Exception):
@@ -31,6 +38,33 @@ class Model:
     name: str
     context: int | None  # tokens; None: it does not tell
 
+    @property
+    def label(self) -> str:
+        """The name that people know it by: without owner, folders and the hub's cache."""
+        parts = PurePath(self.name).parts or ("",)
+        for part in parts:
+            if part.startswith("models--"):
+                return part.rsplit("--", 1)[-1]
+        return parts[-1]
+
+    @property
+    def millions(self) -> int | None:
+        """Millions of parameters, where the name says that it has fewer than a billion."""
+        found = _MILLIONS.search(self.label)
+        return int(found[1]) if found else None
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The longest answer where the user sets none; None: up to the end of the context.
+
+        A limit would cut a reasoning model amid its reasoning, so only small models have one.
+        """
+        return None if self.millions is None else self.at_most(_SMALL_MODEL_TOKENS)
+
+    def at_most(self, max_tokens: int) -> int:
+        """`max_tokens`, or the context where that is less: vLLM refuses more."""
+        return max_tokens if self.context is None else min(max_tokens, self.context)
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -43,17 +77,25 @@ class Reply:
 class Upstream:
     """A server, asked with the user's key; it is no part of what the page gets."""
 
-    def __init__(self, url: str, key: str | None) -> None:
+    def __init__(self, url: str, key: str | None, socket: Path | None = None) -> None:
         """
         Args:
             url: of the server, with or without /v1.
             key: for its Authorization header; None: none.
+            socket: the Unix socket that it listens on; None: it listens at its address.
+
+        Raises:
+            ValueError: `url` is not the address of a server.
         """
+        if not _is_address(url):
+            raise ValueError(f"{url} is not the address of a server: write --url http://HOST:PORT")
         self.url = url.rstrip("/").removesuffix("/v1")
+        self._own = socket is not None  # it ends with this process, and this one with it
         self._client = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
+            transport=None if socket is None else httpx.AsyncHTTPTransport(uds=str(socket)),
             # Not through the user's proxy where the server is on this machine.
             trust_env=urlsplit(self.url).hostname not in _LOOPBACK,
         )
@@ -73,7 +115,7 @@ class Upstream:
             first = reply.json()["data"][0]
             return Model(first["id"], first.get("max_model_len"))
         except (ValueError, LookupError, TypeError) as error:
-            raise UpstreamError(f"{self.url}/v1/models lists no model") from error
+            raise UpstreamError(f"{self.url}/v1/models lists no model.") from error
 
     async def metrics(self) -> str:
         """The text of /metrics.
@@ -90,26 +132,42 @@ class Upstream:
         Raises:
             UpstreamError: it cannot be asked, or refuses the request.
         """
-        path = "/v1/chat/completions"
+        path, begun = "/v1/chat/completions", False
         try:
             async with self._client.stream("POST", path, json=body, headers=miss.ASKING) as reply:
                 if reply.status_code != 200:
                     raise UpstreamError(_refusal(reply.status_code, await reply.aread()))
+                begun = True
                 yield Reply(miss.read(reply.headers.get(miss.NAME)), _chunks(reply))
         except httpx.HTTPError as error:
-            raise UpstreamError(self._unreachable(error)) from error
+            raise UpstreamError(self._unreachable(error, begun)) from error
 
     async def _get(self, path: str) -> httpx.Response:
         try:
             reply = await self._client.get(path, timeout=_SHORT_SECONDS)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except httpx.HTTPError as error:
             raise UpstreamError(self._unreachable(error)) from error
         if reply.status_code != 200:
             raise UpstreamError(_refusal(reply.status_code, reply.content))
         return reply
 
-    def _unreachable(self, error: Exception) -> str:
-        return f"the server at {self.url} does not answer ({type(error).__name__}: {error})"
+    def _unreachable(self, error: Exception, begun: bool = False) -> str:
+        """What a user reads of a server that is not there, or went away amid an answer."""
+        if isinstance(error, httpx.TimeoutException):
+            return f"The server at {self.url} did not answer in time. Try again."
+        if self._own:
+            found = "ended in the middle of the answer" if begun else "has ended"
+            return f"The model's server {found}. Run vllm-metal chat again."
+        found = "ended in the middle of the answer" if begun else "does not answer"
+        return f"The server at {self.url} {found}. Start it again, then try again."
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 async def _chunks(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
@@ -128,8 +186,14 @@ def _refusal(status: int, content: bytes) -> str:
     except ValueError:
         message = None
     message = message or content.decode(errors="replace")[:300]
-    advice = ": name its key by the variable VLLM_API_KEY" if status in (401, 403) else ""
-    return f"the server says {status}{advice}: {message}"
+    if found := _TOO_LONG.search(message):
+        return (
+            f"The conversation is longer than the model's context of {found[1]} tokens. Start a "
+            "new conversation, shorten a message, or restart with a larger --max-model-len."
+        )
+    if status in (401, 403):
+        return f"The server says {status}: {message}. Set VLLM_API_KEY to its key and start again."
+    return f"The server says {status}: {message}"
 
 
 def _message(fields: Any) -> str | None:

@@ -11,18 +11,18 @@ import os
 import platform
 import shlex
 import shutil
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from vllm_metal.commands.doctor import packages
 from vllm_metal.commands.doctor.report import Finding
-from vllm_metal.device import sysctl
+from vllm_metal.device import identity, macos, openmp, sysctl
 from vllm_metal.device.child import Ended, Progress, python, run
 from vllm_metal.settings import envs
 
@@ -31,10 +31,10 @@ GIB = 2**30
 TRANSLATED = "sysctl.proc_translated"
 #: Oldest macOS that MLX has wheels for (macosx_14_0_arm64).
 OLDEST_MACOS = (14, 0)
-#: MLX's wheel for macOS 26 is built for 26.2 (LC_BUILD_VERSION of libmlx.dylib and the target of
-#: mlx.metallib in mlx-metal 0.32.4), but tags know whole releases only, so that installers give it
-#: to 26.0 and 26.1 too: https://github.com/ml-explore/mlx/issues/4525.
-WHEEL_BUILT_FOR = (26, 2)
+#: First macOS of which no panic "completeMemory() prepare count underflow" of Apple's GPU driver is
+#: reported: there are some of 15 and of 26.3 to 26.5, the smallest with 4.5 GB in use (mlx#3346,
+#: mlx#3186, mlx-lm#883, omlx#300).
+STEADY_DRIVER = (26, 6, 1)
 #: Beside the weights: a server's two processes, with torch, vLLM and MLX in each, take 0.9 GiB of
 #: their own (a model of next to no weights, on Linux), and the smallest pool tried 0.25.
 PROCESSES_BYTES = int(1.25 * GIB)
@@ -64,10 +64,6 @@ _OURS = ("python", "vllm", "panic", "kernel", "jetsamevent")
 _MOST_REPORTS = 20
 _SYSCTLS = {"memory_bytes": "hw.memsize", "wired_limit_mb": "iogpu.wired_limit_mb"}
 
-#: macOS reports 16 instead of 26 to programs linked against an older SDK, as a Python may be
-#: (python/cpython#135675). Its own command, with this variable, reports the real number.
-_TRUE_RELEASE = {"SYSTEM_VERSION_COMPAT": "0"}
-
 _ADVICE_PYTHON = (
     "Make the environment with a Python for Apple silicon: `uv venv --python 3.12 --seed` in a "
     "terminal that does not run with Rosetta, and install again."
@@ -83,33 +79,19 @@ class System:
     release: tuple[int, ...]  # of macOS, such as (26, 1); elsewhere empty
     translated: bool  # by Rosetta
     mlx_wheel: str | None  # tag of the installed mlx-metal, such as py3-none-macosx_26_0_arm64
+    chip: str | None = None  # such as Apple M5 Max
 
 
 def this_system() -> System:
     darwin = sys.platform == "darwin"
-    numbers = _macos_release().split(".") if darwin else []
     return System(
         name=sys.platform,
         machine=platform.machine(),
-        release=tuple(int(number) for number in numbers if number.isdigit()),
+        release=macos.release(),
         translated=darwin and sysctl.read(TRANSLATED) == 1,
-        mlx_wheel=wheel_tag("mlx-metal"),
+        mlx_wheel=macos.wheel_tag("mlx-metal"),
+        chip=identity.chip(),
     )
-
-
-def _macos_release() -> str:
-    """The release of macOS, such as ``26.1``."""
-    return _said("sw_vers", "-productVersion").strip() or platform.mac_ver()[0]
-
-
-def wheel_tag(package: str) -> str | None:
-    """Tag of an installed wheel, such as ``py3-none-macosx_26_0_arm64``; None: not installed."""
-    try:
-        text = distribution(package).read_text("WHEEL") or ""
-    except PackageNotFoundError:
-        return None
-    tags = (line.partition(":")[2].strip() for line in text.splitlines() if line[:4] == "Tag:")
-    return next(tags, None)
 
 
 def settings() -> Iterator[tuple[str, str]]:
@@ -139,7 +121,7 @@ def check_settings() -> Finding:
 def check_processor(system: System) -> Finding:
     """Checks for Apple silicon, and a Python built for it."""
     if system.name != "darwin":
-        return Finding("processor", "ok", f"{system.machine}, not a Mac")
+        return Finding("processor", "ok", f"{system.machine}, not a Mac{_openmp(system)}")
     if system.translated:
         seen = "this Python is built for Intel, and Rosetta translates it"
         return Finding("processor", "failed", seen, _ADVICE_PYTHON)
@@ -147,6 +129,14 @@ def check_processor(system: System) -> Finding:
         seen = f"{system.machine}: MLX has no build for Macs with Intel processors"
         return Finding("processor", "failed", seen, "Use a Mac with Apple silicon (M1 or newer).")
     return Finding("processor", "ok", "Apple silicon, without Rosetta")
+
+
+def _openmp(system: System) -> str:
+    """What a user of `LLM` may export, where OpenMP reads it."""
+    if system.name != "linux" or openmp.EXPORTED:
+        return ""
+    wanted = " ".join(f"{name}={value}" for name, value in openmp.SETTINGS.items())
+    return f"; for `LLM` beside busy programs, export {wanted} before Python starts"
 
 
 def check_release(system: System) -> Finding:
@@ -157,15 +147,42 @@ def check_release(system: System) -> Finding:
     if system.release and system.release < OLDEST_MACOS:
         advice = "Update macOS to 14 or newer (System Settings, General, Software Update)."
         return Finding("system", "failed", f"macOS {found}: MLX needs 14 or newer", advice)
-    built_for = system.mlx_wheel or "macosx_26"
-    if WHEEL_BUILT_FOR[:1] <= system.release < WHEEL_BUILT_FOR and "macosx_26" in built_for:
+    too_new = "macosx_26" in (system.mlx_wheel or "macosx_26")
+    if too_new and macos.WHEEL_BUILT_FOR[:1] <= system.release < macos.WHEEL_BUILT_FOR:
         seen = f"macOS {found}, but the installed MLX is built for macOS 26.2"
         advice = (
             "Update macOS to 26.2 or newer (System Settings, General, Software Update). If you "
             f"cannot, install MLX's build for macOS 15, which also runs here:\n{_older_mlx()}"
         )
         return Finding("system", "warning", seen, advice)
+    slow = macos.slow_prompts(system.release, system.chip, system.mlx_wheel)
+    if slow is not None:
+        advice = f"Install MLX's build for macOS 26:\n{_newer_mlx()}"
+        return Finding("system", "warning", f"macOS {found}, {system.chip}: {slow}", advice)
     return Finding("system", "ok", f"macOS {found}")
+
+
+def check_driver(system: System) -> Finding | None:
+    """Checks for a macOS whose GPU driver is known to panic; None: this is no Mac."""
+    if system.name != "darwin" or not system.release:
+        return None
+    found, steady = (".".join(map(str, number)) for number in (system.release, STEADY_DRIVER))
+    if system.release >= STEADY_DRIVER:
+        return Finding("GPU driver", "ok", f"of macOS {found}")
+    seen = (
+        f"Macs with macOS before {steady} have panicked under MLX, whatever the program and "
+        'however little memory it took ("completeMemory() prepare count underflow")'
+    )
+    advice = f"Update macOS to {steady} or newer; of those no such panic is known."
+    return Finding("GPU driver", "warning", seen, advice)
+
+
+def wired_bytes() -> int | None:
+    """What macOS has wired, for all programs; None elsewhere.
+
+    What a process had wired when it was killed may stay so until a reboot.
+    """
+    return getattr(psutil.virtual_memory(), "wired", None)
 
 
 def _older_mlx() -> str:
@@ -173,11 +190,21 @@ def _older_mlx() -> str:
 
     pip installs a wheel for another system only into a folder given by --target.
     """
+    target = ["--target", sysconfig.get_path("purelib")]
+    options = ["--upgrade", "--only-binary", ":all:", "--platform", "macosx_15_0_arm64", *target]
+    return _pip_install(*options)
+
+
+def _newer_mlx() -> str:
+    """The command that installs MLX's build for the true release."""
+    (variable,) = macos.TRUE_RELEASE.items()
+    return "=".join(variable) + " " + _pip_install("--force-reinstall")
+
+
+def _pip_install(*options: str) -> str:
     known = packages.versions()
     pins = [f"{name}=={known.get(name, 'VERSION')}" for name in ("mlx", "mlx-metal")]
-    command = [sys.executable, "-m", "pip", "install", "--upgrade", "--no-deps", "--only-binary"]
-    target = ["--target", sysconfig.get_path("purelib")]
-    return shlex.join([*command, ":all:", "--platform", "macosx_15_0_arm64", *target, *pins])
+    return shlex.join([sys.executable, "-m", "pip", "install", "--no-deps", *options, *pins])
 
 
 def look_at_device(progress: Progress) -> Ended:
@@ -251,13 +278,13 @@ def facts() -> dict[str, Any]:
     What a machine does not tell is None.
     """
     found: dict[str, Any] = {
-        "wheels": {name: wheel_tag(name) for name in ("mlx", "mlx-metal")},
+        "wheels": {name: macos.wheel_tag(name) for name in ("mlx", "mlx-metal")},
         "machine": platform.machine(),
     }
     if sys.platform != "darwin":
         return found
     found |= {fact: sysctl.read(name) for fact, name in _SYSCTLS.items()}
-    found["sw_vers"] = _said("sw_vers").splitlines()
+    found["sw_vers"] = macos.output("sw_vers").splitlines()
     return found | _graphics()
 
 
@@ -276,16 +303,8 @@ def crash_reports(folders: Sequence[Path] = FOLDERS) -> list[str]:
 
 def _graphics() -> dict[str, Any]:
     try:
-        displays = json.loads(_said("system_profiler", "SPDisplaysDataType", "-json"))
+        displays = json.loads(macos.output("system_profiler", "SPDisplaysDataType", "-json"))
         first = displays["SPDisplaysDataType"][0]
     except (ValueError, LookupError):
         first = {}
     return {"chip": first.get("sppci_model"), "gpu_cores": first.get("sppci_cores")}
-
-
-def _said(*command: str) -> str:
-    options: Any = {"capture_output": True, "text": True, "timeout": 20}
-    try:
-        return subprocess.run(command, env=os.environ | _TRUE_RELEASE, **options).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""

@@ -26,10 +26,12 @@ class Model:
 
 
 def expected_weights(name: str | None) -> int:
-    """Bytes of a folder's weight files, or of the embedded model (None); 0 if unknown."""
+    """Bytes of a model's weight files, or of the embedded model (None); 0 if unknown."""
     if name is None:
         return EMBEDDED_BYTES
-    return sum(path.stat().st_size for path in Path(name).glob("*.safetensors"))
+    path = Path(name)
+    files = [path] if path.is_file() else path.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files)
 
 
 def missing() -> list[str]:

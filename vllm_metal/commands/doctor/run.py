@@ -38,6 +38,7 @@ def run(args: Namespace) -> int:
         OSError: the report cannot be written.
     """
     found = Report(args.report)
+    wired = machine.wired_bytes()
     looked = _look_at_machine(found, args.model)
     with _guarded(found, "network"):
         for finding in network.checks(network.this_network(), args.master_addr, args.master_port):
@@ -48,6 +49,8 @@ def run(args: Namespace) -> int:
     if args.only in (None, "kernels"):
         with _guarded(found, "kernels"):
             _try_kernels(found, looked, args)
+    if wired is not None:
+        found.add_facts(wired_bytes={"before": wired, "after": machine.wired_bytes()})
     return found.close()
 
 
@@ -78,6 +81,8 @@ def _look_at_machine(found: Report, model_name: str | None) -> Ended:
     for name, check in checks.items():
         with _guarded(found, name):
             found.add(check())
+    if (driver := machine.check_driver(system)) is not None:
+        found.add(driver)
     looked = machine.look_at_device(found.progress)
     found.add(machine.check_device(looked, _requested()))
     if looked.ok:
@@ -139,7 +144,7 @@ def _time_engine(found: Report, chosen: Model, quick: bool) -> None:
     # mlx-lm with the model's dtype and the lengths of the engine.
     alike = (str(timed.told[name]) for name in ("dtype", "num_prompt", "num_answer"))
     alone = engine.run_child(chosen, found.progress, "mlx_lm_alone", "time", *alike)
-    found.add(speed.check_speed(timed, alone))
+    found.add(speed.check_speed(timed, alone, _requested()))
     found.add_facts(speed={"engine": timed.told, "mlx-lm": alone.told})
 
 
@@ -147,7 +152,7 @@ def _time_engine(found: Report, chosen: Model, quick: bool) -> None:
 def _model(found: Report, name: str | None) -> Iterator[Model]:
     """The model to try; adds a finding if the embedded one cannot be used."""
     if name is not None:
-        yield Model(name, name, local=Path(name).is_dir())
+        yield Model(name, name, local=Path(name).exists())
         return
     if not model.missing():
         converted = model.embedded(found.progress)

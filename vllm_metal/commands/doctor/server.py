@@ -13,7 +13,8 @@ import httpx
 from vllm_metal.commands.doctor.engine import KV_CACHE_BYTES, NUM_TOKENS, PROMPT, environment
 from vllm_metal.commands.doctor.model import Model
 from vllm_metal.commands.doctor.report import REPORT_BUG, Finding
-from vllm_metal.commands.local_server import HOST, free_port
+from vllm_metal.commands.local_server import HOST, OWN_SERVER, free_port
+from vllm_metal.commands.own_server import lifeline
 from vllm_metal.device.child import LIMITS, Child, Ended, Progress, TookTooLong, python
 
 _NAME = "engine, as a server"
@@ -42,6 +43,8 @@ def try_server(
 ) -> Finding:
     """Runs `vllm serve` on a free loopback port, from its start to Ctrl-C.
 
+    It ends with this process, however that ends.
+
     Args:
         model: to serve.
         small_pool: whether to limit the KV cache to KV_CACHE_BYTES; else vLLM's default holds.
@@ -51,10 +54,18 @@ def try_server(
         idle_seconds: without a request, before the last of three.
     """
     port = free_port()
-    command = [*(command or _serve(model, small_pool)), "--host", HOST, "--port", str(port)]
     # With the user's key the server would refuse the doctor, and the log might show the key.
+    variables = environment(model) | {"VLLM_API_KEY": None}
     with (
-        Child(command, environment(model) | {"VLLM_API_KEY": None}) as child,
+        lifeline() as followed,
+        Child(
+            [
+                *(command or _serve(model, small_pool, followed)),
+                *("--host", HOST, "--port", str(port)),
+            ],
+            variables,
+            pass_fds=[followed],
+        ) as child,
         # Not through the user's proxy.
         httpx.Client(base_url=f"http://{HOST}:{port}", trust_env=False, timeout=30) as client,
     ):
@@ -72,10 +83,10 @@ def try_server(
     return _failed(ended) if not ended.ok else _passed(ended)
 
 
-def _serve(model: Model, small_pool: bool) -> tuple[str, ...]:
+def _serve(model: Model, small_pool: bool, followed: int) -> tuple[str, ...]:
     pool = ("--kv-cache-memory-bytes", str(KV_CACHE_BYTES)) if small_pool else ()
     options = ("--served-model-name", _SERVED, "--max-model-len", "-1", *pool)
-    return python("vllm.entrypoints.cli.main", "serve", model.argument, *options)
+    return python(OWN_SERVER, str(followed), "-1", "serve", model.argument, *options)
 
 
 def _stages(

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 from vllm_metal.platform import metal_platform  # noqa: F401  # it loads a BLAS before MLX is there
 
@@ -19,7 +19,8 @@ from vllm_metal.commands.fit.machine import Machine
 from vllm_metal.commands.fit.report import Answer
 from vllm_metal.commands.fit.source import folder
 from vllm_metal.encoders.served import of_content
-from vllm_metal.models.weight_files import ModelLoadError
+from vllm_metal.platform import model_folders
+from vllm_metal.weights.files import ModelLoadError
 
 #: Lengths that are tried with known models; a long chat needs the least of them.
 _CONTEXTS = (8192, 16384, 32768)
@@ -95,22 +96,21 @@ def _answered(args: Namespace) -> Answer | encoder.Answer:
         if args.model is None:
             return _largest_known(args, machine, layout)
         with folder(args.model) as path:
-            content = json.loads((path / "config.json").read_text())
+            content = model_folders.check(path)
             served = of_content(content)
             if served is None:
-                return judge(Question(args, path, _checked(args, content), machine, layout))
+                return judge(Question(args, path, content, machine, layout))
             if layout.num_ranks > 1:
                 raise ValueError(f"{args.model} is an encoder: one rank has all of it")
             return encoder.find(args, path, served, machine)
     except (ModelLoadError, NotImplementedError, ImportError) as error:
         raise ValueError(str(error)) from error
-
-
-def _checked(args: Namespace, content: Any) -> dict[str, Any]:
-    """What a config.json holds, if it is one."""
-    if not isinstance(content, dict) or "model_type" not in content:
-        raise ValueError(f"config.json of {args.model} names no model_type")
-    return content
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError) as error:
+        # Of transformers and mlx-lm, which build the model of whatever the file says.
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"no model can be built of config.json of {args.model} ({problem})"
+        ) from error
 
 
 def _largest_known(args: Namespace, machine: Machine, layout: Layout) -> Answer:
@@ -125,6 +125,7 @@ def _largest_known(args: Namespace, machine: Machine, layout: Layout) -> Answer:
             free = (machine.total - machine.in_use) * layout.num_ranks
             if known is not KNOWN[-1] and weights > free:
                 continue  # the estimate of a step takes seconds
+            print(f"vllm-metal: tries {known.name}", file=sys.stderr, flush=True)
 
             def answer(context: int, known: KnownModel = known, path: Path = path) -> Answer:
                 asked = Namespace(**(vars(args) | {"model": known.name, "context": context}))

@@ -34,13 +34,15 @@ from vllm_metal.lora.updates import adapter_bytes
 from vllm_metal.memory import budget
 from vllm_metal.memory.budget import Budget, Measured, Request, Settings
 from vllm_metal.memory.needs import Needs
-from vllm_metal.memory.planner import at_work, quantised_share, settings_of
+from vllm_metal.memory.planner import at_work, quantised_share
+from vllm_metal.memory.pool_limits import settings_of
 from vllm_metal.memory.profile import LargestCalls, Peaks
 from vllm_metal.mlx_patches import registry
 from vllm_metal.models import headless
 from vllm_metal.models.loader import lazy_model, weight_bytes
 from vllm_metal.models.parts import ModelParts
 from vllm_metal.models.stage import Stage, check_stages
+from vllm_metal.weights.lazy import outlines_only
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -88,7 +90,8 @@ class Model:
             NotImplementedError: the engine does not serve it.
         """
         classes = headless.classes if pools else registry.classes
-        network = lazy_model(folder, MLX_DTYPES[dtype], classes=classes)
+        with outlines_only():  # GGUF files are read as they are opened
+            network = lazy_model(folder, MLX_DTYPES[dtype], classes=classes)
         if pools:
             headless.drop_head(network)
         if ring is not None:

@@ -16,8 +16,8 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from vllm_metal.models.weight_files import stored_arrays
 from vllm_metal.vision.families import FAMILIES
+from vllm_metal.weights.files import stored_arrays
 
 #: Pixels of an image and a video where no file says it, as transformers' processors of Qwen's have.
 _QWEN_PIXELS = 16384 * 32 * 32

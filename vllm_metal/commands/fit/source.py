@@ -15,9 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from vllm_metal.commands.fit import images
-from vllm_metal.models.weight_files import ModelLoadError, check_weight_files
+from vllm_metal.weights import model_names
+from vllm_metal.weights.files import PATTERNS, ModelLoadError, check_weight_files
 
-_WEIGHTS = "model*.safetensors"
 #: Beside config.json, what mlx-lm looks for when it builds a model.
 _OTHERS = (
     *("generation_config.json", "hf_quant_config.json", "model.safetensors.index.json"),
@@ -30,23 +30,15 @@ def folder(model: str) -> Iterator[Path]:
     """A folder that `model` can be built from, within a `with` block.
 
     Args:
-        model: a folder, or a name on the hub: then the hub's cache if it has all weights, else
-            what the hub publishes.
+        model: a folder, a GGUF file, or a name on the hub: then the hub's cache if it has all
+            weights, else what the hub publishes.
 
     Raises:
-        ModelLoadError: there is no such model, the hub cannot be asked, or it is a GGUF file.
+        ModelLoadError: there is no such model, the hub cannot be asked, or it is a GGUF file that
+            is not supported.
     """
-    path = Path(model).expanduser()
-    if path.suffix == ".gguf":
-        raise ModelLoadError(
-            f"{path}: what a GGUF file needs depends on how it is converted; run "
-            f"`vllm-metal convert {path} {path.stem}`, then `vllm-metal fit {path.stem}`"
-        )
+    path = Path(model_names.folder_of(model)).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelLoadError(
-                f"{path / 'config.json'} is missing: this is not the folder of a model"
-            )
         yield path
     elif (cached := _cached(model)) is not None:
         yield cached
@@ -63,7 +55,7 @@ def _cached(model: str) -> Path | None:
 
     try:
         path = snapshot_download(
-            model, local_files_only=True, allow_patterns=["config.json", _WEIGHTS]
+            model, local_files_only=True, allow_patterns=["config.json", *PATTERNS]
         )
         check_weight_files(Path(path))
     except (HFValidationError, LocalEntryNotFoundError, ModelLoadError):

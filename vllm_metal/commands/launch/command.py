@@ -23,6 +23,8 @@ from vllm_metal.commands.local_server import (
     KEY_OF_SERVER,
     Endpoint,
     check_options,
+    listening,
+    output_file,
     request_name,
     running,
     serve_command,
@@ -89,9 +91,10 @@ def _served(plan: Plan, scratch: Path) -> Iterator[None]:
     with ExitStack() as stack:
         if plan.command:
             port = int(plan.endpoint.root.rpartition(":")[2])
-            log = scratch / "server.log"
+            listener = stack.enter_context(listening(port))
+            log = output_file("launch", scratch)
             environment = {KEY_OF_SERVER: plan.endpoint.key}
-            stack.enter_context(started(plan.command, environment, port, log, sys.stderr))
+            stack.enter_context(started(plan.command, environment, listener, log, sys.stderr))
         yield
 
 

@@ -12,7 +12,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_metal.commands.fit.judge import Answer
+
+from vllm_metal.commands import early_checks
 
 #: Tokens that an agent's instructions and tools leave room in: Claude Code's first prompt has
 #: 12,000 by itself.
@@ -38,7 +45,10 @@ def planned(model: str | None, context: int | None) -> Planned:
 
     Raises:
         ValueError: the model is not found, is refused, or does not fit.
+        ModelLoadError: it is not found, or damaged.
     """
+    if model is not None:
+        early_checks.check_model(model)
     done = subprocess.run(
         [sys.executable, "-m", __name__, json.dumps([model, context])],
         stdout=subprocess.PIPE,
@@ -58,12 +68,18 @@ def _plan(model: str | None, context: int | None) -> Planned:
     from vllm_metal.commands.fit import command as fit
     from vllm_metal.serving.parsers import files
     from vllm_metal.serving.parsers.choice import choose
+    from vllm_metal.weights import model_names
 
     answer = fit.find(fit.question(model, context))
-    length = answer.estimates[answer.asked].settings.max_model_len
+    if context is None and model is not None and _length(answer) < LEAST_CONTEXT:
+        with suppress(ValueError):  # the model is made for less
+            longer = fit.find(fit.question(model, LEAST_CONTEXT))
+            answer = longer if longer.fits else answer
+    length = _length(answer)
     if not answer.fits:
         changes = "; ".join(answer.changes)
         raise ValueError(f"{answer.model} does not fit with {length} tokens of context: {changes}")
+    model_names.check(answer.model)  # without a network, the hub is asked for a minute
     choice = choose(files.read(answer.model))
     said = list(choice.lines())
     if length < LEAST_CONTEXT:
@@ -73,8 +89,15 @@ def _plan(model: str | None, context: int | None) -> Planned:
     return Planned(answer.model, length, ("--max-model-len", str(length), *choice.flags), said)
 
 
+def _length(answer: Answer) -> int:
+    return answer.estimates[answer.asked].settings.max_model_len
+
+
 if __name__ == "__main__":
+    from vllm_metal.platform import metal_platform  # noqa: F401  # a BLAS, before MLX is there
+    from vllm_metal.weights.files import ModelLoadError
+
     try:
         print(json.dumps(asdict(_plan(*json.loads(sys.argv[1])))))
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, ModelLoadError) as error:
         print(json.dumps(str(error)))

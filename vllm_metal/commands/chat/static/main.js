@@ -2,7 +2,7 @@
 // What happens when: questions, answers, stops, edits, and which conversation is shown.
 
 import { button, byId, element } from "./dom.js";
-import { Answer, copyCode, question } from "./messages.js";
+import { Answer, copyCode, question, sends } from "./messages.js";
 import { panel } from "./panels.js";
 import * as plots from "./plots.js";
 import * as server from "./server.js";
@@ -20,13 +20,17 @@ let running = null; // the AbortController of an answer that comes
 const list = panel("list");
 panel("figures", (shown) => (shown ? plots.start() : plots.stop()));
 
-async function ask() {
+/** Asks for an answer, or for the rest of one. */
+async function ask(answer = null) {
   const conversation = current;
-  const message = { role: "assistant", text: "" };
-  const asked = { messages: said(conversation), sampling: conversation.sampling };
-  conversation.messages.push(message);
-  const answer = new Answer(message, () => regenerate(message));
-  messages.append(answer.element);
+  const asked = { messages: said(conversation), sampling: conversation.sampling, continue: answer !== null };
+  if (answer) answer.resume();
+  else {
+    answer = answerOf({ role: "assistant", text: "" });
+    conversation.messages.push(answer.message);
+    messages.append(answer.element);
+  }
+  const { message } = answer;
   toEnd(true);
   begin();
   let kept = performance.now();
@@ -50,6 +54,8 @@ async function ask() {
   end(message);
   keep(conversation);
 }
+
+const answerOf = (message) => new Answer(message, () => regenerate(message), resume);
 
 function begin() {
   running = new AbortController();
@@ -95,6 +101,14 @@ function regenerate(message) {
   ask();
 }
 
+function resume(answer) {
+  if (running) return;
+  const next = current.messages[current.messages.indexOf(answer.message) + 1];
+  if (next) cutAt(next);
+  box.focus();
+  ask(answer);
+}
+
 /** Forgets a message and all that follow. */
 function cutAt(message) {
   const at = current.messages.indexOf(message);
@@ -115,7 +129,7 @@ async function show(conversation) {
   const answers = [];
   messages.replaceChildren(...conversation.messages.map((message) => {
     if (message.role === "user") return question(message, (text) => edit(message, text));
-    const answer = new Answer(message, () => regenerate(message));
+    const answer = answerOf(message);
     answer.finish();
     answers.push([answer, message.text]);
     return answer.element;
@@ -177,8 +191,7 @@ byId("composer").addEventListener("submit", (event) => {
 });
 box.addEventListener("input", fitBox);
 box.addEventListener("keydown", (event) => {
-  // While a word is composed, as in Japanese, Enter chooses it.
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  if (!sends(event)) return;
   event.preventDefault();
   byId("composer").requestSubmit();
 });
@@ -204,9 +217,24 @@ const last = sessionStorage.getItem(CURRENT);
 const kept = store.all();
 show(kept.find(({ id }) => id === last) ?? kept[0] ?? store.fresh());
 box.focus();
-server.model().then(({ name, context }) => {
-  byId("model").textContent = name.split("/").at(-1);
-  byId("model").title = context ? `${name}, ${context} tokens of context` : name;
-}).catch((error) => {
-  byId("model").textContent = error.message;
-});
+
+byId("connect").addEventListener("click", connect);
+connect();
+
+/** Asks for the model, and says what is wrong where there is none. */
+async function connect() {
+  const notice = byId("notice");
+  try {
+    const { name, label, context, millions, max_tokens } = await server.model();
+    notice.hidden = true;
+    byId("model").textContent = label;
+    byId("model").title = context ? `${name}, ${context} tokens of context` : name;
+    settings.setDefaults({ max_tokens });
+    byId("toy").hidden = !millions;
+    byId("toy").firstElementChild.textContent =
+      `${label} is a toy with ${millions} million parameters, to try the engine. For real answers: `;
+  } catch (error) {
+    notice.hidden = false;
+    notice.firstElementChild.textContent = error.message;
+  }
+}

@@ -23,6 +23,9 @@ export function question(message, change) {
   return shown;
 }
 
+/** Whether a key sends a text: Enter, but while a word is composed, as in Japanese, it chooses it. */
+export const sends = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing;
+
 function editorOf(text, change, close) {
   const area = element("textarea", { value: text, rows: Math.min(12, text.split("\n").length + 1) });
   area.ariaLabel = "Edit the message";
@@ -37,7 +40,7 @@ function editorOf(text, change, close) {
   });
   area.addEventListener("keydown", (event) => {
     if (event.key === "Escape") close();
-    else if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) submit();
+    else if (sends(event)) submit();
     else return;
     event.preventDefault();
     event.stopPropagation();
@@ -45,33 +48,39 @@ function editorOf(text, change, close) {
   return editor;
 }
 
-/** An answer: `add` takes events, `finish` shows what is known at its end. */
+/** An answer: `add` takes events, `finish` shows what is known at its end, `resume` expects more. */
 export class Answer {
-  #message;
   #blocks = element("div", { className: "blocks" });
   #reasoning = element("details", { className: "reasoning", hidden: true },
-    element("summary", { textContent: "Thoughts" }), element("div", { className: "text" }));
+    element("summary", { textContent: "Reasoning" }), element("div", { className: "text" }));
   #waiting = element("p", { className: "waiting", ariaHidden: "true" }, "…");
   #figures = element("dl", { className: "figures" });
   #notes = element("div", { className: "notes" });
   #actions = element("div", { className: "actions" });
 
-  constructor(message, again) {
-    this.#message = message;
+  #again;
+  #more;
+
+  /** `again` asks for another answer, `more` for the rest of one that was cut or stopped. */
+  constructor(message, again, more) {
+    this.message = message;
     this.element = element("article", { className: "answer" }, name("Model"),
       this.#reasoning, this.#blocks, this.#waiting, this.#notes, this.#figures, this.#actions);
     const copy = button("Copy", () => copied(copy, message.text));
-    this.#actions.append(copy, button("Regenerate", again));
+    this.#again = button("Regenerate", again);
+    this.#more = button("Continue", () => more(this));
+    this.#actions.append(copy, this.#more, this.#again);
     this.#actions.hidden = true;
   }
 
   /** Takes an event of an answer that comes. */
   add(event) {
-    const message = this.#message;
+    const { message } = this;
     message.text += event.text ?? "";
     if (event.reasoning) message.reasoning = (message.reasoning ?? "") + event.reasoning;
+    if (event.figures?.tokens) event.figures.tokens += message.earlier ?? 0;
     Object.assign(message, event.figures && { figures: event.figures }, event.miss && { miss: event.miss },
-      event.error && { error: event.error }, event.done === "length" && { cut: true });
+      event.error && { error: event.error }, event.limit && { cut: event.limit });
     if (event.blocks) this.show(event.blocks, event.from);
     if (event.reasoning) this.#showReasoning();
     this.#showFigures();
@@ -87,31 +96,45 @@ export class Answer {
     }
   }
 
+  /** Makes ready for the rest of an answer; its figures will count all of its tokens. */
+  resume() {
+    const { message } = this;
+    message.earlier = message.figures?.tokens ?? 0;
+    for (const name of ["cut", "stopped", "error", "miss"]) delete message[name];
+    this.#notes.replaceChildren();
+    this.#actions.hidden = true;
+  }
+
   /** Shows what is known when no more comes. */
   finish() {
-    const { text, error, stopped, cut, miss } = this.#message;
+    const { text, reasoning, error, stopped, cut, miss } = this.message;
     this.#waiting.remove();
     this.#showReasoning();
     this.#showFigures();
     const notes = [];
     if (error) notes.push(element("p", { className: "error", textContent: error, role: "alert" }));
     if (stopped) notes.push(element("p", { textContent: text ? "Stopped." : "Stopped before the first token." }));
-    if (cut) notes.push(element("p", { textContent: "Cut at the longest answer, or at the context's end." }));
-    if (miss) notes.push(element("p", { className: "miss", textContent: words.ofMiss(miss) }));
+    // Conversations that were kept by an earlier release do not tell which limit it was.
+    if (cut?.name) notes.push(element("p", { textContent: words.ofLimit(cut, reasoning && !text) }));
+    else if (cut) notes.push(element("p", { textContent: "Stopped at a limit." }));
+    const missed = miss ? words.ofMiss(miss) : "";
+    if (missed) notes.push(element("p", { className: "miss", textContent: missed }));
     this.#notes.replaceChildren(...notes);
     this.#actions.hidden = false;
     this.#actions.firstElementChild.hidden = !text;
+    this.#again.textContent = error ? "Try again" : "Regenerate";
+    this.#more.hidden = !text || !(stopped || (cut && cut.name !== "context"));
   }
 
   #showReasoning() {
-    const { reasoning } = this.#message;
+    const { reasoning } = this.message;
     this.#reasoning.hidden = !reasoning;
     this.#reasoning.lastElementChild.textContent = reasoning ?? "";
   }
 
   #showFigures() {
-    if (this.#message.text) this.#waiting.hidden = true;
-    this.#figures.replaceChildren(...words.ofFigures(this.#message.figures ?? {}).map(([label, value]) =>
+    if (this.message.text) this.#waiting.hidden = true;
+    this.#figures.replaceChildren(...words.ofFigures(this.message.figures ?? {}).map(([label, value]) =>
       element("div", {}, element("dt", { textContent: label }), element("dd", { textContent: value }))));
   }
 }

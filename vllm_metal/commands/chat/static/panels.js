@@ -30,5 +30,7 @@ export function panel(id, changed = () => {}) {
     opener.focus();
   });
   set(wide.matches);
+  // A window that gets narrow must not have both over the messages.
+  wide.addEventListener("change", () => set(wide.matches));
   return { closeIfNarrow: () => wide.matches || shown.hidden || set(false) };
 }

@@ -8,21 +8,22 @@ const PERIOD_MS = 2000;
 const KEPT = 120; // samples: four minutes
 const SVG = "http://www.w3.org/2000/svg";
 
-const share = (part, whole) => (whole > 0 ? part / whole : null);
+const share = (part, whole) => (part != null && whole > 0 ? part / whole : null);
+const since = (now, before) => (now == null || before == null ? null : now - before);
 const percent = (value) => `${Math.round(100 * value)} %`;
 
 // Each value is of a sample and the one before it; null: nothing to say of that time.
 const PLOTS = [
-  { label: "K/V in use", most: 1, shown: percent, value: (now) => now.kv_cache_usage },
-  { label: "Prefix hits", most: 1, shown: percent,
-    value: (now, before) => share(now.prefix_hits - before.prefix_hits, now.prefix_queries - before.prefix_queries) },
+  { label: "KV cache in use", most: 1, shown: percent, value: (now) => now.kv_cache_usage },
+  { label: "Prefix cache hits", most: 1, shown: percent,
+    value: (now, before) => share(since(now.prefix_hits, before.prefix_hits), since(now.prefix_queries, before.prefix_queries)) },
   { label: "Drafts accepted", most: 1, shown: percent,
-    value: (now, before) => share(now.accepted_tokens - before.accepted_tokens, now.draft_tokens - before.draft_tokens) },
-  { label: "Requests that wait", least: 4, shown: (value) => `${value}`, value: (now) => now.waiting },
-  { label: "Tokens a second", least: 10, shown: (value) => value.toFixed(1),
-    value: (now, before) => share(now.generated_tokens - before.generated_tokens, now.at - before.at) },
+    value: (now, before) => share(since(now.accepted_tokens, before.accepted_tokens), since(now.draft_tokens, before.draft_tokens)) },
+  { label: "Requests waiting", least: 4, shown: (value) => `${value}`, value: (now) => now.waiting },
+  { label: "Tokens per second", least: 10, shown: (value) => value.toFixed(1),
+    value: (now, before) => share(since(now.generated_tokens, before.generated_tokens), now.at - before.at) },
   { label: "Power, watts", least: 10, shown: (value) => value.toFixed(1),
-    value: (now, before) => (now.joules == null || before.joules == null ? null : share(now.joules - before.joules, now.at - before.at)) },
+    value: (now, before) => share(since(now.joules, before.joules), now.at - before.at) },
 ];
 
 let timer = null;
@@ -40,7 +41,7 @@ export function start() {
     drawn.setAttribute("preserveAspectRatio", "none");
     drawn.setAttribute("aria-hidden", "true"); // the number says it
     drawn.append(plot.line);
-    plot.element = element("dl", { className: "plot" }, element("div", {}, element("dt", { textContent: plot.label }), plot.last), drawn);
+    plot.element = element("dl", { className: "plot", hidden: true }, element("div", {}, element("dt", { textContent: plot.label }), plot.last), drawn);
     return plot.element;
   }));
   before = null;
@@ -59,18 +60,18 @@ async function sample() {
   const note = byId("figures-note");
   try {
     const now = { ...await server.figures(), at: performance.now() / 1000 };
-    note.textContent = now.joules == null ? "Power is read on a Mac, with zeus-apple-silicon." : "";
-    for (const plot of PLOTS) draw(plot, before && plot.value(now, before));
+    note.textContent = "";
+    for (const plot of PLOTS) draw(plot, plot.value(now, before ?? {}));
     before = now;
   } catch (error) {
-    note.textContent = `No figures: ${error.message}`;
+    note.textContent = error.message;
   }
 }
 
 function draw(plot, value) {
   const known = value != null && !Number.isNaN(value);
   plot.values = [...plot.values, known ? value : null].slice(-KEPT);
-  plot.element.hidden = plot.label.startsWith("Power") && !plot.values.some((one) => one != null);
+  plot.element.hidden = !plot.values.some((one) => one != null);
   if (known) plot.last.textContent = plot.shown(value);
   const most = plot.most ?? Math.max(plot.least, ...plot.values);
   const at = KEPT - plot.values.length;

@@ -17,6 +17,11 @@ export function open({ system, sampling }, save) {
   dialog.showModal();
 }
 
+/** Shows the values of fields that are left empty, where they are known. */
+export function setDefaults(values) {
+  for (const input of numbers) input.placeholder = values[input.name] ?? "";
+}
+
 dialog.addEventListener("close", () => {
   if (dialog.returnValue !== "save") return;
   const given = numbers.filter((input) => input.value !== "");

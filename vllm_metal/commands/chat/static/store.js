@@ -2,7 +2,7 @@
 // Conversations in the browser's storage, an entry each, and the settings that new ones begin with.
 //
 // A conversation: {id, title, changed, system, sampling, messages}. A message: {role, text} and, of an
-// answer, {reasoning, figures, miss, stopped, error}.
+// answer, {reasoning, figures, miss, stopped, cut, error, earlier}.
 
 const PREFIX = "vllm-metal.conversation.";
 const DEFAULTS = "vllm-metal.settings";
@@ -10,7 +10,7 @@ const TITLE_LENGTH = 48;
 
 /** A new conversation; it is kept from its first message on. */
 export function fresh() {
-  const { system = "", sampling = { max_tokens: 1024 } } = read(DEFAULTS) ?? {};
+  const { system = "", sampling = {} } = read(DEFAULTS) ?? {};
   return { id: crypto.randomUUID(), title: "New conversation", changed: 0, system, sampling, messages: [] };
 }
 

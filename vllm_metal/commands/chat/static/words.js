@@ -1,21 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// An answer's figures, and why its prompt's prefix was missed, in words.
+// An answer's figures, which limit cut it, and why its prompt's prefix was missed, in words.
 
 const CAUSES = {
-  date: "a date or time changed",
-  counter: "a number changed",
-  identifier: "a random name changed",
-  edit: "a message was changed",
-  message_inserted: "a message was put in between",
-  message_removed: "a message was taken out",
-  tools_reordered: "tools came in another order",
-  tools_changed: "other tools were given",
-  template: "the chat template wrote the same messages otherwise",
-  granularity: "the last block was not full",
-  evicted: "it had left the cache",
-  in_flight: "the prompt before was not computed yet",
-  first_seen: "no prompt before begins so",
+  date: "a date or time",
+  counter: "a number",
+  identifier: "a random name",
 };
+const SENTENCES = {
+  edit: "An earlier message changed",
+  message_inserted: "A message was added before others",
+  message_removed: "An earlier message was removed",
+  tools_reordered: "The tools came in another order",
+  tools_changed: "The tools changed",
+  template: "The chat template wrote the same messages differently",
+  granularity: "The cache keeps whole blocks, and the last one was not full",
+  evicted: "The conversation had left the cache",
+  in_flight: "The prompt before was still being computed",
+};
+// What templates write between messages, whole or cut at the end of a text.
+const SPECIAL = /<\|?[\w:/ ]*\|?>|<\|?[\w:/ ]*\|?$|\[\/?INST\]/g;
 
 /** Pairs of a label and a value, of those figures that are known. */
 export function ofFigures(figures) {
@@ -23,23 +26,35 @@ export function ofFigures(figures) {
   const pairs = [];
   if (ttft != null) pairs.push(["First token", seconds(ttft)]);
   if (speed != null) pairs.push(["Speed", `${speed.toFixed(1)} tok/s`]);
-  if (tokens != null) pairs.push(["Answer", `${tokens} tokens`]);
-  if (prompt != null) pairs.push(["Prompt", `${prompt} tokens`]);
-  if (cached != null) pairs.push(["Cached", `${cached} tokens`]);
+  if (tokens) pairs.push(["Answer", count(tokens)]);
+  if (prompt != null) pairs.push(["Prompt", count(prompt)]);
+  if (cached) pairs.push(["Cached", count(cached)]);
   if (drafted) pairs.push(["Drafts accepted", `${accepted} of ${drafted}`]);
   return pairs;
 }
 
-/** A miss as one sentence. */
+/** Why tokens of a prompt were computed again, as one sentence; "" where none were there before. */
 export function ofMiss(miss) {
-  const { cause, lost, token, message, role, before, now } = miss;
-  const where = [];
-  if (token != null) where.push(`token ${token}`);
-  if (message != null) where.push(`message ${message}${role ? ` (${role})` : ""}`);
-  const place = where.length ? ` from ${where.join(", ")} on` : "";
-  const texts = before != null || now != null ? `: “${before ?? ""}” became “${now ?? ""}”` : "";
-  return `Prefix missed: ${lost} tokens were computed again${place}, as ${CAUSES[cause] ?? cause}${texts}.`;
+  const { cause, lost, message, role, before, now } = miss;
+  if (cause === "first_seen") return "";
+  let what = message == null ? "The prompt changed" : "An earlier message changed";
+  if (role === "system") what = "The system prompt changed";
+  else if (!(cause in CAUSES)) what = SENTENCES[cause] ?? cause;
+  if (cause in CAUSES) {
+    const texts = [before, now].map((text) => `“${(text ?? "").replace(SPECIAL, " ").trim()}”`);
+    what += ` (${CAUSES[cause]}: ${texts.join(" became ")})`;
+  }
+  return `${what}: ${lost} tokens were computed again.`;
 }
+
+/** Which limit cut an answer, and what to do. */
+export function ofLimit({ name, tokens }, thinking) {
+  if (name === "context") return `Stopped at the end of the context (${tokens} tokens). Start a new conversation to go on.`;
+  const limit = name === "max_tokens" ? `Max tokens (${tokens})` : "the server's limit of tokens";
+  return thinking ? `Stopped at ${limit} while reasoning. Raise Max tokens in the settings.` : `Stopped at ${limit}.`;
+}
+
+const count = (tokens) => `${tokens} ${tokens === 1 ? "token" : "tokens"}`;
 
 function seconds(value) {
   return value < 1 ? `${Math.round(1000 * value)} ms` : `${value.toFixed(1)} s`;

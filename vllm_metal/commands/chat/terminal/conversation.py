@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -157,7 +157,7 @@ class ChatEngine:
         except Exception as error:  # a template is a program and may raise any error
             raise ChatError(
                 f"the model's chat template refuses this conversation ({error}); "
-                "choose an instruction-tuned --model"
+                "choose an instruction-tuned MODEL"
             ) from error
 
     def generate(
@@ -178,6 +178,11 @@ class ChatEngine:
             if self._engine.has_unfinished_requests():
                 self._engine.abort_request([request_id])
 
+    def default_sampling(self) -> dict[str, Any]:
+        """Sampling parameters that the model's files name."""
+        found = self._engine.model_config.get_diff_sampling_param()
+        return {name: value for name, value in found.items() if name != "max_tokens"}
+
     def close(self) -> None:
         """Frees the model and its memory."""
         self._engine.engine_core.shutdown()
@@ -188,7 +193,7 @@ class AnswerLimits:
     """How an answer is sampled, and its largest number of tokens."""
 
     max_tokens: int
-    temperature: float
+    temperature: float | None = None  # None: as the model's generation_config.json says
 
 
 def ask(
@@ -208,8 +213,11 @@ def ask(
     from vllm.sampling_params import RequestOutputKind
 
     prompt = engine.encode(conversation.messages(question))
+    sampling = engine.default_sampling()
+    if limits.temperature is not None:
+        sampling["temperature"] = limits.temperature
     params = SamplingParams(
-        temperature=limits.temperature,
+        **sampling,
         max_tokens=min(limits.max_tokens, engine.max_model_len - len(prompt)),
         output_kind=RequestOutputKind.DELTA,
     )

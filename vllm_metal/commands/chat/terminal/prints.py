@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints lines, tables and a spinner: with rich if it is installed, else plainly."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,9 +14,13 @@ except ImportError:
 else:
     _console = Console(highlight=False, soft_wrap=True)
 
+#: All but tabs and newlines, of C0 and C1.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
 
 def say(text: str, style: str = "") -> None:
     """Prints a line; `style` is a rich style such as ``dim`` or ``bold red``."""
+    text = _CONTROLS.sub("", text)
     if _console is None:
         print(text, flush=True)
     else:
@@ -23,8 +28,11 @@ def say(text: str, style: str = "") -> None:
 
 
 def stream(text: str) -> None:
-    """Prints a piece of a line at once, without a newline."""
-    print(text, end="", flush=True)
+    """Prints a piece of an answer at once, without a newline, and without control characters.
+
+    A model's answer could set the clipboard or the title of the terminal otherwise.
+    """
+    print(_CONTROLS.sub("", text), end="", flush=True)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ try:
 except ImportError:
     readline = None  # type: ignore[assignment]
 
+from vllm_metal.commands import early_checks
 from vllm_metal.commands.chat import surroundings
 from vllm_metal.commands.chat.terminal import prints
 from vllm_metal.commands.chat.terminal.conversation import (
@@ -39,13 +40,14 @@ def run(args: argparse.Namespace) -> int:
         args: of `vllm_metal.commands.cli`.
     """
     device = surroundings.prepare(offline=args.model is None)
+    if args.model is not None:
+        early_checks.check_model(args.model, computes=True)
     try:
         with prints.working("Loading the model (the embedded one is converted the first time)"):
             model = args.model or str(surroundings.default_model())
             engine = ChatEngine(model, args.max_model_len, args.kv_cache_gib)
     except (ImportError, OSError, ValueError, RuntimeError) as error:
-        prints.say(f"chat: {error}", "bold red")
-        return 1
+        raise ValueError(" ".join(str(error).split())) from error
     except KeyboardInterrupt:
         return 130
     where = {"metal": "Metal", "cpu": "MLX's CPU backend", None: "vLLM's own backend"}[device]

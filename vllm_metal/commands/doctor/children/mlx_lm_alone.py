@@ -10,6 +10,7 @@ PROMPT and TOKENS are JSON lists of token ids; DTYPE is that of the engine to co
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from vllm_metal.device import blas
 from vllm_metal.device.child import say
@@ -45,9 +46,10 @@ def _judge(args: argparse.Namespace) -> None:
     from mlx_lm.utils import hf_repo_to_path
 
     from vllm_metal.models.loader import dense_model
+    from vllm_metal.weights import gguf_names
 
     say(stage="loading the model")
-    folder = Path(args.model)
+    folder = Path(gguf_names.folder_of(args.model))
     model = dense_model(folder if folder.is_dir() else hf_repo_to_path(args.model))
     say(stage="answering")
     before = [*args.prompt, *args.tokens[:-1]]
@@ -63,11 +65,12 @@ def _judge(args: argparse.Namespace) -> None:
 
 def _time(args: argparse.Namespace) -> None:
     import mlx.core as mx
-    from mlx_lm import load, stream_generate
+    from mlx_lm import stream_generate
 
     say(stage="loading the model")
-    model, tokenizer = load(args.model)[:2]
-    model.set_dtype(getattr(mx, args.dtype))
+    dtype = getattr(mx, args.dtype)
+    model, tokenizer = _loaded(args.model, dtype)
+    model.set_dtype(dtype)
     tokenizer.eos_token_ids = []  # answers have the length that was asked for
     prompt = [5 + index * 7 % 50 for index in range(args.num_prompt)]
     say(stage="answering")
@@ -79,6 +82,22 @@ def _time(args: argparse.Namespace) -> None:
         decode=last.generation_tps * (last.generation_tokens - 1) / last.generation_tokens,
         num_answer=last.generation_tokens,
     )
+
+
+def _loaded(name: str, dtype: Any) -> tuple[Any, Any]:
+    """mlx-lm's model and tokenizer; the weights of a GGUF model are those of the engine."""
+    from mlx_lm import load
+    from mlx_lm.utils import load_tokenizer
+
+    from vllm_metal.models.loader import lazy_model
+    from vllm_metal.weights import gguf_names
+    from vllm_metal.weights.files import is_gguf
+
+    folder = Path(gguf_names.folder_of(name))
+    if not is_gguf(folder):
+        model, tokenizer = load(name)[:2]
+        return model, tokenizer
+    return lazy_model(folder, dtype), load_tokenizer(folder)
 
 
 if __name__ == "__main__":

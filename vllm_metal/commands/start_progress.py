@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells what a server does that starts behind a command, as far as the server's output says so."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+_LOG = re.compile(r"^vllm-metal: starts; the log is (.+)$", re.MULTILINE)
+#: A bar of tqdm's that counts bytes: its name, bytes and their sum, and the time that is left.
+_BAR = re.compile(
+    r"(?P<name>[^\r\n]*?):? +\d+%\|[^|\r\n]*\| *(?P<done>[\d.]+[kMGT]?B?)/(?P<total>[\d.]+[kMGT]B?)"
+    r" \[[\d:]+<(?P<left>[\d:]+|\?)"
+)
+_LOADS = "Loading weights"  # the name of our own bar
+_READ = 4096  # bytes of the output's end, which have the latest bars
+_STEP_S = 30  # between lines where they are not written over
+
+
+class StartProgress:
+    """A line that is written over on a terminal; elsewhere one each half minute."""
+
+    def __init__(
+        self, output: Path, told: TextIO, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Takes the file that the server's output goes to, and where to tell."""
+        self._output, self._told, self._clock = output, told, clock
+        self._began, self._step, self._shown, self._log = clock(), -1, "", ""
+
+    def show(self) -> None:
+        """Tells what the server does now; names its log once."""
+        with self._output.open("rb") as file:
+            text = file.read(_READ).decode(errors="replace")
+        if not self._log and (found := _LOG.search(text)):
+            self._log = found[1]
+            self.clear()
+            self._write(f"vllm-metal: the server's log is {self._log}\n")
+        seconds = int(self._clock() - self._began)
+        step = seconds // _STEP_S
+        line = f"vllm-metal: {self._doing()} ({seconds} s)"
+        if self._told.isatty() and line != self._shown:
+            self._write(f"\r\x1b[K{line}")
+        elif not self._told.isatty() and step != self._step:
+            self._write(f"{line}\n")
+        self._shown, self._step = line, step
+
+    def clear(self) -> None:
+        """Takes the line away."""
+        if self._told.isatty():
+            self._write("\r\x1b[K")
+
+    def ready(self) -> None:
+        """Tells that the server answers."""
+        self.clear()
+        self._write(f"vllm-metal: ready after {int(self._clock() - self._began)} s\n")
+
+    def _doing(self) -> str:
+        with self._output.open("rb") as file:
+            file.seek(max(0, self._output.stat().st_size - _READ))
+            bars = list(_BAR.finditer(file.read().decode(errors="replace")))
+        if not bars:
+            return "the server starts"
+        name, done, total, left = bars[-1].group("name", "done", "total", "left")
+        if done.rstrip("B") == total.rstrip("B"):
+            return "the server starts"
+        amount = f"{done.rstrip('B')}B of {total.rstrip('B')}B"
+        if _LOADS in name:
+            return f"the server loads the weights, {amount}"
+        return f"the server fetches {name.strip()}, {amount}, {left} left"
+
+    def _write(self, text: str) -> None:
+        self._told.write(text)
+        self._told.flush()
