@@ -41,6 +41,7 @@ def environment(**variables: str) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if key not in _NOT_A_USERS}
     settings = {
         "PYTHONPATH": path,
+        "PATH": os.pathsep.join([str(DOUBLE / "bin"), os.environ["PATH"]]),
         "VLLM_METAL_DEVICE": "cpu",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

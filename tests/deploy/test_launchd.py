@@ -62,6 +62,7 @@ def test_keys_and_their_types(name):
     assert service["ProcessType"] in ("Background", "Standard", "Adaptive", "Interactive")
     assert service["KeepAlive"]  # also after an end with status 0
     assert all(isinstance(value, str) for value in service["EnvironmentVariables"].values())
+    assert service["EnvironmentVariables"]["VLLM_LOGGING_LEVEL"] == "INFO"  # its files are the log
 
 
 def test_the_command_is_one_of_vllms():
@@ -111,10 +112,10 @@ def test_paths_are_absolute(name):
 
 @each_service
 def test_a_stop_waits_for_the_engine(name):
-    from vllm_metal.vllm_patches.shutdown import STOP_TIMEOUT
+    from vllm_metal.vllm_patches.shutdown import MAC_STOP_TIMEOUT
 
     options = arguments(name)
     drained = 0
     if "--shutdown-timeout" in options:
         drained = int(options[options.index("--shutdown-timeout") + 1])
-    assert SERVICES[name]["ExitTimeOut"] > drained + STOP_TIMEOUT
+    assert SERVICES[name]["ExitTimeOut"] > drained + MAC_STOP_TIMEOUT

@@ -290,6 +290,7 @@ def test_device_time_adds_up_and_tenants_pay_for_it(watched, server):
     assert found["prompt"] - found["cached"] == pytest.approx(computed, rel=0.1)
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_killed_is_told_and_so_is_a_server_that_is_back(
     watched, server, start, folder
 ):

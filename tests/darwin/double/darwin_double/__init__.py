@@ -23,7 +23,7 @@ It does not imitate:
   (`modules.LINUX_WHEELS`, `LINUX_MODULES`)
 - torch tensors on `mps`
 - psutil but for `virtual_memory`: processes and their memory are read as on Linux
-- programs other than Python: `uname`, `sysctl`, `vm_stat`, `sw_vers`
+- programs other than Python and `caffeinate`: `uname`, `sysctl`, `vm_stat`, `sw_vers`
 - `select.kqueue` in place of `epoll`, uvloop's own sockets, limits on the names of semaphores and
   shared memory, semaphores without a value, file names without case, code signing, sandboxes, the
   clock of a sleeping Mac
