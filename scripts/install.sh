@@ -12,6 +12,7 @@
 # project under that name. The functions keep to what dash and bash 3.2 have in common.
 # shellcheck shell=dash
 set -eu
+umask 022 # whatever the user's is: nobody else may write to programs
 
 # The release to install: the https address of a copy of dist/ (see `make dist`), or a folder.
 # VLLM_METAL_SOURCE names another. Empty: the folder that this script lies in.
@@ -92,9 +93,14 @@ find_source() {
     esac
 }
 
+# ADDRESS FILE: a redirection may not lead from https to anything else.
+download() {
+    curl -LsSf --retry 3 --connect-timeout 20 --proto "=${1%%:*}" -o "$2" "$1"
+}
+
 fetch() {
     case "$source" in
-        *://*) curl -LsSf --retry 3 --connect-timeout 20 -o "$work/$1" "$source/$1" ;;
+        *://*) download "$source/$1" "$work/$1" ;;
         *) cp "$source/$1" "$work/$1" ;;
     esac || die "$source/$1 cannot be had"
 }
@@ -128,7 +134,7 @@ find_uv() {
     if [ ! -x "$root/uv/uv" ]; then
         if command -v uv >/dev/null || [ -x "$HOME/.local/bin/uv" ]; then return; fi
         say "fetching uv, which brings Python"
-        if ! curl -LsSf --retry 3 --connect-timeout 20 -o "$work/uv.sh" "$UV_INSTALLER" ||
+        if ! download "$UV_INSTALLER" "$work/uv.sh" ||
             ! UV_UNMANAGED_INSTALL="$root/uv" sh "$work/uv.sh" >"$work/uv.log" 2>&1; then
             rm -rf "$root/uv"
             say "uv cannot be fetched from $UV_INSTALLER; looking for a Python"

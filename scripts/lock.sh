@@ -3,7 +3,8 @@
 # Writes the lock files: requirements/PLATFORM.txt, all that serving takes, and
 # requirements/PLATFORM-dev.txt, what tests and benchmarks need besides. Run it on Linux, in the
 # developers' environment. Pins already in the files are kept where they still fit; delete a file
-# to renew it all.
+# to renew it all. Pins have the hashes of all their files, which set-up requires; but torch on Linux,
+# which comes from whatever index has its CPU build.
 #
 # lock.sh --check macos writes nothing, and fails where the files would change: a pin without a wheel
 # for the platform, a requirement that no pin meets, a pin that nothing asks for.
@@ -77,18 +78,30 @@ print("\n".join(line for line in vllm.requires or [] if "extra ==" not in line))
 PY
 }
 
+# FILE: leaves out the hashes of the CPU build of torch.
+trust_torch() {
+    awk '/^torch==.*[+]cpu/ { sub(/ \\$/, ""); print; hashes = 1; next }
+         hashes && /--hash/ { next }
+         { hashes = 0; print }' "$1" >"$work/trusting"
+    cp "$work/trusting" "$1"
+}
+
 # PLATFORM FOLDER: writes both files there, starting from those that are there.
 lock() {
     local users=$2/$1.txt developers=$2/$1-dev.txt all=$work/$1-all.txt
     touch "$users" "$developers"
-    "compile_$1" --extra gguf --extra embedded --extra chat --group build --output-file "$users"
+    "compile_$1" --generate-hashes --extra gguf --extra embedded --extra chat --group build \
+        --output-file "$users"
+    trust_torch "$users"
     cat "$users" "$developers" >"$all"
     # What the interpreter asks for, but not itself: set-up installs the clone's.
-    "compile_$1" --all-extras --no-emit-package vllm-metal-interpreter --group build --group dev \
+    "compile_$1" --generate-hashes --all-extras --no-emit-package vllm-metal-interpreter --group build --group dev \
         --constraints "$users" --output-file "$all"
     {
         echo "# What developers need besides $1.txt. This file was written by: make lock"
-        awk 'NR == FNR { users[$1]; next } NF && !($1 in users)' "$users" "$all"
+        awk 'NR == FNR { users[$1]; next }
+             /^[^ ]/ { added = !($1 in users) }
+             NF && added' "$users" "$all"
     } >"$work/$1-dev.txt"
     mv "$work/$1-dev.txt" "$developers"
 }
@@ -99,7 +112,9 @@ check_macos() {
     for name in macos.txt macos-dev.txt; do cp "requirements/$name" "$work/fresh/"; done
     lock macos "$work/fresh"
     for name in macos.txt macos-dev.txt; do
-        if diff -U 0 "requirements/$name" "$work/fresh/$name" >"$work/changes"; then
+        # Not by hashes: more files of a version may be there than when it was pinned.
+        if diff -U 0 <(pin_lines "requirements/$name") <(pin_lines "$work/fresh/$name") \
+            >"$work/changes"; then
             echo "requirements/$name: $(grep -c == "requirements/$name") pins, none in conflict"
         else
             echo "requirements/$name is not what its packages declare (run: make lock):" >&2
@@ -111,9 +126,14 @@ check_macos() {
     return $status
 }
 
+# The pins of files, a line each.
+pin_lines() {
+    sed -n 's/^\([^#= ]*==[^ ]*\).*/\1/p' "$@"
+}
+
 # The pins of the files, a line each, sorted; but torch, whose CPU build is on an index of its own.
 pins() {
-    sed -n 's/^\([^#= ]*==[^ ]*\).*/\1/p' "$@" | grep -v '^torch==' | sort
+    pin_lines "$@" | grep -v '^torch==' | sort
 }
 
 # FOLDER FILES OPTIONS: resolves what the project asks for, beside every pin of the files, to just

@@ -29,8 +29,10 @@ case "$(uname -s)" in
     *) die "only macOS on Apple silicon and Linux are supported" ;;
 esac
 
-# macOS: sets `release`, or says why this Mac cannot run MLX.
+# macOS: sets `release`, or says why this Mac cannot run MLX. macOS tells a Python linked against an
+# older SDK that it is 16 where it is 26, unless the variable is set (python/cpython#135675).
 check_mac() {
+    export SYSTEM_VERSION_COMPAT=0
     if [ "$(uname -m)" != arm64 ]; then
         [ "$(sysctl -n hw.optional.arm64 2>/dev/null || true)" = 1 ] ||
             die "this Mac has an Intel processor; MLX needs Apple silicon"
@@ -143,7 +145,7 @@ install_users() {
             die "$torch is neither where pip is configured to look nor at TORCH_INDEX=$TORCH_INDEX"
     fi
     say "$(grep -c == "$lock") pinned packages, $size"
-    install --requirement "$lock"
+    install --require-hashes --requirement "$lock"
     say "vLLM and this plugin"
     if [ "$platform" = linux ]; then
         install --no-build-isolation requirements/vllm-alias
@@ -159,15 +161,32 @@ install_users() {
 
 # MLX's wheel for macOS 26 is built for 26.2, and installers cannot tell (ml-explore/mlx#4525).
 replace_mlx() {
-    local folder pins
+    local folder
     folder=$(mktemp -d)
     say "macOS $release: MLX's wheels for macOS 15 in place of those for 26, which need 26.2"
-    pins=$(grep -E '^mlx(-metal)?==' requirements/macos.txt)
-    # shellcheck disable=SC2086 # a word each
+    awk '/^[^ ]/ { wanted = /^mlx(-metal)?==/ } wanted' requirements/macos.txt >"$folder/mlx.txt"
     .venv/bin/python -m pip download --quiet --no-deps --only-binary :all: \
-        --platform macosx_15_0_arm64 --dest "$folder" $pins
+        --platform macosx_15_0_arm64 --dest "$folder" \
+        --require-hashes --requirement "$folder/mlx.txt"
     install --force-reinstall "$folder"/*.whl
     rm -r "$folder"
+}
+
+# MLX's wheels for macOS 15 and older lack the kernels for the matrix units of M5 and newer. uv keeps
+# what it learned of a Python, so the release may have reached it too late.
+check_mlx() {
+    has_older_mlx || return 0
+    say "macOS $release: MLX's wheels for macOS 26 in place of older ones"
+    awk '/^[^ ]/ { wanted = /^mlx(-metal)?==/ } wanted' requirements/macos.txt >.venv/mlx.txt
+    pip_install --force-reinstall --require-hashes --requirement .venv/mlx.txt || true
+    rm .venv/mlx.txt
+    if has_older_mlx; then
+        say "MLX's wheel is still one for an older macOS: on an M5 or newer, prompts are 2 to 3 times slower. \`vllm-metal doctor\` says what to do"
+    fi
+}
+
+has_older_mlx() {
+    grep -qs "macosx_1[0-9]_" .venv/lib/python3*/site-packages/mlx_metal-*.dist-info/WHEEL
 }
 
 # A start imports 5,700 modules, most of these packages: all cores compile them here, where a first
@@ -190,11 +209,14 @@ suits .venv/bin/python ||
     die ".venv is not of Python $wanted: remove it (rm -r .venv) and try again"
 if [ "${1:-}" = --dev ]; then
     say "what tests and benchmarks need ($(grep -c == "requirements/$platform-dev.txt") packages, 0.5 GB to fetch, 1.2 GB in place)"
-    install --requirement "requirements/$platform-dev.txt"
+    install --require-hashes --requirement "requirements/$platform-dev.txt"
     say "the kernel interpreter"
     install --no-build-isolation --editable interpreter
 else
     install_users
-    case "${release:-}" in 26.0 | 26.0.* | 26.1 | 26.1.*) replace_mlx ;; esac
+    case "${release:-}" in
+        26.0 | 26.0.* | 26.1 | 26.1.*) replace_mlx ;;
+        2[6-9]* | [3-9]?*) check_mlx ;;
+    esac
     make_bytecode
 fi

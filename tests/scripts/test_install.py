@@ -277,6 +277,18 @@ def test_a_machine_with_nothing_gets_all_of_it(each_machine):
     assert index_of(calls, "vllm: --version") < index_of(calls, "os.replace")
 
 
+def test_nobody_else_may_write_to_what_is_installed(mac):
+    before = os.umask(0)
+    try:
+        _, calls = mac.installed()
+    finally:
+        os.umask(before)
+    written = [path for path in mac.root.rglob("*") if not path.is_symlink()]
+    assert not [path for path in written if path.stat().st_mode & 0o022]
+    fetched = [call for call in calls if call.startswith("curl:")]
+    assert len(fetched) == 4 and all("--proto =https " in call for call in fetched)
+
+
 def test_no_index_is_ever_asked_for_our_name(each_machine):
     _, calls = each_machine.installed()
     ours = [call for call in calls if " install " in call and "vllm_metal" in call]
@@ -408,7 +420,7 @@ def test_rolling_back_to_what_does_not_start_is_refused(machine):
 
 #: A call, or a link that has just been set, on both systems.
 PLACES = {
-    "fetching": "curl: -LsSf --retry 3 --connect-timeout 20 -o",
+    "fetching": "curl: -LsSf --retry 3 --connect-timeout 20 --proto =https -o",
     "the environment": "venv",
     "the packages": "--requirement requirements/",
     "the plugin": "-py3-none-any.whl",

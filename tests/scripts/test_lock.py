@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """scripts/lock.sh --check, over an index of a few empty wheels."""
 
+import hashlib
 import io
 import os
 import re
@@ -102,8 +103,12 @@ def clone(tmp_path):
 def check(clone, users=USERS, developers=DEVELOPERS, platform="macos"):
     (clone / "requirements" / f"{platform}.txt").write_text(HEADER + users)
     (clone / "requirements" / f"{platform}-dev.txt").write_text(DEV_HEADER + developers)
+    return run(clone, "--check", platform)
+
+
+def run(clone, *options):
     return subprocess.run(
-        ["bash", "scripts/lock.sh", "--check", platform],
+        ["bash", "scripts/lock.sh", *options],
         cwd=clone,
         env=os.environ
         | {
@@ -226,6 +231,26 @@ def test_linux_s_files_serve_both_processors_and_three_pythons(linux_clone):
     assert found.returncode == 0, found.stderr
     assert targets(found.stdout) == EVERYWHERE
     assert (linux_clone / "requirements" / "linux.txt").read_text() == HEADER + LINUX_USERS
+
+
+@pytest.mark.more
+def test_files_are_written_with_the_hashes_of_packages(linux_clone):
+    wheel(linux_clone.parent / "index", "torch", "2", tag=MAC)
+    done = run(linux_clone)
+    assert done.returncode == 0, done.stderr
+    pins = {}
+    for path in sorted((linux_clone / "requirements").glob("*.txt")):
+        for entry in re.findall(r"^\S+==.*(?:\n .*)*", path.read_text(), re.MULTILINE):
+            pin, *hashes = re.findall(r"^\S+|(?<=sha256:)\w+", entry)
+            pins.setdefault(path.stem, {})[pin] = hashes
+    developers = {"checks==1", "compiler==1"}
+    assert pins["macos"].keys() == set(USERS.split())
+    assert pins["macos-dev"].keys() == pins["linux-dev"].keys() == developers
+    made = (linux_clone.parent / "index" / "checks-1-py3-none-any.whl").read_bytes()
+    assert pins["linux-dev"]["checks==1"] == [hashlib.sha256(made).hexdigest()]
+    assert pins["linux"].pop("torch==2+cpu") == []
+    assert all(hashes for found in pins.values() for hashes in found.values())
+    assert run(linux_clone, "--check", "macos", "linux").returncode == 0
 
 
 @pytest.mark.more

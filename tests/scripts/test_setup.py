@@ -15,23 +15,41 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("awk", "bash", "cp", "dirname", "grep", "mkdir", "mktemp", "rm", "sed", "touch")
+# Of an older SDK: without the variable, macOS 26 tells it that it is 16.
+MLX = """\
+note_mlx() {
+    case "$1" in *.txt*) ;; *) return ;; esac
+    folder=.venv/lib/python3.12/site-packages/mlx_metal-0.dist-info
+    mkdir -p $folder
+    release=$(sw_vers) compat=${2:-$SYSTEM_VERSION_COMPAT}
+    [ "$compat" = 0 ] && [ "${release%%.*}" -ge 26 ] && tag=26 || tag=15
+    echo "Tag: py3-none-macosx_${tag}_0_arm64" >$folder/WHEEL
+}
+"""
 # It finds vLLM's wheel unless NO_WHEEL is set. Its version answers `suits`, the only script on its
 # standard input: `python - 12 12 macos`.
 PYTHON = """\
 #!/bin/bash
+. "$DOUBLES/mlx.sh"
 echo "python{version}: $*" >>"$CALLS"
 case "$1" in
     scripts/vllm_wheel.py) [ -z "${{NO_WHEEL:-}}" ] && echo https://releases/vllm.whl ;;
     -) [ {minor} -ge "$2" ] && [ {minor} -le "$3" ] ;;
     -m)
         case "$2 $3" in
+            "pip install") note_mlx "$*" ;;
             "venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
-            "pip download") for word; do [ ! -d "$word" ] || touch "$word/mlx.whl"; done ;;
+            "pip download") for word; do
+                [ ! -d "$word" ] || touch "$word/mlx.whl"
+                [ ! -f "$word" ] || grep . "$word" >>"$CALLS"
+            done ;;
         esac ;;
 esac
 """
 UV = """\
 #!/bin/bash
+. "$DOUBLES/mlx.sh"
+[ "$1 $2" != "pip install" ] || note_mlx "$*" "${{UV_REMEMBERS:-}}"
 echo "uv: $*" >>"$CALLS"
 if [ "$1" = venv ]; then
     {answer}
@@ -105,6 +123,7 @@ def machine(tmp_path):
     shutil.copytree(ROOT / "requirements", clone / "requirements")
     for tool in TOOLS:
         (doubles / tool).symlink_to(shutil.which(tool))
+    (doubles / "mlx.sh").write_text(MLX)
     return Machine(doubles, clone, home)
 
 
@@ -119,7 +138,7 @@ def installs(calls, command):
 
 
 MAC_SETS = [
-    ["--requirement", "requirements/macos.txt"],
+    ["--require-hashes", "--requirement", "requirements/macos.txt"],
     ["https://releases/vllm.whl"],
     ["--no-build-isolation", "--editable", "."],
 ]
@@ -216,10 +235,11 @@ def test_macos_26_before_26_2_gets_mlx_for_15(machine, release):
     done, calls = machine.set_up()
     assert done.returncode == 0, done.stderr
     (download,) = [call for call in calls if "pip download" in call]
-    mlx = [line for line in lock("macos") if line.startswith(("mlx==", "mlx-metal=="))]
-    assert len(mlx) == 2
     assert "--platform macosx_15_0_arm64" in download
-    assert all(pin in download.split() for pin in mlx)
+    assert "--require-hashes --requirement" in download
+    asked = [call for call in calls if "==" in call]
+    assert asked == [pin for pin in lock("macos") if pin.startswith(("mlx==", "mlx-metal=="))]
+    assert calls[calls.index(asked[0]) + 1].startswith("    --hash=sha256:")
     *before, last = installs(calls, "uv: pip")
     assert before == MAC_SETS
     assert last[0] == "--force-reinstall" and last[1].endswith(".whl")
@@ -235,6 +255,52 @@ def test_other_releases_keep_the_wheel_that_suits_them(machine, release):
     done, calls = machine.set_up()
     assert done.returncode == 0, done.stderr
     assert not any("pip download" in call for call in calls)
+
+
+def wheel_of_mlx(machine):
+    (wheel,) = machine.clone.glob(".venv/lib/python3*/site-packages/mlx_metal-*.dist-info/WHEEL")
+    return wheel.read_text().strip()
+
+
+@pytest.mark.parametrize(
+    ("release", "tag"),
+    [
+        ("26.2", 26),
+        ("15.5", 15),
+        pytest.param("26.10", 26, marks=pytest.mark.more),
+        pytest.param("27.0", 26, marks=pytest.mark.more),
+    ],
+)
+def test_a_python_of_an_older_sdk_gets_mlx_for_the_true_release(machine, release, tag):
+    machine.mac(release=release)
+    machine.python("python3.12", 12)
+    done, calls = machine.set_up()
+    assert done.returncode == 0, done.stderr
+    assert wheel_of_mlx(machine) == f"Tag: py3-none-macosx_{tag}_0_arm64"
+    assert installs(calls, "python3.12: -m pip") == MAC_SETS
+
+
+def test_an_older_wheel_of_mlx_that_uv_chose_is_replaced(machine):
+    machine.mac(release="26.4")
+    machine.uv()
+    done, calls = machine.set_up(UV_REMEMBERS="16")
+    assert done.returncode == 0, done.stderr
+    assert installs(calls, "uv: pip") == MAC_SETS
+    (mended,) = installs(calls, "python3.12: -m pip")
+    assert mended[:2] == ["--force-reinstall", "--require-hashes"]
+    assert wheel_of_mlx(machine) == "Tag: py3-none-macosx_26_0_arm64"
+    assert "MLX's wheels for macOS 26" in done.stdout and "still" not in done.stdout
+
+
+def test_an_older_wheel_of_mlx_that_stays_is_named(machine):
+    machine.mac(release="26.4")
+    machine.uv()
+    machine.python("venv-python", 12)
+    text = (machine.doubles / "venv-python").read_text()
+    machine.add("venv-python", text.replace('note_mlx "$*"', "exit 1"))
+    done, _ = machine.set_up(UV_REMEMBERS="16")
+    assert done.returncode == 0, done.stderr
+    assert "on an M5 or newer, prompts are 2 to 3 times slower" in done.stdout
 
 
 def asked_for_vllm(calls):
@@ -278,7 +344,7 @@ def test_linux_takes_its_own_python_and_pip(machine):
     torch = next(line.split()[0] for line in lock("linux") if line.startswith("torch=="))
     assert installs(calls, "python3.11: -m pip") == [
         [torch],
-        ["--requirement", "requirements/linux.txt"],
+        ["--require-hashes", "--requirement", "requirements/linux.txt"],
         ["--no-build-isolation", "requirements/vllm-alias"],
         ["--no-build-isolation", "--editable", "."],
     ]
@@ -323,7 +389,7 @@ def test_developers_get_their_part_and_no_more(machine):
     done, calls = machine.set_up("--dev")
     assert done.returncode == 0, done.stderr
     assert installs(calls, "uv: pip") == [
-        ["--requirement", "requirements/macos-dev.txt"],
+        ["--require-hashes", "--requirement", "requirements/macos-dev.txt"],
         ["--no-build-isolation", "--editable", "interpreter"],
     ]
 
