@@ -46,7 +46,7 @@ endif
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
 
-setup: $(USERS_STAMP)  ## create .venv, all that serving takes (two minutes once, nothing after)
+setup: $(USERS_STAMP)  ## create .venv, all that serving takes (two to four minutes once, nothing after)
 
 setup-dev: $(STAMP)  ## add what tests and benchmarks need; their targets do so by themselves
 
