@@ -12,7 +12,9 @@ from pathlib import Path
 
 #: Names of the folders in it, one for each kind of result. `make distclean` removes them.
 PARTS = (
+    "gguf",
     "interpreter",
+    "logs",
     "models",
     "selfcheck",
     "source-archives",  # of earlier versions, as are "vllm-tests"

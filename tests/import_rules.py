@@ -23,9 +23,9 @@ FLOORS = (
         f"vllm_metal/{room}"
         for room in (
             *("settings", "device", "vllm_patches", "mlx_patches", "metrics", "kv_cache"),
-            *("attention", "sample", "batch", "gguf", "models", "memory", "lora", "pooling"),
-            *("vision", "spec_decode", "kv_transfer", "distributed", "encoders", "worker"),
-            *("serving", "platform", "commands"),
+            *("attention", "sample", "batch", "gguf", "weights", "models", "memory", "lora"),
+            *("pooling", "vision", "spec_decode", "kv_transfer", "distributed", "encoders"),
+            *("worker", "serving", "platform", "commands"),
         )
     ),
 )

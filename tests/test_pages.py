@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,8 @@ printf '%s\\n' "$(basename "$0")" "$@" END >>"$CALLS"
 case "$(basename "$0") $1" in "uv venv" | "make setup")
     mkdir -p .venv/bin && touch .venv/bin/activate && cp "$0" .venv/bin/vllm ;;
 "python scripts/vllm_wheel.py") echo build/vllm.whl ;;
+"git clone") mkdir "$3" ;;
+"vllm-metal model") echo models/embedded ;;
 esac
 true
 """
@@ -46,7 +49,7 @@ def pasted(commands, folder):
     """The calls that `commands` make in a shell, with doubles of what they call."""
     doubles, calls = folder / "doubles", folder / "calls"
     doubles.mkdir()
-    for name in ("curl", "make", "python", "uv", "vllm"):
+    for name in ("curl", "git", "make", "python", "uv", "vllm", "vllm-metal"):
         (doubles / name).write_text(DOUBLE)
         (doubles / name).chmod(0o755)
     subprocess.run(
@@ -68,12 +71,19 @@ def requirement():
     return line
 
 
-def test_the_readme_s_line_for_a_mac_sets_up_and_serves(tmp_path):
-    commands = block(README, "On a Mac")
-    assert commands.count("\n") == 1
-    setup, serve = pasted(commands, tmp_path)
+def test_the_readme_s_commands_clone_set_up_and_serve_this_machine_alone(tmp_path):
+    clone, setup, _, serve = pasted(block(README, "Install"), tmp_path)
+    assert clone[:2] == ["git", "clone"]
     assert setup == ["make", "setup"]
-    assert serve[:2] == ["vllm", "serve"]
+    assert serve[:3] == ["vllm", "serve", "models/embedded"]
+    assert serve[-2:] == ["--host", "127.0.0.1"]
+
+
+def test_pages_clone_from_the_address_that_the_package_names():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    address = project.get("urls", {}).get("Repository", "ADDRESS")
+    given = {found for page in PAGES for found in re.findall(r"git clone (\S+)", page.read_text())}
+    assert given == {address}
 
 
 def test_the_block_runs_whole_and_installs_the_pinned(tmp_path):
@@ -114,6 +124,7 @@ def test_the_commands_that_ask_whether_a_model_fits_are_whole(monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # which the command would set for good
     double = SimpleNamespace(run=lambda args: taken.append(args) or 0)
     monkeypatch.setattr(fit, "command", double, raising=False)  # the real one imports vLLM
+    monkeypatch.setattr(cli.early_checks, "check_model", lambda *args, **options: None)
     pages = "\n".join([README, (ROOT / "docs" / "models.md").read_text()])
     asked = re.findall(r"^    vllm-metal (fit .*)$", pages, re.MULTILINE)
     assert len(asked) == 3

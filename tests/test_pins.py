@@ -33,6 +33,14 @@ def test_our_version_is_the_served_vllm_and_a_number_of_ours():
     assert set(wheels) == {PROJECT["version"]}
 
 
+@pytest.mark.parametrize("lock", ["linux", "linux-dev", "macos", "macos-dev"])
+def test_each_pin_has_the_hashes_of_its_files(lock):
+    text = (ROOT / "requirements" / f"{lock}.txt").read_text()
+    hashed = re.findall(r"^([\w.-]+)==\S+ \\\n    --hash=sha256:[0-9a-f]{64}\b", text, re.MULTILINE)
+    # Where the CPU build of torch is, users say.
+    assert sorted(set(pinned(lock)) - set(hashed)) == (["torch"] if lock == "linux" else [])
+
+
 @pytest.mark.parametrize("lock", ["linux", "macos"])
 def test_lock_files_pin_what_the_wheel_asks_for(lock):
     pins = pinned(lock) | {

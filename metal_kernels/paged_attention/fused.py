@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Says for which heads MLX has a fused attention kernel for prompts, on this device."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import pairwise
 
@@ -26,12 +26,23 @@ def even_cuts(num_rows: int, most: int) -> Iterator[tuple[int, int]]:
         yield first, end - first
 
 
-@cache
 def is_fused(key_size: int, value_size: int, dtype: mx.Dtype, device: mx.DeviceType) -> bool:
     """Whether MLX has one for prompts with such heads; `device`: the default one."""
+    # While a graph is recorded, another function is in its place, which takes all sizes.
+    return _takes(mx.fast.scaled_dot_product_attention, key_size, value_size, dtype, device)
+
+
+@cache
+def _takes(
+    attend: Callable[..., mx.array],
+    key_size: int,
+    value_size: int,
+    dtype: mx.Dtype,
+    device: mx.DeviceType,
+) -> bool:
     rows = (mx.zeros((1, 1, _ROWS, size), dtype) for size in (key_size, key_size, value_size))
     try:
-        mx.fast.scaled_dot_product_attention(*rows, scale=1.0, mask="causal", force_fused=True)
+        attend(*rows, scale=1.0, mask="causal", force_fused=True)
     except ValueError:
         return False
     return True

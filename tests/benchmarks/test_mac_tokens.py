@@ -4,7 +4,7 @@
 import mac_tokens
 import pytest
 from _macs import BY_NAME, GB
-from _published import DEEPSEEK_V3, GEMMA_27B, GPT_OSS_20B, QWEN_27B, QWEN_35B, QWEN_80B
+from _published import DEEPSEEK_V3, GEMMA_27B, GPT_OSS_20B, QWEN3, QWEN_27B, QWEN_35B, QWEN_80B
 from hybrid_bytes import CONTEXT as HYBRIDS_CONTEXT
 from hybrid_bytes import QWEN_27B as SHAPE_27B
 from hybrid_bytes import QWEN_35B as SHAPE_35B
@@ -12,9 +12,7 @@ from hybrid_bytes import WEIGHT_BYTES, moved
 from mac_attention import LATENT, PAGE, Kind
 from mac_tokens import Read, Served, served
 
-from vllm_metal.commands.fit.known import KNOWN
-
-QWEN_8B = next(model for model in KNOWN if "-8B-" in model.name)
+QWEN_8B = QWEN3["8B"]
 
 
 def test_a_dense_model_by_hand() -> None:

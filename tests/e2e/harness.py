@@ -37,6 +37,8 @@ def engine(model: str, **options: Any) -> Iterator[LLM]:
         "seed": 0,
     }
     llm = LLM(model, **(settings | options))
+    # As an engine in its own process does once it has started: what was decided must stay.
+    llm.llm_engine.vllm_config.__post_init__()
     try:
         yield llm
     finally:
@@ -77,9 +79,16 @@ def free_blocks(llm: LLM) -> int:
     return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
 
+def is_apart(llm: LLM) -> bool:
+    """Whether the engine has a process of its own."""
+    return not hasattr(llm.llm_engine.engine_core, "engine_core")
+
+
 def run_out(llm: LLM) -> None:
     """Steps until nothing is left to tell the worker or to hear of it, as an engine in a process of
     its own does; `LLM.generate` stops at the last token."""
+    if is_apart(llm):
+        return
     core: Any = llm.llm_engine.engine_core.engine_core
     deadline = time.monotonic() + 60
     while core.scheduler.has_requests() or core.batch_queue:

@@ -31,6 +31,8 @@ _NOT_FOR_THE_SERVER = (
 )
 _START_TIMEOUT_S = 240.0  # ten times what an idle two-core machine needs
 _STOP_TIMEOUT_S = 20.0
+#: Lines of all processes, which tests read; what users see unasked, test_first_lines.py has.
+_LOGGED = {"VLLM_LOGGING_LEVEL": "INFO"}
 _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 
@@ -91,7 +93,8 @@ def serve(
         options: more of its command line.
         log: file for what it prints.
         port: to listen on; None: any that is free.
-        environment: variables to add to this process's.
+        environment: variables to add to this process's, and to VLLM_LOGGING_LEVEL=INFO; an empty
+            one is left out.
         python: the interpreter that runs it.
         start_timeout_s: how long it may take to answer.
         host: that it runs on; None: this machine.
@@ -152,7 +155,7 @@ def started(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=kept | environment,
+            env={key: value for key, value in (kept | _LOGGED | environment).items() if value},
             start_new_session=True,  # so that all it starts can be killed as one group
         )
         try:

@@ -6,8 +6,10 @@ import pytest
 from e2e.disk import HITS
 from e2e.harness import Dense, counters, engine, free_blocks, generate, greedy, run_out
 from e2e.peers import consumer, decode, free_port, prefill, producer
-from models import latent
+from models import latent, published
 from models.recurrent import FAMILIES, VOCAB, Family, write_model
+
+from vllm_metal.models.executor import ModelExecutor
 
 MAX_TOKENS = 40
 NGRAM = {
@@ -186,11 +188,18 @@ def test_states_are_whole_in_a_pool_of_codes(folders, elements):
 
 @pytest.mark.more
 @pytest.mark.parametrize(
-    "name", ["qwen3_next, large states", pytest.param("lfm2", marks=pytest.mark.slow)]
+    ("name", "block_size"),
+    [
+        ("qwen3_next, large states", None),
+        ("mamba2", None),
+        pytest.param("qwen3_next, large states", 32, marks=pytest.mark.slow),
+        pytest.param("lfm2", None, marks=pytest.mark.slow),
+    ],
 )
-def test_sleep_gives_states_back(folders, name):
+def test_sleep_gives_states_back(folders, name, block_size):
     dense, prompts = Dense(folders[name]), prompts_of(4)
-    with hybrid_engine(folders[name], enable_sleep_mode=True) as llm:
+    options = {"enable_sleep_mode": True, "block_size": block_size}
+    with hybrid_engine(folders[name], **options) as llm:
         for _ in range(2):
             for prompt, tokens in zip(prompts, generate(llm, prompts, greedy_ids()), strict=True):
                 dense.check(prompt, tokens)
@@ -254,21 +263,114 @@ def test_a_restart_finds_states_on_disk(folders, name, tmp_path):
 
 @families(more=KINDS[:1])
 def test_one_engine_prefills_and_another_decodes(folders, name):
-    dense, prompts = Dense(folders[name]), prompts_of(6)
+    prefill_and_decode(folders[name], block_size=32 if name == "mamba2" else None)
+
+
+def prefill_and_decode(model, block_size):
+    """Has an engine pull what another one computed, and checks its texts."""
+    dense, prompts = Dense(model), prompts_of(6)
     port, pulled = free_port(), 0
     options = {
         "skip_tokenizer_init": True,
         "speculative_config": NGRAM,
         "additional_config": {"fixed_draft_length": True},
+        "block_size": block_size,
     }
-    if name == "mamba2":
-        options["block_size"] = 32
-    with (
-        producer(folders[name], port, **options) as p,
-        consumer(folders[name], port, **options) as d,
-    ):
+    with producer(model, port, **options) as p, consumer(model, port, **options) as d:
         for prompt in prompts:
             found = decode(d, prompt, prefill(p, prompt))
             dense.check(prompt, found.tokens)
             pulled += found.pulled
     assert pulled > 0
+
+
+def fail_next_step(worker):
+    """Has the engine's next step raise, in whichever process the engine is."""
+    forward = ModelExecutor.forward_hidden
+
+    def failing(*arguments):
+        ModelExecutor.forward_hidden = forward
+        raise RuntimeError("no device")
+
+    ModelExecutor.forward_hidden = failing
+
+
+@pytest.fixture
+def spawned(monkeypatch):
+    """Engines get a process of their own, which has nothing of this one's."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+
+
+@pytest.mark.usefixtures("spawned")
+@families(more=["mamba2"])
+@pytest.mark.parametrize("block_size", [None, pytest.param(32, marks=pytest.mark.slow)])
+def test_an_engine_in_its_own_process(folders, name, block_size, tmp_path):
+    """vLLM completes its configuration again, after the pool was allocated."""
+    dense, prompts = Dense(folders[name]), prompts_of(8)
+    with hybrid_engine(
+        folders[name],
+        block_size=block_size,
+        enable_sleep_mode=True,
+        speculative_config=NGRAM,
+        **disk_options(tmp_path / "disk"),
+    ) as llm:
+
+        def check():
+            for prompt, tokens in zip(prompts, generate(llm, prompts, greedy_ids()), strict=True):
+                dense.check(prompt, tokens)
+
+        check()
+        llm.sleep()
+        llm.wake_up()
+        check()
+        llm.collective_rpc(fail_next_step)
+        (failed,) = llm.generate({"prompt_token_ids": [3, 4, 5]}, greedy_ids(), use_tqdm=False)
+        assert failed.outputs[0].finish_reason == "error"
+        check()
+        if name != "mamba2" or block_size:  # whose blocks are longer than these texts
+            assert counters(llm)[HITS] > 0  # the disk has what the pool has lost
+
+
+@pytest.mark.usefixtures("spawned")
+@pytest.mark.parametrize("block_size", [32, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("qwen3_next, large states", marks=pytest.mark.more),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("lfm2", "jamba", "mamba2")),
+    ],
+)
+def test_engines_in_processes_of_their_own_prefill_and_decode(folders, name, block_size):
+    prefill_and_decode(folders[name], block_size or (32 if name == "mamba2" else None))
+
+
+#: The family whose states mlx-lm divides by heads.
+BY_HEADS = "qwen3_5_text"
+
+
+@pytest.mark.usefixtures("spawned")
+@pytest.mark.parametrize("block_size", [None, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.more) for name in ("falcon_h1", BY_HEADS)),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("qwen3_next", "lfm2", "jamba", "mamba2", "recurrent_gemma")
+        ),
+    ],
+)
+def test_ranks_of_an_engine_in_its_own_process(folders, name, block_size, tmp_path):
+    """Workers keep states at ends of blocks; the engine, elsewhere, must end chunks there."""
+    shape, model = {"pipeline_parallel_size": 2}, folders.get(name)
+    if name == BY_HEADS:
+        made = published.make(published.FAMILIES[name], num_key_value_heads=2, vocab_size=VOCAB)
+        shape, model = {"tensor_parallel_size": 2}, published.write(made, tmp_path / "model")
+    dense, prompts = Dense(model), prompts_of(8)
+    with hybrid_engine(model, block_size=block_size, **shape) as llm:
+        for _ in range(2):
+            for prompt, tokens in zip(prompts, generate(llm, prompts, greedy_ids()), strict=True):
+                dense.check(prompt, tokens)
+        assert counters(llm)["vllm:prefix_cache_hits"] > 0

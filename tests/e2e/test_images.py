@@ -2,6 +2,7 @@
 """A server that reads images, as users ask it; what it must not fetch, open or write down."""
 
 import base64
+import dataclasses
 import http.server
 import io
 import json
@@ -14,11 +15,15 @@ import zlib
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import numpy as np
 import openai
+import psutil
 import pytest
+from e2e import health_watch
 from e2e.harness import counters, engine, greedy
 from e2e.server import serve
+from e2e.tenants import write_settings
 from PIL import Image
 from vision import reference
 from vision.checkpoints import FAMILIES
@@ -225,6 +230,91 @@ def test_limits_and_other_media_are_named(client):
         client.chat.completions.create(
             model="toy", messages=[{"role": "user", "content": [sound]}], max_tokens=1
         )
+
+
+@pytest.fixture(scope="module")
+def tenants(checkpoint, tmp_path_factory):
+    """A server with tenants, and a function that sends a request of one of them."""
+    folder = tmp_path_factory.mktemp("tenants")
+    keys = write_settings(folder)
+    options = (
+        *("--served-model-name", "toy"),
+        *("--max-model-len", "512"),
+        *("--kv-cache-memory-bytes", str(64 << 20)),
+        *("--middleware", "vllm_metal.serving.Tenants"),
+    )
+    settings = {"VLLM_METAL_SERVING_CONFIG": str(folder / "serving.toml")}
+    with (
+        serve(checkpoint, options, folder / "log", environment=settings) as server,
+        httpx.Client(timeout=120, base_url=server.url) as connected,
+    ):
+
+        def send(tenant, path, body):
+            key = {"Authorization": f"Bearer {keys[tenant]}"}
+            return connected.post(path, json={"model": "toy", **body}, headers=key)
+
+        yield dataclasses.replace(server, metrics_key=keys["metrics"]), send
+
+
+def seen(*urls, **more):
+    parts = [{"type": "image_url", "image_url": {"url": url}, **more} for url in urls]
+    message = {"role": "user", "content": [*parts, {"type": "text", "text": QUESTION}]}
+    return {"messages": [message], "temperature": 0, "max_tokens": 2}
+
+
+def test_a_tenant_finds_no_image_of_another(tenants):
+    server, send = tenants
+    body = seen(data_url(encoded(picture(seed=7))))
+    hits = server.metric("vllm:mm_cache_hits_total")
+    assert send("acme", "/v1/chat/completions", body).status_code == 200
+    # In requests to whose keys a prompt is rendered, or counted, too.
+    assert send("other", "/tokenize", body).status_code == 200
+    assert send("other", "/v1/chat/completions", body).status_code == 200
+    assert server.metric("vllm:mm_cache_hits_total") == hits
+    assert send("acme", "/v1/chat/completions", body | {"max_tokens": 3}).status_code == 200
+    assert server.metric("vllm:mm_cache_hits_total") > hits
+    named = {"type": "input_image", "image_url": None, "uuid": "SECRET"}
+    output = {"type": "function_call_output", "call_id": "c", "output": [named]}
+    reply = send("other", "/v1/responses", {"input": [output]})
+    assert reply.status_code == 400 and "uuid" in reply.text
+
+
+def test_a_request_takes_what_it_may_and_no_more(tenants):
+    """Some kilobytes of a body that would take gigabytes, or seconds in which nobody is served."""
+    server, send = tenants
+    large = data_url(encoded(Image.new("P", (8192, 8192))))
+    rules = "".join(f'r{n} ::= r{n + 1} "a" | "b"\n' for n in range(5000))
+    grammar = {"structured_outputs": {"grammar": f'root ::= r0\n{rules}r5000 ::= "c"'}}
+    before = _resident(server)
+    for body, setting in (
+        (seen(*[large] * 8), "max_body_pixels"),
+        (seen(*[data_url(encoded(picture(2, 2)))] * 200), "max_body_pixels"),
+        ({"messages": [{"role": "user", "content": "a"}], **grammar}, "max_body_grammar"),
+    ):
+        with health_watch.watching(server.url) as times:
+            reply = send("acme", "/v1/chat/completions", body)
+        assert reply.status_code == 400 and setting in reply.text
+        assert times[1] < 1
+    assert _resident(server) - before < 1.5e9
+
+
+def test_a_tenant_names_no_addresses(tenants):
+    server, send = tenants
+    with files({"/picture.png": encoded(picture())}) as (address, asked):
+        url = f"{address}/picture.png?signature=of-a-client"
+        for path in ("/v1/chat/completions", "/tokenize"):
+            reply = send("acme", path, seen(url))
+            assert reply.status_code == 400 and "--allowed-media-domains" in reply.text
+        assert asked == []
+    for url in ("file:///etc/hostname", "data:image/png,plain"):
+        assert send("acme", "/v1/chat/completions", seen(url)).status_code == 400
+    assert "of-a-client" not in server.log.read_text()
+
+
+def _resident(server):
+    """Bytes of the server and all that it has started."""
+    process = psutil.Process(server.process.pid)
+    return sum(each.memory_info().rss for each in [process, *process.children(recursive=True)])
 
 
 @pytest.mark.slow

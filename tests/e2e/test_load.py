@@ -4,7 +4,6 @@
 import asyncio
 import json
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -68,19 +67,6 @@ def served(long_texts, folder):
         ):  # the first of a kind takes seconds, which is not what is tested
             running.ask("acme", path, **fields, max_tokens=8, temperature=1)
         yield running
-
-
-@contextmanager
-def watching_health(url):
-    """The worst time that /health took, in seconds; asked from another process."""
-    found = []
-    command = [sys.executable, health_watch.__file__, url]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
-        yield found
-        told, _ = process.communicate()
-    asked, worst = told.split()
-    found += [int(asked), float(worst)]
 
 
 @dataclass
@@ -167,7 +153,7 @@ def check(served, folder, number, seed):
     clients = Clients(served.server.url, served.keys)
     with (
         Footprints(served.server.process.pid) as prints,
-        watching_health(served.server.url) as health,
+        health_watch.watching(served.server.url) as health,
     ):
         started = time.monotonic()
         asyncio.run(clients.run(plan(number, NAMES, seed), AT_ONCE))

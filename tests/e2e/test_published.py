@@ -7,8 +7,10 @@ blocks for few of the requests that run at once, then again from the prefix cach
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from e2e.harness import counters, engine, run_out
-from models.published import FAMILIES, REFUSED, VOCAB, log_probabilities, make, write
+from models.published import FAMILIES, REFUSED, VOCAB, draw, log_probabilities, make, write
 from vllm import SamplingParams
 
 pytestmark = pytest.mark.more
@@ -123,6 +125,30 @@ def test_log_probabilities_equal_transformers(name, tmp_path):
     assert worst <= TOLERANCE
     assert counted["drafted"] > counted["accepted"]
     assert counted["preemptions"] > 0 and counted["hits"] > 0
+
+
+def test_the_text_of_gemma_4_unified(tmp_path):
+    """Its class takes images and sound; vLLM is asked for its text alone."""
+    text = transformers.Gemma4UnifiedTextConfig(
+        **{"vocab_size": VOCAB, "hidden_size": 72, "intermediate_size": 88, "head_dim": 16},
+        **{"num_attention_heads": 6, "num_key_value_heads": 2, "global_head_dim": 16},
+        **{"num_hidden_layers": 3, "sliding_window": 7, "num_kv_shared_layers": 0},
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        hidden_size_per_layer_input=0,
+    )
+    # Tokens that no prompt here has.
+    tokens = {"image_token_id": 0, "video_token_id": 1, "audio_token_id": 2}
+    config = transformers.Gemma4UnifiedConfig(text_config=text.to_dict(), **tokens)
+    model = transformers.Gemma4UnifiedForConditionalGeneration(config).float().eval()
+    draw(model, torch.Generator().manual_seed(0))
+    prompts = [{"prompt_token_ids": prompt} for prompt in prompts_of()[2:4]]
+    told = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "detokenize": False}
+    params = SamplingParams(logprobs=VOCAB, prompt_logprobs=VOCAB, **told)
+    with engine(write(model, tmp_path), **OPTIONS) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    worst, expected = farthest(model, outputs, VOCAB)
+    assert worst <= TOLERANCE
+    assert len(set(expected)) > 8
 
 
 @pytest.mark.slow

@@ -117,8 +117,8 @@ def test_cold_and_warm_in_a_small_pool_equal_a_naive_forward(short, cache):
         dense.check(prompt, tokens)
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("cache", ["fp8", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["fp8", "int8"])
 def test_windows_and_chunks_equal_a_naive_forward(windowed, cache):
     tokens = text_tokens(windowed)
     prompts = [tokens[:180], tokens[100:117], tokens[:160]]

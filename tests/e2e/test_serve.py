@@ -10,6 +10,8 @@ import openai
 import pytest
 from e2e.server import refused_start, serve
 
+from vllm_metal.vllm_patches.start_failures import ERROR_PREFIX
+
 BLOCK_SIZE = 16  # vllm-metal's default
 MAX_MODEL_LEN = 1024
 pytestmark = pytest.mark.more
@@ -291,4 +293,4 @@ def test_a_start_without_a_model_says_which(tmp_path):
     missing, log = str(tmp_path / "no-such-model"), tmp_path / "log"
     assert refused_start(missing, [], {}, log) > 0
     last = log.read_text().strip().splitlines()[-1]
-    assert "Error" in last and missing in last
+    assert last == f"{ERROR_PREFIX}there is no folder {missing}"

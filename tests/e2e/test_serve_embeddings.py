@@ -120,6 +120,7 @@ def test_vllm_s_benchmark(embedder, model):
     print(ran.stdout)
 
 
+@pytest.mark.slow
 def test_a_reranker_behind_tenants(model, tmp_path):
     keys = write_settings(tmp_path, limits="")
     options = [*OPTIONS, "--runner", "pooling", "--hf-overrides", json.dumps(RERANKER)]

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import openai
 import pytest
+from e2e import health_watch
 from e2e.server import serve
 
 pytestmark = pytest.mark.slow  # starts a server
@@ -30,6 +31,12 @@ def test_an_openai_client_embeds(tmp_path):
             client.embeddings.create(model="minilm", input="a " * 255)
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="minilm", prompt="a", max_tokens=1)
+        with (
+            health_watch.watching(server.url) as times,
+            pytest.raises(openai.BadRequestError, match="max_body_choices"),
+        ):
+            client.embeddings.create(model="minilm", input=["a"] * 100_000)
+        assert times[1] < 1
         assert server.health() == 200
     assert "there is no KV pool" in (tmp_path / "log").read_text()
     assert texts[0] not in (tmp_path / "log").read_text()

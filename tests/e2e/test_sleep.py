@@ -34,6 +34,8 @@ def test_memory_comes_back_and_answers_stay(short, level, speculative_config):
         before = generate(llm, prompts, greedy(4))
         llm.sleep(level)
         assert llm.llm_engine.is_sleeping()
+        with pytest.raises(RuntimeError, match="Call wake_up"):
+            generate(llm, prompts, greedy(4))
         asleep = mx.get_active_memory()
         assert awake - asleep >= 0.95 * POOL
         if level == 2:

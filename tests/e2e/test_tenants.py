@@ -24,6 +24,7 @@ from vllm_metal.settings import salts, secret_file
 
 MORE = pytest.mark.more
 BLOCK_SIZE = 16  # vllm-metal's default
+STRANGERS = ("first", "second")  # who have asked nothing before the test that counts their drafts
 TEXT = "The river rises in the hills, runs through three towns and a lake, and ends in the sea. "
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 ANSWERED = "vllm:request_success_total"
@@ -38,7 +39,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def keys(folder):
-    return write_settings(folder)
+    return write_settings(folder, ("acme", "other", *STRANGERS))
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_tenants_with_equal_prompts_share_nothing(tenants, folder):
     """Neither K/V, in memory and on disk, nor drafts, nor answers; by counters."""
     prompt, seen = TEXT * 8, {}
     tokens = {"max_tokens": 64, "ignore_eos": True}
-    for name in ("acme", "other"):
+    for name in STRANGERS:
         before = tenants.metric(DRAFTED), tenants.metric(KEPT, result="hit")
         first = tenants.fresh(name, prompt=prompt, **tokens)
         assert cached(first) == 0
@@ -82,12 +83,13 @@ def test_tenants_with_equal_prompts_share_nothing(tenants, folder):
         assert tenants.metric(KEPT, result="hit") - before[1] == 1
         seen[name] = drafted, more
     # What the first tenant's requests left would have drafted for the second's.
-    assert seen["acme"] == seen["other"]
-    assert seen["acme"][1] > seen["acme"][0]
+    first, second = (seen[name] for name in STRANGERS)
+    assert first == second
+    assert first[1] > first[0]
     secret = secret_file.read(folder / "secret", "secret")
     who = identities(folder)
     namespaces = {salts.namespace(secret, salts.derive(secret, who[name])) for name in seen}
-    wait_for(lambda: namespaces == {path.name for path in (folder / "disk").rglob("tenant-*")})
+    wait_for(lambda: namespaces <= {path.name for path in (folder / "disk").rglob("tenant-*")})
     assert not any(
         path.is_file() for x in (folder / "disk").rglob("shared") for path in x.rglob("*")
     )
@@ -397,7 +399,7 @@ def test_a_tenant_that_is_added_again_gets_nothing_of_the_old_one(tenants, folde
     assert [tenants.ask("guest", **fields).headers["x-cache"] for _ in "ab"] == ["MISS", "HIT"]
     wait_for(lambda: files(first) > cached(reply) // BLOCK_SIZE)  # with the stored response's
     printed = command("tenants", "rm", "guest", "--prefix-cache", disk)
-    assert "removed 1 kept answers" in printed and "blocks of K/V" in printed
+    assert "removed 1 cached response" in printed and "blocks of K/V" in printed
     assert files(first) == 0
     wait_for(lambda: tenants.ask("guest", **fields).status_code == 401)
     read = tenants.metric("vllm:prefix_cache_disk_read_bytes_total")

@@ -84,6 +84,7 @@ def test_stages_whose_heads_are_shared(tiny):
         check_drawn(llm, dense, prompts[:16])
 
 
+@pytest.mark.slow
 def test_ngram_speculation_is_lossless(tiny):
     dense, prompts = Dense(tiny), prompts_of(12)
     prompts = [prompt + prompt[-40:] for prompt in prompts]  # something to look up

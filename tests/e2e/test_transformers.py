@@ -11,7 +11,8 @@ from e2e.harness import Dense, counters, generate
 from e2e.test_hybrids import NGRAM, greedy_ids, hybrid_engine, prompts_of
 from models import latent, recurrent
 from models.recurrent import config_of
-from transformers import AutoConfig, AutoModelForCausalLM
+from own_configs import own_config
+from transformers import AutoModelForCausalLM
 
 FAMILIES = {**recurrent.FAMILIES, **latent.FAMILIES}
 #: A gated delta rule, Mamba 2 beside attention, Mamba 2 alone, short convolutions, and MLA with
@@ -47,7 +48,7 @@ def test_text_equals_transformers(name, tmp_path):
     content = config_of(FAMILIES[name])
     content["tie_word_embeddings"] = name == "lfm2"  # as mlx-lm has it
     changes = {key: value for key, value in content.items() if key != "model_type"}
-    config = AutoConfig.for_model(content["model_type"], **changes)
+    config = own_config(content["model_type"], **changes)
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

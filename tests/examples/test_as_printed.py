@@ -109,7 +109,7 @@ def test_the_agent_reads_files_with_its_tools_and_answers(tmp_path):
     answer = Turn("Together they come to 270.70.")
     turns = (Turn(calls=(Call("list_files", {}),)), Turn(calls=tuple(read)), Turn(calls=(add_up,)))
     model = scripted.checkpoint(tmp_path / "model", [Script((*turns, answer))])
-    with serve(str(model), options(command("tool-call-parser")), tmp_path / "log") as server:
+    with serve(str(model), options(command("max-model-len 8192")), tmp_path / "log") as server:
         printed = run("agent.py", server)
     calls = re.findall(r"^(\w+)\(.*\) = (.*)$", printed, re.MULTILINE)
     assert [name for name, _ in calls] == ["list_files", "read_file", "read_file", "add_up"]

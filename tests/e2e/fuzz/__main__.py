@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -32,8 +33,15 @@ _LONGEST_RUN_S = 600  # 100 times what a run takes: it hangs, and Python's stack
 def main() -> int:
     """Exit status: 1 where a run failed."""
     options = _options()
+    if options.loading:
+        from e2e.fuzz import loading
+
+        totals: Counter[str] = Counter()
+        failure = loading.first_failure(options.first, options.loading, totals)
+        print(f"{loading.summary(totals)}\n{failure or 'all is well'}")
+        return int(failure is not None)
     with tempfile.TemporaryDirectory() as folder:
-        write_models(Path(folder))
+        write_models(Path(folder), odd=True)
         campaign = Campaign(Path(folder), disk=options.disk, kills=options.disk)
         started = time.monotonic()
 
@@ -96,6 +104,9 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--disk-folder", nargs=3, help=argparse.SUPPRESS)  # of one to be killed
     parser.add_argument("--requests", type=int, default=10_000, help="how many to serve in all")
+    parser.add_argument(
+        "--loading", type=int, default=0, help="in place of traffic, so many random folders"
+    )
     parser.add_argument("--first", type=int, default=0, help="seed to begin with")
     parser.add_argument("--failures", type=int, default=3, help="failing seeds to stop after")
     return parser.parse_args()

@@ -3,8 +3,16 @@
 
 import pytest
 from e2e.fuzz.campaign import Campaign
+from e2e.fuzz.models import write_models
+
+
+@pytest.fixture(scope="session")
+def odd_models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("odd-models")
+    write_models(folder, odd=True)
+    return folder
 
 
 @pytest.fixture
-def campaign(tiny_models):
-    return Campaign(tiny_models)
+def campaign(odd_models):
+    return Campaign(odd_models)

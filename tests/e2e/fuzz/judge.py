@@ -220,7 +220,7 @@ def _cached(
     """Whether a prefix hit can come from those whose texts the request may share."""
     if not served.cached:
         return
-    prompt, size = served.prompt, run.setting.block_size
+    prompt, size = served.prompt, run.setting.block_tokens
     # A disk may have the last token's block as well; that token is computed all the same.
     all_but_last = before is not None and served.cached == len(prompt) - 1
     longest = len(prompt) - (before is None)

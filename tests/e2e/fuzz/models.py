@@ -74,23 +74,55 @@ _EXPERTS = _COMMON | {
     "moe_intermediate_size": 32,
     "norm_topk_prob": True,
 }
+#: Sizes that hide no constant: an odd vocabulary, a hidden size that is no square, seven query
+#: heads to one of keys, and heads that are no power of two.
+_ODD = {
+    "vocab_size": VOCAB + 1,
+    "hidden_size": 70,
+    "intermediate_size": 90,
+    "num_attention_heads": 7,
+    "num_key_value_heads": 1,
+}
+_ODD_FULL = _FULL | _ODD | {"head_dim": 80}
+_ODD_WINDOWED = _WINDOWED | _ODD | {"head_dim": 96, "query_pre_attn_scalar": 96}
+_ODD_HYBRID = (
+    _HYBRID
+    | _ODD
+    | {"head_dim": 160, "partial_rotary_factor": 0.25}
+    | {"linear_num_value_heads": 3, "linear_num_key_heads": 1}
+    | {"linear_key_head_dim": 12, "linear_value_head_dim": 20}
+)
 MODELS = ("full", "windowed", "hybrid")
+#: A hybrid whose states take more room than a block of any size that users may ask for.
+LARGE_STATES = "large_states"
+_LARGE_STATES = _ODD_HYBRID | {"linear_key_head_dim": 56, "linear_value_head_dim": 72}
 #: Whose layers keep states, in groups of their own.
-NUM_STATE_GROUPS = {"hybrid": 3}
+NUM_STATE_GROUPS = {"hybrid": 3, LARGE_STATES: 3}
+#: Tokens of a block, at least.
+LEAST_BLOCKS = {LARGE_STATES: 48}
 
 
-def write_models(folder: Path) -> None:
+def write_models(folder: Path, odd: bool = False) -> None:
     """Writes the models, and for each a `-draft`.
 
-    It often guesses the model right, but for `hybrid`: what keeps a state cannot draft.
+    It often guesses the model right, but for hybrids: what keeps a state cannot draft.
+
+    Args:
+        folder: for a folder of each.
+        odd: whether they have sizes that hide no constant, at twice the memory, and one has
+            large states.
     """
-    for name, family, config in (("full", llama, _FULL), ("windowed", gemma3_text, _WINDOWED)):
+    full, windowed, hybrid = _FULL, _WINDOWED, _HYBRID
+    if odd:
+        full, windowed, hybrid = _ODD_FULL, _ODD_WINDOWED, _ODD_HYBRID
+    for name, family, config in (("full", llama, full), ("windowed", gemma3_text, windowed)):
         weights = _weights(family, config)
         _write(folder / name, config, weights)
         _write(folder / f"{name}-draft", config, _disturbed(weights))
-    _write(folder / "hybrid", _HYBRID, _weights(qwen3_next, _HYBRID))
-    guessing = _FULL | {"head_dim": _HYBRID["head_dim"]}  # K and V of one shape: few groups
-    _write(folder / "hybrid-draft", guessing, _weights(llama, guessing))
+    for name, config in (("hybrid", hybrid), *(((LARGE_STATES, _LARGE_STATES),) if odd else ())):
+        _write(folder / name, config, _weights(qwen3_next, config))
+        guessing = full | {"head_dim": config["head_dim"]}  # K and V of one shape: few groups
+        _write(folder / f"{name}-draft", guessing, _weights(llama, guessing))
 
 
 def write_experts(folder: Path) -> str:
@@ -128,7 +160,8 @@ def _write(folder: Path, config: dict[str, Any], weights: dict[str, mx.array]) -
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    tokenizer = Tokenizer(WordLevel({word(token): token for token in range(VOCAB)}, word(EOS)))
+    words = {word(token): token for token in range(config["vocab_size"])}
+    tokenizer = Tokenizer(WordLevel(words, word(EOS)))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"eos_token": word(EOS), "unk_token": word(EOS)}

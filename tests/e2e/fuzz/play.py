@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from e2e.fuzz.models import NUM_STATE_GROUPS, WINDOW
 from e2e.fuzz.traffic import KEPT_TENANT, Event, Request, Run, Setting
@@ -23,7 +25,11 @@ from vllm_metal.settings import salts
 MOST_STEPS_WITHOUT_A_TOKEN = 400
 #: Beside a disk, an engine steps on while it waits for it.
 MOST_SECONDS_WITHOUT_A_TOKEN = 60.0
+#: So long a process of its own may take to hear of the last request's end.
+_MOST_SECONDS_UNTIL_FREE = 60.0
 _BYTES_OF_POOL = 8 << 20  # the number of blocks is overridden
+#: Variables of an engine in a process of its own, which has nothing of this one's.
+_APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
 
 @dataclass(frozen=True)
@@ -114,10 +120,11 @@ def play(run: Run, models: Path, disk: Disk | None = None) -> Outcome:
         Leak: it holds blocks, or knows requests, when all are gone.
         Exception: whatever the engine itself raises.
     """
-    options = _options(run, models)
+    options, model = _options(run, models), models / run.setting.model
     if disk is not None:
         options["additional_config"] |= disk.options()
-    with engine(str(models / run.setting.model), **options) as llm:
+    variables = _APART if run.setting.apart else {}
+    with mock.patch.dict(os.environ, variables), engine(str(model), **options) as llm:
         player = _Player(llm.llm_engine, run, disk)
         player.play()
         player.check_nothing_is_held()
@@ -129,7 +136,8 @@ def _options(run: Run, models: Path) -> dict[str, Any]:
     options: dict[str, Any] = {
         "max_model_len": setting.max_len,
         "async_scheduling": setting.async_scheduling,
-        "block_size": setting.block_size,
+        # The default is not asked for where a worker decides it.
+        "block_size": None if setting.apart and setting.block_size == 16 else setting.block_size,
         "num_gpu_blocks_override": _blocks_of_one(setting) + setting.spare_blocks,
         "kv_cache_memory_bytes": _BYTES_OF_POOL,
         "max_num_seqs": setting.max_num_seqs,
@@ -153,7 +161,7 @@ def _options(run: Run, models: Path) -> dict[str, Any]:
 def _blocks_of_one(setting: Setting) -> int:
     """Blocks that hold a request of max_model_len in all groups, and the one nobody may use."""
     rows = setting.max_len + (setting.num_drafts if setting.method else 0)
-    blocks = -(-rows // setting.block_size) + 1
+    blocks = -(-rows // setting.block_tokens) + 1
     if setting.model == "windowed":  # two more groups, which hold what a step's rows look back on
         in_flight = setting.max_num_batched_tokens * (1 + setting.async_scheduling)
         behind = min(WINDOW - 1 + in_flight, rows)
@@ -162,14 +170,54 @@ def _blocks_of_one(setting: Setting) -> int:
     return blocks + 3 * NUM_STATE_GROUPS.get(setting.model, 0)
 
 
+class _Core:
+    """The scheduler and the pool of an engine in this process."""
+
+    def __init__(self, llm_engine: LLMEngine) -> None:
+        self._core: Any = llm_engine.engine_core.engine_core
+        self._pool = self._core.scheduler.kv_cache_manager.block_pool
+        self._free_blocks = self._pool.get_num_free_blocks()
+
+    def busy(self) -> bool:
+        """Whether it has more to do than there are requests to be answered."""
+        return self._core.scheduler.has_requests() or bool(self._core.batch_queue)
+
+    def check_nothing_is_held(self) -> None:
+        """Raises Leak unless the pool is as it was, and nobody is remembered."""
+        free, expected = self._pool.get_num_free_blocks(), self._free_blocks
+        if free != expected:
+            raise Leak(f"{expected - free} of {expected} blocks were never freed")
+        held = [b.block_id for b in self._pool.blocks if b.ref_cnt and not b.is_null]
+        if held:
+            raise Leak(f"free blocks {held} still count references")
+        if remembered := list(self._core.scheduler.requests):
+            raise Leak(f"the scheduler still knows requests {remembered}")
+
+
+class _CoreApart:
+    """What an engine in a process of its own tells of the same; it steps by itself."""
+
+    def __init__(self, llm_engine: LLMEngine) -> None:
+        self._engine = llm_engine
+
+    def busy(self) -> bool:
+        return False
+
+    def check_nothing_is_held(self) -> None:
+        """Raises Leak if prefixes cannot be forgotten, which they can where no block is held."""
+        deadline = time.monotonic() + _MOST_SECONDS_UNTIL_FREE
+        while not self._engine.reset_prefix_cache():
+            if time.monotonic() > deadline:
+                raise Leak("blocks were never freed")
+            time.sleep(0.01)
+
+
 class _Player:
     def __init__(self, llm_engine: LLMEngine, run: Run, disk: Disk | None) -> None:
         self.served: dict[int, Served] = {}
         self.resets: list[int] = []
         self._engine, self._run, self._disk = llm_engine, run, disk
-        self._core = llm_engine.engine_core.engine_core
-        self._pool = self._core.scheduler.kv_cache_manager.block_pool
-        self._free_blocks = self._pool.get_num_free_blocks()
+        self._core = _CoreApart(llm_engine) if run.setting.apart else _Core(llm_engine)
         self._step = 0
 
     def play(self) -> None:
@@ -186,7 +234,7 @@ class _Player:
             while arrivals and arrivals[0].arrival <= self._step:
                 self._add(arrivals.pop(0))
             self._abort()
-            outputs = self._engine.step()
+            outputs = self._engine.step() if self._busy() else []  # else nothing would ever come
             self._step += 1
             if outputs or not self._busy():
                 idle_since, newest = self._step, time.monotonic()
@@ -198,25 +246,14 @@ class _Player:
 
     def check_nothing_is_held(self) -> None:
         """Raises Leak unless the pool is as it was, and nobody is remembered."""
-        free, expected = self._pool.get_num_free_blocks(), self._free_blocks
-        if free != expected:
-            raise Leak(f"{expected - free} of {expected} blocks were never freed")
-        held = [b.block_id for b in self._pool.blocks if b.ref_cnt and not b.is_null]
-        if held:
-            raise Leak(f"free blocks {held} still count references")
-        if remembered := list(self._core.scheduler.requests):
-            raise Leak(f"the scheduler still knows requests {remembered}")
+        self._core.check_nothing_is_held()
         never = [s.request.index for s in self.served.values() if s.ended is None]
         if never:
             raise Leak(f"requests {never} are neither finished nor aborted")
 
     def _busy(self) -> bool:
         """Whether the engine has anything to do, be it to tell the worker who finished."""
-        return (
-            self._engine.has_unfinished_requests()
-            or self._core.scheduler.has_requests()
-            or bool(self._core.batch_queue)
-        )
+        return self._engine.has_unfinished_requests() or self._core.busy()
 
     def _happen(self, event: Event) -> None:
         if event.kind.startswith("reset"):

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random traffic on the real engine: tokens that are right, and nothing kept behind."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+from e2e.fuzz import loading
 from e2e.fuzz.campaign import Campaign, reproduction
 from e2e.fuzz.shrink import MOST_REPLAYS, Part, shrink
 from e2e.fuzz.traffic import NUM_REQUESTS, SIMPLER, Space, cut, draw
@@ -68,6 +70,15 @@ def test_with_a_disk_and_a_restart(campaign, seeds, num_requests, kills):
 @pytest.mark.parametrize("first", range(1000, 1050, 10))
 def test_more_seeds(campaign, first):
     served(campaign, range(first, first + 10))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("first", range(0, 300, 60))
+def test_random_folders(first):
+    totals = Counter()
+    assert loading.first_failure(first, 60, totals) is None
+    assert set(totals.values()) == {20}
 
 
 @pytest.mark.slow

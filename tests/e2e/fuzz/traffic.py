@@ -11,7 +11,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from e2e.fuzz.models import EOS, MAX_LEN, MODELS, NUM_STATE_GROUPS, VOCAB, word
+from e2e.fuzz.models import (
+    EOS,
+    LARGE_STATES,
+    LEAST_BLOCKS,
+    MAX_LEN,
+    MODELS,
+    NUM_STATE_GROUPS,
+    VOCAB,
+    word,
+)
 
 from vllm_metal.spec_decode.registry import BY_NAME
 
@@ -21,6 +30,9 @@ KEPT_TENANT = "tenant-2"  # beside a disk, its salt is the server's, and not its
 METHODS = (None, None, "ngram", "suffix", "draft_model")
 #: --kv-cache-dtype, by seed in turn.
 CACHES = ("auto", "auto", "auto", "fp8", "auto", "int8")
+#: Of so many seeds, one has an engine in a process of its own, if its model keeps states: vLLM
+#: completes the configuration again there, after a worker has enlarged the blocks.
+APART_OF = 5
 #: Whether vLLM can schedule ahead with a method.
 SYNCHRONOUS_ONLY = tuple(name for name in METHODS if name and not BY_NAME[name].schedules_ahead)
 
@@ -42,7 +54,8 @@ class Setting:
     """An engine.
 
     spare_blocks: of the pool, beyond what one request of max_model_len takes. num_drafts: for the
-    speculative `method`; with `adaptive` at most. kv_cache_dtype: as --kv-cache-dtype.
+    speculative `method`; with `adaptive` at most. kv_cache_dtype: as --kv-cache-dtype. apart:
+    whether the engine has a process of its own.
     """
 
     model: str
@@ -57,6 +70,12 @@ class Setting:
     num_drafts: int
     adaptive: bool
     kv_cache_dtype: str
+    apart: bool = False
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block, which has room for a state."""
+        return max(self.block_size, LEAST_BLOCKS.get(self.model, 0))
 
 
 @dataclass(frozen=True)
@@ -121,6 +140,8 @@ def draw(
     # codes, blocks are larger than the setting says.
     if model is None and setting.model not in NUM_STATE_GROUPS:
         setting = replace(setting, kv_cache_dtype=CACHES[seed % len(CACHES)])
+    if model is None and setting.model in NUM_STATE_GROUPS and seed % APART_OF == 2:
+        setting = replace(setting, model=LARGE_STATES, apart=True)
     requests: list[Request] = []
     arrival = 0
     for index in range(num_requests):
@@ -311,6 +332,11 @@ def _no_speculation(run: Run) -> Run:
 @_simpler("async")
 def _no_async(run: Run) -> Run:
     return replace(run, setting=replace(run.setting, async_scheduling=False))
+
+
+@_simpler("process")
+def _no_process(run: Run) -> Run:
+    return replace(run, setting=replace(run.setting, apart=False))
 
 
 @_simpler("codes")

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random folders: what their files and their config.json say is what is computed.
+
+Traffic (`traffic.py`) is judged by the same loaded model, and would not see a fault of loading.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from models.changed import toy
+from models.published import FAMILIES, make, write
+from models.test_planted import ALLOWED, READ, outcome
+from safetensors.torch import load_file
+from vision.toys import Prompt, Toy
+from weights.published_formats import FORMATS
+from weights.toys import SIZES, stored_as, write_stored
+
+from vllm_metal.models.loader import lazy_model
+from vllm_metal.weights.layers import dense_rows
+
+DTYPES = {mx.float32: None, mx.float16: 0, mx.bfloat16: 1}
+TOWERS = ("gemma3", "gemma4", "llava", "mistral3", "qwen3_vl")
+IMAGES = 2e-4  # of logits, see vision/test_towers.py
+KEYS = 12  # of a seed: a model is made for them
+
+
+def weights_of_a_format(rng: np.random.Generator, folder: Path) -> str | None:
+    """Packed weights in any dtype of activations are those that the file stands for."""
+    name = str(rng.choice(list(FORMATS)))
+    form, dtype = FORMATS[name], list(DTYPES)[int(rng.integers(len(DTYPES)))]
+    write(make(FAMILIES["llama"], **SIZES), folder)
+    stored, dense = stored_as(name, load_file(folder / "model.safetensors"))
+    write_stored(name, stored, folder)
+    for path, module in lazy_model(folder, dtype).named_modules():
+        if not hasattr(module, "bits"):
+            continue
+        expected = dense[f"{path}.weight"].numpy()
+        error = np.array(dense_rows(module)) - expected
+        allowed, place = form.error, DTYPES[dtype]
+        if place is not None and module.scales.dtype != mx.uint8:  # else they are in no dtype of it
+            allowed += form.rounding[place]
+        relative = float(np.sqrt(np.mean(error**2) / np.mean(expected**2)))
+        if not relative <= allowed:
+            return f"{name}, {dtype}: {path} is off by {relative:.2g} of {allowed:.2g}"
+    return None
+
+
+def keys_left_out(rng: np.random.Generator, folder: Path) -> str | None:
+    """Keys that are absent, null or their class's default mean what transformers takes them for."""
+    original = toy(str(rng.choice(READ)), folder / "published")
+    changes = original.omissions()
+    for index in rng.choice(len(changes), KEYS, replace=False).tolist():
+        found = outcome(original, changes[index], folder / "changed", omitted=True)
+        if found.kind not in ALLOWED:
+            return f"{original.name}, {changes[index].name}: {found.kind}, {found.why}"
+    return None
+
+
+def images(rng: np.random.Generator, folder: Path) -> str | None:
+    """A prompt with images in chunks has transformers' logits."""
+    made = Toy(str(rng.choice(TOWERS)), folder)
+    prompt = Prompt().say(*made.words(int(rng.integers(1, 9))))
+    for count in range(int(rng.integers(1, 3))):
+        shape = ((2, 5), (4, 2))[int(rng.integers(2))]
+        prompt.show(made.picture(*shape), f"image {count}").say(
+            *made.words(int(rng.integers(1, 9)))
+        )
+    served = made.served()
+    ends = sorted({made.end(prompt, int(rng.integers(1, len(prompt.ids)))), len(prompt.ids)})
+    new = [served.new("a", prompt.ids, prompt.features)]
+    logits = [served.step({"a": ends[0]}, new)["a"]]
+    logits += [served.step({"a": count})["a"] for count in np.diff(ends).tolist()]
+    error = float(np.abs(np.concatenate(logits) - made.logits(prompt)).max())
+    return None if error <= IMAGES else f"{made.name}: logits off by {error:.2g}, chunks to {ends}"
+
+
+CASES: tuple[Callable[[np.random.Generator, Path], str | None], ...] = (
+    weights_of_a_format,
+    keys_left_out,
+    images,
+)
+
+
+def first_failure(first: int, count: int, totals: Counter[str]) -> str | None:
+    """What is wrong with the first of some seeds that fails, as a line with its seed."""
+    mx.disable_compile()  # no graph comes twice
+    try:
+        for seed in range(first, first + count):
+            case = CASES[seed % len(CASES)]
+            with tempfile.TemporaryDirectory() as folder:
+                problem = case(np.random.default_rng(seed), Path(folder))
+            totals[case.__name__] += 1
+            if problem is not None:
+                return f"{problem}\nmake fuzz FUZZ='--loading 1 --first {seed}'"
+    finally:
+        mx.enable_compile()
+    return None
+
+
+def summary(totals: Counter[str]) -> str:
+    """How many of each case were tried, as JSON."""
+    return json.dumps(totals)
