@@ -181,6 +181,7 @@ def answer_commands(make: Callable[..., object]) -> None:
         except Exception as error:
             traceback.print_exc()
             reply = {"error": f"{type(error).__name__}: {error}"}
+        sys.stdout.flush()  # an answer is behind what was printed before it
         print(json.dumps(reply), file=answers, flush=True)
         return "result" in reply
 

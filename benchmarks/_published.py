@@ -13,6 +13,13 @@ _COMMON = {
     "torch_dtype": "bfloat16",
     "quantization": {"group_size": 64, "bits": 4},
 }
+
+
+def _known(name: str) -> dict[str, Any]:
+    return next(dict(each.config) for each in KNOWN if each.name.endswith(f"/{name}"))
+
+
+_QWEN3 = _known("Qwen3-0.6B-4bit") | {"tie_word_embeddings": False}
 _LLAMA_70B = _COMMON | {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -25,10 +32,16 @@ _LLAMA_70B = _COMMON | {
     "max_position_embeddings": 131072,
     "rope_theta": 500000.0,
 }
-_QWEN_32B = KNOWN[1].config | {
-    "intermediate_size": 25600,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 64,
+_EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
 }
 _GEMMA_27B = _COMMON | {
     "architectures": ["Gemma3ForCausalLM"],
@@ -72,43 +85,6 @@ _GLM_AIR = _COMMON | {
     "use_qk_norm": False,
     "attention_bias": True,
 }
-_OSS = _COMMON | {
-    "architectures": ["GptOssForCausalLM"],
-    "model_type": "gpt_oss",
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "head_dim": 64,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "num_experts_per_tok": 4,
-    "sliding_window": 128,
-    "vocab_size": 201088,
-    "max_position_embeddings": 131072,
-    "rope_theta": 150000,
-    # As published: experts in MXFP4; the rest in 8 bits, as mlx-community converts it.
-    "quantization": {"group_size": 64, "bits": 8},
-}
-_GLM_FLASH = _COMMON | {
-    "architectures": ["Glm4MoeLiteForCausalLM"],
-    "model_type": "glm4_moe_lite",
-    "hidden_size": 2048,
-    "intermediate_size": 10240,
-    "moe_intermediate_size": 1536,
-    "num_hidden_layers": 47,
-    "num_attention_heads": 20,
-    "num_key_value_heads": 20,
-    "n_routed_experts": 64,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 4,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 768,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 192,
-    "v_head_dim": 256,
-    "vocab_size": 154880,
-    "max_position_embeddings": 202752,
-}
 _DEEPSEEK_V3 = _COMMON | {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
@@ -144,34 +120,6 @@ _DELTA = _COMMON | {
     "linear_conv_kernel_dim": 4,
     "partial_rotary_factor": 0.25,
     "rope_theta": 10000000,
-}
-_QWEN_27B = _DELTA | {
-    "model_type": "qwen3_5_text",
-    "hidden_size": 5120,
-    "intermediate_size": 17408,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 4,
-    "linear_num_value_heads": 48,
-    "rope_parameters": {
-        "mrope_interleaved": True,
-        "mrope_section": [11, 11, 10],
-        "partial_rotary_factor": 0.25,
-        "rope_theta": 10000000,
-        "rope_type": "default",
-    },
-}
-_QWEN_35B = _QWEN_27B | {
-    "model_type": "qwen3_5_moe_text",
-    "hidden_size": 2048,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "linear_num_value_heads": 32,
-    "num_experts": 256,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
 }
 _QWEN_80B = _DELTA | {
     "architectures": ["Qwen3NextForCausalLM"],
@@ -226,36 +174,48 @@ _GRANITE = _COMMON | {
 }
 
 
-def _multimodal(name: str, family: str, text: dict[str, Any]) -> KnownModel:
-    config = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "model_type": family,
-        "text_config": text,
-        "torch_dtype": "bfloat16",
-        "quantization": _COMMON["quantization"],
-    }
-    return KnownModel(name, config)
+def _text(label: str, name: str) -> KnownModel:
+    """The text model of a known one that reads images, too."""
+    config = {key: value for key, value in _known(name).items() if key != "vision_config"}
+    return KnownModel(label, config)
 
 
-def _gpt_oss(size: str, layers: int, experts: int) -> KnownModel:
-    types = ["sliding_attention", "full_attention"] * (layers // 2)
-    sizes = {"num_hidden_layers": layers, "num_local_experts": experts, "layer_types": types}
-    return KnownModel(f"gpt-oss-{size}", _OSS | sizes)
+def _qwen3(size: str, shape: tuple[int, int, int, int], **changes: Any) -> KnownModel:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return KnownModel(f"Qwen3-{size}", _QWEN3 | dict(zip(names, shape, strict=True)) | changes)
 
 
+def _gpt_oss(size: str) -> KnownModel:
+    # As published: experts in MXFP4; the rest in 8 bits, as mlx-community converts it.
+    config = _known(f"gpt-oss-{size}-MXFP4-Q8") | {"quantization": {"group_size": 64, "bits": 8}}
+    return KnownModel(f"gpt-oss-{size}", config)
+
+
+#: Qwen3 by size.
+QWEN3 = {
+    model.name.removeprefix("Qwen3-"): model
+    for model in (
+        _qwen3("0.6B", (1024, 3072, 28, 16), tie_word_embeddings=True),
+        _qwen3("1.7B", (2048, 6144, 28, 16), tie_word_embeddings=True),
+        _qwen3("4B", (2560, 9728, 36, 32), tie_word_embeddings=True),
+        _qwen3("8B", (4096, 12288, 36, 32)),
+        _qwen3("14B", (5120, 17408, 40, 40)),
+        _qwen3("32B", (5120, 25600, 64, 64)),
+        _qwen3("30B-A3B", (2048, 6144, 48, 32), **_EXPERTS),
+    )
+}
 #: Dense, with windows.
-QWEN_32B = KnownModel("Qwen3-32B", _QWEN_32B)
 LLAMA_70B = KnownModel("Llama-3.3-70B", _LLAMA_70B)
 GEMMA_27B = KnownModel("Gemma-3-27B", _GEMMA_27B)
 #: Of experts.
-GPT_OSS_20B = _gpt_oss("20b", 24, 32)
-GPT_OSS_120B = _gpt_oss("120b", 36, 128)
+GPT_OSS_20B = _gpt_oss("20b")
+GPT_OSS_120B = _gpt_oss("120b")
 GLM_AIR = KnownModel("GLM-4.5-Air", _GLM_AIR)
-#: Hybrids.
-QWEN_27B = _multimodal("Qwen3.5-27B", "qwen3_5", _QWEN_27B)
-QWEN_35B = _multimodal("Qwen3.5-35B-A3B", "qwen3_5_moe", _QWEN_35B)
+#: Hybrids. Qwen3.6 has the shapes of Qwen3.5.
+QWEN_27B = _text("Qwen3.5-27B", "Qwen3.6-27B-4bit")
+QWEN_35B = _text("Qwen3.5-35B-A3B", "Qwen3.6-35B-A3B-4bit")
 QWEN_80B = KnownModel("Qwen3-Next-80B-A3B", _QWEN_80B)
 GRANITE = KnownModel("Granite-4.0-H-Small", _GRANITE)
 #: With latents.
-GLM_FLASH = KnownModel("GLM-4.7-Flash", _GLM_FLASH)
+GLM_FLASH = KnownModel("GLM-4.7-Flash", _known("GLM-4.7-Flash-4bit"))
 DEEPSEEK_V3 = KnownModel("DeepSeek-V3", _DEEPSEEK_V3)

@@ -38,8 +38,8 @@ from _published import (
     GPT_OSS_20B,
     GPT_OSS_120B,
     LLAMA_70B,
+    QWEN3,
     QWEN_27B,
-    QWEN_32B,
     QWEN_35B,
     QWEN_80B,
 )
@@ -49,7 +49,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from vllm_metal.attention.attention_layer import AttentionLayer
 from vllm_metal.attention.layers import attention_layers
-from vllm_metal.commands.fit.known import KNOWN, KnownModel
+from vllm_metal.commands.fit.known import KnownModel
 from vllm_metal.commands.fit.machine import GIB, Machine
 from vllm_metal.mlx_patches import registry
 
@@ -178,18 +178,12 @@ def _weights_read(network: nn.Module, config: Mapping[str, Any]) -> float:
     return total
 
 
-#: Qwen3 by size.
-_KNOWN = {
-    model.name.removeprefix("mlx-community/Qwen3-")[: -len("-4bit")]: model for model in KNOWN
-}
-
-
 def _asked() -> Iterator[tuple[KnownModel, int | None]]:
     for size, bits in (("1.7B", 4), ("4B", 4), ("8B", 4), ("8B", 8), ("8B", 16), ("14B", 4)):
-        yield _KNOWN[size], bits
-    for model in (QWEN_32B, LLAMA_70B, GEMMA_27B):
+        yield QWEN3[size], bits
+    for model in (QWEN3["32B"], LLAMA_70B, GEMMA_27B):
         yield model, 4
-    yield from ((QWEN_27B, 4), (_KNOWN["30B-A3B"], 4), (QWEN_35B, 4), (QWEN_80B, 4))
+    yield from ((QWEN_27B, 4), (QWEN3["30B-A3B"], 4), (QWEN_35B, 4), (QWEN_80B, 4))
     yield from ((GPT_OSS_20B, None), (GPT_OSS_120B, None), (GLM_AIR, 4))
     yield from ((GLM_FLASH, 4), (DEEPSEEK_V3, 4))
 
@@ -214,8 +208,8 @@ class Published:
 
 
 PUBLISHED = (
-    Published("Qwen3-0.6B, 8 bit", "M4 Pro", 284, "vllm-mlx#531", model=(_KNOWN["0.6B"], 8)),
-    Published("Qwen3-8B, 4 bit", "M3 Ultra", 113, "Rapid-MLX#636", model=(_KNOWN["8B"], 4)),
+    Published("Qwen3-0.6B, 8 bit", "M4 Pro", 284, "vllm-mlx#531", model=(QWEN3["0.6B"], 8)),
+    Published("Qwen3-8B, 4 bit", "M3 Ultra", 113, "Rapid-MLX#636", model=(QWEN3["8B"], 4)),
     Published("Qwen3.5-9B, 4 bit", "M4 Pro", 43.4, "Rapid-MLX#567, with its 5.1 GB", read=5.1e9),
     Published("Qwen3.5-9B, 4 bit", "M3 Ultra", 101, "Rapid-MLX#567, with its 5.1 GB", read=5.1e9),
 )

@@ -30,17 +30,16 @@ from _links import (
     by_layers_seconds,
 )
 from _macs import BY_NAME, Chip
-from _published import DEEPSEEK_V3, GLM_AIR, GPT_OSS_120B, LLAMA_70B, QWEN_32B
+from _published import DEEPSEEK_V3, GLM_AIR, GPT_OSS_120B, LLAMA_70B, QWEN3
 from mac_attention import ROOT, markdown, rewrite
 from mac_tokens import Served, served
 
-from vllm_metal.commands.fit.known import KNOWN, KnownModel
+from vllm_metal.commands.fit.known import KnownModel
 from vllm_metal.commands.fit.machine import GIB, Machine
 
 PAGE = ROOT / "docs" / "several-macs.md"
 CONTEXT = 4096
 PREFIX = 8000  # tokens, of the table of shared prefixes
-_QWEN_8B = next(model for model in KNOWN if model.name.endswith("Qwen3-8B-4bit"))
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class Desk:
 
 _KNOWN = {
     model.name: model
-    for model in (_QWEN_8B, QWEN_32B, LLAMA_70B, GPT_OSS_120B, GLM_AIR, DEEPSEEK_V3)
+    for model in (QWEN3["8B"], QWEN3["32B"], LLAMA_70B, GPT_OSS_120B, GLM_AIR, DEEPSEEK_V3)
 }
 
 
@@ -111,9 +110,9 @@ def _counted(name: str, bits: int | None) -> Served:
 def desks() -> Iterator[Desk]:
     """The desks of the tables, from small models to large ones."""
     for known, bits, chip, memory, macs in (
-        (_QWEN_8B, 4, "M4", 16, 2),
-        (_QWEN_8B, 16, "M5", 24, 2),
-        (QWEN_32B, 4, "M4", 24, 2),
+        (QWEN3["8B"], 4, "M4", 16, 2),
+        (QWEN3["8B"], 16, "M5", 24, 2),
+        (QWEN3["32B"], 4, "M4", 24, 2),
         (LLAMA_70B, 4, "M4 Pro", 64, 2),
         (LLAMA_70B, 4, "M4 Pro", 24, 4),
         (GPT_OSS_120B, None, "M4 Pro", 64, 2),
@@ -213,9 +212,9 @@ class Prefill:
 
 
 PREFILLS = (
-    Prefill("M4", 225, _QWEN_8B, 4),
-    Prefill("M5", 608, _QWEN_8B, 4),
-    Prefill("M3 Ultra", 1470, _QWEN_8B, 4),
+    Prefill("M4", 225, QWEN3["8B"], 4),
+    Prefill("M5", 608, QWEN3["8B"], 4),
+    Prefill("M3 Ultra", 1470, QWEN3["8B"], 4),
     Prefill("M3 Ultra", 160, DEEPSEEK_V3, 4),
 )
 
