@@ -17,10 +17,10 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 DOCS = Path(__file__).parent
-SIZE = {"width": 1100, "height": 640}
+SIZE = {"width": 1100, "height": 730}
 QUESTIONS = (
+    "Write a Python function that says hello.",
     "What is the capital of France?",
-    "Write a Python function that adds two numbers.",
 )
 PORT = 8098
 

@@ -5,6 +5,7 @@ Nothing touches the network. The exit status is 1 where an answer is wrong or a 
 the turns before it in the prefix cache.
 """
 
+import argparse
 import sys
 import time
 from dataclasses import dataclass
@@ -91,6 +92,10 @@ def play(engine: ChatEngine) -> int:
         _terminal.say(
             "All answers are right, and each turn found the turns before it in the prefix cache."
         )
+        _terminal.say(
+            "This model is a toy of 135 million parameters, to try the engine. For real answers:\n"
+            "    .venv/bin/vllm-metal chat mlx-community/Qwen3-4B-Instruct-2507-4bit"
+        )
     return 1 if wrong else 0
 
 
@@ -108,4 +113,5 @@ def missed_hits(number: int, now: TurnStats, before: TurnStats, block_size: int)
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # it takes none
     sys.exit(main())

@@ -12,6 +12,8 @@ import _server
 
 def main(args: argparse.Namespace) -> None:
     client, model = _server.openai_client(args)
+    if not args.picture.is_file():
+        sys.exit(f"there is no file {args.picture}")
     kind = mimetypes.guess_type(args.picture.name)[0] or "image/png"
     content = base64.b64encode(args.picture.read_bytes()).decode()
     chunks = client.chat.completions.create(
