@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _links import bubble, by_heads_bytes, by_layers_bytes
 from _server import VLLM, ServerError, stop
 from _shared import note, on_core
 from _toy_model import VOCABULARY, Toy
@@ -32,8 +31,12 @@ SHORT, LONG = 128, 896  # tokens of prompts, each read in one step
 FEW, MANY = 20, 120  # tokens of answers
 RATE = "1gbit"
 TOY = Toy(hidden=1024, layers=4, heads=8, kv_heads=4)
-#: The formulas are of 16 bits a number; the CPU device serves 32.
-_WIDER = 2
+_FLOAT = 4  # bytes of a hidden state's number; the CPU device serves float32
+#: Bytes across the link for a row, by layers: its hidden states go on to the second rank.
+LAYERS_BYTES = TOY.hidden * _FLOAT
+#: By heads: two all-reduces a layer, which send each number 2 (n - 1) / n times around a ring of n
+#: ranks (Patarasuk and Yuan 2009), so once around one of two.
+HEADS_BYTES = 2 * TOY.layers * TOY.hidden * _FLOAT
 
 
 class Ranks:
@@ -185,7 +188,7 @@ class Waiting:
     @property
     def reckoned(self) -> float:
         """The same where a step takes as long as one engine's, in two equal parts."""
-        return bubble(2, self.batches)
+        return max(0.0, 1 - self.batches / 2)
 
     @property
     def reckoned_with_more(self) -> float:
@@ -205,7 +208,7 @@ def by_layers(hosts: Sequence[Any], folder: Path) -> dict[str, object]:
         alone = _seconds_a_token(engine, (1, 2))
     note("two ranks by layers")
     with ranks(hosts, model, ["--pipeline-parallel-size", "2"], folder) as engine:
-        found = crossing(engine, _WIDER * by_layers_bytes(TOY.hidden))
+        found = crossing(engine, LAYERS_BYTES)
         times = _seconds_a_token(engine, (1, 2, 4))
     waits = [
         Waiting(n, alone[max(1, n // 2)], seconds, times[1] - alone[1])
@@ -242,6 +245,6 @@ def by_heads(hosts: Sequence[Any], folder: Path) -> dict[str, object]:
     model = TOY.write(folder / "heads")
     note("two ranks by heads")
     with ranks(hosts, model, ["--tensor-parallel-size", "2"], folder) as engine:
-        found = crossing(engine, _WIDER * by_heads_bytes(TOY.hidden, TOY.layers, 2))
+        found = crossing(engine, HEADS_BYTES)
         seconds = _seconds_a_token(engine, (1,))[1]
     return {"bytes": found.__dict__, "ms a token": 1e3 * seconds}

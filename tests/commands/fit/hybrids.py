@@ -5,17 +5,13 @@
 steps of 256 rows and without a bound on the pool that nobody asked for.
 """
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import vllm_metal.platform.metal_platform  # noqa: F401  # first: it loads a BLAS before MLX
 
 # isort: split
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
-
 import torch
-from _published import GRANITE, QWEN_27B, QWEN_80B
+from published_shapes import GRANITE, QWEN_27B, QWEN_80B
 
 from metal_kernels.layout import BLOCK_SIZES
 from vllm_metal.commands.fit import engine
@@ -27,7 +23,6 @@ MACS = (32, 64, 128)  # GB
 DRAFTS = (0, 5)
 REQUESTS = (4, 32)  # at once, --max-num-seqs
 ROWS = 256  # --max-num-batched-tokens; 2,048 take no longer
-#: Their configurations are those of benchmarks/mac_tokens.py.
 MODELS = (QWEN_27B, QWEN_80B, GRANITE)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of well-known models fits which Mac without a flag, by the sum that the engine makes.
 
-`PYTHONPATH=. python tests/commands/fit/test_table.py` prints the table of docs/memory.md.
+`PYTHONPATH=tests python tests/commands/fit/test_table.py` prints the table of docs/memory.md.
 """
 
 import re
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands.fit.published_shapes import QWEN3
 
-from benchmarks._published import QWEN3
 from metal_kernels.layout import BLOCK_SIZES
 from vllm_metal.commands.fit import engine
 from vllm_metal.commands.fit.estimate import Estimate, Model, estimate

@@ -20,18 +20,6 @@ def _known(name: str) -> dict[str, Any]:
 
 
 _QWEN3 = _known("Qwen3-0.6B-4bit") | {"tie_word_embeddings": False}
-_LLAMA_70B = _COMMON | {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-}
 _EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -42,72 +30,6 @@ _EXPERTS = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
-}
-_GEMMA_27B = _COMMON | {
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "tie_word_embeddings": True,
-    "hidden_size": 5376,
-    "intermediate_size": 21504,
-    "num_hidden_layers": 62,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 16,
-    "head_dim": 128,
-    "query_pre_attn_scalar": 168,
-    "sliding_window": 1024,
-    "sliding_window_pattern": 6,
-    "vocab_size": 262208,
-    "max_position_embeddings": 131072,
-}
-_GLM_AIR = _COMMON | {
-    "architectures": ["Glm4MoeForCausalLM"],
-    "model_type": "glm4_moe",
-    "hidden_size": 4096,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 46,
-    "num_attention_heads": 96,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151552,
-    "max_position_embeddings": 131072,
-    "n_routed_experts": 128,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
-    "partial_rotary_factor": 0.5,
-    "rope_theta": 1000000,
-    "rope_scaling": None,
-    "use_qk_norm": False,
-    "attention_bias": True,
-}
-_DEEPSEEK_V3 = _COMMON | {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "first_k_dense_replace": 3,
-    "routed_scaling_factor": 2.5,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-    "max_position_embeddings": 163840,
 }
 _DELTA = _COMMON | {
     "head_dim": 256,
@@ -185,12 +107,6 @@ def _qwen3(size: str, shape: tuple[int, int, int, int], **changes: Any) -> Known
     return KnownModel(f"Qwen3-{size}", _QWEN3 | dict(zip(names, shape, strict=True)) | changes)
 
 
-def _gpt_oss(size: str) -> KnownModel:
-    # As published: experts in MXFP4; the rest in 8 bits, as mlx-community converts it.
-    config = _known(f"gpt-oss-{size}-MXFP4-Q8") | {"quantization": {"group_size": 64, "bits": 8}}
-    return KnownModel(f"gpt-oss-{size}", config)
-
-
 #: Qwen3 by size.
 QWEN3 = {
     model.name.removeprefix("Qwen3-"): model
@@ -204,18 +120,7 @@ QWEN3 = {
         _qwen3("30B-A3B", (2048, 6144, 48, 32), **_EXPERTS),
     )
 }
-#: Dense, with windows.
-LLAMA_70B = KnownModel("Llama-3.3-70B", _LLAMA_70B)
-GEMMA_27B = KnownModel("Gemma-3-27B", _GEMMA_27B)
-#: Of experts.
-GPT_OSS_20B = _gpt_oss("20b")
-GPT_OSS_120B = _gpt_oss("120b")
-GLM_AIR = KnownModel("GLM-4.5-Air", _GLM_AIR)
 #: Hybrids. Qwen3.6 has the shapes of Qwen3.5.
 QWEN_27B = _text("Qwen3.5-27B", "Qwen3.6-27B-4bit")
-QWEN_35B = _text("Qwen3.5-35B-A3B", "Qwen3.6-35B-A3B-4bit")
 QWEN_80B = KnownModel("Qwen3-Next-80B-A3B", _QWEN_80B)
 GRANITE = KnownModel("Granite-4.0-H-Small", _GRANITE)
-#: With latents.
-GLM_FLASH = KnownModel("GLM-4.7-Flash", _known("GLM-4.7-Flash-4bit"))
-DEEPSEEK_V3 = KnownModel("DeepSeek-V3", _DEEPSEEK_V3)
