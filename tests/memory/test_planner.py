@@ -76,7 +76,9 @@ class Gpu:
 def serve(model, monkeypatch):
     """Bytes of the KV pool on `mac`, measured while the model's pages are there."""
 
-    def serve(mac, loaded=None, weights=WEIGHTS, transfer_bytes=0, adapters=None, **options):
+    def serve(mac, loaded=None, weights=WEIGHTS, **options):
+        names = ("transfer_bytes", "adapters", "image_bytes")
+        beside = {name: options.pop(name) for name in names if name in options}
         args = EngineArgs(
             model=model,
             skip_tokenizer_init=True,
@@ -96,7 +98,7 @@ def serve(model, monkeypatch):
             gpu.active = weights
             try:
                 return memory.pool_size(
-                    config, Needs.of(config, specs), 0, None, *gpu.work(), transfer_bytes, adapters
+                    config, Needs.of(config, specs), 0, None, *gpu.work(), **beside
                 )
             finally:
                 memory.release()
@@ -221,6 +223,13 @@ def test_a_model_too_large_for_a_full_mac_names_the_programs_too(serve):
     message = refusal(serve, FULL, weights=12 * GIB, max_model_len=CONTEXT)
     assert "No one setting makes it fit: close other programs, which hold" in message
     assert message.endswith("take a smaller model, or more memory")
+
+
+def test_images_that_leave_no_room_can_be_left_out(serve):
+    message = refusal(serve, IDLE, max_model_len=4096, image_bytes=6 * GIB)
+    assert "- images: embeddings" in message
+    assert "\n  * --language-model-only" in message
+    assert "--language-model-only" not in refusal(serve, IDLE, weights=12 * GIB)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def check(measured: Measured, settings: Settings, request: Request) -> Budget:
 def changes(measured: Measured, settings: Settings, request: Request) -> Iterator[Change]:
     """What would make it fit, each change by itself, first those that cost least."""
     kinds = (_higher_share, _other_pool, _less_elsewhere, _smaller_steps, _fewer_requests)
-    smaller = (_fewer_drafts, _shorter_requests, _quantised_cache)
+    smaller = (_fewer_drafts, _shorter_requests, _quantised_cache, _no_images)
     several = (_less_elsewhere_and_shorter, _all_smaller)
     for kind in (*kinds, *smaller, *several, _smaller_model):
         for change in kind(Change("", measured, settings, request)):
@@ -198,6 +198,12 @@ def _quantised_cache(now: Change) -> Iterator[Change]:
             settings=replace(now.settings, request_bytes=request_bytes),
             request=Request(lambda tokens: math.ceil(needed(tokens) * share)),
         )
+
+
+def _no_images(now: Change) -> Iterator[Change]:
+    if now.measured.images:
+        advice = "--language-model-only, where no images are read"
+        yield replace(now, advice=advice, measured=replace(now.measured, images=0))
 
 
 def _less_elsewhere_and_shorter(now: Change) -> Iterator[Change]:
