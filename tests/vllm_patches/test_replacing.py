@@ -46,6 +46,21 @@ def test_two_changes_of_one_function(theirs):
     assert theirs().double(4) == 90
 
 
+def test_the_last_of_several_closures_counts(theirs):
+    """As where two engines of a process have other settings."""
+
+    def start(settings):
+        def scaled(original, self, number):
+            return settings * original(self, number)
+
+        replace(theirs, "double", scaled)
+
+    start(10)
+    replace(theirs, "double", plus_one)  # around it
+    start(100)
+    assert theirs().double(4) == 801
+
+
 def test_the_replacement_looks_like_the_original(theirs):
     replace(theirs, "double", plus_one)
     assert theirs.double.__doc__ == "Twice the number."

@@ -9,14 +9,16 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-_OURS = "_vllm_metal_ours"  # of what is there: names of our functions, one around the other
+#: Of what is there: our functions by name, each in a list of one, the innermost first.
+_OURS = "_vllm_metal_ours"
 
 
 def replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:
-    """Puts `ours` in the place of `owner.name`; changes nothing the second time.
+    """Puts `ours` in the place of `owner.name`, once.
 
     Another function of ours goes around the first. Functions are told apart by their names: one
-    that is made anew by each call, whatever it closes over, counts as the one before.
+    that is made anew by each call takes the place of the one before, so that the settings that it
+    closes over are those of the engine that started last.
 
     The mark is our own: `__wrapped__` is also set by decorators of vLLM's.
 
@@ -32,13 +34,15 @@ def replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:
     original = inspect.getattr_static(owner, name)
     if not isinstance(original, FunctionType):
         raise TypeError(f"{name} of {owner} is a {type(original).__name__} and no function")
-    before: frozenset[str] = getattr(original, _OURS, frozenset())
+    before: dict[str, list[Callable[..., Any]]] = getattr(original, _OURS, {})
     if (mark := f"{ours.__module__}.{ours.__qualname__}") in before:
+        before[mark][0] = ours
         return
+    newest = [ours]
 
     @functools.wraps(original)
     def replacement(*args: Any, **options: Any) -> Any:
-        return ours(original, *args, **options)
+        return newest[0](original, *args, **options)
 
-    setattr(replacement, _OURS, before | {mark})
+    setattr(replacement, _OURS, before | {mark: newest})
     setattr(owner, name, replacement)
