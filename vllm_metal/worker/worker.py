@@ -383,7 +383,8 @@ class MetalWorker(WorkerBase):
             return self._meter.measured(output, step, rows)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        return self.runner.take_draft_token_ids()
+        with self._turn:
+            return self.runner.take_draft_token_ids()
 
     def sleep(self, level: int = 1) -> None:
         """Gives memory back: level 1 the KV pool; level 2 the weights, too.
@@ -482,12 +483,14 @@ class MetalWorker(WorkerBase):
 
     def check_health(self) -> None:
         """Raises where the device no longer computes."""
-        if hasattr(self, "runner"):
-            self.runner.wait()  # an error of a step is the step's, not the caller's
-        mx.eval(mx.zeros(1) + 1)
+        with self._turn:
+            if hasattr(self, "runner"):
+                self.runner.wait()  # an error of a step is the step's, not the caller's
+            mx.eval(mx.zeros(1) + 1)
 
     def synchronize_device(self) -> None:
-        self.runner.wait()
+        with self._turn:
+            self.runner.wait()
 
     def reset_encoder_cache(self) -> None:
         if self._networks is not None and self._networks.encoder is not None:
