@@ -297,3 +297,24 @@ def knowing(tree: Tree, package: str, unknown: tuple[str, ...]) -> list[str]:
                 names = [node.module or ""]
             found += [f"{file} imports {name}" for name in names if name.split(".")[0] in unknown]
     return found
+
+
+def uses(tree: Tree, folders: tuple[str, ...]) -> list[str]:
+    """What modules outside of some folders use of them, by an import or by a module's name.
+
+    The package's own module is left out: it is vLLM's way in, and names the platform.
+    """
+    inside = tuple(f"{folder}/" for folder in folders)
+    names = tuple(folder.replace("/", ".") for folder in folders)
+    outside = {file for file in tree.files if not file.startswith(inside)}
+    outside -= {"vllm_metal/__init__.py"}
+    found = [
+        str(item)
+        for item in tree.imports
+        if item.file in outside and item.imported.startswith(inside)
+    ]
+    for file in sorted(outside):
+        for node in ast.walk(tree.parsed(file)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found += [f"{file} names {node.value}"] if node.value.startswith(names) else []
+    return found

@@ -8,6 +8,8 @@ import import_rules
 import pytest
 from import_rules import Tree
 
+from vllm_metal.settings import facts
+
 ROOT = Path(__file__).parents[1]
 TREE = Tree(ROOT)
 #: Private names of others' that a name of ours equals, and whose they are.
@@ -50,6 +52,12 @@ def test_no_test_uses_a_private_name():
 
 def test_a_plan_has_a_type():
     assert import_rules.untyped_plans(TREE) == []
+
+
+@pytest.mark.parametrize("left_out", [facts.NOT_IN_ENGINE, facts.NOT_IN_ANSWERS])
+def test_what_a_digest_of_the_code_leaves_out_is_not_used_by_what_it_has(left_out):
+    """By an import, or by a name in a string: `vllm_metal/__init__.py` alone names the platform."""
+    assert import_rules.uses(TREE, left_out) == []
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ CHANGES = {
     "int8": (lambda own, patch: {"kv_cache_dtype": "int8"}, "kv_cache_dtype float32, now int8"),
     "rope": (lambda own, patch: rope(5e5), "rope changed"),
     "sources": (
-        lambda own, patch: patch.setattr(facts, "sources", lambda: "0" * 32) or {},
+        lambda own, patch: patch.setattr(facts, "sources", lambda _: "0" * 32) or {},
         "vllm_metal changed",
     ),
     "blocks": (lambda own, patch: {"block_size": 32}, "block_size 16, now 32"),

@@ -24,7 +24,6 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vllm_metal.kv_transfer import fingerprint
 from vllm_metal.kv_transfer.disk import layout
 from vllm_metal.kv_transfer.fingerprint import Fingerprint
 from vllm_metal.settings import facts
@@ -99,7 +98,8 @@ def test_the_facts_of_a_known_model(here):
     assert len(facts.pop("hf_config")) == 32
     assert facts.pop("rope")["rope_parameters"]["rope_theta"] == 100000
     expected = {
-        *("vllm_metal", "device", "pool", "mlx", "mlx_lm", "weights", "quantization"),
+        *("vllm_metal", "device", "pool", "mlx", "mlx-lm", "mlx-vlm", "transformers", "vllm"),
+        *("weights", "quantization"),
         *("dtype", "kv_cache_dtype", "draft", "block_size", "groups", "hash_algorithm"),
         "hash_seed",
     }
@@ -175,13 +175,15 @@ def test_longrope_counts_by_the_longest_text(config):
 
 
 def test_other_sources_are_another_fingerprint(monkeypatch, config, here):
-    monkeypatch.setattr(facts, "sources", lambda: "0" * 32)
+    monkeypatch.setattr(facts, "sources", lambda _: "0" * 32)
     assert_differs(here, of(config), "vllm_metal changed")
 
 
 def test_other_packages_are_another_fingerprint(monkeypatch, config, here):
-    monkeypatch.setattr(fingerprint, "version", lambda package: f"0 {package}")
-    assert_differs(here, of(config), "mlx .*, now 0 mlx; mlx_lm .*, now 0 mlx-lm")
+    monkeypatch.setattr(facts, "version", lambda package: f"0 {package}")
+    packages = ("mlx", "mlx-lm", "mlx-vlm", "transformers", "vllm")
+    told = "; ".join(f"{package} .*, now 0 {package}" for package in packages)
+    assert_differs(here, of(config), told)
 
 
 def test_the_environment_counts(monkeypatch, config):

@@ -2,6 +2,7 @@
 """Facts are alike in every process, and change with every source of the plugin."""
 
 import enum
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,6 +12,23 @@ import pytest
 import torch
 
 from vllm_metal.settings import facts
+
+CODE = '''"""One."""
+
+
+def code():  # why
+    """One.
+
+    More.
+    """
+    text = """ not one
+
+  blank line"""
+    if text:
+        return 1
+    "a string alone"
+    return 3
+'''
 
 
 @dataclass
@@ -30,6 +48,7 @@ def package(tmp_path, monkeypatch):
     (folder / "inner").mkdir(parents=True)
     (folder / "__init__.py").write_text("")
     (folder / "inner" / "kernel.metal").write_text("kernel void one() {}")
+    (folder / "code.py").write_text(CODE)
     (folder / "notes.txt").write_text("of no account")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(facts, "PACKAGES", ("someplugin",))
@@ -45,6 +64,11 @@ def write(text, *parts):
     return change
 
 
+def sources(*left_out):
+    """Of the files as they are now."""
+    return facts.sources.__wrapped__(left_out)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -52,22 +76,80 @@ def write(text, *parts):
         write("kernel void two() {}", "inner", "kernel.metal"),
         write("", "another.py"),
         write("", "other", "__init__.py"),
+        write(CODE.replace("return 1", "return 2"), "code.py"),
+        write(CODE.replace("not one", "another"), "code.py"),
+        write(CODE.replace("\n\n  b", "\n  b"), "code.py"),
+        write(CODE.replace("        return", "    return"), "code.py"),
         lambda folder: (folder / "inner").rename(folder / "renamed"),
     ],
 )
-def test_each_source_counts(package, change):
-    before = facts.sources.__wrapped__()
+def test_each_statement_counts(package, change):
+    before = sources()
     assert len(before) == 32
     change(package)
-    assert facts.sources.__wrapped__() != before
+    assert sources() != before
 
 
-def test_nothing_but_sources_counts(package):
-    before = facts.sources.__wrapped__()
-    (package / "notes.txt").write_text("changed")
-    (package / "__pycache__").mkdir()
-    (package / "__pycache__" / "one.pyc").write_bytes(b"code")
-    assert facts.sources.__wrapped__() == before
+@pytest.mark.parametrize(
+    "change",
+    [
+        write("changed", "notes.txt"),
+        write("code", "__pycache__", "one.pyc"),
+        write("// one\nkernel /* two */void one() {}", "inner", "kernel.metal"),
+        write(CODE.replace("# why", "# another reason"), "code.py"),
+        write(CODE.replace("  # why", ""), "code.py"),
+        write(CODE.replace("One.", "Another\n\n    word."), "code.py"),
+        write("# first\n\n\n" + CODE, "code.py"),
+    ],
+)
+def test_comments_docstrings_and_other_files_do_not(package, change):
+    before = sources()
+    change(package)
+    if (kernel := package / "inner" / "kernel.metal").read_text().startswith("//"):
+        kernel.write_text(kernel.read_text().replace("// one\n", "").replace("/* two */", "/**/"))
+    assert sources() == before
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("module", "engine", "answers"),
+    [
+        ("vllm_metal/attention/layers.py", True, True),
+        ("vllm_metal/sample/sampler.py", True, True),
+        ("vllm_metal/vllm_patches/scheduler.py", True, True),
+        ("vllm_metal/kv_transfer/disk/layout.py", True, True),
+        ("metal_kernels/layout.py", True, True),
+        ("vllm_metal/platform/metal_platform.py", False, True),
+        ("vllm_metal/serving/parsers/thinking.py", False, True),
+        ("vllm_metal/commands/chat/page.py", False, False),
+    ],
+)
+def test_which_module_counts_for_what(tmp_path, monkeypatch, module, engine, answers):
+    """A statement more, or a comment."""
+    for package in facts.PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=only_code(module))
+    monkeypatch.setattr(facts, "roots", lambda: [tmp_path / name for name in facts.PACKAGES])
+    kinds = (facts.NOT_IN_ENGINE, facts.NOT_IN_ANSWERS)
+    before = [sources(*kind) for kind in kinds]
+    file = tmp_path / module
+    file.write_text(file.read_text() + "\n# a comment\n")
+    assert [sources(*kind) for kind in kinds] == before
+    file.write_text(file.read_text() + "\n_ONE = 1\n")
+    found = [sources(*kind) != old for kind, old in zip(kinds, before, strict=True)]
+    assert found == [engine, answers]
+
+
+def only_code(module):
+    """Leaves all out but one module, so that the copy takes no time."""
+    kept = {module, *(str(parent) for parent in Path(module).parents)}
+
+    def ignored(folder, names):
+        inside = Path(folder).relative_to(ROOT)
+        return [name for name in names if str(inside / name) not in kept]
+
+    return ignored
 
 
 def test_the_plugins_own_sources_are_found():
@@ -125,9 +207,9 @@ def test_plain_has_no_addresses_and_no_order_of_sets():
 def test_another_process_finds_the_same():
     code = (
         "from vllm_metal.settings import facts;"
-        "print(facts.sources(), facts.digest({'a': {'x', 'y', 'z'}}))"
+        "print(facts.sources(()), facts.digest({'a': {'x', 'y', 'z'}}))"
     )
     shown = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
-    assert shown == [facts.sources(), facts.digest({"a": {"z", "y", "x"}})]
+    assert shown == [facts.sources(()), facts.digest({"a": {"z", "y", "x"}})]

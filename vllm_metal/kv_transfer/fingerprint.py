@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -59,11 +58,10 @@ class Fingerprint:
         """
         model, cache = vllm_config.model_config, vllm_config.cache_config
         facts = {
-            "vllm_metal": facts_of.sources(),
+            "vllm_metal": facts_of.sources(facts_of.NOT_IN_ENGINE),
             "device": envs.requested_device(),
             "pool": pool,
-            "mlx": version("mlx"),
-            "mlx_lm": version("mlx-lm"),
+            **facts_of.versions("mlx", "mlx-lm", "mlx-vlm", "transformers", "vllm"),
             **network_facts(model),
             "weights": dict(weights),
             "dtype": plain(model.dtype),

@@ -22,7 +22,7 @@ def releases() -> dict[str, str]:
     """Versions of the packages that compute, and the digest of the plugin's sources, by name."""
     return {
         "vllm": version("vllm"),
-        "vllm_metal": facts_of.sources(),
+        "vllm_metal": facts_of.sources(facts_of.NOT_IN_ENGINE),
         "mlx": version("mlx"),
         "mlx_lm": version("mlx-lm"),
     }

@@ -6,7 +6,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import io
 import json
+import re
+import tokenize
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -20,20 +23,57 @@ import torch
 #: Packages of the plugin, and the files of them that compute.
 PACKAGES = ("vllm_metal", "metal_kernels")
 _SOURCES = frozenset((".py", ".metal", ".h"))
+#: Folders whose code cannot change what an engine computes, its K/V on disk among it: what they
+#: decide are settings, which are facts of their own. A new folder counts until it is listed, and
+#: what counts imports nothing of these (tests/test_structure.py).
+NOT_IN_ENGINE = ("vllm_metal/commands", "vllm_metal/platform", "vllm_metal/serving")
+#: Folders whose code cannot change an answer that a server keeps: parsers and limits can.
+NOT_IN_ANSWERS = ("vllm_metal/commands",)
+_METAL_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_LAYOUT = (tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 
 @functools.cache
-def sources() -> str:
-    """The digest of the plugin's sources, as 32 hex digits.
+def sources(left_out: tuple[str, ...]) -> str:
+    """The digest of the plugin's code but for comments and docstrings, as 32 hex digits.
 
     A version alone does not tell: one that is installed from a clone keeps its own.
+
+    Args:
+        left_out: folders, such as NOT_IN_ENGINE.
     """
-    return of_files(
-        (path, root.parent)
+    made = blake3.blake3()
+    for name, path in sorted(
+        (path.relative_to(root.parent).as_posix(), path)
         for root in roots()
         for path in root.rglob("*")
         if path.suffix in _SOURCES and path.is_file()
-    )
+    ):
+        if not name.startswith(tuple(f"{folder}/" for folder in left_out)):
+            text = path.read_text(encoding="utf-8")
+            code = _code(text) if path.suffix == ".py" else _METAL_COMMENT.sub("", text)
+            made.update(f"{name}\0{len(code)}\0{code}".encode())
+    return made.hexdigest(length=16)
+
+
+def _code(text: str) -> str:
+    """Python's text without comments, empty lines and statements that are a string alone."""
+    lines: list[str] = text.splitlines()
+    empty: set[int] = set()
+    statement: list[tokenize.TokenInfo] = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        row, column = token.start
+        if token.type == tokenize.COMMENT:
+            lines[row - 1] = lines[row - 1][:column].rstrip()
+        elif token.type == tokenize.NEWLINE:
+            if all(each.type == tokenize.STRING for each in statement):
+                empty.update(range(statement[0].start[0] - 1, statement[-1].end[0]))
+            statement = []
+        elif token.type not in _LAYOUT:
+            statement.append(token)
+        if token.type == tokenize.NL and not lines[row - 1].strip():
+            empty.add(row - 1)
+    return "\n".join(line for index, line in enumerate(lines) if index not in empty)
 
 
 def roots() -> list[Path]:

@@ -34,7 +34,7 @@ from vllm_metal.gguf.source import ConversionError, GGUFSource
 from vllm_metal.gguf.tokenizer import write_tokenizer
 from vllm_metal.gguf.weights import natural_dtype
 from vllm_metal.settings.envs import GGUFInexact
-from vllm_metal.settings.facts import sources
+from vllm_metal.settings.facts import NOT_IN_ENGINE, sources
 from vllm_metal.weights import gguf_blocks, lazy
 from vllm_metal.weights.files import GGUF_CONVERSION, GGUF_FILES, ModelLoadError, weight_files
 from vllm_metal.weights.gguf_blocks import EXACT, FLOATS, Convert
@@ -250,7 +250,7 @@ def _note(weights: dict[str, StoredWeight], inexact: str) -> str:
 def _name(source: GGUFSource, inexact: GGUFInexact, tokenizer: bool) -> str:
     """A folder's name, by what it is made of and the code that makes it. Files are told apart by
     their sizes and times of change."""
-    facts: list[Any] = [sources(), inexact, tokenizer]
+    facts: list[Any] = [sources(NOT_IN_ENGINE), inexact, tokenizer]
     for path in source.files:
         state = path.stat()
         facts.append([str(path.absolute()), state.st_size, state.st_mtime_ns, state.st_ino])

@@ -52,7 +52,7 @@ def other_version(monkeypatch, package):
 
 
 CHANGES = {
-    "sources": lambda s, tmp, patch: patch.setattr(facts, "sources", lambda: "0" * 32),
+    "sources": lambda s, tmp, patch: patch.setattr(facts, "sources", lambda _: "0" * 32),
     "transformers": lambda s, tmp, patch: other_version(patch, "transformers"),
     "tokenizers": lambda s, tmp, patch: other_version(patch, "tokenizers"),
     "xgrammar": lambda s, tmp, patch: other_version(patch, "xgrammar"),

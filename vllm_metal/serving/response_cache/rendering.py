@@ -99,7 +99,7 @@ def fingerprint(state: Any, memo: Path | None) -> str:
     arguments = {name: value for name, value in vars(state.args).items() if name not in _NO_PART}
     return facts.digest(
         {
-            "sources": facts.sources(),
+            "sources": facts.sources(facts.NOT_IN_ANSWERS),
             "versions": {"vllm": vllm.__version__, **facts.versions(*_PACKAGES)},
             "device": [envs.requested_device(), envs.kernels()],
             "weights": weights_digest.of_networks(config, memo),
