@@ -143,6 +143,21 @@ class Toy:
             out = self.reference(input_ids=tokens, **data)
         return out.logits[0].numpy()
 
+    def rounding(self, prompt: Prompt) -> float:
+        """How far transformers' logits move if each weight moves by up to a unit of float32's last
+        place: what a computation in float32 cannot be expected to do better than.
+        """
+        plain = {name: each.clone() for name, each in self.reference.named_parameters()}
+        logits, random, moves = self.logits(prompt), torch.Generator().manual_seed(0), []
+        for _ in range(3):
+            with torch.no_grad():
+                for name, each in self.reference.named_parameters():
+                    shifts = 2 * torch.rand(each.shape, generator=random) - 1
+                    each.copy_(plain[name] * (1 + shifts * torch.finfo(torch.float32).eps))
+            moves.append(np.abs(self.logits(prompt) - logits).max())
+        self.reference.load_state_dict(plain, strict=False)
+        return float(max(moves))
+
     def _logits_of_shapes(self, prompt: Prompt, tokens: torch.Tensor) -> np.ndarray:
         """Images of several shapes are padded, and their sizes told."""
         pixels = [picture.data["pixel_values"] for _, picture, _ in prompt.placed]

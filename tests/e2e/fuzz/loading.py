@@ -27,7 +27,10 @@ from vllm_metal.weights.layers import dense_rows
 
 DTYPES = {mx.float32: None, mx.float16: 0, mx.bfloat16: 1}
 TOWERS = ("gemma3", "gemma4", "llava", "mistral3", "qwen3_vl")
-IMAGES = 2e-4  # of logits, see vision/test_towers.py
+#: Of how far logits move if each weight is rounded once more: two computations in float32 differ by
+#: up to 1.4 of it (120 seeds). It is about 5e-6, and up to 3e-4 for Gemma 4, which does not divide
+#: scores by the root of the head size (where that is done: 5e-6).
+ROUNDINGS = 4
 KEYS = 12  # of a seed: a model is made for them
 
 
@@ -78,7 +81,10 @@ def images(rng: np.random.Generator, folder: Path) -> str | None:
     logits = [served.step({"a": ends[0]}, new)["a"]]
     logits += [served.step({"a": count})["a"] for count in np.diff(ends).tolist()]
     error = float(np.abs(np.concatenate(logits) - made.logits(prompt)).max())
-    return None if error <= IMAGES else f"{made.name}: logits off by {error:.2g}, chunks to {ends}"
+    allowed = ROUNDINGS * made.rounding(prompt)
+    if error <= allowed:
+        return None
+    return f"{made.name}: logits off by {error:.2g} of {allowed:.2g}, chunks to {ends}"
 
 
 CASES: tuple[Callable[[np.random.Generator, Path], str | None], ...] = (
