@@ -38,6 +38,14 @@ _FORBIDDEN = (
     (r"\bstd::", "Metal has no C++ library"),
     (r"\bauto\s*&?\s*\[", "structured bindings are newer than Metal's C++14"),
     (r"\(\s*\*\s*\w+\s*\)\s*\(", "Metal has no function pointers"),
+    (
+        r"\b0[xX][0-9a-fA-F]*\.?[0-9a-fA-F]*[pP][+-]?\d",
+        "floats in hexadecimal are newer than Metal's C++14; decimals hold powers of two too",
+    ),
+    (
+        r"\b(?:struct|class)\s+\w+\s*(?:<[^{};]*>)?\s*:(?!:)",
+        "Metal has no derived classes; copy the members",
+    ),
 )
 # `type*`, as declarations are written (a product has spaces on both sides), and `type (&name)[`.
 _POINTER = re.compile(r"[\w>][*&]+(?!=)|[\w>](?=\s+\([*&]\s*\w+\s*\)\s*\[)")

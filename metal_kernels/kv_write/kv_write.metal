@@ -72,7 +72,7 @@ inline uint error_of(const thread float (&row)[RUNS][RUN], float largest, float 
 #pragma clang loop unroll(full)
     for (int j = 0; j < RUN; j++) {
       const float value = decode_element(encode_element<C>(row[i][j] / divisor)) * divisor;
-      const float share = (row[i][j] - value) / largest * 0x1p14f;
+      const float share = (row[i][j] - value) / largest * 16384.0f;
       error += static_cast<uint>(share * share);
     }
   }

@@ -41,24 +41,26 @@ struct Fragments<float> {
 };
 
 // Codes become halves two at a time, in the words where they are: a word's first and third are one pair, its
-// second and fourth the next.
-struct CodeFragments {
+// second and fourth the next. So of 16 codes element e of matrix i is:
+inline int code_at(int i, int e) {
+    return i / 2 * 4 + i % 2 + e * 2;
+}
+
+// A word whose first and third code are a pair's.
+inline uint spread(ushort pair) {
+    return uint(pair) | uint(pair) << 8;
+}
+
+// fp8, whose exponent is put where a half's ends: 2^-8 of what the codes stand for.
+template <>
+struct Fragments<uint8_t> {
     typedef half Element;
     typedef ushort Pair;
     static constant constexpr int COUNT = 8;
 
     static inline int at(int i, int e) {
-        return i / 2 * 4 + i % 2 + e * 2;
+        return code_at(i, e);
     }
-    // A word whose first and third code are a pair's.
-    static inline uint spread(Pair pair) {
-        return uint(pair) | uint(pair) << 8;
-    }
-};
-
-// fp8, whose exponent is put where a half's ends: 2^-8 of what the codes stand for.
-template <>
-struct Fragments<uint8_t> : CodeFragments {
     static inline half2 upper(uint codes) {  // of the second and the fourth
         return as_type<half2>(as_type<uint>(as_type<short2>(codes) >> short2(1)) & 0xbf80bf80u);
     }
@@ -72,7 +74,14 @@ struct Fragments<uint8_t> : CodeFragments {
 
 // int8: with its sign inverted the last byte of a half that is 1152 more.
 template <>
-struct Fragments<int8_t> : CodeFragments {
+struct Fragments<int8_t> {
+    typedef half Element;
+    typedef ushort Pair;
+    static constant constexpr int COUNT = 8;
+
+    static inline int at(int i, int e) {
+        return code_at(i, e);
+    }
     static inline half2 lower(uint codes) {  // of the first and the third
         return as_type<half2>((codes & 0x00ff00ffu) ^ 0x64806480u) - half2(half(1152.0f));
     }

@@ -63,9 +63,9 @@ inline uint8_t encode_element<uint8_t>(float value) {
   if (magnitude >= as_type<uint>(448.0f)) {
     return static_cast<uint8_t>(sign | 0x7eu);
   }
-  if (magnitude < as_type<uint>(0x1p-6f)) {
+  if (magnitude < as_type<uint>(0.015625f)) {  // 2^-6
     // Subnormal: a multiple of 2^-9, which is the spacing of floats from 2^14 on.
-    const uint steps = as_type<uint>(as_type<float>(magnitude) + 0x1p14f) - as_type<uint>(0x1p14f);
+    const uint steps = as_type<uint>(as_type<float>(magnitude) + 16384.0f) - as_type<uint>(16384.0f);
     return static_cast<uint8_t>(sign | steps);
   }
   const uint odd = magnitude >> 20 & 1u;

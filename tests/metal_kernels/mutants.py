@@ -51,7 +51,7 @@ _FAULTS: _Faults = {
         ("fp8 ties rounded up, not to even", "rebiased + 0x7ffffu + odd", "rebiased + 0x80000u"),
         ("fp8 cut instead of rounded", "rebiased + 0x7ffffu + odd", "rebiased"),
         ("fp8 saturated to the code of NaN", "sign | 0x7eu", "sign | 0x7fu"),
-        ("fp8's largest subnormals taken for normal", "(0x1p-6f)", "(0x1p-7f)"),
+        ("fp8's largest subnormals taken for normal", "(0.015625f)", "(0.0078125f)"),
         ("fp8's sign lost", "bits >> 24 & 0x80u", "bits >> 24 & 0x40u"),
     ],
     (NUMERIC, "write, int8", WRONG): [
@@ -427,7 +427,7 @@ _FAULTS: _Faults = {
         ("last scale not tried", "top >= 256.0f", "top > 256.0f"),
         ("error of a lane, not of the row", "return metal::simd_sum(error)", "return error"),
         ("errors summed, not their squares", "(share * share)", "(metal::abs(share))"),
-        ("errors in units too large", "* 0x1p14f", "* 0x1p4f"),
+        ("errors in units too large", "* 16384.0f", "* 16.0f"),
         ("values not written", "if (HAS_VALUES)", "if (!HAS_VALUES)"),
         ("fence not whole", "lane < 8", "lane < 7"),
     ],
