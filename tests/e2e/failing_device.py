@@ -27,6 +27,7 @@ ENDS = (
     "before the next step",  # so that step's hand-over asks first
     "behind the next hand-over",  # so the tokens can be read without asking
     "when waited for",  # whoever reads first
+    "noted once read",  # so the tokens can be read, and whoever asks next is told
 )
 
 
@@ -43,6 +44,7 @@ class FailingDevice:
         self._ends = ENDS[0]
         self._lock = threading.Lock()
         self._in_flight = self._ended = False  # of a command buffer that fails
+        self._failing: StepOutput | None = None  # the step of that command buffer
         self._by_graph = self._spoiling = False
         self._evaluate = mx.eval
         hand_over, synchronise, make_graph = mx.async_eval, mx.synchronize, mx.compile
@@ -81,7 +83,7 @@ class FailingDevice:
                 output = sample(runner, grammar_output)
                 if self._spoiling:
                     self._spoil(runner.layers.pool_arrays())
-                    self._in_flight = True
+                    self._in_flight, self._failing = True, output
                     self._ended = self._ends == ENDS[0]
                 self._ended |= before and self._ends == ENDS[1]
                 return output
@@ -89,6 +91,10 @@ class FailingDevice:
                 self._spoiling = self._by_graph = False
 
         def token_ids(output: StepOutput) -> list[list[int]]:
+            if self._ends == ENDS[3]:
+                found = read(output)
+                self._ended |= self._in_flight and output is self._failing
+                return found
             if not output.is_read and not self._ended:
                 self._ended = self._in_flight
                 self._ask("token_ids")

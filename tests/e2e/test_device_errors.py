@@ -15,6 +15,7 @@ from e2e.fuzz.models import VOCAB
 from e2e.harness import Dense, counters, engine, free_blocks, greedy, run_out
 
 from vllm_metal.worker import recovery
+from vllm_metal.worker.early_reads import EarlyReads
 from vllm_metal.worker.recovery import MAX_FAILURES_IN_A_ROW, STEPS_THAT_END_A_ROW
 
 NUM_TOKENS = 6
@@ -126,6 +127,19 @@ def test_no_token_of_a_step_that_failed_is_told(
     assert len(warnings()) == 1
 
 
+def test_nor_where_tokens_are_read_after_the_next_hand_over(
+    tiny, dense, prompts, device, monkeypatch
+):
+    """As on a GPU that is slower than its host: the check of a step is an evaluation of its own."""
+    monkeypatch.setattr(EarlyReads, "before_hand_over", lambda *_, **__: None)
+    with engine(tiny, max_model_len=128, max_num_seqs=2, async_scheduling=True) as llm:
+        for number, ends in enumerate(ENDS, 1):
+            device.fail_step(3, ends)
+            assert check(dense, prompts, serve(llm, prompts)) == [0, 1], ends
+            assert failures(llm) == len(device.taken) == number
+            outlive(llm, dense, prompts)
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("at", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_a_step_that_failed_left_is_neither_kept_nor_found(
@@ -207,7 +221,7 @@ def test_two_steps_in_flight_on_kernels_whose_drafts_nobody_has_read(tmp_path, d
     prompts = [[(7 * i * i + 3 * n + i // 5) % 8 for i in range(n)] for n in (5, 33, 50)]
     dense = Dense(toy.model)
     with drafting_engine(toy, None, async_scheduling=True, max_model_len=128) as llm:
-        for number, (at, ends) in enumerate(zip((2, 3, 5), ENDS, strict=True), 1):
+        for number, (at, ends) in enumerate(zip((2, 3, 5, 4), ENDS, strict=True), 1):
             device.fail_step(at, ends)
             assert check(dense, prompts, serve(llm, prompts, 12)) == [0, 1, 2], ends
             assert failures(llm) == len(device.taken) == number

@@ -236,7 +236,7 @@ class Runner(ModelRunner):
 class Output:
     """A StepOutput's calls."""
 
-    always_waits = False
+    always_waits = checked = False
 
     def __init__(self, pool, sampled, failures):
         self._pool, self._sampled, self._failures = pool, sampled, failures

@@ -55,6 +55,7 @@ class Runner(ModelRunner):
         ids, tokens = self._req_ids, [7] * self.samples
         return SimpleNamespace(
             always_waits=False,
+            checked=False,
             get_output=lambda: StepResult(
                 req_ids=ids,
                 req_id_to_index={req_id: index for index, req_id in enumerate(ids)},

@@ -74,6 +74,7 @@ class Runner(ModelRunner):
         self._call("sample")
         return SimpleNamespace(
             always_waits=False,
+            checked=False,
             batch=SimpleNamespace(requests=[SimpleNamespace(req_id="a")]),
             get_output=self._output,
         )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -70,6 +71,11 @@ class StepOutput(AsyncModelRunnerOutput):
         self.prompt_logprobs = prompt_logprobs
         #: What was measured of the step, by field of StepFigures.
         self.figures: dict[str, float] = {}
+        #: Whether an evaluation that began after this step ended has succeeded: its results are
+        #: right. See `device.errors`.
+        self.checked = False
+        #: Seconds that reading its tokens took; None: they are not read, or there are none.
+        self.wait_s: float | None = None
         self._requests = requests
         self._token_ids: list[list[int]] | None = None
 
@@ -78,7 +84,9 @@ class StepOutput(AsyncModelRunnerOutput):
         if self._token_ids is None:
             self._token_ids = [[] for _ in self.batch.requests]
             if self.sampled is not None:
+                began = time.perf_counter()
                 sampled = np.array(self.sampled.token_ids).tolist()
+                self.wait_s = time.perf_counter() - began
                 lens = self.span_lens_np().tolist()
                 rows = zip(self.batch.sampling_np.tolist(), *self._kept_rows(), lens, strict=True)
                 for index, start, stop, count in rows:

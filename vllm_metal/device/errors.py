@@ -3,8 +3,12 @@
 
 On a GPU, MLX notes that a command buffer failed, and tells whoever asks next, once: who begins a
 command buffer, or waits for one that has not ended (Error::check, in mlx/backend/metal). To read an
-array whose command buffer has ended is not to ask: that gives what happens to be in its memory
-(array::is_available). So a value can be trusted after `check` or `wait`, and not before.
+array asks for errors of the command buffer that ended its evaluation, and only once the handler of
+that one has run (Event::check_error): what happens to be in memory can be read before. So a value
+can be trusted after `check` or `wait`, or once the device was given other work after it had been
+read, and not before.
+
+No cheaper check is known: each evaluation that MLX begins on a GPU ends a command buffer.
 """
 
 import mlx.core as mx

@@ -20,6 +20,7 @@ from vllm_metal.kv_transfer.step_hooks import NO_HOOKS, StepHooks
 from vllm_metal.metrics.figures import take_measured
 from vllm_metal.metrics.step_clock import StepClock
 from vllm_metal.spec_decode.speculator import Speculator
+from vllm_metal.worker.early_reads import EarlyReads
 from vllm_metal.worker.results import Step
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class ModelRunner:
         self._last_token_ids = mx.zeros(max_num_reqs, mx.int32)  # by req_idx, the newest token
         self._laid_out: InputBatch | None = None  # its forward is built, and nothing more
         self._newest: StepOutput | None = None  # the step handed over last
+        self._early_reads = EarlyReads()
         #: How often a step waited to know what the step before it sampled.
         self.num_waits = 0
         self._unlearnt: list[StepOutput] = []  # with speculation; the newest last, two at most
@@ -376,11 +378,14 @@ class ModelRunner:
 
     def _submit(self, arrays: list[mx.array]) -> None:
         """Hands the step to the device, where the pool wants it once the step before is over."""
-        if not self._model.pipelined:
+        waits = not self._model.pipelined
+        if waits:
             self.wait()
+        self._early_reads.before_hand_over(self._newest, ended=waits)
         self._in_flight = [*arrays, self._last_token_ids, *self._joining]
         self._joining = []
         mx.async_eval(self._in_flight)
+        self._early_reads.after_hand_over()
 
     def _submit_drafts(self, arrays: list[mx.array]) -> None:
         """Hands over what a draft network writes with the step that was handed over last.
