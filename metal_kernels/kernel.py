@@ -18,6 +18,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from metal_kernels.kernel_text import Part, compact, used
+
 #: The line between the functions and the body of a .metal file.
 BODY_MARKER = "// ---- kernel body\n"
 #: MLX passes inputs of fewer elements in the constant address space. That is another signature, so
@@ -47,23 +49,19 @@ class Kernel:
 def load(
     path: Path, input_names: Sequence[str], output_names: Sequence[str], shared: Sequence[str] = ()
 ) -> Kernel:
-    """Reads a .metal file; `shared` names files of metal_kernels/shared to put before it."""
+    """Reads a .metal file; `shared` names files of metal_kernels/shared whose functions it uses."""
     functions, body = path.read_text().split(BODY_MARKER)
-    header = [_numbered((_SHARED / name).read_text(), name, 1) for name in shared]
-    header.append(_numbered(functions, path.name, 1))
     first_line = functions.count("\n") + 2
+    files = [Part((_SHARED / name).read_text(), name, 1) for name in shared]
+    files.append(Part(functions, path.name, 1))
+    own = Part(body, path.name, first_line)
     return Kernel(
         name=path.stem,
         input_names=tuple(input_names),
         output_names=tuple(output_names),
-        header="".join(header),
-        body=_numbered(body, path.name, first_line),
+        header=used(files, own),
+        body=compact([own]),
     )
-
-
-def _numbered(text: str, name: str, line: int) -> str:
-    """Makes a compiler's messages point into the file."""
-    return f'#line {line} "{name}"\n{text}'
 
 
 _compiler: Compiler = mx.fast.metal_kernel

@@ -284,8 +284,16 @@ _FAULTS: _Faults = {
         ("a shared part of another row", "packed / group * tile.parts + tile", "tile"),
     ],
     (PREFILL, "prefill", RACE): [
-        ("no barrier before K is staged over V", f"{_BARRIER}  // all have read the last V", "//"),
-        ("no barrier before V is staged over K", f"{_BARRIER}  // all have read K", "//"),
+        (
+            "no barrier before K is staged over V",
+            f"base += KEYS) {{\n    {_BARRIER}",
+            "base += KEYS) {",
+        ),
+        (
+            "no barrier before V is staged over K",
+            f"(!LATENT) {{\n        {_BARRIER}",
+            "(!LATENT) {",
+        ),
         ("no barrier between V staged and read", f"{_BARRIER}\n    }}\n", "}\n"),
         ("one row past the tile's last written", "in_tile < tile.pack", "in_tile <= tile.pack"),
     ],

@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels without the interpreter, which users' installs do not have."""
 
+import importlib
+import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import metal_interpreter
+import pytest
 
+import metal_kernels
 from metal_kernels import kernel
+from metal_kernels.kernel_text import Part, compact, used
 from vllm_metal.settings.extras import INTERPRETER
 
 # An import of MODULE raises ModuleNotFoundError from now on, as if it were not installed.
@@ -57,3 +63,77 @@ def test_what_the_interpreter_itself_lacks_is_not_hidden():
 def test_no_module_needs_the_interpreter_to_be_imported():
     assert last_error("metal_interpreter", IMPORT_ALL) == ""
     assert "metal_interpreter" in last_error("metal_interpreter", "import metal_interpreter")
+
+
+OF_A_FILE = """\
+// SPDX
+// A page.
+
+#define TWICE(x) ((x) + (x))
+
+// Of nobody.
+inline float unused(float x) {
+  return TWICE(x);
+}
+
+template <typename T>
+inline T by_name(T x) {
+
+  return x * LIMIT;  // 2 lines
+}
+
+template <>
+inline int by_name<int>(int x) { return x; }
+
+constant constexpr float LIMIT = 2.0f;
+constant int OTHER = 3;
+"""
+BODY = "// of `unused`\n  out[0] = by_name(in0[0]);\n" + 12 * "// on\n" + "  out[1] = 0;\n"
+
+
+def test_a_kernel_has_what_it_uses_and_each_line_its_number():
+    body = Part(BODY, "body.metal", 40)
+    shared = Part(OF_A_FILE, "shared.metal", 1)
+    assert used([shared], body) == (
+        '#line 11 "shared.metal"\ntemplate <typename T>\ninline T by_name(T x) {\n\n'
+        "return x * LIMIT;\n}\n\ntemplate <>\ninline int by_name<int>(int x) { return x; }\n\n"
+        "constant constexpr float LIMIT = 2.0f;\nconstant int OTHER = 3;\n"
+    )
+    assert compact([body]) == (
+        '#line 41 "body.metal"\nout[0] = by_name(in0[0]);\n#line 54\nout[1] = 0;\n'
+    )
+
+
+def test_what_is_between_is_counted_and_another_file_named():
+    body = Part("by_name(0); TWICE(1);", "body.metal", 1)
+    text = used([Part(OF_A_FILE, "shared.metal", 1), Part("using A = B;", "own.metal", 1)], body)
+    assert text.startswith(
+        '#line 4 "shared.metal"\n#define TWICE(x) ((x) + (x))\n\n\n\n\n\n\ntemplate'
+    )
+    assert text.endswith('OTHER = 3;\n#line 1 "own.metal"\nusing A = B;\n')  # names nothing
+
+
+METAL = sorted(Path(kernel.__file__).parent.rglob("*.metal"))
+
+
+@pytest.mark.parametrize("path", METAL, ids=lambda path: path.name)
+def test_comments_of_our_kernels_end_with_their_line(path):
+    assert "/*" not in path.read_text()
+
+
+def test_every_shared_function_is_used():
+    """Else no check of any kernel compiles it."""
+    headers = "\n".join(each.header for each in all_kernels())
+    for path in METAL:
+        if path.parent.name == "shared":
+            lines = compact([Part(path.read_text(), path.name, 1)]).splitlines()
+            missing = {line for line in lines if line[:1] != "#"} - set(headers.splitlines())
+            assert not missing, path.name
+
+
+def all_kernels():
+    """As their modules load them."""
+    for found in pkgutil.walk_packages(metal_kernels.__path__, "metal_kernels."):
+        if found.name.endswith(".op"):
+            values = vars(importlib.import_module(found.name)).values()
+            yield from (value for value in values if isinstance(value, kernel.Kernel))

@@ -5,6 +5,7 @@ A probe is one call of an operation on a small batch, interpreted in check mode,
 compared with a formula. Sources as they are pass every probe.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 from metal_interpreter import Checker, KernelViolation
 
+import metal_kernels
 from metal_kernels import (
     convolution,
     kernel,
@@ -26,6 +28,7 @@ from metal_kernels import (
     kv_write,
     paged_attention,
 )
+from metal_kernels.kernel_text import without_comments
 from metal_kernels.kv_blocks import reference as blocks_reference
 from metal_kernels.kv_gather import reference as gather_reference
 from metal_kernels.kv_states import reference as states_reference
@@ -333,16 +336,23 @@ PROBES: dict[str, Probe] = {
 def planted(mutant: Mutant, compiler: kernel.Compiler) -> kernel.Compiler:
     """`compiler`, which finds the fault in every kernel made of the mutant's file."""
 
+    text, replacement = (_compact(each) for each in (mutant.text, mutant.replacement))
+    file = Path(metal_kernels.__file__).parent / mutant.file
+    found = _compact(without_comments(file.read_text())).count(text)
+    if found != 1:  # no AssertionError, which stands for a wrong result
+        raise ValueError(f"{mutant}: its text is found {found} times")
+
     def compile_kernel(*, header: str, source: str, **other: Any) -> Any:
-        if f'"{Path(mutant.file).name}"\n' in header:  # a #line of kernel.load
-            found = header.count(mutant.text) + source.count(mutant.text)
-            if found != 1:  # no AssertionError, which stands for a wrong result
-                raise ValueError(f"{mutant}: its text is found {found} times in {other['name']}")
-            header = header.replace(mutant.text, mutant.replacement)
-            source = source.replace(mutant.text, mutant.replacement)
+        if f'"{file.name}"\n' in header + source:  # a #line of kernel.load
+            header, source = (each.replace(text, replacement) for each in (header, source))
         return compiler(header=header, source=source, **other)
 
     return compile_kernel
+
+
+def _compact(text: str) -> str:
+    """As `kernel.load` leaves it."""
+    return re.sub(r" *\n *", "\n", text.lstrip(" "))
 
 
 def objection(probe: Probe, compiler: kernel.Compiler) -> str | None:
