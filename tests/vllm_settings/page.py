@@ -38,8 +38,8 @@ one of three:
 
 Values with a meaning of their own (`--kv-cache-dtype`, `--speculative-config`,
 `--kv-transfer-config`) are honoured or refused one by one; [settings.md](settings.md),
-[speculation.md](speculation.md), [disk-cache.md](disk-cache.md) and
-[prefill-apart.md](prefill-apart.md) list them.
+[speculation.md](speculation.md), [prefix-cache-on-disk.md](prefix-cache-on-disk.md) and
+[disaggregated-prefill.md](disaggregated-prefill.md) list them.
 
 This page is written from the tables in `tests/vllm_settings/`: `python -m vllm_settings.page`
 from `tests/`. A field of a new vLLM release that the tables lack fails a test there, and so does
