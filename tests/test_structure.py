@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports follow the order of the folders; files and numbers that docs/structure.md names exist."""
+"""Imports follow the order of the folders; files and numbers that pages name exist."""
 
 import re
 from pathlib import Path
@@ -71,14 +71,15 @@ def test_a_package_that_stands_alone_knows_nothing_of_the_others(package, unknow
     assert import_rules.knowing(TREE, package, unknown) == []
 
 
-def test_other_files_named_on_the_page_exist():
-    page = (ROOT / "docs" / "structure.md").read_text()
+@pytest.mark.parametrize("name", ["structure.md", "design.md", "testing.md"])
+def test_other_files_named_on_the_page_exist(name):
+    page = (ROOT / "docs" / name).read_text()
     for name in re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|sh|txt|md))`", page):
         assert (ROOT / name).exists(), name
 
 
-def test_numbers_stand_where_the_map_says():
-    page = (ROOT / "docs" / "structure.md").read_text()
+def test_numbers_stand_where_the_page_says():
+    page = (ROOT / "docs" / "design.md").read_text()
     section = page.partition("\n## Where numbers stand\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| .+? \| (`.+?) \| (`.+?) \|$", section, re.MULTILINE)
     assert len(rows) > 10
