@@ -40,7 +40,7 @@ HEADER = "inline float f(float x) { return x; }\n// ---- kernel body\n"
         ("inline float f() {\n  return 0x1p-6f; }", "2: .*hexadecimal"),
         ("inline float f(float x) { return x * 0x1.8P+3f; }", "hexadecimal"),
         ("struct A { int x; };\nstruct B : A { int y; };\n", "2: .*derived"),
-        ("struct A { int x; };\ntemplate <>\nstruct B<vec<half, 2>>\n    : public A {};", "3: .*der"),
+        ("struct A { int x; };\ntemplate <>\nstruct B<vec<half, 2>>\n  : public A {};", "3: .*de"),
         ("class A : B<int> { int x; };", "derived"),
         ("float scale = 1.0f;\n", "1: .*'constant'"),
         ("constexpr float scale = 1.0f;\n", "'constant'"),
