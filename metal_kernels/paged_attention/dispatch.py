@@ -34,6 +34,7 @@ class Dispatch:
     tiles: mx.array  # [N, 8] int32, Tile
     bounds: mx.array  # [8] int32, Bounds
     splits: mx.array | None  # [max(n, 2), 4] int32, struct Row of reduce.metal; None: none is split
+    walkers: int  # simdgroups that join a row's parts; 0: none is split
     #: FLOPs; MOST_WORK at most, with those of `shared`, unless a tile or query row takes more.
     work: int = field(compare=False)
     #: What reads beginnings that these rows have in common, and leaves parts of their results;
@@ -84,12 +85,14 @@ def dispatch_of(
     requests[members, 2] = batch.first_positions[pieces.request]
     requests[members, 3] = batch.seq_lens[pieces.request]
     num_rows, part_rows = int(pieces.num_rows.sum()), int(first_rows[-1] + rows_of[-1])
-    shared, joined = None, None
+    shared, joined, walkers = None, None, 0
     if common is not None or part_rows > num_rows:
         joined = parts.of_rows(pieces.num_rows)
+        assert splits is not None
         if common is not None:
-            assert splits is not None
             shared = _shared(batch, pieces, common, splits, joined)
+        most = int((joined[:, 1] + joined[:, 3]).max())
+        walkers = splits.walkers(num_rows * shape.num_heads, most, shape.value_size)
     return Dispatch(
         decode=decode,
         rows=rows,
@@ -100,6 +103,7 @@ def dispatch_of(
         tiles=mx.array(tiles),
         bounds=_bounds(batch.window),
         splits=None if joined is None else mx.array(joined),
+        walkers=walkers,
         work=shape.work(rows, int(contexts.seen.sum())),
         shared=shared,
     )
@@ -192,6 +196,7 @@ def _shared(
         tiles=mx.array(tiles),
         bounds=_bounds(batch.window, listed=True),
         splits=None,
+        walkers=0,
         work=shape.work(rows, int(keys.sum())),
     )
 

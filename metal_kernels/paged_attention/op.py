@@ -26,6 +26,7 @@ from metal_kernels.pace import Pace
 from metal_kernels.paged_attention.dispatch import Dispatch
 from metal_kernels.paged_attention.plan import AttentionPlan
 from metal_kernels.paged_attention.shape import LATENT_SIZES, AttentionShape
+from metal_kernels.paged_attention.splits import WALKS
 
 HEAD_SIZES = (64, 80, 96, 128, 192, 256, 512)
 #: Of keys and values that differ: MLA before its latents, MiMo; MiniCPM3.
@@ -129,7 +130,7 @@ def run(
             fences.append(fence)
         joined = parts[0][0]
         if dispatch.splits is not None:
-            joined = _join(plan.shape, dispatch.splits, dispatch.num_rows, parts, queries.dtype)
+            joined = _join(plan.shape, dispatch, dispatch.splits, parts, queries.dtype)
         outputs.append(joined)
     merged = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
     return merged if plan.order is None else merged[plan.order], fences
@@ -173,19 +174,20 @@ def _launch(
 
 def _join(
     shape: AttentionShape,
+    dispatch: Dispatch,
     rows: mx.array,
-    num_rows: int,
     parts: list[tuple[mx.array, mx.array]],
     dtype: mx.Dtype,
 ) -> mx.array:
     """[n, H, DV]: joins the parts of each row's own context and, behind them, of a shared one."""
-    heads = min(shape.num_heads, 8)  # a few simdgroups a threadgroup: they share nothing
+    # A few simdgroups a threadgroup: those of one row, or of several, which share nothing.
+    heads = min(shape.num_heads, 8) if dispatch.walkers == 1 else 1
     (out,) = _reduce(
         inputs=[*parts[0], *parts[-1], rows],
-        template=[("T", dtype), ("DV", shape.value_size)],
-        grid=(32, shape.num_heads, num_rows),
-        threadgroup=(32, heads, 1),
-        output_shapes=[(num_rows, shape.num_heads, shape.value_size)],
+        template=[("T", dtype), ("DV", shape.value_size), ("WALKS", WALKS)],
+        grid=(32 * dispatch.walkers, shape.num_heads, dispatch.num_rows),
+        threadgroup=(32 * dispatch.walkers, heads, 1),
+        output_shapes=[(dispatch.num_rows, shape.num_heads, shape.value_size)],
         output_dtypes=[dtype],
     )
     return out

@@ -29,9 +29,22 @@ MOST_RESULTS = 2**25
 MOST_FIXED_ROWS = 16
 
 
+#: Walks that a reduction takes a row's parts by, whose results it joins: one after the other in a
+#: simdgroup, or side by side in as many.
+WALKS = 8
+
+
 def join_cost(parts: float) -> float:
-    """What a reduction costs, in keys: it walks a row's parts in turn, a key's time each."""
-    return _JOIN + parts
+    """What a reduction costs, in keys: a key's time for each part that a simdgroup walks in turn.
+
+    Many are walked side by side; to join the walks takes the time of one part each.
+    """
+    return _JOIN + min(parts, WALKS + parts / WALKS)
+
+
+def parts_ahead(value_size: int) -> int:
+    """Parts of a row that a simdgroup of reduce.metal loads at once."""
+    return 16 // -(-value_size // 32)
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,8 @@ class Splits:
     #: Keys of every part, a multiple of 16, WHOLE at least; None: what fits a step's work. With it
     #: a row's parts do not depend on the requests beside it.
     fixed: int | None = None
+    #: Simdgroups that join a row's parts: 1, 2, 4 or 8; None: what a dispatch is quickest with.
+    joined_by: int | None = None
 
     @staticmethod
     def of_gpu(cores: int | None, fixed: int | None = None) -> Splits:
@@ -59,6 +74,28 @@ class Splits:
             fixed: keys of every part; None: what fits a step's work.
         """
         return Splits(fixed=fixed) if cores is None else Splits(slots=3 * cores, fixed=fixed)
+
+    def walkers(self, num_rows: int, most_parts: int, value_size: int) -> int:
+        """Simdgroups that walk a row's parts in a reduction: 1, 2, 4 or 8. No result depends on it.
+
+        The time of the dispatch in rounds, each of which waits for memory: one that finds the row,
+        those of the longest walk, and one's time to join walks of several simdgroups; for as many
+        times as the rows do not fit the GPU at once.
+
+        Args:
+            num_rows: of all heads.
+            most_parts: of any row.
+            value_size: elements of a row.
+        """
+        if self.joined_by is not None:
+            return self.joined_by
+        rounds = -(-most_parts // parts_ahead(value_size))
+
+        def duration(walkers: int) -> int:
+            turns = -(-num_rows * walkers // (WALKS * self.slots))
+            return turns * (1 + -(-rounds // walkers) + (walkers > 1))
+
+        return min((1, 2, 4, WALKS), key=duration)
 
     def cut(self, contexts: Contexts) -> Parts:
         """Cuts each context of a dispatch, or none of them."""

@@ -17,8 +17,8 @@ from metal_kernels.kv_write import Rotation
 from metal_kernels.kv_write.reference import Pools
 from metal_kernels.layout import RaggedLayout
 from metal_kernels.op_common import block_elements, merged
-from metal_kernels.paged_attention import AttentionPlan, Tiles, prompts
-from metal_kernels.paged_attention.splits import ALWAYS
+from metal_kernels.paged_attention import AttentionPlan, Splits, Tiles, prompts
+from metal_kernels.paged_attention.splits import ALWAYS, WALKS
 from metal_kernels.plan_arrays import all_else, with_arrays
 from metal_kernels.selfcheck.case import Case, Check
 from metal_kernels.selfcheck.steps import Step, contents
@@ -32,9 +32,11 @@ _LOAD = 1024  # rows of the matrix product that runs beside each step, some 1 ms
 class _Pool:
     """K/V as an engine keeps them: arrays that stay, and fences that order writes and reads."""
 
-    def __init__(self, case: Case, num_blocks: int, tiles: Iterator[Tiles]) -> None:
+    def __init__(
+        self, case: Case, num_blocks: int, tiles: Iterator[Tiles], splits: Iterator[Splits]
+    ) -> None:
         self.case = case
-        self.tiles = tiles  # of each attention
+        self.tiles, self.splits = tiles, splits  # of each attention
         self.arrays = contents(case, num_blocks)
         self.fences: Sequence[mx.array] = ()
 
@@ -47,7 +49,7 @@ class _Pool:
             self.case.shape,
             self.case.window,
             next(self.tiles),
-            splits=ALWAYS,  # on every machine the same
+            splits=next(self.splits),
             block_size=layout.block_size,
         )
 
@@ -271,11 +273,22 @@ def _tiles(check: Check, tiles: Tiles) -> Iterator[Tiles]:
         yield replace(tiles.only(decode, rows), split=split, shared=0)
 
 
+def _splits(check: Check, tiles: Tiles) -> Iterator[Splits]:
+    """For each attention, on every machine the same: `reduce` by one simdgroup a row, or by eight.
+
+    Each number has all sizes of tiles in turn.
+    """
+    sizes = len(tiles.decode) + len(tiles.prefill)
+    for walkers in itertools.cycle((1, WALKS) if check.kernel == "reduce" else (None,)):
+        yield from itertools.repeat(replace(ALWAYS, joined_by=walkers), sizes)
+
+
 def play(
     case: Case, check: Check, played: Sequence[Step], tiles: Tiles
 ) -> tuple[list[list[mx.array]], Pools]:
     """Arrays that each step read, and the pool after the last one."""
-    pool = _Pool(case, len(played[0].blocks_np), _tiles(check, tiles))
+    chosen = _tiles(check, tiles), _splits(check, tiles)
+    pool = _Pool(case, len(played[0].blocks_np), *chosen)
     load = mx.zeros((_LOAD, _LOAD) if mx.default_device() == mx.Device(mx.gpu) else (1, 1))
     results: list[list[mx.array]] = []
     waiting: list[mx.array] = []

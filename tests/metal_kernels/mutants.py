@@ -366,31 +366,42 @@ _FAULTS: _Faults = {
     (REDUCE, "decode, split", WRONG): [
         ("one split too few", "= row.count;", "= row.count - 1;"),
         ("parts of the first row", "rows)[out_row]", "rows)[0]"),
-        ("not divided", "T(sum[i] / total)", "T(sum[i])"),
+        ("not divided", "T(joined.elements[i] / joined.total)", "T(joined.elements[i])"),
         ("half of a row's elements", "DV + 31", "DV / 2"),
         ("parts of the first head", "ulong(row.first) * num_heads + head;", "ulong(row.first);"),
         ("one part of those loaded together", "min(s + k, count", "min(s, count"),
         ("parts past the last weigh", "s + k < count ?", "true ?"),
-        ("top of one lane's parts", "top = metal::simd_max(top);", ""),
-        ("total of one lane's parts", "total = metal::simd_sum(total);", ""),
+        ("a part's total not rescaled", "(stats[k][1], weight,", "(stats[k][1], 1.0f,"),
+    ],
+    (REDUCE, "decode, joined", UNWRITTEN): [
+        ("no barrier before walks are joined", f"{_BARRIER}\n    for", "for"),
+        ("half of the walks left out", "walk < WALKS; walk +", "walk < WALKS / 2; walk +"),
+    ],
+    (REDUCE, "decode, joined", RACE): [
+        ("every simdgroup takes all walks", "= thread_index / 32; walk", "= 0; walk"),
+        ("walks kept in one place", "[(walk * N + i) * 32 + lane]", "[i * 32 + lane]"),
+        ("a walk's sums kept by every lane", "if (lane == 0) {", "{"),
+    ],
+    (REDUCE, "decode, joined", WRONG): [
+        ("largest score not kept", "top = both;", ""),
+        ("totals of parts before not rescaled", "total *= before;", ""),
+        ("parts before not rescaled", "elements[i] *= before;", ""),
+        ("the first walk for all", "walk_elements[walk * N * 32 + d]", "walk_elements[d]"),
+        ("sums of the first walk for all", "stat[0] = walk_stats[walk]", "stat[0] = walk_stats[0]"),
+        ("rounds of walks overlap", "s += WALKS * AHEAD", "s += AHEAD"),
+        ("walks not divided", "T(element.elements[0] / element.total)", "T(element.elements[0])"),
     ],
     (REDUCE, "decode, shared", WRONG): [
         ("shared parts left out", "own + row.num_shared;", "own;"),
-        ("their sums left out", "shared_stats[at + 1] *", "0.0f *"),
         (
             "shared parts of the first head",
             "ulong(row.first_shared) * num_heads + head",
             "ulong(row.first_shared)",
         ),
         ("one shared part for all", "ulong(p - own)", "ulong(0)"),
-        (
-            "sums of the first part",
-            "(first_shared + ulong(s) * num_heads) * 2;",
-            "first_shared * 2;",
-        ),
     ],
     (REDUCE, "decode, shared", BOUNDS): [
-        ("maxima of others", "(mine ? stats : shared_stats)[at * 2]", "stats[at * 2]"),
+        ("sums of others", "(mine ? stats : shared_stats)", "stats"),
         ("parts of others", "(mine ? parts : shared_parts)", "parts"),
         ("its own last part taken for a shared one", "mine = p < own", "mine = p < own - 1"),
         ("one shared part too many", "= own + row.num_shared;", "= own + row.num_shared + 9;"),
@@ -399,8 +410,7 @@ _FAULTS: _Faults = {
         ("one split too many", "= row.count;", "= row.count + 1;"),
     ],
     (REDUCE, "prefill, split", WRONG): [
-        ("total not rescaled", "stats[at + 1] * metal::exp2(stats[at] - top)", "stats[at + 1]"),
-        ("parts not rescaled", "metal::exp2(part_top[k] - top)", "1.0f"),
+        ("parts not rescaled", "(found[k][i], weight,", "(found[k][i], 1.0f,"),
     ],
     (WRITE, "write, fp8", BOUNDS): [
         ("slot one past the pool's last", "slot < num_slots", "slot <= num_slots"),

@@ -304,6 +304,8 @@ PROBES: dict[str, Probe] = {
     "verify": Attention(((37, 16), (100, 9))),  # of 32 packed rows and 18, in four groups
     "decode, 80": Attention(((37, 1), (17, 1)), head_size=80),
     "decode, split": Attention(((299, 1), (20, 1)), has_sinks=True),
+    # Ten parts, of which eight walks take one or two, in as many simdgroups.
+    "decode, joined": Attention(((599, 1), (20, 1)), head_size=512),
     "decode, shared": Attention(SHARED, has_sinks=True, tiles=SHARING, alike=ALIKE),
     "decode, many": Attention(((3, 1),) * 17),  # and room for one tile more
     "prefill, many": Attention(((0, 5),) * 17, tiles=OF_PREFILL),

@@ -14,7 +14,7 @@ from metal_kernels import kernel, paged_attention
 from metal_kernels.layout import PositionLag
 from metal_kernels.paged_attention import AttentionShape, Splits, Tiles, plan
 from metal_kernels.paged_attention.splits import WHOLE
-from tests.metal_kernels.paged_attention.batches import make_batch
+from tests.metal_kernels.paged_attention.batches import expected, make_batch
 
 CORES = (8, 10, 16, 20, 40, 60, 80)
 PART_COST, JOIN = 24, 20  # keys
@@ -84,7 +84,7 @@ def test_contexts_are_split_where_the_reduction_costs_less_than_it_saves():
         parts = chosen.dispatches[0].num_splits
         ends = [end_of(made, 3 * cores) for made in (chosen, whole)]
         if parts > 1:
-            ends[0] += JOIN + parts
+            ends[0] += JOIN + min(parts, 8 + parts / 8)
         lost.append(ends[0] / min(ends) - 1)
     assert max(lost) <= 1 / 6 and np.mean(lost) <= 0.01
 
@@ -122,6 +122,45 @@ def test_results_of_parts_take_little_memory(name, cores):
     )
     for dispatch in made.dispatches:
         assert dispatch.part_rows * shape.num_heads * shape.value_size * 4 <= 2**26
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "size", "walkers"),
+    [
+        (32, 4, 128, 1),  # all of them in one round
+        (32, 9, 128, 4),
+        (32, 64, 128, 8),
+        (32, 9, 64, 1),  # in two
+        (32, 9, 512, 8),  # in nine
+        (256, 32, 128, 2),  # of eight requests, which fit a GPU at once
+        (4096, 32, 128, 1),
+    ],
+)
+def test_a_row_s_parts_are_joined_by_as_many_simdgroups_as_pay(rows, parts, size, walkers):
+    assert Splits.of_gpu(40).walkers(rows, parts, size) == walkers
+
+
+def test_a_row_s_parts_are_joined_alike_by_any_number_of_simdgroups():
+    """To the bit, and whatever others have: the second request's parts are a walk's alone."""
+    requests = [(1500, 1), (150, 1)]
+    shape = AttentionShape(4, 2, 256, 256)  # two parts a round
+    batch = make_batch(np.random.default_rng(0), requests, shape, mx.float16)
+    pools = batch.key_pool, batch.value_pool, mx.zeros(8, mx.uint32), 0.1
+
+    def attend(first, joined_by):
+        starts = np.arange(len(requests) - first + 1, dtype=np.int32)
+        lens, tables = batch.seq_lens[first:], batch.tables[first:]
+        splits = Splits(fixed=80, joined_by=joined_by)
+        made = plan(starts, lens, tables, batch.shape, splits=splits)
+        with kernel.using(metal_interpreter.metal_kernel):
+            out, _ = paged_attention.run(made, batch.queries[first:], *pools)
+        return np.array(out.astype(mx.float32))
+
+    wanted = attend(0, 1)
+    np.testing.assert_allclose(wanted, expected(batch, 0.1), atol=2e-3)
+    for walkers in (2, 4, 8):
+        np.testing.assert_array_equal(attend(0, walkers), wanted)
+    np.testing.assert_array_equal(attend(1, 1), wanted[1:])
 
 
 def parts_of(made, request):
