@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from metal_kernels.kv_write import RotationKind
+from metal_kernels.op_common import CODE_DTYPES, SCALE_DTYPE
 from metal_kernels.paged_attention import AttentionShape
 
 #: In the order they are checked. All others read what kv_write wrote. `graph` is no kernel: writes
@@ -97,6 +98,13 @@ class Case:
     states: StateKind | None = None  # of recurrent layers that share the pool
     rotation: RotationKind | None = None  # that a write may do
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one position's K, or V, of all heads."""
+        scale = SCALE_DTYPE.size if self.cache_dtype in CODE_DTYPES else 0
+        row = self.shape.head_size * self.cache_dtype.size + scale
+        return self.shape.num_kv_heads * row
+
     def to_json(self) -> dict[str, Any]:
         dtypes = {name: dtype_name(getattr(self, name)) for name in _DTYPES}
         states = None if self.states is None else self.states.to_json()
@@ -161,6 +169,9 @@ class Outcome:
     log: str = ""  # an exception's whole message, of which `detail` is a line
     #: For one of CHOICES: by way, then call, median seconds. Empty: nothing was timed.
     times: dict[str, dict[str, float]] = field(default_factory=dict)
+    #: For "decode_way": by call, how near our kernels come to what the machine does, see
+    #: `contiguous.decode_shares`.
+    shares: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def check(self) -> Check:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from metal_kernels.paged_attention import Tiles
 from metal_kernels.paged_attention.fused import serves_prompts
-from metal_kernels.selfcheck import state_timing, states, timing
+from metal_kernels.selfcheck import contiguous, state_timing, states, timing
 from metal_kernels.selfcheck.case import CHOICES, KERNELS, Case, Check, Outcome, StateKind
 from metal_kernels.selfcheck.findings import findings
 
@@ -104,11 +104,14 @@ def check_kernel(
     error = tolerance = None
     log = detail = ""
     times: dict[str, dict[str, float]] = {}
+    shares: dict[str, dict[str, float]] = {}
     try:
         if check.kernel == "recurrence_way":
             times = state_timing.compare(case)
         elif check.kernel in CHOICES:
             times = timing.compare(case, check.kernel, tiles or every)
+            if check.kernel == "decode_way":
+                shares = contiguous.decode_shares(case, times, timing.copy_bandwidth(2**27))
         else:
             if check.kernel in ("convolution", "recurrence"):
                 found = states.findings(case, check.kernel, num_steps)
@@ -121,7 +124,9 @@ def check_kernel(
         detail, log = _first_error(failure), str(failure)
     seconds = round(time.perf_counter() - start, 3)
     return Outcome(
-        check.kernel, case, not detail, detail, error, tolerance, seconds, check.rows, log, times
+        *(check.kernel, case, not detail, detail, error, tolerance, seconds, check.rows, log),
+        times=times,
+        shares=shares,
     )
 
 

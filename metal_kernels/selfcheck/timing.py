@@ -26,6 +26,7 @@ from metal_kernels.paged_attention import (
 from metal_kernels.paged_attention.buckets import BucketPlan
 from metal_kernels.paged_attention.prompts import PromptPlan
 from metal_kernels.paged_attention.splits import DEFAULT
+from metal_kernels.selfcheck import contiguous
 from metal_kernels.selfcheck.case import WAYS, Case, dtype_name
 
 #: Bytes of K and V that calls go through in turn, so that none finds its own in a system cache:
@@ -35,14 +36,19 @@ _ROUNDS = 5
 _CALLS = 20  # of a round, queued together
 #: What is timed to choose a way: by choice, (requests, rows of each, positions of each). Contexts
 #: are halved where the calls of a round would be too much for a command buffer.
-_COMPARED = {
+COMPARED = {
     "decode_way": ((8, 1, 1024), (1, 1, 8192)),
-    "prefill_way": ((1, 64, 4096), (1, 512, 4096)),
+    "prefill_way": tuple((1, rows, 4096) for rows in (64, 128, 256, 512)),
 }
 _COMPARED_CALLS = {"decode_way": 20, "prefill_way": 2}
 
 #: Takes the fence of the call before; returns its own fence and its other outputs.
 Call = Callable[[mx.array], list[mx.array]]
+
+
+def rotated_here() -> int:
+    """ROTATED on a GPU, 0 elsewhere."""
+    return ROTATED if mx.default_device().type == mx.DeviceType.gpu else 0
 
 
 def copy_bandwidth(size: int = 2**28) -> float:
@@ -116,20 +122,25 @@ def compare(
         rotated: bytes of K and V that the calls go through; None: ROTATED on a GPU.
 
     Returns:
-        By way, then call: the median of the rounds' seconds for one call.
+        By way, then call: the median of the rounds' seconds for one call. Of decodes also the way
+        "contiguous", where MLX has one.
     """
     calls = _COMPARED_CALLS[choice]
-    batches = [bounded(case, batch, calls) for batch in batches or _COMPARED[choice]]
+    batches = [bounded(case, batch, calls) for batch in batches or COMPARED[choice]]
     layer = Layer(case, max(requests * context for requests, _, context in batches), rotated)
     found: dict[str, dict[str, float]] = {way: {} for way in WAYS}
     for requests, query, context in batches:
         name = f"{requests} x {query} of {context}"
-        ways = (
-            layer.attend(requests, query, context, tiles),
-            layer.attend_gathered(requests, query, context),
-        )
-        for way, seconds in zip(WAYS, in_turn(ways, calls, clock), strict=True):
-            found[way][name] = seconds
+        ours, gathering = WAYS
+        ways = {
+            ours: layer.attend(requests, query, context, tiles),
+            gathering: layer.attend_gathered(requests, query, context),
+        }
+        if choice == "decode_way" and contiguous.serves(case):
+            size = rotated_here() if rotated is None else rotated
+            ways[contiguous.WAY] = contiguous.attend(case, requests, query, context, size)
+        for way, seconds in zip(ways, in_turn([*ways.values()], calls, clock), strict=True):
+            found.setdefault(way, {})[name] = seconds
     return found
 
 
@@ -167,15 +178,10 @@ class Layer:
             num_slots: that the largest call needs.
             rotated: bytes that the pool has at least; None: ROTATED on a GPU, 0 elsewhere.
         """
-        shape = case.shape
+        shape, self.row_bytes = case.shape, case.row_bytes
         self._case = case
         coded = case.cache_dtype in CODE_DTYPES
-        #: Bytes of one position's K, or V, of all heads.
-        self.row_bytes = shape.num_kv_heads * (
-            shape.head_size * case.cache_dtype.size + (SCALE_DTYPE.size if coded else 0)
-        )
-        if rotated is None:
-            rotated = ROTATED if mx.default_device().type == mx.DeviceType.gpu else 0
+        rotated = rotated_here() if rotated is None else rotated
         slots = max(num_slots, rotated // ((1 if shape.latent else 2) * self.row_bytes))
         self._blocks = np.arange(-(-slots // case.block_size), dtype=np.int32)
         pool = (shape.num_kv_heads, len(self._blocks), case.block_size)

@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from metal_kernels.op_common import CODE_DTYPES
-from metal_kernels.selfcheck import timing
-from metal_kernels.selfcheck.timing import ROTATED, Call
+from metal_kernels.selfcheck import contiguous, timing
 from metal_kernels.tuner.choice import Layer
 from metal_kernels.tuner.stopwatch import Run, Stopwatch
 
@@ -82,34 +79,7 @@ def shares(layer: Layer, stopwatch: Stopwatch) -> Iterator[Share]:
             f"{name} by our kernels", over.attend(requests, query, keys, layer.tiles)
         )
         theirs = None
-        plain = case.window is None and case.softcap is None and not case.shape.latent
-        if plain and case.cache_dtype not in CODE_DTYPES:
-            call = _by_mlx(layer, requests, query, keys)
+        if contiguous.serves(case):
+            call = contiguous.attend(case, requests, query, keys, timing.rotated_here())
             theirs = stopwatch.time_call(f"{name} by MLX", call).seconds
         yield Share(name, sides * requests * keys * over.row_bytes, ours.seconds, theirs)
-
-
-def _by_mlx(layer: Layer, requests: int, query: int, keys: int) -> Call:
-    """MLX's own attention, over ROTATED bytes of K and V on a GPU."""
-    shape, dtype = layer.case.shape, layer.case.dtype
-    size = 2 * requests * shape.num_kv_heads * keys * shape.head_size * dtype.size
-    on_gpu = mx.default_device().type == mx.DeviceType.gpu
-    copies = -(-ROTATED // size) if on_gpu else 1
-    pairs = [
-        [mx.zeros((requests, shape.num_kv_heads, keys, shape.head_size), dtype) for _ in range(2)]
-        for _ in range(copies)
-    ]
-    queries = mx.ones((requests, shape.num_heads, query, shape.head_size), dtype)
-    mx.eval(pairs, queries)
-    turn, scale = itertools.cycle(pairs), shape.head_size**-0.5
-
-    def call(fence: mx.array) -> list[mx.array]:
-        # Each call waits for the one before, as layers do.
-        first = queries + fence[0].astype(dtype)
-        out = mx.fast.scaled_dot_product_attention(
-            first, *next(turn), scale=scale, mask="causal" if query > 1 else None
-        )
-        done = (out.reshape(-1)[:1] * 0).astype(fence.dtype)
-        return [mx.broadcast_to(done, fence.shape), out]
-
-    return call

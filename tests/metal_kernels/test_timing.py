@@ -16,7 +16,7 @@ from metal_kernels.paged_attention import (
     gathered,
     prompts,
 )
-from metal_kernels.selfcheck import Case, Outcome, timing
+from metal_kernels.selfcheck import Case, Outcome, contiguous, timing
 
 CASES = [
     Case(AttentionShape(4, 2, 64, 64), mx.float16, mx.uint8, 16, window=40, softcap=30.0),
@@ -115,3 +115,30 @@ def test_rows_from_which_a_way_wins_are_those_from_which_all_calls_do(mlx, fewes
     assert Outcome("prefill_way", CASES[2], True, times=times).fewest_rows == fewest
     assert Outcome("prefill_way", CASES[2], False, times=times).fewest_rows is None
     assert Outcome("prefill_way", CASES[2], True).fewest_rows is None
+
+
+def test_decodes_are_timed_beside_mlx_s_attention_over_k_and_v_side_by_side():
+    plain = Case(AttentionShape(4, 2, 64, 64), mx.float16, mx.float16, 16)
+    took = {"metal": 2.0, "mlx": 6.0, contiguous.WAY: 1.0}
+    ticks = [tick for _ in range(6) for seconds in took.values() for tick in (0.0, seconds)]
+    left = iter(ticks)
+    with kernel.using(metal_interpreter.metal_kernel):
+        tiles = Tiles.for_layer(plain.shape)
+        times = timing.compare(plain, "decode_way", tiles, [(2, 1, 64)], lambda: next(left))
+    name = "2 x 1 of 64"
+    assert times == {way: {name: seconds / 20} for way, seconds in took.items()}
+    moved = 2 * 64 * 2 * 2 * 64 * 2  # requests, positions, K and V, heads, elements, bytes
+    shares = contiguous.decode_shares(plain, times, copy=20 * moved)
+    assert shares == {name: {"copy": 0.5, "mlx": 0.5}} and set(times) == {"metal", "mlx"}
+    others = {"metal": {name: 1.0}, "mlx": {name: 1.0}}
+    assert "mlx" not in contiguous.decode_shares(CASES[0], others, copy=1.0)[name]
+
+
+def test_prompts_are_timed_at_the_rows_that_streams_leave():
+    rows = [rows for _, rows, _ in timing.COMPARED["prefill_way"]]
+    assert rows == [64, 128, 256, 512]
+    names = [f"1 x {count} of 4096" for count in rows]
+    for first_won, fewest in enumerate([64, 128, 256, 512, None]):
+        mlx = {name: 0.5 if place >= first_won else 1.0 for place, name in enumerate(names)}
+        times = {"metal": dict.fromkeys(names, 1.0), "mlx": mlx}
+        assert Outcome("prefill_way", CASES[2], True, times=times).fewest_rows == fewest

@@ -282,7 +282,11 @@ def _described_choices(found: Sequence[Outcome], tuned: Choices) -> Iterator[str
                 f"{call}: {ours[call] * 1e6:.0f} and {others[call] * 1e6:.0f} µs" for call in ours
             )
             serves = _serves(outcome, tuned)
-            yield f"{rows} ({case}) by {serves}; our kernels' time and MLX's for {times}"
+            near = "".join(
+                f"; {call}: {shares['copy']:.2f} of a copy's speed"
+                for call, shares in outcome.shares.items()
+            )
+            yield f"{rows} ({case}) by {serves}; our kernels' time and MLX's for {times}{near}"
 
 
 def _serves(outcome: Outcome, tuned: Choices) -> str:

@@ -7,10 +7,11 @@ import sys
 from dataclasses import replace
 
 import mlx.core as mx
+import pytest
 from commands.doctor.conftest import ignore
 
-from metal_kernels.paged_attention import unsupported
-from metal_kernels.selfcheck import KERNELS, Outcome
+from metal_kernels.paged_attention import AttentionShape, unsupported
+from metal_kernels.selfcheck import KERNELS, Case, Outcome, contiguous
 from tests.metal_kernels.selfchecks import in_use
 from vllm_metal.commands.doctor import kernels
 from vllm_metal.device import child, record
@@ -84,9 +85,41 @@ def test_by_default_what_was_served_is_checked_and_all_else_if_asked(monkeypatch
     monkeypatch.setattr(record, "served", lambda: [served])
     quick = kernels.quick_cases()
     assert kernels.wanted_cases(quick=True) == quick
-    assert kernels.wanted_cases(quick=False) == [*quick, served]
+    *same, timed, last = kernels.wanted_cases(quick=False)
+    assert (same, last) == (quick, served) and "decode_way" in timed.kernels
     every = kernels.wanted_cases(quick=False, every=True)
-    assert every[:4] == [*quick, served] and set(kernels.all_cases()) <= set(every)
+    assert every[:5] == [*quick, timed, served] and set(kernels.all_cases()) <= set(every)
+
+
+#: Copies and MLX's attention go by this many bytes a second.
+GPU = 1e11
+
+
+def timed(case, speed):
+    """An outcome as the self-check makes it where our kernels reach so much of `GPU`."""
+    shape = case.shape
+    row = 2 * shape.num_kv_heads * shape.head_size * case.cache_dtype.size
+    times = {way: {} for way in ("metal", "mlx", contiguous.WAY)}
+    for requests, context in ((8, 1024), (1, 8192)):
+        by_gpu = requests * context * row / GPU
+        for way, seconds in zip(times, (by_gpu / speed, 3 * by_gpu, by_gpu), strict=True):
+            times[way][f"{requests} x 1 of {context}"] = seconds
+    shares = contiguous.decode_shares(case, times, GPU)
+    return Outcome("decode_way", case, ok=True, times=times, shares=shares)
+
+
+@pytest.mark.parametrize(("speed", "status"), [(1.0, "ok"), (0.9, "ok"), (0.8, "warning")])
+def test_a_slow_decode_kernel_is_warned_of_though_it_beats_gathering(speed, status):
+    case = Case(AttentionShape(32, 8, 128, 128), mx.bfloat16, mx.bfloat16, 16)
+    outcome = timed(case, speed)
+    assert outcome.fastest == "metal" and set(outcome.times) == {"metal", "mlx"}
+    found = kernels.decode_speed([outcome])
+    assert found.status == status
+    assert f"8 x 1 of 1024 ({case}): {speed:.2f} of a copy's speed, {speed:.2f} of" in found.seen
+    assert bool(found.advice) == (status == "warning")
+    small = replace(case, shape=AttentionShape(14, 2, 64, 64))
+    assert kernels.decode_speed([timed(small, speed)]).status == "ok"
+    assert kernels.decode_speed([Outcome("decode", case, ok=True)]) is None
 
 
 def test_times_of_both_ways_are_shown():

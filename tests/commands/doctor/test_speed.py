@@ -3,8 +3,11 @@
 
 import pytest
 from commands.doctor.conftest import ended, ignore
+from mlx.utils import tree_flatten
+from mlx_lm.models import qwen3_moe
 
 from vllm_metal.commands.doctor import engine, speed
+from vllm_metal.commands.doctor.children.mlx_lm_alone import used_parameters
 from vllm_metal.commands.doctor.model import Model
 
 SOME = Model("some", "/nowhere", local=True)
@@ -35,6 +38,37 @@ def test_less_than_half_of_mlx_lms_is_warned_of(phase):
     assert "report" in found.advice
     found = speed.check_speed(ended(**TIMED | {phase: 0.4 * ALONE[phase]}), ended(**ALONE), "cpu")
     assert found.status == "ok" and "on a CPU, so that it says nothing of a Mac" in found.seen
+
+
+@pytest.mark.parametrize(
+    ("parameters", "decode", "status"),
+    [
+        (0.6e9, 0.7, "ok"),
+        (0.6e9, 0.4, "warning"),
+        (3.2e9, 0.9, "ok"),
+        (3.2e9, 0.8, "warning"),
+    ],
+)
+def test_a_large_model_must_come_nearer_to_mlx_lm(parameters, decode, status):
+    timed = ended(**TIMED | {"decode": decode * ALONE["decode"]})
+    found = speed.check_speed(timed, ended(**ALONE, parameters=parameters))
+    assert found.status == status
+    assert ("--model" in found.advice) == (status == "warning" and parameters < 1e9)
+
+
+def test_of_experts_those_that_a_token_uses_count():
+    config = {
+        **{"hidden_size": 64, "intermediate_size": 32, "head_dim": 32, "vocab_size": 32},
+        **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2},
+        **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        **{"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True},
+        **{"rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 64},
+        **{"model_type": "qwen3_moe", "tie_word_embeddings": True},
+    }
+    model = qwen3_moe.Model(qwen3_moe.ModelArgs.from_dict(config))
+    of_experts = 8 * 3 * 32 * 64
+    total = sum(array.size for _, array in tree_flatten(model.parameters()))
+    assert used_parameters(model) == total - of_experts * 6 // 8
 
 
 @pytest.mark.parametrize(

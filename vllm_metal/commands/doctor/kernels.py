@@ -26,7 +26,8 @@ from metal_kernels.selfcheck import (
     dtype_name,
     next_check,
 )
-from vllm_metal.commands.doctor.report import REPORT_BUG, Finding
+from vllm_metal.commands.doctor.report import REPORT_BUG, REPORT_IT, Finding
+from vllm_metal.commands.doctor.speed import LEAST_RATIO_LARGE
 from vllm_metal.device import mlx_device, record, selfcheck
 from vllm_metal.device.child import Child, Progress, TookTooLong, python
 from vllm_metal.device.record import Record
@@ -42,6 +43,17 @@ _TIMING_LIMIT = 60.0  # seconds for one kernel, whose calls take milliseconds: o
 BUDGET = 80.0
 #: Processes to start at most, should each die at once whatever it times.
 _MOST_TIMING_PROCESSES = 6
+
+
+#: Attention of a model of 3B, Llama 3.2's: what is timed beside MLX's attention.
+_TIMED = Case(
+    AttentionShape(24, 8, 128, 128),
+    *(mx.bfloat16, mx.bfloat16, 16),
+    kernels=("kv_write", "kv_gather", "decode", "reduce", "decode_way"),
+)
+#: Elements of a row's queries from which on a layer is one of a model of 3B or more. Smaller ones
+#: have too few heads for a GPU with many cores.
+_LARGE = _TIMED.shape.num_heads * _TIMED.shape.head_size
 
 
 @dataclass(frozen=True)
@@ -127,7 +139,7 @@ def wanted_cases(quick: bool, every: bool = False) -> list[Case]:
     if not mx.metal.is_available() or quick:
         return quick_cases()
     others = all_cases() if every else []
-    return list(dict.fromkeys([*quick_cases(), *record.served(), *others]))
+    return list(dict.fromkeys([*quick_cases(), _TIMED, *record.served(), *others]))
 
 
 def find_runner() -> Runner | None:
@@ -197,6 +209,29 @@ def finding(outcomes: Sequence[Outcome], on_metal: bool) -> Finding:
     if on_metal:
         advice += " A server leaves out what fails for its model; VLLM_METAL_KERNELS=mlx all."
     return Finding("kernels", "failed", f"{', '.join(failed)} failed, in {of}", advice)
+
+
+def decode_speed(outcomes: Sequence[Outcome]) -> Finding | None:
+    """Holds decode against MLX's attention over K and V side by side; None: nothing was timed.
+
+    A layer that MLX has no such attention for, or a small one, is only told of.
+    """
+    timed = [outcome for outcome in outcomes if outcome.shares]
+    if not timed:
+        return None
+    told, slow = [], False
+    for outcome in timed:
+        shape = outcome.case.shape
+        for call, shares in outcome.shares.items():
+            beside = f", {shares['mlx']:.2f} of MLX's attention" if "mlx" in shares else ""
+            told.append(f"{call} ({outcome.case}): {shares['copy']:.2f} of a copy's speed{beside}")
+            is_large = shape.num_heads * shape.head_size >= _LARGE
+            slow |= is_large and shares.get("mlx", 1.0) < LEAST_RATIO_LARGE
+    seen = "; ".join(told)
+    if slow:
+        advice = f"Close other programs and try again (--again). {REPORT_IT}"
+        return Finding("speed of decode", "warning", seen, advice)
+    return Finding("speed of decode", "ok", seen)
 
 
 def time_all(progress: Progress, command: Sequence[str] | None = None) -> list[dict[str, Any]]:

@@ -213,6 +213,8 @@ def _try_kernels(found: Report, looked: Ended, args: Namespace) -> None:
     if on_metal:
         if (left := kernels.left_over(wanted, outcomes)) is not None:
             found.add(left)
+        if (decode := kernels.decode_speed(outcomes)) is not None:
+            found.add(decode)
         timed = kernels.time_all(found.progress)
         found.add_facts(timings=timed)
         found.show(kernels.times_table(timed))

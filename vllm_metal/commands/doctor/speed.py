@@ -14,6 +14,9 @@ GIB = 2**30
 #: Of mlx-lm's speed, below which a warning is given. vLLM's Python takes a millisecond or two a
 #: step, which halves the speed of the smallest models on fast Macs, and is little beside others.
 LEAST_RATIO = 0.5
+#: The same for tokens of models from so many parameters on, those that a token uses: a step takes a
+#: GPU longer than the host, which is hidden.
+LEAST_RATIO_LARGE, LARGE = 0.85, 2.8e9
 #: A step after a pause that takes so many times a step's usual time, and so much longer (seconds),
 #: is one that a person notices before each answer.
 MOST_IDLE_RATIO, MOST_IDLE_SECONDS = 3.0, 0.1
@@ -24,7 +27,7 @@ _SMALLER = (
 
 
 def check_speed(timed: Ended, alone: Ended, device: Device | None = None) -> Finding:
-    """Compares tokens a second with mlx-lm's; see LEAST_RATIO.
+    """Compares tokens a second with mlx-lm's; see LEAST_RATIO and LEAST_RATIO_LARGE.
 
     Args:
         timed: the engine's process.
@@ -48,13 +51,19 @@ def check_speed(timed: Ended, alone: Ended, device: Device | None = None) -> Fin
     )
     if device == "cpu":
         seen += "; on a CPU, so that it says nothing of a Mac's GPU"
-    elif min(ratios.values()) < LEAST_RATIO:
+    elif min(ratios.values()) < LEAST_RATIO or ratios["decode"] < _least(alone):
         advice = (
             "A model of some hundred million parameters may be so slow, a larger one should not: "
             f"close other programs, and try yours with --model NAME. {REPORT_IT}"
         )
+        if alone.told.get("parameters", 0) >= LARGE:
+            advice = f"Close other programs, and try again. {REPORT_IT}"
         return Finding(name, "warning", seen, advice, timed.lines)
     return Finding(name, "ok", seen, log=timed.lines)
+
+
+def _least(alone: Ended) -> float:
+    return LEAST_RATIO_LARGE if alone.told.get("parameters", 0) >= LARGE else LEAST_RATIO
 
 
 def check_idle(timed: Ended) -> Finding:

@@ -81,7 +81,22 @@ def _time(args: argparse.Namespace) -> None:
         # mlx-lm counts from the first token, and that one too.
         decode=last.generation_tps * (last.generation_tokens - 1) / last.generation_tokens,
         num_answer=last.generation_tokens,
+        parameters=used_parameters(model),
     )
+
+
+def used_parameters(model: Any) -> int:
+    """Parameters that a token uses: of experts, those of as many as it is sent to."""
+    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+    from mlx_lm.utils import get_total_parameters
+
+    total = float(get_total_parameters(model))
+    used = getattr(getattr(model, "args", None), "num_experts_per_tok", None)
+    for module in model.modules():
+        if used and isinstance(module, QuantizedSwitchLinear | SwitchLinear):
+            weights = module.weight.size * (32 // module.bits if hasattr(module, "bits") else 1)
+            total -= weights * (1 - used / module.num_experts)
+    return round(total)
 
 
 def _loaded(name: str, dtype: Any) -> tuple[Any, Any]:

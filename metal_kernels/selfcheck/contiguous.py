@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MLX's own attention, over K and V side by side in memory: a measure of our kernels' speed.
+
+Gathering first, as MLX serves a pool, moves three times the bytes: our kernels beat that at half
+their speed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from metal_kernels.op_common import CODE_DTYPES
+from metal_kernels.selfcheck.case import WAYS, Case
+
+#: Beside WAYS, and cannot serve: a pool has K and V in blocks.
+WAY = "contiguous"
+
+
+def serves(case: Case) -> bool:
+    """Whether MLX has an attention kernel that does the same."""
+    plain = case.window is None and case.softcap is None and not case.shape.latent
+    return plain and case.cache_dtype not in CODE_DTYPES
+
+
+def attend(
+    case: Case, requests: int, query: int, keys: int, rotated: int
+) -> Callable[[mx.array], list[mx.array]]:
+    """A call that takes the fence of the call before; over `rotated` bytes of K and V in turn."""
+    shape, dtype = case.shape, case.dtype
+    size = 2 * requests * shape.num_kv_heads * keys * shape.head_size * dtype.size
+    pairs = [
+        [
+            mx.zeros((requests, shape.num_kv_heads, keys, width), dtype)
+            for width in (shape.head_size, shape.value_size)
+        ]
+        for _ in range(max(-(-rotated // size), 1))
+    ]
+    queries = mx.ones((requests, shape.num_heads, query, shape.head_size), dtype)
+    mx.eval(pairs, queries)
+    turn, scale = itertools.cycle(pairs), shape.head_size**-0.5
+
+    def call(fence: mx.array) -> list[mx.array]:
+        # Each call waits for the one before, as layers do.
+        first = queries + fence[0].astype(dtype)
+        out = mx.fast.scaled_dot_product_attention(
+            first, *next(turn), scale=scale, mask="causal" if query > 1 else None
+        )
+        done = (out.reshape(-1)[:1] * 0).astype(fence.dtype)
+        return [mx.broadcast_to(done, fence.shape), out]
+
+    return call
+
+
+def decode_shares(
+    case: Case, times: dict[str, dict[str, float]], copy: float
+) -> dict[str, dict[str, float]]:
+    """How near our kernels come to what the machine does; takes the times of WAY away.
+
+    Args:
+        case: of the layer.
+        times: of `timing.compare`.
+        copy: bytes a second, see `timing.copy_bandwidth`.
+
+    Returns:
+        By call: their bytes of K and V a second as a share of a `copy`'s; and, where `mlx` has an
+        attention that does the same, their speed beside that over K and V side by side.
+    """
+    found = {}
+    theirs = times.pop(WAY, {})
+    row = case.row_bytes * (1 if case.shape.latent else 2)
+    for name, seconds in times[WAYS[0]].items():
+        requests, _, _, _, context = name.split()
+        positions = min(int(context), case.window or int(context))
+        found[name] = {"copy": int(requests) * positions * row / seconds / copy}
+        if name in theirs:
+            found[name]["mlx"] = theirs[name] / seconds
+    return found
