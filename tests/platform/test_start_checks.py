@@ -5,6 +5,7 @@ import json
 import sys
 
 import pytest
+from huggingface_hub import constants
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli import serve
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -43,7 +44,7 @@ def folder(tmp_path, monkeypatch):
 
 def write(folder, **changes):
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text('{"model": {}}')
     layer = "model.layers.0."
     square = [f"self_attn.{name}_proj" for name in "qkvo"]
     square += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
@@ -134,6 +135,33 @@ ARGUMENTS = [
     ("--reasoning-parser nosuch", "=nosuch is not supported: leave it out, and the model's own"),
     ("--ssl-keyfile a.key", "--ssl-keyfile=a.key: there is no such file"),
     ("--middleware no.such.Thing", "--middleware=no.such.Thing is not there: give MODULE.NAME"),
+    ("--logits-processors no.such:Thing", "--logits-processors=no.such:Thing is not there: give"),
+    ("--max-num-batched-tokens 0", "--max-num-batched-tokens=0: it must be greater than or equ"),
+    ("--kv-cache-memory-bytes -5", "--kv-cache-memory-bytes=-5: it must be greater than or equ"),
+    ("--generation-config missing", "--generation-config: missing is not on this machine, and HF"),
+    ("--generation-config .", "--generation-config=.: the folder has no generation_config.json"),
+    ('--override-generation-config {"top_k":"x"}', "config: top_k 'x' is no number: change it"),
+    ('--override-generation-config {"top_p":7}', "--override-generation-config: top_p must be in"),
+    ("--allowed-local-media-path nope", "--allowed-local-media-path=nope: there is no such folder"),
+    ("--tokenizer-mode nonsense", "--tokenizer-mode=nonsense is not supported: leave it out"),
+    ("--attention-backend NOPE", "--attention-backend=NOPE is not supported: leave it out"),
+    ("--kv-transfer-config nope", "--kv-transfer-config=nope is not JSON, such as '{\"key\": 1}'"),
+    ('--kv-transfer-config {"kv_role":3}', "--kv-transfer-config: kv_role=3: it must be 'kv_pro"),
+    ('--kv-events-config {"a":1}', "--kv-events-config: there is no key 'a'"),
+    ("--compilation-config 9", "--compilation-config=9 is not JSON, such as"),
+    ('--structured-outputs-config {"backend":"x"}', "config: backend='x': it must be 'auto', "),
+    ('--hf-overrides {"rope_parameters":{"factor":2}}', "name no rope_type: add one, such as"),
+    ("--allowed-origins x", "--allowed-origins=x is not JSON, such as '[\"a\"]'"),
+    ("--default-chat-template-kwargs x", "=x is not JSON, such as '{\"key\": 1}'"),
+    ("--trust-remote-code=maybe", "--trust-remote-code takes no value: leave out maybe"),
+    ("--device cuda", "--device is no option: did you mean --device-ids or"),
+    ("--seed x", "--seed=x is not a whole number"),
+    ("--enable-lora --lora-modules a=b/c", "--lora-modules a: b/c is not on this machine, and HF"),
+    ("--tool-parser-plugin nope.py", "--tool-parser-plugin=nope.py: there is no such file"),
+    (
+        "--ssl-certfile model/config.json --ssl-keyfile model/config.json",
+        "these are no certificate and its key; give both in PEM format",
+    ),
 ]
 
 
@@ -142,7 +170,8 @@ def words(line):
 
 
 @pytest.mark.parametrize(("given", "told"), ARGUMENTS, ids=[given for given, _ in ARGUMENTS])
-def test_a_wrong_argument_is_answered_in_one_line(folder, answer, given, told):
+def test_a_wrong_argument_is_answered_in_one_line(folder, answer, monkeypatch, given, told):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     said = answer("model", *words(given))
     assert told in said and "\n" not in said
 
@@ -162,6 +191,22 @@ def with_file(name, content):
 
 def without(name):
     return lambda folder: (folder / name).unlink()
+
+
+def linked_to_itself(name):
+    def change(folder):
+        (folder / name).unlink()
+        (folder / name).symlink_to(name)
+
+    return change
+
+
+def as_a_folder(name):
+    def change(folder):
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return change
 
 
 def saying(**changes):
@@ -190,6 +235,15 @@ FOLDERS = [
     ("half", with_file("tokenizer.json", b'{"a": '), "tokenizer.json is not JSON, so down", False),
     ("index", with_file(f"{NAME}.index.json", b"{"), "index.json is unreadable", True),
     ("shard", with_file(f"{NAME}.index.json", b'{"weight_map": {"a": "b"}}'), "b is missing", True),
+    ("noise", with_file(NAME, b"\xff" * 5000), "safetensors is no safetensors file; down", True),
+    ("no bytes", with_file(NAME, b""), "is cut off: it has 0 bytes of 8", True),
+    ("loop", linked_to_itself(NAME), "it is a link that leads nowhere; download it again", True),
+    ("loop of config", linked_to_itself("config.json"), "has no config.json: it is not a", True),
+    ("folder of config", as_a_folder("config.json"), "has no config.json: it is not a", True),
+    ("folder of tokens", as_a_folder("tokenizer.json"), "json cannot be read (Is a dir", False),
+    ("no tokens", with_file("tokenizer.json", b"{}"), "tokenizer.json has no 'model', so d", False),
+    ("defaults", with_file("generation_config.json", b'{"top_k": "x"}'), "top_k 'x' is no", False),
+    ("no layers", saying(num_hidden_layers=0), "num_hidden_layers 0, and models have 1 at", True),
     ("unknown type", saying(model_type="foo"), "model_type='foo' of config.json is not sup", True),
     ("vision", saying(model_type="vit", architectures=["ViTModel"]), "['ViTModel'] of con", True),
     ("bitsandbytes", of_method("bitsandbytes"), "quant_method='bitsandbytes' is not supp", True),

@@ -54,6 +54,10 @@ def of_a_library(error):
 
 
 FULL = "the disk is full: free some space, or name another folder by VLLM_METAL_CACHE and HF_HOME"
+ROPE = (
+    "the rope's parameters name no rope_type: add one, such as yarn, to rope_parameters of "
+    "--hf-overrides or config.json"
+)
 YAML = (
     "--config is no YAML: while parsing a flow node expected the node content, but found "
     "'<stream end>' in \"<unicode string>\", line 1, column 5: a: [ ^"
@@ -73,6 +77,8 @@ YAML = (
         ),
         (of_vllm(ValueError("--runner is wrong")), "--runner is wrong"),
         (of_vllm(AssertionError("More than one file")), "More than one file"),
+        (of_vllm(KeyError("No such parser")), "'No such parser'"),
+        (of_vllm(KeyError("rope_type")), ROPE),
         (of_vllm(VLLMValidationError("The template is wrong")), "The template is wrong"),
         (of_vllm(FileNotFoundError(2, "Not there", "c.yaml")), "there is no file c.yaml"),
         (of_a_library(OSError(21, "Is a directory", "c.yaml")), "c.yaml: Is a directory"),

@@ -102,6 +102,6 @@ def test_a_folder_without_a_tokenizer_says_so(machine, file):
     made = folder(machine, "model", config_json="{}")
     with pytest.raises(ModelLoadError, match="has no tokenizer: add its"):
         model_names.check_tokenizer(str(made))
-    (made / file).write_text("{}")
+    (made / file).write_text('{"model": {}}')
     model_names.check_tokenizer(str(made))
     model_names.check_tokenizer("owner/name")  # which may be fetched

@@ -25,8 +25,11 @@ _LARGEST = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "intermediate_size"), 10_000_000),
     **dict.fromkeys(("vocab_size", "head_dim", "state_size"), 100_000_000),
 }
-#: Of these, zero is divided by.
-_POSITIVE = ("num_attention_heads", "hidden_size", "n_head", "n_embd", "d_model")
+#: Of these, zero is divided by, or makes no model.
+_POSITIVE = (
+    *("num_attention_heads", "hidden_size", "n_head", "n_embd", "d_model"),
+    *("num_hidden_layers", "n_layer"),
+)
 _MAX_FACTOR = 10**6  # of a rope: contexts are extended 64-fold at most
 
 

@@ -49,6 +49,8 @@ _FLOATING = (mx.float16, mx.bfloat16, mx.float32)
 #: experts, and rates of decay, whose rounding grows with the text.
 _FLOAT32 = ("e_score_correction_bias", "expert_bias", "A_log", "dt_bias")
 _LONGEST_REASON = 400  # characters of another package's message
+#: How MLX says that arrays are not those of the modules that config.json describes.
+_OF_OTHERS = ("Expected shape", "parameters not in model", "Missing")
 
 
 def load(
@@ -152,6 +154,8 @@ def lazy_model(
         raise ModelLoadError(f"cannot load {path}: {error}") from error
     except Exception as error:  # whatever a module raises of its arguments
         reason = shorten(str(error), _LONGEST_REASON)  # mlx-lm lists every missing weight on a line
+        if any(sign in reason for sign in _OF_OTHERS):
+            reason += ". config.json and the weights are not of one model: download both again"
         raise ModelLoadError(f"mlx-lm cannot load {path}: {reason}") from error
     parameters = dict(tree_flatten(model.parameters()))
     model.update(tree_unflatten(list(in_dtype(parameters, dtype, model).items())))

@@ -8,6 +8,8 @@ words of its own classes.
 from __future__ import annotations
 
 import importlib.util
+import json
+import ssl
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any, get_args
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import formats
 from vllm_metal.platform import model_folders
+from vllm_metal.serving.parsers import files as model_files
 from vllm_metal.settings import envs, values
 from vllm_metal.spec_decode.registry import BY_NAME, SPECULATIVE_METHODS
 from vllm_metal.weights import model_names
@@ -28,11 +31,18 @@ SERVED = {
 }
 _LAST_PORT = 65535
 #: Arguments of a server that are files' names, of those that vLLM opens once its engine runs.
-_FILES = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
+_FILES = (
+    *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"),
+    *("tool_parser_plugin", "reasoning_parser_plugin"),
+)
+#: Options that are counts, of which vLLM says nothing, or names another option.
+_COUNTS = ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes")
 #: How vLLM tells the name of a template's file from its text.
 _PATH_LIKE = ("/", "\\")
 _OF_TEMPLATES = ("{", "}", "\n")
 _OTHERS_TAG = "unknown tag"  # transformers has one more than Jinja
+_GENERATION = "generation_config.json"
+_AS_REQUESTS_NAME_IT = {"max_new_tokens": "max_tokens"}
 _OWN_COUNT = "suffix"  # the method for which vLLM chooses num_speculative_tokens
 _OWN_CLASS = "custom_class"  # whose `model` is no checkpoint's name
 
@@ -53,12 +63,13 @@ def check_server(args: Namespace) -> None:
         path = getattr(args, name, None)
         if path and not Path(path).expanduser().is_file():
             raise ValueError(f"{_option(name)}={path}: there is no such file")
+    _check_certificate(args)
     if not args.tool_parser_plugin:
         _check_parser("--tool-call-parser", args.tool_call_parser, ToolParserManager)
     if not args.reasoning_parser_plugin:
         _check_parser("--reasoning-parser", args.reasoning_parser, ReasoningParserManager)
     for place in args.middleware or ():
-        _check_middleware(place)
+        _check_import("--middleware", place)
     _check_template(args.chat_template)
     for adapter in args.lora_modules or ():
         _check_adapter(adapter.name, adapter.path)
@@ -83,15 +94,76 @@ def check_engine(args: Any, model: str | None = None) -> None:
     model = args.model if model is None else model
     _check_choices(args)
     _check_mappings(args)
+    for name in _COUNTS:
+        count = getattr(args, name)
+        if isinstance(count, int) and count < 1:
+            raise ValueError(f"{_option(name)}={count}: it must be greater than or equal to 1")
+    for place in args.logits_processors or ():
+        if isinstance(place, str):
+            _check_import("--logits-processors", place)
+    media = args.allowed_local_media_path
+    if media and not Path(media).is_dir():
+        raise ValueError(f"--allowed-local-media-path={media}: there is no such folder")
     _check_pool(args.kv_cache_memory_bytes)
     names = args.served_model_name
     if names is not None and not all([names] if isinstance(names, str) else names):
         raise ValueError("--served-model-name is empty: leave it out, or give a name")
     model_names.check(model)
+    _check_sampling(args, model)
     if not args.skip_tokenizer_init:
         _check_tokenizer(model if args.tokenizer is None else args.tokenizer, model)
     if isinstance(args.speculative_config, Mapping):
         _check_speculation(args.speculative_config)
+
+
+def _check_certificate(args: Namespace) -> None:
+    """Checks a server's certificate and key, which are loaded once its engine runs."""
+    if not args.ssl_certfile:
+        return
+    cert, key = args.ssl_certfile, args.ssl_keyfile
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=lambda: "")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--ssl-certfile={cert} --ssl-keyfile={key}: these are no certificate and its key; "
+            "give both in PEM format, and the key without a password"
+        ) from error
+
+
+def _check_sampling(args: Any, model: str) -> None:
+    """Checks what requests get that say nothing else, which is read of each request."""
+    source = args.generation_config
+    folder = Path(model if source == "auto" else source).expanduser()
+    file = folder / _GENERATION
+    if source not in ("auto", "vllm") and not file.is_file():
+        if folder.is_dir():
+            raise ValueError(f"--generation-config={source}: the folder has no {_GENERATION}")
+        model_names.check(source, "--generation-config")
+    if source != "vllm" and file.is_file():
+        try:
+            found = json.loads(file.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{file} is not JSON, so download it again: {error}") from error
+        _check_defaults(str(file), found)
+    _check_defaults("--override-generation-config", args.override_generation_config)
+
+
+def _check_defaults(place: str, found: Any) -> None:
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    given = found if isinstance(found, Mapping) else {}
+    params = {}
+    for key in model_files.SAMPLING:
+        if (value := given.get(key)) is None:
+            continue
+        if not isinstance(value, int | float):
+            raise ValueError(f"{place}: {key} {value!r} is no number: change it, or leave it out")
+        params[_AS_REQUESTS_NAME_IT.get(key, key)] = value
+    try:
+        SamplingParams(**params)
+    except (ValueError, VLLMValidationError) as error:
+        raise ValueError(f"{place}: {error} Change it, or leave it out") from error
 
 
 def _check_tokenizer(given: str, model: str) -> None:
@@ -109,6 +181,7 @@ def _option(name: str) -> str:
 def _check_choices(args: Any) -> None:
     """Of options whose choices here are others than vLLM's."""
     from vllm.config.cache import CacheDType
+    from vllm.tokenizers.registry import TokenizerRegistry
 
     given = args.quantization
     if given is not None and given not in (*METHODS, "metal"):
@@ -116,6 +189,9 @@ def _check_choices(args: Any) -> None:
             f"--quantization={given} is not supported: weights are served as their files have "
             f"them, in {', '.join(METHODS)}, or as MLX has quantized them. Leave it out."
         )
+    given = args.tokenizer_mode
+    if given not in ("auto", *TokenizerRegistry.tokenizers):
+        raise ValueError(f"--tokenizer-mode={given} is not supported: leave it out")
     given = args.kv_cache_dtype
     if given not in (*get_args(CacheDType), *formats.OFFERED):
         raise ValueError(
@@ -173,14 +249,14 @@ def _check_parser(option: str, given: str | None, manager: Any) -> None:
         )
 
 
-def _check_middleware(place: str) -> None:
-    module = place.rpartition(".")[0]
+def _check_import(option: str, place: str) -> None:
+    module = place.replace(":", ".").rpartition(".")[0]
     try:
         found = importlib.util.find_spec(module) if module else None
     except ImportError:
         found = None
     if found is None:
-        raise ValueError(f"--middleware={place} is not there: give MODULE.NAME of a Python module")
+        raise ValueError(f"{option}={place} is not there: give MODULE.NAME of a Python module")
 
 
 def _check_adapter(name: str, given: str) -> None:
@@ -193,6 +269,8 @@ def _check_adapter(name: str, given: str) -> None:
             )
     elif given.startswith((".", "/", "~")) or path.exists():
         raise ValueError(f"--lora-modules {name}={given}: there is no such folder")
+    else:
+        model_names.check(given, f"--lora-modules {name}")
 
 
 def _check_speculation(given: Mapping[str, Any]) -> None:

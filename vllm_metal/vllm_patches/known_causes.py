@@ -64,6 +64,17 @@ _MESSAGES: tuple[tuple[str, Callable[..., str]], ...] = (
             "that does"
         ),
     ),
+    (
+        r"Unknown attention backend: '(.*?)'",
+        lambda name: f"--attention-backend={name} is not supported: leave it out",
+    ),
+    (
+        r"'rope_type'\Z",
+        lambda: (
+            "the rope's parameters name no rope_type: add one, such as yarn, to rope_parameters of "
+            "--hf-overrides or config.json"
+        ),
+    ),
 )
 _YAML = "yaml."
 

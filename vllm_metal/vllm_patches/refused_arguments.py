@@ -19,6 +19,13 @@ _NO_CHOICE = re.compile(r"argument (\S+): invalid choice: '?(.*?)'? \(choose fro
 _NOT_CONVERTED = re.compile(r"argument (\S+): Value (.*) cannot be converted to <.*", re.DOTALL)
 _NO_VALUE = re.compile(r"argument (\S+): expected .*argument.*")
 _NO_ADAPTER = re.compile(r"Invalid (?:JSON format|fields) for --lora-modules: (.*)", re.DOTALL)
+_NO_VALUE_WANTED = re.compile(r"argument (\S+): ignored explicit argument '(.*)'", re.DOTALL)
+_AMBIGUOUS = re.compile(r"ambiguous option: (\S+) could match (.*)")
+#: pydantic's report of a configuration in JSON: a line names a field, and the next says why.
+_CONFIGURATION = re.compile(r"argument (\S+): \d+ validation errors? for \w+\n(.*)", re.DOTALL)
+_FIELD = re.compile(
+    r"^(?:(\S+)\n)?  (.+?) \[type=(\w+), input_value=(.*), input_type=", re.MULTILINE
+)
 _MISSING = re.compile(r"the following arguments are required: (.*)")
 _UNKNOWN = re.compile(r"unrecognized arguments: (.*)")
 #: What is written for types of arguments, by the names of their functions.
@@ -28,7 +35,7 @@ _EXAMPLES = {
     "human_readable_int": "a whole number, such as 8192 or 8k",
     "human_readable_int_or_auto": "a whole number, such as 8192 or 8k",
 }
-_JSON = "JSON, such as '{\"key\": 1}'"
+_JSON, _LIST = "JSON, such as '{\"key\": 1}'", "JSON, such as '[\"a\"]'"
 _MOST_CHOICES = 12  # that are listed
 
 
@@ -47,12 +54,18 @@ def told(
     if found := _NO_CHOICE.fullmatch(message):
         return _of_choices(parser, _first(found[1]), found[2], served)
     if found := _INVALID.fullmatch(message):
-        return f"{_first(found[1])}={found[3]} is not {_EXAMPLES.get(found[2], found[2])}"
+        return f"{_first(found[1])}={found[3]} is not {_wanted(parser, found[1], found[2])}"
     if found := _NOT_CONVERTED.fullmatch(message):
         wanted = _JSON if "<function loads" in message else _EXAMPLES["human_readable_int"]
         return f"{_first(found[1])}={found[2]} is not {wanted}"
     if found := _NO_VALUE.fullmatch(message):
         return f"{_first(found[1])} needs a value behind it"
+    if found := _NO_VALUE_WANTED.fullmatch(message):
+        return f"{_first(found[1])} takes no value: leave out {found[2]}"
+    if found := _AMBIGUOUS.fullmatch(message):
+        return f"{found[1]} is no option: did you mean {found[2].replace(', ', ' or ')}?"
+    if found := _CONFIGURATION.fullmatch(message):
+        return _of_configuration(_first(found[1]), found[2])
     if found := _MISSING.fullmatch(message):
         return f"{found[1]} is missing: `{parser.prog} --help` says what it is"
     if found := _UNKNOWN.match(message):
@@ -60,6 +73,26 @@ def told(
     if found := _NO_ADAPTER.match(message):
         return f"--lora-modules={found[1]} is neither NAME=PATH nor JSON"
     return message.removeprefix("argument ")
+
+
+def _wanted(parser: argparse.ArgumentParser, names: str, kind: str) -> str:
+    """What is written for an option whose values are read by a function."""
+    if kind == "loads":
+        action = _actions(parser).get(_first(names))
+        return _LIST if isinstance(getattr(action, "default", None), list) else _JSON
+    return _EXAMPLES.get(kind, kind)
+
+
+def _of_configuration(name: str, report: str) -> str:
+    wrong = []
+    for field, why, kind, given in _FIELD.findall(report):
+        if kind in ("json_invalid", "dataclass_type"):
+            return f"{name}={given.strip(chr(39))} is not {_JSON}"
+        if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+            wrong.append(f"there is no key {field!r}")
+        else:
+            wrong.append(f"{field}={given}: {why.replace('Input should be', 'it must be')}")
+    return f"{name}: {'; '.join(wrong) or ' '.join(report.split())}"
 
 
 def _first(names: str) -> str:

@@ -32,7 +32,10 @@ _USERS = (ValueError, OSError, ImportError, NotImplementedError, TimeoutError)
 _SPEAK_TO_USERS = ("huggingface_hub", "metal_kernels", "pydantic", "transformers", "vllm")
 #: Errors that are a user's where one of vLLM's modules raises them that check what users give.
 _PERHAPS = (AssertionError, KeyError, RuntimeError, TypeError)
-_CHECKS = ("vllm.config", "vllm.engine.arg_utils", "vllm.entrypoints", "vllm.utils.argparse_utils")
+_CHECKS = (
+    *("vllm.config", "vllm.engine.arg_utils", "vllm.entrypoints", "vllm.utils.argparse_utils"),
+    *("vllm.reasoning", "vllm.tool_parsers"),
+)
 _CLASSES = ("huggingface_hub.", "vllm.exceptions")  # of errors that are always a user's
 _OURS = "vllm_metal"
 #: How the line begins that says why a `vllm` command ends.

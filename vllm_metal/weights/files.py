@@ -7,6 +7,7 @@ Format of safetensors: https://huggingface.co/docs/safetensors/index#format
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ import mlx.core as mx
 _INDEX = "model.safetensors.index.json"
 #: In a folder that stands for a GGUF model: where its files are, and how they are read.
 GGUF_FILES, GGUF_CONVERSION = "gguf.json", "gguf_conversion.json"
-_MOST_HEADER = 2**40  # bytes, no file's; eight letters make more
+_MOST_HEADER = 100_000_000  # bytes; the library safetensors reads no more
 _LFS = b"version "  # how a pointer of Git LFS begins
 _AGAIN = "download it again, or convert the model again"
 #: Files of a model without an index: the first pattern that finds any.
@@ -28,6 +29,14 @@ _UNREAD = ("F64", "F8_E5M2", "F4", "F6_E2M3", "F6_E3M2", "F8_E5M2FNUZ", "F8_E4M3
 
 class ModelLoadError(RuntimeError):
     """The model folder cannot be loaded; the message says why and what to do."""
+
+
+def unreadable(path: Path, error: OSError) -> ModelLoadError:
+    """The error for a file that is there, and cannot be read."""
+    remedy = "check its owner and its mode"
+    if path.is_symlink() and not isinstance(error, PermissionError):
+        remedy = f"it is a link that leads nowhere; {_AGAIN}"
+    return ModelLoadError(f"{path} cannot be read ({error.strerror}): {remedy}")
 
 
 @dataclass(frozen=True)
@@ -91,12 +100,12 @@ def headers(folder: Path) -> dict[str, Header]:
     files = weight_files(folder)
     if not files:
         raise ModelLoadError(
-            f"{folder / 'model.safetensors'} is missing: the folder has no weights"
+            f"{folder / 'model.safetensors'} is missing: the folder has no weights; {_AGAIN}"
         )
     index = folder / _INDEX
     mapped = _weight_map(index) if index.is_file() else {}
     for path in files:
-        if not path.is_file():
+        if not os.path.lexists(path):
             raise ModelLoadError(f"{path} is missing: {_INDEX} names it; {_AGAIN}")
     return headers_of(files, lambda name, path: mapped.get(name, path.name) == path.name)
 
@@ -157,7 +166,9 @@ def _weight_map(index: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
+    except OSError as error:
+        raise unreadable(index, error) from error
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ModelLoadError(f"{index} is unreadable ({_first_line(error)}); {_AGAIN}") from error
 
 
@@ -168,7 +179,7 @@ def _headers_in(path: Path) -> dict[str, Header]:
         with path.open("rb") as file:
             first = file.read(8)
             header_size = int.from_bytes(first, "little")
-            _check_no_text(path, first, header_size)
+            _check_start(path, first, header_size)
             if size >= 8 + header_size:
                 header = json.loads(file.read(header_size))
         header.pop("__metadata__", None)
@@ -182,7 +193,9 @@ def _headers_in(path: Path) -> dict[str, Header]:
             for name, stored in header.items()
         }
         end = max((stored["data_offsets"][1] for stored in header.values()), default=0)
-    except (ValueError, KeyError, AttributeError, TypeError, IndexError, OSError) as error:
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
         raise ModelLoadError(
             f"{path} is no readable safetensors file ({_first_line(error)}); {_AGAIN}"
         ) from error
@@ -193,14 +206,16 @@ def _headers_in(path: Path) -> dict[str, Header]:
     return found
 
 
-def _check_no_text(path: Path, first: bytes, header_size: int) -> None:
-    """Checks that a file is none of text, which is there in place of the weights.
+def _check_start(path: Path, first: bytes, header_size: int) -> None:
+    """Checks that a file begins as safetensors do, and is no text in place of the weights.
 
     Raises:
-        ModelLoadError: it is.
+        ModelLoadError: it does not.
     """
-    if header_size <= _MOST_HEADER or not first.isascii():
+    if header_size <= _MOST_HEADER:
         return
+    if not first.isascii():
+        raise ModelLoadError(f"{path} is no safetensors file; {_AGAIN}")
     why = f"it begins with {first.decode()!r}, as a page or a message does; {_AGAIN}"
     if first == _LFS:
         why = "it is a pointer of Git LFS: fetch the file itself by `git lfs pull`, or download it"

@@ -17,7 +17,7 @@ from threading import Thread
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from vllm_metal.weights import gguf_names
+from vllm_metal.weights import files, gguf_names
 from vllm_metal.weights.files import ModelLoadError
 
 _CONNECT_S = 3.0  # also of the lookup of its name, which has no limit of its own
@@ -59,7 +59,9 @@ def check(model: str, option: str = "") -> None:
     """
     try:
         _check(model)
-    except ModelLoadError as error:
+    except (ModelLoadError, PermissionError) as error:
+        if isinstance(error, PermissionError):
+            error = files.unreadable(Path(model), error)
         raise ModelLoadError(f"{option}: {error}" if option else str(error)) from error
 
 
@@ -110,8 +112,8 @@ def check_tokenizer(model: str) -> None:
     """
     path = Path(model).expanduser()
     for name in _READ_BY_TOKENIZERS:
-        if (path / name).is_file():
-            _check_json(path / name)
+        if (path / name).exists():
+            _check_json(path / name, "model" if name == "tokenizer.json" else "")
     if path.is_dir() and not any(file for name in _TOKENIZERS for file in path.glob(name)):
         raise ModelLoadError(
             f"the folder {model} has no tokenizer: add its tokenizer.json and "
@@ -123,15 +125,18 @@ def check_tokenizer(model: str) -> None:
 def _check_folder(path: Path) -> None:
     if (config := path / "config.json").is_file():
         _check_json(config)
-    elif files := sorted(path.glob("*.gguf")):
-        raise ModelLoadError(f"the folder {path} has no config.json: give the file, {files[0]}")
+    elif found := sorted(path.glob("*.gguf")):
+        raise ModelLoadError(f"the folder {path} has no config.json: give the file, {found[0]}")
     elif not (path / "params.json").is_file():  # as Mistral publishes it
         raise ModelLoadError(f"the folder {path} has no config.json: it is not a model's")
 
 
-def _check_json(path: Path) -> None:
-    """Checks a file of JSON; of a large one, whether it is whole."""
-    text = path.read_bytes()
+def _check_json(path: Path, key: str = "") -> None:
+    """Checks a file of JSON, and whether it has a key; of a large one, whether it is whole."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise files.unreadable(path, error) from error
     if len(text) > _MOST_PARSED and text.lstrip()[:1] == b"{" and text.rstrip()[-1:] == b"}":
         return
     try:
@@ -141,6 +146,8 @@ def _check_json(path: Path) -> None:
         raise ModelLoadError(f"{path} is not JSON, so download it again: {why}") from error
     if not isinstance(found, dict):
         raise ModelLoadError(f"{path} holds no JSON object, so download it again")
+    if key and key not in found:
+        raise ModelLoadError(f"{path} has no {key!r}, so download it again")
 
 
 def _check_address(model: str) -> None:

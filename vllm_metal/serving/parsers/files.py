@@ -16,7 +16,7 @@ from vllm_metal.weights import gguf_names
 
 #: Keys of generation_config.json that vLLM takes as defaults of requests
 #: (`ModelConfig.get_diff_sampling_param`).
-_SAMPLING = (
+SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "max_new_tokens"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
@@ -82,7 +82,7 @@ def read(
         model_type=str(inner or config.get("model_type", "")),
         templates=(_given(chat_template),) if chat_template else _own(tokenizer_path, settings),
         tokens="\n".join(filter(None, (_text(tokenizer_path(name)) for name in _TOKENS))),
-        sampling={key: generation[key] for key in _SAMPLING if generation.get(key) is not None},
+        sampling={key: generation[key] for key in SAMPLING if generation.get(key) is not None},
         response_template=isinstance(settings.get("response_template"), dict),
         judge=thinking.of_unknown_template,
     )
