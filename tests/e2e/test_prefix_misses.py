@@ -13,7 +13,7 @@ OPTIONS = (
     *("--max-num-batched-tokens", "512"),
     *("--kv-cache-memory-bytes", str(128 << 20)),
     "--enable-prompt-tokens-details",
-    *("--additional-config", '{"normalise_prompts": ["token_countdown"]}'),
+    *("--additional-config", '{"normalize_prompts": ["token_countdown"]}'),
 )
 pytestmark = pytest.mark.more
 #: Of SmolLM2's template nothing comes of tools.

@@ -153,6 +153,17 @@ def _action_of(command: str) -> Callable[[argparse.Namespace], int]:
     return run
 
 
+def _renamed(name: str) -> Callable[[argparse.Namespace], int]:
+    """Runs a command by its name of before, with a warning."""
+
+    def run(args: argparse.Namespace) -> int:
+        old = args.command
+        print(f"vllm-metal: `{old}` is called `{name}` now; use that", file=sys.stderr)
+        return _RUNS[name](args)
+
+    return run
+
+
 _RUNS: dict[str, Callable[[argparse.Namespace], int]] = {
     "convert": _convert,
     "model": _model,
@@ -162,7 +173,8 @@ _RUNS: dict[str, Callable[[argparse.Namespace], int]] = {
     "chat": _chat,
     "cache": _action_of("cache"),
     "tenants": _action_of("tenants"),
-    "answers": _action_of("answers"),
+    "response-cache": _action_of("response_cache"),
+    "answers": _renamed("response-cache"),
 }
 
 if __name__ == "__main__":

@@ -62,7 +62,9 @@ def parser() -> argparse.ArgumentParser:
     _add_chat(commands.add_parser("chat", help="talk to a model, in a page or in the terminal"))
     _add_cache(commands.add_parser("cache", help="list, remove or check prefixes kept on disk"))
     _add_tenants(commands.add_parser("tenants", help="make, remove or list tenants' API keys"))
-    _add_answers(commands.add_parser("answers", help="remove answers that a server has kept"))
+    for name in ("response-cache", "answers"):  # the second is its name of before
+        shown = {"help": "delete cached responses"} if name == "response-cache" else {}
+        _add_response_cache(commands.add_parser(name, **shown))
     return made
 
 
@@ -446,11 +448,11 @@ def _add_tenants(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def _add_answers(parser: argparse.ArgumentParser) -> None:
+def _add_response_cache(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Remove kept answers from the store that VLLM_METAL_SERVING_CONFIG names. Servers that use "
-        "it do not give them any more."
+        "Delete cached responses from the store that VLLM_METAL_SERVING_CONFIG names. Running "
+        "servers stop returning them at once."
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
-    purge = actions.add_parser("purge", help="remove all answers, or those of a tenant")
-    purge.add_argument("--tenant", metavar="NAME", help="of this one")
+    purge = actions.add_parser("purge", help="delete all responses, or those of a tenant")
+    purge.add_argument("--tenant", metavar="NAME", help="only this tenant's")

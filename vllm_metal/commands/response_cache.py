@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-metal answers`: removes kept answers, whether or not servers use them."""
+"""`vllm-metal response-cache`: deletes cached responses, also those of running servers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from vllm_metal.serving.response_cache import stores
 
 
 def purge(args: argparse.Namespace) -> int:
-    """Removes the answers of a tenant, or all."""
+    """Deletes the responses of a tenant, or all."""
     if args.tenant is not None:
         tenants_file.check_name(args.tenant)
     settings = config.of_environment()
     if settings is None or settings.response_cache is None:
         raise ValueError(f"name settings that have a [response_cache] by {config.SETTING}")
     number = stores.purge(settings.response_cache, args.tenant)
-    print(
-        f"removed {units.counted(number, 'answer')}" + (f" of {args.tenant}" if args.tenant else "")
-    )
+    of = f" of {args.tenant}" if args.tenant else ""
+    print(f"removed {units.counted(number, 'response')}{of}")
     return 0
 
 

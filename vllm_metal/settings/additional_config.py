@@ -9,10 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from vllm.logger import init_logger
+
 from vllm_metal.settings import envs, values
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
 
 OPTION = "--additional-config"
 #: Keys under which vLLM passes on options of its own, for attention that this plugin does not
@@ -76,7 +80,7 @@ _READERS: Mapping[str, values.Reader] = {
     "keep_awake": values.flag,
     "dense_check": values.flag,
     "explain_prefix_misses": values.flag,
-    "normalise_prompts": _names,
+    "normalize_prompts": _names,
     "choose_parsers": values.flag,
     "idle_sleep": values.duration,
     "idle_sleep_weights": _duration_or_never,
@@ -85,6 +89,8 @@ _READERS: Mapping[str, values.Reader] = {
     "prefix_cache_daily_writes": values.daily_size,
     "prefix_cache_salt_key": values.path,
 }
+#: Keys by their names of before, which are accepted with a warning.
+RENAMED = {"normalise_prompts": "normalize_prompts"}
 #: Keys that say something of the cache on disk.
 PREFIX_CACHE_KEYS = tuple(key for key in _READERS if key.startswith("prefix_cache"))
 
@@ -109,7 +115,7 @@ class AdditionalConfig:
     #: Say of each request why it was not found in the prefix cache, if one like it came before.
     explain_prefix_misses: bool = True
     #: What is taken out of system messages before templating, as it changes with each request.
-    normalise_prompts: tuple[str, ...] = ()
+    normalize_prompts: tuple[str, ...] = ()
     #: Choose the parsers of tool calls and thoughts by the model's files, where no flag says them.
     #: `vllm serve` reads it before there is an engine: serving/parsers/serve.py.
     choose_parsers: bool = True
@@ -143,6 +149,11 @@ class AdditionalConfig:
                 f"{type(given).__name__}"
             )
         ours = {key: value for key, value in given.items() if key not in VLLM_KEYS}
+        for old in RENAMED.keys() & ours.keys():
+            if RENAMED[old] in ours:
+                raise ValueError(f"{OPTION} has {old!r} and {RENAMED[old]!r}: leave out the first")
+            logger.warning_once("%s: %r is called %r now; use that", OPTION, old, RENAMED[old])
+            ours[RENAMED[old]] = ours.pop(old)
         found = AdditionalConfig(**values.read(ours, _READERS, OPTION))
         alone = [key for key in PREFIX_CACHE_KEYS if key in given]
         if alone and found.prefix_cache_dir is None:

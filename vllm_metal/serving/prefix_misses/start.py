@@ -28,8 +28,8 @@ def around(app: ASGIApp, state: Any) -> ASGIApp:
         return app
     config = engine.vllm_config
     settings = AdditionalConfig.of(config)
-    if settings.normalise_prompts:
-        prompts.rewrite(state.online_renderer, normaliser(settings.normalise_prompts))
+    if settings.normalize_prompts:
+        prompts.rewrite(state.online_renderer, normaliser(settings.normalize_prompts))
     if not (settings.explain_prefix_misses and config.cache_config.enable_prefix_caching):
         return app
     tokenizer = engine.renderer.tokenizer
