@@ -62,9 +62,8 @@ def parser() -> argparse.ArgumentParser:
     _add_chat(commands.add_parser("chat", help="talk to a model, in a page or in the terminal"))
     _add_cache(commands.add_parser("cache", help="list, remove or check prefixes kept on disk"))
     _add_tenants(commands.add_parser("tenants", help="make, remove or list tenants' API keys"))
-    for name in ("response-cache", "answers"):  # the second is its name of before
-        shown = {"help": "delete cached responses"} if name == "response-cache" else {}
-        _add_response_cache(commands.add_parser(name, **shown))
+    _add_response_cache(commands.add_parser("response-cache", help="delete cached responses"))
+    _add_response_cache(commands.add_parser("answers"))  # its name of before, not listed
     return made
 
 
