@@ -68,7 +68,7 @@ def main():
 @pytest.mark.parametrize(
     ("last", "told"),
     [
-        ("vllm: error: no weights\nThe log: /a/log", "no weights\nThe log: /a/log"),
+        ("The log: /a/log\nvllm: error: no weights", "The log: /a/log\nno weights"),
         ("a fault", "the server ended with status 1; its log ends:\na warning\na fault"),
     ],
 )  # fmt: skip

@@ -3,11 +3,13 @@
 
 import importlib.util
 import logging
+import threading
 from pathlib import Path
 
 import pytest
 
 from vllm_metal.vllm_patches.logs import (
+    LESSENED,
     QUOTING,
     UNHELPFUL,
     drop_unhelpful_warnings,
@@ -31,6 +33,40 @@ def test_nothing_else_is_dropped(
         logger.removeHandler(caplog.handler)
     said = [record.getMessage() for record in caplog.records]
     assert set(said) == {"another matters", f"it did not begin so: {beginning}"}
+
+
+@pytest.fixture
+def shown(caplog, monkeypatch):
+    """A function that logs a warning, and returns its levels where it is logged."""
+
+    def of(name, *message):
+        drop_unhelpful_warnings()
+        caplog.clear()
+        logger = logging.getLogger(name)
+        monkeypatch.setattr(logger, "propagate", False)
+        monkeypatch.setattr(logger, "handlers", [caplog.handler])
+        logger.warning(*message)
+        return [record.levelname for record in caplog.records]
+
+    return of
+
+
+@pytest.mark.parametrize(("name", "beginning"), LESSENED.items())
+def test_what_means_nothing_to_users_is_information(shown, name, beginning):
+    assert shown(name, f"{beginning} is so, by %s", "settings") == ["INFO"]
+    assert shown(name, "%s matters", "another") == ["WARNING"]
+
+
+def test_few_open_files_are_told(shown):
+    for limit, level in ((256, "WARNING"), (2048, "INFO")):
+        assert shown("vllm.utils.system_utils", "Found ulimit of %s and %s", limit, "x") == [level]
+
+
+def test_an_engine_that_ends_with_its_program_is_not_unexpected(shown, monkeypatch):
+    message = ("vllm.v1.engine.core_client", "MPClient: engine core exited unexpectedly; cleanup")
+    assert shown(*message) == ["WARNING"]
+    monkeypatch.setattr(threading, "main_thread", lambda: threading.Thread())
+    assert shown(*message) == []
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ import pytest
 import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
+from vllm import logger
+from vllm.config.logging import LoggingConfig
 from vllm.engine.arg_utils import human_readable_int, parse_type
 from vllm.entrypoints.launchers import launcher
 from vllm.exceptions import VLLMValidationError
@@ -203,6 +205,21 @@ def test_arguments_are_refused_without_usage(argv, told, capsys, monkeypatch):
         parser().parse_args(["serve", *argv])
     assert caught.value.code == 1
     assert capsys.readouterr().err == f"{ERROR_PREFIX}{told}\n"
+
+
+def test_a_log_that_cannot_be_written_goes_to_the_terminal(logs, monkeypatch, capsys):
+    (logs.parent / "file").touch()
+    monkeypatch.setenv("VLLM_METAL_CACHE", str(logs.parent / "file"))
+    configured = []
+    monkeypatch.setattr(
+        logger, "configure_logging_if_needed", lambda config: configured.append(config)
+    )
+    start_failures.start_log.to_a_file()
+    logger.configure_logging_if_needed(LoggingConfig())
+    assert [config.pylogging_config_file for config in configured] == [None]
+    told = capsys.readouterr().err
+    assert told.startswith("vllm-metal: the log goes to the terminal: ")
+    assert told.endswith("name a folder of yours by VLLM_METAL_CACHE\n")
 
 
 def test_a_taken_port_is_named_with_who_has_it(monkeypatch):

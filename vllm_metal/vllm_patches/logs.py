@@ -4,16 +4,31 @@
 from __future__ import annotations
 
 import logging
+import threading
 import traceback
 
-#: How warnings begin that their reader can do nothing about, by the logger they come from.
+#: What is in warnings that their reader can do nothing about, by the logger they come from.
 UNHELPFUL = {
     # The engine's process checks the configuration a second time, and takes what this platform set
     # the first time (MetalPlatform.apply_config_platform_defaults) for its user's choice.
     "vllm.config.vllm": "Inductor compilation was disabled by user settings",
     # vLLM declares operators for GPUs of other makers; torch looks for Triton in each.
     "torch._library.triton": "Triton not available",
+    # Pillow's processors and ours read images as well (`image_processors`).
+    "transformers.utils.import_utils": "requires torchvision (not installed)",
 }
+#: The same of warnings that a user of a good start is not shown: they go to the log's file.
+LESSENED = {
+    # What requests get that say nothing else, which `serving.parsers` logs once.
+    "vllm.config.model": "Default vLLM sampling parameters have been overridden",
+    # The connector is this project's, and made for the release of vLLM that is tested.
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": "Initializing KVConnectorBase_V1",
+    "vllm.v1.attention.backends.utils": "KV connector cache layout",
+    "vllm.utils.system_utils": "Found ulimit of",
+}
+#: Open files that serve as many requests as are served at once; fewer are told to the user.
+_ENOUGH_FILES = 1024
+_CLIENT, _ENDED = "vllm.v1.engine.core_client", "engine core exited unexpectedly"
 
 #: How messages begin that vLLM and uvicorn log with words of a client's, by their logger: names of
 #: models and tools, ids, parts of content, and errors that quote what they found.
@@ -37,13 +52,29 @@ _LEFT_OUT = "(left out)"
 
 
 def drop_unhelpful_warnings() -> None:
-    """Drops the warnings of UNHELPFUL, and nothing else that their loggers say."""
-    for name in UNHELPFUL:
+    """Drops the warnings of UNHELPFUL, and logs those of LESSENED as information.
+
+    Nothing else that their loggers say is changed.
+    """
+    for name in (*UNHELPFUL, *LESSENED, _CLIENT):
         logging.getLogger(name).addFilter(_is_helpful)  # of one filter a logger adds no second
 
 
 def _is_helpful(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(UNHELPFUL.get(record.name, ()))
+    text = str(record.msg)
+    if (unhelpful := UNHELPFUL.get(record.name)) and unhelpful in text:
+        return False
+    if (lessened := LESSENED.get(record.name)) and lessened in text and not _has_few_files(record):
+        record.levelno, record.levelname = logging.INFO, "INFO"
+    # Engines end with the program that uses them, whose other threads are still there.
+    return not (
+        record.name == _CLIENT and _ENDED in text and not threading.main_thread().is_alive()
+    )
+
+
+def _has_few_files(record: logging.LogRecord) -> bool:
+    limit = record.args[0] if isinstance(record.args, tuple) and record.args else None
+    return isinstance(limit, int) and limit < _ENOUGH_FILES
 
 
 def leave_out_what_clients_wrote() -> None:

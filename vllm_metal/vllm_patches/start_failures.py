@@ -40,6 +40,8 @@ _CLASSES = ("huggingface_hub.", "vllm.exceptions")  # of errors that are always 
 _OURS = "vllm_metal"
 #: How the line begins that says why a `vllm` command ends.
 ERROR_PREFIX = "vllm: error: "
+#: How the line before it begins, that names the log.
+LOG_PREFIX = "The log: "
 _INTERRUPTED = "vllm: interrupted"
 #: How vLLM says that the cause was said before, in another process.
 _ELSEWHERE = ("Engine core initialization failed", "WorkerProc initialization failed")
@@ -218,7 +220,7 @@ def _by(port: int) -> str:
 def tell(line: str) -> None:
     """Prints why a command ends."""
     log = log_files.current()
-    print(ERROR_PREFIX + line, *([f"The log: {log}"] if log else []), sep="\n", file=sys.stderr)
+    print(*([f"{LOG_PREFIX}{log}"] if log else []), ERROR_PREFIX + line, sep="\n", file=sys.stderr)
 
 
 def _refuse(refuse: Callable[..., NoReturn], self: Any, message: str) -> NoReturn:

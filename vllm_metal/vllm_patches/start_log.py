@@ -11,7 +11,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +48,14 @@ def to_a_file() -> None:
 
 def _to_a_file(configure: Callable[[LoggingConfig], None], config: LoggingConfig) -> None:
     if sys.argv[1:2] == ["serve"] and not chosen_by_the_user():
-        with suppress(OSError):  # a folder that cannot be written: vLLM logs to the terminal
+        try:
             config.pylogging_config_file = str(_begin())
+        except OSError as error:
+            print(
+                f"vllm-metal: the log goes to the terminal: {log_files.folder()} cannot be written "
+                f"({error.strerror}); name a folder of yours by VLLM_METAL_CACHE",
+                file=sys.stderr,
+            )
     configure(config)
 
 

@@ -86,7 +86,8 @@ def _check(model: str) -> None:
         raise ModelLoadError(f"there is no folder {model}{_near(model)}")
     elif _OLLAMA.fullmatch(model):
         raise ModelLoadError(
-            f"{model} is a name of Ollama's: give one on Hugging Face, as OWNER/NAME{_near(model)}"
+            f"{model} is a name of Ollama's: give one on Hugging Face, as OWNER/NAME"
+            f"{_near(model) or '; `vllm-metal fit` lists some that fit this machine'}"
         )
     elif not _NAME.fullmatch(model):
         raise ModelLoadError(
