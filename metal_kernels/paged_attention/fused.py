@@ -55,13 +55,12 @@ def fused_value_size(key_size: int, value_size: int, dtype: mx.Dtype) -> int | N
     return next((size for size in sizes if is_fused(key_size, size, dtype, device)), None)
 
 
-def serves_prompts(shape: AttentionShape, dtype: mx.Dtype, softcap: float | None) -> bool:
-    """Whether MLX's attention may serve prompts of such layers: on a GPU by a fused kernel alone.
+def is_plain(shape: AttentionShape, dtype: mx.Dtype, softcap: float | None) -> bool:
+    """Whether MLX has no fused kernel for prompts of such layers on a GPU, so that plain.py serves.
 
     None has a soft cap, or latents of 576 elements.
     """
     if softcap is not None or shape.latent:
-        return False
+        return True
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
-    sizes = shape.head_size, shape.value_size
-    return not on_gpu or fused_value_size(*sizes, dtype) is not None
+    return on_gpu and fused_value_size(shape.head_size, shape.value_size, dtype) is None

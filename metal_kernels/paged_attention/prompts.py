@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of prompts by MLX's fused kernels, over contexts that `kv_gather` reads.
+"""Attention of prompts by MLX's fused kernels or plain operations, over what `kv_gather` reads.
 
 plan() decides once a step which rows see which part of a context at once, run() attends once a
 layer. A context is gathered once a layer, and past its end are zeros: on an M5 MLX's kernel reads
@@ -17,8 +17,9 @@ import numpy as np
 from metal_kernels import kv_gather
 from metal_kernels.op_common import merged
 from metal_kernels.pace import IN_FLIGHT, MOST_WORK, Pace
+from metal_kernels.paged_attention import plain
 from metal_kernels.paged_attention.buckets import MAX_SCORES, MIN_ROWS
-from metal_kernels.paged_attention.fused import FEW_ROWS, even_cuts, fused_value_size
+from metal_kernels.paged_attention.fused import FEW_ROWS, even_cuts, fused_value_size, is_plain
 from metal_kernels.paged_attention.plan import AttentionShape
 
 #: The most bytes of K and V that a command buffer gathers; K/V heads have theirs in turns, and one
@@ -91,7 +92,8 @@ def plan(
         shape: of the layers' attention.
         window: a query at position p sees positions (p - window, p]; None sees [0, p]. No call has
             more rows than that.
-        force_fused: whether MLX must take a fused kernel; None: on a GPU, a CPU has none.
+        force_fused: whether MLX must take a fused kernel; None: on a GPU, a CPU has none. Where it
+            need not, no call has more than MAX_SCORES scores a head, unless a row has.
         most_work: FLOPs of a call, where it has more than MIN_ROWS rows.
     """
     if force_fused is None:
@@ -104,8 +106,11 @@ def plan(
         begin = 0 if window is None else max(before - window + 1, 0)
         base = begin // block_size
         seen = min(length, 2 * (window or length))  # keys of a call, at most
-        most = most_work // (seen * _work_of(shape)) if force_fused else MAX_SCORES // seen
-        most = min(max(most, MIN_ROWS), window or num_rows)
+        if force_fused:
+            most = max(most_work // (seen * _work_of(shape)), MIN_ROWS)
+        else:
+            most = max(MAX_SCORES // seen, 1)
+        most = min(most, window or num_rows)
         pieces = tuple(
             _piece(before, first, count, base * block_size, window, masks)
             for first, count in even_cuts(num_rows, most)
@@ -123,6 +128,7 @@ def run(
     value_pool: mx.array,
     after: mx.array,
     scale: float,
+    softcap: float | None = None,
     sinks: mx.array | None = None,
     key_scales: mx.array | None = None,
     value_scales: mx.array | None = None,
@@ -130,7 +136,7 @@ def run(
 ) -> tuple[mx.array, list[mx.array]]:
     """Attention of one layer; arguments and results are those of `paged_attention.run`.
 
-    MLX's attention has no soft cap, and values of their own. The reads' fences come as one.
+    The reads' fences come as one.
 
     Args:
         plan: of the prompts, whose rows `queries` has.
@@ -138,7 +144,7 @@ def run(
     Raises:
         ValueError: MLX has no fused kernel, where the plan forces one.
     """
-    layer = _Layer(plan, scale, key_pool, value_pool, key_scales, value_scales)
+    layer = _Layer(plan, scale, softcap, key_pool, value_pool, key_scales, value_scales)
     outputs: list[mx.array] = []
     fences: list[mx.array] = []
     first, gathered = 0, 0
@@ -172,6 +178,8 @@ def turns(num_heads: int, of_head: int) -> Iterator[tuple[int, int]]:
 
 def head_bytes(shape: AttentionShape, num_slots: int, dtype: mx.Dtype) -> int:
     """Bytes of what is gathered of one K/V head, and of values that may be padded to keys' size."""
+    if shape.latent:
+        return num_slots * shape.head_size * dtype.size
     padded = 0 if shape.value_size == shape.head_size else shape.head_size
     return num_slots * (shape.head_size + shape.value_size + padded) * dtype.size
 
@@ -200,6 +208,7 @@ class _Layer:
 
     plan: PromptPlan
     scale: float
+    softcap: float | None
     key_pool: mx.array
     value_pool: mx.array
     key_scales: mx.array | None
@@ -213,6 +222,9 @@ class _Layer:
             self.key_pool,
             *(prompt.block_table, dtype, [after], self.key_scales, prompt.bounds, heads),
         )
+        if self.plan.shape.latent:  # whose first elements are the values
+            keys = keys.swapaxes(0, 1)
+            return keys, keys[..., : self.plan.shape.value_size], [read_keys]
         values, read_values = kv_gather.gather(
             self.value_pool,
             *(prompt.block_table, dtype, [after], self.value_scales, prompt.bounds, heads),
@@ -246,15 +258,19 @@ class _Layer:
                 pace.before(int(seen * _work_of(shape) * share), *(outputs[-1:] or before))
             if outputs and not force_fused:  # whose scores are gone then
                 some = mx.depends(some, outputs[-1])
-            out = mx.fast.scaled_dot_product_attention(
-                some,
-                keys[:, :, piece.begin : piece.end],
-                values[:, :, piece.begin : piece.end],
-                scale=self.scale,
-                mask="causal" if piece.mask is None else piece.mask,
-                sinks=None if sinks is None else sinks[here],
-                force_fused=force_fused and piece.num_rows > FEW_ROWS,
-            )
+            there = slice(piece.begin, piece.end)
+            read = some, keys[:, :, there], values[:, :, there]
+            own_sinks = None if sinks is None else sinks[here]
+            if is_plain(shape, rows.dtype, self.softcap):
+                out = plain.attend(*read, self.scale, piece.mask, own_sinks, self.softcap)
+            else:
+                out = mx.fast.scaled_dot_product_attention(
+                    *read,
+                    scale=self.scale,
+                    mask="causal" if piece.mask is None else piece.mask,
+                    sinks=own_sinks,
+                    force_fused=force_fused and piece.num_rows > FEW_ROWS,
+                )
             outputs.append(out[..., : shape.value_size])
         return _joined(outputs, 2)
 

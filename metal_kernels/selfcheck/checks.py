@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable
 
 from metal_kernels.paged_attention import Tiles
-from metal_kernels.paged_attention.fused import serves_prompts
 from metal_kernels.selfcheck import contiguous, state_timing, states, timing
 from metal_kernels.selfcheck.case import CHOICES, KERNELS, Case, Check, Outcome, StateKind
 from metal_kernels.selfcheck.findings import findings
@@ -29,10 +28,7 @@ def checks(case: Case) -> list[Check]:
         "recurrence_way": kind.has_chunks,
         "rotation": case.rotation is not None,
     }
-    of_prompts = dict.fromkeys(
-        ("gathered", "prefill_way"), serves_prompts(case.shape, case.dtype, case.softcap)
-    )
-    wanted = {name for name in case.kernels if (of_states | of_prompts).get(name, True)}
+    wanted = {name for name in case.kernels if of_states.get(name, True)}
     found = []
     for kernel in KERNELS:
         if kernel not in wanted:

@@ -18,6 +18,7 @@ from metal_kernels.kv_write.reference import Pools
 from metal_kernels.layout import RaggedLayout
 from metal_kernels.op_common import block_elements, merged
 from metal_kernels.paged_attention import AttentionPlan, Splits, Tiles, prompts
+from metal_kernels.paged_attention.fused import is_plain
 from metal_kernels.paged_attention.splits import ALWAYS, WALKS
 from metal_kernels.plan_arrays import all_else, with_arrays
 from metal_kernels.selfcheck.case import Case, Check
@@ -183,13 +184,13 @@ def _attend_gathered(pool: _Pool, step: Step) -> list[mx.array]:
         layout.block_size,
         case.shape,
         case.window,
+        force_fused=False if is_plain(case.shape, case.dtype, case.softcap) else None,
     )
     written = pool.write(step)
     keys, values, key_scales, value_scales = pool.arrays
-    assert values is not None  # latents are never checked so
     out, pool.fences = prompts.run(
-        *(plan, step.queries, keys, values, written, score_scale(case)),
-        *(step.sinks, key_scales, value_scales),
+        *(plan, step.queries, keys, keys if values is None else values, written),
+        *(score_scale(case), case.softcap, step.sinks, key_scales, value_scales),
     )
     return [out]
 

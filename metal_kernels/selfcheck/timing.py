@@ -24,6 +24,7 @@ from metal_kernels.paged_attention import (
     prompts,
 )
 from metal_kernels.paged_attention.buckets import BucketPlan
+from metal_kernels.paged_attention.fused import is_plain
 from metal_kernels.paged_attention.prompts import PromptPlan
 from metal_kernels.paged_attention.splits import DEFAULT
 from metal_kernels.selfcheck import contiguous
@@ -262,6 +263,8 @@ class Layer:
         `force_fused`: see `prompts.plan`.
         """
         case = self._case
+        if is_plain(case.shape, case.dtype, case.softcap):
+            force_fused = False
 
         def call_of(blocks: np.ndarray) -> Call:
             layout = self._layout(requests, query, context, blocks)
@@ -296,8 +299,6 @@ class Layer:
     ) -> Call:
         shape = self._case.shape
         queries = mx.ones((num_rows, shape.num_heads, shape.head_size), self._case.dtype)
-        # Only layers without one have their prompts timed by MLX's attention.
-        capped = {} if self._case.softcap is None else {"softcap": self._case.softcap}
 
         def call(fence: mx.array) -> list[mx.array]:
             out, reads = run(
@@ -307,9 +308,9 @@ class Layer:
                 self._values,
                 after=fence,
                 scale=shape.head_size**-0.5,
+                softcap=self._case.softcap,
                 key_scales=self._key_scales,
                 value_scales=self._value_scales,
-                **capped,
             )
             # Where contexts are split, the output comes after the fence.
             return [merged(reads), out]

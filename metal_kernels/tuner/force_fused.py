@@ -37,7 +37,8 @@ def _search(layer: Layer, stopwatch: Stopwatch) -> Chosen:
 
 
 def _wanted(layer: Layer) -> bool:
-    return layer.gathered and layer.case.shape.head_size in _SIZES
+    case = layer.case
+    return layer.gathered and case.shape.head_size in _SIZES and case.softcap is None
 
 
 CHOICE = Choice("MLX's fused attention", _wanted, _search)

@@ -13,6 +13,7 @@ import pytest
 from metal_kernels import kernel
 from metal_kernels.kv_write import RotationKind
 from metal_kernels.paged_attention import AttentionShape, Splits, Tiles
+from metal_kernels.paged_attention.buckets import MAX_SCORES
 from metal_kernels.selfcheck import CHOICES, Case, Check, Outcome, StateKind, checks, timing
 from tests.metal_kernels.doubles import Refusing
 from tests.metal_kernels.selfchecks import check, in_use
@@ -38,6 +39,7 @@ LAYERS = [
 ]
 HEADS = LatentHeads(4, rank=512, rotated=64, key=32, value=32)
 LATENTS = AttentionLayer("layers.0", 4, 1, 576, None, value_size=512, latent=True, heads=HEADS)
+UNFUSED = (replace(LAYERS[0], softcap=30.0), LATENTS)  # by MLX, on any GPU
 SHAPE = LAYERS[0].shape
 REASON = "ValueError: Thread group size (512) is greater than  the maximum"
 
@@ -93,9 +95,28 @@ def test_a_server_checks_all_that_it_launches():
     case, _ = choice.needed_cases(LAYERS, mx.bfloat16, mx.bfloat16, 16)
     attending = ["decode", "prefill", "reduce", "graph", "gathered", "decode_way", "prefill_way"]
     assert in_use(case) == ["kv_write", "kv_gather", "kv_blocks", *attending]
-    for other in (replace(LAYERS[0], softcap=30.0), LATENTS):  # MLX has nothing fused for them
+    for other in UNFUSED:
         (case,) = choice.needed_cases([other], mx.bfloat16, mx.bfloat16, 16)
-        assert not {"gathered", "prefill_way"} & set(in_use(case))
+        assert {"gathered", "prefill_way"} <= set(in_use(case))
+
+
+@pytest.mark.parametrize("layer", UNFUSED, ids=["a cap", "latents"])
+def test_prompts_that_mlx_has_nothing_fused_for_go_by_plain_operations(monkeypatch, layer):
+    """Where they were faster; few rows at once, whatever the tuner forces of others."""
+    times_are(monkeypatch, {("prefill_way", None): 0.5})
+    (case,) = choice.needed_cases([layer], BF16, BF16, 16)
+    kept = tuned.Loaded(tuned.Choices(force_fused={str(case): True}))
+    chosen = choice.kv_cache_type("metal", [layer], BF16, BF16, 16, tuned=kept)
+    assert chosen.by_mlx == {layer.kind: ByMLX(False, {1: 64}, False)}
+    where = StepLayout(
+        np.array([0, 200], np.int32),
+        np.array([30000], np.int32),
+        np.zeros((1, 2048), np.int32),
+        np.zeros(200, np.int32),
+        16,
+    )
+    (prompt,) = chosen.plan(where, layer.kind).gathered.prompts.prompts
+    assert max(piece.num_rows * piece.end for piece in prompt.pieces) <= MAX_SCORES
 
 
 def test_kernels_that_all_pass_serve_as_they_are(monkeypatch, warned):

@@ -116,10 +116,13 @@ def test_no_step_asks_for_what_was_not_compiled(layers, pool_dtype, steps, fewer
     by_mlx=[ByMLX(prompts={1: 64}), ByMLX(True, {1024: None, 8192: 200})],
     window=[None, 40],
     pool_dtype=[mx.float16, mx.int8],
+    softcap=[None, 30.0],
 )
-def test_contexts_of_prompts_by_mlx_are_gathered_before_any_comes(by_mlx, window, pool_dtype):
+def test_contexts_of_prompts_by_mlx_are_gathered_before_any_comes(
+    by_mlx, window, pool_dtype, softcap
+):
     """By one pipeline for each size of head, and none more."""
-    layer = AttentionLayer("layers.0", 4, 2, 96, window, mx.float16, value_size=64)
+    layer = AttentionLayer("layers.0", 4, 2, 96, window, mx.float16, value_size=64, softcap=softcap)
     kv_cache_type = KernelKVCache.limited({}, True, by_mlx={layer.kind: by_mlx})
     recorder = Recorder()
     with kernel.using(recorder.metal_kernel):

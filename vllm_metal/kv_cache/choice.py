@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 
 from metal_kernels import kernel
 from metal_kernels.paged_attention import Splits, Tiles
+from metal_kernels.paged_attention.fused import is_plain
 from metal_kernels.paged_attention.splits import DEFAULT
 from metal_kernels.selfcheck import CHOICES, WAYS, Case, Check, Outcome, checks, usable
 from vllm_metal.device import selfcheck
@@ -252,7 +253,10 @@ def _faster_by_mlx(found: Sequence[Outcome], tuned: Choices) -> dict[AttentionKi
         if outcome.kernel == "decode_way" and outcome.fastest == "mlx":
             faster[kind] = replace(before, decodes=True)
         elif outcome.kernel == "prefill_way" and (rows := _prompt_rows(outcome, tuned)):
-            force_fused = tuned.force_fused.get(str(outcome.case))
+            case = outcome.case
+            force_fused = tuned.force_fused.get(str(case))
+            if is_plain(case.shape, case.dtype, case.softcap):
+                force_fused = False
             faster[kind] = replace(before, prompts=rows, force_fused=force_fused)
     return {kind: rows for kind, rows in faster.items() if rows}
 

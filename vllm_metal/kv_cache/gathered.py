@@ -161,7 +161,7 @@ def run(
         outputs.append(out)
         fences += reads
     if plan.prompts is not None:
-        out, reads = prompts.run(plan.prompts, queries[first:], *pools, sinks, *scales)
+        out, reads = prompts.run(plan.prompts, queries[first:], *pools, softcap, sinks, *scales)
         outputs.append(out)
         fences += reads
     return outputs, [merged(fences)]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts over gathered contexts: as the formula has them, whatever strangers left in the pool."""
 
+from types import SimpleNamespace
+
 import metal_interpreter
 import mlx.core as mx
 import numpy as np
@@ -10,7 +12,7 @@ from pairs import pairwise, valuewise
 from metal_kernels import kernel, kv_gather
 from metal_kernels.op_common import FENCE_DTYPE, FENCE_SHAPE
 from metal_kernels.pace import Pace
-from metal_kernels.paged_attention import AttentionShape, prompts
+from metal_kernels.paged_attention import AttentionShape, fused, plain, prompts
 from tests.metal_kernels.paged_attention.batches import expected, make_batch
 from tests.metal_kernels.paged_attention.whole_tiles import TILE, WholeTiles
 
@@ -26,7 +28,7 @@ def attend(batch, window=None, sinks=None, compiler=metal_interpreter.metal_kern
     assert plan.num_tokens == len(batch.queries)
     with kernel.using(compiler):
         out, reads = prompts.run(
-            *(plan, batch.queries, batch.key_pool, batch.value_pool, FENCE, 0.1, sinks),
+            *(plan, batch.queries, batch.key_pool, batch.value_pool, FENCE, 0.1, None, sinks),
             *(batch.key_scales, batch.value_scales, Pace()),
         )
         mx.eval(out, reads)
@@ -65,7 +67,7 @@ def test_rows_attend_as_the_formula_says_beside_nan(tiles, pool, window, with_si
     plan = prompts.plan(*given)
     with kernel.using(metal_interpreter.metal_kernel):
         out, _ = prompts.run(
-            *(plan, batch.queries, batch.key_pool, batch.value_pool, FENCE, 0.1, sinks),
+            *(plan, batch.queries, batch.key_pool, batch.value_pool, FENCE, 0.1, None, sinks),
             *(batch.key_scales, batch.value_scales),
         )
     wanted = expected(batch, 0.1, window, sinks=sinks)
@@ -88,6 +90,65 @@ def test_mlx_answers_as_the_formula_does(dtype, window):
     found, _ = attend(batch, window)
     tolerance = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 2e-2}[dtype]
     np.testing.assert_allclose(found, expected(batch, 0.1, window), atol=tolerance)
+
+
+def test_what_mlx_has_a_fused_kernel_for_is_not_plain(monkeypatch):
+    """By what the GPU's kernels take, in place of a GPU; a CPU has none and needs none."""
+    wide = AttentionShape(4, 2, 512, 512)
+    assert not fused.is_plain(wide, mx.float16, None)
+    gpu = SimpleNamespace(type=mx.DeviceType.gpu)
+    monkeypatch.setattr(mx, "default_device", lambda: gpu)
+    monkeypatch.setattr(fused, "is_fused", lambda key_size, *_: key_size < 512)
+    assert fused.is_plain(wide, mx.float16, None)
+    assert not fused.is_plain(SHAPE, mx.float16, None) and fused.is_plain(SHAPE, mx.float16, 30.0)
+    assert fused.is_plain(AttentionShape(4, 1, 576, 512), mx.float16, None)
+
+
+#: Layers that MLX has no fused kernel for on a GPU: shape, soft cap, cache, blocks.
+PLAIN = {
+    "cap": (SHAPE, 2.0, None, 16),
+    "cap, 96 and 64": (UNEVEN, 30.0, mx.int8, 32),
+    "512": (AttentionShape(4, 2, 512, 512), None, mx.uint8, 16),
+    "latents": (AttentionShape(6, 1, 576, 512), None, None, 16),
+    "latents, fp8": (AttentionShape(6, 1, 576, 512), None, mx.uint8, 32),
+}
+
+
+@pairwise(
+    layer=list(PLAIN),
+    window=[None, 24, 90, 1],
+    with_sinks=[False, True],
+    most=[2**20, 1500],
+    dtype=[mx.float32, mx.bfloat16],
+)
+def test_plain_operations_answer_as_the_formula_does(
+    monkeypatch, layer, window, with_sinks, most, dtype
+):
+    """Beside NaN in every slot that no request has, in as many calls as the scores allow."""
+    shape, softcap, cache, block_size = PLAIN[layer]
+    monkeypatch.setattr(prompts, "is_plain", lambda *_: True)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", None)
+    monkeypatch.setattr(prompts, "MAX_SCORES", most)
+    sizes: list[int] = []
+    masked = plain._masked, plain._capped
+    for name, function in zip(("_masked", "_capped"), masked, strict=True):
+        monkeypatch.setattr(
+            plain, name, lambda p, *a, f=function: sizes.append(p[0, 0, 0].size) or f(p, *a)
+        )
+    sinks = mx.array(np.linspace(-1, 2, shape.num_heads).astype(np.float32)) if with_sinks else None
+    batch = batch_of(shape=shape, dtype=dtype, cache=cache, block_size=block_size)
+    given = (batch.starts, batch.seq_lens, batch.tables, block_size, shape, window)
+    with kernel.using(metal_interpreter.metal_kernel):
+        out, _ = prompts.run(
+            *(prompts.plan(*given, force_fused=False), batch.queries),
+            *(batch.key_pool, batch.value_pool, FENCE, 0.1, softcap, sinks),
+            *(batch.key_scales, batch.value_scales, Pace()),
+        )
+    wanted = expected(batch, 0.1, window, softcap, sinks)
+    largest = max(np.abs(values).max() for _, values in batch.contexts)
+    tolerance = 1e-5 if dtype == mx.float32 else 0.03
+    np.testing.assert_allclose(np.array(out.astype(mx.float32)), wanted, atol=tolerance * largest)
+    assert max(sizes) <= most
 
 
 def test_what_lies_before_a_window_is_not_read(tiles):
@@ -158,7 +219,7 @@ def test_heads_have_their_contexts_in_turns_past_a_bound(monkeypatch, window):
 @pytest.mark.parametrize(("rows", "group"), [(64, 1), (200, 1), (64, 4)])
 def test_a_context_is_read_once_and_written_once(rows, group, monkeypatch):
     """By all calls together: what is moved is twice the context, beside the rows' own."""
-    monkeypatch.setattr(prompts, "MAX_SCORES", 1)
+    monkeypatch.setattr(prompts, "MAX_SCORES", 64 * (500 + rows))
     shape = AttentionShape(2 * group, 2, 128, 128)
     batch = batch_of([(500, rows)], shape, mx.float16)
     checker = metal_interpreter.Checker()
