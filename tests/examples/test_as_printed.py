@@ -87,7 +87,8 @@ def test_the_openai_client_streams_and_follows_a_schema(server):
 def test_what_was_retrieved_before_is_cached(server):
     printed = run("rag.py", server)
     sources = re.findall(r"from ([\w, -]+)\n", printed)
-    assert [each.split(", ")[0] for each in sources] == ["disk-cache", "disk-cache", "production"]
+    pages = [each.split(", ")[0] for each in sources]
+    assert pages == ["prefix-cache-on-disk", "prefix-cache-on-disk", "production"]
     shares = [int(share) for share in re.findall(r"(\d+)% of them cached", printed)]
     assert shares[1] >= 40
     assert shares[2] >= 40
