@@ -153,7 +153,7 @@ def _check_defaults(place: str, found: Any) -> None:
     from vllm.exceptions import VLLMValidationError
 
     given = found if isinstance(found, Mapping) else {}
-    params = {}
+    params: dict[str, Any] = {}
     for key in model_files.SAMPLING:
         if (value := given.get(key)) is None:
             continue
