@@ -41,7 +41,7 @@ def attend(
     packed = (wide * factor).reshape(1, num_kv_heads, -1, size)
     products = packed @ keys.swapaxes(-1, -2)
     products = products.reshape(1, num_kv_heads, -1, num_rows, num_keys)
-    scores = _masked(products, mask) if softcap is None else _capped(products, mask, softcap)
+    scores = masked(products, mask) if softcap is None else capped(products, mask, softcap)
     weights = mx.softmax(scores, axis=-1, precise=True).astype(dtype)
     out = weights.reshape(1, num_kv_heads, -1, num_keys) @ values
     out = out.reshape(1, num_heads, num_rows, -1)
@@ -53,10 +53,10 @@ def attend(
 
 
 @partial(mx.compile, shapeless=True)
-def _masked(products: mx.array, mask: mx.array) -> mx.array:
+def masked(products: mx.array, mask: mx.array) -> mx.array:
     return mx.where(mask, products, mx.array(-mx.inf, products.dtype))
 
 
 @partial(mx.compile, shapeless=True)
-def _capped(products: mx.array, mask: mx.array, softcap: float) -> mx.array:
+def capped(products: mx.array, mask: mx.array, softcap: float) -> mx.array:
     return mx.where(mask, mx.tanh(products) * softcap, -mx.inf)

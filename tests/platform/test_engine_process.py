@@ -61,7 +61,7 @@ CONFIGURATIONS = {
         unpatched.MODEL,
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
     ),
-    "a disk": (unpatched.MODEL, {"additional_config": {"prefix_cache_dir": "/tmp/none"}}),
+    "a disk": (unpatched.MODEL, {"additional_config": {"prefix_cache_dir": "kv"}}),
     "a producer that drafts nothing": (
         unpatched.MODEL,
         {
@@ -99,7 +99,8 @@ def settled(config):
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_a_second_check_changes_nothing_that_was_decided(name, tmp_path):
+def test_a_second_check_changes_nothing_that_was_decided(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     model, options = CONFIGURATIONS[name]
     if isinstance(model, str):
         folder = recurrent.write_model(recurrent.FAMILIES[model], tmp_path / "model")

@@ -130,8 +130,8 @@ def test_plain_operations_answer_as_the_formula_does(
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", None)
     monkeypatch.setattr(prompts, "MAX_SCORES", most)
     sizes: list[int] = []
-    masked = plain._masked, plain._capped
-    for name, function in zip(("_masked", "_capped"), masked, strict=True):
+    masked = plain.masked, plain.capped
+    for name, function in zip(("masked", "capped"), masked, strict=True):
         monkeypatch.setattr(
             plain, name, lambda p, *a, f=function: sizes.append(p[0, 0, 0].size) or f(p, *a)
         )
