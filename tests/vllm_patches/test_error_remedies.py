@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers import chat_utils
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from vllm_metal.vllm_patches import error_remedies
@@ -41,3 +43,16 @@ def test_tools_are_refused_by_the_template_that_has_none(monkeypatch, choice):
     told = asyncio.run(server.render_chat(asked)).error.message
     assert "its chat template has none" in told
     assert server.create_error_response("else").error.message == "else"
+
+
+@pytest.mark.parametrize("kind", ["image", "video", "audio"])
+def test_a_model_that_reads_text_alone_says_so(monkeypatch, kind):
+    tracker = chat_utils.BaseMultiModalItemTracker
+    monkeypatch.setattr(tracker, "_validate_add", tracker._validate_add)
+    error_remedies.name_remedies()
+    config = SimpleNamespace(
+        is_multimodal_model=False, served_model_name="small", multimodal_config=None
+    )
+    asked = SimpleNamespace(model_config=config)
+    with pytest.raises(VLLMValidationError, match=f"^small reads text alone, and no {kind}: leave"):
+        tracker._validate_add(asked, kind)

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from vllm.exceptions import VLLMValidationError
 
 from vllm_metal.vllm_patches.logs import (
     LESSENED,
@@ -80,6 +81,15 @@ def quoting(request, caplog, monkeypatch):
     logger.addHandler(caplog.handler)
     yield logger, caplog
     logger.removeHandler(caplog.handler)
+
+
+def test_a_requests_own_error_has_no_traceback(quoting):
+    (logger, caplog), words = quoting, "the client's words"
+    try:
+        raise VLLMValidationError(words)
+    except VLLMValidationError:
+        logger.exception("Tool call %r", words)
+    assert words not in caplog.text and "Traceback" not in caplog.text
 
 
 def test_messages_are_logged_without_what_clients_wrote(quoting):

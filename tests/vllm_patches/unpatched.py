@@ -669,13 +669,19 @@ def only_sigterm(folder):
 
 @probe("error_remedies.name_remedies", at_once=False)
 def response_of_no_store(folder):
-    """A response that is not kept is answered as one that never was, and tools with options."""
+    """A response that is not kept is answered as one that never was, and tools with options.
+
+    An image for a model that reads none is answered without a remedy.
+    """
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+    from vllm.multimodal.registry import MultiModalRegistry
     from vllm.renderers.online_renderer import OnlineRenderer
 
     found = getsource(OpenAIServingResponses._make_not_found_error)
     of_tools = getsource(OnlineRenderer.render_chat)
-    return "STORE" not in found and "--tool-call-parser to be set" in of_tools, found
+    of_images = getsource(MultiModalRegistry.create_processor)
+    is_so = "--tool-call-parser to be set" in of_tools and "is not a multimodal" in of_images
+    return is_so and "STORE" not in found, found
 
 
 @probe("model_info.take_mlx_models")
@@ -1365,6 +1371,15 @@ def time_to_end(folder):
     manager.shutdown(timeout=0)  # what a server asks for without --shutdown-timeout
     process.join(20)
     return process.exitcode != 0, process.exitcode
+
+
+@probe("shutdown.skip_pythons_end")
+def end_of_an_engine(folder):
+    """An engine's process takes down all of Python's modules when it ends."""
+    from vllm.v1.engine import core
+
+    found = getsource(core.EngineCoreProc.run_engine_core)
+    return "engine_core.shutdown()" in found and "_exit" not in found, found
 
 
 @probe("shutdown.leave_ctrl_c_to_the_parent")

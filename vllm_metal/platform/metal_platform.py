@@ -353,6 +353,8 @@ class MetalPlatform(Platform):
         scheduler.end_chunks_within_blocks()
         scheduler.keep_images_whole()
         shutdown.leave_ctrl_c_to_the_parent()
+        if envs.requested_device() == "cpu":
+            shutdown.skip_pythons_end()
         engine_links.end_without_a_server()
 
     @classmethod

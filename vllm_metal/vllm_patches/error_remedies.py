@@ -16,14 +16,16 @@ def name_remedies() -> None:
     """Has them name it; call it where a server's command line is made.
 
     vLLM keeps no responses unless a variable is set, gives each an id all the same, and answers
-    that there is none of that id. Of tools it says that options are missing: here these are set
-    wherever the model's chat template has tools.
+    that there is none of that id. Of an image it says that the model is not multimodal. Of tools it
+    says that options are missing: here these are set wherever the model's chat template has tools.
     """
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+    from vllm.renderers.chat_utils import BaseMultiModalItemTracker
     from vllm.renderers.online_renderer import OnlineRenderer
 
     replace(OpenAIServingResponses, "_make_not_found_error", _of_stored_responses)
     replace(OnlineRenderer, "create_error_response", _of_tools)
+    replace(BaseMultiModalItemTracker, "_validate_add", _of_media)
 
 
 def _of_stored_responses(make: Callable[..., Any], self: Any, response_id: str) -> Any:
@@ -44,3 +46,17 @@ def _of_tools(make: Callable[..., Any], self: Any, message: Any, *args: Any, **o
             "that is not known here, name the parser by --tool-call-parser"
         )
     return make(self, message, *args, **options)
+
+
+def _of_media(validate: Callable[..., Any], self: Any, modality: str) -> Any:
+    from vllm.exceptions import VLLMValidationError
+
+    config = self.model_config
+    if modality == "prompt_embeds" or config.is_multimodal_model:
+        return validate(self, modality)
+    name = config.served_model_name or config.model
+    kind = modality.replace("_embeds", "").replace("_", " ")
+    raise VLLMValidationError(
+        f"{name} reads text alone, and no {kind}: leave it out, or serve a model that reads "
+        f"{kind} input (docs/images.md)"
+    )

@@ -91,12 +91,22 @@ def _leave_out_quotes(record: logging.LogRecord) -> bool:
         args = record.args if isinstance(record.args, tuple) else (record.args,)
         if record.args:
             record.args = tuple(a if isinstance(a, int | float) else _LEFT_OUT for a in args)
-        if record.exc_info:
+        if record.exc_info and _is_the_clients(record.exc_info[0]):
+            record.exc_info = None
+            record.levelno, record.levelname = logging.INFO, "INFO"
+        elif record.exc_info:
             kind, _, place = record.exc_info
             name = "" if kind is None else kind.__name__
             record.exc_text = f"{''.join(traceback.format_tb(place))}{name}: {_LEFT_OUT}"
             record.exc_info = None
     return True
+
+
+def _is_the_clients(kind: type[BaseException] | None) -> bool:
+    """Whether an error is a request's own, so that its client alone is told."""
+    from vllm.exceptions import VLLMClientError
+
+    return kind is not None and issubclass(kind, VLLMClientError)
 
 
 def show_our_messages() -> None:
