@@ -50,7 +50,11 @@ def test_convert_prints_the_directory_it_made(
     path = write_model(tmp_path / "m.gguf")
     out = tmp_path / "out"
     assert main(["convert", str(path), str(out), "--dtype", "bfloat16"]) == 0
-    assert capsys.readouterr().out == f"{out}\n"
+    printed = capsys.readouterr()
+    assert printed.out == f"{out}\n"
+    weights = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    closing = f"{weights / 1e9:.2f} GB, without a chat template. To serve it: vllm serve {out}"
+    assert printed.err.splitlines()[-1] == closing
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
 

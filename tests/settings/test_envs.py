@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environment variables, and when the plugin applies."""
 
+import os
 import platform
 import subprocess
 import sys
@@ -78,3 +79,30 @@ def test_importing_the_entry_point_imports_neither_torch_nor_mlx():
     code = "import sys, vllm_metal; vllm_metal.register(); print({'torch', 'mlx'} & {*sys.modules})"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("system", "there", "given", "chosen"),
+    [
+        ("linux", [], None, "cpu"),
+        ("linux", ["dev/nvidia0"], None, None),
+        ("linux", ["dev/nvidiactl"], None, "cpu"),
+        ("linux", ["dev/dri/renderD128"], None, None),
+        ("linux", ["dev/vfio/3"], None, None),
+        ("linux", [], "off", "off"),
+        ("darwin", [], None, None),
+    ],
+)
+def test_commands_choose_the_cpu_where_linux_has_nothing_else(
+    monkeypatch, tmp_path, system, there, given, chosen
+):
+    for path in there:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(envs, "Path", lambda root: tmp_path)
+    monkeypatch.setenv("VLLM_METAL_DEVICE", given or "")
+    if given is None:
+        monkeypatch.delenv("VLLM_METAL_DEVICE")
+    envs.choose_device()
+    assert os.environ.get("VLLM_METAL_DEVICE") == chosen

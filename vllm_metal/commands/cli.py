@@ -80,7 +80,7 @@ def _convert(args: argparse.Namespace) -> int:
     chats = any("chat_template" in path.read_text() for path in out.glob("tokenizer_config.json"))
     chats = chats or any(out.glob("chat_template*"))
     print(
-        f"{size / 1e9:.2f} GB, {'with a' if chats else 'without'} chat template. To serve it: "
+        f"{size / 1e9:.2f} GB, {'with' if chats else 'without'} a chat template. To serve it: "
         f"vllm serve {shlex.quote(str(out))}",
         file=sys.stderr,
     )

@@ -15,13 +15,44 @@ def check_model(model: str, computes: bool = False) -> None:
         computes: whether this process will compute with MLX, which the check imports.
 
     Raises:
-        ModelLoadError: it means no model that is served.
+        ModelLoadError: it means no model that is served, or one without its tokenizer.
     """
     if computes and envs.requested_device() == "cpu":
         blas.load()
     from vllm_metal.platform import model_folders
-    from vllm_metal.weights import model_names
+    from vllm_metal.weights import files, model_names
 
     model_names.check(model)
     if (folder := model_names.folder_here(model)) is not None:
         model_folders.check(folder)
+        if not files.is_gguf(folder):
+            model_names.check_tokenizer(model)
+
+
+def check_template(model: str) -> None:
+    """Checks that a model's folder has a chat template.
+
+    Raises:
+        ModelLoadError: it has none.
+    """
+    from vllm_metal.serving.parsers import files as parsers_files
+    from vllm_metal.weights import files, model_names
+
+    if model_names.folder_here(model) and not parsers_files.read(model).templates:
+        raise files.ModelLoadError(
+            f"{model} has no chat template, so it cannot chat: choose an instruction-tuned MODEL, "
+            "or name a template by --serve --chat-template FILE"
+        )
+
+
+def check_hub() -> None:
+    """Checks that a model can be fetched, where none is given.
+
+    Raises:
+        ModelLoadError: it cannot; the message names models of this machine.
+    """
+    from vllm_metal.weights import files, model_names
+
+    if why := model_names.unreachable():
+        here = ", ".join(model_names.cached()) or "a folder"
+        raise files.ModelLoadError(f"no MODEL is given, and {why}, or give one: {here}")

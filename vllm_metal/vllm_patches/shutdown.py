@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 import signal
@@ -132,10 +133,12 @@ def skip_pythons_end() -> None:
 
 def ending_at_once(shutdown: Callable[..., None], self: Any) -> None:
     """Shuts an engine down; if it was told to, its process ends with what is registered at exit."""
-    shutdown(self)
     error = sys.exc_info()[1]
     if is_engine_process() and isinstance(error, SystemExit) and not error.code:
         atexit.register(_leave)  # functions are called from the last one on
+        gc.freeze()  # vLLM looks for garbage in all that the process has, which goes with it
+        setattr(gc, "unfreeze", gc.freeze)  # noqa: B010 - mypy knows the module's own
+    shutdown(self)
 
 
 def _leave() -> None:

@@ -94,7 +94,7 @@ def _check(model: str) -> None:
             f"{model!r} is no folder here, and no name on Hugging Face: those are OWNER/NAME"
             + _near(model)
         )
-    elif not _cached(model) and (why := _unreachable()):
+    elif not _cached(model) and (why := unreachable()):
         raise ModelLoadError(f"{model} is not on this machine, and {why}{_near(model)}")
 
 
@@ -167,7 +167,7 @@ def _cache() -> Path:
     return Path(constants.HF_HUB_CACHE)
 
 
-def _unreachable() -> str:
+def unreachable() -> str:
     """Why nothing can be fetched from the hub; empty where something may."""
     from huggingface_hub import constants
 
@@ -194,8 +194,7 @@ def _unreachable() -> str:
 
 def _near(model: str) -> str:
     """The names of models on this machine that are most like one."""
-    here = [path.name.removeprefix("models--").replace("--", "/") for path in _models()]
-    names = {name.rpartition("/")[2].lower(): name for name in here}
+    names = {name.rpartition("/")[2].lower(): name for name in cached()}
     wanted = re.split(r"[/:]", model.rstrip("/"))
     likely = [part.lower() for part in wanted if part]
     found = [
@@ -204,5 +203,7 @@ def _near(model: str) -> str:
     return f"; did you mean {' or '.join(dict.fromkeys(found))}?" if found else ""
 
 
-def _models() -> list[Path]:
-    return sorted(_cache().glob("models--*"))
+def cached() -> list[str]:
+    """Names of the models in the hub's cache."""
+    found = sorted(_cache().glob("models--*"))
+    return [path.name.removeprefix("models--").replace("--", "/") for path in found]

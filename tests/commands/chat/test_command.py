@@ -68,7 +68,21 @@ def test_a_started_server_gets_the_options_behind_serve(monkeypatch):
 
     monkeypatch.setattr(command.local_server, "started", started)
     monkeypatch.setattr(command.surroundings, "prepare", lambda offline, quiet: None)
-    monkeypatch.setattr(command.early_checks, "check_model", lambda model: None)
+    for check in ("check_model", "check_template"):
+        monkeypatch.setattr(command.early_checks, check, lambda model: None)
     words = ["chat", "m", "--port", str(local_server.free_port())]
     assert cli.main([*words, "--serve", "--speculative-config", '{"method": "ngram"}']) == 1
     assert commands[0][-2:] == ("--speculative-config", '{"method": "ngram"}')
+
+
+@pytest.mark.parametrize("options", [(), ("--terminal",)])
+def test_a_model_without_a_chat_template_is_refused_before_it_starts(
+    tmp_path, monkeypatch, capsys, options
+):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.setattr(command.surroundings, "prepare", lambda **_: None)
+    monkeypatch.setattr(command.early_checks, "check_model", lambda *_, **__: None)
+    port = str(local_server.free_port())
+    assert cli.main(["chat", str(tmp_path), "--port", port, *options]) == 1
+    told = capsys.readouterr().err
+    assert "has no chat template, so it cannot chat: choose" in told and told.count("\n") == 1

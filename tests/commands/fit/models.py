@@ -138,6 +138,7 @@ def write(folder, name):
         weights |= DROPPED
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text('{"model": {}}')
     return folder
 
 

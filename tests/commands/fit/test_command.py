@@ -51,6 +51,7 @@ def llama3_8b(tmp_path_factory):
     """Its folder; 16 GB of weights, in a file that is all hole behind its header."""
     folder = tmp_path_factory.mktemp("Llama-3-8B")
     (folder / "config.json").write_text(json.dumps(LLAMA3_8B))
+    (folder / "tokenizer.json").write_text('{"model": {}}')
     header, end = {}, 0
     for name, shape in llama3_8b_shapes():
         start, end = end, end + 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
@@ -186,6 +187,7 @@ def test_a_model_that_the_engine_does_not_serve_is_refused_in_its_words(tmp_path
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
     (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
     assert main(["fit", str(tmp_path), "--memory", "16GB", "--context", "1k"]) == 1
     reason = "model_type 'phi3small' computes attention in layers.0 by itself"
     assert reason in capsys.readouterr().err

@@ -4,6 +4,7 @@
 import json
 from argparse import Namespace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -131,14 +132,19 @@ def test_what_cannot_be_is_one_line(llama, capsys, options, message):
     assert message in error and error.count("\n") == 1
 
 
+def with_tokenizer(model):
+    Path(model, "tokenizer.json").write_text('{"model": {}}')
+    return model
+
+
 def test_a_family_that_the_engine_does_not_divide_is_refused_in_its_words(tmp_path, capsys):
-    model = write_model(FAMILIES["afm7"], tmp_path / "afm7")
+    model = with_tokenizer(write_model(FAMILIES["afm7"], tmp_path / "afm7"))
     assert main(["fit", model, "--memory", "16GB", "--pipeline-parallel-size", "2"]) == 1
     assert "--pipeline-parallel-size of model_type 'afm7' (" in capsys.readouterr().err
 
 
 def test_drafts_beside_states_are_refused_by_layers(tmp_path, capsys):
-    model = write_model(OF_STATES["qwen3_next"], tmp_path / "qwen3_next")
+    model = with_tokenizer(write_model(OF_STATES["qwen3_next"], tmp_path / "qwen3_next"))
     ranks = ("--memory", "16GB", "--pipeline-parallel-size", "2")
     assert main(["fit", model, *ranks, "--num-speculative-tokens", "2"]) == 1
     assert "--num-speculative-tokens with --pipeline-parallel-size" in capsys.readouterr().err

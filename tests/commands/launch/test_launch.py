@@ -28,6 +28,7 @@ from vllm_metal.commands import cli, listeners
 from vllm_metal.commands.fit.known import KNOWN
 from vllm_metal.commands.fit.machine import Machine
 from vllm_metal.commands.launch import planning
+from vllm_metal.weights import model_names
 
 CLIENTS = ("claude", "codex", "opencode", "pi")
 #: A client: `RECORDER OUT STATUS ARGUMENTS...`.
@@ -213,6 +214,13 @@ def test_another_users_server_is_sent_nothing(user, monkeypatch):
         done = user.launch("claude", "--port", str(port), VLLM_API_KEY="k")
     assert done.returncode == 1 and "another user (uid 65534)" in done.stderr
     assert not user.out.exists()
+
+
+def test_without_a_model_and_a_network_it_ends_at_once(user, monkeypatch):
+    monkeypatch.setattr(model_names, "unreachable", lambda: "the hub does not answer: try later")
+    done = user.launch("claude", "--print")
+    assert done.returncode == 1
+    assert "no MODEL is given, and the hub does not answer: try later, or give one" in done.stderr
 
 
 def test_nobody_takes_the_port_while_a_server_is_planned(user, monkeypatch):

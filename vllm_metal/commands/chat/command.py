@@ -67,6 +67,8 @@ def _serve_and_show(args: Namespace, listener: socket.socket) -> int:
     surroundings.prepare(offline=args.model is None, quiet=False)
     if args.model is not None:
         early_checks.check_model(args.model)
+        if not any(option.startswith("--chat-template") for option in args.serve):
+            early_checks.check_template(args.model)
     model = args.model or str(_default_model())
     context = -1 if args.max_model_len is None else args.max_model_len
     flags = ["--max-model-len", str(context)]

@@ -49,6 +49,8 @@ def planned(model: str | None, context: int | None) -> Planned:
     """
     if model is not None:
         early_checks.check_model(model)
+    else:
+        early_checks.check_hub()
     done = subprocess.run(
         [sys.executable, "-m", __name__, json.dumps([model, context])],
         stdout=subprocess.PIPE,

@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     device = surroundings.prepare(offline=args.model is None)
     if args.model is not None:
         early_checks.check_model(args.model, computes=True)
+        early_checks.check_template(args.model)
     try:
         with prints.working("Loading the model (the embedded one is converted the first time)"):
             model = args.model or str(surroundings.default_model())
