@@ -95,6 +95,11 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         if not self._pending:
             return
         written, self._pending = self._pending, ()
+        if len(written) == 1:  # the usual case, once a layer
+            places = written[0].plan.places
+            for array, rows in zip(self.arrays, written[0].arrays, strict=True):
+                array[places] = rows.flatten(0, 1)
+            return
         slots = [each.plan.places for each in written]
         places = tuple(joined(parts) for parts in zip(*slots, strict=True))
         for array, *parts in zip(self.arrays, *(each.arrays for each in written), strict=True):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_metal.device import mlx_device
@@ -101,5 +101,5 @@ class StepMeter:
             prefill_rows=prefill_rows,
             **result.figures.get(STEP, {}),
         )
-        result.figures = {**result.figures, STEP: asdict(figures)}
+        result.figures = {**result.figures, STEP: {**vars(figures)}}
         return result
