@@ -3,6 +3,7 @@
 
 import json
 import logging
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -10,6 +11,7 @@ from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from vllm_metal.serving.parsers import thinking
 from vllm_metal.serving.parsers.serve import set_parsers
 
 TEMPLATE = (
@@ -42,6 +44,22 @@ def served(parser, model):
         return args.tool_call_parser, args.enable_auto_tool_choice, args.reasoning_parser
 
     return checked
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"),
+        ("--additional-config", '{"choose_parsers": false}'),
+    ],
+)
+def test_a_template_without_an_end_ends_the_start(served, model, monkeypatch, flags):
+    monkeypatch.setattr(thinking, "SECONDS", 0.1)
+    endless = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+    Path(model, "chat_template.jinja").write_text(endless)
+    with pytest.raises(ValueError, match="chat template takes more than"):
+        served(*flags)
 
 
 def test_a_server_gets_the_parsers_of_its_model_and_says_so(served, caplog):

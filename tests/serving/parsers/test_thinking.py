@@ -6,6 +6,7 @@ import pytest
 from vllm_metal.serving.parsers import files, thinking
 from vllm_metal.serving.parsers.thinking import (
     NEVER,
+    EndlessTemplate,
     Thinking,
     of_template,
     of_unknown_template,
@@ -52,15 +53,21 @@ def test_templates(template, expected):
     assert of_template(template) == expected
 
 
-def test_a_template_without_an_end_is_given_up(monkeypatch, caplog):
-    """It would hold up a start for ever, or take all memory."""
-    assert of_unknown_template("A:<think>\n") == Thinking(opened=True, by_default=False)
-    assert of_unknown_template("no thoughts") == NEVER
-    assert of_unknown_template("<think>{{ 'a' * 20000000000 }}") == NEVER
+@pytest.mark.parametrize("speaks", ["<think>", ""])
+def test_a_template_without_an_end_is_an_error(monkeypatch, speaks):
+    """It would hold up a start for ever, or take all memory; so would vLLM's warm-up."""
+    with pytest.raises(EndlessTemplate, match="--chat-template"):
+        of_unknown_template(speaks + "{{ 'a' * 20000000000 }}")
     monkeypatch.setattr(thinking, "SECONDS", 0.2)
     loops = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
-    assert of_unknown_template(f"<think>{loops}") == NEVER
-    assert "--reasoning-parser" in caplog.text
+    with pytest.raises(EndlessTemplate, match=r"0\.2 s"):
+        of_unknown_template(speaks + loops)
+
+
+def test_templates_with_an_end_are_rendered_apart():
+    assert of_unknown_template("A:<think>\n") == Thinking(opened=True, by_default=False)
+    for template in ("no thoughts", "{{ raise_exception('no') }}", "{% if", ""):
+        assert of_unknown_template(template) == NEVER
 
 
 def test_templates_of_folders_are_rendered_within_bounds(tmp_path):

@@ -45,6 +45,16 @@ class ModelFiles:
         """What the model does where a request says nothing of thinking."""
         return self.judge(self.templates[0]) if self.templates else thinking.NEVER
 
+    def check_templates(self) -> None:
+        """Renders each template once.
+
+        Raises:
+            EndlessTemplate: one has no end.
+        """
+        for template in self.templates[1:]:
+            self.judge(template)
+        _ = self.thinking
+
     def has_token(self, token: str) -> bool:
         """Whether the tokenizer's files name `token` as one, as JSON writes it."""
         plain, escaped = json.dumps(token, ensure_ascii=False), json.dumps(token)

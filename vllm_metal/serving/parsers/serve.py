@@ -21,13 +21,13 @@ def set_parsers(args: Namespace) -> None:
 
     Args:
         args: as vLLM has parsed them, for `vllm serve` or one of its kind. They are changed.
+
+    Raises:
+        EndlessTemplate: the chat template has no end, so neither would the start have one.
     """
-    if _is_turned_off(args.additional_config):
-        return
     tools = args.tool_call_parser is None
     thoughts = not (args.reasoning_parser or _of_structured_outputs(args.structured_outputs_config))
-    if not (tools or thoughts):
-        return
+    chooses = (tools or thoughts) and not _is_turned_off(args.additional_config)
     try:
         found = files.read(
             getattr(args, "model_tag", None) or args.model,
@@ -36,7 +36,11 @@ def set_parsers(args: Namespace) -> None:
             args.tokenizer,
         )
     except Exception as error:  # the start goes on, and says of the model what there is to say
-        logger.info("No parsers are chosen, as the model's files cannot be read: %s", error)
+        if chooses:
+            logger.info("No parsers are chosen, as the model's files cannot be read: %s", error)
+        return
+    found.check_templates()
+    if not chooses:
         return
     choice = choose(found)
     if choice.tool is BY_TOKENIZER and not (tools and thoughts):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import resource
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -15,9 +16,11 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _QUESTION = [{"role": "user", "content": "?"}]
-#: That a template from a stranger may take to render so short a chat: loading transformers takes
-#: one second of these.
-SECONDS, MOST_BYTES = 20.0, 4 << 30
+#: That a template from a stranger may take to render so short a chat: processor time, and memory
+#: with transformers loaded. A machine with much else to do gets more time by the clock.
+SECONDS, MOST_BYTES = 10.0, 4 << 30
+_WAIT_S = 120.0
+_TOO_MUCH_MEMORY = 3  # exit status
 #: Variables that transformers hands a template; what they hold does not matter here.
 _TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
@@ -33,6 +36,10 @@ class Thinking:
 NEVER = Thinking(opened=False, by_default=False)
 
 
+class EndlessTemplate(ValueError):
+    """A chat template that takes any time or memory, in a start and in each request."""
+
+
 def of_template(template: str) -> Thinking:
     """What a template does; `NEVER` where there is none, or it does not render so short a chat."""
     if "think" not in template:
@@ -40,6 +47,8 @@ def of_template(template: str) -> Thinking:
     try:
         plain = _prompt(template)
         on, off = (_prompt(template, enable_thinking=asked) for asked in (True, False))
+    except MemoryError:
+        raise
     except Exception:  # a template may raise anything, and refuses chats in ways of its own
         return NEVER
     return Thinking(
@@ -51,27 +60,64 @@ def of_unknown_template(template: str) -> Thinking:
     """As `of_template`, within bounds of time and memory: in a process of its own.
 
     A template is a program, which may have no end.
+
+    Raises:
+        EndlessTemplate: it is beyond them.
     """
-    if "think" not in template:
-        return NEVER
     try:
         done = subprocess.run(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-m", __name__, str(SECONDS)],
             input=template,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            timeout=SECONDS,
+            timeout=_WAIT_S,
         )
-        return Thinking(**json.loads(done.stdout))
-    except (subprocess.TimeoutExpired, ValueError, TypeError):
+    except subprocess.TimeoutExpired:
         logger.warning(
-            "The chat template does not render within %g s and %g GB, so it is not known whether "
-            "the model thinks unasked: name --reasoning-parser if it does",
-            SECONDS,
-            MOST_BYTES / 1e9,
+            "The chat template was not rendered within %g s, so it is not known whether the model "
+            "thinks unasked: name --reasoning-parser if it does",
+            _WAIT_S,
         )
         return NEVER
+    if done.returncode in (-signal.SIGPROF, _TOO_MUCH_MEMORY):
+        raise EndlessTemplate(
+            f"the model's chat template takes more than {SECONDS:g} s or {MOST_BYTES / 1e9:.1f} GB "
+            "to render one short message: name another with --chat-template"
+        )
+    try:
+        return Thinking(**json.loads(done.stdout))
+    except (ValueError, TypeError):
+        return NEVER
+
+
+def _render_plainly(template: str) -> None:
+    """Renders as transformers does, without the second that loading it takes."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    given = {"messages": _QUESTION, "tools": None, "documents": None, "strftime_now": str}
+    environment.from_string(template).render(add_generation_prompt=True, **given, **_TOKENS)
+
+
+def _main() -> None:
+    """Prints what a template on standard input does, within the bounds."""
+    with suppress(ValueError, OSError):  # where a hard limit is lower already
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    template = sys.stdin.read()
+    if "think" in template:
+        from transformers.utils import chat_template_utils  # noqa: F401  # takes a second
+    signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))
+    try:
+        if "think" not in template:
+            _render_plainly(template)
+        print(json.dumps(asdict(of_template(template))))
+    except MemoryError:
+        sys.exit(_TOO_MUCH_MEMORY)
+    except Exception:  # as of_template
+        print(json.dumps(asdict(NEVER)))
 
 
 def _prompt(template: str, **options: Any) -> str:
@@ -85,6 +131,4 @@ def _prompt(template: str, **options: Any) -> str:
 
 
 if __name__ == "__main__":
-    with suppress(ValueError, OSError):  # where a hard limit is lower already
-        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
-    print(json.dumps(asdict(of_template(sys.stdin.read()))))
+    _main()
