@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever an answer depends on beside its request changes the fingerprint that keeps it."""
 
+import asyncio
 import sys
 from argparse import Namespace
 from types import SimpleNamespace
@@ -8,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_metal.serving.response_cache import rendering
+from vllm_metal.serving.response_cache.key import Rendered
 from vllm_metal.settings import facts
+from vllm_metal.vllm_patches import media_loading
 
 
 @pytest.fixture
@@ -86,3 +89,26 @@ def test_where_a_server_listens_does_not_count(state):
     before = rendering.fingerprint(state, None)
     state.args.port = 9000
     assert rendering.fingerprint(state, None) == before
+
+
+def test_images_that_a_key_needs_are_counted_apart():
+    """They are read again for the answer: a request may have as many as without kept answers."""
+    memory = media_loading.MEMORY
+    fields = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+
+    async def prompt(request):
+        memory.charge(memory.per_request, 0)
+        return SimpleNamespace(token_ids=[1], features=None)
+
+    models = SimpleNamespace(lora_requests={})
+    served = SimpleNamespace(
+        serving_render=SimpleNamespace(render_chat_request=prompt, models=models)
+    )
+
+    async def answer():
+        with memory.request():
+            found = await rendering.renderer(served)("chat", fields)
+            memory.charge(memory.per_request, 0)
+        return found
+
+    assert asyncio.run(answer()) == [Rendered([1], {})]

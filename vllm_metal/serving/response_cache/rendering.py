@@ -24,6 +24,7 @@ from vllm_metal.models import loader
 from vllm_metal.serving.response_cache.key import Render, Rendered
 from vllm_metal.serving.routes import Style
 from vllm_metal.settings import envs, facts
+from vllm_metal.vllm_patches import media_loading
 
 #: Arguments of `vllm serve` that say where and how it listens, or what it prints.
 _NO_PART = (
@@ -66,7 +67,9 @@ def renderer(state: Any) -> Render:
         copy = json.loads(json.dumps(fields))  # vLLM's models change what they are given
         copy["mm_payload"] = "none"  # of images the hashes alone
         try:
-            made = await getattr(serving, name)(model.model_validate(copy))
+            # Images are read again for the answer, which has the request's own count.
+            with media_loading.MEMORY.request():
+                made = await getattr(serving, name)(model.model_validate(copy))
         except Exception:  # of pydantic, of a template: vLLM's own answer will say what is wrong
             return None
         prompts = made if isinstance(made, list) else [made]
