@@ -209,6 +209,7 @@ def test_who_does_not_know_the_token_is_no_rank():
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(greeting)
             assert stranger.recv(1) == b""
+    assert silent[0].recv(1) == b""  # the oldest has given way
     silent[-1].sendall(b"\0\0\0\2")  # a rank whose greeting came in pieces
     second = heartbeat.join(1, 3, "127.0.0.1", lambda mine: [(port, token), mine], _LIMIT_S)
     thread.join(_LIMIT_S)
