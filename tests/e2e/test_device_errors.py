@@ -221,7 +221,7 @@ def test_two_steps_in_flight_on_kernels_whose_drafts_nobody_has_read(tmp_path, d
     prompts = [[(7 * i * i + 3 * n + i // 5) % 8 for i in range(n)] for n in (5, 33, 50)]
     dense = Dense(toy.model)
     with drafting_engine(toy, None, async_scheduling=True, max_model_len=128) as llm:
-        for number, (at, ends) in enumerate(zip((2, 3, 5, 4), ENDS, strict=True), 1):
+        for number, (at, ends) in enumerate(zip((2, 3, 5), ENDS[1:], strict=True), 1):
             device.fail_step(at, ends)
             assert check(dense, prompts, serve(llm, prompts, 12)) == [0, 1, 2], ends
             assert failures(llm) == len(device.taken) == number
