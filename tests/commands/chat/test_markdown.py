@@ -64,6 +64,15 @@ def test_code_is_coloured_and_reached_by_the_keyboard():
     assert '<pre tabindex="0"' in html
 
 
+def test_code_is_coloured_once(monkeypatch):
+    """A text that grows is rendered again with each piece of it."""
+    coloured = []
+    monkeypatch.setattr(markdown, "highlight", lambda code, *_: coloured.append(code) or "")
+    for rest in ("", "more", "more and more"):
+        markdown.blocks(f"```python\nonce = 1\n```\n{rest}")
+    assert coloured == ["once = 1\n"]
+
+
 def test_code_that_takes_long_to_colour_is_text(monkeypatch):
     """Lexers take the square of some texts' length, and the page would stand still."""
     monkeypatch.setattr(markdown.time, "perf_counter", itertools.count().__next__)
