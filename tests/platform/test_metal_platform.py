@@ -15,6 +15,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from vllm_metal.vllm_patches import request_sizes
+
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 2}
 
 
@@ -27,6 +29,13 @@ def model():
     from vllm_metal.models.embedded import embedded_model_path
 
     return str(embedded_model_path(dequantize=True))
+
+
+def test_an_engine_drops_compilations_that_nobody_waits_for(model, monkeypatch):
+    called = []
+    monkeypatch.setattr(request_sizes, "drop_compilations", lambda: called.append(True))
+    config(model)
+    assert called
 
 
 #: Begins with a part of vLLM that asks for the platform before it is there.

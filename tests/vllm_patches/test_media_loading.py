@@ -126,6 +126,15 @@ def test_what_is_wrong_with_an_address_is_the_clients_to_know(bounded, address, 
         asyncio.run(load(address))
 
 
+def test_media_that_need_a_missing_package_are_the_clients_mistake(bounded, monkeypatch):
+    def read(self, data):
+        raise ImportError("no module", name="cv2")
+
+    monkeypatch.setattr(ImageMediaIO, "load_bytes", read)
+    with pytest.raises(VLLMClientError, match="package cv2 is not installed"):
+        asyncio.run(load(url()))
+
+
 def test_addresses_are_fetched_where_hosts_are_named(bounded):
     from urllib3.util import parse_url
 
