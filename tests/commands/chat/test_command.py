@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-metal chat`'s options, and what it says before a model is loaded."""
 
+import gc
 import socket
 
 import pytest
+import uvicorn
 
 from vllm_metal.commands import cli, local_server
 from vllm_metal.commands.chat import command
@@ -86,3 +88,18 @@ def test_a_model_without_a_chat_template_is_refused_before_it_starts(
     assert cli.main(["chat", str(tmp_path), "--port", port, *options]) == 1
     told = capsys.readouterr().err
     assert "has no chat template, so it cannot chat: choose" in told and told.count("\n") == 1
+
+
+def test_a_page_that_is_told_to_end_does_so_quietly(monkeypatch, caplog):
+    async def serve(server, sockets):
+        server.started = True
+        raise SystemExit(143)  # as uvicorn does, which passes SIGTERM on to this program
+
+    monkeypatch.setattr(uvicorn.Server, "serve", serve)
+    url = f"http://127.0.0.1:{local_server.free_port()}"
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["chat", "--url", url, "--port", str(local_server.free_port())])
+    assert caught.value.code == 143
+    del caught
+    gc.collect()  # asyncio tells of a task's error when nothing refers to the task
+    assert not caplog.records

@@ -119,13 +119,22 @@ def _show(
     token = secrets.token_urlsafe()
     address = f"http://{HOST}:{listener.getsockname()[1]}/?token={token}"
 
+    ends: list[SystemExit] = []
+
     async def serve() -> bool:
         server = uvicorn.Server(
             uvicorn.Config(
                 page.app(upstream, token), log_level="warning", timeout_graceful_shutdown=1
             )
         )
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+
+        async def serve_page() -> None:
+            try:
+                await server.serve(sockets=[listener])
+            except SystemExit as end:  # uvicorn passes SIGTERM on, in a task of the loop
+                ends.append(end)
+
+        serving = asyncio.create_task(serve_page())
         while not server.started and not serving.done():
             await asyncio.sleep(_START_POLL)
         print(f"Chat: {address}   (Ctrl-C ends it)", flush=True)
@@ -143,6 +152,8 @@ def _show(
             by_user = asyncio.run(serve())
         except KeyboardInterrupt:  # uvicorn has shut down, and passes it on
             return 0
+    if ends:
+        raise ends[0]
     if not by_user:
         print("vllm-metal: error: the server has ended: start the chat again", file=sys.stderr)
     return 0 if by_user else 1
