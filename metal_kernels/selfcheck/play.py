@@ -279,7 +279,7 @@ def _splits(check: Check, tiles: Tiles) -> Iterator[Splits]:
 
     Each number has all sizes of tiles in turn.
     """
-    sizes = len(tiles.decode) + len(tiles.prefill)
+    sizes = len(tiles.decode) + len(tiles.prefill) or 1  # none: MLX alone attends
     for walkers in itertools.cycle((1, WALKS) if check.kernel == "reduce" else (None,)):
         yield from itertools.repeat(replace(ALWAYS, joined_by=walkers), sizes)
 
