@@ -114,8 +114,8 @@ def plot(found: dict, target: Path) -> None:
             for peer, states in found[part]["runs"].items()
             for state, runs in states.items()
         }
-        colours = ["C0" if name.startswith(OURS_ON) else "0.7" for name in bars]
-        drawn = panel.bar(range(len(bars)), list(bars.values()), color=colours)
+        colors = ["C0" if name.startswith(OURS_ON) else "0.7" for name in bars]
+        drawn = panel.bar(range(len(bars)), list(bars.values()), color=colors)
         panel.bar_label(drawn, [digits(height) for height in bars.values()], fontsize=7)
         panel.set_xticks(range(len(bars)), list(bars), fontsize=7, rotation=60)
         panel.set_title(f"{_TITLES[part]}: output tok/s", fontsize=9)

@@ -143,7 +143,7 @@ def _wait_until_healthy(
 def stop(process: subprocess.Popen[bytes]) -> None:
     """Ends the server and all it started; returns once none of them runs."""
     for order in (signal.SIGTERM, signal.SIGKILL):
-        # On macOS a group of which only zombies are left may not be signalled.
+        # On macOS a group of which only zombies are left may not be signaled.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, order)
         deadline = time.monotonic() + _STOP_TIMEOUT_S

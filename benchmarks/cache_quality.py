@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a quantised KV cache costs in quality: perplexity and greedy agreement, by cache.
+"""What a quantized KV cache costs in quality: perplexity and greedy agreement, by cache.
 
 Reads English text in windows through the engine, whose prompt logprobs say how likely each token
 was; most of a window's context comes from the cache. The text is the Python language's reference
@@ -51,7 +51,7 @@ class Result:
     bytes_per_token: int  # of the cache
     tokens: int  # predicted
     perplexity: float
-    relative: float  # to the unquantised cache's, less 1
+    relative: float  # to the unquantized cache's, less 1
     same_top_token: float  # share of tokens after which the most likely next one is the same
 
 

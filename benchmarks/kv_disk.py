@@ -274,8 +274,8 @@ def plot(found: dict[str, object], target: Path) -> None:
     for panel, key in zip(panels[0], keys, strict=True):
         rows: list[dict] = found[key]  # type: ignore[assignment]
         contexts = [row["context"] for row in rows]
-        for way, colour in zip(WAYS, ("0.5", "C2", "C0"), strict=True):
-            panel.loglog(contexts, [row[way] / 1e3 for row in rows], "o-", color=colour, label=way)
+        for way, color in zip(WAYS, ("0.5", "C2", "C0"), strict=True):
+            panel.loglog(contexts, [row[way] / 1e3 for row in rows], "o-", color=color, label=way)
         panel.set_xscale("log", base=2)
         panel.set_xticks(contexts, [f"{context:,}" for context in contexts], fontsize=8)
         panel.set_title(titles[key], fontsize=10)

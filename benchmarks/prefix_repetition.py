@@ -60,7 +60,7 @@ class Workload:
         return [text for name, size in sizes.items() for text in (name, str(size))]
 
     def max_model_len(self) -> int:
-        """A context that holds each request; tokenising a prompt anew may lengthen it a little."""
+        """A context that holds each request; tokenizing a prompt anew may lengthen it a little."""
         return self.prefix_len + self.suffix_len + self.output_len + 128
 
 
@@ -119,7 +119,7 @@ class Figure:
 Summary = dict[str, dict[str, Figure | None]]  # by way, by figure
 
 
-def summarise(runs: dict[str, list[Run]]) -> Summary:
+def summarize(runs: dict[str, list[Run]]) -> Summary:
     """Each way's figures over its runs."""
     return {
         way: {
@@ -326,7 +326,7 @@ def main() -> int:
         "workload": asdict(workload),
         "runs": {way: [asdict(run) for run in of_way] for way, of_way in runs.items()},
     }
-    report(summarise(runs), args.out, setting)
+    report(summarize(runs), args.out, setting)
     return 0
 
 

@@ -19,7 +19,7 @@ from rich.text import Text
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "demo.svg"
 WIDTH = 84  # columns; the widest line of the demo has 83
-#: rich's colours without its spinner, and no progress bars: both leave nothing on the screen.
+#: rich's colors without its spinner, and no progress bars: both leave nothing on the screen.
 QUIET = {"FORCE_COLOR": "1", "TTY_INTERACTIVE": "0", "TQDM_DISABLE": "1"}
 _CURSOR = re.compile(r"\x1b\[\?\d+[lh]")  # hides and shows it
 _WEB_FONTS = re.compile(r"@font-face \{.*?\}", re.DOTALL)  # a picture must not ask the network
@@ -45,7 +45,7 @@ def draw(printed: str) -> str:
     """The picture, as SVG.
 
     Args:
-        printed: with the codes that colour a terminal.
+        printed: with the codes that color a terminal.
     """
     console = Console(record=True, width=WIDTH, force_terminal=True, file=io.StringIO())
     console.print(Text("$ make demo", style="bold green"))

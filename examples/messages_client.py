@@ -8,7 +8,7 @@ import _server
 import anthropic
 from anthropic.types import MessageParam
 
-SYSTEM = "You are a helpful assistant for travellers. Answer in one short sentence."
+SYSTEM = "You are a helpful assistant for travelers. Answer in one short sentence."
 QUESTIONS = ("What is the capital of Norway?", "Which language do people speak there?")
 
 

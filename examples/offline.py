@@ -7,7 +7,7 @@ import _common
 import _terminal
 
 SYSTEM = (
-    "You are a helpful assistant for travellers. Answer in one short sentence. "
+    "You are a helpful assistant for travelers. Answer in one short sentence. "
     "Use plain words, give no lists, and do not repeat the question."
 )
 QUESTIONS = (

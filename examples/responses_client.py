@@ -7,7 +7,7 @@ import sys
 import _server
 from openai.types.responses import ResponseInputItemParam
 
-INSTRUCTIONS = "You are a helpful assistant for travellers. Answer in one short sentence."
+INSTRUCTIONS = "You are a helpful assistant for travelers. Answer in one short sentence."
 QUESTIONS = ("What is the capital of France?", "Which river flows through it?")
 
 

@@ -9,7 +9,7 @@ has compiled is one operation, as are MLX's own of mlx.core.fast. Of the operati
 - views are none: reshapes, transpositions, slices, broadcasts;
 - a concatenation is one for each part;
 - a rotation of a part of each head is two: MLX copies, then rotates in the copy;
-- neighbouring elementwise operations are one, as MLX's compiler joins them;
+- neighboring elementwise operations are one, as MLX's compiler joins them;
 - a row of one of our kernels that is a slice of something is one more: MLX copies it first;
 - any other is one.
 

@@ -44,7 +44,7 @@ def _end_with_the_parent(child: subprocess.Popen[bytes]) -> None:
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
     """Ends what is left of its group."""
-    # On macOS a group of which only zombies are left may not be signalled.
+    # On macOS a group of which only zombies are left may not be signaled.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
 

@@ -95,7 +95,7 @@ def _end(handle: subprocess.Popen[bytes]) -> None:
         with suppress(subprocess.TimeoutExpired):
             handle.wait(_STOP_S)
     finally:
-        # On macOS a group of which only zombies are left may not be signalled.
+        # On macOS a group of which only zombies are left may not be signaled.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(handle.pid, signal.SIGKILL)
         handle.wait()

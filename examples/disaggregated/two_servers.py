@@ -26,7 +26,7 @@ from _processes import POLL_S, VLLM, Process, ProcessError, free_ports, ready, r
 
 HERE = Path(__file__).resolve().parent
 TEXT = HERE.parents[1] / "LICENSE"  # a long text in English that every clone has
-QUESTION = "What does this licence allow? Answer in one sentence."
+QUESTION = "What does this license allow? Answer in one sentence."
 MODEL = "smollm2"
 KV_CACHE_GIB = 0.25
 MAX_MODEL_LEN = 4096

@@ -20,7 +20,7 @@ class Traffic:
     written_bytes: int
     # Lines that one load or store instruction of a simdgroup touches, summed over instructions. The
     # lanes' accesses are one instruction if they come from the same place in the code, for the same
-    # time since the simdgroup last synchronised.
+    # time since the simdgroup last synchronized.
     lines_read: int
     lines_written: int
     # Different lines that a threadgroup reads, summed: the traffic if its cache loses nothing.

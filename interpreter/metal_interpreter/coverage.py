@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Coverage mode: finds which lines of .metal files were executed.
 
-Kernels are compiled without optimisation, and each basic block sets a flag of its own. Debug
+Kernels are compiled without optimization, and each basic block sets a flag of its own. Debug
 information tells the lines of a block's instructions, through `#line` and over all instantiations
 of a template. A line is executable if any compiled instantiation has code for it. Branches that the
 template arguments rule out in all of them are not.

@@ -177,14 +177,14 @@ def _bind(
     parameter: Parameter,
     inputs: Sequence[tuple[mx.array, memory.View]],
     outputs: Sequence[mx.array],
-    initialised: bool,
+    initialized: bool,
     keep_alive: list[object],
 ) -> Buffer:
     kind = _KIND[parameter.role]
     if parameter.role == "output":
         array = outputs[parameter.array]
         address = memory.view(array).address
-        return Buffer(parameter.name, address, array.nbytes, array.itemsize, kind, initialised)
+        return Buffer(parameter.name, address, array.nbytes, array.itemsize, kind, initialized)
     array, view = inputs[parameter.array]
     if parameter.role == "input":
         span = _span(view) * array.itemsize

@@ -20,7 +20,7 @@ class KernelViolation(RuntimeError):
 
     Attributes:
         kernel: name given to `metal_kernel`.
-        kind: "out_of_bounds", "race", "divergence", "uninitialised" or "threadgroup_memory".
+        kind: "out_of_bounds", "race", "divergence", "uninitialized" or "threadgroup_memory".
     """
 
     def __init__(self, kernel: str, kind: str, text: str) -> None:
@@ -58,7 +58,7 @@ class Buffer:
     nbytes: int
     element_bytes: int
     kind: int  # runtime/dispatch.h: BufferKind
-    initialised: bool
+    initialized: bool
 
 
 class _Buffer(ctypes.Structure):
@@ -68,7 +68,7 @@ class _Buffer(ctypes.Structure):
         ("bytes", ctypes.c_uint64),
         ("element_bytes", ctypes.c_uint32),
         ("kind", ctypes.c_uint32),
-        ("initialised", ctypes.c_uint32),
+        ("initialized", ctypes.c_uint32),
     )
 
 
@@ -167,7 +167,7 @@ def dispatch(
     """
     bound = (_Buffer * len(buffers))(
         *(
-            _Buffer(b.name.encode(), b.address, b.nbytes, b.element_bytes, b.kind, b.initialised)
+            _Buffer(b.name.encode(), b.address, b.nbytes, b.element_bytes, b.kind, b.initialized)
             for b in buffers
         )
     )

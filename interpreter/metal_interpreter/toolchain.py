@@ -72,7 +72,7 @@ class Mode:
 
 RUN = Mode("run", ("-O2",), (), _RUN_SOURCES)
 # ThreadSanitizer's calls at every access, answered by our own runtime. They exist for 1, 2, 4, 8
-# and 16 bytes only and wider accesses would go unseen, hence no vectorisation.
+# and 16 bytes only and wider accesses would go unseen, hence no vectorization.
 CHECK = Mode(
     "check",
     (
@@ -151,7 +151,7 @@ def _build_missing(text: str, flags: Sequence[str], runtime: Path, target: Path)
 
 
 def llvm_text(text: str, extra_flags: Sequence[str] = ()) -> str:
-    """A translation unit as LLVM's assembly language, neither optimised nor linked.
+    """A translation unit as LLVM's assembly language, neither optimized nor linked.
 
     Raises:
         CompileError: the text does not compile.

@@ -4,11 +4,11 @@
 // before their rotation (Su et al. 2021, arXiv:2104.09864) they get it here, and so do queries: one
 // simdgroup per batch row and query head besides.
 
-// Neighbouring elements of a lane, which the compiler may move together. Nothing is assumed of their
+// Neighboring elements of a lane, which the compiler may move together. Nothing is assumed of their
 // alignment: keys are often a slice of a larger array.
 constant constexpr int RUN = 4;
 
-// A row of T, of which DIMS elements from FIRST on are turned in pairs: neighbours where TRADITIONAL,
+// A row of T, of which DIMS elements from FIRST on are turned in pairs: neighbors where TRADITIONAL,
 // else DIMS / 2 apart. DIMS of 0: none are. Operation by operation as MLX's own rotation (0.32.4), whose
 // place this takes, so that a row comes out the same by either.
 template <typename T, int DIMS, int FIRST, bool TRADITIONAL, bool LISTED>

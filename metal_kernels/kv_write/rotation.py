@@ -18,14 +18,14 @@ class RotationKind(NamedTuple):
 
     dims: int  # elements of a row that are rotated
     first: int = 0  # of the row, the first of them
-    traditional: bool = False  # pairs are neighbours; else dims / 2 apart
+    traditional: bool = False  # pairs are neighbors; else dims / 2 apart
     listed: bool = False  # frequencies are an array; else powers of a base
 
     def to_json(self) -> list[Any]:
         return list(self)
 
     def __str__(self) -> str:
-        pairs = "neighbours" if self.traditional else "halves"
+        pairs = "neighbors" if self.traditional else "halves"
         return f"{self.dims} elements rotated by {pairs}{', by a list' if self.listed else ''}"
 
 

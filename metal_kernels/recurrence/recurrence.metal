@@ -6,7 +6,7 @@
 // So a token's results do not depend on what it is computed as. After each token a state is rounded to its
 // dtype, so they do not depend on where steps end either.
 
-// A row's elements go to its lanes in runs of neighbours, in turn: a lane has EACH of them. Past the row's
+// A row's elements go to its lanes in runs of neighbors, in turn: a lane has EACH of them. Past the row's
 // end, where a lane's last run may lie, its elements are zeros, read from the last run that there is.
 template <int DK, int LANES, int RUN>
 inline uint run_start(int i, uint lane) {

@@ -67,7 +67,7 @@ struct Context {
     }
 };
 
-// Lane's place in an 8x8 matrix: its row, and the first of two neighbouring columns. Apple does not
+// Lane's place in an 8x8 matrix: its row, and the first of two neighboring columns. Apple does not
 // document it; MLX's own matrix kernels rely on it, and the self-check would find it changed.
 struct Place {
     int row;

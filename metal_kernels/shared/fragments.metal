@@ -5,7 +5,7 @@
 template <typename C>
 struct Fragments {
     typedef C Element;
-    typedef uint Pair;  // two neighbouring elements
+    typedef uint Pair;  // two neighboring elements
     static constant constexpr int COUNT = 4;
 
     // Which of the 16 bytes' elements is element e of matrix i.

@@ -32,7 +32,7 @@ inline float decode_element(uint8_t code) {
   return static_cast<float>(as_type<half>(bits)) * 256.0f;
 }
 
-// The largest code of a quantised cache; 0 for one that holds values.
+// The largest code of a quantized cache; 0 for one that holds values.
 template <typename C>
 inline float largest_code() {
   return 0.0f;

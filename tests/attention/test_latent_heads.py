@@ -17,10 +17,10 @@ HEADS = LatentHeads(num_heads=5, rank=64, rotated=8, key=32, value=24)
 SCALE = 0.17
 
 
-def projections(quantised):
+def projections(quantized):
     mx.random.seed(3)
     layers = MultiLinear(HEADS.key, HEADS.rank, 5), MultiLinear(HEADS.rank, HEADS.value, 5)
-    return Projections(*(each.to_quantized(32, 4) if quantised else each for each in layers))
+    return Projections(*(each.to_quantized(32, 4) if quantized else each for each in layers))
 
 
 def weights(layer):
@@ -64,23 +64,23 @@ def few_at_once(monkeypatch, length, heads):
 PIECES = [(13, 13), (13, 26), (14, 40)]  # rows, and tokens that they see, of 40 tokens
 
 
-@pytest.mark.parametrize("quantised", [False, True], ids=["plain", "quantised"])
+@pytest.mark.parametrize("quantized", [False, True], ids=["plain", "quantized"])
 @pytest.mark.parametrize(("num_rows", "length"), [(40, 40), (40, 97), (1, 30)])
 @pytest.mark.parametrize("turns", [1, 3, 5])
 def test_turns_of_heads_and_pieces_of_rows_equal_the_absorbed_form(
-    monkeypatch, quantised, num_rows, length, turns
+    monkeypatch, quantized, num_rows, length, turns
 ):
     if turns > 1:
         few_at_once(monkeypatch, length, heads=2 if turns == 3 else 1)
-    made, (queries, context) = projections(quantised), drawn(num_rows, length)
+    made, (queries, context) = projections(quantized), drawn(num_rows, length)
     given = (mx.array(each.astype(np.float32)) for each in (queries, context))
     found = latent_heads.attend(*given, made, SCALE)
     np.testing.assert_allclose(np.array(found), absorbed(queries, context, made), atol=2e-5)
 
 
-@pytest.mark.parametrize("quantised", [False, True], ids=["plain", "quantised"])
-def test_no_product_is_with_a_vector(quantised):
-    made, shapes = projections(quantised), []
+@pytest.mark.parametrize("quantized", [False, True], ids=["plain", "quantized"])
+def test_no_product_is_with_a_vector(quantized):
+    made, shapes = projections(quantized), []
     given = [mx.array(each.astype(np.float32)) for each in drawn(40, 97)]
     graph = record(lambda *rows: [latent_heads.attend(*rows, made, SCALE)], given)
     for operation in graph.operations:
@@ -149,5 +149,5 @@ def test_command_buffers_may_end_between_all_turns_and_pieces(monkeypatch):
 
 
 def test_the_sizes_are_those_of_the_matrices():
-    for quantised in (False, True):
-        assert projections(quantised).heads(rotated=8) == HEADS
+    for quantized in (False, True):
+        assert projections(quantized).heads(rotated=8) == HEADS

@@ -49,7 +49,7 @@ def test_a_request_is_added_advanced_and_removed():
     assert len(requests) == 0
 
 
-def test_learnt_tokens_extend_what_the_host_knows():
+def test_learned_tokens_extend_what_the_host_knows():
     requests = make()
     state = requests.add_request(new_request("a", [5, 6], ([1], [2])))
     outputs = state.output_token_ids
@@ -60,7 +60,7 @@ def test_learnt_tokens_extend_what_the_host_knows():
     assert requests.token_ids_np[state.req_idx, :4].tolist() == [5, 6, 11, 12]
 
 
-def test_a_token_learnt_after_resume_or_removal_goes_nowhere():
+def test_a_token_learned_after_resume_or_removal_goes_nowhere():
     requests = make()
     old = requests.add_request(new_request("a", [5, 6], ([1], [2])))
     assert requests.preempt_request("a") is old

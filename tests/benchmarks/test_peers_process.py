@@ -21,7 +21,7 @@ class Engine:
         if fails:
             raise RuntimeError("no such model")
         self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-        self.about = {{name.lower(): os.environ.get(name) for name in ("COLOUR", "SHAPE")}}
+        self.about = {{name.lower(): os.environ.get(name) for name in ("COLOR", "SHAPE")}}
         self.about["child"] = self.child.pid
 
     def run(self, prompts, max_tokens):
@@ -53,11 +53,11 @@ def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
 def start(folder: Path, **options: object) -> Peer:
     script = folder / "engine.py"
     script.write_text(SCRIPT)
-    return Peer("toy", script, options, {"COLOUR": "green", "SHAPE": None}, folder / "log")
+    return Peer("toy", script, options, {"COLOR": "green", "SHAPE": None}, folder / "log")
 
 
 def test_answers_are_apart_from_what_libraries_print(peer: Peer, tmp_path: Path) -> None:
-    assert (peer.about["colour"], peer.about["shape"]) == ("green", None)
+    assert (peer.about["color"], peer.about["shape"]) == ("green", None)
     run = peer.run([[5, 6, 7], [8, 9, 10]], 2)
     assert run.tokens == [[5, 6], [8, 9]]
     assert 0 <= run.first[0] == run.last[0] <= run.first[1]

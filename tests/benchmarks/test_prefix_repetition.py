@@ -11,7 +11,7 @@ import _server
 import prefix_repetition
 import pytest
 from _server import ServerError, counter, serve
-from prefix_repetition import Figure, Run, gain, report, summarise
+from prefix_repetition import Figure, Run, gain, report, summarize
 
 METRICS = """\
 # HELP vllm:prefix_cache_queries_total Prompt tokens looked up.
@@ -60,7 +60,7 @@ def test_figure_is_median_and_sample_deviation() -> None:
 def test_gain_is_above_one_for_more_throughput_and_less_waiting(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    summary = summarise(
+    summary = summarize(
         {
             "off": [a_run(100.0, 600.0, None)],
             "cold": [a_run(120.0, 450.0, 0.7)],

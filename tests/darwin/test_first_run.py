@@ -24,7 +24,7 @@ SMALL = {"max_model_len": 128, "kv_cache_memory_bytes": 32 << 20, "max_num_batch
 #: Its KV pool is what is left of this; bytes.
 SMALL_MAC = {"DARWIN_DOUBLE_TOTAL": str(6 << 30), "DARWIN_DOUBLE_AVAILABLE": str(4 << 30)}
 #: What may stand in a line of stderr.
-RECOGNISED = (
+RECOGNIZED = (
     re.compile(r"\d+%\|.*\|.*\[.*\]?$|\d+(it|B) \[.*\]$"),  # tqdm's bars
     re.compile(r"^(\S+ pid=\d+\) )?INFO: +"),  # uvicorn's
 )
@@ -41,17 +41,17 @@ def model() -> str:
     return str(embedded_model_path(dequantize=True))
 
 
-def unrecognised(stderr: str) -> list[str]:
+def unrecognized(stderr: str) -> list[str]:
     """Lines, or parts of one written over, that are nobody's."""
     lines = filter(str.strip, re.split(r"[\r\n]", stderr))
-    return [line for line in lines if not any(known.search(line) for known in RECOGNISED)]
+    return [line for line in lines if not any(known.search(line) for known in RECOGNIZED)]
 
 
 def assert_clean(status: int, stdout: str, stderr: str) -> None:
-    """Exit 0; no traceback, error, warning or crash; nothing on stderr but what is RECOGNISED."""
+    """Exit 0; no traceback, error, warning or crash; nothing on stderr but what is RECOGNIZED."""
     said = f"{stdout}\n--- stderr\n{stderr}"
     assert status == 0, said
-    assert unrecognised(stderr) == [], said
+    assert unrecognized(stderr) == [], said
     lines = [line for line in said.splitlines() if not any(each in line for each in ALLOWED)]
     alarming = [line for line in lines if any(alarm in line for alarm in ALARMS)]
     assert alarming == [], said

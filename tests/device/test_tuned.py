@@ -86,7 +86,7 @@ def other_key(path: Path, **changed: object) -> None:
     change(path, key=json.loads(path.read_text())["key"] | changed)
 
 
-SPOILT = {
+SPOILED = {
     "empty": (lambda path: path.write_text(""), "is broken"),
     "cut off": (lambda path: path.write_text(path.read_text()[:-20]), "is broken"),
     "bytes": (lambda path: path.write_bytes(b"\xff\xfe\x00"), "cannot be read"),
@@ -114,9 +114,9 @@ SPOILT = {
 }
 
 
-@pytest.mark.parametrize("name", SPOILT)
+@pytest.mark.parametrize("name", SPOILED)
 def test_a_broken_foreign_or_older_file_costs_one_line(name, tmp_path):
-    spoil, why = SPOILT[name]
+    spoil, why = SPOILED[name]
     spoil(tuned.save(CHOSEN, folder=tmp_path))
     loaded = tuned.load(tmp_path)
     assert loaded.choices == BY_FAMILY

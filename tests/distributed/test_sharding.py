@@ -49,7 +49,7 @@ def test_all_24_families(of_ranks):
             assert of_family["share"] < 0.95, (family, of_family)
 
 
-def test_quantised_weights(of_ranks):
+def test_quantized_weights(of_ranks):
     for found in of_ranks:
         assert found["qwen3, 4 bits"]["apart"] < APART
         assert found["qwen3, 4 bits"]["share"] < 0.95

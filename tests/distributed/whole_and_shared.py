@@ -39,7 +39,7 @@ QWEN3 = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
-QUANTISED = {"qwen3, 4 bits": 128, "qwen3, 4 bits, a group in two": 96}  # its intermediate_size
+QUANTIZED = {"qwen3, 4 bits": 128, "qwen3, 4 bits, a group in two": 96}  # its intermediate_size
 
 
 def shardable() -> list[str]:
@@ -62,7 +62,7 @@ def models() -> Iterator[tuple[str, Any]]:
     config = config_of(replace(family, config=family.config | heads))
     yield "step3p5, 2 groups", code.Model(code.ModelArgs.from_dict(config))
     code = import_module("mlx_lm.models.qwen3")
-    for name, width in QUANTISED.items():
+    for name, width in QUANTIZED.items():
         config = QWEN3 | {"intermediate_size": width}
         yield name, code.Model(code.ModelArgs.from_dict(config))
 
@@ -84,7 +84,7 @@ def compare(name: str, model: Any, group: mx.distributed.Group) -> dict[str, Any
     """How far logits are apart, and what share of the weights this rank has."""
     model.eval()
     draw(model)
-    if name in QUANTISED:
+    if name in QUANTIZED:
         nn.quantize(model, group_size=32, bits=4)
     text = mx.array(TOKENS)
     whole = model(text)

@@ -4,7 +4,7 @@
 Read in MLX's source (mlx/error.h, mlx/array.cpp, mlx/backend/metal/device.cpp): where a command
 buffer failed, what it should have written is undefined. The error is noted when it ends, and thrown
 once: to whoever begins a command buffer, by giving the device work; to whoever waits for one that
-has not ended; or to who synchronises. To read an array whose command buffer has ended asks nobody.
+has not ended; or to who synchronizes. To read an array whose command buffer has ended asks nobody.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FailingDevice:
         self._failing: StepOutput | None = None  # the step of that command buffer
         self._by_graph = self._spoiling = False
         self._evaluate = mx.eval
-        hand_over, synchronise, make_graph = mx.async_eval, mx.synchronize, mx.compile
+        hand_over, synchronize, make_graph = mx.async_eval, mx.synchronize, mx.compile
         sample, read, make_rows = ModelRunner.hand_over, StepOutput.token_ids, store_jobs.page_rows
 
         def async_eval(*arrays: Any) -> None:
@@ -60,8 +60,8 @@ class FailingDevice:
             self._wait("eval")
             self._evaluate(*arrays)
 
-        def synchronize(*arguments: Any) -> None:
-            synchronise(*arguments)
+        def synchronized(*arguments: Any) -> None:
+            synchronize(*arguments)
             self._ended |= self._in_flight
             self._ask("synchronize")
 
@@ -108,7 +108,7 @@ class FailingDevice:
         for name, call in {
             "async_eval": async_eval,
             "eval": evaluate,
-            "synchronize": synchronize,
+            "synchronize": synchronized,
             "compile": compiled,
         }.items():
             monkeypatch.setattr(mx, name, call)
@@ -135,14 +135,14 @@ class FailingDevice:
         for each in arrays:
             flat += each if isinstance(each, (list, tuple)) else [each]
         self._evaluate(flat)
-        spoilt: set[int] = set()  # addresses: some arrays are views of others
+        spoiled: set[int] = set()  # addresses: some arrays are views of others
         for array in flat:
             if array.dtype not in (mx.int32, mx.float32):
                 continue
             values = np.asarray(array)
-            if values.ctypes.data in spoilt:
+            if values.ctypes.data in spoiled:
                 continue
-            spoilt.add(values.ctypes.data)
+            spoiled.add(values.ctypes.data)
             if array.dtype == mx.int32:
                 values[...] ^= 1
             else:

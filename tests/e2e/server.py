@@ -171,7 +171,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         with suppress(subprocess.TimeoutExpired):
             process.wait(_STOP_TIMEOUT_S)
     finally:
-        # On macOS a group of which only zombies are left may not be signalled.
+        # On macOS a group of which only zombies are left may not be signaled.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

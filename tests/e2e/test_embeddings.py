@@ -22,7 +22,7 @@ SMALL = {"max_model_len": 256, "max_num_batched_tokens": 32, "kv_cache_memory_by
 
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory):
-    """A toy Qwen3-Embedding, as published: a decoder's arrays, last token, normalised."""
+    """A toy Qwen3-Embedding, as published: a decoder's arrays, last token, normalized."""
     folder = checkpoints.qwen3(tmp_path_factory.mktemp("embedder") / "model")
     checkpoints.as_decoder_alone(folder)
     checkpoints.as_sentence_transformer(folder)
@@ -68,7 +68,7 @@ def test_embeddings_are_those_of_sentence_transformers(llm, expected):
     assert (apart + 2 * np.eye(len(TEXTS)) > 0.9999).sum() == len(TEXTS)  # texts differ by more
 
 
-def test_dimensions_and_normalisation_are_a_request_s(llm, expected):
+def test_dimensions_and_normalization_are_a_request_s(llm, expected):
     from vllm import PoolingParams
 
     asked = [
@@ -149,7 +149,7 @@ def test_poolings_that_read_a_whole_text(tmp_path, pooling):
     from sentence_transformers import SentenceTransformer
 
     folder = checkpoints.qwen3(tmp_path / "model")
-    checkpoints.as_sentence_transformer(folder, pooling, normalise=False, dense=24)
+    checkpoints.as_sentence_transformer(folder, pooling, normalize=False, dense=24)
     wanted = SentenceTransformer(folder, device="cpu").encode(TEXTS)
     with engine(
         folder,

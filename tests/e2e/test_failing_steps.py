@@ -126,10 +126,10 @@ def test_logits_that_are_not_numbers(tiny, dense, text, speculative_config):
         llm.collective_rpc(spoil)
         free = free_blocks(llm)
         for _ in range(2):
-            sound, spoilt, also_sound = serve(llm, prompts)
-            assert spoilt.finish_reason == "error"
-            assert "NaN" in spoilt.stop_reason
-            assert not spoilt.token_ids
+            sound, spoiled, also_sound = serve(llm, prompts)
+            assert spoiled.finish_reason == "error"
+            assert "NaN" in spoiled.stop_reason
+            assert not spoiled.token_ids
             dense.check(prompts[0], list(sound.token_ids))
             dense.check(prompts[2], list(also_sound.token_ids))
             assert free_blocks(llm) == free

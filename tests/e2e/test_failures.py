@@ -83,9 +83,9 @@ def scratch():
 
 
 @pytest.fixture(scope="module")
-def spoilt(tiny, tmp_path_factory):
+def spoiled(tiny, tmp_path_factory):
     """The model with a last token that makes everything after it NaN."""
-    folder = tmp_path_factory.mktemp("models") / "spoilt"
+    folder = tmp_path_factory.mktemp("models") / "spoiled"
     shutil.copytree(tiny, folder)
     weights = mx.load(str(folder / "model.safetensors"))
     weights["model.embed_tokens.weight"][VOCAB - 1] = mx.nan
@@ -94,8 +94,8 @@ def spoilt(tiny, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_request_without_logits_fails_and_no_other_does(spoilt, tmp_path):
-    with serve(spoilt, OPTIONS, tmp_path / "log") as server, server.client() as client:
+def test_a_request_without_logits_fails_and_no_other_does(spoiled, tmp_path):
+    with serve(spoiled, OPTIONS, tmp_path / "log") as server, server.client() as client:
         expected = complete(client).choices[0].text
         extra = {"ignore_eos": True, "return_token_ids": True}
         stream = iter(complete(client, max_tokens=100, stream=True, extra_body=extra))

@@ -11,7 +11,7 @@ from vllm import SamplingParams
 TOLERANCE = 1e-3
 
 
-def reference_of(path, normalise=True):
+def reference_of(path, normalize=True):
     """transformers' forward of a model."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
@@ -19,7 +19,7 @@ def reference_of(path, normalise=True):
         """[len(tokens), V], of the token after each."""
         with torch.no_grad():
             logits = model(torch.tensor([tokens])).logits[0]
-            return (torch.log_softmax(logits, -1) if normalise else logits).numpy()
+            return (torch.log_softmax(logits, -1) if normalize else logits).numpy()
 
     return logprobs
 
@@ -69,7 +69,7 @@ def test_sample_and_prompt_logprobs(short):
 def test_a_prompt_has_what_logprobs_mode_says(tiny, tiny_text, mode):
     """vLLM's runner takes the logits themselves in both modes of logits, and processes no prompt
     token: the request's temperature and penalty change what is reported of its output alone."""
-    rows = reference_of(tiny, normalise=mode.endswith("logprobs"))(tiny_text[:50])
+    rows = reference_of(tiny, normalize=mode.endswith("logprobs"))(tiny_text[:50])
     params = SamplingParams(
         max_tokens=2, prompt_logprobs=2, logprobs=1, presence_penalty=1.5, temperature=2.0
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of experts, of layers with a state, and over quantised weights, beside other models'."""
+"""Adapters of experts, of layers with a state, and over quantized weights, beside other models'."""
 
 import json
 
@@ -81,8 +81,8 @@ def by_expert(tensors, num_experts):
     return found
 
 
-def test_an_adapter_over_quantised_weights(tmp_path):
-    """Against the dequantised weights with the update in them, by mlx-lm alone."""
+def test_an_adapter_over_quantized_weights(tmp_path):
+    """Against the dequantized weights with the update in them, by mlx-lm alone."""
     toy = Toy("llama", tmp_path / "base")
     toy.save()
     adapted = toy.adapter(tmp_path / "adapter", 1)

@@ -219,7 +219,7 @@ def test_nobody_gets_a_field_that_he_did_not_ask_for(client, server):
 def test_what_is_taken_out_of_system_messages_costs_no_prefix(client):
     for left in ("14,000", "13,500"):
         system = {"role": "system", "content": f"<t>{left} tokens left</t>\n{RULES}"}
-        cached, miss = missed(client, [system, *PLAIN[1:]], "normalised")
+        cached, miss = missed(client, [system, *PLAIN[1:]], "normalized")
     assert cached > 64
     assert miss == {"cause": ""}
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from e2e.disk import HITS, disk_engine
 from e2e.harness import counters, engine, generate, greedy, run_out
-from e2e.test_quantised_cache import QuantisedDense
+from e2e.test_quantized_cache import QuantizedDense
 from models.published import VOCAB, log_probabilities
 from transformers import AutoModelForCausalLM
 from weights.toys import DENSE, reference_of, reference_of_gpt_oss
@@ -143,7 +143,7 @@ def test_an_fp8_cache(form: str, tmp_path: Path) -> None:
         cold, warm = (generate(llm, prompts, greedy(8)) for _ in range(2))
         assert counters(llm)["vllm:prefix_cache_hits"] >= 32 * len(prompts)
     assert cold == warm
-    dense = QuantisedDense(str(tmp_path), "fp8")
+    dense = QuantizedDense(str(tmp_path), "fp8")
     for prompt, answer in zip(prompts, cold, strict=True):
         dense.check(prompt, answer)
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8 and int8 KV caches: their size, and tokens equal to those of a naive quantised forward.
+"""fp8 and int8 KV caches: their size, and tokens equal to those of a naive quantized forward.
 
 An element that lies by rounding between two codes takes either, and so moves by up to an eighth of
 itself; in the layers above, more elements lie elsewhere for it, and take other codes. Two correct
 computations in different batches drift apart in this way, over all 30 layers of SmolLM2 to half of
-what the quantisation itself changes. So tokens are compared on the first two layers of the models,
+what the quantization itself changes. So tokens are compared on the first two layers of the models,
 where the drift is no more than TIE; benchmarks/cache_quality.py measures whole models.
 """
 
@@ -57,7 +57,7 @@ class Holding:
         return getattr(self._inner, name)
 
 
-class QuantisedDense(Dense):
+class QuantizedDense(Dense):
     """mlx-lm's own forward over such caches."""
 
     def __init__(self, path, cache):
@@ -112,7 +112,7 @@ def test_cold_and_warm_in_a_small_pool_equal_a_naive_forward(short, cache):
     assert cold[0] == warm[0]
     assert warm[1]["vllm:prefix_cache_hits"] > cold[1]["vllm:prefix_cache_hits"] > 0
     assert cold[1]["vllm:num_preemptions"] > 0
-    dense = QuantisedDense(short, cache)
+    dense = QuantizedDense(short, cache)
     for prompt, tokens in zip(prompts, cold[0], strict=True):
         dense.check(prompt, tokens)
 
@@ -127,7 +127,7 @@ def test_windows_and_chunks_equal_a_naive_forward(windowed, cache):
     )
     assert cold[0] == warm[0]
     assert warm[1]["vllm:prefix_cache_hits"] > cold[1]["vllm:prefix_cache_hits"]
-    dense = QuantisedDense(windowed, cache)
+    dense = QuantizedDense(windowed, cache)
     for prompt, found in zip(prompts, cold[0], strict=True):
         dense.check(prompt, found)
 
@@ -136,7 +136,7 @@ def test_windows_and_chunks_equal_a_naive_forward(windowed, cache):
 def test_a_forward_over_another_cache_differs_by_more_than_a_tie(short, windowed):
     for model in (short, windowed):
         prompt = text_tokens(model)[:200]
-        rows = [QuantisedDense(model, cache).logits(prompt) for cache in CACHES]
+        rows = [QuantizedDense(model, cache).logits(prompt) for cache in CACHES]
         rows.append(Dense(model).logits(prompt))
         for one in range(3):
             assert np.abs(rows[one] - rows[one - 1]).max() > 4 * TIE

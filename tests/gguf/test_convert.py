@@ -188,7 +188,7 @@ def test_matrices_decoded_in_pieces_give_the_logits_of_transformers(tmp_path: Pa
 
 
 def mixed(name: str) -> Kind:
-    """Several kinds of block in one model, the way quantisers mix them."""
+    """Several kinds of block in one model, the way quantizers mix them."""
     for part, kind in (
         ("token_embd", Kind.Q8_0),
         ("attn_v", Kind.Q5_1),
@@ -259,7 +259,7 @@ def test_kquants_are_written_out_dense(tmp_path: Path, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.more)])
-def test_kquants_are_quantised_anew_on_request(tmp_path: Path, bits: Any) -> None:
+def test_kquants_are_quantized_anew_on_request(tmp_path: Path, bits: Any) -> None:
     path = write_gguf(tmp_path / "m.gguf", "llama", lambda _: Kind.Q6_K, hidden=256)
     options = ConvertOptions(dtype="float32", kquants="requantize", bits=bits)
     model, config = load_model(convert(path, tmp_path / "out", options))

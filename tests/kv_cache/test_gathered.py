@@ -104,8 +104,8 @@ def spoil(kv_cache, requests, window):
         seen[np.array(blocks)[positions // 16], positions % 16] = True
     blocks, offsets = map(mx.array, np.nonzero(~seen))
     for part in (kv_cache.keys, kv_cache.values):
-        spoilt = part.elements if part.scales is None else part.scales
-        spoilt[:, blocks, offsets] = float("nan")
+        spoiled = part.elements if part.scales is None else part.scales
+        spoiled[:, blocks, offsets] = float("nan")
 
 
 def attended(kv_cache, kind, seed):

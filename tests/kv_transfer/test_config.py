@@ -152,7 +152,7 @@ def test_hashes_are_the_same_in_every_process(config, tmp_path):
 @pytest.mark.parametrize(
     ("written", "policy"), [({}, "recompute"), ({"kv_load_failure_policy": "fail"}, "fail")]
 )
-def test_fail_is_honoured_where_it_is_written(config, tmp_path, written, policy):
+def test_fail_is_honored_where_it_is_written(config, tmp_path, written, policy):
     extra = {"kv_connector_extra_config": {"path": str(tmp_path)}}
     given = {"kv_connector": CONNECTOR, "kv_role": "kv_both"} | extra | written
     for transfer in (on_command_line(given), KVTransferConfig(**given)):

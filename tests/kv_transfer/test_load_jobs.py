@@ -103,12 +103,12 @@ def test_a_step_takes_so_many_bytes_and_staging_is_bounded(loads, pool):
     assert num_steps == 4
 
 
-@pytest.mark.parametrize("spoilt", ["vanished", "changed"])
+@pytest.mark.parametrize("spoiled", ["vanished", "changed"])
 def test_one_bad_page_fails_the_load_and_the_request_may_load_again(
-    disk, loads, pool, spoilt, tmp_path
+    disk, loads, pool, spoiled, tmp_path
 ):
     (path,) = (tmp_path / "cache").glob(f"*/*/*/{keys_of(NAMES).keys[5].hex()}.kv")
-    if spoilt == "vanished":
+    if spoiled == "vanished":
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:-1] + b"?")

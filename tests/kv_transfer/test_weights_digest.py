@@ -185,7 +185,7 @@ def test_networks_of_an_engine(model, tmp_path):
     assert weights_digest.of_networks(config, memo) == found | {"draft": found["target"]}
 
 
-def test_code_and_quantisation_of_the_folder_count(model):
+def test_code_and_quantization_of_the_folder_count(model):
     seen = []
     for trust in (False, True):
         config = configure(str(model), trust_remote_code=trust)

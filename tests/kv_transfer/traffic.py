@@ -434,7 +434,7 @@ class Engine:
             text, index = expected[key[:-4].hex()]
             content = bytearray(BLOCK * 4)
             if not folder_of(self.store, path.parts[-3]).read(key, memoryview(content)):
-                continue  # spoilt
+                continue  # spoiled
             group = int.from_bytes(key[-4:], "big")
             np.testing.assert_array_equal(
                 np.frombuffer(content, np.float32),

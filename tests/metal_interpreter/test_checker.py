@@ -105,7 +105,7 @@ def test_no_barrier_or_one_that_does_not_order_this(name, barrier, schedule):
     with pytest.raises(KernelViolation) as caught:
         check_with(name, barrier, schedule)
     # Which of the two it is depends on who comes first; that it is found does not.
-    assert caught.value.kind in ("race", "uninitialised")
+    assert caught.value.kind in ("race", "uninitialized")
     assert caught.value.kernel == "planted"
 
 
@@ -187,13 +187,13 @@ def test_outside_of_a_threadgroup_variable(by):
 def test_reading_what_nobody_wrote():
     source = "threadgroup half t[64]; if (l != 7) t[l] = 0; {} out[i] = t[l];"
     found = violation(source.format("threadgroup_barrier(mem_flags::mem_threadgroup);"))
-    assert found.kind == "uninitialised"
+    assert found.kind == "uninitialized"
     assert "element 7 of threadgroup variable 't'" in str(found)
 
 
 def test_reading_an_output():
     found = violation("out[i] += 1;")
-    assert found.kind == "uninitialised"
+    assert found.kind == "uninitialized"
     _, out = check("out[i] += 1;", init_value=2.0)
     assert np.all(out == 3)
 

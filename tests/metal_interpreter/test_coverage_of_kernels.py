@@ -90,7 +90,7 @@ def pools_of(size, cache):
 
 
 def rotate_and_write(cache):
-    """Rows of which a lane has two parts, and shorter ones whose neighbours are pairs."""
+    """Rows of which a lane has two parts, and shorter ones whose neighbors are pairs."""
     for size, traditional in ((20, True), (160, False)):
         rows, (pools, scales) = mx.ones((3, 2, size)), pools_of(size, cache)
         rotation = kv_write.Rotation(kv_write.RotationKind(16, 0, traditional), base=1e4)

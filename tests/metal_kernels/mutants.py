@@ -6,7 +6,7 @@ from dataclasses import dataclass
 # What objects: a kind of metal_interpreter.KernelViolation, or a result other than the formula's.
 RACE = "race"
 BOUNDS = "out_of_bounds"
-UNWRITTEN = "uninitialised"
+UNWRITTEN = "uninitialized"
 WRONG = "wrong result"
 
 NUMERIC = "shared/numeric.metal"
@@ -484,7 +484,7 @@ _FAULTS: _Faults = {
     ],
     (WRITE, "write, rotated by a list", WRONG): [
         ("frequencies taken for their inverse", "(1.0f / frequencies[pair])", "frequencies[pair]"),
-        ("neighbours taken for halves", "TRADITIONAL ? place % 2 != 0 :", "false ? false :"),
+        ("neighbors taken for halves", "TRADITIONAL ? place % 2 != 0 :", "false ? false :"),
     ],
     (WRITE, "write, rotated by a list", BOUNDS): [
         (

@@ -302,7 +302,7 @@ def test_a_kernel_of_states_that_is_wrong_is_named(wrong, fault):
 
 
 @pytest.mark.parametrize(
-    ("spoilt", "said"),
+    ("spoiled", "said"),
     [
         (lambda forward: forward, None),
         (lambda forward: lambda given: [array + 0.01 for array in forward(given)], "expected"),
@@ -314,9 +314,9 @@ def test_a_kernel_of_states_that_is_wrong_is_named(wrong, fault):
         pytest.param(mx.compile, "Error", marks=MORE),  # the interpreter's kernels see no values
     ],
 )
-def test_a_graph_that_is_wrong_costs_graphs_alone(spoilt, said, monkeypatch):
+def test_a_graph_that_is_wrong_costs_graphs_alone(spoiled, said, monkeypatch):
     monkeypatch.setattr(kernel, "in_graphs", lambda: True)
-    monkeypatch.setattr(mx, "compile", spoilt)
+    monkeypatch.setattr(mx, "compile", spoiled)
     with kernel.using(metal_interpreter.metal_kernel):
         found = check(PLAIN, STEPS)
     failed = [outcome for outcome in found if not outcome.ok]
@@ -336,7 +336,7 @@ def test_a_graph_that_is_wrong_costs_graphs_alone(spoilt, said, monkeypatch):
 def test_attention_of_mlx_that_is_wrong_costs_itself(wrong, monkeypatch):
     attend = mx.fast.scaled_dot_product_attention
 
-    def spoilt(queries, keys, values, *, mask, sinks, **options):
+    def spoiled(queries, keys, values, *, mask, sinks, **options):
         if wrong == "NaN":
             values = values * mx.nan
         elif wrong == "sinks":
@@ -352,7 +352,7 @@ def test_attention_of_mlx_that_is_wrong_costs_itself(wrong, monkeypatch):
     case = replace(PLAIN, window=window, sinks=True, kernels=kernels)
     with kernel.using(metal_interpreter.metal_kernel):
         assert all(outcome.ok for outcome in check(case, STEPS))
-        monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", spoilt)
+        monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", spoiled)
         failed = [outcome for outcome in check(case, STEPS) if not outcome.ok]
     assert [outcome.kernel for outcome in failed] == ["gathered"]
     assert "expected" in failed[0].detail

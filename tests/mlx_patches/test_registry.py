@@ -48,7 +48,7 @@ def published(tmp_path_factory):
     return of
 
 
-def normalised(logits):
+def normalized(logits):
     logits = np.array(logits, np.float32)
     largest = logits.max(-1, keepdims=True)
     return logits - largest - np.log(np.exp(logits - largest).sum(-1, keepdims=True))
@@ -56,7 +56,7 @@ def normalised(logits):
 
 def farthest(found, expected):
     return max(
-        np.abs(normalised(one) - other).max() for one, other in zip(found, expected, strict=True)
+        np.abs(normalized(one) - other).max() for one, other in zip(found, expected, strict=True)
     )
 
 
@@ -131,7 +131,7 @@ def test_mlx_lm_knows_the_first_token_of_recurrent_gemma_by_an_empty_cache(publi
     for cache, filled in zip(zeros, empty, strict=True):
         if hasattr(cache, "cache"):
             cache.cache = [mx.zeros_like(part) for part in filled.cache]
-    assert farthest([model(prompt, cache=zeros)[0]], [normalised(found)]) > 100 * TOLERANCE
+    assert farthest([model(prompt, cache=zeros)[0]], [normalized(found)]) > 100 * TOLERANCE
 
 
 def test_a_release_that_nobody_read_is_refused(monkeypatch, published):

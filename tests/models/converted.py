@@ -2,7 +2,7 @@
 """Folders as mlx-lm's `convert` writes them, of transformers' small models.
 
 mlx-lm's module of a family, as mlx-lm has it, reads the arrays and writes them under its own names;
-so folders of the mlx-community are made. Weights are drawn so that quantisation keeps them: then
+so folders of the mlx-community are made. Weights are drawn so that quantization keeps them: then
 transformers' forward of the same weights is the reference.
 """
 
@@ -24,7 +24,7 @@ _ROUNDS = 8  # until rounding changes nothing
 
 
 def rounded(model: torch.nn.Module, bits_of: Any) -> None:
-    """Brings weights to values that quantisation keeps.
+    """Brings weights to values that quantization keeps.
 
     Args:
         model: transformers'.
@@ -63,7 +63,7 @@ def convert(folder: Path, out: Path, module: str, bits_of: Any = None) -> Path:
         folder: as published.
         out: to write.
         module: of mlx-lm.
-        bits_of: of a module's path; None: the model is not quantised.
+        bits_of: of a module's path; None: the model is not quantized.
     """
     config = load_config(folder)
     model: Any = dense_model(folder) if module in OLDER else own_model(folder, module)

@@ -84,7 +84,7 @@ _LLAMA3 = {
 _FOUR = ["sliding_attention"] * 3 + ["full_attention"]
 _FOUR_BITS = {"group_size": 64, "bits": 4}
 _MIXED = {"group_size": 64, "bits": 4, "lm_head": {"group_size": 64, "bits": 6}}
-_QUANTISED = {"quantization": _MIXED, "quantization_config": _MIXED}
+_QUANTIZED = {"quantization": _MIXED, "quantization_config": _MIXED}
 _VISION = {"vision_config": {"hidden_size": 1}}
 _QWEN_VISION = _any("image_token_id video_token_id vision_end_token_id vision_start_token_id")
 
@@ -154,7 +154,7 @@ CONFIGS: dict[str, Config] = {
         ),
         "mlx-community/Qwen3-8B-mixed": (
             "qwen3",
-            _QWEN | _QUANTISED | {"attention_bias": False, "head_dim": 128, "sliding_window": None},
+            _QWEN | _QUANTIZED | {"attention_bias": False, "head_dim": 128, "sliding_window": None},
         ),
         "Qwen/Qwen3-30B-A3B": (
             "qwen3_moe",

@@ -75,10 +75,10 @@ def test_an_array_that_nobody_knows_is_refused_still(untied, tmp_path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize(("of", "quantised"), [("tied", False), ("untied", True)])
-def test_rows_of_a_head_give_its_logits(request, of, quantised):
+@pytest.mark.parametrize(("of", "quantized"), [("tied", False), ("untied", True)])
+def test_rows_of_a_head_give_its_logits(request, of, quantized):
     model = load(request.getfixturevalue(of))
-    if quantised:
+    if quantized:
         nn.quantize(model, group_size=32, bits=4)
     parts = ModelParts(model)
     hidden = mx.random.normal((4, 1, checkpoints.HIDDEN), key=mx.random.key(0))

@@ -13,33 +13,33 @@ from models.products import MIXTURE, recorded, rows_of_products
 from models.recurrent import make_model
 
 PROJECTIONS = ("embed_q", "unembed_out")
-WIDE = {"qk_nope_head_dim": 32}  # so that rows of the matrices can be quantised
+WIDE = {"qk_nope_head_dim": 32}  # so that rows of the matrices can be quantized
 
 
-def model_of(name, quantised):
+def model_of(name, quantized):
     family = FAMILIES[name]
     model = make_model(replace(family, config=family.config | WIDE), seed=7)
-    if quantised:
+    if quantized:
         nn.quantize(model, 32, 4, class_predicate=lambda path, _: path.endswith(PROJECTIONS))
     return model
 
 
 @pytest.mark.parametrize(
-    ("name", "quantised"),
+    ("name", "quantized"),
     [
         ("deepseek_v3", True),
         pytest.param("kimi_linear", False, marks=pytest.mark.more),
         *(
-            pytest.param(name, quantised, marks=pytest.mark.slow)
-            for name, quantised in (
+            pytest.param(name, quantized, marks=pytest.mark.slow)
+            for name, quantized in (
                 *(("deepseek_v3", False), ("kimi_linear", True)),
                 *(("glm4_moe_lite", False), ("glm4_moe_lite", True)),
             )
         ),
     ],
 )
-def test_no_projection_of_latents_multiplies_with_a_vector(name, quantised):
-    found = rows_of_products(*recorded(model_of(name, quantised), name))
+def test_no_projection_of_latents_multiplies_with_a_vector(name, quantized):
+    found = rows_of_products(*recorded(model_of(name, quantized), name))
     num_rows = sum(certain + drafts for _, certain, drafts in MIXTURE)
     projections = [key for key in found if key.removesuffix(".weight").endswith(PROJECTIONS)]
     assert len(projections) == 2 * (1 if name == "kimi_linear" else 3)
@@ -47,18 +47,18 @@ def test_no_projection_of_latents_multiplies_with_a_vector(name, quantised):
 
 
 @pytest.mark.parametrize(
-    "quantised",
-    [pytest.param(False, id="plain"), pytest.param(True, id="quantised", marks=pytest.mark.more)],
+    "quantized",
+    [pytest.param(False, id="plain"), pytest.param(True, id="quantized", marks=pytest.mark.more)],
 )
-def test_keys_and_values_of_a_prompt_are_built_by_one_product_each(quantised):
+def test_keys_and_values_of_a_prompt_are_built_by_one_product_each(quantized):
     """Of its whole context, beside the rows of all requests that attend to latents.
 
-    They are built by matrices as values, which a graph does not show as read from quantised ones.
+    They are built by matrices as values, which a graph does not show as read from quantized ones.
     """
     mixture = (*MIXTURE[1:], (7, 110, 0))
-    found = rows_of_products(*recorded(model_of("deepseek_v3", quantised), "deepseek_v3", mixture))
+    found = rows_of_products(*recorded(model_of("deepseek_v3", quantized), "deepseek_v3", mixture))
     num_others = sum(certain + drafts for _, certain, drafts in MIXTURE[1:])
     projections = [key for key in found if key.removesuffix(".weight").endswith(PROJECTIONS)]
     assert len(projections) == 2 * 3
     for key in projections:
-        assert sorted(found[key]) == ([num_others] if quantised else [num_others, 117]), key
+        assert sorted(found[key]) == ([num_others] if quantized else [num_others, 117]), key

@@ -44,10 +44,10 @@ def built(monkeypatch):
     return calls
 
 
-def small(name, quantised=False, sizes=SIZES):
+def small(name, quantized=False, sizes=SIZES):
     family = FAMILIES[name]
     model = make_model(replace(family, config=family.config | sizes), seed=5)
-    if quantised:
+    if quantized:
         of_latents = ("embed_q", "unembed_out")
         nn.quantize(model, 32, 8, class_predicate=lambda path, _: path.endswith(of_latents))
     return model
@@ -85,21 +85,21 @@ class Served:
 
 @pytest.mark.usefixtures("unfused")
 @pytest.mark.parametrize(
-    ("name", "quantised"),
+    ("name", "quantized"),
     [
         ("deepseek_v3", False),
         pytest.param("kimi_linear", True, marks=pytest.mark.more),
         *(
-            pytest.param(name, quantised, marks=pytest.mark.slow)
-            for name, quantised in (
+            pytest.param(name, quantized, marks=pytest.mark.slow)
+            for name, quantized in (
                 *(("deepseek_v3", True), ("kimi_linear", False)),
                 *(("glm4_moe_lite", False), ("glm4_moe_lite", True)),
             )
         ),
     ],
 )
-def test_chunks_equal_the_dense_forward(name, quantised, built):
-    model, prompts = small(name, quantised), texts()
+def test_chunks_equal_the_dense_forward(name, quantized, built):
+    model, prompts = small(name, quantized), texts()
     dense = [np.array(model(mx.array([p]), cache=make_prompt_cache(model))[0]) for p in prompts]
     served = Served(model, name, prompts)
     cuts = [[*chunks, length - sum(chunks)] for length, chunks in PROMPTS]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model folders as users have them: plain, MLX-quantised, broken."""
+"""Model folders as users have them: plain, MLX-quantized, broken."""
 
 import json
 
@@ -59,7 +59,7 @@ def logits(model):
 
 
 @pytest.mark.parametrize("bits", [None, 4, 8])
-def test_plain_and_quantised_weights_give_mlx_lms_logits(tmp_path, bits):
+def test_plain_and_quantized_weights_give_mlx_lms_logits(tmp_path, bits):
     write(tmp_path, None if bits is None else {"group_size": 32, "bits": bits})
     model = load(tmp_path)
     reference, _ = load_model(tmp_path)
@@ -124,7 +124,7 @@ def test_a_key_that_the_module_does_not_read_is_taken_away_by_an_override(
     assert [named in each for each in warned] == [True]
 
 
-def test_an_explicit_dtype_is_honoured(tmp_path):
+def test_an_explicit_dtype_is_honored(tmp_path):
     write(tmp_path)
     model = load(tmp_path, dtype="float16")
     assert {array.dtype for _, array in tree_flatten(model.parameters())} == {mx.float16}

@@ -120,7 +120,7 @@ def test_speculation_leaves_async_scheduling_on(model, method):
     assert not off.scheduler_config.async_scheduling
 
 
-def test_a_request_parameter_that_cannot_be_honoured_is_named():
+def test_a_request_parameter_that_cannot_be_honored_is_named():
     with pytest.raises(VLLMValidationError, match="thinking_token_budget"):
         current_platform.validate_request({}, SamplingParams(thinking_token_budget=5))
     current_platform.validate_request({}, SamplingParams(temperature=0.5, top_k=3, logprobs=2))

@@ -57,7 +57,7 @@ def configure(model, options):
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_named(model, options, named):
+def test_what_cannot_be_honored_is_named(model, options, named):
     with pytest.raises(ValueError, match=named):
         configure(model, options)
 
@@ -86,7 +86,7 @@ def test_what_cannot_be_honoured_is_named(model, options, named):
         ),
     ],
 )
-def test_connectors_that_cannot_be_honoured_are_named(model, transfer, named):
+def test_connectors_that_cannot_be_honored_are_named(model, transfer, named):
     config = KVTransferConfig(**({"kv_role": "kv_both"} | transfer))
     with pytest.raises(ValueError, match=named):
         configure(model, {"kv_transfer_config": config})
@@ -117,7 +117,7 @@ def test_a_configuration_of_elsewhere_is_refused(model, tmp_path):
         configure(model, {"hf_config_path": str(tmp_path)})
 
 
-def test_all_that_cannot_be_honoured_is_named_at_once(model):
+def test_all_that_cannot_be_honored_is_named_at_once(model):
     options = {"enable_lora": True, "fully_sharded_loras": True, "kv_cache_dtype": "nvfp4"}
     named = "not support --fully-sharded-loras, --kv-cache-dtype nvfp4 "
     with pytest.raises(ValueError, match=named):

@@ -130,7 +130,7 @@ ARGUMENTS = [
     ('--limit-mm-per-prompt {"image":"x"}', "--limit-mm-per-prompt='x': it must be a valid int"),
     ("--config ./a.yaml", "there is no file ./a.yaml"),
     ("--config a.txt", "--config takes a file whose name ends in .yaml or .yml"),
-    ("--max-modellen 5", "unknown: --max-modellen 5; did you mean --max-model-len?"),
+    ("--max-modelen 5", "unknown: --max-modelen 5; did you mean --max-model-len?"),
     ("--tool-call-parser nosuch", "=nosuch is not supported: leave it out, and the model's own"),
     ("--reasoning-parser nosuch", "=nosuch is not supported: leave it out, and the model's own"),
     ("--ssl-keyfile a.key", "--ssl-keyfile=a.key: there is no such file"),

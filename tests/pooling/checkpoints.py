@@ -36,7 +36,7 @@ def qwen3(folder: Path, tied: bool = True, seed: int = 0, **changes: Any) -> str
         "max_position_embeddings": 2048,
         "tie_word_embeddings": tied,
         "pad_token_id": 0,
-        "initializer_range": 0.2,  # so that texts differ, and neighbours of a token count
+        "initializer_range": 0.2,  # so that texts differ, and neighbors of a token count
     }
     torch.manual_seed(seed)
     Qwen3ForCausalLM(Qwen3Config(**settings | changes)).save_pretrained(folder)
@@ -55,7 +55,7 @@ def as_decoder_alone(folder: str) -> None:
 
 
 def as_sentence_transformer(
-    folder: str, pooling: str = "lasttoken", normalise: bool = True, dense: int | None = None
+    folder: str, pooling: str = "lasttoken", normalize: bool = True, dense: int | None = None
 ) -> None:
     """Adds what sentence-transformers reads: pooling, a Dense layer to so many values, a norm."""
     root = Path(folder)
@@ -73,7 +73,7 @@ def as_sentence_transformer(
         layer = torch.nn.Linear(HIDDEN, dense)
         arrays = {f"linear.{name}": array.data for name, array in layer.named_parameters()}
         save_file(arrays, root / "2_Dense/model.safetensors")
-    if normalise:
+    if normalize:
         modules.append((f"{len(modules)}_Normalize", "Normalize"))
     listed = [
         {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{kind}"}

@@ -36,7 +36,7 @@ def configure(model, **options):
         ({"hf_overrides": {"use_bidirectional_attention": True}}, "attends in both directions"),
     ],
 )
-def test_what_cannot_be_honoured_is_named(plain, options, named):
+def test_what_cannot_be_honored_is_named(plain, options, named):
     with pytest.raises(ValueError, match=named):
         configure(plain, **options)
 

@@ -14,7 +14,7 @@ def test_tokens_never_fetched_still_count(distribution):
     rng = np.random.default_rng(3)
     num_steps, num_reqs = 14, 5
     logits = rng.normal(scale=0.6, size=(num_steps, num_reqs, V)).astype(np.float32)
-    logits[..., :6] += 1.5  # favourites, so that tokens come back and counts exceed one
+    logits[..., :6] += 1.5  # favorites, so that tokens come back and counts exceed one
     penalties = [
         {"repetition_penalty": 1.9},
         {"frequency_penalty": 1.2},

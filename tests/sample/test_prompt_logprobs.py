@@ -15,12 +15,12 @@ def check(
     logits: np.ndarray,
     targets: np.ndarray,
     num_logprobs: int,
-    normalise: bool = True,
+    normalize: bool = True,
 ) -> None:
     """Against the definition, in float64. logits: [n, V], of the rows that predict the targets."""
     lists = got.to_lists()
     scores = logits.astype(np.float64)
-    if normalise:
+    if normalize:
         scores = scores - scores.max(axis=-1, keepdims=True)
         scores -= np.log(np.exp(scores).sum(axis=-1, keepdims=True))
     width = logits.shape[1] if num_logprobs < 0 else num_logprobs
@@ -32,10 +32,10 @@ def check(
     assert lists.sampled_token_ranks.tolist() == (scores >= expected[:, :1]).sum(axis=-1).tolist()
 
 
-def prompt_logprobs(logits, targets, num_logprobs, normalise=True):
+def prompt_logprobs(logits, targets, num_logprobs, normalize=True):
     """Of a prompt in one chunk, by its logits."""
     (whole,) = prompt_logprob_chunks(
-        logits, targets, num_logprobs, lambda rows: rows, len(targets), normalise=normalise
+        logits, targets, num_logprobs, lambda rows: rows, len(targets), normalize=normalize
     )
     return whole
 
@@ -59,17 +59,17 @@ def test_logits_are_reported_as_they_are():
     head = rng.normal(size=(H, V)).astype(np.float32)
     targets = rng.integers(0, V, 5)
     logits = mx.array(hidden) @ mx.array(head)
-    whole = prompt_logprobs(logits[:, 0], targets, 3, normalise=False)
+    whole = prompt_logprobs(logits[:, 0], targets, 3, normalize=False)
     chunks = prompt_logprob_chunks(
         mx.array(hidden),
         targets,
         3,
         lambda states: (states @ mx.array(head)).reshape(-1, V),
         2,
-        normalise=False,
+        normalize=False,
     )
     for found in (whole, Logprobs.joined(chunks)):
-        check(found, (hidden @ head).reshape(-1, V), targets, 3, normalise=False)
+        check(found, (hidden @ head).reshape(-1, V), targets, 3, normalize=False)
 
 
 @pytest.mark.parametrize("num_logprobs", [0, 3, -1])

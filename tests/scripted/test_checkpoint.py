@@ -19,7 +19,7 @@ SCRIPT = Script(
     )
 )
 SIDE = Script((Turn("A title"),), marker=TITLE)
-LATER = Script((Turn("Another", (READ,)), Turn("A summary")), marker="Summarise")
+LATER = Script((Turn("Another", (READ,)), Turn("A summary")), marker="Summarize")
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,9 @@ def test_a_long_context_changes_nothing(said):
     ("text", "results", "answer"),
     [
         (f"Please. {TITLE}: hello", 0, "A title"),
-        ("Summarise it", 0, LATER.turns[0].answer),
-        ("Summarise it", 1, "A summary"),
-        (f"Summarise it. {TITLE}", 1, "A title"),
+        ("Summarize it", 0, LATER.turns[0].answer),
+        ("Summarize it", 1, "A summary"),
+        (f"Summarize it. {TITLE}", 1, "A title"),
     ],
 )
 def test_a_marker_chooses_a_script_of_its_own(said, text, results, answer):

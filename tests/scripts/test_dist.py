@@ -52,7 +52,7 @@ def test_the_sums_list_the_newest_files_and_no_others(release):
     }
 
 
-def test_the_wheel_holds_all_sources_kernels_and_the_licence(wheel):
+def test_the_wheel_holds_all_sources_kernels_and_the_license(wheel):
     found = set(zipfile.ZipFile(wheel).namelist())
     files = {
         str(path.relative_to(ROOT))

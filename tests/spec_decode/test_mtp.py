@@ -125,12 +125,12 @@ EXAONE_LAYER = (
     | attention_and_norms("mtp.layers.0", head_norms=True)
     | mlp("mtp.layers.0.mlp", 96)
 )
-#: Target, arrays of its MTP layer, quantised or not, layer whose states are read (from the end),
+#: Target, arrays of its MTP layer, quantized or not, layer whose states are read (from the end),
 #: vLLM's module and class.
 CASES = {
     "mimo": (MIMO, MIMO_LAYER, False, -2, "mimo_mtp", "MiMoMTP"),
     "glm4_moe": (GLM, GLM_LAYER, False, -1, "glm4_moe_mtp", "Glm4MoeMTP"),
-    "glm4_moe, quantised": (GLM, GLM_LAYER, True, -1, "glm4_moe_mtp", "Glm4MoeMTP"),
+    "glm4_moe, quantized": (GLM, GLM_LAYER, True, -1, "glm4_moe_mtp", "Glm4MoeMTP"),
     "exaone_moe, windowed": (EXAONE, EXAONE_LAYER, False, -1, "exaone_moe_mtp", "ExaoneMoeMTP"),
     "exaone_moe, full": (
         EXAONE | {"mtp_layer_types": ["full_attention"]},
@@ -140,7 +140,7 @@ CASES = {
 
 
 def write(folder, config, shapes, quantized=False):
-    """A target whose checkpoint carries its MTP layer, perhaps quantised as the rest of it."""
+    """A target whose checkpoint carries its MTP layer, perhaps quantized as the rest of it."""
     arrays = {}
     for name, tensor in random_arrays(shapes).items():
         array = mx.array(tensor.numpy())
@@ -156,7 +156,7 @@ def write(folder, config, shapes, quantized=False):
 
 
 def read(folder):
-    """The checkpoint's arrays as torch has them, no longer quantised."""
+    """The checkpoint's arrays as torch has them, no longer quantized."""
     arrays = mx.load(str(folder / "model.safetensors"))
     found = {}
     for name, array in arrays.items():
@@ -250,7 +250,7 @@ def mtp_config(folder, **options):
 
 @pytest.fixture(
     scope="module",
-    params=cases(CASES, ["mimo", "glm4_moe"], ["glm4_moe, quantised", "exaone_moe, windowed"]),
+    params=cases(CASES, ["mimo", "glm4_moe"], ["glm4_moe, quantized", "exaone_moe, windowed"]),
 )
 def bench(request, tmp_path_factory):
     target, shapes, quantized, layer_id, module, family = CASES[request.param]
@@ -312,7 +312,7 @@ def test_several_layers_are_not_served(tmp_path):
 
 
 @pytest.mark.usefixtures("unfused")
-@pytest.mark.parametrize("family", cases(["mimo", "glm4_moe, quantised"], more=["mimo"]))
+@pytest.mark.parametrize("family", cases(["mimo", "glm4_moe, quantized"], more=["mimo"]))
 def test_served(tmp_path, monkeypatch, family):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     target, shapes, quantized, *_ = CASES[family]

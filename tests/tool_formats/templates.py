@@ -2,7 +2,7 @@
 """Chat templates as their models' publishers wrote them, out of source archives on PyPI.
 
 llama-cpp-python's has those that llama.cpp collects, vLLM's the ones that it recommends beside its
-parsers. None of them is in this repository: most have licences of their own.
+parsers. None of them is in this repository: most have licenses of their own.
 """
 
 from __future__ import annotations

@@ -169,19 +169,19 @@ def test_frames_of_a_video_are_placed_as_transformers_does(tmp_path, name):
     check(np.concatenate(parts), toy.logits(prompt))
 
 
-def test_a_quantised_tower_computes_what_its_weights_stand_for(tmp_path):
+def test_a_quantized_tower_computes_what_its_weights_stand_for(tmp_path):
     toy = Toy("qwen3_vl", tmp_path)
     image = images_of(Prompt().show(toy.picture(3, 4), "image").features)[0]
     served_tower = FAMILIES_SERVED["qwen3_vl"].tower
     plain, packed, dense = (served_tower(toy.config.to_dict()) for _ in range(3))
     load_weights(plain, toy.folder, mx.float32, {})
-    nn.quantize(plain, 32, 8, class_predicate=quantisable)
+    nn.quantize(plain, 32, 8, class_predicate=quantizable)
     write(tmp_path / "packed", dict(tree_flatten(plain.parameters())))
     load_weights(
         packed, tmp_path / "packed", mx.float32, {"quantization": {"group_size": 32, "bits": 8}}
     )
     found = packed.encode("image", image.data)
-    write(tmp_path / "dense", dict(tree_flatten(dequantised(plain).parameters())))
+    write(tmp_path / "dense", dict(tree_flatten(dequantized(plain).parameters())))
     load_weights(dense, tmp_path / "dense", mx.float32, {})
     expected = dense.encode("image", image.data)
     np.testing.assert_allclose(np.array(found), np.array(expected), atol=1e-4)
@@ -203,11 +203,11 @@ def test_weights_that_are_missing_or_have_no_place_are_an_error(tmp_path):
         load_weights(tower, tmp_path / "none", mx.float32, {})
 
 
-def quantisable(path, module):
+def quantizable(path, module):
     return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
 
 
-def dequantised(module):
+def dequantized(module):
     """The module, of dense ones again."""
     dense = {
         path: nn.Linear(1, 1).update({"weight": weight_of(part), "bias": part.bias})

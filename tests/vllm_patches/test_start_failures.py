@@ -174,7 +174,7 @@ def parser():
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["--max-modellen", "5"], "unknown: --max-modellen 5; did you mean --max-model-len?"),
+        (["--max-modelen", "5"], "unknown: --max-modelen 5; did you mean --max-model-len?"),
         (["--qqq"], "unknown: --qqq"),
         (
             ["--speculative-config", "{method: ngram}"],

@@ -70,7 +70,7 @@ def test_pixels_are_shifted_and_scaled_by_channel():
     np.testing.assert_allclose(image, expected, rtol=1e-6)
 
 
-def test_pictures_are_padded_cut_and_coloured():
+def test_pictures_are_padded_cut_and_colored():
     image = torch.arange(24.0).view(2, 3, 4)
     padded = ours.pad(image, (1, 2, 3, 4), fill=7)
     assert padded.shape == (2, 3 + 2 + 4, 4 + 1 + 3)

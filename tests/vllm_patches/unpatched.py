@@ -686,7 +686,7 @@ def response_of_no_store(folder):
 
 @probe("model_info.take_mlx_models")
 def family_of_mlx(folder):
-    """A family that mlx-lm alone has is a model type that transformers does not recognise."""
+    """A family that mlx-lm alone has is a model type that transformers does not recognize."""
     import pathlib
     import tempfile
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of each field of `EngineArgs` and `AsyncEngineArgs`."""
 
-from vllm_settings.row import honoured, passed_on, read_by_vllm, refused, union, without_meaning
+from vllm_settings.row import honored, passed_on, read_by_vllm, refused, union, without_meaning
 
 from vllm_metal.platform.image_refusals import REFUSED_OF_IMAGES
 from vllm_metal.platform.refused_options import REFUSED_OPTIONS
@@ -9,7 +9,7 @@ from vllm_metal.platform.refused_options import REFUSED_OPTIONS
 _PROCESSORS = (
     "sample/test_custom.py::test_processor_follows_requests_through_adds_removes_and_reorderings"
 )
-_HONOURED = honoured(
+_HONORED = honored(
     {
         "e2e/test_equality.py::test_without_prefix_caching": "model",
         "e2e/test_limits.py::test_generation_stops_at_max_model_len": "max_model_len",
@@ -32,11 +32,11 @@ _HONOURED = honoured(
         "distributed/test_groups.py::test_timeouts_are_the_users_or_minutes": (
             "distributed_timeout_seconds cpu_distributed_timeout_seconds"
         ),
-        "models/test_loader.py::test_an_explicit_dtype_is_honoured": "dtype",
+        "models/test_loader.py::test_an_explicit_dtype_is_honored": "dtype",
         "models/test_loader.py::test_overrides_of_the_configuration_reach_the_model": (
             "hf_overrides"
         ),
-        "e2e/test_quantised_cache.py::test_a_token_takes_its_codes_and_two_bytes_a_row": (
+        "e2e/test_quantized_cache.py::test_a_token_takes_its_codes_and_two_bytes_a_row": (
             "kv_cache_dtype"
         ),
         "e2e/test_scores.py::test_a_reranker_compares_two_tokens_of_its_head": "runner",
@@ -267,4 +267,4 @@ _REFUSED = union(
     )
 )
 
-TABLE = union((_HONOURED, passed_on(PLACES), _READ_BEFORE, _WITHOUT_MEANING, _REFUSED))
+TABLE = union((_HONORED, passed_on(PLACES), _READ_BEFORE, _WITHOUT_MEANING, _REFUSED))

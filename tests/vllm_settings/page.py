@@ -30,14 +30,14 @@ _INTRODUCTION = """\
 Every option of vLLM's engine, every field of a request, and every variable of its environment is
 one of three:
 
-- **honoured**: a test shows that a result changes with it, or that a limit holds; its name stands
+- **honored**: a test shows that a result changes with it, or that a limit holds; its name stands
   beside it. Or code of vLLM's that runs here unchanged reads it (its server, scheduler,
   tokenizers, grammars and logs), and a test shows that an option's value arrives there;
 - **without meaning** here: nothing that it could change exists, for the reason given;
 - **refused**: with one error that names it, before a model loads, or as an answer to the request.
 
 Values with a meaning of their own (`--kv-cache-dtype`, `--speculative-config`,
-`--kv-transfer-config`) are honoured or refused one by one; [settings.md](settings.md),
+`--kv-transfer-config`) are honored or refused one by one; [settings.md](settings.md),
 [speculation.md](speculation.md), [prefix-cache-on-disk.md](prefix-cache-on-disk.md) and
 [disaggregated-prefill.md](disaggregated-prefill.md) list them.
 
@@ -51,7 +51,7 @@ def lines() -> Iterator[str]:
     """Lines of Markdown."""
     yield from _INTRODUCTION.splitlines()
     yield ""
-    yield "| | honoured | without meaning | refused |"
+    yield "| | honored | without meaning | refused |"
     yield "| --- | ---: | ---: | ---: |"
     for title, table in TABLES.items():
         counts = Counter(row.kind for row in table.values())
@@ -72,7 +72,7 @@ def _of_kind(kind: Kind, table: Table) -> Iterator[str]:
     if not said:
         return
     yield ""
-    yield f"| {kind} | {'shown by, or read by' if kind == 'honoured' else 'because'} |"
+    yield f"| {kind} | {'shown by, or read by' if kind == 'honored' else 'because'} |"
     yield "| --- | --- |"
     for reason, names in said.items():
         yield f"| {', '.join(names)} | {reason} |"

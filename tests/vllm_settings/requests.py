@@ -4,7 +4,7 @@
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm_settings.row import Row, Table, honoured, read_by_vllm, refused, union, without_meaning
+from vllm_settings.row import Row, Table, honored, read_by_vllm, refused, union, without_meaning
 from vllm_settings.sampling import SAMPLING_PARAMS
 
 #: Fields of another name than that of `SamplingParams` they become.
@@ -44,7 +44,7 @@ _CHAT_AND_COMPLETION = _ALL + (
 _SERVER = "vLLM's own server reads it"
 _EVERYWHERE = union(
     (
-        honoured(
+        honored(
             {
                 "e2e/test_prefix_cache.py::test_tenants_share_by_salt_and_not_otherwise": (
                     "cache_salt"
@@ -78,7 +78,7 @@ def _without(names: str) -> Table:
     return {name: row for name, row in _EVERYWHERE.items() if name not in names.split()}
 
 
-_BOTH = honoured(
+_BOTH = honored(
     {
         "e2e/test_parameters.py::test_a_beam_is_the_greedy_text_and_more_find_one_as_likely": (
             "use_beam_search"

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["honoured", "without meaning", "refused"]
+Kind = Literal["honored", "without meaning", "refused"]
 
 
 @dataclass(frozen=True)
@@ -21,23 +21,23 @@ class Row:
 Table = dict[str, Row]
 
 
-def honoured(by_test: Mapping[str, str]) -> Table:
+def honored(by_test: Mapping[str, str]) -> Table:
     """Settings by the test that shows that a result changes with them, or a limit holds.
 
     by_test: from "file.py::test_name" below tests/ to the names of settings, with spaces between.
     """
-    return _rows("honoured", {f"`{test}`": names for test, names in by_test.items()})
+    return _rows("honored", {f"`{test}`": names for test, names in by_test.items()})
 
 
 def read_by_vllm(by_reader: Mapping[str, str]) -> Table:
     """Settings by the code of vLLM's that reads them and runs unchanged."""
-    return _rows("honoured", by_reader)
+    return _rows("honored", by_reader)
 
 
 def passed_on(by_place: Mapping[str, str]) -> Table:
     """Settings by the place in vLLM's configuration where such code reads them."""
     return {
-        name: Row("honoured", f"vLLM's own code reads it, as `{place}`")
+        name: Row("honored", f"vLLM's own code reads it, as `{place}`")
         for name, place in by_place.items()
     }
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of each field of `SamplingParams` and `PoolingParams`."""
 
-from vllm_settings.row import honoured, read_by_vllm, refused, union, without_meaning
+from vllm_settings.row import honored, read_by_vllm, refused, union, without_meaning
 
 _PROCESSORS = (
     "sample/test_custom.py::test_processor_follows_requests_through_adds_removes_and_reorderings"
@@ -11,7 +11,7 @@ _EFFECT = "e2e/test_parameters.py::test_a_field_changes_the_answer"
 
 SAMPLING_PARAMS = union(
     (
-        honoured(
+        honored(
             {
                 _LAW: "temperature top_p top_k min_p logit_bias allowed_token_ids",
                 "sample/test_penalties.py::test_same_penalised_logits_as_vllm": (

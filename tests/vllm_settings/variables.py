@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of each variable of `vllm.envs`."""
 
-from vllm_settings.row import honoured, read_by_vllm, refused, union, without_meaning
+from vllm_settings.row import honored, read_by_vllm, refused, union, without_meaning
 
 from vllm_metal.platform.refused_variables import REFUSED_VARIABLES
 
-_HONOURED = honoured(
+_HONORED = honored(
     {
         "vllm_patches/test_processes.py::test_macos_spawns_unless_told_otherwise": (
             "VLLM_WORKER_MULTIPROC_METHOD VLLM_ENABLE_V1_MULTIPROCESSING"
@@ -213,4 +213,4 @@ _REFUSED = union(
     )
 )
 
-TABLE = union((_HONOURED, _READ_BY_VLLM, _WITHOUT_MEANING, _REFUSED))
+TABLE = union((_HONORED, _READ_BY_VLLM, _WITHOUT_MEANING, _REFUSED))

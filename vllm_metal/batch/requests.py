@@ -88,7 +88,7 @@ class Requests:
         self.num_known_np = np.zeros(max_num_reqs, np.int32)  # how many of those
         # Known or still on the device: all that a step sampled, until it is known what is kept.
         self.num_tokens_np = np.zeros(max_num_reqs, np.int32)
-        # How many the host knew before it learnt the outcome of the newest step.
+        # How many the host knew before it learned the outcome of the newest step.
         self.num_known_before_np = np.zeros(max_num_reqs, np.int32)
         self.num_prompt_tokens_np = np.zeros(max_num_reqs, np.int32)
         self.num_computed_tokens_np = np.zeros(max_num_reqs, np.int32)

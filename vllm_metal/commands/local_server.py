@@ -212,7 +212,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(STOP_S)
-    # On macOS a group of which only zombies are left may not be signalled.
+    # On macOS a group of which only zombies are left may not be signaled.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

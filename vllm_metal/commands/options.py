@@ -83,7 +83,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         "--kquants",
         choices=("dequantize", "requantize"),
         default="dequantize",
-        help="Q2_K to Q6_K matrices: store them dense, or quantise them anew at --bits "
+        help="Q2_K to Q6_K matrices: store them dense, or quantize them anew at --bits "
         "(smaller, with a second rounding); default: %(default)s",
     )
     parser.add_argument(
@@ -97,13 +97,13 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         "--blocks",
         choices=("keep", "dequantize"),
         default="keep",
-        help="Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 matrices: keep them quantised, or store them dense; "
+        help="Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 matrices: keep them quantized, or store them dense; "
         "default: %(default)s",
     )
     parser.add_argument(
         "--dtype",
         choices=("float16", "bfloat16", "float32"),
-        help="type of dense weights and scales; default: the file's own, or for a quantised file "
+        help="type of dense weights and scales; default: the file's own, or for a quantized file "
         "float16 (gemma3: bfloat16, which rounds the scales of kept blocks)",
     )
     parser.add_argument(

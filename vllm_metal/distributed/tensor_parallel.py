@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-#: The back end of mx.distributed: TCP between neighbours, on any interface.
+#: The back end of mx.distributed: TCP between neighbors, on any interface.
 BACKEND = "ring"
 
 
@@ -38,7 +38,7 @@ def join_ring(parallel: ParallelConfig) -> mx.distributed.Group | None:
         The ring, with the ranks of the tensor group; None where a rank has no others beside it.
 
     Raises:
-        RuntimeError: MLX has no ring here, or a neighbour cannot be reached.
+        RuntimeError: MLX has no ring here, or a neighbor cannot be reached.
     """
     if parallel.tensor_parallel_size == 1:
         return None
@@ -63,7 +63,7 @@ def join_ring(parallel: ParallelConfig) -> mx.distributed.Group | None:
 
 
 def _own_address(parallel: ParallelConfig) -> str:
-    """Where the neighbours find this rank: VLLM_HOST_IP, or what vLLM makes out, beyond one host.
+    """Where the neighbors find this rank: VLLM_HOST_IP, or what vLLM makes out, beyond one host.
 
     Raises:
         ValueError: it is an IPv6 address, which MLX's ring does not read.

@@ -33,7 +33,7 @@ class Encoder(Protocol):
 
 
 class Bert:
-    """BERT, RoBERTa and XLM-R: learnt positions, and norms behind the residuals."""
+    """BERT, RoBERTa and XLM-R: learned positions, and norms behind the residuals."""
 
     windows: tuple[int | None, ...] = (None,)
 

@@ -36,7 +36,7 @@ class ConvertOptions:
     kquants: Literal["dequantize", "requantize"] = "dequantize"
     """How matrices of Q2_K to Q6_K are stored."""
     bits: Literal[4, 8] = 4
-    """Bits of a weight where K-quants are requantised."""
+    """Bits of a weight where K-quants are requantized."""
     tokenizer: Path | None = None
     """Directory to copy the tokenizer from in place of building it from the file."""
     force: bool = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides how each GGUF tensor is stored: dense, in the same blocks, or quantised again."""
+"""Decides how each GGUF tensor is stored: dense, in the same blocks, or quantized again."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -92,8 +92,8 @@ def plan_weights(
         source: the file.
         family: of `source`.
         dtype: element type of dense tensors and of scales.
-        keep_blocks: whether blocks of 32 values stay quantised.
-        kquant_bits: bits at which K-quant matrices are quantised again; None: they are dense.
+        keep_blocks: whether blocks of 32 values stay quantized.
+        kquant_bits: bits at which K-quant matrices are quantized again; None: they are dense.
 
     Raises:
         ConversionError: a tensor has a type that is not supported.
@@ -111,14 +111,14 @@ def plan_weights(
 
 
 def natural_dtype(source: GGUFSource, family: Family) -> DType:
-    """The element type of most unquantised matrices; the family's, if any tensor is quantised."""
+    """The element type of most unquantized matrices; the family's, if any tensor is quantized."""
     sizes: dict[str, int] = {}
     for tensor in source.tensors.values():
         if tensor.kind in FLOATS and len(tensor.shape) > 1 and tensor.name != ROPE_FREQS:
             name = _NAMES[FLOATS[tensor.kind]]
             sizes[name] = sizes.get(name, 0) + prod(tensor.shape)
-    quantised = any(t.kind not in FLOATS for t in source.tensors.values())
-    chosen = family.default_dtype if quantised or not sizes else max(sizes, key=lambda k: sizes[k])
+    quantized = any(t.kind not in FLOATS for t in source.tensors.values())
+    chosen = family.default_dtype if quantized or not sizes else max(sizes, key=lambda k: sizes[k])
     return next(dtype for dtype in _CODES if dtype == chosen)
 
 
@@ -175,7 +175,7 @@ def _storage(
     )
     if kind in _KEPT:
         return stored, lambda data: _keep(data, kind, dtype)
-    return stored, lambda data: _quantise(_decode(data, kind), bits, dtype)
+    return stored, lambda data: _quantize(_decode(data, kind), bits, dtype)
 
 
 def _keep(data: npt.NDArray[Any], kind: GGMLQuantizationType, dtype: DType) -> Rows:
@@ -189,7 +189,7 @@ def _keep(data: npt.NDArray[Any], kind: GGMLQuantizationType, dtype: DType) -> R
     return {"weight": words, "scales": _cast(scales, dtype), "biases": _cast(biases, dtype)}
 
 
-def _quantise(values: npt.NDArray[np.float32], bits: int, dtype: DType) -> Rows:
+def _quantize(values: npt.NDArray[np.float32], bits: int, dtype: DType) -> Rows:
     dense = mx.array(values).astype(_MLX[dtype])
     parts = mx.quantize(dense, group_size=GROUP_SIZE, bits=bits)
     words, scales, biases = (_to_numpy(part) for part in parts)

@@ -119,7 +119,7 @@ def complete_kv_transfer(vllm_config: VllmConfig) -> None:
     vLLM checks a configuration again in the engine's process; a complete one stays as it is.
 
     Raises:
-        ValueError: the settings contradict each other or cannot be honoured. The message names the
+        ValueError: the settings contradict each other or cannot be honored. The message names the
             setting.
     """
     _take_short_way(vllm_config)

@@ -255,7 +255,7 @@ class StoreConfig:
             instead: what else the user could ask for; None: he has.
 
         Raises:
-            ValueError: they cannot be honoured; the message names the setting.
+            ValueError: they cannot be honored; the message names the setting.
         """
 
     @classmethod
@@ -301,7 +301,7 @@ class StoreConfig:
         """Makes the worker's side.
 
         Raises:
-            ValueError, OSError: the settings cannot be honoured.
+            ValueError, OSError: the settings cannot be honored.
         """
         raise NotImplementedError
 

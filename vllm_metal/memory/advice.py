@@ -76,7 +76,7 @@ def check(measured: Measured, settings: Settings, request: Request) -> Budget:
 def changes(measured: Measured, settings: Settings, request: Request) -> Iterator[Change]:
     """What would make it fit, each change by itself, first those that cost least."""
     kinds = (_higher_share, _other_pool, _less_elsewhere, _smaller_steps, _fewer_requests)
-    smaller = (_fewer_drafts, _shorter_requests, _quantised_cache, _no_images)
+    smaller = (_fewer_drafts, _shorter_requests, _quantized_cache, _no_images)
     several = (_less_elsewhere_and_shorter, _all_smaller)
     for kind in (*kinds, *smaller, *several, _smaller_model):
         for change in kind(Change("", measured, settings, request)):
@@ -188,8 +188,8 @@ def _shorter_requests(now: Change) -> Iterator[Change]:
         )
 
 
-def _quantised_cache(now: Change) -> Iterator[Change]:
-    share, needed = now.request.quantised, now.request.needed
+def _quantized_cache(now: Change) -> Iterator[Change]:
+    share, needed = now.request.quantized, now.request.needed
     if share is not None:
         request_bytes = max(math.floor(now.settings.request_bytes * share), 1)
         yield replace(

@@ -125,7 +125,7 @@ class Request:
     """The smallest need: one request of max_model_len tokens."""
 
     needed: Callable[[int], int]  # bytes by tokens, never falling
-    quantised: float | None = None  # the share of `needed` with a quantised cache; None: it is one
+    quantized: float | None = None  # the share of `needed` with a quantized cache; None: it is one
 
 
 @dataclass(frozen=True)

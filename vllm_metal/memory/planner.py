@@ -3,7 +3,7 @@
 
 `vllm_metal.memory.wiring` says what is wired. Metal also limits the number of buffers
 (`resource_limit` of `mx.device_info`, 499000 on every Mac known); the pool is two arrays a layer,
-four if quantised, and the rest of a step is bounded with the bytes of MLX's cache.
+four if quantized, and the rest of a step is bounded with the bytes of MLX's cache.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class MemoryPlanner:
         config: VllmConfig,
         needs: Needs,
         draft_weights: int,
-        quantised: float | None,
+        quantized: float | None,
         calls: LargestCalls,
         forward: Callable[[], None],
         requests: Callable[[int], Callable[[], None]],
@@ -106,7 +106,7 @@ class MemoryPlanner:
             config: vLLM's.
             needs: of a pool for the layers of this process.
             draft_weights: bytes of what is loaded that are the draft network's.
-            quantised: share of its bytes that a quantised cache would take; None: it is one.
+            quantized: share of its bytes that a quantized cache would take; None: it is one.
             calls: of the model.
             forward: runs its largest forward pass.
             requests: gives what runs steps of the requests of `profile.drafted` with so many
@@ -119,7 +119,7 @@ class MemoryPlanner:
             BudgetError: it would not hold one request of max_model_len.
         """
         settings = settings_of(config, self._kind, needs, self._before.total)
-        request = Request(needs, quantised)
+        request = Request(needs, quantized)
         measured = replace(
             self._at_rest(draft_weights, adapters),
             transfers=transfer_bytes,
@@ -312,8 +312,8 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // ROUNDING) * ROUNDING
 
 
-def quantised_share(layers: Sequence[StatefulLayer], dtype: mx.Dtype) -> float | None:
-    """What a quantised cache would take of a pool with elements of `dtype`; None: it is one.
+def quantized_share(layers: Sequence[StatefulLayer], dtype: mx.Dtype) -> float | None:
+    """What a quantized cache would take of a pool with elements of `dtype`; None: it is one.
 
     Of layers that keep other state than K/V, a block takes as much in either.
     """

@@ -3,7 +3,7 @@
 
 Such a projection has a matrix a head, [H, out, in]. mlx-lm multiplies it with [B, H, L, in]; the
 rows of a step are B rows of length 1, so these are B * H products of a matrix and a vector, each of
-which reads its matrix. With the rows beside each other there are H products, for quantised weights
+which reads its matrix. With the rows beside each other there are H products, for quantized weights
 as for others. A cache may also leave them out of a module's call, and apply them itself.
 """
 
@@ -50,7 +50,7 @@ def sizes(projection: Any) -> tuple[int, int]:
 def matrices(projection: Any, heads: slice, dtype: mx.Dtype) -> mx.array:
     """[h, out, in] matrices of some heads, as values of the dtype.
 
-    For many rows: MLX's CPU backend multiplies these ten times faster than quantised ones.
+    For many rows: MLX's CPU backend multiplies these ten times faster than quantized ones.
     """
     weight: mx.array = projection.weight[heads]
     if not isinstance(projection, mla.QuantizedMultiLinear):

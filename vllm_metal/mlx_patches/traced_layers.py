@@ -3,7 +3,7 @@
 
 A compiled graph repeats every operation that was traced, in every step. Two kinds of them give the
 same results again and again: views of weights, and the angles of rotary embeddings, which all
-layers compute from the same positions. Quantised layers have no such views, and on a GPU angles are
+layers compute from the same positions. Quantized layers have no such views, and on a GPU angles are
 computed within one operation, so this serves MLX's CPU backend most.
 
 Without both, host time of a decode step there is 17 % more for 1 request and 10 % for 32; without
@@ -124,7 +124,7 @@ def _rotated(
 ) -> mx.array:
     """[T, H, 1, D] with the first `dims` of each head rotated (Su et al. 2021, arXiv:2104.09864).
 
-    Pairs are neighbours where `traditional`, else a half apart.
+    Pairs are neighbors where `traditional`, else a half apart.
     """
     half = dims // 2
     if traditional:

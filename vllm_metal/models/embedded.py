@@ -42,7 +42,7 @@ def embedded_model_path(dequantize: bool | None = None) -> Path:
 
     Args:
         dequantize: False keeps the 4-bit blocks (96 MB), for a GPU. True stores float32 (540 MB),
-            which MLX's CPU backend runs an order of magnitude faster than quantised or half-
+            which MLX's CPU backend runs an order of magnitude faster than quantized or half-
             precision weights; d * q + m of a block is exact in float32 up to one rounding, and
             float16 would round every weight again. None chooses by the device.
 

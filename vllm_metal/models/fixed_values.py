@@ -173,7 +173,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 #: By module and key, values that the module does not compute as transformers' class does; None is
 #: null.
 NOT_COMPUTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "afmoe": {"num_experts_per_tok": (1,)},  # whose weight it does not normalise
+    "afmoe": {"num_experts_per_tok": (1,)},  # whose weight it does not normalize
     "gemma2": {"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)},
 }
 #: The same of all modules.

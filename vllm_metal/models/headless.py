@@ -87,7 +87,7 @@ def drop_head(model: nn.Module) -> None:
 
 
 def head_rows(model: nn.Module, embedding: nn.Module, token_ids: Sequence[int]) -> mx.array:
-    """[n, H] float32 rows of the weight that makes logits, as if it were not quantised; lazy.
+    """[n, H] float32 rows of the weight that makes logits, as if it were not quantized; lazy.
 
     Args:
         model: with its head, if it has one of its own.

@@ -61,7 +61,7 @@ def load(
 ) -> nn.Module:
     """The model of `config`, its floating-point weights cast to the configured dtype.
 
-    Quantised weights stay packed; their scales and biases are cast.
+    Quantized weights stay packed; their scales and biases are cast.
 
     Args:
         config: vLLM's.

@@ -67,7 +67,7 @@ WORKER = "vllm_metal.worker.worker.MetalWorker"
 RANK_WORKER = "vllm_metal.worker.rank_worker.RankWorker"
 ENCODER_WORKER = "vllm_metal.worker.encoder_worker.EncoderWorker"
 #: Default of --max-num-batched-tokens by device. vLLM's own, up to 16384 by memory size alone, are
-#: made for data-centre GPUs: on a Mac such a step would hold every other stream up for seconds.
+#: made for data-center GPUs: on a Mac such a step would hold every other stream up for seconds.
 #: 2048 is mlx-lm's prefill step; the CPU device reaches its full speed at a quarter of that.
 MAX_NUM_BATCHED_TOKENS = {"metal": 2048, "cpu": 512}
 MAX_NUM_SEQS = 256  # default of --max-num-seqs, vLLM's own for GPUs of this size
@@ -88,7 +88,7 @@ class MetalPlatform(Platform):
         """Dtypes that ``--dtype auto`` may pick; the first is the fallback.
 
         MLX's CPU backend has fast float32 matrix products only, so there auto means float32; an
-        explicit ``--dtype`` is honoured on both devices.
+        explicit ``--dtype`` is honored on both devices.
         """
         if self.mlx_device == "cpu":
             return [torch.float32]

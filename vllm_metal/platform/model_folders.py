@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one judgement of a model's folder, of a server and of `vllm-metal fit`: whether it is served.
+"""The one judgment of a model's folder, of a server and of `vllm-metal fit`: whether it is served.
 
 It reads config.json and the headers of weights alone. Which keys of config.json are computed tells
 mlx-lm's module where it is loaded: in the engine's process, and by `fit`.

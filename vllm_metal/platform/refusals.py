@@ -36,7 +36,7 @@ def refuse_unsupported(config: VllmConfig) -> None:
     """Checks the configuration vLLM made of the user's options.
 
     Raises:
-        ValueError: names every setting that cannot be honoured, each with what to choose instead
+        ValueError: names every setting that cannot be honored, each with what to choose instead
             where there is a choice.
     """
     given = AdditionalConfig.of(config)

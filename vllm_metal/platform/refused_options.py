@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RefusedOption:
-    """An option that cannot be honoured, whatever it is set to.
+    """An option that cannot be honored, whatever it is set to.
 
     option: as on the command line. place: of its value in vLLM's configuration. why: the reason, or
     what to do instead. allowed: values that ask for nothing, beside the default of the field of

@@ -6,7 +6,7 @@ from __future__ import annotations
 from vllm import envs
 
 #: By name: the value, as vLLM reads it, where it asks for nothing; and why any other cannot be
-#: honoured, or what to do instead.
+#: honored, or what to do instead.
 REFUSED_VARIABLES: dict[str, tuple[bool | str | None, str]] = {
     "VLLM_BATCH_INVARIANT": (
         False,

@@ -51,7 +51,7 @@ def check_server(args: Namespace) -> None:
     """Checks arguments of `vllm serve` that are none of an engine's, then its engine's.
 
     Raises:
-        ValueError: one cannot be honoured; the message names it.
+        ValueError: one cannot be honored; the message names it.
         ModelLoadError: its model, or one of the others, is not there.
     """
     from vllm.reasoning import ReasoningParserManager
@@ -88,7 +88,7 @@ def check_engine(args: Any, model: str | None = None) -> None:
         model: in place of the one that they name.
 
     Raises:
-        ValueError: one cannot be honoured; the message names it.
+        ValueError: one cannot be honored; the message names it.
         ModelLoadError: its model, or one of the others, is not there.
     """
     model = args.model if model is None else model

@@ -3,7 +3,7 @@
 
 Every row draws from the target's distribution as it would without drafts. A draft is accepted when
 it is the token drawn, so accepting has probability p(draft), and a refused draft leaves p without
-it, renormalised: the law of speculative sampling for a proposal that puts all mass on one token
+it, renormalized: the law of speculative sampling for a proposal that puts all mass on one token
 (Leviathan et al. 2023, arXiv:2211.17192, section 2.3). Nothing has to be drawn a second time, and
 a seeded request gets the tokens it gets without drafts.
 """

@@ -63,13 +63,13 @@ def gather_logprobs(
     chosen: mx.array,
     num_logprobs: int,
     *,
-    normalise: bool = True,
+    normalize: bool = True,
     instead: TokenIdRows | None = None,
 ) -> Logprobs:
     """Logprobs of `chosen` and of the best num_logprobs tokens of each row.
 
-    scores: logits, any float [N, V]. chosen: int32 [N]. num_logprobs: in [0, V]. normalise: report
-    log_softmax(scores) rather than scores. Only the reported entries are normalised: ranks and
+    scores: logits, any float [N, V]. chosen: int32 [N]. num_logprobs: in [0, V]. normalize: report
+    log_softmax(scores) rather than scores. Only the reported entries are normalized: ranks and
     order are those of the scores, and [N, V] log-probabilities are never written.
     """
     scores = scores.astype(mx.float32)
@@ -86,7 +86,7 @@ def gather_logprobs(
             others = mx.where(mx.array(instead.rows), mx.array(instead.token_ids), best)
         token_ids = mx.concatenate([chosen, others], axis=-1)
     values = mx.take_along_axis(scores, token_ids, axis=-1)
-    if normalise:
+    if normalize:
         values = values - mx.logsumexp(scores, axis=-1, keepdims=True)
     if instead is not None and num_logprobs > 0:
         valid = np.pad(instead.valid | ~instead.rows, ((0, 0), (1, 0)), constant_values=True)
@@ -97,12 +97,12 @@ def gather_logprobs(
 class RequestedLogprobs(RequestParameters):
     """Reports the logprobs of sampled tokens. It keeps what the requests asked for.
 
-    normalise: report log-probabilities rather than logits.
+    normalize: report log-probabilities rather than logits.
     """
 
-    def __init__(self, vocab_size: int, max_num_reqs: int, normalise: bool) -> None:
+    def __init__(self, vocab_size: int, max_num_reqs: int, normalize: bool) -> None:
         self._vocab_size = vocab_size
-        self._normalise = normalise
+        self._normalize = normalize
         self._num_logprobs = np.zeros(max_num_reqs, dtype=np.int32)
         self._names_tokens = np.zeros(max_num_reqs, dtype=np.bool_)  # by logprob_token_ids
         self._token_ids: dict[int, np.ndarray] = {}
@@ -137,7 +137,7 @@ class RequestedLogprobs(RequestParameters):
         scores: logits, any float [N, V]. token_ids: int32 [N], what was sampled.
         """
         instead = self._token_id_rows(step, width)
-        return gather_logprobs(scores, token_ids, width, normalise=self._normalise, instead=instead)
+        return gather_logprobs(scores, token_ids, width, normalize=self._normalize, instead=instead)
 
     def _token_id_rows(self, step: Step, width: int) -> TokenIdRows | None:
         """The rows whose request names the tokens to report; None when there are none."""

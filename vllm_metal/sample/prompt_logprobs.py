@@ -17,7 +17,7 @@ def prompt_logprob_chunks(
     rows_at_once: int,
     after: Sequence[mx.array] = (),
     *,
-    normalise: bool = True,
+    normalize: bool = True,
 ) -> list[Logprobs]:
     """Logprobs of one request's prompt tokens, in chunks of `rows_at_once` rows; nothing waits.
 
@@ -30,7 +30,7 @@ def prompt_logprob_chunks(
     compute_logits: hidden states [m, 1, H] -> logits, any float [m, V].
     after: arrays that the device computes before the first chunk's logits. To go on with another
     request, pass the last chunk's `arrays()`.
-    normalise: report log-probabilities rather than logits, as `logprobs_mode` says.
+    normalize: report log-probabilities rather than logits, as `logprobs_mode` says.
     """
     chunks: list[Logprobs] = []
     done = list(after)
@@ -41,6 +41,6 @@ def prompt_logprob_chunks(
         most = logits.shape[1]
         width = most if num_logprobs < 0 else min(num_logprobs, most)
         targets = mx.array(target_ids_np[rows])
-        chunks.append(gather_logprobs(logits, targets, width, normalise=normalise))
+        chunks.append(gather_logprobs(logits, targets, width, normalize=normalize))
         done = list(chunks[-1].arrays())
     return chunks

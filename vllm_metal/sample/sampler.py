@@ -111,7 +111,7 @@ class Sampler:
 
     vocab_size: V, the width of the logits. max_num_reqs: every req_idx is in [0, max_num_reqs).
     logprobs_mode: vLLM's engine setting; raw modes report the model's logits (after the grammar
-    mask), processed ones what the token was drawn from; `normalises_logprobs` is whether either are
+    mask), processed ones what the token was drawn from; `normalizes_logprobs` is whether either are
     log-probabilities. seed: of the engine's own generator, which
     serves requests without one. custom: user-written processors, if any.
     """
@@ -132,9 +132,9 @@ class Sampler:
         self._occupied: set[int] = set()
         self._stages = stages(vocab_size, max_num_reqs, custom)
         self._random = RandomSampling(max_num_reqs, seed)
-        self.normalises_logprobs = logprobs_mode.endswith("logprobs")
+        self.normalizes_logprobs = logprobs_mode.endswith("logprobs")
         self._logprobs = RequestedLogprobs(
-            vocab_size, max_num_reqs, normalise=self.normalises_logprobs
+            vocab_size, max_num_reqs, normalize=self.normalizes_logprobs
         )
         self._parts = (*self._stages, self._random, self._logprobs)
         self._request_bits = RequestBits(self._parts, max_num_reqs)

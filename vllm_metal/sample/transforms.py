@@ -89,7 +89,7 @@ def keep_top_k_top_p(
     """Keeps the top_k largest logits, then the smallest set of those with mass >= top_p.
 
     top_k: int32 [N, 1] in [1, V]; V keeps all. top_p: float32 [N, 1] in (0, 1], or None when no
-    row uses it. Top-p (arXiv:1904.09751) sees the distribution renormalised after top-k. Tokens
+    row uses it. Top-p (arXiv:1904.09751) sees the distribution renormalized after top-k. Tokens
     tied with the last kept one are kept too, so the result does not depend on a sort's tie order.
     """
     vocab_size = logits.shape[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses, by name, the sampling parameters that vLLM accepts and this sampler cannot honour."""
+"""Refuses, by name, the sampling parameters that vLLM accepts and this sampler cannot honor."""
 
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -8,7 +8,7 @@ from vllm.exceptions import VLLMValidationError
 def validate(params: SamplingParams) -> None:
     """Raises VLLMValidationError, HTTP 400 at the server, naming the first unsupported parameter.
 
-    Everything else in `SamplingParams` is either honoured by the sampler or belongs to vLLM's own
+    Everything else in `SamplingParams` is either honored by the sampler or belongs to vLLM's own
     side (stop strings, repetition_detection, flat_logprobs, n, output_kind, ...).
     """
     refused = {

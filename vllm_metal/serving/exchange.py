@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One question to vLLM, and what is learnt from its answer while the client gets it."""
+"""One question to vLLM, and what is learned from its answer while the client gets it."""
 
 from __future__ import annotations
 

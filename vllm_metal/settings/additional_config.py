@@ -51,15 +51,15 @@ def _fixed_splits(value: Any) -> int | None:
     raise ValueError(f"must be {wanted}, not {value!r}")
 
 
-#: What can be taken out of system messages; serving/prefix_misses/normalise.py says how.
-NORMALISED = ("billing_header", "token_countdown", "times", "uuids")
+#: What can be taken out of system messages; serving/prefix_misses/normalize.py says how.
+NORMALIZED = ("billing_header", "token_countdown", "times", "uuids")
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """Names of NORMALISED, in its order."""
-    if not isinstance(value, list) or not set(map(str, value)) <= set(NORMALISED):
-        raise ValueError(f"must be a list of {', '.join(NORMALISED)}, not {value!r}")
-    return tuple(name for name in NORMALISED if name in value)
+    """Names of NORMALIZED, in its order."""
+    if not isinstance(value, list) or not set(map(str, value)) <= set(NORMALIZED):
+        raise ValueError(f"must be a list of {', '.join(NORMALIZED)}, not {value!r}")
+    return tuple(name for name in NORMALIZED if name in value)
 
 
 def _duration_or_never(value: Any) -> float:

@@ -24,7 +24,7 @@ _CHECKS: list[Callable[[Path], object]] = []
 def set_batch_defaults(max_num_batched_tokens: int, max_num_seqs: int) -> None:
     """Sets the defaults of --max-num-batched-tokens and --max-num-seqs.
 
-    vLLM chooses them by the memory and the name of the device, for GPUs in data centres; a platform
+    vLLM chooses them by the memory and the name of the device, for GPUs in data centers; a platform
     cannot state its own.
 
     Args:
@@ -69,7 +69,7 @@ def check_first(check: Callable[[EngineArgs], None]) -> None:
     """Has arguments of an engine checked before vLLM makes anything of them.
 
     Args:
-        check: raises where one cannot be honoured.
+        check: raises where one cannot be honored.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -259,7 +259,7 @@ def recompute_by_default() -> None:
     """Makes `kv_load_failure_policy` "recompute" where a user says nothing.
 
     vLLM's default, "fail", ends a request whose blocks cannot be loaded. A configuration does not
-    tell a default from what its user wrote, so the default itself is changed: "fail" is honoured
+    tell a default from what its user wrote, so the default itself is changed: "fail" is honored
     wherever it is written. Configurations that exist already keep theirs.
     """
     from vllm.config.kv_transfer import KVTransferConfig

@@ -84,7 +84,7 @@ class ModelRunner:
         self._early_reads = EarlyReads()
         #: How often a step waited to know what the step before it sampled.
         self.num_waits = 0
-        self._unlearnt: list[StepOutput] = []  # with speculation; the newest last, two at most
+        self._unlearned: list[StepOutput] = []  # with speculation; the newest last, two at most
         self._in_flight: list[mx.array] = []  # its arrays
         self._joining: list[mx.array] = []  # what else the device computes with the step at hand
 
@@ -223,12 +223,12 @@ class ModelRunner:
         Args:
             scheduler_output: of the step that is to be laid out; None: the host must know it.
         """
-        if self._speculator is None or not self._unlearnt:
+        if self._speculator is None or not self._unlearned:
             return
-        newest = self._unlearnt[-1]
+        newest = self._unlearned[-1]
         needed = scheduler_output is None or self._needs_outcome(scheduler_output)
-        due = self._unlearnt if needed or newest.is_read else self._unlearnt[:-1]
-        self._unlearnt = self._unlearnt[len(due) :]
+        due = self._unlearned if needed or newest.is_read else self._unlearned[:-1]
+        self._unlearned = self._unlearned[len(due) :]
         self.num_waits += sum(not output.is_read for output in due)
         self._speculator.learn(due)
         if self._model.keeps_states:
@@ -342,7 +342,7 @@ class ModelRunner:
         output, arrays = self._end.finish(grammar_output)
         self._note_sampled(output)
         if self._speculator is not None:
-            self._unlearnt.append(output)
+            self._unlearned.append(output)
         self._submit(arrays)
         if self._draft_writer is not None:
             self._submit_drafts(self._draft_writer.write(batch, self._last_token_ids))

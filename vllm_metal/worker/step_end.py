@@ -153,7 +153,7 @@ class SamplingEnd(StepEnd):
                 self._model.compute_logits,
                 self._sampler.rows_at_once,
                 after,
-                normalise=self._sampler.normalises_logprobs,
+                normalize=self._sampler.normalizes_logprobs,
             )
             arrays += [array for chunk in chunks for array in chunk.arrays()]
             after = list(chunks[-1].arrays()) if chunks else after

@@ -24,7 +24,7 @@ from vllm_metal.kv_cache.specs import allocate_kv_caches, choose_block_size, kv_
 from vllm_metal.kv_transfer import rank_facts
 from vllm_metal.kv_transfer.transfers import Transfers
 from vllm_metal.memory.needs import Needs
-from vllm_metal.memory.planner import MemoryPlanner, quantised_share
+from vllm_metal.memory.planner import MemoryPlanner, quantized_share
 from vllm_metal.memory.pressure import MemoryPressure
 from vllm_metal.memory.profile import LargestCalls, profile_step, requests_profile
 from vllm_metal.memory.wiring import MOST_POOL_ARRAYS, Wiring
@@ -195,7 +195,7 @@ class MetalWorker(WorkerBase):
             config,
             Needs.of(config, self._specs_of_all_ranks(), elsewhere),
             networks.draft_bytes,
-            quantised_share(layers, self._pool_dtype),
+            quantized_share(layers, self._pool_dtype),
             LargestCalls.of(config, layers, kv_cache, self.vocab_size if self._samples else 0),
             self._largest_step,
             partial(requests_profile, networks.target, networks.layers, config, kv_cache),

@@ -66,12 +66,12 @@ void device_access(Region& region, char* address, uint64_t bytes, Access access,
     give_up("out_of_bounds", "%s of %llu bytes at element %llu of '%s', which has %llu, by %s {site:%p}",
             verb(writes(access)), (unsigned long long)bytes, (unsigned long long)element, buffer.name,
             (unsigned long long)(buffer.bytes / buffer.element_bytes), Who().text, site);
-  const bool must_be_written = !writes(access) && buffer.kind == kind_output && !buffer.initialised;
+  const bool must_be_written = !writes(access) && buffer.kind == kind_output && !buffer.initialized;
   const uint32_t code = uint32_t(uintptr_t(site) - image_begin);
   for (uint64_t at = offset / region.granule; at <= (offset + bytes - 1) / region.granule; ++at) {
     Cell& cell = region.cells[at];
     if (must_be_written && !cell.write_time)
-      give_up("uninitialised", "element %llu of output '%s' is read by %s {site:%p} before anything "
+      give_up("uninitialized", "element %llu of output '%s' is read by %s {site:%p} before anything "
               "was written there", (unsigned long long)((at * region.granule - start) / buffer.element_bytes),
               buffer.name, Who().text, site);
     const Race race = enter(cell, access, Memory::device, code);
@@ -118,7 +118,7 @@ void threadgroup_access(char* address, uint64_t bytes, Access access, const void
     if (cell.write_time && cell.writer >> 11 != scheduler.group.index) cell = {};
     if (cell.read_time && cell.reader >> 12 != scheduler.group.index) cell = {};
     if (!writes(access) && !cell.write_time)
-      give_up("uninitialised", "element %llu of threadgroup variable '%s' is read by %s {site:%p} "
+      give_up("uninitialized", "element %llu of threadgroup variable '%s' is read by %s {site:%p} "
               "before anything was written there", element(offset + i), name, Who().text, site);
     const Race race = enter(cell, access, Memory::threadgroup, code);
     if (race.found)
@@ -210,7 +210,7 @@ void threadgroup_begins() {
 void threadgroup_ends() {}
 void threadgroup_barrier_passed(unsigned mem_flags) { order_threadgroup(mem_flags); }
 void simdgroup_barrier_passed(unsigned index, unsigned mem_flags) { order_simdgroup(index, mem_flags); }
-void lanes_synchronised(unsigned index, uint32_t mask) {
+void lanes_synchronized(unsigned index, uint32_t mask) {
   lanes_meet(index, mask, mask == scheduler.simdgroups[index].live);
 }
 void* placed(unsigned index) { return moved(scheduler.launch->buffers[index]); }

@@ -16,7 +16,7 @@ struct Buffer {
   uint64_t bytes;
   uint32_t element_bytes;
   uint32_t kind;
-  uint32_t initialised;  // a read before any write is no error
+  uint32_t initialized;  // a read before any write is no error
 };
 
 enum Order : uint32_t { order_forward = 0, order_reverse = 1, order_random = 2 };

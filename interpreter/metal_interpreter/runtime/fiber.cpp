@@ -61,7 +61,7 @@ char* stack_region() {
       perror("the interpreter cannot reserve its stacks");
       abort();
     }
-    // The lowest page of each stack stays out of reach: an overflow must not reach a neighbour.
+    // The lowest page of each stack stays out of reach: an overflow must not reach a neighbor.
     for (unsigned i = 0; i < max_threads; ++i)
       mprotect(static_cast<char*>(memory) + i * stack_bytes, 16 * 1024, PROT_NONE);
     return static_cast<char*>(memory);

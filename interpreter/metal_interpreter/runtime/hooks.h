@@ -15,7 +15,7 @@ void threadgroup_ends();
 void threadgroup_barrier_passed(unsigned mem_flags);
 void simdgroup_barrier_passed(unsigned simdgroup, unsigned mem_flags);
 /// The lanes of `mask` left a simdgroup function or barrier together.
-void lanes_synchronised(unsigned simdgroup, uint32_t mask);
+void lanes_synchronized(unsigned simdgroup, uint32_t mask);
 /// Where buffer `index` is while the kernel runs.
 void* placed(unsigned index);
 #else
@@ -25,7 +25,7 @@ inline void threadgroup_begins() {}
 inline void threadgroup_ends() {}
 inline void threadgroup_barrier_passed(unsigned) {}
 inline void simdgroup_barrier_passed(unsigned, unsigned) {}
-inline void lanes_synchronised(unsigned, uint32_t) {}
+inline void lanes_synchronized(unsigned, uint32_t) {}
 inline void* placed(unsigned index) { return scheduler.launch->buffers[index].data; }
 #endif
 

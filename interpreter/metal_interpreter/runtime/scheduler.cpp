@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs threadgroups one after another, each thread of one a fiber. A fiber runs until it waits for
 // others, then the next in the schedule's order runs. Nothing is preempted: what a kernel does
-// between two synchronisation points is atomic here, and only the order of threads varies.
+// between two synchronization points is atomic here, and only the order of threads varies.
 #include "scheduler.h"
 
 #include <stdarg.h>
@@ -60,7 +60,7 @@ void release(unsigned index, uint32_t lanes) {
   } else {
     simdgroup_barrier_passed(index, first.mem_flags);
   }
-  lanes_synchronised(index, lanes);
+  lanes_synchronized(index, lanes);
   simdgroup.waiting &= ~lanes;
   simdgroup.ready |= lanes;
   simdgroup.mixed = false;
@@ -160,7 +160,7 @@ void wait_for_lanes(Wait wait, Fold fold, const void* in, void* out, unsigned fl
 void release_threadgroup_barrier(unsigned mem_flags) {
   Threadgroup& group = scheduler.group;
   for (unsigned i = 0; i < group.simdgroups; ++i) {
-    lanes_synchronised(i, scheduler.simdgroups[i].live);
+    lanes_synchronized(i, scheduler.simdgroups[i].live);
     scheduler.simdgroups[i].ready = scheduler.simdgroups[i].live;
   }
   group.at_barrier = 0;

@@ -11,7 +11,7 @@ namespace metal_cpu {
 
 namespace {
 
-uint64_t mix(uint64_t x) {  // the finaliser of MurmurHash3: every bit of x reaches every bit
+uint64_t mix(uint64_t x) {  // the finalizer of MurmurHash3: every bit of x reaches every bit
   x ^= x >> 33;
   x *= 0xFF51AFD7ED558CCDULL;
   x ^= x >> 33;

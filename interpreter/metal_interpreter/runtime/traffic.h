@@ -10,7 +10,7 @@ void reset_traffic();
 
 /// Whether this access of the running thread is the first of its simdgroup's instruction to touch
 /// `line`. Lanes run one after another here, so an instruction is: the same place in the code, for
-/// the same time since the simdgroup last synchronised.
+/// the same time since the simdgroup last synchronized.
 bool first_touch(const void* site, uint64_t line, bool write);
 
 /// The running thread's next access at `site` belongs to another instruction.

@@ -58,22 +58,22 @@ def test_a_script_stays_text():
     assert html == "<p>a &lt;script&gt;alert(1)&lt;/script&gt; b</p>\n"
 
 
-def test_code_is_coloured_and_reached_by_the_keyboard():
+def test_code_is_colored_and_reached_by_the_keyboard():
     (html,) = markdown.blocks("```python\nreturn 1\n```")
     assert '<span class="k">return</span>' in html
     assert '<pre tabindex="0"' in html
 
 
-def test_code_is_coloured_once(monkeypatch):
+def test_code_is_colored_once(monkeypatch):
     """A text that grows is rendered again with each piece of it."""
-    coloured = []
-    monkeypatch.setattr(markdown, "highlight", lambda code, *_: coloured.append(code) or "")
+    colored = []
+    monkeypatch.setattr(markdown, "highlight", lambda code, *_: colored.append(code) or "")
     for rest in ("", "more", "more and more"):
         markdown.blocks(f"```python\nonce = 1\n```\n{rest}")
-    assert coloured == ["once = 1\n"]
+    assert colored == ["once = 1\n"]
 
 
-def test_code_that_takes_long_to_colour_is_text(monkeypatch):
+def test_code_that_takes_long_to_color_is_text(monkeypatch):
     """Lexers take the square of some texts' length, and the page would stand still."""
     monkeypatch.setattr(markdown.time, "perf_counter", itertools.count().__next__)
     code = "return 1\n" * 200

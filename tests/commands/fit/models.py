@@ -74,7 +74,7 @@ TWO_SIZES = {
     "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": None,
 }
-#: model_type, changes of BASE, and bits of quantised weights.
+#: model_type, changes of BASE, and bits of quantized weights.
 MODELS = {
     "llama": ("llama", {}, None),
     "llama, grouped, tied": ("llama", GROUPED | TIED, None),

@@ -21,8 +21,8 @@ from e2e.fuzz.play import Disk, Outcome, play
 from e2e.fuzz.shrink import MOST_REPLAYS, Part, shrink
 from e2e.fuzz.traffic import Run, Setting
 from e2e.harness import Dense
-from e2e.test_quantised_cache import TIE as TIE_OF_CODES
-from e2e.test_quantised_cache import QuantisedDense
+from e2e.test_quantized_cache import TIE as TIE_OF_CODES
+from e2e.test_quantized_cache import QuantizedDense
 
 #: Two logits of the tiny models, which range over some 13, move by less than 1e-5 when batches sum
 #: them in another order; next to each other they are some 1e-2 apart.
@@ -179,6 +179,6 @@ class Campaign:
             if setting.kv_cache_dtype == "auto":
                 self._judges[key] = Judge(folder, Dense(folder), self.tie)
             else:
-                source = QuantisedDense(folder, setting.kv_cache_dtype)
+                source = QuantizedDense(folder, setting.kv_cache_dtype)
                 self._judges[key] = Judge(folder, source, TIE_OF_CODES)
         return self._judges[key]

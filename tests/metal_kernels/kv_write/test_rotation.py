@@ -21,11 +21,11 @@ SCHEDULES = ["forward", "reverse", "random:1"]
 # Sizes of keys and of values, dtypes of rows and pools, the rotation. Each is a kernel to compile.
 KINDS = {
     "whole": ((64, 64), F32, F32, RotationKind(64)),
-    "neighbours": ((128, 128), F16, F16, RotationKind(128, traditional=True)),
+    "neighbors": ((128, 128), F16, F16, RotationKind(128, traditional=True)),
     "a part": ((256, 256), BF16, BF16, RotationKind(64)),
-    "neighbours of a part": ((80, 80), F32, F16, RotationKind(32, traditional=True)),
+    "neighbors of a part": ((80, 80), F32, F16, RotationKind(32, traditional=True)),
     "listed": ((128, 128), BF16, BF16, RotationKind(128, listed=True)),
-    "listed, a part, neighbours": ((96, 64), F16, F16, RotationKind(48, 0, True, True)),
+    "listed, a part, neighbors": ((96, 64), F16, F16, RotationKind(48, 0, True, True)),
     "latents": ((576,), F16, F16, RotationKind(64, first=512, traditional=True)),
     "latents, listed": ((576,), BF16, BF16, RotationKind(64, 512, True, True)),
     "fp8": ((64, 64), BF16, FP8, RotationKind(64)),
@@ -35,7 +35,7 @@ KINDS = {
 
 def orders():
     """Every kind in every order of threads; each in one of them before the night."""
-    by_day = {"whole": "forward", "neighbours": "reverse", "latents, listed": "random:1"}
+    by_day = {"whole": "forward", "neighbors": "reverse", "latents, listed": "random:1"}
     for place, name in enumerate(KINDS):
         for schedule in SCHEDULES:
             marks = () if by_day.get(name) == schedule else pytest.mark.slow
@@ -70,7 +70,7 @@ def test_rows_turn_as_the_formula_says(name, schedule):
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("whole", "neighbours") else pytest.param(name, marks=pytest.mark.slow)
+        name if name in ("whole", "neighbors") else pytest.param(name, marks=pytest.mark.slow)
         for name, kind in KINDS.items()
         if kind[2] == kind[1]
     ],
@@ -138,7 +138,7 @@ def test_every_frequency_of_mlx_lms_ropes():
                 given[:, :, 0], given[:, :, 0], mx.arange(5), pool, mx.zeros_like(pool),
                 queries=given[:, :, 0], positions=positions, rotation=rotation,
             )  # fmt: skip
-        # An angle of 4000 is 2^-11 from its neighbours in float32.
+        # An angle of 4000 is 2^-11 from its neighbors in float32.
         np.testing.assert_allclose(turned, wanted, atol=5e-3)
         np.testing.assert_allclose(turned[:3], wanted[:3], atol=1e-4)
         assert mx.array_equal(pool[:, 0, :5], turned.swapaxes(0, 1))

@@ -233,15 +233,15 @@ def test_what_lies_before_the_window_changes_nothing(kind, cache):
     arrays = [batch.key_pool, batch.value_pool]
     if cache is not None:
         arrays = [batch.key_scales, batch.value_scales]
-    spoilt = [mx.array(array) for array in arrays]
+    spoiled = [mx.array(array) for array in arrays]
     for table, (before, _) in zip(batch.tables, steps, strict=True):
         unseen = np.arange(before - window + 1)
-        for array in spoilt:
+        for array in spoiled:
             array[:, mx.array(table[unseen // 16]), mx.array(unseen % 16)] = float("nan")
     names = ("key_pool", "value_pool") if cache is None else ("key_scales", "value_scales")
     with kernel.using(metal_kernel):
         wanted = attend(batch, window)
-        found = attend(replace(batch, **dict(zip(names, spoilt, strict=True))), window)
+        found = attend(replace(batch, **dict(zip(names, spoiled, strict=True))), window)
     assert mx.array_equal(found, wanted)
 
 

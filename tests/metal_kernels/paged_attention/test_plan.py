@@ -142,11 +142,11 @@ def test_verify_windows_of_any_length_share_one_dispatch_with_decodes():
     ],
     ids=str,
 )
-def test_a_neighbour_moves_nobody_to_another_kernel(shape, decoded, tiles):
+def test_a_neighbor_moves_nobody_to_another_kernel(shape, decoded, tiles):
     """Which kernel serves a request depends on its own rows alone; decode takes so many."""
     for rows in range(1, 20):
-        for neighbour in (1, 5, 64):
-            starts = np.array([0, rows, rows + neighbour], np.int32)
+        for neighbor in (1, 5, 64):
+            starts = np.array([0, rows, rows + neighbor], np.int32)
             seq_lens = np.array([100, 90], np.int32)
             made = plan(starts, seq_lens, np.zeros((2, 8), np.int32), shape)
             kinds = {
@@ -156,7 +156,7 @@ def test_a_neighbour_moves_nobody_to_another_kernel(shape, decoded, tiles):
                 if count
             }
             assert kinds[0][0] == (rows <= decoded)
-            if rows == 1 and tiles and neighbour == 64:
+            if rows == 1 and tiles and neighbor == 64:
                 assert kinds[0][1] == tiles
 
 

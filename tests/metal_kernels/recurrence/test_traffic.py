@@ -86,7 +86,7 @@ def test_a_full_block_costs_a_write(position, accepted, full, writes):
         assert moved(traffic, PARTS[name]) == (2, 2 + writes)
 
 
-def test_neighbouring_lanes_move_neighbouring_bytes():
+def test_neighboring_lanes_move_neighboring_bytes():
     for name, traffic in measure(step_of(BLOCK_SIZE, 1, 1)).items():
         lines = 2 * math.prod(PARTS[name].shape) * 4 / 128
         assert lines <= traffic.lines_read <= 1.1 * lines

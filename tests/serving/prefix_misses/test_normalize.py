@@ -3,8 +3,8 @@
 
 import pytest
 
-from vllm_metal.serving.prefix_misses.normalise import normaliser
-from vllm_metal.settings.additional_config import NORMALISED
+from vllm_metal.serving.prefix_misses.normalize import normalizer
+from vllm_metal.settings.additional_config import NORMALIZED
 
 CASES = {
     "billing_header": [
@@ -33,13 +33,13 @@ CASES = {
 
 
 def test_each_name_that_can_be_set_is_known():
-    assert set(CASES) == set(NORMALISED)
-    normaliser(NORMALISED)
+    assert set(CASES) == set(NORMALIZED)
+    normalizer(NORMALIZED)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_name_takes_out_its_texts_and_no_others(name):
-    of = normaliser([name])
+    of = normalizer([name])
     for text, left in CASES[name]:
         message = {"role": "system", "content": text}
         assert of([message]) == [message | {"content": text if left is None else left}]
@@ -57,7 +57,7 @@ def test_parts_of_content_are_read_and_other_roles_are_not():
         {"role": "user", "content": text},
         {"role": "system", "content": None},
     ]
-    changed = normaliser(["uuids"])(messages)
+    changed = normalizer(["uuids"])(messages)
     assert changed[0]["content"] == [{"type": "text", "text": zeros}, picture]
     assert changed[1:] == messages[1:]
     assert messages[0]["content"][0]["text"] == text  # it was not changed in place

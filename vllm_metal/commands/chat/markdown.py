@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes HTML of an answer's Markdown, block by block; tags in the answer stay text.
 
-markdown-it-py does it without raw HTML, with the addresses of links checked, and Pygments colours
+markdown-it-py does it without raw HTML, with the addresses of links checked, and Pygments colors
 code. Pictures become links, so that a page loads nothing because an answer names it.
 """
 
@@ -22,9 +22,9 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 from pygments.util import ClassNotFound
 
-#: Characters of code that are coloured first, and seconds that this may take; then twice as many.
+#: Characters of code that are colored first, and seconds that this may take; then twice as many.
 #: Some lexers take the square or the cube of some texts' length, so this is found out in time.
-_FIRST_COLOURED, _MOST_SECONDS = 512, 0.15
+_FIRST_COLORED, _MOST_SECONDS = 512, 0.15
 _FORMATTER: HtmlFormatter[str] = HtmlFormatter(nowrap=True)
 
 
@@ -68,24 +68,24 @@ def _fence(
         '<button type="button" class="copy">Copy</button></div>'
         # What scrolls must be within the keyboard's reach.
         f'<pre tabindex="0" role="group" aria-label="{f"{shown} " if shown else ""}code"><code>'
-        f"{_coloured(tokens[at].content, language)}</code></pre></div>\n"
+        f"{_colored(tokens[at].content, language)}</code></pre></div>\n"
     )
 
 
 @lru_cache(maxsize=64)  # a text that grows is rendered again with each piece of it
-def _coloured(code: str, language: str) -> str:
+def _colored(code: str, language: str) -> str:
     try:
         lexer = get_lexer_by_name(language or "text", stripnl=False)
     except ClassNotFound:
         return escape(code)
-    shown, size, seconds = "", _FIRST_COLOURED, 0.0
+    shown, size, seconds = "", _FIRST_COLORED, 0.0
     while seconds < _MOST_SECONDS:
-        coloured, began = code[:size], time.perf_counter()
-        shown = str(highlight(coloured, lexer, _FORMATTER))
+        colored, began = code[:size], time.perf_counter()
+        shown = str(highlight(colored, lexer, _FORMATTER))
         if size >= len(code):
             return shown
         size, seconds = 2 * size, time.perf_counter() - began
-    return shown + escape(code[len(coloured) :])
+    return shown + escape(code[len(colored) :])
 
 
 def _link_open(

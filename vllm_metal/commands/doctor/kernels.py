@@ -99,7 +99,7 @@ def all_cases() -> list[Case]:
 
 
 def _rotation(shape: AttentionShape, number: int) -> RotationKind:
-    """A whole head, a half of it, or neighbours by a list; of latents what they keep for all."""
+    """A whole head, a half of it, or neighbors by a list; of latents what they keep for all."""
     if shape.latent:
         return RotationKind(shape.head_size - shape.value_size, shape.value_size, traditional=True)
     whole = RotationKind(shape.head_size)

@@ -34,7 +34,7 @@ from vllm_metal.lora.updates import adapter_bytes
 from vllm_metal.memory import budget
 from vllm_metal.memory.budget import Budget, Measured, Request, Settings
 from vllm_metal.memory.needs import Needs
-from vllm_metal.memory.planner import at_work, quantised_share
+from vllm_metal.memory.planner import at_work, quantized_share
 from vllm_metal.memory.pool_limits import settings_of
 from vllm_metal.memory.profile import LargestCalls, Peaks
 from vllm_metal.mlx_patches import registry
@@ -133,7 +133,7 @@ class Estimate:
     needs: Needs  # of the pool
     measured: Measured  # what the engine would measure
     settings: Settings
-    quantised: float | None  # share of its bytes that a quantised cache takes; None: it is one
+    quantized: float | None  # share of its bytes that a quantized cache takes; None: it is one
 
     @property
     def budget(self) -> Budget:
@@ -168,7 +168,7 @@ class Estimate:
 
     def request(self, count: int = 1) -> Request:
         """What the pool must hold: so many requests at once."""
-        return Request(replace(self.needs, requests=count), self.quantised)
+        return Request(replace(self.needs, requests=count), self.quantized)
 
 
 def estimate(
@@ -192,7 +192,7 @@ def estimate(
     specs = kv_cache_specs(model.layers_of_all_ranks, block_size, pool_dtype)
     needs = Needs.of(config, specs, [layer.name for layer in model.elsewhere])
     settings = settings_of(config, machine.kind, needs, machine.total)
-    quantised = quantised_share(model.layers, pool_dtype)
+    quantized = quantized_share(model.layers, pool_dtype)
     kv_cache_type = _kv_cache_type(model, machine, block_size)
     found, vocab_size = step_peak(model.parts, model.layers, config, kv_cache_type, machine.kind)
     rows_of_a_step = config.scheduler_config.max_num_batched_tokens
@@ -208,14 +208,14 @@ def estimate(
     measured = at_work(
         at_rest,
         settings,
-        Request(needs, quantised),
+        Request(needs, quantized),
         LargestCalls.of(config, model.layers, kv_cache_type, vocab_size if model.samples else 0),
         found if peaks is None else peaks,
     )
     attending = [layer for layer in model.layers if not layer.state_bytes]
     rows = sum(layer.spec(block_size, pool_dtype).page_size_bytes for layer in attending)
     states = sum(layer.state_bytes for layer in model.layers)
-    return Estimate(rows // block_size, states, block_size, needs, measured, settings, quantised)
+    return Estimate(rows // block_size, states, block_size, needs, measured, settings, quantized)
 
 
 def _adapter_bytes(model: Model, config: VllmConfig) -> int:

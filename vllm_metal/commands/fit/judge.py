@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-#: The quantised cache that is compared with the asked one; int8 takes the same bytes.
-_QUANTISED = "fp8"
+#: The quantized cache that is compared with the asked one; int8 takes the same bytes.
+_QUANTIZED = "fp8"
 _NAMED_CHANGES = 4
 
 
@@ -155,7 +155,7 @@ def _check(asked: Question) -> None:
 
 
 def _part(asked: Question, stage: int, ring: Any) -> Part:
-    """What a rank of a stage finds, with the asked cache and with a quantised one."""
+    """What a rank of a stage finds, with the asked cache and with a quantized one."""
     layout = asked.layout
     model = Model.read(
         asked.path,
@@ -169,10 +169,10 @@ def _part(asked: Question, stage: int, ring: Any) -> Part:
     if model.images is not None and layout.num_ranks > 1:
         raise ValueError("several ranks serve no images: --language-model-only, for the text alone")
     estimates = {}
-    for cache_dtype in dict.fromkeys((asked.args.kv_cache_dtype, _QUANTISED)):
+    for cache_dtype in dict.fromkeys((asked.args.kv_cache_dtype, _QUANTIZED)):
         estimates[cache_dtype] = estimate(model, asked.config(cache_dtype), asked.machine)
-        if estimates[cache_dtype].quantised is None:
-            break  # what was asked for is quantised already
+        if estimates[cache_dtype].quantized is None:
+            break  # what was asked for is quantized already
     return Part(layout.ranks_of(stage), model.stage, estimates)
 
 

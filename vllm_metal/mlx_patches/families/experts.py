@@ -53,7 +53,7 @@ def grouped(name: str = "group_expert_select") -> Callable[[ModuleType], None]:
 def jamba(module: ModuleType) -> None:
     """Weights of experts, and which layers have experts.
 
-    mlx-lm normalises the weights of the chosen experts; the model was trained with their share of
+    mlx-lm normalizes the weights of the chosen experts; the model was trained with their share of
     all (`JambaSparseMoeBlock.route_tokens_to_experts`). It counts `expert_layer_offset` from the
     other end of a period (`JambaConfig.layers_num_experts`), which is the same for a period of two.
     """

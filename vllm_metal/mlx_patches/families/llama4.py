@@ -4,7 +4,7 @@
 Most layers see the chunk of `attention_chunk_size` positions that a token is in, and no other: the
 pool has no blocks of that kind. Texts longer than a chunk are refused.
 
-mlx-lm's module of the text model alone, `llama4_text`, knows dense models only. It normalises
+mlx-lm's module of the text model alone, `llama4_text`, knows dense models only. It normalizes
 queries and keys of every layer, and neither scales queries by their place in the text nor attends
 within chunks (transformers' `Llama4TextAttention`).
 """

@@ -39,11 +39,11 @@ _PATTERNS: Mapping[str, tuple[re.Pattern[str], str]] = MappingProxyType(
 )
 
 
-def normaliser(names: Sequence[str]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+def normalizer(names: Sequence[str]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """What takes the texts of these names out of conversations.
 
     Args:
-        names: of settings.additional_config.NORMALISED.
+        names: of settings.additional_config.NORMALIZED.
 
     Returns:
         A function of messages, JSON objects: it leaves them as they are, and returns others.

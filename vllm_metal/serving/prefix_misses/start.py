@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_metal.serving import metrics
 from vllm_metal.serving.prefix_misses.header import MissHeader
-from vllm_metal.serving.prefix_misses.normalise import normaliser
+from vllm_metal.serving.prefix_misses.normalize import normalizer
 from vllm_metal.serving.prefix_misses.watch import Watch
 from vllm_metal.settings.additional_config import AdditionalConfig
 from vllm_metal.vllm_patches import prompts
@@ -29,7 +29,7 @@ def around(app: ASGIApp, state: Any) -> ASGIApp:
     config = engine.vllm_config
     settings = AdditionalConfig.of(config)
     if settings.normalize_prompts:
-        prompts.rewrite(state.online_renderer, normaliser(settings.normalize_prompts))
+        prompts.rewrite(state.online_renderer, normalizer(settings.normalize_prompts))
     if not (settings.explain_prefix_misses and config.cache_config.enable_prefix_caching):
         return app
     tokenizer = engine.renderer.tokenizer

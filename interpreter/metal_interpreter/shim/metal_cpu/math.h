@@ -107,7 +107,7 @@ METAL_CPU_INLINE float sign_(float x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : x 
   METAL_CPU_REAL2(divide, [](float a, float b) { return a / b; })
 
 METAL_CPU_FUNCTIONS
-// As exact as the default here. What a GPU loses in fast:: is not modelled.
+// As exact as the default here. What a GPU loses in fast:: is not modeled.
 namespace fast {
 METAL_CPU_FUNCTIONS
 }

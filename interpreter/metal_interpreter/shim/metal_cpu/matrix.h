@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// simdgroup_matrix<T, 8, 8>: 64 elements, two neighbours of a row in each of 32 lanes.
+// simdgroup_matrix<T, 8, 8>: 64 elements, two neighbors of a row in each of 32 lanes.
 #pragma once
 
 #include "sync.h"

@@ -15,7 +15,7 @@
 #define thread
 #define kernel
 
-// Functions of the shim must vanish into the kernel: call sites tell synchronisation points apart.
+// Functions of the shim must vanish into the kernel: call sites tell synchronization points apart.
 // Without lines of their own they show in messages as the line that calls them.
 #define METAL_CPU_INLINE __attribute__((always_inline, nodebug)) inline
 

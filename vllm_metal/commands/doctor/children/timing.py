@@ -14,7 +14,7 @@ from metal_kernels.selfcheck import Case, Work, copy_bandwidth, works
 from vllm_metal.device.child import say
 from vllm_metal.settings.extras import INTERPRETER
 
-#: The attention of Llama 3 8B, over a cache of its own dtype and over a quantised one.
+#: The attention of Llama 3 8B, over a cache of its own dtype and over a quantized one.
 _SHAPE = AttentionShape(32, 8, 128, 128)
 _CASES = tuple(Case(_SHAPE, mx.bfloat16, cache, 16) for cache in (mx.bfloat16, mx.uint8))
 
