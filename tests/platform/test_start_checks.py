@@ -119,7 +119,7 @@ ARGUMENTS = [
     ("--enable-lora --lora-modules a=./b", "--lora-modules a=./b: there is no such folder"),
     ("--enable-lora --lora-modules a=.", "a=.: the folder has no adapter_config.json, so that"),
     ("--lora-modules path", "--lora-modules=path is neither NAME=PATH nor JSON"),
-    ("--speculative-config ngram", "--speculative-config=ngram is not JSON, such as"),
+    ("--speculative-config ngram", 'ngram is not JSON, such as \'{"method": "ngram", "num'),
     ('--speculative-config {"method":"x"}', "method 'x' is not supported: choose one of ngram,"),
     ('--speculative-config {"model":"./x"}', "--speculative-config: model: there is no folder"),
     ('--speculative-config {"methd":"x"}', "has no key 'methd'; did you mean method?"),

@@ -23,7 +23,7 @@ def configure(model, **options):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"logits_processors": ["x:Y"]}, "--logits-processors with --runner pooling"),
+        ({"logits_processors": ["json:JSONDecoder"]}, "--logits-processors with --runner pooling"),
         (
             {"pooler_config": {"seq_pooling_type": "MEAN"}, "enable_chunked_prefill": True},
             "--enable-chunked-prefill with MEAN/ALL pooling",

@@ -178,7 +178,8 @@ def parser():
         (["--qqq"], "unknown: --qqq"),
         (
             ["--speculative-config", "{method: ngram}"],
-            "--speculative-config={method: ngram} is not JSON, such as '{\"key\": 1}'",
+            "--speculative-config={method: ngram} is not JSON, such as "
+            """'{"method": "ngram", "num_speculative_tokens": 5}'""",
         ),
         (["--max-model-len", "x"], "--max-model-len=x is not a whole number"),
         (["--max-model-len"], "--max-model-len needs a value behind it"),

@@ -109,7 +109,7 @@ BESIDE = {
 PASSED_ON = {
     "served_model_name": "mine",
     "tokenizer": str(Path(__file__).parents[1] / "scripted"),  # which has a vocabulary
-    "tokenizer_mode": "slow",
+    "tokenizer_mode": "hf",
     "tokenizer_revision": "main",
     "skip_tokenizer_init": True,
     "trust_remote_code": True,

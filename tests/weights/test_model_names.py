@@ -48,7 +48,7 @@ def folder(machine, name, **files):
         ("/models/Qwen3-8B", "Qwen3-8B; did you mean mlx-community/Qwen3-8B-4bit?"),
         ("llama3.2:3b", "is a name of Ollama's: give one on Hugging Face, as OWNER/NAME"),
         ("https://huggingface.co/Qwen/Qwen3-8B/tree/main", "give the model's name, Qwen/Qwen3-8B"),
-        ("Qwen/Qwen3-8B-4bti", "127.0.0.1 does not answer: check the network; did you mean mlx-"),
+        ("Qwen/Qwen3-8B-4bti", "give the folder of a model; did you mean mlx-"),
         ("gpt2", "gpt2 is not on this machine, and 127.0.0.1 does not answer"),
         ("model.gguf", "model.gguf does not exist"),
     ],

@@ -190,7 +190,7 @@ def _check_choices(args: Any) -> None:
             f"them, in {', '.join(METHODS)}, or as MLX has quantized them. Leave it out."
         )
     given = args.tokenizer_mode
-    if given not in ("auto", *TokenizerRegistry.tokenizers):
+    if given.lower() not in ("auto", *TokenizerRegistry.tokenizers):
         raise ValueError(f"--tokenizer-mode={given} is not supported: leave it out")
     given = args.kv_cache_dtype
     if given not in (*get_args(CacheDType), *formats.OFFERED):

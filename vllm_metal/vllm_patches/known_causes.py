@@ -109,8 +109,8 @@ def _of_the_system(error: OSError) -> str:
         return f"{_FULL} ({file})"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return (
-            f"{file} cannot be written or read ({error.strerror}): name a folder of yours by "
-            "VLLM_METAL_CACHE, and by HF_HOME for models"
+            f"{file} cannot be written or read ({error.strerror}): set the environment variables "
+            "VLLM_METAL_CACHE, and HF_HOME for models, to folders of yours"
         )
     return f"{file}: {error.strerror}"
 

@@ -36,6 +36,10 @@ _EXAMPLES = {
     "human_readable_int_or_auto": "a whole number, such as 8192 or 8k",
 }
 _JSON, _LIST = "JSON, such as '{\"key\": 1}'", "JSON, such as '[\"a\"]'"
+#: What stands there instead, for options whose keys are few.
+_OWN_JSON = {
+    "--speculative-config": """JSON, such as '{"method": "ngram", "num_speculative_tokens": 5}'""",
+}
 _MOST_CHOICES = 12  # that are listed
 
 
@@ -56,8 +60,11 @@ def told(
     if found := _INVALID.fullmatch(message):
         return f"{_first(found[1])}={found[3]} is not {_wanted(parser, found[1], found[2])}"
     if found := _NOT_CONVERTED.fullmatch(message):
-        wanted = _JSON if "<function loads" in message else _EXAMPLES["human_readable_int"]
-        return f"{_first(found[1])}={found[2]} is not {wanted}"
+        name = _first(found[1])
+        wanted = _EXAMPLES["human_readable_int"]
+        if "<function loads" in message:
+            wanted = _OWN_JSON.get(name, _JSON)
+        return f"{name}={found[2]} is not {wanted}"
     if found := _NO_VALUE.fullmatch(message):
         return f"{_first(found[1])} needs a value behind it"
     if found := _NO_VALUE_WANTED.fullmatch(message):
@@ -79,7 +86,8 @@ def _wanted(parser: argparse.ArgumentParser, names: str, kind: str) -> str:
     """What is written for an option whose values are read by a function."""
     if kind == "loads":
         action = _actions(parser).get(_first(names))
-        return _LIST if isinstance(getattr(action, "default", None), list) else _JSON
+        is_list = isinstance(getattr(action, "default", None), list)
+        return _LIST if is_list else _OWN_JSON.get(_first(names), _JSON)
     return _EXAMPLES.get(kind, kind)
 
 
@@ -87,7 +95,7 @@ def _of_configuration(name: str, report: str) -> str:
     wrong = []
     for field, why, kind, given in _FIELD.findall(report):
         if kind in ("json_invalid", "dataclass_type"):
-            return f"{name}={given.strip(chr(39))} is not {_JSON}"
+            return f"{name}={given.strip(chr(39))} is not {_OWN_JSON.get(name, _JSON)}"
         if kind in ("unexpected_keyword_argument", "extra_forbidden"):
             wrong.append(f"there is no key {field!r}")
         else:

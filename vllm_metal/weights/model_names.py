@@ -189,7 +189,8 @@ def unreachable() -> str:
     thread = Thread(target=connect, daemon=True)
     thread.start()
     thread.join(_CONNECT_S)
-    return "" if answered else f"{address.hostname} does not answer: check the network"
+    remedy = "check the network, or give the folder of a model"
+    return "" if answered else f"{address.hostname} does not answer: {remedy}"
 
 
 def _near(model: str) -> str:

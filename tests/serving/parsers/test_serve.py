@@ -29,7 +29,7 @@ def parser():
 def model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     mx.save_safetensors(str(tmp_path / "model.safetensors"), {"lm_head.weight": mx.zeros((1, 1))})
-    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<think>": 1, "</think>": 2}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
