@@ -2,6 +2,7 @@
 """Known models: they have the hub's sizes and are served; fit chooses among them."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 
@@ -17,9 +18,17 @@ from vllm_metal.weights.judge import plan_of
 SERVED = {*listed_by_vllm("_TEXT_GENERATION_MODELS"), *TEXT_PARTS, *WITH_IMAGES}
 
 
+@contextmanager
+def downloaded(known):
+    """A folder of the model, with a tokenizer, which `fit` asks for as a server does."""
+    with known.folder() as path:
+        (path / "tokenizer.json").write_text('{"model": {}}')
+        yield path
+
+
 @pytest.fixture(scope="module", params=KNOWN, ids=lambda known: known.name)
 def folder(request):
-    with request.param.folder() as path:
+    with downloaded(request.param) as path:
         yield request.param, path
 
 
@@ -65,7 +74,7 @@ def test_without_a_model_the_largest_that_fits_is_named(memory, capsys):
     chosen = [known.name for known in KNOWN].index(found["model"])
     # fit itself says so of it, and says no of the next larger one.
     for known, fits in ((KNOWN[chosen], True), *((k, False) for k in KNOWN[:chosen][-1:])):
-        with known.folder() as path:
+        with downloaded(known) as path:
             length = str(found["context"] if fits else 8192)
             status, again = ask(capsys, str(path), "--memory", memory, "--context", length)
         assert again["fits"] is fits

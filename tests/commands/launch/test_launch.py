@@ -335,6 +335,7 @@ def test_an_agent_s_context_may_take_more_than_is_taken_unasked(memory, context,
     sizes = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36}
     model = replace(smaller, config={**smaller.config, **sizes, "num_attention_heads": 32})
     with model.folder() as path:
+        (path / "tokenizer.json").write_text('{"model": {}}')
         assert planning.planned(str(path), None).context == pytest.approx(context, rel=0.05)
 
 
