@@ -135,8 +135,7 @@ class RankWorker(MetalWorker):
         """With stages, drafts come with the results: see `drafts_with_results`."""
         result = super()._read(output, step, rows)
         if self._answers and self._link.group.world_size > 1:
-            with self._turn:
-                result.drafts = self.take_draft_token_ids()
+            result.drafts = self.take_draft_token_ids()
         return result
 
     def _warm_up(self) -> None:
