@@ -43,6 +43,7 @@ def shown(caplog, monkeypatch):
     def of(name, *message):
         drop_unhelpful_warnings()
         caplog.clear()
+        caplog.set_level(logging.INFO, name)  # commands have vLLM say less
         logger = logging.getLogger(name)
         monkeypatch.setattr(logger, "propagate", False)
         monkeypatch.setattr(logger, "handlers", [caplog.handler])
