@@ -42,18 +42,23 @@ def sources(left_out: tuple[str, ...]) -> str:
     Args:
         left_out: folders, such as NOT_IN_ENGINE.
     """
-    made = blake3.blake3()
-    for name, path in sorted(
-        (path.relative_to(root.parent).as_posix(), path)
+    dropped = tuple(f"{folder}/" for folder in left_out)
+    found = {
+        path.relative_to(root.parent).as_posix(): path
         for root in roots()
         for path in root.rglob("*")
         if path.suffix in _SOURCES and path.is_file()
-    ):
-        if not name.startswith(tuple(f"{folder}/" for folder in left_out)):
-            text = path.read_text(encoding="utf-8")
-            code = _code(text) if path.suffix == ".py" else _METAL_COMMENT.sub("", text)
-            made.update(f"{name}\0{len(code)}\0{code}".encode())
-    return made.hexdigest(length=16)
+    }
+    return _digest(
+        (name, _code_of(path).encode())
+        for name, path in found.items()
+        if not name.startswith(dropped)
+    )
+
+
+def _code_of(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    return _code(text) if path.suffix == ".py" else _METAL_COMMENT.sub("", text)
 
 
 def _code(text: str) -> str:
@@ -94,9 +99,13 @@ def of_files(files: Iterable[tuple[Path, Path]]) -> str:
     Raises:
         OSError: a file cannot be read.
     """
-    found = sorted((path.relative_to(root).as_posix(), path.read_bytes()) for path, root in files)
+    return _digest((path.relative_to(root).as_posix(), path.read_bytes()) for path, root in files)
+
+
+def _digest(named: Iterable[tuple[str, bytes]]) -> str:
+    """The digest of contents with their names, in the order of names."""
     made = blake3.blake3()
-    for name, content in found:
+    for name, content in sorted(named):
         made.update(f"{name}\0{len(content)}\0".encode())
         made.update(content)
     return made.hexdigest(length=16)
