@@ -31,19 +31,7 @@ _EXPERTS = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-_DELTA = _COMMON | {
-    "head_dim": 256,
-    "vocab_size": 248320,
-    "max_position_embeddings": 262144,
-    "full_attention_interval": 4,
-    "linear_num_key_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "partial_rotary_factor": 0.25,
-    "rope_theta": 10000000,
-}
-_QWEN_80B = _DELTA | {
+_QWEN_80B = _COMMON | {
     "architectures": ["Qwen3NextForCausalLM"],
     "model_type": "qwen3_next",
     "vocab_size": 151936,
@@ -60,6 +48,15 @@ _QWEN_80B = _DELTA | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
     "norm_topk_prob": True,
+    "head_dim": 256,
+    "max_position_embeddings": 262144,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000000,
 }
 _GRANITE = _COMMON | {
     "architectures": ["GraniteMoeHybridForCausalLM"],
