@@ -117,8 +117,8 @@ def test_a_folder_that_is_no_cache_is_refused(run, tmp_path, action):
         status, _, error = run(action, folder, *(["--yes"] if action == "rm" else []))
         assert status == 1
         assert error == (
-            f"vllm-metal: error: {folder} is not a prefix cache; name the folder that "
-            "prefix_cache_dir names\n"
+            f"vllm-metal: error: {folder} is not a prefix cache; give the folder of "
+            "prefix_cache_dir\n"
         )
     assert os.listdir(tmp_path) == ["thesis.tex"]
 

@@ -96,7 +96,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path, monkeypatch, last, told
             "Fetching 5 files:  20%|██        | 1/5 [00:00<00:02,  1.9it/s]\n"
             "model.safetensors:   0%|          | 0.00/17.2G [00:00<?, ?B/s]\r"
             "model.safetensors:  18%|█▊        | 3.10G/17.2G [01:10<05:17, 44.4MB/s]\r",
-            "the server fetches model.safetensors, 3.10GB of 17.2GB, 05:17 left (5 s)",
+            "the server downloads model.safetensors, 3.10GB of 17.2GB, 05:17 left (5 s)",
         ),
         (
             "model.safetensors: 100%|██████████| 17.2G/17.2G [06:10<00:00, 44.4MB/s]\n"
@@ -204,7 +204,7 @@ def test_a_place_that_is_taken_is_an_error(tmp_path):
             address = listener.getsockname()
             taken = address[1] if place == 0 else place
             with (
-                pytest.raises(ValueError, match="cannot be listened on"),
+                pytest.raises(ValueError, match="cannot listen on"),
                 local_server.listening(taken),
             ):
                 pass

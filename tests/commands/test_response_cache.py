@@ -46,7 +46,7 @@ def test_a_server_does_not_go_on_answering_from_what_was_purged(gate, capsys):
     assert marks(gate, keys) == ["MISS", "HIT"]
     assert main(["answers", "purge"]) == 0  # the command's name of before
     out, err = capsys.readouterr()
-    assert out == "removed 2 responses\n" and "`response-cache` now" in err
+    assert out == "removed 2 responses\n" and "renamed to `response-cache`" in err
     assert kept_bytes(gate, keys) <= 5 * 4096  # an empty table with its indices
     assert marks(gate, keys) == ["MISS", "MISS"] and marks(gate, keys) == ["HIT", "HIT"]
 
@@ -70,17 +70,20 @@ def test_removed_files_lead_to_no_old_hit(gate, tmp_path, what):
 def test_what_the_command_needs_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("VLLM_METAL_SERVING_CONFIG", raising=False)
     assert main(["response-cache", "purge"]) == 1
-    assert "[response_cache] by VLLM_METAL_SERVING_CONFIG" in capsys.readouterr().err
+    assert (
+        "set VLLM_METAL_SERVING_CONFIG to a settings file with a [response_cache] section"
+        in capsys.readouterr().err
+    )
     (tmp_path / "serving.toml").write_text("timeout_s = 5\n")
     monkeypatch.setenv("VLLM_METAL_SERVING_CONFIG", str(tmp_path / "serving.toml"))
     assert main(["response-cache", "purge"]) == 1
     assert "[response_cache]" in capsys.readouterr().err
     assert main(["response-cache", "purge", "--tenant", "*"]) == 1
-    assert "is no tenant's name" in capsys.readouterr().err
+    assert "is not a valid tenant name" in capsys.readouterr().err
 
 
 def test_a_store_that_cannot_be_asked_is_an_error(gate, tmp_path, capsys):
     (tmp_path / "answers" / "answers.sqlite3").mkdir(parents=True)
     assert main(["response-cache", "purge"]) == 1
     printed = capsys.readouterr().err
-    assert "kept answers cannot be removed" in printed and SECRET.decode() not in printed
+    assert "cached responses cannot be deleted" in printed and SECRET.decode() not in printed

@@ -48,7 +48,7 @@ def test_the_servers_settings_name_the_file(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("name", ["A", "a b"])
 def test_a_name_that_is_none_is_refused(tmp_path, capsys, name):
     assert main(["tenants", "add", name, "--keys", str(tmp_path / "t.json")]) == 1
-    assert "is no tenant's name" in capsys.readouterr().err
+    assert "is not a valid tenant name" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -78,7 +78,9 @@ ACTIONS = {"ls": ls, "rm": rm, "verify": verify}
 
 def _confirmed(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise ValueError("there is no terminal to ask on; add --yes to remove without a question")
+        raise ValueError(
+            "there is no terminal to ask for confirmation; add --yes to remove without asking"
+        )
     return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 

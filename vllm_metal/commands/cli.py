@@ -128,9 +128,11 @@ def _doctor(args: argparse.Namespace) -> int:
         "--master-addr": args.master_addr,
     }
     if args.tune and (given := [name for name, value in checks.items() if value]):
-        raise ValueError(f"doctor --tune checks nothing: leave out {', '.join(given)}")
+        raise ValueError(
+            f"doctor --tune only tunes kernels and runs no checks: leave out {', '.join(given)}"
+        )
     if args.full and not args.tune:
-        raise ValueError("doctor --full needs --tune; to check everything there is --all")
+        raise ValueError("doctor --full needs --tune; to check everything, use --all")
     from vllm_metal.commands.doctor import run, tune
 
     return tune.run(args) if args.tune else run.run(args)
@@ -158,7 +160,7 @@ def _renamed(name: str) -> Callable[[argparse.Namespace], int]:
 
     def run(args: argparse.Namespace) -> int:
         old = args.command
-        print(f"vllm-metal: `{old}` is called `{name}` now; use that", file=sys.stderr)
+        print(f"vllm-metal: `{old}` was renamed to `{name}`; use the new name", file=sys.stderr)
         return _RUNS[name](args)
 
     return run

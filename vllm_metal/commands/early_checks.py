@@ -40,8 +40,8 @@ def check_template(model: str) -> None:
 
     if model_names.folder_here(model) and not parsers_files.read(model).templates:
         raise files.ModelLoadError(
-            f"{model} has no chat template, so it cannot chat: choose an instruction-tuned MODEL, "
-            "or name a template by --serve --chat-template FILE"
+            f"{model} has no chat template, so it cannot chat: choose an instruction-tuned "
+            "MODEL, or pass a template with --serve --chat-template FILE"
         )
 
 

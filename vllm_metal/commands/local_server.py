@@ -66,8 +66,8 @@ def running(port: int, key: str, model: str | None) -> Endpoint | None:
     root = f"http://{HOST}:{port}"
     if (owner := listeners.owner(port)) not in (None, os.getuid(), 0):
         raise ValueError(
-            f"another user (uid {owner}) listens on port {port}, so nothing is sent there: choose "
-            "another --port"
+            f"another user (uid {owner}) listens on port {port}, so no request is sent to "
+            "it: choose another --port"
         )
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
@@ -77,20 +77,20 @@ def running(port: int, key: str, model: str | None) -> Endpoint | None:
     except httpx.ConnectError:
         return None
     except httpx.HTTPError as error:
-        raise ValueError(f"what listens on port {port} is no server of vLLM's: {error}") from error
+        raise ValueError(f"the process on port {port} is not a vLLM server: {error}") from error
     if answer.status_code == 401:
-        raise ValueError(f"the server on port {port} wants its key: set {KEY_OF_SERVER} to it")
+        raise ValueError(f"the server on port {port} requires an API key: set {KEY_OF_SERVER}")
     try:
         served = {entry["id"]: entry.get("max_model_len") for entry in answer.json()["data"]}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"what listens on port {port} is no server of vLLM's; choose another --port"
+            f"the process on port {port} is not a vLLM server; choose another --port"
         ) from error
     name = model or next(iter(served), "")
     if name not in served:
         raise ValueError(
-            f"the server on port {port} serves {', '.join(served)} and not {model}: leave MODEL "
-            "out, end that server, or choose another --port"
+            f"the server on port {port} serves {', '.join(served)} and not {model}: leave "
+            "MODEL out, stop that server, or choose another --port"
         )
     return Endpoint(root, name, key or "none", served[name] or 0)
 
@@ -114,7 +114,9 @@ def listening(place: int | Path) -> Iterator[socket.socket]:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listener.bind((HOST, place))
         except OSError as error:
-            raise ValueError(f"{place} cannot be listened on ({error.strerror})") from error
+            raise ValueError(
+                f"cannot listen on {place if unix else f'port {place}'} ({error.strerror})"
+            ) from error
         listener.listen()
         yield listener
 
@@ -243,7 +245,7 @@ def check_options(given: Sequence[str], own: Mapping[str, str]) -> None:
     Raises:
         ValueError: they set where the server is found, or what the command has an option for.
     """
-    advice = dict.fromkeys((*_PLACE, "--api-key"), "the command sets it by itself") | dict(own)
+    advice = dict.fromkeys((*_PLACE, "--api-key"), "this command sets it") | dict(own)
     for option in given:
         name = option.partition("=")[0].replace("_", "-")
         if option.startswith("--") and name in advice:

@@ -15,13 +15,13 @@ from vllm_metal.vllm_patches import refused_arguments
 _ELSEWHERE = {
     "serve": "the server is vLLM's own command: vllm serve MODEL",
     "run": "vllm-metal chat MODEL talks to a model, and vllm serve MODEL serves it",
-    "pull": "a model is fetched when it is served; to fetch it before: hf download MODEL",
+    "pull": "a model is downloaded when it is served; to download it before: hf download MODEL",
     "list": "models on this machine: hf cache ls",
     "ls": "models on this machine: hf cache ls",
-    "ps": "a server says what it serves at /v1/models: curl http://127.0.0.1:8000/v1/models",
+    "ps": "a server lists its model at /v1/models: curl http://127.0.0.1:8000/v1/models",
     "rm": "to remove a model: hf cache rm model/OWNER/NAME",
     "show": "what a model needs, and whether it fits: vllm-metal fit MODEL",
-    "stop": "a server ends with Ctrl-C in its terminal, or by SIGTERM",
+    "stop": "stop a server with Ctrl-C in its terminal, or with SIGTERM",
 }
 _NEGATIVE = re.compile(r"-\d")
 
@@ -50,18 +50,16 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(metavar="COMMAND", dest="command")
     _add_convert(commands.add_parser("convert", help="turn a GGUF file into a model directory"))
     _add_model(commands.add_parser("model", help="print the path of the embedded default model"))
-    _add_fit(
-        commands.add_parser("fit", help="say how much memory a model needs, and whether it fits")
-    )
-    _add_launch(
-        commands.add_parser("launch", help="start a coding agent on a model of this machine")
-    )
+    _add_fit(commands.add_parser("fit", help="estimate a model's memory and check whether it fits"))
+    _add_launch(commands.add_parser("launch", help="start a coding agent on a local model"))
     _add_doctor(
         commands.add_parser("doctor", help="check this machine, the engine and every kernel")
     )
-    _add_chat(commands.add_parser("chat", help="talk to a model, in a page or in the terminal"))
-    _add_cache(commands.add_parser("cache", help="list, remove or check prefixes kept on disk"))
-    _add_tenants(commands.add_parser("tenants", help="make, remove or list tenants' API keys"))
+    _add_chat(
+        commands.add_parser("chat", help="chat with a model in the browser or in the terminal")
+    )
+    _add_cache(commands.add_parser("cache", help="list, remove or verify the prefix cache on disk"))
+    _add_tenants(commands.add_parser("tenants", help="add, remove or list API keys of tenants"))
     _add_response_cache(commands.add_parser("response-cache", help="delete cached responses"))
     _add_response_cache(commands.add_parser("answers"))  # its name of before, not listed
     return made
@@ -78,7 +76,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         "`vllm serve` and mlx-lm load. Blocks of 4, 5 and 8 bits stay exactly as they are."
     )
     parser.add_argument("gguf", type=Path, metavar="MODEL.gguf")
-    parser.add_argument("out", type=Path, metavar="OUT", help="directory to make")
+    parser.add_argument("out", type=Path, metavar="OUT", help="directory to create")
     parser.add_argument(
         "--kquants",
         choices=("dequantize", "requantize"),
@@ -130,9 +128,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 def _add_fit(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Say how much memory a model needs and how many requests fit beside it. Only config.json "
-        "and the headers of the weight files are read. The exit status is 0 if the requests fit "
-        "and 1 if they do not."
+        "Estimate how much memory a model needs and how many requests fit. Only "
+        "config.json and the headers of the weight files are read. The exit status is "
+        "0 if the requests fit and 1 if they do not."
     )
     parser.add_argument(
         "model",
@@ -145,14 +143,17 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
         "--memory",
         type=units.memory,
         metavar="SIZE",
-        help="memory of the Mac to serve on, such as 24GB; default: what this machine has now",
+        help=(
+            "memory of the Mac to serve on, such as 24GB; default: what is available on "
+            "this machine now"
+        ),
     )
     parser.add_argument(
         "--context",
         type=units.tokens,
         metavar="TOKENS",
-        help="longest request, prompt and answer together, such as 32k; default: what fits, up to "
-        "what the model is made for",
+        help="longest request (prompt and output) in tokens, such as 32k; default: the "
+        "longest that fits, up to the model's maximum",
     )
     parser.add_argument(
         "--requests",
@@ -174,40 +175,45 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
         "--num-speculative-tokens",
         type=units.count,
         metavar="N",
-        help="drafts of a request in a step, in --speculative-config; the weights of a network "
-        "that drafts are not counted",
+        help="num_speculative_tokens of --speculative-config; weights of a draft model are "
+        "not counted",
     )
     served.add_argument("--max-num-batched-tokens", type=units.tokens, metavar="N")
     served.add_argument(
-        "--language-model-only", action="store_true", help="the text of a model that reads images"
+        "--language-model-only",
+        action="store_true",
+        help="count only the text model of a multimodal model",
     )
     served.add_argument("--gpu-memory-utilization", type=units.share, metavar="SHARE")
     served.add_argument(
         "--data-parallel-size-local",
         type=units.count,
         metavar="N",
-        help="ranks of a server on this machine, each with weights of its own and an equal part of "
-        "the memory; the answer is for one of them",
+        help="data-parallel ranks on this machine, each with its own weights and an equal "
+        "share of the memory; the estimate is for one of them",
     )
     served.add_argument("--block-size", type=int, metavar="16|32")
     served.add_argument(
         "--pipeline-parallel-size",
         type=units.count,
         metavar="N",
-        help="ranks that share the model's layers, as VLLM_PP_LAYER_PARTITION says, else evenly: "
-        "what each takes",
+        help="pipeline-parallel ranks; layers are split evenly or by "
+        "VLLM_PP_LAYER_PARTITION; the estimate is for each rank",
     )
     served.add_argument(
         "--tensor-parallel-size",
         type=units.count,
         metavar="N",
-        help="ranks that share the model's heads: what one of them takes",
+        help="tensor-parallel ranks; the estimate is for one of them",
     )
     served.add_argument(
         "--nnodes",
         type=units.count,
         metavar="N",
-        help="machines that all these ranks are on, alike in their memory; default: one for each",
+        help=(
+            "number of machines that run these ranks, all with the same memory; default: "
+            "one per rank"
+        ),
     )
     served.add_argument(
         "--max-loras", type=units.count, metavar="N", help="with --enable-lora; default: none"
@@ -218,11 +224,11 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Start an agent on a model of this machine. Where no server runs on the port, one is "
-        "started, with the context that fits and the parsers of tool calls and thoughts that the "
-        "model's files call for, and ends with the agent. The agent is told by variables, "
-        "arguments and temporary files: its own configuration stays as it is. The exit status is "
-        "the agent's."
+        "Start a coding agent on a local model. If no server runs on the port, one is "
+        "started with the longest context that fits and the model's tool-call and "
+        "reasoning parsers; it stops with the agent. The agent is configured with "
+        "environment variables, arguments and temporary files: its own configuration "
+        "does not change. The exit status is the agent's."
     )
     parser.add_argument("client", choices=("claude", "codex", "opencode", "pi"))
     parser.add_argument(
@@ -236,20 +242,22 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
         "--port",
         type=units.port,
         default=8000,
-        help="of the server, on this machine; default: %(default)s",
+        help="port of the server on this machine; default: %(default)s",
     )
     parser.add_argument(
         "--context",
         type=units.tokens,
         metavar="TOKENS",
-        help="longest request of a server that is started, prompt and answer together, such as "
-        "64k; default: what fits, up to what the model is made for",
+        help="longest request (prompt and output) in tokens if a server is started, such "
+        "as 64k; default: the longest that fits, up to the model's maximum",
     )
     parser.add_argument(
-        "--print", action="store_true", help="say what would be done, without keys, and do nothing"
+        "--print", action="store_true", help="print the plan, without API keys, and exit"
     )
     _add_serve(parser)
-    parser.epilog = "Arguments behind -- are the agent's: vllm-metal launch claude -- -p 'Hello'"
+    parser.epilog = (
+        "Arguments after -- are passed to the agent: vllm-metal launch claude -- -p 'Hello'"
+    )
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
@@ -258,23 +266,25 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         nargs=argparse.REMAINDER,
         default=[],
         metavar="OPTION",
-        help="behind all other options: what follows is for the `vllm serve` that is started, such "
-        "as --serve --kv-cache-dtype fp8",
+        help="must come last: pass the remaining arguments to the `vllm serve` that is "
+        "started, such as --serve --kv-cache-dtype fp8",
     )
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Check what serving needs, quick checks first: versions, macOS and memory; which platform "
-        "vLLM chooses; an engine that generates ten tokens and shuts down, then a server that does "
-        "the same; and the Metal kernels against their references, for a few shapes and the models "
-        "that this machine has served, with times. It takes three to seven minutes; what it found "
-        "of kernels is kept, for servers and for the next run, which goes on where this one "
-        "stopped. Each problem is printed with advice, and everything is written to a file, "
-        "without the names of the user, the home folder and the machine. The exit status is 1 if a "
-        "check fails. Without a Metal device, an interpreter "
-        "runs the kernels for a few shapes. With --tune it checks nothing: it finds, in some three "
-        "minutes, what the kernels are quickest with on this Mac, and keeps it for servers."
+        "Check the whole installation, quick checks first: versions, macOS and "
+        "memory; the platform that vLLM chooses; an engine and a server that each "
+        "generate ten tokens and shut down; and the Metal kernels against their "
+        "references, for a few shapes and the models that this machine has served, "
+        "with times. This takes three to seven minutes. Results of kernel checks are "
+        "kept for servers and for the next run, which resumes where this one stopped. "
+        "Each problem is printed with advice. The report is written to a file, "
+        "without the names of the user, the home folder and the machine. The exit "
+        "status is 1 if a check fails. Without a Metal device, an interpreter runs "
+        "the kernels for a few shapes. With --tune, no checks run: in some three "
+        "minutes it finds the fastest kernel settings for this Mac and keeps them for "
+        "servers."
     )
     parser.add_argument(
         "--report",
@@ -291,19 +301,19 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="check the kernels for all dtypes, head sizes, block sizes and caches, too (the first "
-        "time perhaps half an hour; it may be interrupted and goes on the next time)",
+        help="check the kernels for all dtypes, head sizes, block sizes and caches, too "
+        "(up to half an hour the first time; an interrupted run resumes)",
     )
     parser.add_argument(
         "--again",
         action="store_true",
-        help="check anew what was checked before on this machine",
+        help="repeat checks that this machine has already passed",
     )
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help="folder or hub name of the model to try; default: the embedded model if it is "
-        "installed, else a tiny one with random weights",
+        help="model to test: a folder, or a name on Hugging Face; default: the embedded "
+        "model if it is installed, else a tiny one with random weights",
     )
     parser.add_argument(
         "--only",
@@ -313,9 +323,9 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--master-addr",
         metavar="ADDRESS",
-        help="the first of several machines that are to share a model, as given to `vllm serve`: "
-        "check that this one reaches it, and by which address; VLLM_HOST_IP and GLOO_SOCKET_IFNAME "
-        "are checked wherever they are set",
+        help="address of the first of several machines that share a model, as passed to "
+        "`vllm serve`: check that this machine reaches it, and from which address; "
+        "VLLM_HOST_IP and GLOO_SOCKET_IFNAME are checked if they are set",
     )
     parser.add_argument(
         "--master-port", type=units.port, metavar="PORT", default=29501, help="default: %(default)s"
@@ -323,39 +333,40 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tune",
         action="store_true",
-        help="time the kernels on this Mac's GPU, and keep what is quickest for servers; plug the "
-        "Mac in and leave it alone meanwhile",
+        help="tune the kernels on this Mac's GPU and keep the fastest settings for "
+        "servers; plug the Mac in and do not use it meanwhile",
     )
     parser.add_argument(
         "--full",
         action="store_true",
-        help="with --tune: for all kinds of layer that this machine has served, however long it "
-        "takes",
+        help="with --tune: tune all kinds of layer that this machine has served, without a "
+        "time limit",
     )
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Talk to a model in a page that this command serves on 127.0.0.1, with what each answer "
-        "took and what the engine does beside it. Nothing is loaded from elsewhere, and "
-        "conversations stay in the browser. With --terminal: in the terminal."
+        "Chat with a model in a page that this command serves on 127.0.0.1. The page "
+        "shows the latency of each answer and plots of the engine, loads nothing from "
+        "elsewhere, and keeps conversations in the browser. With --terminal: chat in "
+        "the terminal."
     )
     parser.add_argument(
         "model",
         metavar="MODEL",
         nargs="?",
-        help="folder or hub name of the model to serve; default: the embedded one",
+        help="model to serve: a folder, or a name on Hugging Face; default: the embedded one",
     )
     parser.add_argument(
         "--url",
-        help="ask this server, which runs already, in place of one that is started; its key is "
-        "taken from the variable VLLM_API_KEY",
+        help="use this running server instead of starting one; its API key is read from "
+        "VLLM_API_KEY",
     )
     parser.add_argument(
         "--port",
         type=units.port,
         default=8090,
-        help="of the page; default: %(default)s. Browsers keep conversations for each port",
+        help="port of the page; default: %(default)s. Browsers keep conversations per port",
     )
     parser.add_argument(
         "--open",
@@ -363,7 +374,11 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="open the page in the browser; default: yes",
     )
-    parser.add_argument("--max-model-len", type=units.tokens, help="context; default: what fits")
+    parser.add_argument(
+        "--max-model-len",
+        type=units.tokens,
+        help="context in tokens; default: the longest that fits",
+    )
     parser.add_argument(
         "--kv-cache-gib",
         type=units.positive,
@@ -372,7 +387,9 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         help="size of the KV cache; default: %(default)s",
     )
     terminal = parser.add_argument_group("in the terminal")
-    terminal.add_argument("--terminal", action="store_true", help="chat here, without a server")
+    terminal.add_argument(
+        "--terminal", action="store_true", help="chat in the terminal, without a server"
+    )
     terminal.add_argument("--system", default="", help="system prompt; default: the model's own")
     terminal.add_argument(
         "--max-tokens",
@@ -389,55 +406,59 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "List, remove or check the blocks of a prefix cache, in the folder that prefix_cache_dir "
-        "names. All of it is safe while engines use the folder."
+        "List, remove or verify blocks of a prefix cache on disk, the folder of "
+        "prefix_cache_dir. Safe while engines use the folder."
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
-    listing = actions.add_parser("ls", help="what is there, by model and namespace")
+    listing = actions.add_parser("ls", help="list cached blocks by model and namespace")
     listing.add_argument("--json", action="store_true", help="print JSON; sizes are bytes")
-    removal = actions.add_parser("rm", help="remove blocks: all, or those that every option is for")
+    removal = actions.add_parser("rm", help="remove blocks: all, or those that match every option")
     removal.add_argument(
         "--fingerprint",
         metavar="HEX",
         type=units.fingerprint,
-        help="of this one, or that begin so",
+        help="only this fingerprint, or those that begin with it",
     )
     removal.add_argument("--namespace", metavar="NAME", help="of this one")
     removal.add_argument(
         "--older-than",
         metavar="AGE",
         type=units.age,
-        help="not used for so long, such as 30d",
+        help="only blocks unused for this long, such as 30d",
     )
-    removal.add_argument("--yes", action="store_true", help="do not ask")
+    removal.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     check = actions.add_parser(
-        "verify", help="read every block; the exit status is 1 if bad ones are left"
+        "verify", help="read and check every block; the exit status is 1 if corrupt blocks remain"
     )
-    check.add_argument("--remove", action="store_true", help="remove bad blocks")
+    check.add_argument("--remove", action="store_true", help="remove corrupt blocks")
     for action in (listing, removal, check):
         action.add_argument("dir", type=Path, metavar="DIR")
 
 
 def _add_tenants(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Make, remove or list the API keys of tenants. The file keeps digests only, and a server "
-        "takes a change up within a second."
+        "Add, remove or list API keys of tenants. The file keeps only digests, and "
+        "servers apply changes within a second."
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
-    new = actions.add_parser("add", help="print a new key")
-    new.add_argument("name", metavar="NAME", help="of the tenant; it may have several keys")
+    new = actions.add_parser("add", help="create a key and print it")
+    new.add_argument("name", metavar="NAME", help="name of the tenant, who may have several keys")
     new.add_argument("--metrics", action="store_true", help="a key for /metrics and nothing else")
     removal = actions.add_parser(
-        "rm", help="remove a key, or all of a tenant; with the last one, what was the tenant's own"
+        "rm",
+        help=(
+            "remove a key, or all keys of a tenant; removing the last one also deletes "
+            "the tenant's cached data"
+        ),
     )
     removal.add_argument("which", metavar="NAME|ID")
     removal.add_argument(
         "--prefix-cache",
         type=Path,
         metavar="DIR",
-        help="remove the tenant's K/V from this folder, which prefix_cache_dir names",
+        help="also remove the tenant's blocks from this prefix cache on disk (prefix_cache_dir)",
     )
-    listing = actions.add_parser("list", help="ids, ages and names; not the keys")
+    listing = actions.add_parser("list", help="list ids, ages and names, but not the keys")
     for action in (new, removal, listing):
         action.add_argument(
             "--keys",

@@ -16,7 +16,7 @@ def purge(args: argparse.Namespace) -> int:
         tenants_file.check_name(args.tenant)
     settings = config.of_environment()
     if settings is None or settings.response_cache is None:
-        raise ValueError(f"name settings that have a [response_cache] by {config.SETTING}")
+        raise ValueError(f"set {config.SETTING} to a settings file with a [response_cache] section")
     number = stores.purge(settings.response_cache, args.tenant)
     of = f" of {args.tenant}" if args.tenant else ""
     print(f"removed {units.counted(number, 'response')}{of}")

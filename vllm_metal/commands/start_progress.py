@@ -69,7 +69,7 @@ class StartProgress:
         amount = f"{done.rstrip('B')}B of {total.rstrip('B')}B"
         if _LOADS in name:
             return f"the server loads the weights, {amount}"
-        return f"the server fetches {name.strip()}, {amount}, {left} left"
+        return f"the server downloads {name.strip()}, {amount}, {left} left"
 
     def _write(self, text: str) -> None:
         self._told.write(text)

@@ -57,7 +57,9 @@ def _file(args: argparse.Namespace) -> Path:
         return Path(args.keys).expanduser()
     path = config.keys_file()
     if path is None:
-        raise ValueError(f"name the file of keys by --keys, or the settings by {config.SETTING}")
+        raise ValueError(
+            f"pass the key file with --keys, or set {config.SETTING} to the settings file"
+        )
     return path
 
 
@@ -77,7 +79,10 @@ def _remove_what_was_theirs(ended: Sequence[Key], keys: Path, prefix_cache: Path
         return _complain(error)
     tenants = None if settings is None else settings.tenants
     if settings is None or tenants is None or tenants.keys.resolve() != keys.resolve():
-        print(f"What they left stays: {config.SETTING} does not name the settings that have {keys}")
+        print(
+            f"Cached data of the removed tenant was not deleted: {config.SETTING} is not "
+            f"the settings file that uses {keys}"
+        )
         return 0
     status = 0
     for key in ended:

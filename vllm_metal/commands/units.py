@@ -84,7 +84,7 @@ def age(text: str) -> float:
 def fingerprint(text: str) -> str:
     """A fingerprint, or how it begins."""
     if not re.fullmatch(r"[0-9a-f]+", text):
-        raise ArgumentTypeError(f"{text!r} is no fingerprint; `vllm-metal cache ls` shows them")
+        raise ArgumentTypeError(f"{text!r} is not a fingerprint; `vllm-metal cache ls` shows them")
     return text
 
 

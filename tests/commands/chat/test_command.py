@@ -23,7 +23,7 @@ def test_a_port_that_is_taken_is_named(capsys):
         taken.listen()
         port = taken.getsockname()[1]
         assert cli.main(["chat", "--url", "http://127.0.0.1:8000", "--port", str(port)]) == 1
-    assert f"port {port} is taken" in (told := capsys.readouterr().err) and "--port" in told
+    assert f"port {port} is in use" in (told := capsys.readouterr().err) and "--port" in told
 
 
 def test_what_is_not_installed_is_named_with_its_command(capsys, monkeypatch):
@@ -53,7 +53,7 @@ def test_options_for_a_server_that_is_not_started_are_refused(capsys, other):
     [
         ("--max-model-len=4k", "write it before --serve"),
         ("--kv_cache_memory_bytes=1", "write --kv-cache-gib"),
-        ("--api-key", "sets it by itself"),
+        ("--api-key", "this command sets it"),
     ],
 )
 def test_options_that_the_command_sets_are_not_for_the_server(capsys, option, advice):

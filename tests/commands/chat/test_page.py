@@ -121,20 +121,23 @@ def test_what_is_no_address_is_named_with_one_that_is(url):
 
 
 @pytest.mark.parametrize(
-    "asked",
+    ("asked", "said"),
     [
-        "[]",
-        '{"messages": 3}',
-        '{"texts": [1]}',
-        '{"messages": [{"role": "user", "content": "\\ud800"}]}',
-        '{"messages": [{"role": "user", "content": "a"}], "sampling": {"stop": ["\\udfff"]}}',
-        pytest.param("[" * 100_000, id="nested"),
+        ("[]", "JSON object"),
+        ('{"messages": 3}', "messages must be a list"),
+        ('{"texts": [1]}', "texts must be a list of strings"),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "half of a surrogate pair"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}], "sampling": {"stop": ["\\udfff"]}}',
+            "half of a surrogate pair",
+        ),
+        pytest.param("[" * 100_000, "nested too deeply", id="nested"),
     ],
 )
-def test_nonsense_is_refused_by_name(url, asked):
+def test_nonsense_is_refused_by_name(url, asked, said):
     path = "/api/markdown" if "texts" in asked else "/api/answer"
     reply = client(url).post(path, content=asked, headers={"Content-Type": "application/json"})
-    assert reply.status_code == 400 and "wanted" in reply.json()["error"]
+    assert reply.status_code == 400 and said in reply.json()["error"]
 
 
 def test_kept_answers_become_blocks(url):

@@ -49,7 +49,7 @@ def test_room_for_the_answer_is_given_up_before_the_question() -> None:
 
 def test_a_question_that_fills_the_context_is_refused() -> None:
     conversation = Conversation("", [("a", "b")])
-    with pytest.raises(ChatError, match=r"takes 4 tokens.*holds 4.*--max-model-len"):
+    with pytest.raises(ChatError, match=r"take 4 tokens.*context is 4.*--max-model-len"):
         conversation.make_room("one two three", words, limit=4, reserve=1)
     assert conversation.turns == [("a", "b")]
 

@@ -151,7 +151,7 @@ def test_on_this_machine_the_cpu_is_given_float32(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--context", "16k"], "--context 16384 is longer than the 8192 tokens that the model"),
+        (["--context", "16k"], "--context 16384 is longer than the model's maximum of 8192 tokens"),
         (["--kv-cache-dtype", "fp4"], "--kv-cache-dtype fp4 is not supported: choose one of auto"),
         (
             ["--requests", "80", "--max-num-batched-tokens", "64"],
@@ -189,7 +189,7 @@ def test_a_model_that_the_engine_does_not_serve_is_refused_in_its_words(tmp_path
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer.json").write_text('{"model": {}}')
     assert main(["fit", str(tmp_path), "--memory", "16GB", "--context", "1k"]) == 1
-    reason = "model_type 'phi3small' computes attention in layers.0 by itself"
+    reason = "model_type 'phi3small' computes attention in layers.0 with code of its own"
     assert reason in capsys.readouterr().err
 
 
@@ -212,7 +212,7 @@ def test_architectures_are_judged_as_by_serve(model_type, architecture, is_serve
 def test_where_there_is_no_metal_device_the_mac_must_be_named(folder, capsys, monkeypatch):
     monkeypatch.setenv("VLLM_METAL_DEVICE", "off")
     assert main(["fit", str(folder("llama"))]) == 1
-    assert "say which Mac, such as --memory 24GB" in capsys.readouterr().err
+    assert "give the memory of a Mac, such as --memory 24GB" in capsys.readouterr().err
     assert main(["fit", str(folder("llama")), "--memory", "32GB"]) == 0
 
 
@@ -233,13 +233,13 @@ def test_ranks_of_one_mac_have_a_part_each(llama3_8b, capsys):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000, and models have 10000 at"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000, and models have 10000 at"),
         ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers"),
         ({"vocab_size": 10**12}, "vocab_size"),
-        ({"num_attention_heads": 0}, "num_attention_heads 0, and models have 1 at least"),
-        ({"rope_scaling": {"type": "linear", "factor": 1e300}}, "factor 1e+300"),
-        ({"hidden_size": float("nan")}, "hidden_size nan"),
-        ({"num_attention_heads": "many"}, "heads 'many', which is no number"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0, and models have at least 1"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e300}}, "factor=1e+300"),
+        ({"hidden_size": float("nan")}, "hidden_size=nan"),
+        ({"num_attention_heads": "many"}, "heads='many', which is not a number"),
         (None, "holds no JSON object"),
         ("{", "is not JSON"),
         ('{"a": ' + "[" * 70 + "]" * 70 + "}", "nested deeper than 64"),

@@ -56,7 +56,7 @@ def test_text_says_that_there_is_no_kv_cache(capsys, modernbert):
 
 
 def test_a_context_beyond_the_positions_is_refused(modernbert):
-    with pytest.raises(ValueError, match="longer than the 256 tokens"):
+    with pytest.raises(ValueError, match="longer than the model's maximum of 256 tokens"):
         command.run(Namespace(**ask(modernbert, context=300)))
 
 

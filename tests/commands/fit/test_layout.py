@@ -112,17 +112,20 @@ def test_a_rank_has_a_machine_unless_nnodes_says_otherwise(llama, capsys, tensor
     [
         (
             ["--pipeline-parallel-size", "2", "--nnodes", "3"],
-            "--nnodes 3 with --pipeline-parallel-size: it must divide 2 ranks",
+            "--nnodes=3 with --pipeline-parallel-size: it must divide 2 ranks",
         ),
-        (["--nnodes", "2"], "--nnodes 2 with neither --pipeline-parallel-size nor"),
-        (["--pipeline-parallel-size", "4"], "--pipeline-parallel-size 4 of a model of 3 layers"),
+        (["--nnodes", "2"], "--nnodes=2 with neither --pipeline-parallel-size nor"),
+        (
+            ["--pipeline-parallel-size", "4"],
+            "--pipeline-parallel-size=4 exceeds the 3 layers of the model",
+        ),
         (
             ["--pipeline-parallel-size", "2", "--runner", "pooling"],
-            "--runner pooling with --pipeline-parallel-size",
+            "--runner pooling is not supported with --pipeline-parallel-size",
         ),
         (
             ["--tensor-parallel-size", "2", "--data-parallel-size-local", "2"],
-            "--data-parallel-size-local with --tensor-parallel-size",
+            "--data-parallel-size-local is not supported with --tensor-parallel-size",
         ),
     ],
 )
@@ -147,7 +150,10 @@ def test_drafts_beside_states_are_refused_by_layers(tmp_path, capsys):
     model = with_tokenizer(write_model(OF_STATES["qwen3_next"], tmp_path / "qwen3_next"))
     ranks = ("--memory", "16GB", "--pipeline-parallel-size", "2")
     assert main(["fit", model, *ranks, "--num-speculative-tokens", "2"]) == 1
-    assert "--num-speculative-tokens with --pipeline-parallel-size" in capsys.readouterr().err
+    assert (
+        "--num-speculative-tokens is not supported with --pipeline-parallel-size"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

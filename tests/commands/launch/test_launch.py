@@ -234,7 +234,7 @@ def test_nobody_takes_the_port_while_a_server_is_planned(user, monkeypatch):
         monkeypatch.setattr(planning, "planned", planned)
         port = free_port()
         done = user.launch("claude", "m", "--port", port)
-    assert done.returncode == 1 and f"{port} cannot be listened on" in done.stderr
+    assert done.returncode == 1 and f"cannot listen on port {port}" in done.stderr
     assert not user.out.exists()
 
 
@@ -242,7 +242,7 @@ def test_nobody_takes_the_port_while_a_server_is_planned(user, monkeypatch):
     ("arguments", "key", "said"),
     [
         (["claude", "other"], "k", "serves tiny and not other"),
-        (["claude"], "wrong", "wants its key: set VLLM_API_KEY"),
+        (["claude"], "wrong", "requires an API key: set VLLM_API_KEY"),
     ],
 )
 def test_a_server_that_is_another_is_not_used(user, arguments, key, said):
@@ -271,8 +271,8 @@ def test_options_of_the_server_stand_between_the_commands_and_the_clients(monkey
     [
         ("--max-model-len=4k", "write --context"),
         ("--model", "write MODEL"),
-        ("--served_model_name=x", "sets it by itself"),
-        ("--port", "sets it by itself"),
+        ("--served_model_name=x", "this command sets it"),
+        ("--port", "this command sets it"),
     ],
 )
 def test_options_that_the_command_sets_are_not_for_the_server(capsys, option, advice):

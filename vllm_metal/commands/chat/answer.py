@@ -32,15 +32,15 @@ def body(model: Model, asked: Mapping[str, Any]) -> dict[str, Any]:
     """
     messages = asked.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise ValueError("messages: a list of messages is wanted")
+        raise ValueError("messages must be a list of messages")
     for message in messages:
         if not isinstance(message, dict) or not all(
             isinstance(message.get(name), str) for name in ("role", "content")
         ):
-            raise ValueError("messages: each needs a role and a content, which are texts")
+            raise ValueError("messages: role and content of each message must be strings")
     sampling = asked.get("sampling") or {}
     if not isinstance(sampling, dict):
-        raise ValueError("sampling: an object is wanted")
+        raise ValueError("sampling must be an object")
     json.dumps(asked, ensure_ascii=False).encode()  # else the stream would end amid the request
     given = {name: value for name, value in sampling.items() if value is not None}
     most = given.pop("max_tokens", None) or model.max_tokens

@@ -45,7 +45,7 @@ def run(args: Namespace) -> int:
     """
     if args.url is not None and (args.model is not None or args.terminal):
         other = "--terminal" if args.terminal else "MODEL"
-        raise ValueError(f"chat --url asks a server that runs: leave out {other}")
+        raise ValueError(f"chat --url uses a running server: leave out {other}")
     if args.serve and (args.url is not None or args.terminal):
         other = "--terminal" if args.terminal else "--url"
         raise ValueError(f"chat {other} starts no server: leave out --serve")
@@ -181,7 +181,7 @@ def _listening(port: int) -> Iterator[socket.socket]:
             listener.bind((HOST, port))
         except OSError as error:
             raise OSError(
-                f"port {port} is taken ({error.strerror}): name another by --port; conversations "
-                "are kept for each port"
+                f"port {port} is in use ({error.strerror}): choose another with --port. "
+                "Browsers keep conversations per port"
             ) from error
         yield listener

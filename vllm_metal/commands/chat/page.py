@@ -109,7 +109,7 @@ class _Page:
 async def _as_blocks(asked: Any) -> Response:
     texts: Sequence[Any] = asked.get("texts", ())
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError("texts: a list of texts is wanted")
+        raise ValueError("texts must be a list of strings")
     return JSONResponse([markdown.blocks(text) for text in texts])
 
 
@@ -120,12 +120,12 @@ async def _answering(request: Request, act: Callable[[Any], Awaitable[Response]]
     try:
         asked = await request.json()
         if not isinstance(asked, dict):
-            raise ValueError("an object is wanted")
+            raise ValueError("the body must be a JSON object")
         return await act(asked)
     except UnicodeError:
-        return _error("a text is wanted, and one has half of a character", 400)
+        return _error("a string contains half of a surrogate pair", 400)
     except RecursionError:
-        return _error("an object is wanted that is not nested so deeply", 400)
+        return _error("the body is nested too deeply", 400)
     except ValueError as error:
         return _error(str(error), 400)
     except UpstreamError as error:

@@ -54,7 +54,9 @@ def find(args: Namespace) -> Answer:
     """
     answer = _answered(args)
     if isinstance(answer, encoder.Answer):
-        raise ValueError(f"{answer.model} is an encoder ({answer.architecture}): it writes no text")
+        raise ValueError(
+            f"{answer.model} is an encoder ({answer.architecture}), which generates no text"
+        )
     return answer
 
 
@@ -101,7 +103,10 @@ def _answered(args: Namespace) -> Answer | encoder.Answer:
             if served is None:
                 return judge(Question(args, path, content, machine, layout))
             if layout.num_ranks > 1:
-                raise ValueError(f"{args.model} is an encoder: one rank has all of it")
+                raise ValueError(
+                    f"{args.model} is an encoder, which cannot be split across ranks: leave the "
+                    "option out"
+                )
             return encoder.find(args, path, served, machine)
     except (ModelLoadError, NotImplementedError, ImportError) as error:
         raise ValueError(str(error)) from error
@@ -109,7 +114,7 @@ def _answered(args: Namespace) -> Answer | encoder.Answer:
         # Of transformers and mlx-lm, which build the model of whatever the file says.
         problem = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"no model can be built of config.json of {args.model} ({problem})"
+            f"config.json of {args.model} does not describe a model that can be built ({problem})"
         ) from error
 
 

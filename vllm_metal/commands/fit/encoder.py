@@ -102,12 +102,16 @@ def find(args: Namespace, path: Path, served: Architecture, machine: Machine) ->
     encoder, _ = lazy_encoder(path, served, MLX_DTYPES[dtype])
     most = _longest(path, content, served)
     if args.context is not None and args.context > most:
-        raise ValueError(f"--context {args.context} is longer than the {most} tokens of a text")
+        raise ValueError(
+            f"--context {args.context} is longer than the model's maximum of {most} tokens"
+        )
     longest = args.context or most
     default = metal_platform.MAX_NUM_BATCHED_TOKENS[machine.kind]
     rows = args.max_num_batched_tokens or max(default, longest)
     if rows < longest:
-        raise ValueError(f"a text of {longest} tokens needs --max-num-batched-tokens {longest}")
+        raise ValueError(
+            f"a text of {longest} tokens needs --max-num-batched-tokens {longest} or more"
+        )
     texts = args.max_num_seqs or metal_platform.MAX_NUM_SEQS
     weights = weight_bytes(encoder.model)
     measured = Measured(
@@ -146,7 +150,7 @@ def _longest(path: Path, content: Mapping[str, Any], served: Architecture) -> in
     positions = served.family.positions(content) if served.family.positions else None
     known = [length for length in (stated, positions) if length is not None]
     if not known:
-        raise ValueError("config.json does not say how long a text may be")
+        raise ValueError("config.json does not state the maximum length of a text")
     return int(min(known))
 
 

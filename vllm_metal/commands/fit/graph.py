@@ -69,7 +69,9 @@ def record(build: Callable[..., Sequence[mx.array]], inputs: Sequence[mx.array])
     except ValueError as error:
         if "export_function" not in str(error):
             raise
-        raise ValueError(f"what a step of this model takes cannot be estimated: {error}") from error
+        raise ValueError(
+            f"the memory of a step of this model cannot be estimated: {error}"
+        ) from error
     parts = {entry["type"]: entry for entry in seen if entry["type"] != "primitive"}
     arrays: dict[str, tuple[tuple[int, ...], mx.Dtype]] = {}
     operations: list[Operation] = []

@@ -72,11 +72,12 @@ class Question:
         most, asked = engine.longest_text(dict(self.content)), self.args.context
         if (length := asked or most) is None:
             raise ValueError(
-                "config.json does not say how long a text may be: give --context, such as 32k"
+                "config.json does not state the maximum length of a text: give --context, "
+                "such as 32k"
             )
         if most is not None and length > most:
             raise ValueError(
-                f"--context {asked} is longer than the {most} tokens that the model is made for"
+                f"--context {asked} is longer than the model's maximum of {most} tokens"
             )
         return int(length)
 
@@ -148,9 +149,14 @@ def _check(asked: Question) -> None:
             f"--block-size {args.block_size} is not supported: choose one of {BLOCK_SIZES}"
         )
     if (requests := asked.requests_at_once) > asked.rows:
-        raise ValueError(f"{requests} requests at once need --max-num-batched-tokens {requests}")
+        raise ValueError(
+            f"{requests} requests at once need --max-num-batched-tokens {requests} or more"
+        )
     if asked.runner == "pooling" and args.num_speculative_tokens:
-        raise ValueError("--num-speculative-tokens with --runner pooling: nothing is sampled")
+        raise ValueError(
+            "--num-speculative-tokens is not supported with --runner pooling: pooling "
+            "models sample no tokens"
+        )
     asked.layout.check(asked.content["model_type"], args.num_speculative_tokens or 0)
 
 
@@ -167,7 +173,10 @@ def _part(asked: Question, stage: int, ring: Any) -> Part:
         layout.stage_of(stage),
     )
     if model.images is not None and layout.num_ranks > 1:
-        raise ValueError("several ranks serve no images: --language-model-only, for the text alone")
+        raise ValueError(
+            "images are not supported with several ranks: add --language-model-only to "
+            "serve text only"
+        )
     estimates = {}
     for cache_dtype in dict.fromkeys((asked.args.kv_cache_dtype, _QUANTIZED)):
         estimates[cache_dtype] = estimate(model, asked.config(cache_dtype), asked.machine)

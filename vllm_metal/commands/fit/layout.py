@@ -38,7 +38,7 @@ class Layout:
         options = [name for name, size in ((_LAYERS, stages), (_HEADS, heads)) if size > 1]
         if count % machines:
             beside = " and ".join(options) or f"neither {_LAYERS} nor {_HEADS}"
-            raise ValueError(f"--nnodes {machines} with {beside}: it must divide {count} ranks")
+            raise ValueError(f"--nnodes={machines} with {beside}: it must divide {count} ranks")
         if options:
             refused = {
                 "--data-parallel-size-local": (args.data_parallel_size_local or 1) > 1,
@@ -46,7 +46,7 @@ class Layout:
                 "--max-loras": args.max_loras is not None,
             }
             for option in (option for option, asked in refused.items() if asked):
-                raise ValueError(f"{option} with {' and '.join(options)} is not supported")
+                raise ValueError(f"{option} is not supported with {' and '.join(options)}")
         return Layout(stages, heads, machines)
 
     @property
@@ -78,8 +78,8 @@ class Layout:
             raise ValueError(f"{_LAYERS} of {reason}")
         if num_drafts and staged_families.keeps_states(model_type):
             raise ValueError(
-                f"--num-speculative-tokens with {_LAYERS}, of a model whose layers keep states, is "
-                "not supported"
+                f"--num-speculative-tokens is not supported with {_LAYERS} for models with "
+                "recurrent layers"
             )
 
     def stage_of(self, stage: int) -> Callable[[int], Stage] | None:

@@ -66,7 +66,7 @@ class Machine:
         kind = envs.requested_device()
         if kind is None:
             raise ValueError(
-                "this machine has no Metal device: say which Mac, such as --memory 24GB"
+                "this machine has no Metal device: give the memory of a Mac, such as --memory 24GB"
             )
         mlx_device.select(kind)
         figures = mlx_device.memory(kind)

@@ -94,12 +94,13 @@ def _fetch(model: str, out: Path) -> None:
         raise ModelLoadError(f"{model} has no safetensors files to read: {error}") from error
     except (LocalEntryNotFoundError, httpx.TransportError, ConnectionError) as error:
         raise ModelLoadError(
-            f"no folder {model!r}, and the hub cannot be asked for it: without a network, give the "
-            f"folder of a model that is here ({_first_line(error)})"
+            f"there is no folder {model!r}, and Hugging Face cannot be reached: without a "
+            f"network, give the folder of a local model ({_first_line(error)})"
         ) from error
     except (HFValidationError, HfHubHTTPError) as error:
         raise ModelLoadError(
-            f"no folder {model!r}, and the hub gives no such model: {_first_line(error)}"
+            f"there is no folder {model!r}, and Hugging Face does not provide this model: "
+            f"{_first_line(error)}"
         ) from error
 
 

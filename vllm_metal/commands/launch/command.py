@@ -62,8 +62,8 @@ def run(args: Namespace) -> int:
     found = running(args.port, key, args.model and request_name(args.model))
     if found and args.serve:
         raise ValueError(
-            f"the server on port {args.port} runs already, so --serve has no effect: end that "
-            "server, or choose another --port"
+            f"the server on port {args.port} is already running, so --serve has no effect: "
+            "stop that server, or choose another --port"
         )
     plan = Plan(found, ()) if found else _own(args, key or secrets.token_urlsafe())
     with TemporaryDirectory(prefix="vllm-metal-launch-") as scratch:

@@ -101,8 +101,8 @@ class Conversation:
         alone = num_tokens(Conversation(self.system).messages(question))
         if alone >= limit:
             raise ChatError(
-                f"the message takes {alone} tokens with its system prompt, and the context holds "
-                f"{limit}: shorten it, or start with a larger --max-model-len"
+                f"the message and the system prompt take {alone} tokens, and the context is "
+                f"{limit}: shorten them, or start with a larger --max-model-len"
             )
         forgotten = 0
         while self.turns and num_tokens(self.messages(question)) + reserve > limit:
@@ -156,8 +156,8 @@ class ChatEngine:
             )
         except Exception as error:  # a template is a program and may raise any error
             raise ChatError(
-                f"the model's chat template refuses this conversation ({error}); "
-                "choose an instruction-tuned MODEL"
+                f"the model's chat template rejects this conversation ({error}); choose an "
+                "instruction-tuned MODEL"
             ) from error
 
     def generate(

@@ -28,7 +28,7 @@ _SERVED = 4  # kinds of layer, the last that were served
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, help="after which no search begins")
+    parser.add_argument("--seconds", type=float, help="seconds after which no search starts")
     parser.add_argument("--all", action="store_true", help="all kinds of layer ever served")
     parser.add_argument("--process", choices=tuple(OF_PROCESSES), help="time this one alone")
     args = parser.parse_args()
