@@ -185,7 +185,7 @@ def test_the_folder_is_made_for_its_owner_alone(config, tmp_path):
         ({"offload_prompt_only": "no"}, "'offload_prompt_only' must be true or false, not 'no'"),
         ({"blocks_per_chunk": 4}, "'blocks_per_chunk' must be 1"),
         ({"blocks_per_chunk": True}, "'blocks_per_chunk' must be 1"),
-        ({"block_size": 64}, "'block_size' 64 must be the cache's, 16"),
+        ({"block_size": 64}, "'block_size' 64 must equal the block size of the KV cache, 16"),
         ({"block_size": "16"}, "'block_size' must be a number of tokens"),
         ({"spec_name": "CPUOffloadingSpec"}, "'spec_name' must be 'MetalOffloadingSpec'"),
         ({"cpu_bytes_to_use": 1}, "no key 'cpu_bytes_to_use'"),
@@ -231,7 +231,7 @@ def test_a_cache_on_disk_needs_one_in_memory(config, tmp_path):
 def test_weak_hashes_are_refused(config, tmp_path, algorithm):
     config.cache_config.prefix_caching_hash_algo = algorithm
     config.kv_transfer_config = full(tmp_path)
-    reason = rf"--prefix-caching-hash-algo {algorithm} .*no cryptographic .*choose sha256_cbor"
+    reason = rf"--prefix-caching-hash-algo {algorithm} .*not a cryptographic .*Choose sha256_cbor"
     with pytest.raises(ValueError, match=reason):
         checked(config)
 
@@ -247,7 +247,7 @@ def test_a_folder_that_cannot_be_is_named(config, tmp_path):
         (file / "below", "file.* cannot be used .*name a folder that you may"),
         (Path("/proc/cache"), "cannot be used"),
         (tmp_path / "broken", "cannot be used"),
-        (full_folder, "holds other things; name an empty folder"),
+        (full_folder, "contains other files; choose an empty"),
     ):
         config.kv_transfer_config = full(path)
         with pytest.raises(ValueError, match=rf"prefix_cache_dir, or 'path' of .*{reason}"):
@@ -275,7 +275,7 @@ def test_a_folder_that_can_only_be_read_is_warned_of(config, tmp_path, monkeypat
     with caplog.at_level(logging.WARNING, "vllm_metal.kv_transfer.disk.config"):
         assert checked(config).directory == tmp_path
     (record,) = [r for r in caplog.records if r.name == "vllm_metal.kv_transfer.disk.config"]
-    assert f"{tmp_path} cannot be written to (Permission denied)" in record.getMessage()
+    assert f"{tmp_path} is not writable (Permission denied)" in record.getMessage()
 
 
 def test_a_folder_that_others_can_write_to_is_warned_of(config, tmp_path, caplog):

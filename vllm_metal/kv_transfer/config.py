@@ -200,19 +200,21 @@ def _check_cache(vllm_config: VllmConfig, given: Mapping[str, Any]) -> None:
     cache = vllm_config.cache_config
     if not cache.enable_prefix_caching:
         raise ValueError(
-            "K/V on disk or of other engines (prefix_cache_dir, --kv-transfer-config) need prefix "
-            "caching: leave out --no-enable-prefix-caching (enable_prefix_caching=False)"
+            "a prefix cache on disk or on peers (prefix_cache_dir, --kv-transfer-config) "
+            "needs prefix caching: leave out --no-enable-prefix-caching "
+            "(enable_prefix_caching=False)"
         )
     if cache.prefix_caching_hash_algo.startswith("xxhash"):
         raise ValueError(
-            f"--prefix-caching-hash-algo {cache.prefix_caching_hash_algo} does not go with K/V on "
-            "disk or of other engines (prefix_cache_dir, --kv-transfer-config): it is no "
-            "cryptographic hash, so a text can be made that hashes like another's, and its seed "
-            f"changes with each process; choose {HASH_ALGORITHM}"
+            f"--prefix-caching-hash-algo {cache.prefix_caching_hash_algo} is not supported "
+            "with a prefix cache on disk or on peers (prefix_cache_dir, "
+            "--kv-transfer-config): it is not a cryptographic hash, so a prompt can be "
+            "made to collide with another one, and its seed changes with each process. "
+            f"Choose {HASH_ALGORITHM}"
         )
     tokens = given.get("block_size", cache.block_size)
     if tokens != cache.block_size:
         raise ValueError(
-            f"{EXTRA} 'block_size' {tokens} must be the cache's, {cache.block_size}, as each block "
-            "is kept by itself: leave it out, or set --block-size"
+            f"{EXTRA} 'block_size' {tokens} must equal the block size of the KV cache, "
+            f"{cache.block_size}: leave it out, or set --block-size"
         )

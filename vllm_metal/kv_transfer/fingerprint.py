@@ -98,7 +98,10 @@ class Fingerprint:
 
     def difference(self, theirs: Mapping[str, Any]) -> str:
         """In what another engine's facts differ from these, in one line."""
-        return "; ".join(differences(self.facts, theirs, "here")) or "its facts are of another kind"
+        return (
+            "; ".join(differences(self.facts, theirs, "here"))
+            or "its fingerprint has another format"
+        )
 
 
 @dataclass(frozen=True)

@@ -239,7 +239,7 @@ class LoadJobs:
             hints = job.keys.hints
             good = job.shelves.read(piece.keys, rows, hints, lambda: not job.stopped)
         except Exception:
-            logger.exception("Blocks that were to enter the KV pool could not be read")
+            logger.exception("Blocks could not be loaded into the KV pool")
             good = False
         self._read.put((piece, good))
 

@@ -32,7 +32,7 @@ class TransferStats:
     num_dropped: int = Metric(
         "total",
         "vllm:prefix_cache_disk_dropped",
-        "Pages not written, for the disk was slower than prefill.",
+        "Pages not written because the disk was slower than prefill.",
     ).field()
 
 

@@ -313,7 +313,7 @@ class StoreJobs:
             for first in range(0, len(sizes), count):
                 sizes[first : first + count] = self._write_pages(lot, copies, first, first + count)
         except Exception:
-            logger.exception("Blocks that left the KV pool could not be kept")
+            logger.exception("Blocks that left the KV pool could not be stored")
         copies.clear()  # before the room they took is given to others
         self._written.put((lot, sizes))
 
@@ -327,7 +327,7 @@ class StoreJobs:
             if page in lot.unwanted:
                 continue
             if not finite:
-                logger.warning_once("A block with numbers that are not finite is not kept")
+                logger.warning_once("A block with NaN or infinity is not stored")
                 continue
             depth = page.end // self._block_size
             if page.job.shelves.write(page.key, row, page.job.used_at, depth):

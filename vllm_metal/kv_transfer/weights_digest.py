@@ -148,4 +148,4 @@ def _remember(memo: Path, renewed: dict[str, list[int | str]]) -> None:
         memo.parent.mkdir(parents=True, exist_ok=True)
         secret_file.write_private(memo, json.dumps(kept | renewed, indent=1))
     except OSError as error:
-        logger.warning("Digests of weights are not remembered in %s: %s", memo, error)
+        logger.warning("Digests of weights could not be saved in %s: %s", memo, error)

@@ -394,7 +394,7 @@ def test_a_disk_that_fails_leaves_nothing_and_pauses_writes(
     assert write(folder, 2) is Written.FAILED
     assert write(folder, 3) is Written.FAILED
     assert read(folder, 1)
-    assert log.text.count("stores no blocks now") == 1
+    assert log.text.count("has stopped storing blocks") == 1
     assert os.strerror(number) in log.text
     assert cache.stats().num_refused == {"over_budget": 0, "no_room": 0, "failed": 1, "paused": 2}
     clock.now += 59
@@ -431,11 +431,11 @@ def test_one_warning_while_a_disk_stays_full(make_cache, clock, log, monkeypatch
         for number in range(5):
             write(folder, number)
             clock.now += 61
-    assert log.text.count("stores no blocks now") == 1
+    assert log.text.count("has stopped storing blocks") == 1
     assert write(folder, 9) is Written.STORED
     monkeypatch.setattr(os, "ftruncate", fail(errno.ENOSPC))
     write(folder, 10)
-    assert log.text.count("stores no blocks now") == 2
+    assert log.text.count("has stopped storing blocks") == 2
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
@@ -461,7 +461,7 @@ def test_a_root_that_can_only_be_read(make_cache, root, log, monkeypatch, number
     assert write(folder, 1) is Written.PRESENT
     folder.touch([naive.key(1)], 1.0)
     folder.discard([naive.key(1)])
-    assert log.text.count("stores no blocks now") == 1
+    assert log.text.count("has stopped storing blocks") == 1
     assert "writable" in log.text
     assert sorted(root.rglob("*")) == before
     cache.close()

@@ -262,7 +262,7 @@ def test_an_answer_for_other_pages_is_none(monkeypatch, make_server, make_peer, 
     monkeypatch.setattr("vllm_metal.kv_transfer.peer.server.Found", lambda _: Found(there))
     peer = make_peer(make_server().port)
     assert peer.ask([b"one", b"two"]) == set() and peer.is_down
-    assert f"it tells of {len(there)} pages in place of 2" in log.warnings()[0]
+    assert f"it answered for {len(there)} pages, expected 2" in log.warnings()[0]
 
 
 def test_without_a_secret_nothing_but_loopback_is_used(monkeypatch, make_server, make_peer, log):
@@ -292,7 +292,7 @@ def test_another_version_is_refused_by_name(monkeypatch, make_server, make_peer,
     monkeypatch.undo()
     peer.ask(())
     assert peer.engine_id == "prefill-1"
-    assert log.lines[-1] == ("INFO", f"The peer {peer.address} serves pages")
+    assert log.lines[-1] == ("INFO", f"Connected to the peer {peer.address}")
 
 
 def test_a_proof_of_another_version_is_none(monkeypatch, make_server, make_peer, log):
@@ -424,7 +424,7 @@ def test_a_peer_that_is_not_there_is_down_for_a_while(make_server, make_peer, ou
     clock.now += 1
     assert not peer.is_down and peer.ask(pages) == set(pages)
     assert [level for level, _ in log.lines] == ["WARNING", "INFO"]
-    assert f"127.0.0.1:{port} cannot be used now (Connection refused)" in log.lines[0][1]
+    assert f"127.0.0.1:{port} is unavailable (Connection refused)" in log.lines[0][1]
 
 
 def test_a_name_that_nobody_has_is_down(ends, log):
@@ -463,7 +463,7 @@ def test_something_else_answers(ends, make_peer, log):
     assert peer.ask([b"key"]) == set()
     thread.join()
     listener.close()
-    assert "something else than an engine of vllm-metal" in log.warnings()[0]
+    assert "not a vllm-metal engine" in log.warnings()[0]
 
 
 def test_a_replayed_conversation_proves_nothing(ends, make_server, make_peer, log):

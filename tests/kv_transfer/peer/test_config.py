@@ -82,9 +82,9 @@ def test_beyond_this_machine_a_secret_is_needed(check, secret):
     ("role", "extra", "reason"),
     [
         ("kv_producer", {}, "'kv_producer' needs .*'listen'"),
-        ("kv_producer", {"listen": HERE, "peers": [THERE]}, "no use for .*'peers'.*kv_both"),
+        ("kv_producer", {"listen": HERE, "peers": [THERE]}, "does not use .*'peers'.*kv_both"),
         ("kv_consumer", {"listen": HERE}, "'kv_consumer' needs .*'peers'"),
-        ("kv_consumer", {"listen": HERE, "peers": [THERE]}, "no use for .*'listen'.*kv_both"),
+        ("kv_consumer", {"listen": HERE, "peers": [THERE]}, "does not use .*'listen'.*kv_both"),
         ("kv_both", {}, "lacks 'path'.* 'listen' and 'peers'"),
         ("kv_both", {"secret": "/tmp/x"}, "'secret' needs 'listen' or 'peers'"),
         ("kv_consumer", {"peers": [HERE], "outbox_bytes": 5}, "'outbox_bytes' needs 'listen'"),

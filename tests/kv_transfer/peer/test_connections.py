@@ -107,7 +107,7 @@ def test_who_waits_gets_the_next_that_is_free(make):
 
 def test_none_is_opened_where_it_is_not_worth_trying(make, listener):
     connections = make(may_connect=lambda: False)
-    with pytest.raises(Unavailable, match="not to be tried"):
+    with pytest.raises(Unavailable, match="backing off"):
         connections.call(lambda link: link)
 
 

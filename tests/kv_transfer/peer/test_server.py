@@ -85,11 +85,11 @@ def test_a_client_from_elsewhere_needs_a_secret(monkeypatch, make_server):
 
 def test_an_address_that_is_taken_or_another_machines_is_named(make_server, outbox):
     server = make_server()
-    with pytest.raises(OSError, match=f"'listen': 127.0.0.1:{server.port} cannot be listened on"):
+    with pytest.raises(OSError, match=f"cannot listen on 'listen': 127.0.0.1:{server.port}"):
         make_server(port=server.port)
-    with pytest.raises(OSError, match=r"'listen': 192\.0\.2\.1:9 cannot be listened on"):
+    with pytest.raises(OSError, match=r"cannot listen on 'listen': 192\.0\.2\.1:9"):
         PageServer(Address("192.0.2.1", 9), SECRET, outbox, make_terms)
-    with pytest.raises(OSError, match=r"'listen': no-such-host.invalid:9 is no address"):
+    with pytest.raises(OSError, match=r"'listen': no-such-host.invalid:9 is not an address"):
         PageServer(Address("no-such-host.invalid", 9), SECRET, outbox, make_terms)
 
 

@@ -46,7 +46,7 @@ def test_messages_and_rows_go_both_ways(pair):
 def test_a_frame_that_is_too_long_is_refused_by_its_length(pair, length, limit):
     link, far = pair
     far.sendall(length.to_bytes(4, "little"))
-    with pytest.raises(ProtocolError, match=f"{length} bytes where {limit}"):
+    with pytest.raises(ProtocolError, match=f"{length} bytes, over the limit of {limit}"):
         link.receive(limit)
 
 

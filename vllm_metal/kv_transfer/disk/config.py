@@ -123,7 +123,7 @@ def _prepare(directory: Path, where: str) -> None:
         ) from error
     if not ours:
         raise ValueError(
-            f"{setting}: {directory} holds other things; name an empty folder, or a new one"
+            f"{setting}: {directory} contains other files; choose an empty or a new folder"
         )
     found = directory.stat()
     if not layout.is_trusted(found):
@@ -144,8 +144,8 @@ def _prepare(directory: Path, where: str) -> None:
             pass
     except OSError as error:
         logger.warning(
-            "%s cannot be written to (%s): the prefix cache serves what is there, and keeps "
-            "nothing new",
+            "%s is not writable (%s): the prefix cache serves its existing blocks and "
+            "stores no new ones",
             directory,
             error.strerror or error,
         )

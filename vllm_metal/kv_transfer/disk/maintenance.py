@@ -79,9 +79,7 @@ def check_is_cache(root: Path) -> None:
         ValueError: a folder is no cache, or there is none.
     """
     if not layout.is_cache(root):
-        raise ValueError(
-            f"{root} is not a prefix cache; name the folder that prefix_cache_dir names"
-        )
+        raise ValueError(f"{root} is not a prefix cache; give the folder of prefix_cache_dir")
 
 
 def summary(root: Path) -> Summary:

@@ -37,7 +37,9 @@ _READ_ONLY = "Make the folder that prefix_cache_dir names writable."
 _ADVICE = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
-    errno.EFBIG: "Its file system, or a limit of this process (ulimit -f), takes no such files.",
+    errno.EFBIG: (
+        "The file system or a limit of this process (ulimit -f) does not allow such files."
+    ),
     errno.EROFS: _READ_ONLY,
     errno.EACCES: _READ_ONLY,
     errno.EPERM: _READ_ONLY,
@@ -296,17 +298,17 @@ class Space:
             advice = _ADVICE.get(error.errno or 0, "It is tried again every minute.")
             reason = error.strerror or str(error)
             logger.warning(
-                "The prefix cache in %s stores no blocks now: %s. %s Blocks that it has are "
-                "still read.", self._root, reason, advice
+                "The prefix cache in %s has stopped storing blocks: %s. %s Its existing "
+                "blocks are still read.", self._root, reason, advice
             )  # fmt: skip
 
     def _log_budget(self, day: int, budget: int) -> None:
         if day != self._day_of_last_refusal:
             self._day_of_last_refusal = day
             logger.info(
-                "The prefix cache in %s has written the %.3g GB that it may write in a day "
-                "(prefix_cache_daily_writes), and stores no more blocks until tomorrow. Blocks "
-                "that it has are still read.",
+                "The prefix cache in %s has reached its limit of %.3g GB written per day "
+                "(prefix_cache_daily_writes) and stores no blocks until tomorrow. Its "
+                "existing blocks are still read.",
                 self._root,
                 budget / 1e9,
             )

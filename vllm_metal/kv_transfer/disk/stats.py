@@ -26,31 +26,33 @@ class DiskStats:
     max_bytes: int = Metric(
         "gauge",
         "vllm:prefix_cache_disk_limit_bytes",
-        "Most bytes those files may take (prefix_cache_bytes).",
+        "Limit of the prefix cache on disk in bytes (prefix_cache_bytes).",
     ).field()
     #: What counts against the budget.
     written_today: int = Metric(
         "gauge",
         "vllm:prefix_cache_disk_written_today_bytes",
-        "Bytes that all engines have written there today.",
+        "Bytes that all engines have written to the prefix cache on disk today.",
     ).field()
     written_bytes: int = Metric(
         "total",
         "vllm:prefix_cache_disk_written_bytes",
-        "Bytes that this engine has written there.",
+        "Bytes that this engine has written to the prefix cache on disk.",
     ).field()
     read_bytes: int = Metric(
-        "total", "vllm:prefix_cache_disk_read_bytes", "Bytes that this engine has read from there."
+        "total",
+        "vllm:prefix_cache_disk_read_bytes",
+        "Bytes that this engine has read from the prefix cache on disk.",
     ).field()
     num_corrupt: int = Metric(
         "total",
         "vllm:prefix_cache_disk_corrupt",
-        "Files that were not what was written, and removed.",
+        "Corrupt files that were removed.",
     ).field()
     num_evicted: int = Metric(
         "total",
         "vllm:prefix_cache_disk_evicted",
-        "Files that this engine has removed to make room.",
+        "Files that this engine has evicted to make room.",
     ).field()
 
 

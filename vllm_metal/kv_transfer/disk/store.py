@@ -107,8 +107,8 @@ class DiskStore(Store):
         layout.make_folder(self._root, self._root)
         if not layout.may_be_cache(self._root):
             raise ValueError(
-                f"{root} holds other things than a prefix cache; name an empty folder, or one that "
-                "does not exist, in prefix_cache_dir"
+                f"{root} contains files that do not belong to a prefix cache; set "
+                "prefix_cache_dir to an empty or a new folder"
             )
         self._limits = limits
         self._gone: SimpleQueue[Gone] = SimpleQueue()
@@ -137,9 +137,9 @@ class DiskStore(Store):
             ValueError: `fingerprint` or `namespace` is no such name.
         """
         if not layout.FINGERPRINT.fullmatch(fingerprint):
-            raise ValueError(f"{fingerprint!r} is no fingerprint: 2 to 128 of 0-9a-f")
+            raise ValueError(f"{fingerprint!r} is not a fingerprint, 2 to 128 characters of 0-9a-f")
         if not layout.NAMESPACE.fullmatch(namespace):
-            raise ValueError(f"{namespace!r} is no namespace: letters, digits, - and _")
+            raise ValueError(f"{namespace!r} is not a namespace of letters, digits, - and _")
         folder, is_new = self._folder(fingerprint, facts, namespace)
         if is_new:
             self._in_thread(folder.store_manifest)

@@ -26,12 +26,12 @@ class Address:
             ValueError: it is none of these; the message says what is wrong.
         """
         if not isinstance(text, str):
-            raise ValueError(f"must be an address, and {text!r} is no address: {_FORM}")
+            raise ValueError(f"must be an address, not {text!r}: {_FORM}")
         host, colon, port = text.rpartition(":")
         if not colon:
             raise ValueError(f"{text!r} has no port: {_FORM}")
         if not (port.isascii() and port.isdigit() and int(port) <= 65535):
-            raise ValueError(f"{text!r}: {port!r} is no port from 0 to 65535: {_FORM}")
+            raise ValueError(f"{text!r}: {port!r} is not a port from 0 to 65535: {_FORM}")
         if host.startswith("[") or host.endswith("]"):
             host, in_brackets = host[1:-1], host
             try:
@@ -39,13 +39,15 @@ class Address:
                 if in_brackets != f"[{host}]":
                     raise ValueError
             except ValueError as error:
-                raise ValueError(f"{text!r}: {in_brackets} is no IPv6 address: {_FORM}") from error
+                raise ValueError(
+                    f"{text!r}: {in_brackets} is not an IPv6 address: {_FORM}"
+                ) from error
         elif ":" in host:
             raise ValueError(f"{text!r}: put an IPv6 address in brackets: {_FORM}")
         if not host:
             raise ValueError(f"{text!r} has no host: {_FORM}")
         if any(sign.isspace() or sign in "/@?#" for sign in host):
-            raise ValueError(f"{text!r}: {host!r} is no host: {_FORM}")
+            raise ValueError(f"{text!r}: {host!r} is not a host: {_FORM}")
         return Address(host, int(port))
 
     @property
@@ -68,7 +70,7 @@ class Address:
         try:
             found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except UnicodeError as error:  # a label that is empty or too long
-            raise OSError(f"{self.host} is no name of a host") from error
+            raise OSError(f"{self.host} is not the name of a host") from error
         places: list[tuple[socket.AddressFamily, tuple[Any, ...]]] = [
             (family, place)
             for family, _, _, _, place in found

@@ -65,7 +65,7 @@ class PeerStats:
     failed_fetches: int = Metric(
         "total",
         "vllm:kv_peer_failed_fetches",
-        "Requests to peers that did not bring all pages.",
+        "Requests to peers that did not return all pages.",
     ).field()
     bad_checksums: int = Metric(
         "total", "vllm:kv_peer_corrupt_pages", "Pages of peers whose checksum was wrong."
@@ -230,11 +230,11 @@ class Peer:
         except PeerDown as error:
             self._note_down(str(error))
         except ProtocolError as error:
-            self._note_down(f"it does not keep to the protocol: {error}")
+            self._note_down(f"it violates the protocol: {error}")
         except (OSError, handshake.Refused, Unavailable, Unwanted):
             pass  # a connection broke, the log has been told why, or nobody wants the answer
         except Exception:
-            logger.exception("A call to the peer %s ended by an error", self.address)
+            logger.exception("A call to the peer %s failed", self.address)
         return otherwise
 
     def _fetch(
@@ -252,7 +252,7 @@ class Peer:
             if isinstance(row, NoPage):
                 return False
             if row.size != place.nbytes:
-                raise PeerDown(f"a page came with {row.size} bytes in place of {place.nbytes}")
+                raise PeerDown(f"a page came with {row.size} bytes, expected {place.nbytes}")
             hashed = blake3()
             link.receive_row(place, wanted, hashed.update)
             if checksum(key, hashed) != row.checksum:
@@ -312,13 +312,15 @@ class Peer:
             self._down_until = self._refused = None
             self._is_in_trouble = False
         if trouble is not None:
-            logger.info("The peer %s serves pages", self.address)
+            logger.info("Connected to the peer %s", self.address)
 
     def _note_down(self, reason: str) -> None:
         if self._closed:
             return
         self.avoid()
-        self._say(f"The peer {self.address} cannot be used now ({reason}); prompts are computed")
+        self._say(
+            f"The peer {self.address} is unavailable ({reason}); prompts are computed instead"
+        )
 
     def _refuse(self, own: Terms, reason: str | None) -> None:
         """Not to be tried for a while; None: there is nothing to say of it."""
@@ -358,7 +360,7 @@ def _ask(keys: list[bytes], wait_ms: int, link: Link) -> set[bytes] | None:
     while isinstance(answer := decode(link.receive(MAX_MESSAGE_BYTES), Found, Waiting), Waiting):
         pass
     if len(answer.there) != len(keys):
-        raise ProtocolError(f"it tells of {len(answer.there)} pages in place of {len(keys)}")
+        raise ProtocolError(f"it answered for {len(answer.there)} pages, expected {len(keys)}")
     return {key for key, is_there in zip(keys, answer.there, strict=True) if is_there}
 
 

@@ -126,16 +126,18 @@ class PeerConfig(StoreConfig):
         for key in useless:
             if given.get(key):
                 raise ValueError(
-                    f"kv_role {role!r} has no use for {where} {key!r}: leave it out, or choose "
+                    f"kv_role {role!r} does not use {where} {key!r}: leave it out, or choose "
                     "kv_both"
                 )
         if given.get("peers") and given.get("peers_file"):
             raise ValueError(f"{where} 'peers' and 'peers_file' both name peers: leave one out")
         if "pull" in given and not (given.get("peers") or given.get("peers_file")):
-            raise ValueError(f"{where} 'pull' needs 'peers' or 'peers_file': who is pulled from")
+            raise ValueError(
+                f"{where} 'pull' needs 'peers' or 'peers_file', the engines to pull from"
+            )
         if "outbox_bytes" in given and "listen" not in given:
             raise ValueError(
-                f"{where} 'outbox_bytes' needs 'listen': the outbox is for peers that ask"
+                f"{where} 'outbox_bytes' needs 'listen': it bounds the K/V kept for peers to fetch"
             )
         if "share" in given and (role != "kv_both" or "listen" not in given):
             raise ValueError(
@@ -226,11 +228,9 @@ class PeerConfig(StoreConfig):
 
         if self.listen is not None:
             most = self.outbox_bytes / 1e9
-            logger.info(
-                "Other engines may ask for K/V at %s, of %.3g GB at most", self.listen, most
-            )
+            logger.info("Serving K/V to peers at %s, keeping %.3g GB at most", self.listen, most)
         if self._asks and self.pull != "never":
-            logger.info("K/V are asked of %s", self.peers_file or ", ".join(map(str, self.peers)))
+            logger.info("Fetching K/V from %s", self.peers_file or ", ".join(map(str, self.peers)))
         secret = self.read_secret()
         most, shares_pool = self.outbox_bytes, self.shares_pool
         return PeerStore(engine_id, self.listen, secret, most, shares_pool, self._timeouts)

@@ -89,7 +89,7 @@ class Connections:
                     connection = None
             if connection is None:
                 if not self._may_connect():
-                    raise Unavailable("not to be tried")
+                    raise Unavailable("backing off")
                 connection = self._open()
                 result = work(connection.link)
             good = True

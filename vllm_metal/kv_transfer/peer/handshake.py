@@ -119,7 +119,7 @@ def introduce(link: Link, secret: bytes, session: bytes, terms: Terms) -> Terms:
         raise Refused("it is on another machine, and that needs a 'secret'")
     preamble = link.receive_bytes(len(PREAMBLE))
     if not preamble.startswith(MAGIC):
-        raise Refused("something else than an engine of vllm-metal answers there")
+        raise Refused("the server at this address is not a vllm-metal engine")
     (version,) = _VERSION.unpack(preamble[len(MAGIC) :])
     if version != PROTOCOL_VERSION:
         raise Refused(
@@ -135,7 +135,7 @@ def introduce(link: Link, secret: bytes, session: bytes, terms: Terms) -> Terms:
     link.send(proof)
     answer = decode(link.receive(MAX_UNKNOWN_BYTES), Welcome, Stranger)
     if isinstance(answer, Stranger) or not challenge.is_proof(secret, "server", answer.proof):
-        raise Refused("its secret is another one: give both the same file as 'secret'")
+        raise Refused("its secret differs: give both the same file as 'secret'")
     link.send(_offer(terms, b""))
     offer = decode(link.receive(MAX_MESSAGE_BYTES), Offer)
     return _terms(offer, _unpacked(offer.facts))
@@ -159,4 +159,4 @@ def _unpacked(facts: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(facts, type=dict[str, Any]) if facts else {}
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        raise ProtocolError(f"no facts: {error}") from None
+        raise ProtocolError(f"invalid configuration fingerprint: {error}") from None

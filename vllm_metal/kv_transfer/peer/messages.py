@@ -157,4 +157,4 @@ def decode(body: bytes | bytearray, *expected: type[Message]) -> Message:
         return decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         # Its words hold no values of the message, but lengths and names of types.
-        raise ProtocolError(f"no message that belongs here: {error}") from None
+        raise ProtocolError(f"unexpected message: {error}") from None

@@ -25,15 +25,17 @@ class OutboxStats:
     pages: int
     sent_pages: int
     outbox_bytes: int = Metric(
-        "gauge", "vllm:kv_outbox_bytes", "Bytes of pages that peers may ask for."
+        "gauge", "vllm:kv_outbox_bytes", "Bytes of pages kept for peers to fetch."
     ).field()
     outbox_limit_bytes: int = Metric(
-        "gauge", "vllm:kv_outbox_limit_bytes", "Most bytes of those (outbox_bytes)."
+        "gauge",
+        "vllm:kv_outbox_limit_bytes",
+        "Limit of the bytes kept for peers to fetch (outbox_bytes).",
     ).field()
     leased_bytes: int = Metric(
         "gauge",
         "vllm:kv_outbox_leased_bytes",
-        "Bytes of those that peers have asked for and not got yet.",
+        "Bytes of pages that peers have requested and not received yet.",
     ).field()
     num_refused: int = Metric(
         "total", "vllm:kv_outbox_refused", "Pages that the outbox had no room for."
@@ -42,7 +44,7 @@ class OutboxStats:
         "total", "vllm:kv_outbox_evicted", "Pages that left the outbox to make room."
     ).field()
     sent_bytes: int = Metric(
-        "total", "vllm:kv_peer_sent_bytes", "Bytes of pages that peers got from this engine."
+        "total", "vllm:kv_peer_sent_bytes", "Bytes of pages sent to peers."
     ).field()
     shared_pages: int = Metric(
         "total",

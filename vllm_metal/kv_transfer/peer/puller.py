@@ -31,7 +31,7 @@ _PROBE_AFTER, PROBE_BYTES = 30.0, 1 << 20
 #: A probe that takes less than this part of what the link was thought to take.
 _FASTER = 0.5
 _CHOICES = "vllm:kv_pull_choices"
-_CHOSEN = "Requests whose pages a peer had, by what was thought to be sooner."
+_CHOSEN = "Requests whose pages a peer had, by the choice that was estimated to be faster."
 #: Seconds after which streams that were last seen are thought to have ended.
 _STREAMS_END = 1.0
 
@@ -54,7 +54,7 @@ class PullCounts:
     pulled: int = Metric("total", _CHOICES, _CHOSEN, label=("choice", "pulled")).field(0)
     computed: int = Metric("total", _CHOICES, _CHOSEN, label=("choice", "computed")).field(0)
     failed: int = Metric(
-        "total", "vllm:kv_pulls_failed", "Pulls that did not bring all pages, or not in time."
+        "total", "vllm:kv_pulls_failed", "Pulls that did not return all pages in time."
     ).field(0)
 
 
@@ -250,7 +250,8 @@ class Puller:
             standing.left_until = now + rest
             if standing.num_failures == 1:
                 logger.warning(
-                    "The peer %s did not bring pages in time; it is left alone for a while", address
+                    "The peer %s did not send pages in time; not asking it again for a while",
+                    address,
                 )
             return
         standing.num_failures = 0

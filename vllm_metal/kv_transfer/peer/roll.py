@@ -75,7 +75,7 @@ class Roll:
                 if self._greets:
                     self._greet()
             except Exception:
-                logger.exception("Peers could not be looked after")
+                logger.exception("Updating the list of peers failed")
             self._closed.wait(_PERIOD)
 
     def _read_again(self) -> None:
@@ -83,12 +83,12 @@ class Roll:
             if self._file is None or not self._file.read_again():
                 return
         except ValueError as error:
-            logger.warning("%s; the peers of before stay", error)
+            logger.warning("%s; keeping the previous peers", error)
             return
         self.addresses = self._without_own(self._file.addresses)
         self._clients.keep(self.addresses)
         self._there.intersection_update(self.addresses)
-        logger.info("K/V are asked of %s now", ", ".join(map(str, self.addresses)) or "nobody")
+        logger.info("Now fetching K/V from %s", ", ".join(map(str, self.addresses)) or "nobody")
 
     def _greet(self) -> None:
         """All at once: one that does not answer must not keep the others waiting."""
@@ -101,7 +101,7 @@ class Roll:
             thread.join()
         there = {peer.address for peer in peers if peer.engine_id and not peer.is_in_trouble}
         for address in there - self._there:
-            logger.info("The peer %s came", address)
+            logger.info("Added the peer %s", address)
         for address in self._there - there:
-            logger.info("The peer %s went", address)
+            logger.info("Removed the peer %s", address)
         self._there = there

@@ -135,7 +135,7 @@ class PageServer:
                 except (BlockingIOError, ConnectionError):
                     continue  # who came has gone
                 except OSError as error:
-                    self._warn(f"A connection could not be taken: {error}")
+                    self._warn(f"A connection could not be accepted: {error}")
                     self._closed.wait(_ACCEPT_PAUSE_S)
                     continue
                 self._begin(sock, str(place[0]))
@@ -184,11 +184,11 @@ class PageServer:
                 link.wait_for_message()
                 self._answer(link, session, terms)
         except handshake.WrongSecret:
-            self._warn("An engine that does not know the 'secret' wanted pages, and got none")
+            self._warn("Rejected an engine that does not know the 'secret'")
         except (OSError, ProtocolError, handshake.Refused):
             pass  # the client's own affair: it goes on without us, or comes again
         except Exception:
-            logger.exception("A connection of a peer ended by an error")
+            logger.exception("The connection of a peer failed")
         finally:
             self._end(sock, session)
 
@@ -261,7 +261,7 @@ class PageServer:
 
     def _check(self, terms: Terms) -> None:
         if self._terms().identity != terms.identity:
-            raise handshake.Refused("the pages are others than it agreed to")
+            raise handshake.Refused("the pages differ from those agreed on")
 
 
 def _listen(address: Address, secret: bytes) -> socket.socket:
@@ -270,11 +270,12 @@ def _listen(address: Address, secret: bytes) -> socket.socket:
     try:
         family, place = address.resolve()[0]
     except OSError as error:
-        raise OSError(f"{named} is no address of this machine ({error})") from error
+        raise OSError(f"{named} is not an address of this machine ({error})") from error
     if not secret and not is_loopback_ip(str(place[0])):
         raise ValueError(
-            f"{named} is open to other machines, and pages tell what prompts were: name a file "
-            "with a secret in 'secret', the same on both machines, or listen on 127.0.0.1"
+            f"{named} is open to other machines, and K/V pages reveal prompts: set "
+            "'secret' to a file with the same secret on both machines, or listen on "
+            "127.0.0.1"
         )
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -285,6 +286,6 @@ def _listen(address: Address, secret: bytes) -> socket.socket:
     except OSError as error:
         sock.close()
         raise OSError(
-            error.errno, f"{named} cannot be listened on ({error.strerror}): name another port"
+            error.errno, f"cannot listen on {named} ({error.strerror}): choose another port"
         ) from error
     return sock

@@ -96,7 +96,7 @@ class Link:
         deadline = time.monotonic() + self._patience
         (length,) = _LENGTH.unpack(self.receive_bytes(_LENGTH.size, deadline, wanted))
         if length > limit:
-            raise ProtocolError(f"a message of {length} bytes where {limit} is the most")
+            raise ProtocolError(f"a message of {length} bytes, over the limit of {limit}")
         return self.receive_bytes(length, deadline, wanted)
 
     def receive_bytes(
@@ -203,7 +203,7 @@ class _Progress:
             self._moved = 0
             self._deadline = time.monotonic() + self._patience
         elif time.monotonic() > self._deadline:
-            raise TimeoutError("the other side stands still")
+            raise TimeoutError("the peer stopped responding")
 
 
 def shut_down(sock: socket.socket) -> None:
