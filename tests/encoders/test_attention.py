@@ -90,5 +90,5 @@ def test_scores_have_a_bound(window, monkeypatch):
 def test_capped_scores_are_refused():
     cache = TextAttention(plan(starts_of([2]), None), mx.zeros(2, mx.int32))
     rows = mx.zeros((2, HEADS, 1, SIZE))
-    with pytest.raises(NotImplementedError, match="capped"):
+    with pytest.raises(NotImplementedError, match="soft cap"):
         cache.attend(rows, rows, rows, Scoring(SCALE, softcap=30.0))

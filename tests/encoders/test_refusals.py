@@ -55,7 +55,7 @@ def test_unknown_encoders_are_refused_with_those_that_are_served(bert, tmp_path,
     ModelRegistry.register_model(name, BertForTokenClassification)
     folder = with_config(bert, tmp_path, architectures=["BertForTokenClassification"])
     with pytest.raises(
-        ValueError, match=r"BertForTokenClassification .*both directions.*BertModel.*XLMR"
+        ValueError, match=r"BertForTokenClassification .*bidirectional encoder.*BertModel.*XLMR"
     ):
         configure(folder)
 

@@ -37,5 +37,5 @@ def test_nothing_is_added_where_no_request_has_a_pair():
 
 
 def test_a_model_of_one_type_refuses_a_pair():
-    with pytest.raises(ValueError, match="one token type"):
+    with pytest.raises(ValueError, match="two token types, but the model has only one"):
         TokenTypes(max_num_reqs=1, num_types=1).enter(state(0, 4, 2))

@@ -392,9 +392,9 @@ def test_damaged_files_are_refused(tmp_path: Path, refused: Callable[..., str]) 
     whole = path.read_bytes()
     for size in (0, 3, 40, 2000, len(whole) - 1):
         path.write_bytes(whole[:size])
-        assert "is cut off" in refused(path) if size > 3 else "is no GGUF file" in refused(path)
+        assert "is cut off" in refused(path) if size > 3 else "is not a GGUF file" in refused(path)
     path.write_bytes(b"PK" + whole[2:])
-    assert "is no GGUF file: download it again" in refused(path)
+    assert "is not a GGUF file: download it again" in refused(path)
     name = b"blk.0.attn_q.weight"
     dims = whole.index(name) + len(name) + 4  # behind their number
     path.write_bytes(whole[:dims] + bytes(8) + whole[dims + 8 :])

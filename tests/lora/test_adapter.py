@@ -82,7 +82,7 @@ def test_one_parameter_of_experts_has_its_own_scale(tmp_path, parameter, scale):
     ],
 )
 def test_tensors_that_the_configuration_does_not_target_do_not_count(tmp_path, targets):
-    with pytest.raises(AdapterError, match=f"no tensor that counts: .* not target {MODULE}"):
+    with pytest.raises(AdapterError, match=f"no tensor that applies: .* not target {MODULE}"):
         read(write(tmp_path, arrays(), **targets))
 
 

@@ -370,7 +370,7 @@ REFUSED = {
                 "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
             },
         ),
-        "stays in the pool",
+        "the paged KV cache does not have",
     ),
     "deepseek_v32": (
         Family(
@@ -378,6 +378,6 @@ REFUSED = {
             "DeepseekV32ForCausalLM",
             MLA | EXPERTS | {"index_head_dim": 16, "index_n_heads": 2, "index_topk": 8},
         ),
-        "stays in the pool",
+        "the paged KV cache does not have",
     ),
 }

@@ -142,7 +142,7 @@ def test_a_model_without_a_head_of_its_own_gives_logits_for_hidden_states(model)
     hidden_states = parts.forward_hidden(of(ids), CACHES)
     logits = parts.compute_logits(hidden_states[1:4])
     np.testing.assert_allclose(np.array(logits), expected[1:4], atol=1e-6)
-    with pytest.raises(NotImplementedError, match="cannot be told from its head"):
+    with pytest.raises(NotImplementedError, match="cannot be separated from its head"):
         HiddenStates(parts)
 
 

@@ -143,7 +143,7 @@ def test_an_override_counts(llama):
 
 
 PLANTED = [
-    ({"rope_theta": 123.0}, "rope_theta 123.0, and in rope_parameters 700.0"),
+    ({"rope_theta": 123.0}, "rope_theta=123.0, but rope_parameters sets 700.0"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu'; mlx-lm's module 'llama' computes silu"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     (

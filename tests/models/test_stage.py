@@ -56,7 +56,9 @@ def test_a_model_whose_layers_share_k_and_v_is_refused():
 
 def test_more_ranks_than_layers_are_refused():
     assert [Stage.of(4, rank, 2).end for rank in range(2)] == [2, 4]
-    with pytest.raises(ValueError, match="--pipeline-parallel-size 3 of a model of 2 layers"):
+    with pytest.raises(
+        ValueError, match="--pipeline-parallel-size=3 exceeds the 2 layers of the model"
+    ):
         Stage.of(2, 0, 3)
 
 

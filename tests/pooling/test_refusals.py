@@ -32,8 +32,8 @@ def configure(model, **options):
             {"pooler_config": {"seq_pooling_type": "CLS"}, "enable_prefix_caching": True},
             "--enable-prefix-caching with CLS/ALL pooling",
         ),
-        ({"hf_overrides": {"is_causal": False}}, "attends in both directions"),
-        ({"hf_overrides": {"use_bidirectional_attention": True}}, "attends in both directions"),
+        ({"hf_overrides": {"is_causal": False}}, "bidirectional encoder"),
+        ({"hf_overrides": {"use_bidirectional_attention": True}}, "bidirectional encoder"),
     ],
 )
 def test_what_cannot_be_honored_is_named(plain, options, named):

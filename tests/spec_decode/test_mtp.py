@@ -295,7 +295,9 @@ def test_a_layer_of_another_target_is_named(tmp_path):
     other = {name: shape for name, shape in GLM_LAYER.items() if ".shared_experts." not in name}
     other |= mlp(f"{GLM_NAME}.mlp.shared_experts", 16)
     cases = {
-        write(tmp_path / "mimo", MIMO, MIMO_LAYER): r"\(mimo\) do not go with .* of glm4_moe",
+        write(
+            tmp_path / "mimo", MIMO, MIMO_LAYER
+        ): r"\(mimo\) are not supported with .* of model_type glm4_moe",
         write(tmp_path / "narrow", narrow, other): "does not fit the target",
     }
     for folder, reason in cases.items():

@@ -46,7 +46,7 @@ def folder(machine, name, **files):
     [
         ("./nope", "there is no folder ./nope"),
         ("/models/Qwen3-8B", "Qwen3-8B; did you mean mlx-community/Qwen3-8B-4bit?"),
-        ("llama3.2:3b", "is a name of Ollama's: give one on Hugging Face, as OWNER/NAME"),
+        ("llama3.2:3b", "is an Ollama name: give one on Hugging Face, as OWNER/NAME"),
         ("https://huggingface.co/Qwen/Qwen3-8B/tree/main", "give the model's name, Qwen/Qwen3-8B"),
         ("Qwen/Qwen3-8B-4bti", "give the folder of a model; did you mean mlx-"),
         ("gpt2", "gpt2 is not on this machine, and 127.0.0.1 does not answer"),

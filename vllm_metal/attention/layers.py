@@ -73,7 +73,9 @@ class _AttentionProbe(AttendingCache):
         self._turns_queries = False
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"the model looks at {name!r} of a cache, which stays in the pool")
+        raise AttributeError(
+            f"the model reads {name!r} of its KV cache, which the paged KV cache does not have"
+        )
 
     @property
     def offset(self) -> mx.array:
@@ -96,8 +98,8 @@ class _AttentionProbe(AttendingCache):
         self.num_calls += 1
         if self._given is not None and not all(map(_alike, (keys, values), self._given)):
             raise NotImplementedError(
-                "attention reads other keys or values than those that its cache was given, which "
-                "stay in the pool"
+                "attention reads keys or values other than those it passed to its cache, "
+                "which is not supported with the paged KV cache"
             )
         of = None if self._rotated is None else self._rotated.queries
         self._turns_queries |= of is not None and queries is of.result
@@ -121,7 +123,8 @@ class _AttentionProbe(AttendingCache):
     def layer(self, name: str) -> AttentionLayer:
         if self._key_shape is None or self._num_heads is None:
             raise NotImplementedError(
-                f"computes attention in {name} by itself, so the paged path cannot serve it"
+                f"computes attention in {name} with code of its own, which is not supported "
+                "with the paged KV cache"
             )
         assert self._value_shape is not None
         _, num_kv_heads, _, head_size = self._key_shape
@@ -163,8 +166,7 @@ def _alike(array: Any, given: Any) -> bool:
 def _rotating(cache: RotatingKVCache) -> Probe:
     if cache.keep:
         raise NotImplementedError(
-            f"keeps its first {cache.keep} positions beside a window, which the paged path does "
-            "not serve"
+            f"keeps its first {cache.keep} positions beside a window, which is not supported"
         )
     return _AttentionProbe(int(cache.max_size))
 
@@ -207,8 +209,8 @@ def _layers(model: nn.Module) -> list[StatefulLayer]:
     # Fewer caches than layers: the others read K/V of these, or do not attend.
     if sharing and sum(num_calls) not in (len(model.layers), len(num_calls)):
         raise NotImplementedError(
-            f"has {len(model.layers)} layers over {len(placed)} caches, of which {sum(num_calls)} "
-            "attend through the paged cache"
+            f"has {len(model.layers)} layers and {len(placed)} caches, but only "
+            f"{sum(num_calls)} attend through the paged KV cache"
         )
     layers = [probe.layer(name) for name, probe in _named(placed)]
     if not any(isinstance(layer, RunLayer) for layer in layers):
@@ -279,7 +281,5 @@ def _named(placed: Sequence[Probe | list[Probe]]) -> Iterator[tuple[str, Probe]]
 
 def _probe(cache: Any) -> Probe:
     if type(cache) not in PROBES:
-        raise NotImplementedError(
-            f"keeps {type(cache).__name__} layers, which the paged path does not serve"
-        )
+        raise NotImplementedError(f"keeps {type(cache).__name__} layers, which is not supported")
     return PROBES[type(cache)](cache)

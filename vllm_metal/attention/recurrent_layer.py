@@ -365,21 +365,20 @@ class RecurrentProbe(ArraysCache):
         ]
         if kept[0] != kept[1]:
             raise NotImplementedError(
-                f"keeps a state in {name} that grows with its tokens, which the paged path does "
-                "not serve"
+                f"keeps a state in {name} that grows with its tokens, which is not supported"
             )
 
     def layer(self, name: str) -> RecurrentLayer:
         parts: list[Any] = self.cache
         if not self._common or any(part is None for part in parts):
             raise NotImplementedError(
-                f"leaves a part of the state of {name} empty, which the paged path does not serve"
+                f"leaves a part of the state of {name} empty, which is not supported"
             )
         call = self._common[-1]
         if not any(argument is self for argument in call.arguments):
             raise NotImplementedError(
-                f"computes attention and a recurrence in one module in {name}, which the paged "
-                "path does not serve"
+                f"computes attention and a recurrence in one module in {name}, which is not "
+                "supported"
             )
         module_calls.ask_caches(type(call.module))
         form = StateFormat(

@@ -91,7 +91,9 @@ def attend(
         NotImplementedError: runs have no such scoring.
     """
     if scoring.sinks is not None or scoring.softcap is not None:
-        raise NotImplementedError("rows that see each other attend without sinks and softcap")
+        raise NotImplementedError(
+            "bidirectional attention within an image is not supported with sinks or a soft cap"
+        )
     outputs = []
     if apart.others is not None:
         outputs.append(kv_cache.attend(plan, queries[apart.others], scoring))

@@ -175,7 +175,7 @@ class TextAttention(AttendingCache):
             NotImplementedError: the layer caps its scores.
         """
         if scoring.softcap is not None:
-            raise NotImplementedError("an encoder's scores are capped, which is not served")
+            raise NotImplementedError("a soft cap of attention scores is not supported in encoders")
         q, k, v = (array[:, :, 0] for array in (queries, keys, values))  # [T, H, D]
         found = [_attend(piece, q, k, v, scoring) for piece in self._plan.pieces]
         out = found[0] if len(found) == 1 else mx.concatenate(found)

@@ -39,7 +39,9 @@ class EncoderExecutor(PagedLayers):
             RuntimeError: part of a text is missing.
         """
         if (rows.positions_np[rows.query_start_loc_np[:-1]] != 0).any():
-            raise RuntimeError("an encoder was given part of a text: it attends to whole ones")
+            raise RuntimeError(
+                "an encoder received part of a text, but attends to whole texts only"
+            )
         inputs = with_positions(inputs or rows.inputs)
         positions = inputs.positions[0]
         attention = {

@@ -145,13 +145,13 @@ def _modernbert(model: Any, config: Config) -> Encoder:
     }
     for kind, parameters in (config.get("rope_parameters") or {}).items():
         if kind not in bases or parameters.get("rope_type", "default") != "default":
-            raise ModelLoadError(f"config.json has rope_parameters of {kind!r} that are not served")
+            raise ModelLoadError(f"rope_parameters of config.json for {kind!r} are not supported")
         bases[kind] = float(parameters.get("rope_theta", bases[kind]))
     every = int(config.get("global_attn_every_n_layers", 3))
     by_period = [_SLIDING if index % every else _FULL for index in range(len(model.layers))]
     for layer, kind in zip(model.layers, config.get("layer_types") or by_period, strict=True):
         if kind not in bases:
-            raise ModelLoadError(f"config.json has a layer of the type {kind!r}, not served")
+            raise ModelLoadError(f"layer_types of config.json with {kind!r} is not supported")
         layer.attn.local = kind == _SLIDING
         layer.attn.rotary_emb = PlacedRoPE(layer.attn.head_dim, bases[kind])
         layer.mlp.act = nn.GELU()

@@ -146,8 +146,8 @@ def refuse_others(content: Config) -> None:
     (name, *_) = content.get("architectures") or ("",)
     if name.startswith(tuple(families)):
         raise ModelLoadError(
-            f"{name} (it attends in both directions: of such models, served are "
-            f"{', '.join(ARCHITECTURES)}) is not supported"
+            f"{name} (a bidirectional encoder: supported are {', '.join(ARCHITECTURES)}) "
+            "is not supported"
         )
 
 

@@ -39,7 +39,7 @@ class TokenTypes(RequestColumn):
         if start is None or start >= state.num_prompt_tokens:
             return
         if self._num_types < 2:
-            raise ValueError("the request tells two texts apart, and the model has one token type")
+            raise ValueError("the request has two token types, but the model has only one")
         self._starts_np[state.req_idx] = start
 
     def leave(self, req_idx: int) -> None:

@@ -139,7 +139,7 @@ def _opened(path: Path) -> "_Header":
     if not path.is_file():
         raise ConversionError(f"{path}: no such file")
     if not is_gguf(path):
-        raise ConversionError(f"{path} is no GGUF file: download it again")
+        raise ConversionError(f"{path} is not a GGUF file: download it again")
     try:
         return _Header(np.memmap(path, mode="r"))
     except (

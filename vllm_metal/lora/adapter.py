@@ -144,10 +144,10 @@ def _of_peft(content: AdapterContent, config: dict[str, Any], max_rank: int) -> 
     if (kind := config.get("peft_type", "LORA")) != "LORA":
         raise AdapterError(name, f"is of peft_type {kind!r}: only LORA is served")
     if config.get("use_dora"):
-        raise AdapterError(name, "has use_dora: DoRA is not served")
+        raise AdapterError(name, "has use_dora: DoRA is not supported")
     for key, value in config.items():
         if value and key not in _READ | _HOW_MADE:
-            raise AdapterError(name, f"has {key} in its configuration, which is not served")
+            raise AdapterError(name, f"has {key} in its configuration, which is not supported")
     pairs = _pairs(name, _tensors(content), _PEFT_KEY, "AB")
     try:
         _check_features(PEFTHelper.from_dict(config))
@@ -155,7 +155,7 @@ def _of_peft(content: AdapterContent, config: dict[str, Any], max_rank: int) -> 
         found = {module: patterns.update_of(module) for module in pairs}
         left_out = [module for module in pairs if not patterns.is_targeted(found[module])]
     except (ValueError, TypeError, KeyError, re.error) as error:
-        raise AdapterError(name, f"has a configuration that is not served: {error}") from error
+        raise AdapterError(name, f"has a configuration that is not supported: {error}") from error
     if left_out:
         _tell_left_out(name, left_out, len(pairs))
     updates = {}
@@ -176,7 +176,7 @@ def _tell_left_out(name: str, left_out: Sequence[str], count: int) -> None:
     """
     reason = f"its configuration does not target {left_out[0]}"
     if len(left_out) == count:
-        raise AdapterError(name, f"has no tensor that counts: {reason}")
+        raise AdapterError(name, f"has no tensor that applies: {reason}")
     logger.warning(
         "LoRA adapter %r has %d tensors that are ignored, as by PEFT: %s",
         name,
@@ -189,7 +189,7 @@ def _check_features(helper: PEFTHelper) -> None:
     """vLLM's own check, of all but the rank, which is of each tensor."""
     problems = helper._validate_features()
     if helper.bias != "none":
-        problems.append(f"bias {helper.bias!r} is not served")
+        problems.append(f"bias {helper.bias!r} is not supported")
     if problems:
         raise ValueError(" ".join(problems))
 
@@ -255,7 +255,7 @@ def _pairs(
     found: dict[str, dict[str, mx.array]] = {}
     for key, array in tensors.items():
         if (match := pattern.fullmatch(key)) is None:
-            raise AdapterError(name, f"has a tensor that is not served: {key}")
+            raise AdapterError(name, f"has a tensor that is not supported: {key}")
         if array.ndim not in (2, 3):
             raise AdapterError(name, f"has a tensor of shape {array.shape}: {key}")
         if not mx.isfinite(array).all():

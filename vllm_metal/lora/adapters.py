@@ -99,7 +99,7 @@ class Adapters:
         for module, update in updates.items():
             layer = self.updates.layers.get(module)
             if layer is None:
-                raise AdapterError(name, f"updates {module}, where no adapter is served")
+                raise AdapterError(name, f"updates {module}, which does not support adapters")
             if not layer.fits(update):
                 sizes, shapes = layer.sizes, f"{update.a.shape} and {update.b.shape}"
                 experts = "" if sizes.num_experts is None else f", {sizes.num_experts} experts"

@@ -35,7 +35,7 @@ def check(content: Mapping[str, Any]) -> None:
     if not isinstance(model_type, str):
         raise ModelLoadError("config.json names no model_type: download the model again")
     if not isinstance(names, list | tuple):
-        raise ModelLoadError(f"config.json says architectures={names!r}, which is no list")
+        raise ModelLoadError(f"config.json says architectures={names!r}, which is not a list")
     if not names or model_type not in families():
         _check_type(content)
         return

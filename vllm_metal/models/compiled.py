@@ -121,7 +121,10 @@ class CompiledForward:
             try:
                 outputs = graph.compute(arrays)
             except (RuntimeError, ValueError) as error:  # the model wants to see a value
-                logger.info("MLX cannot trace the model, whose Python builds each step: %s", error)
+                logger.info(
+                    "MLX cannot compile the model, so Python builds the graph of each step: %s",
+                    error,
+                )
                 self._traceable = False
                 self._graphs.clear()
                 return None

@@ -124,8 +124,8 @@ def _check_activation(config: Config, module: str, read: set[str]) -> None:
     for key in _ACTIVATION_KEYS:
         if key not in read and (named := config.get(key)) is not None and named not in computed:
             raise ModelLoadError(
-                f"config.json says {key} {named!r}; mlx-lm's module {module!r} computes "
-                f"{' or '.join(sorted(computed))}"
+                f"config.json sets {key}={named!r}, but mlx-lm's module {module!r} supports "
+                f"only {' or '.join(sorted(computed))}"
             )
 
 
@@ -140,7 +140,7 @@ def _check_blocks(config: Config) -> None:
                 if (block.get(part) or {}).get(key) is not None:
                     raise ModelLoadError(
                         f"block_configs of config.json have {key} in block {index}, which mlx-lm's "
-                        "module does not compute"
+                        "module does not support"
                     )
 
 
@@ -153,8 +153,8 @@ def _check_agreement(config: Config, read: set[str]) -> None:
         given, stated = config.get(key), rope(config).get(key)
         if given is not None and stated is not None and given != stated:
             raise ModelLoadError(
-                f"config.json says {key} {given!r}, and in rope_parameters {stated!r}: say which "
-                f"counts, as --hf-overrides '{{\"{key}\": {stated!r}}}'"
+                f"config.json sets {key}={given!r}, but rope_parameters sets {stated!r}: "
+                f"choose one with --hf-overrides, such as '{{\"{key}\": {stated!r}}}'"
             )
 
 
@@ -167,21 +167,21 @@ def _check_rope(config: Config, module: str, read: set[str]) -> None:
     rope_type = (scaling(config) or {}).get("rope_type", "default")
     if rope_type == "default" and module in _SCALED:
         raise ModelLoadError(
-            f"config.json asks for a rope of type 'default', and mlx-lm's module {module!r} "
-            "computes scaled ones only"
+            f"config.json sets rope_type='default', but mlx-lm's module {module!r} "
+            "supports only scaled RoPE"
         )
     served = rope_type in _TYPES.get(module, (rope_type,)) and "rope_scaling" in read
     if rope_type != "default" and not served and module not in UNSCALED:
         raise ModelLoadError(
-            f"config.json asks for a rope of type {rope_type!r}, which mlx-lm's module {module!r} "
-            "does not compute"
+            f"config.json sets rope_type={rope_type!r}, which mlx-lm's module {module!r} "
+            "does not support"
         )
     share = stated_share(config)
     reads_share = module in PARTIAL or read & {"partial_rotary_factor", "rotary_pct", "rotary_dim"}
     if not reads_share and share not in (None, _ROTATED.get(module, 1.0)):
         raise ModelLoadError(
-            f"config.json says partial_rotary_factor {share}, which mlx-lm's module {module!r} "
-            "does not compute"
+            f"config.json sets partial_rotary_factor={share}, which mlx-lm's module "
+            f"{module!r} does not support"
         )
     if by_layer_type(parameters):
         _check_types(parameters, module, read)
@@ -212,6 +212,6 @@ def _check_types(parameters: Config, module: str, read: set[str]) -> None:
         lost = [key for key in computed if computed[key] != stated[key]]
         if lost:
             raise ModelLoadError(
-                f"rope_parameters of config.json have another {', '.join(lost)} for {layer_type} "
-                f"layers, which mlx-lm's module {module!r} does not compute"
+                f"rope_parameters of config.json set a different {', '.join(lost)} for "
+                f"{layer_type} layers, which mlx-lm's module {module!r} does not support"
             )

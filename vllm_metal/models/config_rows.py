@@ -116,8 +116,8 @@ def _num_dense_layers(config: Config) -> int | None:
     count = sparse.index(True) if True in sparse else len(sparse)
     if not all(sparse[count:]):
         raise ModelLoadError(
-            "mlp_layer_types of config.json have dense layers behind layers of experts: mlx-lm's "
-            "module of the family has them at the beginning only"
+            "mlp_layer_types of config.json have dense layers after expert layers: "
+            "mlx-lm's module of the family supports them only before"
         )
     return count
 
@@ -224,8 +224,8 @@ def _attention_of_dbrx(config: Config) -> dict[str, Any] | None:
         return None
     if own.get("rope_theta", theta) != theta:
         raise ModelLoadError(
-            f"config.json says rope_theta {own['rope_theta']!r} in attn_config, and {theta!r} in "
-            "rope_parameters"
+            f"config.json sets rope_theta={own['rope_theta']!r} in attn_config, but "
+            f"{theta!r} in rope_parameters: make them equal"
         )
     return {**own, "rope_theta": theta}
 

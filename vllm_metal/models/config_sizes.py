@@ -42,14 +42,16 @@ def read(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         if path.stat().st_size > _MAX_BYTES:
-            raise ModelLoadError(f"{path} has more than {_MAX_BYTES} bytes: no model's has")
+            raise ModelLoadError(
+                f"{path} has more than {_MAX_BYTES} bytes, too many for a configuration"
+            )
         found = json.loads(path.read_bytes())
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read ({error.strerror or error})") from error
     except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ModelLoadError(f"{path} holds no JSON object")
+        raise ModelLoadError(f"{path} is not a JSON object")
     check(found)
     return found
 
@@ -65,13 +67,13 @@ def check(config: Mapping[str, Any]) -> None:
         if key == "factor":
             most = _MAX_FACTOR
         if most is not None and isinstance(value, str):
-            raise ModelLoadError(f"config.json says {key} {value!r}, which is no number")
+            raise ModelLoadError(f"config.json sets {key}={value!r}, which is not a number")
         if most is not None and not value <= most:  # NaN, too
             raise ModelLoadError(
-                f"config.json says {key} {value}, and models have {most:g} at most"
+                f"config.json sets {key}={value}, and models have {most:g} at most"
             )
         if key in _POSITIVE and not isinstance(value, str) and value < 1:
-            raise ModelLoadError(f"config.json says {key} {value}, and models have 1 at least")
+            raise ModelLoadError(f"config.json sets {key}={value}, and models have at least 1")
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

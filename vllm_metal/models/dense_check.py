@@ -64,9 +64,9 @@ def check_hidden(parts: ModelParts, told: HiddenTold, dtype: mx.Dtype, model_typ
     limit = _limit(HIDDEN_LIMITS, dtype)
     if not difference <= limit:
         raise ModelLoadError(
-            f"{model_type} is not served right: through the KV cache, hidden states of a short "
-            f"text differ by {difference:.2g} of their length in the mean from those of mlx-lm's "
-            f"own forward ({limit} at most). {_REPORT}"
+            f"{model_type} gives wrong results with the paged KV cache: hidden states of a "
+            f"short text differ from mlx-lm's own forward by {difference:.2g} of their "
+            f"norm on average (limit {limit}). {_REPORT}"
         )
 
 
@@ -93,9 +93,9 @@ def check(model: nn.Module, told: Told, dtype: mx.Dtype, model_type: str) -> Non
     limit = _limit(LIMITS, dtype)
     if not difference <= limit:  # nor where it is not a number
         raise ModelLoadError(
-            f"{model_type} is not served right: through the KV cache, log-probabilities of a short "
-            f"text differ by {difference:.2g} in the mean from those of mlx-lm's own forward "
-            f"({limit} at most). {_REPORT}"
+            f"{model_type} gives wrong results with the paged KV cache: log-probabilities "
+            f"of a short text differ from mlx-lm's own forward by {difference:.2g} on "
+            f"average (limit {limit}). {_REPORT}"
         )
 
 

@@ -210,14 +210,14 @@ def check(config: Mapping[str, Any], module: str) -> None:
             continue
         served = " or ".join(map(repr, computed))
         raise ModelLoadError(
-            f"config.json says {key} {value!r}; mlx-lm's module {module!r} "
-            + (f"computes {served}" if served else "has nothing of that name")
+            f"config.json sets {key}={value!r}, but mlx-lm's module {module!r} "
+            + (f"supports only {served}" if served else "has no such parameter")
         )
     for key, lacking in NOT_COMPUTED.get(module, {}).items():
         if key in config and config[key] in lacking:
             raise ModelLoadError(
-                f"config.json says {key} {config[key]!r}, which mlx-lm's module {module!r} does "
-                "not compute"
+                f"config.json sets {key}={config[key]!r}, which mlx-lm's module {module!r} "
+                "does not support"
             )
 
 

@@ -94,7 +94,7 @@ def _overrides(model_config: ModelConfig, path: Path) -> dict[str, Any]:
         return {}
     config = load_config(path)
     for key in _left_out(config, given):
-        logger.warning("--hf-overrides leaves out what config.json says of %s", key)
+        logger.warning("--hf-overrides drops %s of config.json", key)
     changed = {
         key: {**config.get(key, {}), **value} if isinstance(value, dict) else value
         for key, value in given.items()
@@ -330,7 +330,7 @@ def model_folder(
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise ModelLoadError(
-            f"there is no folder {model!r}, and the hub has no such model: {error}"
+            f"there is no folder {model!r}, and Hugging Face has no such model: {error}"
         ) from error
 
 

@@ -115,7 +115,7 @@ class ModelParts:
             NotImplementedError: the model has no head of its own.
         """
         if self._decoder is None:
-            raise NotImplementedError("the model's hidden states cannot be told from its head")
+            raise NotImplementedError("the model's hidden states cannot be separated from its head")
         self._call = _Call(stops=True)
         try:
             self.model(mx.array([list(token_ids)]), cache=make_prompt_cache(self.model))
@@ -138,7 +138,9 @@ class ModelParts:
             NotImplementedError: the model has no head of its own.
         """
         if self._decoder is None:
-            raise NotImplementedError("the target's hidden states cannot be told from its head")
+            raise NotImplementedError(
+                "the target's hidden states cannot be separated from its head"
+            )
         self._observer = observer
 
     def _show(self, hidden_states: mx.array) -> mx.array:

@@ -198,8 +198,8 @@ def _changed(
         if key in required and (is_lost or is_null):
             names = " or ".join(sorted({key} | sources.get(key, set())))
             raise ModelLoadError(
-                f"config.json says nothing of {names}, or null, which mlx-lm's module {module!r} "
-                "needs: state it, or set it by --hf-overrides"
+                f"config.json does not set {names}, which mlx-lm's module {module!r} needs: "
+                "add it to config.json, or set it with --hf-overrides"
             )
     if "rope_scaling" in required and "rope_scaling" not in config:
         changed.setdefault("rope_scaling", None)

@@ -36,9 +36,9 @@ def mend_ropes(model: nn.Module, config: Mapping[str, Any]) -> None:
             continue
         if rope.dims % 2:
             raise ModelLoadError(
-                f"the rope turns {rope.dims} numbers of each head, which must be even: "
-                "num_attention_heads, head_dim or the rope's share (partial_rotary_factor, "
-                "rope_parameters) in config.json, or what transformers takes for it, is wrong"
+                f"RoPE rotates {rope.dims} elements of each head, which must be an even "
+                "number: check num_attention_heads, head_dim and partial_rotary_factor (or "
+                "rope_parameters) in config.json"
             )
         scales = scaled if module in UNSCALED else None
         turns = share if module in PARTIAL else 1.0
@@ -53,7 +53,7 @@ def mend_ropes(model: nn.Module, config: Mapping[str, Any]) -> None:
                 words.get("max_position_embeddings"),
             )
         except (KeyError, ValueError) as error:
-            raise ModelLoadError(f"the rope that config.json asks for: {error}") from error
+            raise ModelLoadError(f"the RoPE settings of config.json: {error}") from error
 
 
 def fit_context(model: nn.Module, max_model_len: int) -> None:
@@ -79,17 +79,17 @@ def fit_context(model: nn.Module, max_model_len: int) -> None:
     chunk = getattr(text, "attention_chunk_size", None)
     if chunk is not None and max_model_len > chunk:
         raise ModelLoadError(
-            f"attention_chunk_size of config.json is {chunk}: layers that see such chunks of a "
-            f"text are served in texts of one chunk only, so set --max-model-len to {chunk} or less"
+            f"attention_chunk_size={chunk} of config.json is supported only for texts of "
+            f"one chunk: set --max-model-len to {chunk} or less"
         )
     for _, rope in model.named_modules():
         if isinstance(rope, rope_utils.DynamicNTKScalingRoPE):
             trained = rope.max_position_embeddings
             if max_model_len > trained:
                 raise ModelLoadError(
-                    f"a rope of type 'dynamic' turns the keys of a text by its length behind "
-                    f"{trained} tokens (max_position_embeddings): set --max-model-len to "
-                    f"{trained} or less"
+                    f"rope_type='dynamic' is supported only up to {trained} tokens "
+                    "(max_position_embeddings), as longer texts change the rotation of earlier "
+                    f"keys: set --max-model-len to {trained} or less"
                 )
         if not isinstance(rope, rope_utils.SuScaledRoPE):
             continue

@@ -51,7 +51,10 @@ class Stage:
         from vllm.distributed.utils import get_pp_indices
 
         if num_layers < size:
-            raise ValueError(f"--pipeline-parallel-size {size} of a model of {num_layers} layers")
+            raise ValueError(
+                f"--pipeline-parallel-size={size} exceeds the {num_layers} layers of the "
+                f"model: choose {num_layers} or less"
+            )
         return Stage(*get_pp_indices(num_layers, rank, size), num_layers)
 
     @property

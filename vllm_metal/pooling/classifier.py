@@ -96,5 +96,5 @@ def _ids_of(tokens: list[str], model_config: ModelConfig) -> list[int]:
     ids = [tokenizer.convert_tokens_to_ids(token) for token in tokens]
     unknown = [token for token, id_ in zip(tokens, ids, strict=True) if id_ is None]
     if unknown:
-        raise ModelLoadError(f"classifier_from_token names {unknown}, which are no tokens")
+        raise ModelLoadError(f"classifier_from_token names {unknown}, which are not tokens")
     return ids

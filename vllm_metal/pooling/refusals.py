@@ -51,8 +51,8 @@ def _of_model(model: ModelConfig, encoder: bool, encoders: Iterable[str]) -> dic
     )
     left_out = sentence_transformers.left_out(model)
     return {
-        f"{architectures} (it attends in both directions: of such models, served are "
-        f"{', '.join(encoders)})": both_ways and not encoder,
+        f"{architectures} (a bidirectional encoder: supported are {', '.join(encoders)})": both_ways
+        and not encoder,
         f"{architectures} (vLLM's own class pools: served are decoders that --convert adapts)": (
             model.convert_type == "none" and not both_ways
         ),

@@ -43,7 +43,8 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
         size = next((given[key] for key in method.hidden_size_keys if given.get(key)), None)
         wanted = config.model_config.get_hidden_size()
         found[
-            f"{named} (made for hidden states of {size}, those of {config.model_config.model!r} "
-            f"are of {wanted}: choose a head that was made for this model)"
+            f"{named} (made for hidden states of size {size}, but those of "
+            f"{config.model_config.model!r} are of {wanted}: choose a head that was made "
+            "for this model)"
         ] = size != wanted
     return found

@@ -91,8 +91,9 @@ class DraftModel(DraftNetwork):
         own = {layer.name: pool.layer_states[layer.name] for layer in self.layers}
         if any(isinstance(state, Restorable) for state in own.values()):
             raise NotImplementedError(
-                f"--speculative-config model {self._name!r} keeps state that rejected "
-                "drafts change (recurrent layers), as only the target may: choose another model"
+                f"--speculative-config model {self._name!r} is not supported as a draft model: "
+                "rejected drafts would change the state of its recurrent layers. Choose "
+                "another model"
             )
         return own
 

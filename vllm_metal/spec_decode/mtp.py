@@ -84,8 +84,8 @@ class MTP(HeadNetwork):
         family = MTP_FAMILIES[architecture]  # the platform has refused all others
         if loader.model_type(config) not in family.model_types:
             raise loader.ModelLoadError(
-                f"MTP layers of {model_config.model} ({family.model_types[0]}) do not go with a "
-                f"target of {loader.model_type(config)}"
+                f"MTP layers of {model_config.model} ({family.model_types[0]}) are not "
+                f"supported with a target of model_type {loader.model_type(config)}"
             )
         args = target.text_args
         block, window = family.build_block(args, model_config.hf_config.to_dict())

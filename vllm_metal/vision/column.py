@@ -194,8 +194,8 @@ class ImageColumn(RequestColumn):
                     continue
                 if end > last + 1:
                     raise ValueError(
-                        f"an image of {end - begin} rows, which see each other, is to be computed "
-                        f"in parts: set --max-num-batched-tokens to more than that"
+                        f"an image of {end - begin} tokens with bidirectional attention must be "
+                        "computed in one step: set --max-num-batched-tokens to more than that"
                     )
                 shift = span.start - first
                 yield Run(max(begin, first) + shift, end + shift, begin, self._windowed)

@@ -79,7 +79,7 @@ def _check_window(config: Config, family: VisionFamily) -> None:
     window, rows = config["text_config"].get("sliding_window"), config.get("mm_tokens_per_image")
     if family.whole and not family.windowed and window and rows and window < rows:
         raise ModelLoadError(
-            f"sliding_window={window} is not supported with images of {rows} rows "
-            "(mm_tokens_per_image): rows of an image must fit into the window. Serve the text with "
-            "--language-model-only."
+            f"sliding_window={window} is not supported with images of {rows} tokens "
+            "(mm_tokens_per_image): an image must fit into the window. Serve the text "
+            "with --language-model-only."
         )

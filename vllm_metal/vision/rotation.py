@@ -77,7 +77,9 @@ def put_in(model: nn.Module, sections: Sequence[int]) -> Rotation:
     ropes = [(layer, layer.rope) for _, layer in model.named_modules() if "rope" in layer]
     kinds = {_kind(rope) for _, rope in ropes}
     if len(kinds) != 1:
-        raise ModelLoadError(f"the layers' ropes are not alike: {len(kinds)} kinds")
+        raise ModelLoadError(
+            f"the layers have {len(kinds)} different RoPE settings, and images need one"
+        )
     for layer, rope in ropes:
         layer.rope = RopeOfRows(rope)
     ((dims, base),) = kinds
@@ -93,6 +95,6 @@ def _kind(rope: Any) -> tuple[int, float]:
     """Dimensions and base of a plain rope."""
     if type(rope) is not nn.RoPE or rope.traditional or rope.scale != 1.0:
         raise ModelLoadError(
-            f"images need three positions a row, and a rope of {type(rope).__name__} turns by one"
+            f"images need RoPE with three positions per token, and {type(rope).__name__} has one"
         )
     return rope.dims, rope.base

@@ -80,7 +80,8 @@ class Tower(nn.Module, ABC):
         for key, value in fixed.items():
             if config.get(key, value) != value:
                 raise ModelLoadError(
-                    f"the vision tower is computed with {key} {value!r}, and not {config[key]!r}"
+                    f"config.json sets {key}={config[key]!r}, but the vision tower supports only "
+                    f"{value!r}"
                 )
 
     def own_name(self, name: str) -> str | None:

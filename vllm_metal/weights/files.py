@@ -94,8 +94,8 @@ def headers(folder: Path) -> dict[str, Header]:
     """
     if is_gguf(folder):
         raise ModelLoadError(
-            f"{folder} stands for a GGUF file, which is not supported here: what is asked for is "
-            "read of safetensors files. Use the model's own checkpoint"
+            f"{folder} refers to a GGUF file, which is not supported here: only "
+            "safetensors files are. Use the model's own checkpoint"
         )
     files = weight_files(folder)
     if not files:
@@ -197,7 +197,7 @@ def _headers_in(path: Path) -> dict[str, Header]:
         raise unreadable(path, error) from error
     except (ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
         raise ModelLoadError(
-            f"{path} is no readable safetensors file ({_first_line(error)}); {_AGAIN}"
+            f"{path} is not a readable safetensors file ({_first_line(error)}); {_AGAIN}"
         ) from error
     if size < 8 + header_size + end:
         raise ModelLoadError(
@@ -215,7 +215,7 @@ def _check_start(path: Path, first: bytes, header_size: int) -> None:
     if header_size <= _MOST_HEADER:
         return
     if not first.isascii():
-        raise ModelLoadError(f"{path} is no safetensors file; {_AGAIN}")
+        raise ModelLoadError(f"{path} is not a safetensors file; {_AGAIN}")
     why = f"it begins with {first.decode()!r}, as a page or a message does; {_AGAIN}"
     if first == _LFS:
         why = "it is a pointer of Git LFS: fetch the file itself by `git lfs pull`, or download it"

@@ -44,7 +44,7 @@ def file_of(model: str) -> Path | None:
     if path.is_file() and _begins_as_gguf(path):
         return path
     if path.suffix == ".gguf":
-        why = "is no GGUF file: download it again" if path.is_file() else "does not exist"
+        why = "is not a GGUF file: download it again" if path.is_file() else "does not exist"
         raise ModelLoadError(f"{path} {why}.")
     tagged = _TAGGED.fullmatch(model)
     if tagged is None or path.exists():

@@ -86,12 +86,15 @@ def _check(model: str) -> None:
         raise ModelLoadError(f"there is no folder {model}{_near(model)}")
     elif _OLLAMA.fullmatch(model):
         raise ModelLoadError(
-            f"{model} is a name of Ollama's: give one on Hugging Face, as OWNER/NAME"
-            f"{_near(model) or '; `vllm-metal fit` lists some that fit this machine'}"
+            f"{model} is an Ollama name: give one on Hugging Face, as "
+            f"OWNER/NAME{_near(model) or '; `vllm-metal fit` lists some that fit this machine'}"
         )
     elif not _NAME.fullmatch(model):
         raise ModelLoadError(
-            f"{model!r} is no folder here, and no name on Hugging Face: those are OWNER/NAME"
+            (
+                f"{model!r} is neither a local folder nor a name on Hugging Face: those are "
+                "OWNER/NAME"
+            )
             + _near(model)
         )
     elif not _cached(model) and (why := unreachable()):
