@@ -54,7 +54,7 @@ def test_each_part_stands_alone(folder):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "asks for nothing"),
+        ("", "has no settings"),
         ("timeout_s = 0", "'timeout_s' must be a number of seconds"),
         ("timeout_s = true", "'timeout_s' must be"),
         ("timeout_s = inf", "'timeout_s' must be"),

@@ -57,7 +57,7 @@ def test_a_file_that_breaks_leaves_the_keys_as_they_were(tmp_path, caplog_vllm):
 
 @pytest.mark.parametrize("name", ["", "A", "a b", "-a", "a/b", "ä", "a" * 64, 'a"', "a\n"])
 def test_names_are_fit_for_labels(tmp_path, name):
-    with pytest.raises(ValueError, match="is no tenant's name"):
+    with pytest.raises(ValueError, match="is not a valid tenant name"):
         tenants_file.add(tmp_path / "tenants.json", name)
 
 
@@ -87,7 +87,7 @@ def test_another_file_is_refused(tmp_path, content):
     path = tmp_path / "tenants.json"
     path.write_text(content)
     path.chmod(0o600)
-    with pytest.raises(ValueError, match="is no file of `vllm-metal tenants add`"):
+    with pytest.raises(ValueError, match="was not written by `vllm-metal tenants add`"):
         tenants_file.read(path)
 
 

@@ -26,7 +26,7 @@ def test_a_secret_is_read_without_the_space_around_it(tmp_path):
     [
         (KEY[:-1] + b" \n", 0o600, r"holds 15 bytes, and a secret needs 16.*openssl rand"),
         (b"", 0o600, "holds 0 bytes"),
-        (KEY, 0o640, r".*mode 0640 lets other users at it: run `chmod 600"),
+        (KEY, 0o640, r".*mode 0640 gives other users access: run `chmod 600"),
         (KEY, 0o604, ".*mode 0604"),
         (KEY, 0o602, ".*mode 0602"),
         (KEY, 0o620, ".*mode 0620"),

@@ -162,7 +162,7 @@ def read(path: Path) -> ServingConfig:
     }
     found = values.read(given, readers, where)
     if not found:
-        raise ValueError(f"{where} asks for nothing; write for example\n{_EXAMPLE}")
+        raise ValueError(f"{where} has no settings; write for example\n{_EXAMPLE}")
     _check_seal(found.get("tenants"), found.get("response_cache"), where)
     return ServingConfig(
         tenants=found.get("tenants"),
@@ -235,9 +235,10 @@ def _check_seal(
         secret_file.read(cache.secret, f"{section} secret")
     elif cache.redis is not None and tenants is None:
         raise ValueError(
-            f"{section}: 'redis' without [tenants] needs a 'secret', a file that all its servers "
-            'share, or else who writes to Redis makes answers: write secret = "secret" and run '
-            "`openssl rand -hex 32 > secret; chmod 600 secret` in the folder of the settings"
+            f"{section}: 'redis' without [tenants] needs a 'secret', a file that all its "
+            "servers share, or else anyone who can write to Redis can forge responses: "
+            'write secret = "secret" and run `openssl rand -hex 32 > secret; chmod 600 '
+            "secret` in the folder of the settings"
         )
 
 

@@ -39,9 +39,10 @@ Model = tuple[Callable[[Any], Render], Callable[[Any, Path | None], str]]
 _NOT_PASSED_ON = {"cache_salt", "request_id"}
 _UNLISTED = Refusal(404, "This server has no such route for this key.")
 _SECOND_KEY = (
-    "vLLM's own --api-key (VLLM_API_KEY) cannot go with VLLM_METAL_SERVING_CONFIG: a request has "
-    "one Authorization header, and kept answers are given before vLLM looks at it. Leave it out, "
-    "and make keys by `vllm-metal tenants add`"
+    "vLLM's own --api-key (VLLM_API_KEY) is not supported with "
+    "VLLM_METAL_SERVING_CONFIG: a request has one Authorization header, and "
+    "cached responses are sent before vLLM checks it. Leave it out, and create "
+    "keys with `vllm-metal tenants add`"
 )
 
 
@@ -150,7 +151,7 @@ class Tenants:
             memo = None if config.path is None else config.path / "weights.json"
             self._shared.model = await asyncio.to_thread(fingerprint, state, memo)
         except Exception:
-            logger.exception("The response cache is off: it cannot tell which model answers.")
+            logger.exception("The response cache is off: the served model cannot be identified.")
 
     async def _refuse_socket(
         self, keys: KeyFile, scope: Scope, receive: Receive, send: Send

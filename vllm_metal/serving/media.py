@@ -32,7 +32,9 @@ def check(fields: Mapping[str, Any]) -> None:
         if fields.get(name):
             raise Refusal(400, f"{name} is set for all tenants, with the server's options.")
     if any(each.get("uuid") is not None and _is_media(each) for each in _objects(fields)):
-        raise Refusal(400, "Images have no uuid here: send the image itself.")
+        raise Refusal(
+            400, "The uuid of an image is not supported on this server: send the image itself."
+        )
 
 
 def _is_media(part: Mapping[str, Any]) -> bool:

@@ -37,8 +37,8 @@ class Figures:
         )
         self.tokens = Counter(
             "vllm:tenant_tokens",
-            "Tokens that the engine computed or found for a tenant: of prompts (cached ones among "
-            "them), found in the prefix cache, and of answers.",
+            "Tokens of a tenant: prompt tokens (including cached ones), cached prompt "
+            "tokens, and output tokens.",
             ("tenant", "kind"),
             registry=registry,
         )
@@ -50,7 +50,7 @@ class Figures:
         )
         self.kept_bytes = Gauge(
             "vllm:response_cache_bytes",
-            "Bytes of all kept answers.",
+            "Bytes of all cached responses.",
             multiprocess_mode="mostrecent",
             registry=registry,
         )
@@ -66,8 +66,8 @@ class Figures:
         )
         self.lost_tokens = Counter(
             "vllm:prefix_cache_lost_tokens",
-            "Tokens of prompts that were not found in the prefix cache, though an earlier prompt "
-            "began like it or had its messages, by the reason.",
+            "Prompt tokens that missed the prefix cache although an earlier prompt had "
+            "the same beginning or messages, by reason.",
             ("cause",),
             registry=registry,
         )

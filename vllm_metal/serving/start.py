@@ -46,21 +46,22 @@ def refusals(
     with_it = f"with {SETTING}"
     tenants = settings.tenants
     return {
-        f"--api-server-count {num_api_servers} {with_it} (each would have twins, time limits and "
-        "counters of its own: start several servers, with one Redis for their answers)": (
-            num_api_servers > 1
-        ),
+        f"--api-server-count {num_api_servers} {with_it} (each would coalesce and "
+        "count requests by itself: start several servers, with one Redis for cached "
+        "responses)": (num_api_servers > 1),
         f"VLLM_USE_RUST_FRONTEND=1 {with_it} (it runs no middleware)": (
             environment.get("VLLM_USE_RUST_FRONTEND", "0").lower() in ("1", "true")
         ),
         f"--grpc {with_it} (it runs no middleware)": bool(named & {"--grpc", "--grpc-port"}),
-        f"--api-key {with_it} (a request has one Authorization header: make keys by `vllm-metal "
-        "tenants add`)": "--api-key" in named or bool(environment.get("VLLM_API_KEY")),
-        f"VLLM_MEDIA_CACHE {with_it} (a tenant would find, in time, what another one fetched)": (
-            tenants is not None and bool(environment.get("VLLM_MEDIA_CACHE"))
-        ),
-        f"prefix_cache_salt_key {disk_salt_key} with another secret in [tenants] (no tenant's "
-        "blocks would be kept: name one file in both)": (
+        f"--api-key {with_it} (a request has one Authorization header: create keys "
+        "with `vllm-metal tenants add`)": "--api-key" in named
+        or bool(environment.get("VLLM_API_KEY")),
+        (
+            f"VLLM_MEDIA_CACHE {with_it} (a tenant could find out, by timing, what another "
+            "one fetched)"
+        ): (tenants is not None and bool(environment.get("VLLM_MEDIA_CACHE"))),
+        f"prefix_cache_salt_key {disk_salt_key} with another secret in [tenants] (no "
+        "tenant's blocks would be kept: use one file for both)": (
             tenants is not None
             and disk_salt_key is not None
             and secret_file.read(disk_salt_key, salts.SALT_KEY) != tenants.read_secret()

@@ -72,7 +72,9 @@ def read(path: Path) -> list[Key]:
 
 
 def _named(path: Path, mode: int) -> str:
-    return f"the file of tenants' keys {path} has the mode {mode:04o}, which lets other users at it"
+    return (
+        f"the file of tenants' keys {path} has the mode {mode:04o}, which gives other users access"
+    )
 
 
 def _load(path: Path) -> tuple[int, list[Key]]:
@@ -146,7 +148,7 @@ def check_name(tenant: str) -> None:
     """
     if NAME.fullmatch(tenant) is None:
         raise ValueError(
-            f"{tenant!r} is no tenant's name: write up to 63 of a-z, 0-9, '.', '_' and '-'"
+            f"{tenant!r} is not a valid tenant name: write up to 63 of a-z, 0-9, '.', '_' and '-'"
         )
 
 
@@ -194,8 +196,8 @@ class KeyFile:
         keys = _by_digest(found)
         if mode & 0o077:
             _warn(
-                f"{_named(self._path, mode)}. Keys that are gone from it are refused, and new ones "
-                f"are not taken until you run `chmod 600 {self._path}`."
+                f"{_named(self._path, mode)}. Removed keys are rejected, and new keys are "
+                f"ignored until you run `chmod 600 {self._path}`."
             )
             keys = {known: key for known, key in self._keys.items() if keys.get(known) == key}
         self._keys = keys
@@ -226,13 +228,15 @@ def _parse(content: bytes, path: Path) -> list[Key]:
             raise ValueError
         keys = [Key(**entry) for entry in found["keys"]]
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is no file of `vllm-metal tenants add`") from error
+        raise ValueError(f"{path} was not written by `vllm-metal tenants add`") from error
     for key in keys:
         named = isinstance(key.tenant, str) and NAME.fullmatch(key.tenant)
         hashed = isinstance(key.sha256, str) and _DIGEST.fullmatch(key.sha256)
         known = isinstance(key.generation, str) and _GENERATION.fullmatch(key.generation)
         if not named or not hashed or not known or key.purpose not in ("tenant", "metrics"):
-            raise ValueError(f"{path} is no file of `vllm-metal tenants add`: see key {key.id!r}")
+            raise ValueError(
+                f"{path} was not written by `vllm-metal tenants add`: see key {key.id!r}"
+            )
     return keys
 
 

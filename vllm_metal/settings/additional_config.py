@@ -152,7 +152,9 @@ class AdditionalConfig:
         for old in RENAMED.keys() & ours.keys():
             if RENAMED[old] in ours:
                 raise ValueError(f"{OPTION} has {old!r} and {RENAMED[old]!r}: leave out the first")
-            logger.warning_once("%s: %r is called %r now; use that", OPTION, old, RENAMED[old])
+            logger.warning_once(
+                "%s: %r was renamed to %r; use the new name", OPTION, old, RENAMED[old]
+            )
             ours[RENAMED[old]] = ours.pop(old)
         found = AdditionalConfig(**values.read(ours, _READERS, OPTION))
         alone = [key for key in PREFIX_CACHE_KEYS if key in given]

@@ -34,8 +34,8 @@ def read(path: Path, setting: str) -> bytes:
         raise ValueError(f"{named} cannot be read ({error.strerror or error})") from error
     if mode & 0o077:
         raise ValueError(
-            f"{named} holds a secret, but its mode {mode:04o} lets other users at it: run "
-            f"`chmod 600 {path}`"
+            f"{named} holds a secret, but its mode {mode:04o} gives other users access: "
+            f"run `chmod 600 {path}`"
         )
     if len(secret) < MIN_BYTES:
         raise ValueError(

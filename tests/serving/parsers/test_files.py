@@ -105,5 +105,5 @@ def test_files_that_are_not_json_are_left_to_vllm(folder):
 def test_a_name_that_the_hub_does_not_have_is_an_error():
     with pytest.raises(OSError, match=r"config\.json"):
         files.read("nobody/has-this-model")
-    with pytest.raises(OSError, match="no folder and no name"):
+    with pytest.raises(OSError, match="neither a folder nor a name"):
         files.read("not a name!")

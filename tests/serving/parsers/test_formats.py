@@ -58,7 +58,7 @@ def _chosen(family: Rendered | Written, template: str, tokens) -> Choice:
     choice = choose(_files(family.family, template, tokens))
     chosen = tuple(rule and rule.parser for rule in (choice.tool, choice.reasoning))
     assert chosen == family.parsers
-    assert any("Known of" in line for line in choice.lines()) == bool(family.errs)
+    assert any("Known problem" in line for line in choice.lines()) == bool(family.errs)
     return choice
 
 

@@ -222,7 +222,7 @@ def test_a_full_disk(request, tmp_path, place, full, caplog_vllm):
 
     play(tmp_path, scenario, path=folder / "answers")
     warnings = [r.getMessage() for r in caplog_vllm.records if r.levelno == logging.WARNING]
-    assert len(warnings) == 1 and "takes no answers" in warnings[0]
+    assert len(warnings) == 1 and "cannot store responses" in warnings[0]
 
 
 def test_a_disk_that_is_full_from_the_start(tmp_path, disk, caplog_vllm):
@@ -276,7 +276,7 @@ def test_a_full_redis_says_what_it_has(tmp_path, server, patient, caplog_vllm):
 
     play(tmp_path, scenario, path=None, redis=url)
     warnings = [r.getMessage() for r in caplog_vllm.records if r.levelno == logging.WARNING]
-    assert len(warnings) == 1 and "takes no answers" in warnings[0]
+    assert len(warnings) == 1 and "cannot store responses" in warnings[0]
 
 
 @pytest.mark.more

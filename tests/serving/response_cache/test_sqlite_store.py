@@ -102,7 +102,7 @@ def test_a_damaged_file_is_made_anew(tmp_path, caplog_vllm):
         assert await store.get(key(1)) == b"one"
 
     play(lambda *given: SqliteStore(tmp_path, *given), scenario)
-    assert "made anew" in caplog_vllm.text
+    assert "creating it anew" in caplog_vllm.text
 
 
 def overwrite(path, page, rng):

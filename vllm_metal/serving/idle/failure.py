@@ -10,9 +10,9 @@ from http import HTTPStatus
 from vllm.exceptions import GracefulHTTPError
 
 MESSAGE = (
-    "The server gave its memory back while it was idle, and could not take it again: another "
-    "program may have it now. Ask again later. Who runs the server: end other programs; its log "
-    "has the reason."
+    "The server returned its memory while it was idle and could not get it back: "
+    "another program may use it now. Try again later. Operators: close other "
+    "programs; the log has the reason."
 )
 
 

@@ -179,7 +179,7 @@ class Sleeper:
             except EngineDeadError:
                 raise
             except Exception as error:
-                logger.error("The idle engine could not fall asleep: %s", error)
+                logger.error("The idle engine could not go to sleep: %s", error)
                 return False
-            logger.info("No request came: %s given back", _GIVEN_BACK[spell.level])
+            logger.info("Idle: returned %s of memory", _GIVEN_BACK[spell.level])
             return True

@@ -40,7 +40,7 @@ def _sleeper(config: VllmConfig, engine: engine_sleep.Engine) -> Sleeper | None:
 def _refuse_without_a_loop(config: VllmConfig) -> None:
     if AdditionalConfig.of(config).idle_sleep is not None:
         raise ValueError(
-            f"vllm-metal does not support {SETTING} with LLM (it computes when it is called, and "
-            "nothing runs between calls that could notice idleness: call sleep() and wake_up(), or "
-            "use `vllm serve` or AsyncLLM)"
+            f"vllm-metal does not support {SETTING} with LLM (nothing runs between its "
+            "calls that could detect idleness: call sleep() and wake_up(), or use `vllm "
+            "serve` or AsyncLLM)"
         )

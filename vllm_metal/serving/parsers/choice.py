@@ -62,7 +62,7 @@ class Choice:
         if "tool" not in template:
             return "The chat template has no tools, so requests with tools are refused."
         return (
-            "No parser of tool calls is known for this chat template: to serve them, pass "
+            "No tool-call parser is known for this chat template: to serve them, pass "
             f"{TOOL_FLAGS} NAME (`vllm serve --help=tool-call-parser` lists the names)."
         )
 
@@ -76,9 +76,9 @@ class Choice:
         if "think" not in self.files.template:
             return ""
         return (
-            "No parser of thoughts is chosen, as this model does not think unasked, or in a form "
-            f"that is not known: thoughts are text of the answer, unless {REASONING_FLAG} NAME "
-            "says how to tell them apart."
+            "No reasoning parser is chosen, as this model does not reason by default, or "
+            "its format is unknown: reasoning is part of the content unless "
+            f"{REASONING_FLAG} NAME is given."
         )
 
     @property
@@ -87,14 +87,14 @@ class Choice:
         if not (sampling := self.files.sampling):
             return ""
         named = ", ".join(f"{key} {value}" for key, value in sampling.items())
-        return f"Requests that say nothing else have {named}, of generation_config.json."
+        return f"Default sampling parameters from generation_config.json: {named}."
 
     def _left_out(self, rules: Sequence[Rule]) -> Rule | None:
         return next((rule for rule in self.left_out if rule in rules), None)
 
 
 def _chosen(flags: str, rule: Rule, files: ModelFiles) -> str:
-    errs = f" Known of this parser of vLLM's: it {rule.errs}." if rule.errs else ""
+    errs = f" Known problem of this vLLM parser: it {rule.errs}." if rule.errs else ""
     return f"Chose {flags} {rule.parser}: {_why(rule, files)}.{errs}"
 
 

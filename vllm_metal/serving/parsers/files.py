@@ -113,7 +113,9 @@ def _finder(model: str, revision: str | None) -> Callable[[str], Path | None]:
         except EntryNotFoundError:  # or offline, and not in the cache
             return None
         except HFValidationError as error:
-            raise FileNotFoundError(f"{model} is no folder and no name on the hub") from error
+            raise FileNotFoundError(
+                f"{model} is neither a folder nor a name on Hugging Face"
+            ) from error
 
     return fetched
 

@@ -195,7 +195,7 @@ REASONING: tuple[Rule, ...] = (
         "minimax_m3",
         ("<mm:think>",),
         tokens=("<mm:think>", "</mm:think>"),
-        errs="streams thoughts as text of the answer",
+        errs="streams reasoning as content",
     ),
     Rule("minimax_m2", ("<minimax:tool_call>", "<think>"), tokens=_THINK),
     Rule("gemma4", ("<|channel>", "<channel|>")),

@@ -75,15 +75,16 @@ def of_unknown_template(template: str) -> Thinking:
         )
     except subprocess.TimeoutExpired:
         logger.warning(
-            "The chat template was not rendered within %g s, so it is not known whether the model "
-            "thinks unasked: name --reasoning-parser if it does",
+            "The chat template was not rendered within %g s, so whether the model reasons "
+            "by default is unknown: pass --reasoning-parser if it does",
             _WAIT_S,
         )
         return NEVER
     if done.returncode in (-signal.SIGPROF, _TOO_MUCH_MEMORY):
         raise EndlessTemplate(
-            f"the model's chat template takes more than {SECONDS:g} s or {MOST_BYTES / 1e9:.1f} GB "
-            "to render one short message: name another with --chat-template"
+            f"the model's chat template takes more than {SECONDS:g} s or "
+            f"{MOST_BYTES / 1e9:.1f} GB to render one short message: pass another with "
+            "--chat-template"
         )
     try:
         return Thinking(**json.loads(done.stdout))

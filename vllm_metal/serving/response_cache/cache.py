@@ -44,7 +44,7 @@ class ResponseCache:
             "The response cache cannot be used (%s): every request is a miss until it can."
         )
         self._writing = _Access(
-            "The response cache takes no answers (%s): new ones are not kept until it does."
+            "The response cache cannot store responses (%s): new ones are not cached until it can."
         )
         self._clock = clock
         self.twins = Twins()

@@ -219,7 +219,7 @@ class SqliteStore:
         from vllm.logger import init_logger
 
         init_logger(__name__).warning(
-            "%s is damaged (%s): it is made anew, without its answers", self._path, error
+            "%s is corrupt (%s): creating it anew, without its cached responses", self._path, error
         )
         for suffix in ("", "-wal", "-shm"):
             self._path.with_name(f"{FILE}{suffix}").unlink(missing_ok=True)

@@ -43,7 +43,7 @@ def secret_of(config: ResponseCacheConfig) -> bytes:
         from vllm.logger import init_logger
 
         init_logger(__name__).warning(
-            "%s cannot be made (%s): answers that are kept now are lost when this server ends.",
+            "%s cannot be created (%s): cached responses are lost when this server ends.",
             config.path / SECRET_FILE,
             error,
         )
@@ -66,7 +66,7 @@ def purge(config: ResponseCacheConfig, owner: str | None = None) -> int:
         try:
             return await store.purge(owner)
         except StoreError as error:
-            raise OSError(f"kept answers cannot be removed: {error}") from error
+            raise OSError(f"cached responses cannot be deleted: {error}") from error
         finally:
             await store.close()
 
