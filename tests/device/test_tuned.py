@@ -92,9 +92,9 @@ SPOILED = {
     "bytes": (lambda path: path.write_bytes(b"\xff\xfe\x00"), "cannot be read"),
     "a list": (lambda path: path.write_text("[]"), "is broken"),
     "no key": (lambda path: path.write_text("{}"), "is broken"),
-    "a wrong value": (lambda path: change(path, choices={"slots": -3}), "-3 is no positive"),
-    "a wrong type": (lambda path: change(path, choices={"slots": True}), "True is no positive"),
-    "no layers": (lambda path: change(path, choices={"decode_rows": [32]}), "is no object"),
+    "a wrong value": (lambda path: change(path, choices={"slots": -3}), "-3 is not a positive"),
+    "a wrong type": (lambda path: change(path, choices={"slots": True}), "True is not a positive"),
+    "no layers": (lambda path: change(path, choices={"decode_rows": [32]}), "is not an object"),
     "no contexts": (lambda path: change(path, choices={"prompt_rows": {KIND: {}}}), "no contexts"),
     "a context in words": (
         lambda path: change(path, choices={"prompt_rows": {KIND: {"8k": 64}}}),

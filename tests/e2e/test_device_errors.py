@@ -48,7 +48,7 @@ def warnings():
 
     logger, handler = logging.getLogger(recovery.__name__), Handler(logging.WARNING)
     logger.addHandler(handler)
-    yield lambda: [line for line in said if line.startswith("A step failed that a graph")]
+    yield lambda: [line for line in said if line.startswith("A step that used a graph")]
     logger.removeHandler(handler)
 
 

@@ -281,7 +281,7 @@ def test_a_pool_beyond_the_machines_memory_is_refused_with_the_sum(much_kv, sett
 def test_a_pool_beyond_the_share_is_used_with_a_warning(small, caplog_vllm):
     with engine(small, **settings(MIB, kv_cache_memory_bytes=64 * MIB)) as llm:
         assert num_blocks(llm) * 2 * 2 * 2 * 16 * 16 * 4 <= 64 * MIB
-    assert "is used as it is, but it is more than the memory that is free" in caplog_vllm.text
+    assert "is used as given, but it exceeds the free memory" in caplog_vllm.text
 
 
 @pytest.fixture

@@ -90,9 +90,7 @@ def test_it_ends_alone(tiny, tiny_text, monkeypatch, refuse, speculative_config,
                     (completion,) = output.outputs
                     if prompt is bad:
                         assert completion.finish_reason == "error"
-                        assert (
-                            "could not be taken in: ValueError: no such" in completion.stop_reason
-                        )
+                        assert "could not be added: ValueError: no such" in completion.stop_reason
                         assert not completion.token_ids
                     else:
                         assert completion.finish_reason == "length"

@@ -120,7 +120,7 @@ def test_a_model_that_computes_something_else_is_refused(name, factor, tiny_mode
     if factor == 1.0:
         with engine(path, **settings):
             return
-    with pytest.raises(ModelLoadError, match="is not served right"), engine(path, **settings):
+    with pytest.raises(ModelLoadError, match="gives wrong results"), engine(path, **settings):
         pass
     with engine(path, **settings, additional_config={"dense_check": False}):
         pass

@@ -117,7 +117,9 @@ def test_clients_hear_of_a_lost_rank_and_a_restart_is_clean(fault, tiny_long, tm
         assert running.server.process.wait(ENDED_S) == 1
         if fault == "rank 1 is cut off":
             running.launcher.wait(ENDED_S)
-            assert "the link to it is cut: the engine ends" in running.log.read_text()
+            assert (
+                "the connection to it is lost: shutting down the engine" in running.log.read_text()
+            )
             second.mend()
     with replicas(tiny_long, options, tmp_path, pair, SPAWNED) as running:
         assert len(running.ask([[5, 6, 7]] * 4, 4)) == 4

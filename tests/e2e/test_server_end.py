@@ -98,7 +98,7 @@ def test_an_engine_whose_server_is_killed_ends(long_texts, folder, keys):
         while engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-    assert "this engine is gone: the engine ends" in running.server.log.read_text()
+    assert "this engine is gone: shutting down the engine" in running.server.log.read_text()
 
 
 def stop_amid_a_stream(running):

@@ -75,7 +75,7 @@ def test_weights_and_cache_wake_up_apart(short):
     ) as llm:
         before = generate(llm, [prompt], greedy(4))
         llm.sleep(2)
-        with pytest.raises(RuntimeError, match="weights are not there"):
+        with pytest.raises(RuntimeError, match="weights are not loaded"):
             llm.wake_up(["kv_cache"])
         llm.wake_up(["weights"])
         llm.collective_rpc("reload_weights")

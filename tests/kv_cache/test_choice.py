@@ -147,7 +147,7 @@ def test_without_a_write_or_any_attention_mlx_serves(monkeypatch, warned, failed
     found_where(monkeypatch, lambda case, one: case.window == window and one.kernel in failed)
     assert kv_cache_type() is ScatterKVCache
     (line,) = warned
-    assert "not by Metal kernels" in line and REASON in line and "vllm-metal doctor" in line
+    assert "instead of Metal kernels" in line and REASON in line and "vllm-metal doctor" in line
     monkeypatch.setenv("VLLM_METAL_KERNELS", "metal")
     with pytest.raises(ValueError, match=r"self-check.*vllm-metal doctor"):
         kv_cache_type()

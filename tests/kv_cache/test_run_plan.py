@@ -114,7 +114,7 @@ def test_a_decode_step_is_one_run_in_order():
 
 def test_states_are_not_wanted_before_drafts_are_judged():
     plan = RunPlan.from_layout(layout_of([5], [3], [2], [[1]]))
-    with pytest.raises(RuntimeError, match="before its drafts were judged"):
+    with pytest.raises(RuntimeError, match="drafts were verified"):
         plan.endings.wanted(None)
     plan = RunPlan.from_layout(layout_of([5], [3], [0], [[1]]))
     assert plan.endings.wanted(None).tolist() == [0]

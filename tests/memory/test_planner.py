@@ -154,7 +154,9 @@ def test_a_context_that_nobody_asked_for_is_what_fits(serve):
     assert 1024 * KV_BYTES_PER_TOKEN < left < CONTEXT * KV_BYTES_PER_TOKEN
     less = float(re.search(r"weights take ([\d.]+) GiB less", refusal(serve, FULL))[1])
     weights = WEIGHTS - int(less * GIB) + 512 * KV_BYTES_PER_TOKEN  # so many tokens are missing
-    assert "1024 tokens, the least that is served unasked" in refusal(serve, FULL, weights=weights)
+    assert "1024 tokens, the smallest context that is chosen automatically" in refusal(
+        serve, FULL, weights=weights
+    )
 
 
 def test_a_fitted_context_takes_a_quarter_and_on_a_small_mac_at_most_a_half(serve):
@@ -182,7 +184,9 @@ def test_memory_that_others_have_taken_meanwhile_is_not_taken_again(monkeypatch)
     try:
         memory.check_room(4 * GIB)
         FULL.take_over(monkeypatch)
-        with pytest.raises(RuntimeError, match=r"takes 4\.00 GiB, and other .* leave .* ask again"):
+        with pytest.raises(
+            RuntimeError, match=r"takes 4\.00 GiB, but only .* are free.* try again"
+        ):
             memory.check_room(4 * GIB)
     finally:
         memory.release()

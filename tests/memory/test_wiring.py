@@ -121,6 +121,6 @@ def test_a_limit_of_the_system_s_own_stops_a_start_only_where_it_was_asked_for(m
     wired = Wiring("metal", asked=None, alone=True)
     wired.weights(1)
     wired.release()
-    assert log == [("warning", "The weights are not wired: larger than it may be")]
+    assert log == [("warning", "The weights are not wired into memory: larger than it may be")]
     with pytest.raises(ValueError, match="larger"):
         Wiring("metal", asked=True, alone=True).everything(1)

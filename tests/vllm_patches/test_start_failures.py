@@ -57,11 +57,11 @@ def of_a_library(error):
 
 FULL = "the disk is full: free some space, or name another folder by VLLM_METAL_CACHE and HF_HOME"
 ROPE = (
-    "the rope's parameters name no rope_type: add one, such as yarn, to rope_parameters of "
+    "rope_parameters have no rope_type: add one, such as yarn, to rope_parameters of "
     "--hf-overrides or config.json"
 )
 YAML = (
-    "--config is no YAML: while parsing a flow node expected the node content, but found "
+    "--config is not YAML: while parsing a flow node expected the node content, but found "
     "'<stream end>' in \"<unicode string>\", line 1, column 5: a: [ ^"
 )
 
@@ -182,7 +182,7 @@ def parser():
             """'{"method": "ngram", "num_speculative_tokens": 5}'""",
         ),
         (["--max-model-len", "x"], "--max-model-len=x is not a whole number"),
-        (["--max-model-len"], "--max-model-len needs a value behind it"),
+        (["--max-model-len"], "--max-model-len needs a value"),
         (
             ["--kv-cache-memory-bytes", "lots"],
             "--kv-cache-memory-bytes=lots is not a whole number, such as 8192 or 8k",
@@ -230,7 +230,7 @@ def test_a_taken_port_is_named_with_who_has_it(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         by = rf"( by .*{os.getpid()}\))?"  # macOS tells root alone
-        with pytest.raises(StartError, match=rf"^port {port} is taken{by}: end that program"):
+        with pytest.raises(StartError, match=rf"^port {port} is in use{by}: stop that program"):
             launcher.create_server_socket(("127.0.0.1", port), reuse_port=False)
 
 
@@ -240,7 +240,7 @@ def test_an_address_that_is_not_here_is_named(monkeypatch):
     start_failures.end_commands_with_one_line({})
     with pytest.raises(StartError, match=r"^--host=203\.0\.113\.7 is no address of this machine"):
         launcher.create_server_socket(("203.0.113.7", 0), reuse_port=False)
-    with pytest.raises(StartError, match=r"^--uds=/no/a\.sock cannot be listened on"):
+    with pytest.raises(StartError, match=r"^cannot listen on --uds=/no/a\.sock"):
         launcher.create_server_unix_socket("/no/a.sock")
 
 

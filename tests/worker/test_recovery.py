@@ -253,7 +253,7 @@ def fails_once(engine, ahead):
 
 def refuses(result, *req_ids):
     """Whether a result says that these requests could not be taken in, and all others restart."""
-    reason = "the request could not be taken in: ValueError: odd"
+    reason = "the request could not be added: ValueError: odd"
     return (
         result.failures == dict.fromkeys(req_ids, reason)
         and result.pool_lost

@@ -28,7 +28,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 def _number(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
-    raise ValueError(f"{value!r} is no positive number")
+    raise ValueError(f"{value!r} is not a positive number")
 
 
 def _number_or_none(value: Any) -> Any:
@@ -51,7 +51,7 @@ def _by_context(value: Any) -> Any:
 def _of_layers(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def read_all(value: Any) -> Any:
         if not isinstance(value, dict):
-            raise ValueError(f"{value!r} is no object")
+            raise ValueError(f"{value!r} is not an object")
         return {kind: read(chosen) for kind, chosen in value.items()}
 
     return read_all
@@ -206,7 +206,7 @@ def _key() -> dict[str, Any]:
 
 def _refused(choices: Choices, path: Path, why: str) -> Loaded:
     advice = "run `vllm-metal doctor --tune` again, or delete it"
-    return Loaded(choices, f"What this machine was tuned to is not used: {path} {why}; {advice}")
+    return Loaded(choices, f"Tuned kernel settings are not used: {path} {why}; {advice}")
 
 
 def _plain(value: Any) -> Any:

@@ -37,7 +37,7 @@ _BEAT = b"."
 
 def end_process(reason: str) -> None:
     """Ends this worker at once, whatever its other threads wait for."""
-    logger.error("This rank ends: %s", reason)
+    logger.error("Shutting down this rank: %s", reason)
     os._exit(1)
 
 

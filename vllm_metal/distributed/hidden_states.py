@@ -60,7 +60,8 @@ class GroupLink:
         assert found is not None
         if found["step"] != self._num_received:
             raise RuntimeError(
-                f"the rank before sent step {found['step']} where {self._num_received} was due"
+                f"the previous pipeline stage sent step {found['step']}, expected "
+                f"{self._num_received}"
             )
         self._num_received += 1
         return to_mlx(found["rows"])
@@ -101,7 +102,9 @@ class HiddenIn(RequestColumn):
         """
         hidden, count = self._link.receive(), len(rows.positions_np)
         if len(hidden) != count:
-            raise RuntimeError(f"the rank before computed {len(hidden)} rows of {count}")
+            raise RuntimeError(
+                f"the previous pipeline stage sent {len(hidden)} tokens, expected {count}"
+            )
         return inputs.with_extras({HIDDEN: hidden})
 
 

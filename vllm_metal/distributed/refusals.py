@@ -45,16 +45,16 @@ def _of_ranks(config: VllmConfig, model: ModelConfig, options: str) -> dict[str,
     method = None if speculation is None else BY_NAME.get(speculation.method or "")
     return {
         f"--data-parallel-size {beside}": parallel.data_parallel_size > 1,
-        f"--enable-lora {beside} (adapters are not divided)": config.lora_config is not None,
-        f"--runner pooling {beside} (models that generate are divided)": pools(config),
+        f"--enable-lora {beside} (adapters are not sharded)": config.lora_config is not None,
+        f"--runner pooling {beside} (only generative models are sharded)": pools(config),
         f"images {beside} (--language-model-only serves the text)": (
             multimodal is not None and not multimodal.language_model_only
         ),
-        f"--kv-transfer-config, or a prefix cache on disk, {beside} (a rank has its part of the "
-        "K/V only)": is_asked_for(config),
+        f"--kv-transfer-config, or a prefix cache on disk, {beside} (each rank has "
+        "only a part of the K/V)": is_asked_for(config),
         f"--enable-sleep-mode {beside}": model.enable_sleep_mode,
-        f"--speculative-config {beside}, of drafts by a network (those that are looked up in the "
-        "text are served)": method is not None and method.has_network,
+        f"--speculative-config {beside} and a draft network (n-gram and suffix drafts "
+        "are supported)": method is not None and method.has_network,
     }
 
 
@@ -64,7 +64,7 @@ def _by_layers(config: VllmConfig, model: ModelConfig) -> dict[str, bool]:
     return {
         f"{_BY_LAYERS} of {reason}": reason is not None,
         # Ranks that do not sample are at other steps when they hear which drafts were kept.
-        f"--speculative-config with {_BY_LAYERS}, of a model whose layers keep states": (
+        f"--speculative-config with {_BY_LAYERS} (for models with recurrent layers)": (
             config.speculative_config is not None and staged_families.keeps_states(model_type)
         ),
         f"--logits-processors with {_BY_LAYERS}": bool(model.logits_processors),

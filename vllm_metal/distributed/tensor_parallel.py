@@ -43,7 +43,9 @@ def join_ring(parallel: ParallelConfig) -> mx.distributed.Group | None:
     if parallel.tensor_parallel_size == 1:
         return None
     if not mx.distributed.is_available(BACKEND):
-        raise RuntimeError("this build of MLX has no ring back end, which tensor parallel needs")
+        raise RuntimeError(
+            "this build of MLX has no ring backend, which --tensor-parallel-size needs"
+        )
     from vllm.distributed.parallel_state import get_tp_group
 
     tensor = get_tp_group()
@@ -55,8 +57,8 @@ def join_ring(parallel: ParallelConfig) -> mx.distributed.Group | None:
             group = mx.distributed.init(strict=True, backend=BACKEND)
     if (group.size(), group.rank()) != (size, rank):
         raise RuntimeError(
-            f"MLX made a ring of {group.size()} with this rank at {group.rank()} in place of "
-            f"{rank} of {size}: this process had one already"
+            f"MLX made a ring of {group.size()} with this rank at {group.rank()} instead "
+            f"of {rank} of {size}: this process had already initialized mx.distributed"
         )
     logger.info("Rank %d of a ring of %d, at %s", rank, size, own)
     return group
@@ -74,7 +76,9 @@ def _own_address(parallel: ParallelConfig) -> str:
 
     address = get_ip()
     if ":" in address:
-        raise ValueError(f"MLX's ring needs IPv4: set VLLM_HOST_IP to one in place of {address}")
+        raise ValueError(
+            f"MLX's ring needs IPv4: set VLLM_HOST_IP to an IPv4 address instead of {address}"
+        )
     return address
 
 

@@ -107,7 +107,7 @@ def _chosen(
                 replace(case, kernels=tuple(k for k in case.kernels if k not in CHOICES))
                 for case in cases
             ]
-        logger.info("Checking the Metal kernels; what is found is kept for later starts")
+        logger.info("Checking the Metal kernels; results are kept for later starts")
         found = selfcheck.results(cases, tell=_tell)
         chosen = _of_what_works(cases, found, tuned)
         of_kernels = [outcome for outcome in found if outcome.kernel not in CHOICES]
@@ -128,7 +128,7 @@ def _chosen(
         raise ValueError(f"VLLM_METAL_KERNELS={wanted}: {reason}")
     if fixed:
         raise ValueError(f"--additional-config fixed_splits needs the Metal kernels: {reason}")
-    logger.warning("Attention runs by MLX's own operations, not by Metal kernels: %s", reason)
+    logger.warning("Attention uses MLX's own operations instead of Metal kernels: %s", reason)
     return ScatterKVCache
 
 
@@ -163,7 +163,7 @@ def _check_library_kernels(layers: Sequence[StatefulLayer]) -> None:
     calls = dict.fromkeys(call for layer in layers for call in layer.library_calls)
     if not calls:
         return
-    logger.info("Checking mlx-lm's Metal kernels; what is found is kept for later starts")
+    logger.info("Checking mlx-lm's Metal kernels; results are kept for later starts")
     for verdict in library_kernels.replace_wrong(calls):
         logger.warning(
             "mlx-lm's kernel %s is not used, MLX's operations take its place: %s",

@@ -57,7 +57,9 @@ class Endings:
             if given is last_rows_np:
                 return found
         if last_rows_np is None and self.drafted:
-            raise RuntimeError("a step's states were wanted before its drafts were judged")
+            raise RuntimeError(
+                "recurrent states were requested before the step's drafts were verified"
+            )
         last_np = self.last_rows_np if last_rows_np is None else last_rows_np
         last = last_np[self.requests_np]
         wanted = (self.rows_np == last) | (self.full_np & (self.rows_np < last))

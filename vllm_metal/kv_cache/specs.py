@@ -157,8 +157,8 @@ def allocate_kv_caches(
         first = first_keys.setdefault(offset, layer.storage_key)
         if first != layer.storage_key and not with_states:
             raise NotImplementedError(
-                f"{name} has K/V of {layer.storage_key} where another layer of its memory has "
-                f"{first}; use --disable-hybrid-kv-cache-manager"
+                f"{name} has K/V of {layer.storage_key}, but another layer in the same memory "
+                f"has {first}; use --disable-hybrid-kv-cache-manager"
             )
         placed[name] = storage(layer, (offset, layer.storage_key))
     roomy = host_of_states(layers, block_size, dtype)

@@ -55,7 +55,9 @@ def check(measured: Measured, settings: Settings, request: Request) -> Budget:
         return budget
     tokens = f"--max-model-len {settings.max_model_len}"
     if settings.fitted:
-        tokens = f"{settings.least_context} tokens, the least that is served unasked,"
+        tokens = (
+            f"{settings.least_context} tokens, the smallest context that is chosen automatically,"
+        )
     problem = (
         f"one request of {tokens} needs {least(settings, request) / GIB:.2f} GiB of KV cache, and "
         f"there are {pool_bytes(measured, settings) / GIB:.2f}"

@@ -143,8 +143,8 @@ class MemoryPlanner:
         length = budget.longest(measured, settings, request)
         if settings.fitted and length < settings.max_model_len:
             logger.info(
-                "A request may have %d tokens, of the %d that the model is made for: as many as "
-                "fit. docs/memory.md has the flags that make it more",
+                "The context is limited to %d tokens, the most that fit; the model supports "
+                "%d. docs/memory.md lists the flags that raise it",
                 length,
                 settings.max_model_len,
             )
@@ -177,9 +177,9 @@ class MemoryPlanner:
         found = replace(budget.budget_of(measured, settings), result="left: there is no KV pool")
         if found.left < 0:
             raise advice.BudgetError(
-                f"a step of {settings.max_num_batched_tokens} tokens does not fit:\n"
-                f"{found.table()}\nA smaller --max-num-batched-tokens, and where that is "
-                "--max-model-len, a smaller one of it, takes less; so do fewer other programs"
+                f"a step of {settings.max_num_batched_tokens} tokens does not "
+                f"fit:\n{found.table()}\nLower --max-num-batched-tokens (or --max-model-len, "
+                "if it sets the former), or close other programs"
             )
         logger.info("Memory:\n%s", found.table())
         self._hold_to(self._other_engines + budget.room(measured, settings))
@@ -213,7 +213,7 @@ class MemoryPlanner:
         assert settings.asked is not None
         if settings.asked.nbytes > share.left:
             logger.warning(
-                "%s %d is used as it is, but it is more than the memory that is free for it:\n%s",
+                "%s=%d is used as given, but it exceeds the free memory:\n%s",
                 settings.asked.setting,
                 settings.asked.count,
                 share.table(),
@@ -230,8 +230,9 @@ class MemoryPlanner:
         available = mlx_device.memory(self._kind).available
         if nbytes > available:
             raise RuntimeError(
-                f"waking up takes {nbytes / budget.GIB:.2f} GiB, and other programs leave "
-                f"{available / budget.GIB:.2f} GiB: end some of them, then ask again"
+                f"waking up takes {nbytes / budget.GIB:.2f} GiB, but only "
+                f"{available / budget.GIB:.2f} GiB are free: close other programs, then try "
+                "again"
             )
 
     def release(self) -> None:

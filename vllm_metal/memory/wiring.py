@@ -85,7 +85,7 @@ class Wiring:
         except (ValueError, RuntimeError) as error:  # more than iogpu.wired_limit_mb
             if self._asked:
                 raise
-            logger.warning("The weights are not wired: %s", error)
+            logger.warning("The weights are not wired into memory: %s", error)
             return
         if self._before is None:
             self._before = before

@@ -13,7 +13,7 @@ from vllm_metal.metrics.metric import Metric
 #: Upper bounds in seconds: from a small model's step to a step at which streams stall.
 _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _GIB = 2**30
-_BUSY = "Device time of steps, by what its rows were for: prompts (prefill), answers (decode)."
+_BUSY = "Device time of steps, by the kind of their tokens: prompts (prefill), outputs (decode)."
 #: Whose figures these are, among all that a step's results bring.
 STEP = "step"
 
@@ -30,7 +30,7 @@ class StepFigures:
     host_seconds: float = Metric(
         "histogram",
         "vllm:metal_step_host_seconds",
-        "Time that a step took the engine's host, before the device had all of it.",
+        "Host time of a step until all of it was handed to the device.",
         buckets=_BUCKETS,
     ).field()
     #: The most it may have taken; None: no token told when the step was over.
@@ -54,12 +54,12 @@ class StepFigures:
     ).field()
     #: None: nobody set a limit.
     memory_budget_bytes: int | None = Metric(
-        "gauge", "vllm:metal_memory_budget_bytes", "Device memory that MLX is held to."
+        "gauge", "vllm:metal_memory_budget_bytes", "Limit of device memory that MLX may hold."
     ).field()
     failed_steps: int = Metric(
         "total",
         "vllm:metal_failed_steps",
-        "Steps that failed: their requests ended with an error, and all others started again.",
+        ("Steps that failed: their requests ended with an error, and all others restarted."),
     ).field()
     #: Rows that `prefill_seconds` are of. No metric: vLLM counts tokens of prompts itself.
     prefill_rows: int | None = None
@@ -67,10 +67,10 @@ class StepFigures:
     images_encoded: int | None = Metric(
         "counter",
         "vllm:metal_images_encoded",
-        "Images and videos that a tower computed; one that is still kept is not computed again.",
+        ("Images and videos that a vision tower encoded; cached ones are not encoded again."),
     ).field(default=None)
     image_seconds: float | None = Metric(
-        "counter", "vllm:metal_image_seconds", "Time that towers took; steps wait for it."
+        "counter", "vllm:metal_image_seconds", "Time spent in vision towers; steps wait for it."
     ).field(default=None)
 
 

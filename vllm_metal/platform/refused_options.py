@@ -96,9 +96,7 @@ REFUSED_OPTIONS = (
         "a sleep of level 2 drops all weights",
     ),
     RefusedOption("--diffusion-config", "diffusion_config", _NO_CLASSES),
-    RefusedOption(
-        "--watermark-config", "watermark_config", "the sampler leaves no mark in what it draws"
-    ),
+    RefusedOption("--watermark-config", "watermark_config", "the sampler has no watermark"),
     RefusedOption(
         "--weight-transfer-config",
         "weight_transfer_config",

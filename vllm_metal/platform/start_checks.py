@@ -58,7 +58,7 @@ def check_server(args: Namespace) -> None:
     from vllm.tool_parsers import ToolParserManager
 
     if not 0 <= args.port <= _LAST_PORT:
-        raise ValueError(f"--port={args.port} is no port: choose one from 1 to {_LAST_PORT}")
+        raise ValueError(f"--port={args.port} is not a port: choose one from 1 to {_LAST_PORT}")
     for name in _FILES:
         path = getattr(args, name, None)
         if path and not Path(path).expanduser().is_file():
@@ -158,7 +158,9 @@ def _check_defaults(place: str, found: Any) -> None:
         if (value := given.get(key)) is None:
             continue
         if not isinstance(value, int | float):
-            raise ValueError(f"{place}: {key} {value!r} is no number: change it, or leave it out")
+            raise ValueError(
+                f"{place}: {key} {value!r} is not a number: change it, or leave it out"
+            )
         params[_AS_REQUESTS_NAME_IT.get(key, key)] = value
     try:
         SamplingParams(**params)
@@ -205,8 +207,8 @@ def _check_pool(size: int | None) -> None:
     most = mlx_device.total_memory(envs.requested_device() or "metal")
     if size > most:
         raise ValueError(
-            f"--kv-cache-memory-bytes={size} is more than the memory of this machine, {most}: "
-            "leave it out, and what fits is taken"
+            f"--kv-cache-memory-bytes={size} is more than the memory of this machine, "
+            f"{most}: leave it out to use what fits"
         )
 
 
@@ -234,17 +236,17 @@ def _check_template(given: str | None) -> None:
     except TemplateSyntaxError as error:
         if _OTHERS_TAG not in str(error):
             raise ValueError(
-                f"--chat-template={given} is no template: line {error.lineno}: {error.message}"
+                f"--chat-template={given} is not a template: line {error.lineno}: {error.message}"
             ) from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"--chat-template={given} is no text: {error}") from error
+        raise ValueError(f"--chat-template={given} is not a text file: {error}") from error
 
 
 def _check_parser(option: str, given: str | None, manager: Any) -> None:
     known = manager.list_registered()
     if given and given not in known:
         raise ValueError(
-            f"{option}={given} is not supported: leave it out, and the model's own is chosen"
+            f"{option}={given} is not supported: leave it out to use the model's own"
             + values.nearest(given, known)
         )
 
@@ -264,8 +266,8 @@ def _check_adapter(name: str, given: str) -> None:
     if path.is_dir():
         if not (path / "adapter_config.json").is_file():
             raise ValueError(
-                f"--lora-modules {name}={given}: the folder has no adapter_config.json, so that it "
-                "is no adapter's"
+                f"--lora-modules {name}={given}: the folder has no adapter_config.json, so it "
+                "is not an adapter"
             )
     elif given.startswith((".", "/", "~")) or path.exists():
         raise ValueError(f"--lora-modules {name}={given}: there is no such folder")

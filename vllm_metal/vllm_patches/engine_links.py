@@ -242,7 +242,10 @@ def _lose_engines(client: Any) -> None:
 
     if client is None or not client._finalizer.alive or client.resources.engine_dead:
         return
-    logger.error("An engine is gone, or the link to its machine is cut: the server ends")
+    logger.error(
+        "An engine process ended, or the connection to its machine is lost: shutting "
+        "down the server"
+    )
     client.resources.engine_dead = True
     if (task := client.resources.output_queue_task) is not None:
         error = EngineDeadError()
@@ -268,11 +271,11 @@ def _end_with_parent(engine: Any) -> None:
 
 
 def _end_without_server(engine: Any, address: str) -> None:
-    _end(engine, f"The server at {address} is gone, or the link to it is cut")
+    _end(engine, f"The server at {address} is gone, or the connection to it is lost")
 
 
 def _end(engine: Any, reason: str) -> None:
     """Ends this process as its launcher would; nobody waits for what it computes."""
-    logger.error("%s: the engine ends", reason)
+    logger.error("%s: shutting down the engine", reason)
     engine.vllm_config.shutdown_timeout = 0
     os.kill(os.getpid(), signal.SIGTERM)

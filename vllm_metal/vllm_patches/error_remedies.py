@@ -32,8 +32,8 @@ def _of_stored_responses(make: Callable[..., Any], self: Any, response_id: str) 
     response = make(self, response_id)
     if not self.enable_store:
         response.error.message += (
-            f" This server keeps no responses: start it with {_STORE}=1, or send the whole "
-            "conversation."
+            f" This server stores no responses: start it with {_STORE}=1, or send the "
+            "whole conversation."
         )
     return response
 
@@ -41,9 +41,9 @@ def _of_stored_responses(make: Callable[..., Any], self: Any, response_id: str) 
 def _of_tools(make: Callable[..., Any], self: Any, message: Any, *args: Any, **options: Any) -> Any:
     if isinstance(message, str) and message.endswith(_WANTS_A_PARSER):
         message = (
-            "tools are not supported by this model: its chat template has none. Leave tools out, "
-            "or serve a model whose template has them; of a template that formats calls in a way "
-            "that is not known here, name the parser by --tool-call-parser"
+            "tools are not supported by this model: its chat template has none. Leave "
+            "tools out, or serve a model whose template has them; if its template formats "
+            "tool calls in an unknown way, name the parser with --tool-call-parser"
         )
     return make(self, message, *args, **options)
 

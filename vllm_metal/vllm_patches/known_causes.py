@@ -24,8 +24,8 @@ _MESSAGES: tuple[tuple[str, Callable[..., str]], ...] = (
         r"User-specified max_model_len \((\d+)\) is greater than the derived max_model_len "
         r"\(\w+=(\d+)",
         lambda given, most: (
-            f"--max-model-len={given} is longer than the {most} tokens that the model is made for: "
-            "choose that or less, or extend its rope by --hf-overrides; "
+            f"--max-model-len={given} is longer than the model's maximum of {most} tokens: "
+            "choose that or less, or extend RoPE with --hf-overrides; "
             "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 allows it as it is"
         ),
     ),
@@ -54,7 +54,7 @@ _MESSAGES: tuple[tuple[str, Callable[..., str]], ...] = (
     ),
     (
         r"Class validation error for validator '\w+':\s+\w+: (.*)",
-        lambda why: f"config.json cannot be right: {why}",
+        lambda why: f"config.json is invalid: {why}",
     ),
     (
         r"Total number of attention heads \((\d+)\) must be divisible by tensor parallel size "
@@ -71,8 +71,8 @@ _MESSAGES: tuple[tuple[str, Callable[..., str]], ...] = (
     (
         r"'rope_type'\Z",
         lambda: (
-            "the rope's parameters name no rope_type: add one, such as yarn, to rope_parameters of "
-            "--hf-overrides or config.json"
+            "rope_parameters have no rope_type: add one, such as yarn, to rope_parameters "
+            "of --hf-overrides or config.json"
         ),
     ),
 )
@@ -88,7 +88,7 @@ def of_message(error: BaseException) -> str | None:
     if raised_in(error) == "vllm.envs" and (name := _variable(text)):
         return f"{name}={os.environ[name]} cannot be read: {text}"
     if type(error).__module__.startswith(_YAML):
-        return f"--config is no YAML: {' '.join(text.split())}"
+        return f"--config is not YAML: {' '.join(text.split())}"
     if isinstance(error, OSError) and error.filename is not None:
         return _of_the_system(error)
     return None

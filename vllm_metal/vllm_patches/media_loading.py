@@ -326,8 +326,8 @@ def _check_host(check: Callable[..., None], connector: Any, url: Any) -> None:
 
     if not connector.allowed_media_domains and not _FETCHES[0]:
         raise VLLMValidationError(
-            "This server fetches no addresses: send the image itself, as a data: URL, or start "
-            "the server with --allowed-media-domains."
+            "This server does not fetch URLs: send the image itself, as a data: URL, or "
+            "start the server with --allowed-media-domains."
         )
     check(connector, url)
 

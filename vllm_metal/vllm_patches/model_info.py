@@ -91,7 +91,7 @@ class _NoModel:
 
     def __init__(self, vllm_config: Any, prefix: str = "") -> None:
         raise NotImplementedError(
-            f"vllm-metal computes {type(self).__name__} with MLX, and uses no class of vLLM's"
+            f"vllm-metal computes {type(self).__name__} with MLX, and uses no model class of vLLM"
         )
 
     def embed_input_ids(self, input_ids: Any) -> NoReturn:

@@ -81,7 +81,7 @@ class _Missing(type):
     def __getattr__(cls, name: str) -> Any:
         if name == "__get_pydantic_core_schema__":
             return lambda source, handler: {"type": "any"}
-        raise AttributeError(f"{cls.__module__}.{cls.__name__} is hollow and has no {name}")
+        raise AttributeError(f"{cls.__module__}.{cls.__name__} is a stub and has no {name}")
 
 
 class _HollowModule(ModuleType):

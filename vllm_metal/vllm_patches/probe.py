@@ -147,7 +147,7 @@ def _problem(entry: Touched) -> str | None:
             return problem
     if entry.takes is not None and (taken := parameters(found)) != entry.takes:
         if taken is None:
-            return "cannot be called any more"
+            return "can no longer be called"
         expected = ", ".join(entry.takes.split())
         return f"takes ({', '.join(taken.split())}) and not ({expected}) any more"
     return None
@@ -195,7 +195,7 @@ def _not_called_so(found: Any, arguments: str) -> str | None:
     """Why a callable does not take the arguments; None: it does."""
     signature = _signature(found)
     if signature is None:
-        return "cannot be called any more"
+        return "can no longer be called"
     given = [name for name in arguments.split() if name != "..."]
     by_place = [name for name in given if not name.endswith("=")]
     by_name = {name[:-1]: None for name in given if name.endswith("=")}

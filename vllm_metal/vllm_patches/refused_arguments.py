@@ -66,11 +66,11 @@ def told(
             wanted = _OWN_JSON.get(name, _JSON)
         return f"{name}={found[2]} is not {wanted}"
     if found := _NO_VALUE.fullmatch(message):
-        return f"{_first(found[1])} needs a value behind it"
+        return f"{_first(found[1])} needs a value"
     if found := _NO_VALUE_WANTED.fullmatch(message):
         return f"{_first(found[1])} takes no value: leave out {found[2]}"
     if found := _AMBIGUOUS.fullmatch(message):
-        return f"{found[1]} is no option: did you mean {found[2].replace(', ', ' or ')}?"
+        return f"{found[1]} is not an option: did you mean {found[2].replace(', ', ' or ')}?"
     if found := _CONFIGURATION.fullmatch(message):
         return _of_configuration(_first(found[1]), found[2])
     if found := _MISSING.fullmatch(message):

@@ -192,11 +192,11 @@ def _naming_the_port(
         return create(address, **options)
     except OSError as error:
         host, port = address
-        why = f"--host={host} --port={port} cannot be listened on ({error.strerror})"
+        why = f"cannot listen on --host={host} --port={port} ({error.strerror})"
         if error.errno == errno.EADDRINUSE:
-            why = f"port {port} is taken{_by(port)}: end that program, or choose another --port"
+            why = f"port {port} is in use{_by(port)}: stop that program, or choose another --port"
         elif isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            why = f"--host={host} is no address of this machine: choose 127.0.0.1, or 0.0.0.0"
+            why = f"--host={host} is not an address of this machine: choose 127.0.0.1, or 0.0.0.0"
         raise StartError(why) from None
 
 
@@ -204,7 +204,7 @@ def _naming_the_path(create: Callable[..., socket.socket], path: str) -> socket.
     try:
         return create(path)
     except OSError as error:
-        why = f"--uds={path} cannot be listened on ({error.strerror}): choose another path"
+        why = f"cannot listen on --uds={path} ({error.strerror}): choose another path"
         raise StartError(why) from None
 
 

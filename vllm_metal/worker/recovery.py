@@ -103,7 +103,7 @@ class RecoveringRunner:
         if self._gave_up is not None:
             raise self._gave_up
         if self._runner is None:
-            raise RuntimeError("the engine sleeps and has no KV pool: wake it up first")
+            raise RuntimeError("the engine sleeps and has no KV pool: call wake_up first")
         return self._runner
 
     def warm_up(self, steps: Callable[[ModelRunner], T]) -> T:
@@ -312,7 +312,7 @@ class RecoveringRunner:
         """
         told = self._untold or {}
         failures = {
-            req_id: f"the request could not be taken in: {type(error).__name__}: {error}"
+            req_id: f"the request could not be added: {type(error).__name__}: {error}"
             for req_id, error in errors.items()
             if req_id not in told
         }
@@ -320,7 +320,7 @@ class RecoveringRunner:
             return
         for req_id in failures:
             logger.error(
-                "Request %s could not be taken in, and fails. All others start again",
+                "Request %s could not be added and fails. All others restart",
                 req_id,
                 exc_info=errors[req_id],
             )
@@ -346,7 +346,7 @@ class RecoveringRunner:
             self._gave_up = error
             raise error
         logger.error(
-            "A step failed and its requests with it: %s. All others start again",
+            "A step failed, and its requests with it: %s. All others restart",
             ", ".join(req_ids) or "none",
             exc_info=error,
         )
@@ -362,8 +362,8 @@ class RecoveringRunner:
         if self._graphs.allowed and self._graphs.num_built > self._num_by_graph:
             self._graphs.allowed = False
             logger.warning(
-                "A step failed that a graph compiled by MLX had part in. From now on the model's "
-                "Python builds each step"
+                "A step that used a graph compiled by MLX failed. From now on Python builds "
+                "the graph of each step"
             )
 
     def _drop_runner(self, lost: bool) -> None:

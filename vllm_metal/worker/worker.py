@@ -96,7 +96,7 @@ class MetalWorker(WorkerBase):
                 "two command buffers: import vllm first, or export MLX_MAX_MB_PER_BUFFER=1048576"
             )
         if (slow := macos.slow_prompts_here()) is not None:
-            logger.warning("%s. vllm-metal doctor has the command that mends it", slow)
+            logger.warning("%s. Run `vllm-metal doctor` for the command that fixes it", slow)
         share = memory_shares.given(self.parallel_config)
         self._memory = MemoryPlanner(self.current_platform.mlx_device, share)
         self._wiring = Wiring(
@@ -162,8 +162,8 @@ class MetalWorker(WorkerBase):
         if not state_bytes:
             return
         logger.info(
-            "Beside K/V a request keeps %.1f MiB of states; blocks of %d tokens have room for "
-            "them, and prefix-cache hits end at whole blocks",
+            "Each request keeps %.1f MiB of recurrent state besides K/V; blocks have %d "
+            "tokens to make room for it, and prefix-cache hits end at whole blocks",
             state_bytes / 2**20,
             cache.block_size,
         )
@@ -171,7 +171,7 @@ class MetalWorker(WorkerBase):
     @property
     def networks(self) -> Networks:
         if self._networks is None:
-            raise RuntimeError("the weights are not there: wake them up first")
+            raise RuntimeError("the weights are not loaded: call wake_up first")
         return self._networks
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
@@ -393,7 +393,7 @@ class MetalWorker(WorkerBase):
         """
         before = mx.get_active_memory()
         self.discard(("weights",) if level >= 2 else ())
-        logger.info("Asleep: %.2f GiB given back", (before - mx.get_active_memory()) / 2**30)
+        logger.info("Asleep: returned %.2f GiB", (before - mx.get_active_memory()) / 2**30)
 
     def discard(self, tags: tuple[str, ...]) -> None:
         """Gives back the KV pool, and where the tags name "weights" these."""
