@@ -4,9 +4,11 @@
 `python -m vllm_settings.page` from tests/ writes the page.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import wrap
 from typing import get_args
 
 from vllm_settings.engine_args import TABLE as ENGINE_ARGS
@@ -24,26 +26,22 @@ TABLES: dict[str, Table] = {
     "Variables of the environment": VARIABLES,
 }
 
+_ATTRIBUTE = re.compile(r"^as (`\w+)\.\w+`$")
 _INTRODUCTION = """\
-# What becomes of vLLM's settings
+# vLLM's settings: which are supported
 
-Every option of vLLM's engine, every field of a request, and every variable of its environment is
-one of three:
+Every engine option, request field and environment variable of vLLM is one of three:
 
-- **honored**: a test shows that a result changes with it, or that a limit holds; its name stands
-  beside it. Or code of vLLM's that runs here unchanged reads it (its server, scheduler,
-  tokenizers, grammars and logs), and a test shows that an option's value arrives there;
-- **without meaning** here: nothing that it could change exists, for the reason given;
-- **refused**: with one error that names it, before a model loads, or as an answer to the request.
+- **honored**: a test shows that it changes a result or that a limit holds (`tests/vllm_settings/`
+  names it), or vLLM's own code reads it unchanged (server, scheduler, tokenizers, grammars, logs);
+- **without meaning**: it has no effect here, for the reason given;
+- **refused**: an error names it, before a model loads or as the response to the request.
 
-Values with a meaning of their own (`--kv-cache-dtype`, `--speculative-config`,
-`--kv-transfer-config`) are honored or refused one by one; [settings.md](settings.md),
-[speculation.md](speculation.md), [prefix-cache-on-disk.md](prefix-cache-on-disk.md) and
-[disaggregated-prefill.md](disaggregated-prefill.md) list them.
-
-This page is written from the tables in `tests/vllm_settings/`: `python -m vllm_settings.page`
-from `tests/`. A field of a new vLLM release that the tables lack fails a test there, and so does
-a row whose test is gone.
+`--kv-cache-dtype`, `--speculative-config` and `--kv-transfer-config` accept some values only: see
+[settings.md](settings.md), [speculation.md](speculation.md),
+[prefix-cache-on-disk.md](prefix-cache-on-disk.md) and
+[disaggregated-prefill.md](disaggregated-prefill.md). `python -m vllm_settings.page` in `tests/`
+writes this page from the tables in `tests/vllm_settings/`.
 """
 
 
@@ -64,15 +62,19 @@ def lines() -> Iterator[str]:
 
 
 def _of_kind(kind: Kind, table: Table) -> Iterator[str]:
-    """The settings of one kind, those that share what is said of them in one line."""
+    """The settings of one kind; without those that are honored, by their reason."""
     said: dict[str, list[str]] = {}
     for name, row in table.items():
         if row.kind == kind:
-            said.setdefault(row.said, []).append(f"`{name}`")
+            reason = _ATTRIBUTE.sub(r"as in \1`", row.said)
+            said.setdefault("" if kind == "honored" else reason, []).append(f"`{name}`")
     if not said:
         return
     yield ""
-    yield f"| {kind} | {'shown by, or read by' if kind == 'honored' else 'because'} |"
+    if kind == "honored":
+        yield from wrap(f"Honored: {', '.join(said[''])}.", 118, break_on_hyphens=False)
+        return
+    yield f"| {kind} | because |"
     yield "| --- | --- |"
     for reason, names in said.items():
         yield f"| {', '.join(names)} | {reason} |"

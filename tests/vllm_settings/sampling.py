@@ -55,7 +55,7 @@ SAMPLING_PARAMS = union(
         refused(
             {
                 "tokens of a thought are not counted": "thinking_token_budget",
-                "the sampler leaves no mark in what it draws": "watermarking",
+                "the sampler has no watermark": "watermarking",
                 "`prompt_logprobs` gives the most likely ones": (
                     "prompt_logprob_token_ids prompt_logprob_start"
                 ),
