@@ -33,15 +33,15 @@ from vllm_metal.models.parts import ModelParts
 
 HEAD = (
     "Module",
-    "Such as",
-    "Layers keep",
+    "Example",
+    "Cache",
     "Prefix caching",
     "Drafts",
     "KV cache dtypes",
-    "Disk, apart",
-    "Weights tried",
+    "Disk, P/D",
+    "Tested weights",
     "Reference",
-    "Refused because it",
+    "Rejected because it",
 )
 _BLOCK = 16
 
@@ -97,7 +97,7 @@ def reference(module: str) -> str:
 
 def row(module: str) -> Row:
     """Reads a module's small model."""
-    judge = REAL.get(module, "small ones"), reference(module)
+    judge = REAL.get(module, "small"), reference(module)
     nothing = ("",) * 5
     if module in NOT_BUILT:
         return Row(module, (*nothing, "none", "none"), NOT_BUILT[module])
@@ -126,7 +126,7 @@ def drafts(model: Any, module: str) -> str:
         parts.observe(lambda states: None)
         assert parts.input_embedding is not None
     except NotImplementedError:
-        return "from text, by a draft model"
+        return "n-gram, suffix, draft model"
     with_layer = {name for family in MTP_FAMILIES.values() for name in family.model_types}
     return "all, MTP" if module in with_layer else "all"
 
