@@ -108,7 +108,7 @@ class Meter:
 
 
 #: In the order of a step.
-SCHEDULE, ROWS, PLANS, WRITES = "vLLM's scheduler", "rows and tables", "plans", "K/V written"
+SCHEDULE, ROWS, PLANS, WRITES = "vLLM's scheduler", "tokens and tables", "plans", "K/V written"
 GRAPH, SAMPLE, HAND_OVER = "the forward's graph", "logits and sampling", "hand-over to MLX"
 PHASES = (SCHEDULE, ROWS, PLANS, WRITES, GRAPH, SAMPLE, HAND_OVER)
 

@@ -279,7 +279,7 @@ def table() -> str:
     """Of all families."""
     lines = [HEAD, _ALIGNED]
     for family in FAMILIES:
-        for rotates, how in ((False, "by MLX"), (True, "by the write")):
+        for rotates, how in ((False, "by MLX"), (True, "by `kv_write`")):
             found = count(family, rotates)
             figures = f"{found.layer:g} | {found.step} | {found.buffers}"
             lines.append(f"| {family} | {how} | {figures} |")
