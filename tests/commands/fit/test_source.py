@@ -134,10 +134,7 @@ def test_of_a_model_on_the_hub_only_config_and_headers_are_fetched(hub, fetched)
 
 def test_a_name_that_the_hub_does_not_know_is_an_error(fetched):
     error = fetched["org/none"]["error"]
-    assert (
-        "there is no folder 'org/none', and Hugging Face does not provide this model"
-        in error
-    )
+    assert "there is no folder 'org/none', and Hugging Face does not provide this model" in error
 
 
 def test_without_a_network_the_error_says_what_to_do(hub, fetched):
