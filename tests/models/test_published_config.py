@@ -144,8 +144,8 @@ def test_an_override_counts(llama):
 
 PLANTED = [
     ({"rope_theta": 123.0}, "rope_theta=123.0, but rope_parameters sets 700.0"),
-    ({"hidden_act": "gelu"}, "hidden_act 'gelu'; mlx-lm's module 'llama' computes silu"),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu', but mlx-lm's module 'llama' supports only silu"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     (
         {
             "rope_parameters": {
@@ -153,7 +153,7 @@ PLANTED = [
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
             }
         },
-        "another rope_theta for sliding_attention layers",
+        "a different rope_theta for sliding_attention layers",
     ),
 ]
 
@@ -171,7 +171,7 @@ def test_what_the_module_would_drop_is_refused(keys, message, llama, tmp_path):
         ("cohere2", {"layer_types": ["full_attention", "chunked_attention"] * 2}, "chunked"),
         ("qwen3_next", {"layer_types": ["full_attention"] * 4}, "no layer of linear_attention"),
         ("llama4_text", {"attention_chunk_size": 64}, "attention_chunk_size is 64"),
-        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope of type 'yarn'"),
+        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
         pytest.param(
             *("stablelm", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "of type 'linear'"),
             marks=pytest.mark.slow,

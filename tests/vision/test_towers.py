@@ -144,7 +144,7 @@ def test_an_image_without_its_data_fails_its_request_alone(toy, served, two):
 
 
 def test_a_window_that_is_less_than_an_image_is_refused(tmp_path):
-    with pytest.raises(ModelLoadError, match=r"sliding_window=15 .* images of 16 rows"):
+    with pytest.raises(ModelLoadError, match=r"sliding_window=15 .* images of 16 tokens"):
         Toy("gemma3", tmp_path, sliding_window=15).served()
 
 

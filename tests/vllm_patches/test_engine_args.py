@@ -41,7 +41,7 @@ def test_a_length_that_nobody_gave_is_what_fits(config, asked, length, original,
 def test_sizes_that_no_model_has_are_refused_before_anything_is_built(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": 10**9}))
     args = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True)
-    with pytest.raises(StartError, match="num_hidden_layers 1000000000"):
+    with pytest.raises(StartError, match="num_hidden_layers=1000000000"):
         args.create_engine_config()
 
 

@@ -238,7 +238,9 @@ def test_an_address_that_is_not_here_is_named(monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(FlexibleArgumentParser, "error", FlexibleArgumentParser.error)
     start_failures.end_commands_with_one_line({})
-    with pytest.raises(StartError, match=r"^--host=203\.0\.113\.7 is no address of this machine"):
+    with pytest.raises(
+        StartError, match=r"^--host=203\.0\.113\.7 is not an address of this machine"
+    ):
         launcher.create_server_socket(("203.0.113.7", 0), reuse_port=False)
     with pytest.raises(StartError, match=r"^cannot listen on --uds=/no/a\.sock"):
         launcher.create_server_unix_socket("/no/a.sock")

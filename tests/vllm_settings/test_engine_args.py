@@ -253,7 +253,7 @@ def test_without_windows_a_context_fits_into_one(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     configure(str(tmp_path))
     configure(str(tmp_path), disable_sliding_window=True, max_model_len=128)
-    with pytest.raises(ValueError, match="256 is longer than the 128 tokens"):
+    with pytest.raises(ValueError, match="256 is longer than the model's maximum of 128 tokens"):
         configure(str(tmp_path), disable_sliding_window=True)
 
 

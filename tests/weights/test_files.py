@@ -48,7 +48,7 @@ def test_a_file_that_is_cut_off_is_named_with_its_size(weights, kept):
 def test_a_file_whose_header_says_nothing_is_named(weights, header):
     weights.write_bytes(len(header).to_bytes(8, "little") + header + bytes(200))
     message = refusal(weights.parent)
-    assert str(weights) in message and "no readable safetensors file" in message
+    assert str(weights) in message and "not a readable safetensors file" in message
 
 
 def test_a_folder_without_weights_says_which_file_is_wanted(weights):

@@ -57,7 +57,7 @@ class Eagle(HeadNetwork):
             head.load_weights(list(weights.items()))
         except ValueError as error:
             raise loader.ModelLoadError(
-                f"{model_config.model} is not a {architecture}: {error}"
+                f"{model_config.model} is not {architecture}: {error}"
             ) from error
         if "embed_tokens" in head:
             head.embed_tokens = vocabulary.bounded(head.embed_tokens, config)

@@ -189,7 +189,7 @@ def test_a_failed_wake_ends_those_that_waited_and_the_next_tries_again():
             *(ask(sleeper, engine) for _ in range(2)), return_exceptions=True
         )
         assert [type(error) for error in found] == [CannotWake] * 2
-        assert found[0].http_status == 503 and "Ask again later" in found[0].message
+        assert found[0].http_status == 503 and "Try again later" in found[0].message
         assert exchange.failed
         await asyncio.sleep(5)
         assert await ask(sleeper, engine) == WAKES

@@ -60,7 +60,7 @@ def test_a_stream_whose_engine_cannot_wake_becomes_a_503(in_a_task):
     start, body = messages(app)
     assert (start["status"], body.get("more_body", False)) == (503, False)
     error = json.loads(body["body"])["error"]
-    assert error["code"] == 503 and "Ask again later" in error["message"]
+    assert error["code"] == 503 and "Try again later" in error["message"]
 
 
 def test_the_next_request_knows_nothing_of_it():
