@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's results on their way from the device to vLLM."""
+"""A step's results on their way from the device to vLLM, which detokenizes them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps what persists of requests, by req_idx: tokens, block tables, the salt a worker reads."""
+"""Per-request state by req_idx: tokens, block tables, cache salt; preempt and resume."""
 
 from __future__ import annotations
 

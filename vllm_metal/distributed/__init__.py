@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model on several ranks: their process groups, and how each knows that the others live."""
+"""Tensor parallel and pipeline parallel: process groups, sharding, and heartbeats of the ranks."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts a model into the shares of a tensor group's ranks, or says why it cannot be cut."""
+"""Tensor-parallel sharding: splits a model among ranks, or raises with the reason it cannot."""
 
 from __future__ import annotations
 

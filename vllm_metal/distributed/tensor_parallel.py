@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joins the ranks of a tensor group in a ring of MLX's, over which their layers sum."""
+"""Tensor parallel: joins the ranks of a group in an MLX ring, over which layers all-reduce."""
 
 from __future__ import annotations
 

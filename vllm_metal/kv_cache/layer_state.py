@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer keeps between steps, and the layers' part of a step.
+"""A layer's KV or recurrent state between steps, and its block table during a step.
 
 A `LayerState` lies in a `Storage`: arrays in which every block of the pool has a place. What not
 every kind of state can do, or needs, is a part of its own: `Traceable`, `Fenced`, `Restorable`. A

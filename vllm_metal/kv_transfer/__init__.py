@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K/V of full blocks, out of the pool and back into it: a prefix cache that outlives the engine."""
+"""KV connector: a prefix cache on disk and on peers, beyond the pool and the engine's life."""

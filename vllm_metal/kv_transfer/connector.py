@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector that vLLM's scheduler holds; the worker's side is `transfer_hooks.py`."""
+"""KV connector of vLLM's scheduler; the worker's side is `transfer_hooks.py`."""
 
 from __future__ import annotations
 

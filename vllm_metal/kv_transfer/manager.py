@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's view of the pages outside the pool: what is there, and what is worth keeping."""
+"""Scheduler side of the KV connector: which blocks disk and peers have, and which to store."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps adapters: which are loaded, by their content, and which of them have a slot."""
+"""LoRA adapters: which are loaded, by content, and which of them have a slot."""
 
 from __future__ import annotations
 

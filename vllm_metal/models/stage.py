@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: the layers that one rank computes of a model, which keeps its shape and its names.
+"""Pipeline parallel: the layers that one rank computes of a model with unchanged shape and names.
 
 The layers of other ranks stay where they are, without weights: mlx-lm's models choose masks, ropes
 and kinds by a layer's place. Those before the rank's own pass on what they are given, and the last

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tenants: the ASGI class that stands before vLLM."""
+"""Tenants: the ASGI middleware in front of vLLM."""
 
 from __future__ import annotations
 

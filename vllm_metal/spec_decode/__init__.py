@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding: guesses of the next tokens, verified by the target model."""
+"""Speculative decoding: proposers draft the next tokens, the target model verifies them."""

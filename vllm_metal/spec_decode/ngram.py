@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt lookup: what followed the text's last n-gram when it first occurred."""
+"""N-gram drafts (prompt lookup): what followed the text's last n-gram when it first occurred."""
 
 from __future__ import annotations
 

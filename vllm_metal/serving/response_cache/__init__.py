@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers to exact repeats, without the engine."""
+"""Response cache: answers exact repeats of a request without the engine."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ResponseCache: kept answers by key, whatever becomes of the store."""
+"""Response cache: looks up and stores responses by key; a failing store means misses."""
 
 from __future__ import annotations
 
