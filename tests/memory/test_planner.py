@@ -225,8 +225,8 @@ def test_a_long_context_on_a_full_mac_needs_both(serve):
 
 def test_a_model_too_large_for_a_full_mac_names_the_programs_too(serve):
     message = refusal(serve, FULL, weights=12 * GIB, max_model_len=CONTEXT)
-    assert "No one setting makes it fit: close other programs, which hold" in message
-    assert message.endswith("take a smaller model, or more memory")
+    assert "No single setting makes it fit: close other programs, which hold" in message
+    assert message.endswith("use a smaller model, or more memory")
 
 
 def test_images_that_leave_no_room_can_be_left_out(serve):

@@ -148,7 +148,7 @@ class Heartbeat:
             self._closing.wait(self.interval_s)
             return f"rank {rank} has ended"
         if not received:
-            return f"the process of rank {rank} is gone"
+            return f"the process of rank {rank} has exited"
         heard[rank] = time.monotonic()
         return None
 

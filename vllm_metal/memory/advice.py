@@ -59,8 +59,8 @@ def check(measured: Measured, settings: Settings, request: Request) -> Budget:
             f"{settings.least_context} tokens, the smallest context that is chosen automatically,"
         )
     problem = (
-        f"one request of {tokens} needs {least(settings, request) / GIB:.2f} GiB of KV cache, and "
-        f"there are {pool_bytes(measured, settings) / GIB:.2f}"
+        f"one request of {tokens} needs {least(settings, request) / GIB:.2f} GiB of KV "
+        f"cache, but only {pool_bytes(measured, settings) / GIB:.2f} are available"
     )
     if budget.left <= 0:
         problem = "no memory is left for " + ("steps" if settings.asked else "the KV cache")
@@ -71,7 +71,7 @@ def check(measured: Measured, settings: Settings, request: Request) -> Budget:
     else:
         in_use = _in_use_beyond_the_share(measured, settings)
         close = f"close other programs, which hold {_up(in_use):.2f} GiB, and " if in_use else ""
-        advice = f"No one setting makes it fit: {close}take a smaller model, or more memory"
+        advice = f"No single setting makes it fit: {close}use a smaller model, or more memory"
     raise BudgetError(f"{problem}:\n{budget.table()}\n{advice}")
 
 
@@ -204,7 +204,7 @@ def _quantized_cache(now: Change) -> Iterator[Change]:
 
 def _no_images(now: Change) -> Iterator[Change]:
     if now.measured.images:
-        advice = "--language-model-only, where no images are read"
+        advice = "--language-model-only, if no images are needed"
         yield replace(now, advice=advice, measured=replace(now.measured, images=0))
 
 

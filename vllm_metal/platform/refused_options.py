@@ -50,7 +50,7 @@ REFUSED_OPTIONS = (
     RefusedOption(
         "--enable-return-routed-experts",
         "aux_output_config.enable_return_routed_experts",
-        "mlx-lm's layers do not tell which experts they took",
+        "mlx-lm's layers do not report which experts they chose",
     ),
     RefusedOption(
         "--model-weights", "model_config.model_weights", "weights lie beside config.json"

@@ -34,8 +34,8 @@ def replica_refusals(config: VllmConfig) -> dict[str, bool]:
         "port of its own: start a server each, without --data-parallel-*)": (
             local > 1 and extra.get("listen") is not None
         ),
-        "--enable-mfu-metrics with --data-parallel-size, of a model with experts (vLLM is told of "
-        "none, so that ranks take no step together)": (
+        "--enable-mfu-metrics with --data-parallel-size, of a model with experts (vLLM does not "
+        "see the experts, so that ranks run independently, and would count wrongly)": (
             config.observability_config.enable_mfu_metrics and model is not None and model.is_moe
         ),
     }

@@ -27,7 +27,7 @@ def network(**changes):
 
 def test_an_address_of_another_machine_is_named_with_those_of_this_one():
     found = check_host_ip(network(host_ip="10.0.0.9"))
-    assert found.status == "failed" and "10.0.0.9 is no address of this machine" in found.seen
+    assert found.status == "failed" and "10.0.0.9 is not an address of this machine" in found.seen
     assert "en0 192.168.1.7, bridge0 10.0.0.2." in found.advice
     assert check_host_ip(network(host_ip="10.0.0.2")).status == "ok"
 

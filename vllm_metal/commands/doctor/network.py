@@ -78,7 +78,7 @@ def checks(network: Network, first: str | None, port: int) -> Iterator[Finding]:
         return
     found = _resolved(first)
     if not found:
-        seen = f"--master-addr {first} is no name or address that this machine knows"
+        seen = f"--master-addr {first} is not a name or address that this machine can resolve"
         yield Finding("first machine", "failed", seen, "Give its address on the common network.")
         return
     if not network.interface:
@@ -91,11 +91,11 @@ def check_host_ip(network: Network) -> Finding:
     seen = f"{_HOST_IP}={network.host_ip}"
     if network.host_ip not in network.addresses:
         advice = f"Set it to an address that this machine has: {network.told}."
-        return Finding("address", "failed", f"{seen} is no address of this machine", advice)
+        return Finding("address", "failed", f"{seen} is not an address of this machine", advice)
     where = network.interface_of(network.host_ip)
     if network.interface and where not in network.interface.split(","):
         seen = f"{seen} is on {where}, and {_INTERFACE} is {network.interface}"
-        advice = "Ranks would talk by two networks: choose one for both variables."
+        advice = "Ranks would use two networks: choose one for both variables."
         return Finding("address", "warning", seen, advice)
     return Finding("address", "ok", f"{seen} is on {where}")
 
@@ -106,7 +106,7 @@ def check_interface(network: Network) -> Finding:
     missing = [name for name in network.interface.split(",") if name not in network.interfaces]
     if missing:
         seen = f"{seen}: there is no {', '.join(missing)} with an address"
-        return Finding("interface", "failed", seen, f"Choose of these: {network.told}.")
+        return Finding("interface", "failed", seen, f"Choose one of these: {network.told}.")
     return Finding("interface", "ok", seen)
 
 
@@ -150,8 +150,8 @@ def check_first(network: Network, address: str, port: int) -> Finding:
         code = errno.errorcode.get(error.errno or 0, "no answer")
         seen = f"cannot be reached at port {port} ({code})"
         advice = (
-            "Look at its cable, its address and its firewall; its ranks take connections at ports "
-            "that the system chooses, too."
+            "Check its cable, address and firewall; its ranks also accept connections at "
+            "ports that the system chooses."
         )
         more = local_network.advice(error)
         return Finding(name, "failed", seen, f"{advice} {more}".strip())

@@ -65,7 +65,7 @@ class Answer:
         ]
         if self.fits:
             return "\n".join([*lines, "", "To serve it with these settings:", f"  {self.command}"])
-        less = "A smaller --context or --max-num-batched-tokens takes less, or a smaller model."
+        less = "Lower --context or --max-num-batched-tokens, or choose a smaller model."
         return "\n".join([*lines, less])
 
     def content(self) -> dict[str, Any]:

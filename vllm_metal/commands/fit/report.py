@@ -132,7 +132,12 @@ def _of_parts(answer: Answer) -> list[str]:
         ranks = part.name.partition(" ")[2]
         rows.append(f"  {ranks:<10}" + "".join(f"{cell:>15}" for cell in cells))
     least = answer.narrowest(answer.asked).name
-    return [*rows, "", f"All hold no more tokens than {least}, of which the rest tells:", ""]
+    return [
+        *rows,
+        "",
+        f"{least} has room for the fewest tokens; the rest of the output is about it:",
+        "",
+    ]
 
 
 def _of_states(answer: Answer) -> list[str]:
@@ -164,7 +169,7 @@ def _verdict(answer: Answer, asked: Estimate) -> list[str]:
         lines += [f"Any one of these makes {where}:"] if answer.changes else []
         lines += [f"  * {change}" for change in answer.changes]
         if not answer.changes:
-            lines += ["No one setting makes it fit: take a smaller model, or more memory."]
+            lines += ["No single setting makes it fit: use a smaller model, or more memory."]
     if answer.commands:
         lines += ["", "To serve it with these settings:"]
         if (machines := answer.layout.machines) > 1:

@@ -125,7 +125,7 @@ def _text(plan: Plan, client: Client, start: Start, arguments: Sequence[str]) ->
         lines += ["", "Server, which ends with the client:"]
         lines += [f"  {KEY_OF_SERVER}={HIDDEN} {shlex.join(plan.command)}"]
     else:
-        lines += ["", f"Server: the one that runs at {plan.endpoint.root} and goes on"]
+        lines += ["", f"Server: already running at {plan.endpoint.root}, and keeps running"]
     lines += ["", "Client:"]
     lines += [f"  unset {name}" for name in start.without]
     lines += [f"  export {line}" for line in _variables(start.environment, plan.endpoint.key)]

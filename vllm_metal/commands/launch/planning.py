@@ -86,7 +86,7 @@ def _plan(model: str | None, context: int | None) -> Planned:
     said = list(choice.lines())
     if length < LEAST_CONTEXT:
         said.append(
-            f"The context has {length} tokens, and agents are made for {LEAST_CONTEXT} and more."
+            f"The context is {length} tokens; agents need {LEAST_CONTEXT} or more."
         )
     return Planned(answer.model, length, ("--max-model-len", str(length), *choice.flags), said)
 

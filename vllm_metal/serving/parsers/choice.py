@@ -60,7 +60,7 @@ class Choice:
                 f"tool calls {TOOL_FLAGS} NAME."
             )
         if "tool" not in template:
-            return "The chat template has no tools, so requests with tools are refused."
+            return "The chat template has no tools, so requests with tools are rejected."
         return (
             "No tool-call parser is known for this chat template: to serve them, pass "
             f"{TOOL_FLAGS} NAME (`vllm serve --help=tool-call-parser` lists the names)."
