@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the examples of a server's clients share: its address, and a word where none answers."""
+"""Shared by the client examples: the server's address, and an error if it does not answer."""
 
 import argparse
 import os

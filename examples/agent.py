@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets a model work with three tools on a folder of files, until it answers without a call."""
+"""Runs an agent with three tools on a folder of files until it answers without a tool call."""
 
 import argparse
 import json

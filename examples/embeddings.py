@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the passage that suits each question, by vectors that a server makes of both."""
+"""Finds the passage that answers each question, with vectors from an embedding server."""
 
 import argparse
 import math
@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = _server.parser(__doc__)
     parser.add_argument(
-        "--instruction", default="", help="before each question, as the model's card says"
+        "--instruction", default="", help="instruction before each question, from the model card"
     )
     arguments = parser.parse_args()
     sys.exit(_server.run(main, arguments))

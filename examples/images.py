@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks a server of a model that reads images about a picture (docs/images.md)."""
+"""Asks a multimodal model about a picture (docs/images.md)."""
 
 import argparse
 import base64

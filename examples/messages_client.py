@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks for Messages with Anthropic's client: counts tokens, streams, goes on in a second turn."""
+"""Uses the Messages API with Anthropic's client: token counting, streaming, a second turn."""
 
 import argparse
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Uses `vllm serve` with the OpenAI client: streaming, log-probabilities, JSON by a schema."""
+"""Uses `vllm serve` with the OpenAI client: streaming, log-probabilities, JSON with a schema."""
 
 import argparse
 import json

@@ -75,7 +75,9 @@ def passages(folder: Path) -> list[Passage]:
         if len(paragraph) > 80 and paragraph[0].isalpha()
     ]
     if not found:
-        raise SystemExit(f"{folder} has no pages of Markdown: --documents names a folder that has")
+        raise SystemExit(
+            f"{folder} has no Markdown files: pass a folder that has some with --documents"
+        )
     return found
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks for Responses with the OpenAI client: a stream, then a turn that hands back the items."""
+"""Uses the Responses API with the OpenAI client: a stream, then a turn that passes items back."""
 
 import argparse
 import sys

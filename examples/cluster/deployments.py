@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray Serve's two deployments: replicas, each with a `vllm serve` of its own, and their front."""
+"""Ray Serve's two deployments: replicas, each with its own `vllm serve`, and their front end."""
 
 import asyncio
 import os

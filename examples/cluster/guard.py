@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a command that ends when the process that asked for it does, however that one ends.
+"""Runs a command that ends with the process that started it, however that one ends.
 
 A server that outlived its replica would keep a Mac's memory. Ray kills an actor's children and its
 process group, which would leave the server's own, so this process belongs to neither: it learns of

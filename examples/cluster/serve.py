@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One address before several `vllm serve`, of which there are as many as the requests need.
+"""Serves one address in front of several `vllm serve`, scaled by load with Ray Serve.
 
 Ray Serve starts a server on each Mac of a Ray cluster, or on this machine alone, and scales them by
 the requests that are open. What follows "--" goes to each of them:
@@ -29,7 +29,7 @@ def main() -> int:
         from ray import serve
         from ray.serve.config import AutoscalingConfig, RequestRouterConfig
     except ImportError:
-        print("This takes Ray Serve: pip install 'ray[serve]'", file=sys.stderr)
+        print("This example needs Ray Serve: pip install 'ray[serve]'", file=sys.stderr)
         return 1
     from deployments import Elsewhere, Front, Replica
 
@@ -76,23 +76,39 @@ def arguments(given: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """This program's own arguments, and those of `vllm serve`, which follow "--"."""
     cut = given.index("--") if "--" in given else len(given)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="as for vllm serve; each machine has it under this name")
-    parser.add_argument("--host", default="127.0.0.1", help="to listen on")
+    parser.add_argument(
+        "model", help="model, as for vllm serve; every machine needs it under this name"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--min-replicas", type=int, default=1)
     parser.add_argument("--max-replicas", type=int, default=2)
-    parser.add_argument("--replicas-per-node", type=int, default=1, help="a Mac has one GPU")
+    parser.add_argument(
+        "--replicas-per-node", type=int, default=1, help="replicas per machine; a Mac has one GPU"
+    )
     parser.add_argument(
         "--target-ongoing-requests",
         type=int,
         default=16,
         metavar="N",
-        help="open requests a replica, waiting ones too, beyond which another one is started",
+        help=("open requests per replica, including waiting ones, above which another one starts"),
     )
     seconds = {"type": float, "metavar": "SECONDS"}
-    parser.add_argument("--upscale-delay", default=10.0, help="for so long", **seconds)
-    parser.add_argument("--downscale-delay", default=300.0, help="before one is ended", **seconds)
-    parser.add_argument("--look-back", default=10.0, help="what is averaged over", **seconds)
+    parser.add_argument(
+        "--upscale-delay",
+        default=10.0,
+        help="seconds above that load before a replica starts",
+        **seconds,
+    )
+    parser.add_argument(
+        "--downscale-delay",
+        default=300.0,
+        help="seconds below that load before one stops",
+        **seconds,
+    )
+    parser.add_argument(
+        "--look-back", default=10.0, help="seconds over which open requests are averaged", **seconds
+    )
     return parser.parse_args(given[:cut]), given[cut + 1 :]
 
 

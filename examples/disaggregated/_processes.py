@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of this example: each on a free port, all gone at its end."""
+"""Processes of this example: each on a free port, all ended with it."""
 
 import os
 import signal

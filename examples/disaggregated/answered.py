@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a prompt the server that answers has already: beginnings that it was asked before.
+"""Estimates which part of a prompt the decode server has cached, from earlier prefixes.
 
 A conversation's next turn repeats all that was said. That server has it in its pool, the answer
 included, and computes the new question sooner than another one the whole.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that compute prompts for another one: which of them is asked, and whether any is.
+"""Prefill servers: chooses the one that prefills a prompt, or none.
 
 A prompt goes to the helper that is expected to bring the first token soonest, by what the proxy has
 seen: how many tokens it waits for there, how long that helper takes to compute some, and how long

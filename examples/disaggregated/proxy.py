@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands before a server that answers and others that compute prompts for it.
+"""Proxy for disaggregated prefill: one decode server, and any number of prefill servers.
 
 A long prompt goes to one of the prefill servers first (`helpers.py` chooses), which makes one token
 of it and says where its K/V are; then, with what it said, to the decode server, whose answer is
@@ -181,20 +181,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument(
-        "--prefill", action="append", help="address of a server that computes prompts; repeatable"
+        "--prefill", action="append", help="address of a prefill server; repeatable"
     )
-    parser.add_argument("--decode", default="http://127.0.0.1:8200", help="of the one that answers")
+    parser.add_argument(
+        "--decode", default="http://127.0.0.1:8200", help="address of the decode server"
+    )
     parser.add_argument(
         "--shortest",
         type=int,
         default=SHORTEST_TOKENS,
-        help="tokens; where fewer are new, the one that answers is asked alone (%(default)s)",
+        help="prompts with fewer new tokens go to the decode server only (%(default)s)",
     )
     parser.add_argument(
         "--pool-tokens",
         type=int,
         default=POOL_TOKENS,
-        help="tokens that its KV pool holds, as it says when it starts (%(default)s)",
+        help="tokens that the decode server's KV pool holds, from its log (%(default)s)",
     )
     args = parser.parse_args()
     logging.basicConfig(format="%(name)s: %(message)s")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill apart from decode on one machine: two servers of the embedded model, and a proxy.
+"""Disaggregated prefill on one machine: two servers of the embedded model, and a proxy.
 
 Sends a long prompt through the proxy, and to one plain server, and compares. Nothing touches the
 network. The exit status is 1 where the texts differ or no K/V were pulled. All of it shares this
@@ -55,7 +55,10 @@ class Answer:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--characters", type=int, default=6000, help="length of the prompt; about 4.5 a token"
+        "--characters",
+        type=int,
+        default=6000,
+        help="length of the prompt in characters, about 4.5 per token",
     )
     args = parser.parse_args()
     device = _common.prepare(offline=True)
@@ -186,7 +189,7 @@ def report(apart: Answer, alone: Answer, pulled: int) -> int:
     _terminal.table(
         ("", "prompt tokens", "of these pulled", "TTFT ms", "tok/s"),
         [
-            ("prefill and decode apart", str(apart.prompt_tokens), str(pulled), *apart.cells()),
+            ("disaggregated prefill", str(apart.prompt_tokens), str(pulled), *apart.cells()),
             ("one server", str(alone.prompt_tokens), "–", *alone.cells()),
         ],
     )
@@ -198,7 +201,9 @@ def report(apart: Answer, alone: Answer, pulled: int) -> int:
     for line in wrong:
         _terminal.say(f"two_servers: {line}", "bold red")
     if not wrong:
-        _terminal.say("The texts are equal. Both servers share this machine: times are no gain.")
+        _terminal.say(
+            "The texts are equal. Both servers share this machine, so there is no gain in time."
+        )
     return 1 if wrong else 0
 
 

@@ -203,7 +203,8 @@ def test_an_error_shows_the_sum_and_three_changes_with_numbers():
         check(EIGHT_GB_MAC, DEFAULTS, QWEN)
     head, *rest = str(raised.value).splitlines()
     assert head == (
-        "one request of --max-model-len 8192 needs 0.88 GiB of KV cache, but only 0.57 are available:"
+        "one request of --max-model-len 8192 needs 0.88 GiB of KV cache, but only 0.57 are "
+        "available:"
     )
     *summands, result = [float(line.split()[-2]) for line in rest if line.endswith(" GiB")]
     assert sum(summands) == pytest.approx(result, abs=0.02)

@@ -85,9 +85,7 @@ def _plan(model: str | None, context: int | None) -> Planned:
     choice = choose(files.read(answer.model))
     said = list(choice.lines())
     if length < LEAST_CONTEXT:
-        said.append(
-            f"The context is {length} tokens; agents need {LEAST_CONTEXT} or more."
-        )
+        said.append(f"The context is {length} tokens; agents need {LEAST_CONTEXT} or more.")
     return Planned(answer.model, length, ("--max-model-len", str(length), *choice.flags), said)
 
 
