@@ -78,6 +78,53 @@ def test_what_the_end_of_a_round_loads_the_next_one_waits_for():
     assert loads(figures(source)) == [1]
 
 
+NESTED = """
+    for (int lap = 0; lap < b[0]; lap++) {{
+        float part = exp2(sum);
+        for (int k = 0; k < b[1]; k++) {{
+            {inner}
+        }}
+        {after}
+        sum = exp2(part + sum);
+    }}
+"""
+
+
+def nested(inner, after=""):
+    """Exponentials and products of a round of the main loop, of laps around an inner loop."""
+    source = LOOP.format(body=NESTED.format(inner=inner, after=after)).replace(
+        "float sum", "auto product = make_filled_simdgroup_matrix<float, 8, 8>(0.0f); float sum"
+    )
+    kinds = figures(source.replace("= sum;", "= sum + product.thread_elements()[1];")).kinds
+    return kinds["exponential"], kinds["multiply"]
+
+
+MULTIPLY = """
+    simdgroup_matrix<half, 8, 8> left;
+    left.thread_elements()[0] = half(part);
+    simdgroup_multiply_accumulate(product, left, left, product);
+"""
+
+
+def test_laps_around_the_loop_that_loads_are_no_part_of_its_round():
+    assert nested(f"part += a[(lap * 99 + k) * 1000 + i]; {MULTIPLY}") == (0, 1)
+
+
+def test_a_loop_that_loads_for_a_product_outside_of_it_is_a_part_of_the_round():
+    exponentials, products = nested("part += a[(lap * 99 + k) * 1000 + i];", MULTIPLY)
+    assert exponentials >= 2 and products == 1
+
+
+def test_a_round_goes_to_the_last_place_that_the_loop_goes_on_from():
+    body = """
+        sum += a[n * 1000 + i];
+        if (sum > 8.0f) continue;
+        sum = exp2(sum);
+        out[n * 1000 + i] = sum;
+    """
+    assert looped(body).kinds["exponential"] == 1
+
+
 @pytest.mark.parametrize(
     "dtype", [pytest.param(mx.float32, marks=pytest.mark.more), mx.float16, mx.uint8], ids=str
 )

@@ -58,7 +58,8 @@ class Batch:
 class Figures:
     """What a kernel's assembly says of it.
 
-    Its main loop is the longest with a load from device memory; where there is none, all of it.
+    Its main loop is the longest with a load from device memory, or the innermost in it that has all
+    of its loads and products of matrices; where there is none, all of the kernel.
     """
 
     registers: int  # of 32 bits a thread, anywhere
@@ -133,17 +134,34 @@ class _Function:
 
     @cached_property
     def main_loop(self) -> list[Instruction]:
-        """From the target of a branch backwards to the branch; empty without such a loop."""
+        """From the target of a branch backwards to the branch; empty without such a loop.
+
+        What is around a loop, and neither loads nor multiplies besides, is run once for many rounds
+        of it. A loop that loads for a product outside of it is a part of a round.
+        """
+        loops = [body for body in self._loops if any(x.loaded_bytes for x in body)]
+        if not loops:
+            return []
+        work = _work(max(loops, key=len))
+        return min((body for body in loops if _work(body) == work), key=len)
+
+    @property
+    def _loops(self) -> list[list[Instruction]]:
+        """One for each label that is branched back to: a loop may go on from several places."""
         labels = {line: at for at, line in enumerate(self.lines) if isinstance(line, str)}
-        best: list[Instruction] = []
-        for end, line in enumerate(self.lines):
-            if not isinstance(line, Instruction) or not _BRANCH.match(line.name):
-                continue
-            start = labels.get(line.operands, end)
-            body = [x for x in self.lines[start : end + 1] if isinstance(x, Instruction)]
-            if len(body) > len(best) and any(x.loaded_bytes for x in body):
-                best = body
-        return best
+        ends: dict[int, int] = {}  # by the label's place
+        for at, line in enumerate(self.lines):
+            if isinstance(line, Instruction) and _BRANCH.match(line.name):
+                start = labels.get(line.operands, at)
+                if start < at:
+                    ends[start] = at
+        bodies = [self.lines[start : end + 1] for start, end in ends.items()]
+        return [[x for x in body if isinstance(x, Instruction)] for body in bodies]
+
+
+def _work(body: Sequence[Instruction]) -> list[int]:
+    """Which instructions load from device memory, or multiply matrices."""
+    return [id(x) for x in body if x.loaded_bytes or _kind(x) == "multiply"]
 
 
 def _batches(round_: Sequence[Instruction]) -> list[Batch]:
