@@ -7,10 +7,10 @@
 // where Q has the same, and V's is undone when the output is written. SPLIT simdgroups share a head; they
 // add their parts of the scores through threadgroup memory.
 //
-// The context is cut into WALKS walks: of every WALKS strips of STRIPS * 8 keys, counted from position 0,
-// each takes one. A walk has a running softmax (Milakov & Gimelshein 2018, arXiv:1805.02867), and walks
-// are joined in order. WALKERS simdgroups walk side by side, one after another what is more, so that a
-// row's result does not depend on how many other rows its tile has.
+// The context is cut into walks, WALKS of a whole one and PART_WALKS of a part: of every so many strips of
+// STRIPS * 8 keys, counted from position 0, each takes one. A walk has a running softmax (Milakov & Gimelshein
+// 2018, arXiv:1805.02867), and walks are joined in order. WALKERS simdgroups walk side by side, one after
+// another what is more, so that a row's result does not depend on how many other rows its tile has.
 
 // The score of a key that a row does not see: its weight is 0 even where the largest score is LOWEST.
 constant constexpr float UNSEEN = -3.4e38f;
@@ -91,7 +91,7 @@ struct Part {
 // ---- kernel body
 // Template: T, C, O, dtypes of queries, pool and output; D and DV, sizes of keys and values; LATENT, whether
 // values are the first elements of keys; SCALED, whether the pool holds codes; CAPPED, whether scores have
-// a soft cap; PARTIAL, whether contexts are split; ROW_GROUPS, SPLIT, WALKS, WALKERS, STRIPS.
+// a soft cap; PARTIAL, whether contexts are split; ROW_GROUPS, SPLIT, WALKS, PART_WALKS, WALKERS, STRIPS.
 // Grid: (32 * ROW_GROUPS * WALKERS * SPLIT * tiles, Hkv).
 typedef Fragments<C> Of;
 typedef typename Of::Element M;
@@ -171,14 +171,15 @@ const Context context(
     key_pool_shape,
     kv_head,
     block_tables + ulong(listed ? tile.table : tile.request) * uint(block_tables_shape[1]));
-const int first_strip = first / KEYS / WALKS * WALKS;
-const int rounds = end > first ? ((end - 1) / KEYS - first_strip) / WALKS + 1 : 0;
+const int walks = PARTIAL && tile.parts > 1 ? PART_WALKS : WALKS;  // a power of two
+const int first_strip = first / KEYS & -walks;
+const int strips = end > first ? (end - 1) / KEYS - first_strip + 1 : 0;
 Sums acc[VM];
 float row_top;  // of this lane's packed row, as `acc` is
 float row_total;
 int turn = 0;  // of the two halves of `exchanged`
-for (int lap = 0; lap < WALKS / WALKERS; lap++) {
-    const int walk = lap * WALKERS + walker;
+for (int lap = 0; lap < walks; lap += WALKERS) {
+    const int walk = lap + walker;
     // A sink is a key of weight without value; one walk starts from it. Sums are of this lane's keys.
     float top[2];
     float total[2];
@@ -189,8 +190,8 @@ for (int lap = 0; lap < WALKS / WALKERS; lap++) {
     UNROLLED for (int m = 0; m < VM; m++) {
         acc[m] = metal::make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     }
-    for (int round = 0; round < rounds; round++) {
-        const int base = (first_strip + round * WALKS + walk) * KEYS;
+    for (int strip = lap; strip < strips; strip += walks) {
+        const int base = (first_strip + strip + walker) * KEYS;
         uint4 keys[STRIPS][Keys::CHUNKS];
         uint4 values[STRIPS][Values::CHUNKS];
         typename Of::Pair rotated[STRIPS];
@@ -306,7 +307,7 @@ for (int lap = 0; lap < WALKS / WALKERS; lap++) {
                     }
                 }
             }
-            if (walk < WALKS - 1) {
+            if (walk < walks - 1) {
                 before[0] = row_top;
                 before[1] = row_total;
                 UNROLLED for (int m = 0; m < VM; m++) {

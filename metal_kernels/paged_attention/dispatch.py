@@ -40,6 +40,7 @@ class Dispatch:
     #: What reads beginnings that these rows have in common, and leaves parts of their results;
     #: `splits` of the dispatch itself names them.
     shared: Dispatch | None = None
+    wide: bool = False  # of decode: whether threadgroups have 512 threads, not 256
 
     @property
     def launches(self) -> tuple[Dispatch, ...]:

@@ -143,7 +143,7 @@ def _launch(
     queries, key_pool = buffers[:2]
     shape, split = plan.shape, dispatch.part_rows > 0
     kernel, tiling, simdgroups = (_of_decode if dispatch.decode else _of_prefill)(
-        shape, dispatch.rows, queries.dtype, key_pool.dtype
+        shape, dispatch, queries.dtype, key_pool.dtype
     )
     template = [
         ("T", queries.dtype),
@@ -196,22 +196,29 @@ def _join(
 _Tiling = tuple[Callable[..., list[mx.array]], dict[str, int], int]
 
 
-def _of_decode(shape: AttentionShape, rows: int, dtype: mx.Dtype, cache_dtype: mx.Dtype) -> _Tiling:
-    """The decode kernel, its template for tiles of `rows`, and simdgroups of a threadgroup.
+def _of_decode(
+    shape: AttentionShape, dispatch: Dispatch, dtype: mx.Dtype, cache_dtype: mx.Dtype
+) -> _Tiling:
+    """The decode kernel, its template for tiles of the dispatch, and simdgroups of a threadgroup.
 
     A simdgroup has 64 elements of a head, which fill its registers, or 96 of two bytes. The walks
-    of a context depend on the layer alone, and so does what a row's result is rounded to.
+    of a context depend on the layer alone and on whether it is whole, and so does what a row's
+    result is rounded to. A part's are as many as 256 threads have room for. Those of a whole one
+    are twice as many, for 512 threads: where joins, which follow one another, do not take what
+    shorter walks save, and threadgroup memory has room for them.
     """
     widest = 96 if cache_dtype.size == 2 and shape.head_size <= 192 else 64
     both_fit = shape.latent or cache_dtype.size == 2  # what a key has more than a value, too
     parts = -(-(shape.value_size if both_fit else shape.head_size) // widest)
-    walks, row_groups = _side_by_side(parts), rows // 8
-    walkers = _side_by_side(row_groups * parts)
+    of_parts, row_groups = _side_by_side(parts), dispatch.rows // 8
+    walks = of_parts if 8 in (of_parts, parts) else 2 * of_parts
+    walkers = walks if dispatch.wide else _side_by_side(row_groups * parts)
     strips = 2 if shape.latent and cache_dtype.size == 1 else 1  # so few bytes have a key and value
     tiling = {
         "ROW_GROUPS": row_groups,
         "SPLIT": parts,
         "WALKS": walks,
+        "PART_WALKS": of_parts,
         "WALKERS": walkers,
         "STRIPS": strips,
     }
@@ -224,15 +231,15 @@ def _side_by_side(simdgroups: int) -> int:
 
 
 def _of_prefill(
-    shape: AttentionShape, rows: int, dtype: mx.Dtype, cache_dtype: mx.Dtype
+    shape: AttentionShape, dispatch: Dispatch, dtype: mx.Dtype, cache_dtype: mx.Dtype
 ) -> _Tiling:
-    """The prefill kernel, its template for tiles of `rows`, and simdgroups of a threadgroup.
+    """The prefill kernel, its template for tiles of the dispatch, and simdgroups of a threadgroup.
 
     Registers hold 128 elements of a row's head, or a little more. For tiles of
     AttentionShape.tile_rows, a threadgroup then has 256 threads at most. Rows of K or V staged at
     once fit 32 KB of threadgroup memory with their scores.
     """
-    row_groups, size = rows // 8, shape.head_size
+    row_groups, size = dispatch.rows // 8, shape.head_size
     parts = 1 if size <= 128 else 2 if size <= 256 else 4
     keys = 32 if size <= 128 else 16 if size <= 256 or dtype.size == 2 else 8
     tiling = {"ROW_GROUPS": row_groups, "SPLIT": parts, "KEYS": keys}

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -16,7 +16,7 @@ from metal_kernels.paged_attention.pieces import Batch, output_order
 from metal_kernels.paged_attention.shape import AttentionShape
 from metal_kernels.paged_attention.shared import beginnings
 from metal_kernels.paged_attention.splits import DEFAULT, MOST_FIXED_ROWS, Splits
-from metal_kernels.paged_attention.tiles import NO_WINDOW, Tiles, power_of_two
+from metal_kernels.paged_attention.tiles import NO_WINDOW, WIDE_ROWS, Tiles, power_of_two
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class AttentionPlan:
         return sum(launch.work for dispatch in self.dispatches for launch in dispatch.launches)
 
     @property
-    def pipelines(self) -> tuple[tuple[bool, int, bool], ...]:
-        """What dispatches launch: kernel, rows, whether in parts."""
+    def pipelines(self) -> tuple[tuple[bool, int, bool, bool], ...]:
+        """What dispatches launch: kernel, rows, whether in parts, whether in 512 threads."""
         launches = (launch for dispatch in self.dispatches for launch in dispatch.launches)
-        return tuple((x.decode, x.rows, x.part_rows > 0) for x in launches)
+        return tuple((x.decode, x.rows, x.part_rows > 0, x.wide) for x in launches)
 
 
 def plan(
@@ -100,7 +100,11 @@ def plan(
             common = None
             if decode and block_size is not None and splits.fixed is None:
                 common = beginnings(batch, piece, rows, tiles, block_tables, block_size)
-            dispatches.append(dispatch_of(decode, rows, batch, piece, may_split, common))
+            made = dispatch_of(decode, rows, batch, piece, may_split, common)
+            if tiles.wide and decode and rows == WIDE_ROWS and not made.part_rows:
+                most = made.num_tiles * shape.num_kv_heads
+                made = replace(made, wide=splits.has_room_for_wide(most))
+            dispatches.append(made)
             pieces.append(piece)
     width = power_of_two(max(block_tables.shape[1], MIN_ELEMENTS))
     table = np.zeros((len(seq_lens), width), np.int32)

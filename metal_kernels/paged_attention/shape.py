@@ -48,6 +48,15 @@ class AttentionShape:
         return 32 if size <= 128 else 16 if size <= 256 else 8
 
     @property
+    def may_be_wide(self) -> bool:
+        """Whether short contexts may be walked by threadgroups of 512 threads.
+
+        Smaller heads have eight walks in 256, and larger ones eight simdgroups a walk, whose joins
+        threadgroup memory has no room for.
+        """
+        return 64 < self.head_size <= 256
+
+    @property
     def tile_rows(self) -> int:
         """Packed rows of the prefill kernel's largest tile.
 

@@ -75,6 +75,13 @@ class Splits:
         """
         return Splits(fixed=fixed) if cores is None else Splits(slots=3 * cores, fixed=fixed)
 
+    def has_room_for_wide(self, num_tiles: int) -> bool:
+        """Whether threadgroups of 512 threads for so many tiles are all under way at once.
+
+        With more of them, smaller ones hide each other's waits better.
+        """
+        return 2 * num_tiles <= self.slots
+
     def walkers(self, num_rows: int, most_parts: int, value_size: int) -> int:
         """Simdgroups that walk a row's parts in a reduction: 1, 2, 4 or 8. No result depends on it.
 

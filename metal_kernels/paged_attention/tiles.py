@@ -12,6 +12,7 @@ from metal_kernels.paged_attention.splits import WHOLE
 
 NO_WINDOW = 2**31 - 1
 STRIP = 4  # the context of a tile starts at a multiple
+WIDE_ROWS = 8  # of tiles that may have 512 threads
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Tiles:
     #: Keys that sharing a beginning has to save, at least: its length times the tiles that need not
     #: read it. None: none is shared.
     shared: int | None = LEAST_SAVED
+    #: Whether decode's smallest may have 512 threads, where contexts are whole and few.
+    wide: bool = False
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
@@ -42,7 +45,8 @@ class Tiles:
             else:
                 prefill.add(min(shape.tile_rows, rows))
         longest = (window or NO_WINDOW) + shape.tile_rows + STRIP  # keys that a tile may see
-        return Tiles(tuple(sorted(decode)), tuple(sorted(prefill)), longest > WHOLE)
+        sizes = tuple(sorted(decode)), tuple(sorted(prefill))
+        return Tiles(*sizes, longest > WHOLE, wide=shape.may_be_wide and WIDE_ROWS in decode)
 
     def only(self, decode: bool, rows: int) -> Tiles:
         """This size alone, which then serves all rows."""

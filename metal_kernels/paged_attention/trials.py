@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from metal_kernels.paged_attention.plan import AttentionPlan, plan
 from metal_kernels.paged_attention.shape import AttentionShape
 from metal_kernels.paged_attention.splits import ALWAYS, WHOLE
-from metal_kernels.paged_attention.tiles import STRIP, Tiles
+from metal_kernels.paged_attention.tiles import STRIP, WIDE_ROWS, Tiles
 
 
 def trials(shape: AttentionShape, window: int | None, tiles: Tiles) -> Iterator[AttentionPlan]:
@@ -18,15 +19,17 @@ def trials(shape: AttentionShape, window: int | None, tiles: Tiles) -> Iterator[
 
     All are of one request, of up to tiles.prefill[-1] rows, over block 0 alone.
     """
-    kinds = [(True, rows) for rows in tiles.decode] + [(False, rows) for rows in tiles.prefill]
-    for decode, rows in kinds:
+    kinds = [(True, rows, False) for rows in tiles.decode]
+    kinds += [(True, WIDE_ROWS, True)] if tiles.wide else []
+    kinds += [(False, rows, False) for rows in tiles.prefill]
+    for decode, rows, wide in kinds:
         # Query rows that fill a tile. A tile of less than one query row may reach into the next,
         # and so see one key more.
         queries = [rows // shape.group] if rows >= shape.group else [1, 2]
         # The shortest context that is split, and one that is split in a window: its first key is
         # rounded down to a strip, so one of four contexts is longest.
         lengths = [queries[0]] + (
-            [WHOLE + 1, *(2 * WHOLE + k for k in range(STRIP))] if tiles.split else []
+            [WHOLE + 1, *(2 * WHOLE + k for k in range(STRIP))] if tiles.split and not wide else []
         )
         made = {
             trial.pipelines: trial
@@ -37,7 +40,7 @@ def trials(shape: AttentionShape, window: int | None, tiles: Tiles) -> Iterator[
                     np.zeros((1, -(-(query + length) // 16)), np.int32),
                     shape,
                     window,
-                    tiles.only(decode, rows),
+                    replace(tiles.only(decode, rows), wide=wide),
                     splits=ALWAYS,
                 )
                 for query in queries

@@ -5,8 +5,8 @@
 
 Reads {"cases": [...], "done": [...]}, where `done` has the outcomes of processes before this one.
 Prints one JSON object a line. Before each check: {"case": index, "running": kernel, "rows": of a
-tile or null}, which tells a parent that must kill this process which check hung. After it: the
-outcome.
+tile or null, "wide": whether in 512 threads}, which tells a parent that must kill this process
+which check hung. After it: the outcome.
 """
 
 import argparse
@@ -33,7 +33,8 @@ def main() -> None:
     for index, fields in enumerate(request["cases"]):
         case = Case.from_json(fields)
         while (check := next_check(case, outcomes)) is not None:
-            running = {"case": index, "running": check.kernel, "rows": check.rows}
+            of_tile = {"rows": check.rows, "wide": check.wide}
+            running = {"case": index, "running": check.kernel, **of_tile}
             print(json.dumps(running), flush=True)
             outcomes.append(check_kernel(case, check, args.steps, usable(case, outcomes)))
             print(json.dumps(outcomes[-1].to_json()), flush=True)

@@ -149,9 +149,11 @@ class Check(NamedTuple):
 
     kernel: str  # of KERNELS or CHOICES
     rows: int | None = None  # packed rows of a tile; None: the kernel has none
+    wide: bool = False  # of decode: whether threadgroups have 512 threads
 
     def __str__(self) -> str:
-        return self.kernel if self.rows is None else f"{self.kernel} of {self.rows} rows"
+        size = "" if self.rows is None else f" of {self.rows} rows"
+        return self.kernel + size + (" in 512 threads" if self.wide else "")
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,7 @@ class Outcome:
     tolerance: float | None = None  # that element's; both None where nothing was computed
     seconds: float = 0.0  # compiling included
     rows: int | None = None  # packed rows of the tile that was checked; None: the kernel has none
+    wide: bool = False  # as of its check
     log: str = ""  # an exception's whole message, of which `detail` is a line
     #: For one of CHOICES: by way, then call, median seconds. Empty: nothing was timed.
     times: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -175,7 +178,7 @@ class Outcome:
 
     @property
     def check(self) -> Check:
-        return Check(self.kernel, self.rows)
+        return Check(self.kernel, self.rows, self.wide)
 
     def gain(self, way: str) -> float:
         """Time of the first way over that of `way`: the geometric mean over the calls."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 
 from metal_kernels.paged_attention import Tiles
+from metal_kernels.paged_attention.tiles import WIDE_ROWS
 from metal_kernels.selfcheck import contiguous, state_timing, states, timing
 from metal_kernels.selfcheck.case import CHOICES, KERNELS, Case, Check, Outcome, StateKind
 from metal_kernels.selfcheck.findings import findings
@@ -35,6 +36,8 @@ def checks(case: Case) -> list[Check]:
             continue
         if kernel in ("decode", "prefill"):
             found += [Check(kernel, rows) for rows in getattr(sizes, kernel)]
+            if kernel == "decode" and sizes.wide:
+                found.append(Check(kernel, WIDE_ROWS, True))
         elif kernel != "reduce" or sizes.split:
             found.append(Check(kernel))
     return found + [Check(choice) for choice in CHOICES if choice in wanted]
@@ -45,7 +48,8 @@ def next_check(case: Case, outcomes: Iterable[Outcome]) -> Check | None:
 
     Where kv_write failed, nothing else is checked, as it would fail for that reason. `reduce` joins
     the results of decode or prefill, and `graph` has them in a graph, so both are checked only if
-    one of their tiles passed. A choice is left where one of the ways does not work.
+    one of their tiles passed. So is a tile in 512 threads only if it passed in fewer. A choice is
+    left where one of the ways does not work.
     """
     ours = {outcome.check: outcome.ok for outcome in outcomes if outcome.case == case}
     if ours.get(Check("kv_write"), True) is False:
@@ -55,6 +59,8 @@ def next_check(case: Case, outcomes: Iterable[Outcome]) -> Check | None:
             continue
         tiles = usable(case, outcomes)
         attends = bool(tiles.decode or tiles.prefill)
+        if check.wide and not ours.get(check._replace(wide=False)):
+            continue
         if check.kernel == "recurrence_way":
             if ours.get(Check("recurrence")):
                 return check
@@ -76,6 +82,7 @@ def usable(case: Case, outcomes: Iterable[Outcome]) -> Tiles:
         tuple(rows for rows in sizes.decode if Check("decode", rows) in passed),
         tuple(rows for rows in sizes.prefill if Check("prefill", rows) in passed),
         Check("reduce") in passed,
+        wide=Check("decode", WIDE_ROWS, True) in passed,
     )
 
 
@@ -120,7 +127,8 @@ def check_kernel(
         detail, log = _first_error(failure), str(failure)
     seconds = round(time.perf_counter() - start, 3)
     return Outcome(
-        *(check.kernel, case, not detail, detail, error, tolerance, seconds, check.rows, log),
+        *(check.kernel, case, not detail, detail, error, tolerance, seconds),
+        *(check.rows, check.wide, log),
         times=times,
         shares=shares,
     )

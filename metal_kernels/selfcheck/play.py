@@ -271,7 +271,7 @@ def _tiles(check: Check, tiles: Tiles) -> Iterator[Tiles]:
         sizes = [(check.kernel == "decode", check.rows or 0)]
     split = check.kernel == "reduce"
     for decode, rows in itertools.cycle(sizes):
-        yield replace(tiles.only(decode, rows), split=split, shared=0)
+        yield replace(tiles.only(decode, rows), split=split, shared=0, wide=check.wide)
 
 
 def _splits(check: Check, tiles: Tiles) -> Iterator[Splits]:

@@ -109,6 +109,7 @@ def test_no_step_asks_for_what_was_not_compiled(layers, pool_dtype, steps, fewer
             serve(kv_cache_type, layer, mx.float16, pool_dtype, steps)
     assert recorder.pipelines - compiled == set()
     assert {"kv_write", "kv_blocks"} <= {pipeline.kernel for pipeline in compiled}
+    assert recorder.threads.pop("decode", 0) <= 512
     assert max(recorder.threads.values()) <= 256
 
 
@@ -161,9 +162,10 @@ def test_nothing_is_compiled_that_no_step_asks_for():
         compiled, recorder.pipelines = recorder.pipelines, set()
         queries = (2, 4, 8, 16)  # packed rows 8 to 64, the sizes of tiles
         steps = [[(before, rows)] for before in (0, MOST) for rows in queries]
+        steps.append([(0, 2)] * 40)  # more tiles than go by 512 threads
         serve(KernelKVCache, layer, mx.float16, mx.float16, steps)
     assert recorder.pipelines == compiled
-    assert len(compiled) == 2 * len(queries) + 4  # reduce, write, copy and clear
+    assert len(compiled) == 2 * len(queries) + 5  # in 512 threads; reduce, write, copy and clear
 
 
 @pytest.mark.parametrize(
@@ -227,6 +229,8 @@ SERVED = {
     "gemma 4 E4B": ([(8, 2, 256, 512), (8, 2, 512, None)], 20),
 }
 LATENTS_SINCE = 3
+#: Heads of 80 to 256 elements, whose short contexts go by 512 threads where they are few.
+WIDE_SINCE = 1
 
 
 @valuewise(model=list(SERVED), pool_dtype=[BF16, mx.uint8])
@@ -240,6 +244,7 @@ def test_no_more_is_compiled_than_when_decode_and_prefill_shared_the_sizes(model
     with kernel.using(recorder.metal_kernel):
         compile_kernels(KernelKVCache, layers, BF16, pool_dtype, BLOCK_SIZE)
     most += 2 * (pool_dtype == mx.uint8) + LATENTS_SINCE * (model == "deepseek_v3")
+    most += WIDE_SINCE * any(64 < kind[2] <= 256 for kind in kinds)
     assert len(recorder.pipelines) <= most
 
 
@@ -248,7 +253,7 @@ def test_it_says_how_far_it_is(capsys: pytest.CaptureFixture[str]):
     with kernel.using(Recorder().metal_kernel):
         compile_kernels(KernelKVCache, [layer], mx.float16, mx.float16, BLOCK_SIZE)
     assert "Compiling Metal kernels: 100%" in (said := capsys.readouterr().err)
-    assert "8/8" in said  # four sizes of tiles, in parts and not
+    assert "9/9" in said  # four sizes of tiles, in parts and not, and one in 512 threads
 
 
 def test_a_region_without_kernels_has_nothing_to_compile(capsys: pytest.CaptureFixture[str]):

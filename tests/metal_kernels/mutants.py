@@ -91,7 +91,7 @@ _FAULTS: _Faults = {
         ("fence written for every K/V head", " && thread_position_in_grid.y == 0", ""),
     ],
     (DECODE, "decode", UNWRITTEN): [
-        ("first walk not kept", "if (walk < WALKS - 1) {", "if (walk > 0 && walk < WALKS - 1) {"),
+        ("first walk not kept", "if (walk < walks - 1) {", "if (walk > 0 && walk < walks - 1) {"),
     ],
     (DECODE, "decode", BOUNDS): [
         ("packed rows past the last", "metal::min(in_tile, tile.packed_count - 1)", "in_tile"),
@@ -113,8 +113,8 @@ _FAULTS: _Faults = {
         ("weight of keys that no row sees", "value = seen ? value : UNSEEN;", ""),
         ("one key past the range", "place.row, first, end - 1)", "place.row, first, end)"),
         ("one key for all of a strip", "clamp(base + s * 8 + place.row,", "clamp(base + s * 8,"),
-        ("walks overlap", "round * WALKS + walk)", "round + walk)"),
-        ("one round too few", "first_strip) / WALKS + 1 : 0", "first_strip) / WALKS : 0"),
+        ("walks overlap", "first_strip + strip + walker)", "first_strip + strip)"),
+        ("one round too few", "strip < strips;", "strip < strips - walks;"),
         ("half of acc not rescaled", "acc[m].thread_elements()[1] *= factor;", ""),
         ("total not rescaled", "total[e] *= rescale[e];", ""),
         (
@@ -191,7 +191,7 @@ _FAULTS: _Faults = {
     ],
     (DECODE, "verify", WRONG): [
         ("rows of the first group for all", "row_group * 8 + place.column + e", "place.column + e"),
-        ("laps overlap", "lap * WALKERS + walker", "lap + walker"),
+        ("laps overlap", "int strip = lap;", "int strip = 0;"),
     ],
     (DECODE, "verify", RACE): [
         (

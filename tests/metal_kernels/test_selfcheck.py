@@ -358,6 +358,28 @@ def test_attention_of_mlx_that_is_wrong_costs_itself(wrong, monkeypatch):
     assert "expected" in failed[0].detail
 
 
+def test_more_threads_than_a_pipeline_takes_cost_themselves():
+    """Where Apple's compiler needs more registers than the proxy: MLX raises."""
+    case = replace(
+        PLAIN, shape=AttentionShape(4, 1, 128, 128), kernels=("kv_write", "decode", "reduce")
+    )
+
+    def around(name, run, call):
+        if (threads := call["threadgroup"][0]) > 384:
+            raise ValueError(f"Thread group size ({threads}) is greater than the maximum")
+        return run(**call)
+
+    with kernel.using(wrapped(around)):
+        outcomes = check(case, STEPS)
+    (failed,) = [outcome for outcome in outcomes if not outcome.ok]
+    assert failed.check == Check("decode", 8, True)
+    assert str(failed.check) == "decode of 8 rows in 512 threads"
+    assert Outcome.from_json(json.loads(json.dumps(failed.to_json()))) == failed
+    whole = Tiles.for_layer(case.shape)
+    assert whole.wide
+    assert usable(case, outcomes) == replace(whole, prefill=(), wide=False)
+
+
 def test_a_tile_that_is_wrong_costs_itself():
     case = replace(PLAIN, kernels=("kv_write", "decode", "prefill", "reduce"))
 
@@ -476,9 +498,9 @@ def test_the_process_says_what_it_runs_and_how_it_went():
     ).stdout.splitlines()
     messages = [json.loads(line) for line in lines]
     assert messages[::2] == [
-        {"case": 0, "running": "kv_write", "rows": None},
-        {"case": 0, "running": "kv_gather", "rows": None},
-        {"case": 1, "running": "kv_write", "rows": None},
+        {"case": 0, "running": "kv_write", "rows": None, "wide": False},
+        {"case": 0, "running": "kv_gather", "rows": None, "wide": False},
+        {"case": 1, "running": "kv_write", "rows": None, "wide": False},
     ]
     outcomes = [Outcome.from_json(message) for message in messages[1::2]]
     assert all(outcome.ok for outcome in outcomes)

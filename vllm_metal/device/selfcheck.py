@@ -91,7 +91,9 @@ def outcomes(
             try:
                 while (message := child.message(time_limit)) is not None:
                     if "running" in message:
-                        check = Check(message["running"], message.get("rows"))
+                        check = Check(
+                            message["running"], message.get("rows"), message.get("wide", False)
+                        )
                         began, running = True, (wanted[message["case"]], check)
                         tell(f"checking the kernel {check}, {_left(wanted, found) - 1} more to go")
                         continue
@@ -106,7 +108,7 @@ def outcomes(
             except TookTooLong:
                 ended, end = child.ended(None), f"did not end within {time_limit:g} s"
         (case, check), log = running, "\n".join(ended.lines[-_SAID_LINES:])
-        stopped = Outcome(check.kernel, case, False, end, rows=check.rows, log=log)
+        stopped = Outcome(check.kernel, case, False, end, rows=check.rows, wide=check.wide, log=log)
         found.append(stopped)
         if record is not None and began:
             record.add_outcome(stopped)

@@ -251,8 +251,8 @@ def test_what_a_plan_launches_is_tried_and_checked_before_it_serves(requests, sh
     made = plan(starts, lens, table, shape, window, splits=Splits(fixed=fixed))
     assert set(made.pipelines) <= tried(shape, window)
     checked = checks(Case(shape, mx.float16, mx.float16, 16, window))
-    for decode, rows, in_parts in made.pipelines:
-        assert Check("decode" if decode else "prefill", rows) in checked
+    for decode, rows, in_parts, wide in made.pipelines:
+        assert Check("decode" if decode else "prefill", rows, wide) in checked
         assert not in_parts or Check("reduce") in checked
 
 

@@ -2,6 +2,7 @@
 """Parts end close together on GPUs of any size, or depend on their own request alone."""
 
 import heapq
+from dataclasses import replace
 
 import metal_interpreter
 import mlx.core as mx
@@ -161,6 +162,78 @@ def test_a_row_s_parts_are_joined_alike_by_any_number_of_simdgroups():
     for walkers in (2, 4, 8):
         np.testing.assert_array_equal(attend(0, walkers), wanted)
     np.testing.assert_array_equal(attend(1, 1), wanted[1:])
+
+
+FEW = {  # cores, requests, K/V heads, group; whether their tiles have 512 threads
+    "one stream on the smallest GPU": (8, [WHOLE], 8, 4, True),
+    "two of them": (8, [WHOLE, 9], 8, 4, False),
+    "four on a larger one": (40, [WHOLE] * 4, 8, 4, True),
+    "many": (40, [WHOLE] * 16, 8, 4, False),
+    "tiles of 16 rows": (40, [WHOLE], 8, 16, False),
+    "a long one in parts": (40, [4096], 8, 4, False),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_few_short_contexts_are_walked_by_more_threads(name):
+    """Of 32 to 64 keys a round: which ones says their number and the GPU's size alone."""
+    cores, lens, heads, group, wide = FEW[name]
+    splits = Splits.of_gpu(cores)
+    (dispatch,) = decode_plan(lens, heads, group, splits=splits).dispatches
+    assert dispatch.wide == wide
+    tiles = replace(Tiles.for_layer(AttentionShape(group * heads, heads, 128, 128)), wide=False)
+    (dispatch,) = decode_plan(lens, heads, group, splits=splits, tiles=tiles).dispatches
+    assert not dispatch.wide
+
+
+@pytest.mark.parametrize(("size", "value_size"), [(64, 64), (512, 512), (576, 512)])
+def test_other_heads_have_no_room_for_more(size, value_size):
+    assert not Tiles.for_layer(AttentionShape(8, 1, size, value_size)).wide
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "rounds"),
+    [
+        (AttentionShape(2, 1, 128, 128), mx.float16, {64: (2, 1), 128: (4, 2), 256: (8, 4)}),
+        pytest.param(
+            AttentionShape(4, 1, 256, 256),
+            mx.bfloat16,
+            {64: (4, 2), 128: (8, 4), 256: (16, 8)},
+            marks=pytest.mark.more,
+        ),
+    ],
+    ids=str,
+)
+def test_more_threads_take_half_the_rounds_and_give_the_same_bits(shape, dtype, rounds):
+    requests = [(length - 1, 1) for length in (1, 33, 64, 128, 150, WHOLE)]
+    batch = make_batch(np.random.default_rng(0), requests, shape, dtype)
+    pools = batch.key_pool, batch.value_pool, mx.zeros(8, mx.uint32), 0.1
+    threads, keys = {}, {}
+
+    def attend(slots):
+        def metal_kernel(name, **text):
+            def run(**call):
+                threads[slots], given = call["threadgroup"][0], dict(call["template"])
+                keys[slots] = 8 * given["STRIPS"] * given["WALKERS"]  # of a round of all walkers
+                return compiled(**call)
+
+            compiled = metal_interpreter.metal_kernel(name, **text)
+            return run
+
+        starts = np.arange(len(requests) + 1, dtype=np.int32)
+        made = plan(starts, batch.seq_lens, batch.tables, shape, splits=Splits(slots=slots))
+        with kernel.using(metal_kernel):
+            out, _ = paged_attention.run(made, batch.queries, *pools)
+        return np.array(out.astype(mx.float32))
+
+    narrow, wide = attend(1), attend(100)
+    assert threads == {1: 256, 100: 512}
+    found = {n: (-(-n // keys[1]), -(-n // keys[100])) for n in rounds}
+    assert found == rounds
+    np.testing.assert_array_equal(narrow, wide)
+    np.testing.assert_allclose(
+        wide, expected(batch, 0.1), atol=2e-2 if dtype == mx.bfloat16 else 2e-3
+    )
 
 
 def parts_of(made, request):
