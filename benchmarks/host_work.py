@@ -5,8 +5,8 @@
 
 FOLDER is a checkout of the other commit, `git worktree add FOLDER COMMIT` say. For models of so
 many layers of Llama: operations that MLX creates and walks to in the model's forward; dispatches
-and command buffers, see tests/dispatches.py; and bytes of kernels' text, which MLX hashes at each
-dispatch of theirs. To be told of errors takes one command buffer more where `one more` says so.
+and command buffers, see tests/dispatches.py; bytes of kernels' text, which MLX hashes at each
+dispatch of theirs; and buffers that it binds to them. To be told of errors takes one command buffer more where `one more` says so.
 """
 
 from __future__ import annotations
@@ -32,24 +32,30 @@ COLUMNS = {
     **{f"buffers of {limit}": f"command buffers of {limit}" for limit in LIMITS},
     "one more": "one more, for errors",
     "bytes": "bytes hashed",
+    "bound": "buffers bound to kernels",
 }
 
 
 @contextmanager
-def counted_text() -> Iterator[list[int]]:
-    """Gets the length of the text of each kernel that is called."""
+def counted_kernels() -> Iterator[list[tuple[int, int]]]:
+    """Gets the length of the text of each kernel that is called, and how many buffers it has.
+
+    MLX binds a buffer more for the shape of an input, where the text mentions it.
+    """
     from metal_kernels.kernel import Kernel
 
-    lengths: list[int] = []
+    found: list[tuple[int, int]] = []
     call = Kernel.__call__
 
     def noted(kernel: Kernel, **options: Any) -> Any:
-        lengths.append(len(kernel.header) + len(kernel.body))
+        shapes = sum(f"{name}_shape" in kernel.body for name in kernel.input_names)
+        bound = len(kernel.input_names) + len(kernel.output_names) + shapes
+        found.append((len(kernel.header) + len(kernel.body), bound))
         return call(kernel, **options)
 
     Kernel.__call__ = noted  # type: ignore[method-assign]
     try:
-        yield lengths
+        yield found
     finally:
         Kernel.__call__ = call  # type: ignore[method-assign]
 
@@ -60,7 +66,7 @@ def count(layers: int) -> dict[str, int | str]:
 
     from tests import dispatches
 
-    with counted_text() as lengths:
+    with counted_kernels() as called:
         graph = dispatches.graph_of("llama", layers)
     step = dispatches.dispatches(graph)
     opaque = sum(operation.opaque for operation in graph.operations)
@@ -71,7 +77,8 @@ def count(layers: int) -> dict[str, int | str]:
         "dispatches": step,
         **{f"buffers of {limit}": math.ceil(step / limit) for limit in LIMITS},
         "one more": "where the device is slower" if early else "always",
-        "bytes": sum(lengths),
+        "bytes": sum(length for length, _ in called),
+        "bound": sum(bound for _, bound in called),
         "kernels": opaque,
     }
 

@@ -120,16 +120,15 @@ if (tile.packed_count == 0) {
     return;  // the whole threadgroup: no tile, but room for one
 }
 const device Request& request = ((const device Request*)requests)[tile.request];
-const device Bounds& limits = *(const device Bounds*)bounds;
-const device Scoring& factors = *(const device Scoring*)scoring;
+const device Scoring& settings = *(const device Scoring*)scoring;
 const int num_heads = queries_shape[1];
 const int group = num_heads / key_pool_shape[0];
-const int window = limits.window;
-const float scale = factors.scale * unit<C>();
-const float cap = factors.cap;
+const int window = settings.window;
+const float scale = settings.scale * unit<C>();
+const float cap = settings.cap;
 // Rows of several requests, which share what they read: each has a Request of its own, and all leave
 // parts. Sinks are counted where each reads the rest.
-const bool listed = PARTIAL && limits.listed != 0;
+const bool listed = PARTIAL && settings.listed != 0;
 const int part = simdgroup % SPLIT;
 const int walker = simdgroup / SPLIT % WALKERS;
 const int row_group = simdgroup / (SPLIT * WALKERS);

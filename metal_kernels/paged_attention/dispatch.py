@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,7 +31,7 @@ class Dispatch:
     part_rows: int  # of all parts of split contexts; as `num_tiles`, and 0: none is split
     requests: mx.array  # [max(R or n, 2), 4] int32, Request
     tiles: mx.array  # [N, 8] int32, Tile
-    bounds: mx.array  # [8] int32, Bounds
+    window: int  # positions that a query sees, itself included
     splits: mx.array | None  # [max(n, 2), 4] int32, struct Row of reduce.metal; None: none is split
     walkers: int  # simdgroups that join a row's parts; 0: none is split
     #: FLOPs; MOST_WORK at most, with those of `shared`, unless a tile or query row takes more.
@@ -40,6 +39,7 @@ class Dispatch:
     #: What reads beginnings that these rows have in common, and leaves parts of their results;
     #: `splits` of the dispatch itself names them.
     shared: Dispatch | None = None
+    listed: bool = False  # whether `requests` has one for each query row
     wide: bool = False  # of decode: whether threadgroups have 512 threads, not 256
 
     @property
@@ -102,7 +102,7 @@ def dispatch_of(
         part_rows=0 if joined is None else max(stable(part_rows), MIN_ELEMENTS // 2),
         requests=mx.array(requests) if batch.shift is None else mx.array(requests) - batch.shift,
         tiles=mx.array(tiles),
-        bounds=_bounds(batch.window),
+        window=batch.window,
         splits=None if joined is None else mx.array(joined),
         walkers=walkers,
         work=shape.work(rows, int(contexts.seen.sum())),
@@ -195,10 +195,11 @@ def _shared(
         part_rows=max(stable(int(of_row.sum())), MIN_ELEMENTS // 2),
         requests=mx.array(requests),
         tiles=mx.array(tiles),
-        bounds=_bounds(batch.window, listed=True),
+        window=batch.window,
         splits=None,
         walkers=0,
         work=shape.work(rows, int(keys.sum())),
+        listed=True,
     )
 
 
@@ -260,10 +261,3 @@ def _tiles(
     order = longest.argsort(kind="stable") if before is None else np.lexsort((before, longest))
     made[:] = made[order]
     return tiles
-
-
-@functools.lru_cache(maxsize=64)
-def _bounds(window: int, listed: bool = False) -> mx.array:
-    bounds = np.zeros(MIN_ELEMENTS, np.int32)
-    bounds[:2] = window, listed
-    return mx.array(bounds)

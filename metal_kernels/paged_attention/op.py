@@ -44,7 +44,6 @@ _INPUTS = (
     "block_tables",
     "requests",
     "tiles",
-    "bounds",
     "scoring",
     "sinks",
     "after",
@@ -97,7 +96,6 @@ def run(
         ValueError: an argument is not of the shape or dtype said here.
     """
     _check(plan, queries, key_pool, value_pool, sinks, key_scales, value_scales)
-    scoring = _scoring(scale, softcap)
     sinks = _no_sinks(queries.shape[1]) if sinks is None else padded(sinks, fill=0)
     pools = [
         key_pool,
@@ -120,8 +118,7 @@ def run(
                 plan.block_tables,
                 launch.requests,
                 launch.tiles,
-                launch.bounds,
-                scoring,
+                _scoring(scale, softcap, launch.window, launch.listed),
                 sinks,
                 after,
             ]
@@ -247,11 +244,13 @@ def _of_prefill(
 
 
 @functools.lru_cache(maxsize=256)
-def _scoring(scale: float, softcap: float | None) -> mx.array:
-    """[8] float32: the struct Scoring of shared/attention.metal, padded."""
-    if softcap is None:
-        return mx.array([scale * _LOG2_E, *[0.0] * 7], mx.float32)
-    return mx.array([scale / softcap, softcap * _LOG2_E, *[0.0] * 6], mx.float32)
+def _scoring(scale: float, softcap: float | None, window: int, listed: bool) -> mx.array:
+    """[8] int32: the struct Scoring of shared/attention.metal, whose first two are floats."""
+    fields = np.zeros(MIN_ELEMENTS, np.int32)
+    capped = (scale * _LOG2_E, 0.0) if softcap is None else (scale / softcap, softcap * _LOG2_E)
+    fields[:2] = np.array(capped, np.float32).view(np.int32)
+    fields[2:4] = window, listed
+    return mx.array(fields)
 
 
 @functools.lru_cache(maxsize=64)

@@ -67,16 +67,15 @@ if (tile.packed_count == 0) {
     return;  // the whole threadgroup: no tile, but room for one
 }
 const device Request& request = ((const device Request*)requests)[tile.request];
-const device Bounds& limits = *(const device Bounds*)bounds;
-const device Scoring& factors = *(const device Scoring*)scoring;
+const device Scoring& settings = *(const device Scoring*)scoring;
 const int num_heads = queries_shape[1];
 const int group = num_heads / key_pool_shape[0];
 const int end = metal::min(tile.end, request.length);
-const int window = limits.window;
+const int window = settings.window;
 // The first key that a row of the tile may see.
 const int first =
     metal::max(tile.begin, request.first_position + tile.packed_begin / group - window + 1);
-const float cap = factors.cap;
+const float cap = settings.cap;
 const uint thread_index = simdgroup * 32 + lane;
 const int row_group = int(simdgroup) / SPLIT;
 const int part = int(simdgroup) % SPLIT;
@@ -95,8 +94,8 @@ Matrix acc[OM];
 const device T* query = queries + (ulong(request.first_row + row) * num_heads + head) * D;
 UNROLLED for (int m = 0; m < QM; m++) {
     const int d = part * (D / SPLIT) + m * 8 + place.column;
-    q[m].thread_elements()[0] = float(query[d]) * factors.scale;
-    q[m].thread_elements()[1] = float(query[d + 1]) * factors.scale;
+    q[m].thread_elements()[0] = float(query[d]) * settings.scale;
+    q[m].thread_elements()[1] = float(query[d + 1]) * settings.scale;
 }
 UNROLLED for (int m = 0; m < OM; m++) {
     acc[m] = metal::make_filled_simdgroup_matrix<float, 8, 8>(0.0f);

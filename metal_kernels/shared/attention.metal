@@ -30,18 +30,13 @@ struct Tile {
     int table;  // block table, where rows are listed; else that of the request
 };
 
-// What holds for all tiles of a dispatch.
-struct Bounds {
-    int window;  // positions a query sees, itself included
-    int listed;  // whether each query row has a Request of its own, and sees the tile's whole range
-    int unused[6];
-};
-
-// How dot products become scores.
+// What holds for all tiles of a dispatch: how dot products become scores, and which do.
 struct Scoring {
     float scale;  // on the queries, log2(e) or the cap's divisor included
     float cap;    // of tanh, in units of log2
-    float unused[6];
+    int window;   // positions a query sees, itself included
+    int listed;   // whether each query row has a Request of its own, and sees the tile's whole range
+    int unused[4];
 };
 
 inline float capped(float product, float cap) {

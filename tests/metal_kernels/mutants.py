@@ -276,7 +276,7 @@ _FAULTS: _Faults = {
         ("sink counted with a shared beginning", "tile.split == 0 && !listed", "tile.split == 0"),
         ("listed rows taken for one request's", "listed ? (&request)[row].first_row : ", ""),
         ("the first row for all that are listed", "(&request)[row].first", "request.first"),
-        ("rows of a request listed", "PARTIAL && limits.listed != 0", "PARTIAL"),
+        ("rows of a request listed", "PARTIAL && settings.listed != 0", "PARTIAL"),
         ("blocks of another request", "(listed ? tile.table : tile.request)", "(tile.request)"),
         ("blocks of the first request", "(listed ? tile.table : tile.request)", "(tile.table)"),
     ],

@@ -152,7 +152,7 @@ def seen_by_rows(made, tables, block_size):
     for dispatch in made.dispatches:
         joined = None if dispatch.splits is None else np.array(dispatch.splits).tolist()
         for launch in dispatch.launches:
-            listed = int(np.array(launch.bounds)[1])
+            listed = launch.listed
             described = np.array(launch.requests)
             written = set()
             for owner, begin, count, first, end, split, parts, table in np.array(launch.tiles):
