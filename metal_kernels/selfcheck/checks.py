@@ -78,11 +78,12 @@ def usable(case: Case, outcomes: Iterable[Outcome]) -> Tiles:
     """The tiles that passed. Contexts may be split if `reduce` passed."""
     passed = {outcome.check for outcome in outcomes if outcome.case == case and outcome.ok}
     sizes = Tiles.for_layer(case.shape, case.window)
+    wide = {Check("decode", WIDE_ROWS), Check("decode", WIDE_ROWS, True)}
     return Tiles(
         tuple(rows for rows in sizes.decode if Check("decode", rows) in passed),
         tuple(rows for rows in sizes.prefill if Check("prefill", rows) in passed),
         Check("reduce") in passed,
-        wide=Check("decode", WIDE_ROWS, True) in passed,
+        wide=wide <= passed,
     )
 
 

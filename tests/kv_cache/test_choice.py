@@ -67,7 +67,7 @@ def found_where(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Case, Check], 
 
     def results(cases, tell=None):
         return [
-            Outcome(one.kernel, case, not bad, REASON if bad else "", rows=one.rows)
+            Outcome(one.kernel, case, not bad, REASON if bad else "", rows=one.rows, wide=one.wide)
             for case in cases
             for one in checks(case)
             for bad in [fails(case, one)]
@@ -244,10 +244,11 @@ def test_what_was_not_checked_is_not_used(monkeypatch):
 
 WHOLE = Tiles.for_layer(SHAPE)
 FALLBACKS = {  # what fails: tiles that are left, whether blocks are moved, and graphs repeated
-    "one tile": (Check("prefill", 64), Tiles(WHOLE.decode, WHOLE.prefill[:-1], True), True, True),
+    "one tile": (Check("prefill", 64), replace(WHOLE, prefill=WHOLE.prefill[:-1]), True, True),
+    "512 threads": (Check("decode", 8, True), replace(WHOLE, wide=False), True, True),
     "decode": (Check("decode"), Tiles((), WHOLE.prefill, True), True, True),
-    "prefill": (Check("prefill"), Tiles(WHOLE.decode, (), True), True, True),
-    "reduce": (Check("reduce"), Tiles(WHOLE.decode, WHOLE.prefill, False), True, True),
+    "prefill": (Check("prefill"), replace(WHOLE, prefill=()), True, True),
+    "reduce": (Check("reduce"), replace(WHOLE, split=False), True, True),
     "kv_blocks": (Check("kv_blocks"), WHOLE, False, True),
     "graph": (Check("graph"), WHOLE, True, False),
 }
@@ -258,7 +259,8 @@ def test_what_fails_costs_itself_only(monkeypatch, warned, name):
     failing, tiles, moves_blocks, repeatable = FALLBACKS[name]
 
     def fails(case: Case, one: Check) -> bool:
-        return one.kernel == failing.kernel and failing.rows in (None, one.rows)
+        size = failing.rows in (None, one.rows) and failing.wide in (False, one.wide)
+        return one.kernel == failing.kernel and size
 
     found_where(monkeypatch, fails)
     chosen = kv_cache_type()
@@ -368,6 +370,7 @@ def times_are(monkeypatch: pytest.MonkeyPatch, mlx: dict[tuple[str, int | None],
                     share is not None or not timed,
                     "ended its process with signal 9" if timed and share is None else "",
                     rows=one.rows,
+                    wide=one.wide,
                     times=times if timed and share is not None else {},
                 )
 
@@ -435,7 +438,15 @@ def test_mlx_takes_prompts_of_so_many_rows_as_it_is_faster_for(monkeypatch, shar
                     for way, whole in ways.items()
                 }
                 ok = one.kernel != "recurrence_way" or bool(shares)
-                yield Outcome(one.kernel, case, ok, "" if ok else "no", rows=one.rows, times=times)
+                yield Outcome(
+                    one.kernel,
+                    case,
+                    ok,
+                    "" if ok else "no",
+                    rows=one.rows,
+                    wide=one.wide,
+                    times=times,
+                )
 
     monkeypatch.setattr(selfcheck, "results", lambda cases, tell: list(results(cases)))
     chosen = kv_cache_type([*LAYERS, DELTA])
@@ -463,7 +474,11 @@ def test_kernels_asked_for_by_name_are_not_timed(monkeypatch):
 
     def results(cases, tell=None):
         asked.extend(check for case in cases for check in checks(case))
-        return [Outcome(one.kernel, case, True, rows=one.rows) for case in cases for one in asked]
+        return [
+            Outcome(one.kernel, case, True, rows=one.rows, wide=one.wide)
+            for case in cases
+            for one in asked
+        ]
 
     monkeypatch.setattr(selfcheck, "results", results)
     monkeypatch.setenv("VLLM_METAL_KERNELS", "metal")
