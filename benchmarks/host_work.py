@@ -6,7 +6,8 @@
 FOLDER is a checkout of the other commit, `git worktree add FOLDER COMMIT` say. For models of so
 many layers of Llama: operations that MLX creates and walks to in the model's forward; dispatches
 and command buffers, see tests/dispatches.py; bytes of kernels' text, which MLX hashes at each
-dispatch of theirs; and buffers that it binds to them. To be told of errors takes one command buffer more where `one more` says so.
+dispatch of theirs; and buffers that it binds to them. To be told of errors takes one command buffer
+more where `one more` says so.
 """
 
 from __future__ import annotations

@@ -639,7 +639,7 @@ def test_a_pipeline_that_takes_fewer_threads_costs_its_tile_only(
         else:
             (tiles,) = chosen.tiles.values()
             kept = tuple(rows for rows in whole.prefill if rows not in lost)
-            assert tiles == Tiles(whole.decode, kept, True)
+            assert tiles == replace(whole, prefill=kept)
             assert "Thread group size (512) is greater than  the maximum" in warned[0]
             assert "prefill of 64 rows" in warned[0]
         double.launched.clear()

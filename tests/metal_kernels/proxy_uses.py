@@ -24,6 +24,7 @@ F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.in
 #: Dtypes of rows and pool, by bits of the pool's elements.
 DTYPES = {16: ((F16, F16), (BF16, BF16)), 8: ((BF16, FP8), (F16, INT8))}
 _LONG = [(2000, 1)]  # a context that is split
+_MANY = [(20, 1)] * 40  # more than have 512 threads each
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def _attention() -> Iterator[Use]:
         heads = f"{shape.group} heads" if shape.group > 1 else "1 head"
         for bits, dtypes in DTYPES.items():
             runs = [partial(attend, [(20, 1)], shape, *pair) for pair in dtypes]
-            runs.append(partial(attend, _LONG, shape, *dtypes[0]))
+            runs += [partial(attend, requests, shape, *dtypes[0]) for requests in (_LONG, _MANY)]
             yield Use(f"decode, {heads}", size, bits, tuple(runs), apart=("reduce",))
     for size, shape in shapes:
         for bits, dtypes in DTYPES.items():
