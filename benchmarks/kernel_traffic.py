@@ -87,6 +87,7 @@ def _gqa(group: int, kv_heads: int = 1, head_size: int = 128) -> AttentionShape:
 
 WORKLOADS: Sequence[Workload] = (
     *(Workload(f"decode, {g} query heads a K/V head", _gqa(g), 4, 1, 1000) for g in (1, 4, 8)),
+    Workload("decode, 4 heads", _gqa(4), 1, 1, 200),
     Workload("decode, 4 heads", _gqa(4), 1, 1, 8192),
     Workload("decode, 4 heads", _gqa(4), 32, 1, 300),
     *(Workload(f"verify 5 rows, {g} heads", _gqa(g), 2, 5, 1000) for g in (1, 4, 8)),
