@@ -111,7 +111,7 @@ def test_a_pool_holds_a_request_and_leaves_the_margin_or_there_is_an_error(machi
     used = machine.other_engines + machine.weights + machine.draft_weights + pool
     used += machine.transfers + machine.adapters
     if flag.asked is None:
-        assert pool == budget.left == sum(nbytes for _, nbytes in budget.lines)
+        assert pool == budget.left == sum(budget.as_json().values())
         sampling = machine.sampling + machine.logits
         used += max(machine.forward + machine.attention, sampling) + machine.counts + machine.cache
         used += set_aside_for_states(machine, flag, pool)

@@ -129,21 +129,35 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Line:
+    """A summand of a budget."""
+
+    name: str  # for programs
+    label: str  # for people
+    nbytes: int  # negative: what it takes away
+
+
+@dataclass(frozen=True)
 class Budget:
     """A sum, line by line: the memory there is, less all that is not the pool's."""
 
-    lines: tuple[tuple[str, int], ...]
+    lines: tuple[Line, ...]
     result: str = "KV pool"
 
     @property
     def left(self) -> int:
         """What the lines come to; negative where they take more than there is."""
-        return sum(nbytes for _, nbytes in self.lines)
+        return sum(line.nbytes for line in self.lines)
 
     def table(self) -> str:
-        """One line each, in GiB."""
-        rows = [*self.lines, (f"= {self.result}", self.left)]
+        """One line each, in GiB; not those that take nothing."""
+        rows = [(line.label, line.nbytes) for line in self.lines if line.nbytes]
+        rows.append((f"= {self.result}", self.left))
         return "\n".join(f"  {label:<56}{nbytes / GIB:>9.2f} GiB" for label, nbytes in rows)
+
+    def as_json(self) -> dict[str, int]:
+        """Bytes of each line by its name; together, what is left."""
+        return {line.name: line.nbytes for line in self.lines}
 
 
 def margin(total: int) -> int:
@@ -156,50 +170,60 @@ def budget_of(measured: Measured, settings: Settings) -> Budget:
     total = measured.total
     most_of_it = total - margin(total)
     networks = [
-        ("- weights", -measured.weights),
-        ("- weights of the draft network", -measured.draft_weights),
-        ("- LoRA adapters", -measured.adapters),
+        Line("weights", "- weights", -measured.weights),
+        Line("draft_weights", "- weights of the draft network", -measured.draft_weights),
+        Line("adapters", "- LoRA adapters", -measured.adapters),
     ]
     beside = [
-        ("- staging of K/V transfers", -measured.transfers),
-        ("- images: embeddings, and the tower's largest", -measured.images),
+        Line("transfers", "- staging of K/V transfers", -measured.transfers),
+        Line("images", "- images: embeddings, and the tower's largest", -measured.images),
     ]
     if (asked := settings.asked) is not None:
         lines = [
-            (measured.source, total),
-            ("- margin for the system", most_of_it - total),
-            ("- held by other engines of this process", -measured.other_engines),
+            Line("total", measured.source, total),
+            Line("margin", "- margin for the system", most_of_it - total),
+            Line(
+                "other_engines",
+                "- held by other engines of this process",
+                -measured.other_engines,
+            ),
             *networks,
             *beside,
-            (f"- KV pool by {asked.setting} {asked.count}", -asked.nbytes),
+            Line("pool", f"- KV pool by {asked.setting} {asked.count}", -asked.nbytes),
         ]
-        return Budget(_worth_showing(lines), "left for steps")
+        return Budget(tuple(lines), "left for steps")
     share = int(total * settings.utilization)
     allowed = min(share, most_of_it)
     free = room(measured, settings)
     step = peak_of_a_step(measured)
     longest = max(step, measured.forward + measured.attention + measured.counts)
     lines = [
-        (measured.source, total),
-        (f"- left alone by --gpu-memory-utilization {settings.utilization:g}", share - total),
-        ("- margin for the system, beyond that", allowed - share),
-        ("- in use by others, beyond that", free - allowed),
+        Line("total", measured.source, total),
+        Line(
+            "beyond_utilization",
+            f"- left alone by --gpu-memory-utilization {settings.utilization:g}",
+            share - total,
+        ),
+        Line("margin", "- margin for the system, beyond that", allowed - share),
+        Line("in_use", "- in use by others, beyond that", free - allowed),
         *networks,
-        ("- peak of a full step", -step),
-        ("- more of it where contexts are longest", step - longest),
+        Line("step_peak", "- peak of a full step", -step),
+        Line("long_contexts", "- more of it where contexts are longest", step - longest),
         *beside,
-        ("- buffers MLX keeps for reuse", -measured.cache),
+        Line("buffer_cache", "- buffers MLX keeps for reuse", -measured.cache),
     ]
-    left = sum(nbytes for _, nbytes in lines)
+    left = sum(line.nbytes for line in lines)
+    requests = states = 0
     if measured.states is not None:
         pool, states = _pool_and_states(measured.states, settings, left)
         requests = at_once(settings, pool)
-        lines.append((f"- states and drafts of {requests} requests in a step", -states))
         left -= states
-    most = settings.most_bytes
-    if settings.most is not None and most is not None and left > most:
-        lines.append((f"- left alone, {settings.most.reason}", most - left))
-    return Budget(_worth_showing(lines))
+    lines.append(Line("states", f"- states and drafts of {requests} requests in a step", -states))
+    unused, reason = 0, ""
+    if settings.most is not None and settings.most_bytes is not None:
+        unused, reason = max(left - settings.most_bytes, 0), settings.most.reason
+    lines.append(Line("unused", f"- left alone, {reason}", -unused))
+    return Budget(tuple(lines))
 
 
 def peak_of_a_step(measured: Measured) -> int:
@@ -295,10 +319,6 @@ def room(measured: Measured, settings: Settings) -> int:
     share = int(measured.total * settings.utilization)
     beside = measured.total - margin(measured.total) - measured.other_engines
     return min(share, beside, measured.total - measured.in_use)
-
-
-def _worth_showing(lines: list[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
-    return tuple((label, nbytes) for label, nbytes in lines if nbytes)
 
 
 def pool_bytes(measured: Measured, settings: Settings) -> int:

@@ -54,8 +54,7 @@ def on(memory, found, requests, drafts):
 
 def cell(found):
     """GiB of the pool, and of the states of a step."""
-    lines = dict(found.budget.lines)
-    states = -sum(nbytes for label, nbytes in lines.items() if label.startswith("- states"))
+    states = -found.budget.as_json()["states"]
     return f"{max(found.pool, 0) / GIB:.2f} / {states / GIB:.2f}"
 
 

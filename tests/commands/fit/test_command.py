@@ -11,6 +11,12 @@ from vllm_metal.commands.cli import main
 from vllm_metal.models import architectures
 from vllm_metal.weights.files import ModelLoadError
 
+#: Names in `memory` of `fit --json`, on which programs rely.
+LINES = {
+    *("total", "beyond_utilization", "margin", "in_use", "weights", "draft_weights", "adapters"),
+    *("step_peak", "long_contexts", "transfers", "images", "buffer_cache", "states", "unused"),
+}
+
 #: Llama-3-8B's config.json, as published.
 LLAMA3_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -78,6 +84,7 @@ def test_llama3_8b_takes_128_kib_a_token_and_16_gb_of_weights(llama3_8b, capsys)
     auto = found["kv_cache"]["auto"]
     assert auto["requests"] == auto["pool"] // (16 * 128 * 1024) // (8192 // 16)
     assert sum(auto["memory"].values()) == auto["pool"]
+    assert set(auto["memory"]) == set(found["kv_cache"]["fp8"]["memory"]) == LINES
     # By hand, of 2048 rows in 16 bits: K/V, and in a layer two states, and what the MLP's gate and
     # its other half give. Rounded up as the engine rounds.
     by_hand = 2048 * (128 * 1024 + 2 * (2 * 4096 + 2 * 14336))
@@ -130,9 +137,8 @@ def test_drafts_of_a_model_with_states_leave_less_for_the_pool(folder, capsys):
     _, without = ask(capsys, *line)
     status, found = ask(capsys, *line, "--num-speculative-tokens", "4")
     assert status == 0
-    states = "- states and drafts of 64 requests in a step"
     pools = [of["kv_cache"]["auto"]["pool"] for of in (without, found)]
-    taken = [-of["kv_cache"]["auto"]["memory"].get(states, 0) for of in (without, found)]
+    taken = [-of["kv_cache"]["auto"]["memory"]["states"] for of in (without, found)]
     # Of a draft what it leaves, and no state: heads of 32 have inputs of a tenth of one.
     of_drafts = taken[1] - taken[0]
     assert 0 < of_drafts < 0.3 * 64 * 4 * found["kv_cache"]["auto"]["state_bytes"]
@@ -221,10 +227,10 @@ def test_ranks_of_one_mac_have_a_part_each(llama3_8b, capsys):
     line = [llama3_8b, "--context", "4k", "--memory"]
     _, alone = ask(capsys, *line, "64GB")
     _, half = ask(capsys, *line, "64GB", "--data-parallel-size-local", "2")
-    (total, *_), (part, *_) = (
-        found["kv_cache"]["auto"]["memory"].items() for found in (alone, half)
-    )
-    assert part == (f"{total[0]}, 1 of 2 parts", total[1] // 2)
+    whole, part = (found["kv_cache"]["auto"]["memory"]["total"] for found in (alone, half))
+    assert part == whole // 2
+    main(["fit", *line, "64GB", "--data-parallel-size-local", "2"])
+    assert ", 1 of 2 parts" in capsys.readouterr().out
     assert half["weights"] == alone["weights"]
     assert "--data-parallel-size 2" in half["commands"][0]
     assert "--data-parallel" not in alone["commands"][0]

@@ -79,7 +79,7 @@ class Answer:
             "context": self.longest,
             "step": self.rows,
             "fits": self.fits,
-            "memory": dict(self.budget.lines),
+            "memory": self.budget.as_json(),
             "commands": [self.command] if self.fits else [],
         }
 

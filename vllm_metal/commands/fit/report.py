@@ -221,5 +221,5 @@ def _as_json(estimate: Estimate) -> dict[str, Any]:
         "tokens": estimate.tokens,
         "requests": estimate.requests,
         "step_peak": estimate.measured.forward,
-        "memory": dict(estimate.budget.lines),
+        "memory": estimate.budget.as_json(),
     }
