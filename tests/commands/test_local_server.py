@@ -68,7 +68,7 @@ def main():
 @pytest.mark.parametrize(
     ("last", "told"),
     [
-        ("The log: /a/log\nvllm: error: no weights", "The log: /a/log\nno weights"),
+        ("vllm-metal: starts; the log is /a/log\nvllm: error: no weights", "no weights"),
         ("a fault", "the server ended with status 1; its log ends:\na warning\na fault"),
     ],
 )  # fmt: skip
@@ -76,15 +76,15 @@ def test_a_server_that_does_not_start_says_why(tmp_path, monkeypatch, last, told
     write_vllm(tmp_path / "packages", FAILING.format(last=last))
     path = os.pathsep.join([str(tmp_path / "packages"), *filter(None, sys.path)])
     command = local_server.serve_command("m", "m", tmp_path / "server", [])
+    terminal = io.StringIO()
     with (
         local_server.listening(tmp_path / "server") as listener,
         pytest.raises(ValueError) as caught,
-        local_server.started(
-            command, {"PYTHONPATH": path}, listener, tmp_path / "log", io.StringIO()
-        ),
+        local_server.started(command, {"PYTHONPATH": path}, listener, tmp_path / "log", terminal),
     ):
         pass
     assert str(caught.value) == told
+    assert terminal.getvalue().count("the server's log is /a/log\n") == last.count("/a/log")
 
 
 @pytest.mark.parametrize(

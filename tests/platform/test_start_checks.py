@@ -34,8 +34,12 @@ NAME = "model.safetensors"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A whole model in the working folder, whose weights are a hole."""
+    """A whole model in the working folder, whose weights are a hole; and parts of adapters."""
     monkeypatch.chdir(tmp_path)
+    for name, config in (("hollow", "{}"), ("half", '{"r": 8')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(config)
+    (tmp_path / "half" / "adapters.safetensors").touch()
     made = tmp_path / "model"
     made.mkdir()
     write(made)
@@ -107,6 +111,7 @@ ARGUMENTS = [
     ("--port http", "--port=http is not a whole number"),
     ("--dtype float8", "--dtype=float8 is not supported: choose one of auto, bfloat16, float,"),
     ("--tensor-parallel-size 2", "--tensor-parallel-size=2 does not divide the model's 3 heads"),
+    ("--pipeline-parallel-size 2", "-size 2 (more ranks than the model has layers, 1)"),
     ("--kv-cache-dtype int3", "--kv-cache-dtype=int3 is not supported: choose one of auto, fp8,"),
     ("--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype fp8_e5m2 (choose one of auto, fp8, int8, or"),
     ("--quantization bitsandbytes", "--quantization=bitsandbytes is not supported: weights are"),
@@ -120,7 +125,9 @@ ARGUMENTS = [
     ("--chat-template {{a}", "--chat-template={{a} is not a template: line 1: unexpected '}'"),
     ("--served-model-name ''", "--served-model-name is empty: leave it out, or give a name"),
     ("--enable-lora --lora-modules a=./b", "--lora-modules a=./b: there is no such folder"),
-    ("--enable-lora --lora-modules a=.", "a=.: the folder has no adapter_config.json, so it is"),
+    ("--enable-lora --lora-modules a=.", "a=.: the folder has no adapter_config.json, so it"),
+    ("--enable-lora --lora-modules a=hollow", "a=hollow: the folder has none of adapter_model.s"),
+    ("--enable-lora --lora-modules a=half", "a=half: adapter_config.json is not JSON, so make"),
     ("--lora-modules path", "--lora-modules=path is neither NAME=PATH nor JSON"),
     ("--speculative-config ngram", 'ngram is not JSON, such as \'{"method": "ngram", "num'),
     ('--speculative-config {"method":"x"}', "method 'x' is not supported: choose one of ngram,"),
@@ -129,6 +136,16 @@ ARGUMENTS = [
     ('--speculative-config {"method":"ngram"}', "num_speculative_tokens is missing, such as 3"),
     ('--additional-config {"max_step":1}', "has no key 'max_step' (known: "),
     ("--additional-config a=b", "--additional-config=a=b is not JSON, such as"),
+    ('--speculative-config {"method":"eagle3"}', "model is missing: name the checkpoint that"),
+    (
+        '--speculative-config {"method":"ngram","num_speculative_tokens":-2}',
+        "--speculative-config: num_speculative_tokens=-2: it must be greater than 0",
+    ),
+    ("--api-key ''", "--api-key is empty, which lets anybody in: leave it out, or give a key"),
+    (
+        '--hf-overrides {"hidden_size":"big"}',
+        "hidden_size of config.json, or of --hf-overrides: expected int, got str (value: 'big')",
+    ),
     ("--hf-overrides rope", "--hf-overrides=rope is not JSON, such as"),
     ('--limit-mm-per-prompt {"image":"x"}', "--limit-mm-per-prompt='x': it must be a valid int"),
     ("--config ./a.yaml", "there is no file ./a.yaml"),

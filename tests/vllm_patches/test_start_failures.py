@@ -88,6 +88,7 @@ YAML = (
         (of_a_library(OSError(28, "No space left", "a")), f"{FULL} (a)"),
         (raised(lambda: yaml.safe_load("a: [")), YAML),
         (ModelLoadError("model.safetensors is cut off"), "model.safetensors is cut off"),
+        (Exception("Call to add_lora method failed: no\nweights"), "no weights"),
         (of_a_library(OSError(28, "No space left")), "[Errno 28] No space left"),
         (of_vllm(AttributeError("'NoneType' has no attribute 'x'")), None),
         (of_vllm(KeyError("layers")), None),
@@ -144,6 +145,18 @@ def test_the_engines_process_tells_its_parent_why_and_the_log_all(logs, monkeypa
     assert caught.value.__suppress_context__
     with pytest.raises(RuntimeError):  # another start has another cause
         utils.wait_for_engine_startup()
+
+
+def test_a_call_that_fails_by_a_users_mistake_goes_to_the_log(logs, monkeypatch, capsys):
+    start_failures.leave_causes()
+    for error in (ModelLoadError("no weights"), KeyError("a fault")):
+        try:
+            raise error
+        except Exception:
+            logger = logging.getLogger("vllm.v1.engine.core")
+            logger.exception("Invocation of %s method failed", "add_lora")
+    (log,) = logs.glob("*.log")
+    assert "no weights" in log.read_text() and "a fault" not in log.read_text()
 
 
 def test_a_users_own_log_has_the_traceback_as_ever(logs, monkeypatch, caplog):

@@ -22,7 +22,7 @@ from vllm_metal.commands.own_server import STOP_S, lifeline
 from vllm_metal.commands.start_progress import StartProgress
 from vllm_metal.settings import log_files
 from vllm_metal.vllm_patches import start_log
-from vllm_metal.vllm_patches.start_failures import ERROR_PREFIX, LOG_PREFIX
+from vllm_metal.vllm_patches.start_failures import ERROR_PREFIX
 
 HOST = "127.0.0.1"
 KEY_OF_SERVER = "VLLM_API_KEY"  # vLLM's own variable, so that the key is in no command line
@@ -195,16 +195,15 @@ def _wait(
                     return
             progress.show()
             time.sleep(_POLL_S)
-    progress.clear()
+    progress.ended()
     raise ValueError(_cause(log.read_text(errors="replace").splitlines(), process.returncode))
 
 
 def _cause(lines: list[str], status: int) -> str:
-    """Why a server has ended: what it says itself, with the name of its log, or its last lines."""
+    """Why a server has ended: what it says itself, or its last lines."""
     for at, line in enumerate(lines):
         if line.startswith(ERROR_PREFIX):
-            named = [before for before in lines[:at] if before.startswith(LOG_PREFIX)]
-            return "\n".join([*named, line.removeprefix(ERROR_PREFIX), *lines[at + 1 :]])
+            return "\n".join([line.removeprefix(ERROR_PREFIX), *lines[at + 1 :]])
     tail = "\n".join(lines[-_TAIL:])
     return f"the server ended with status {status}; its log ends:\n{tail}"
 

@@ -32,12 +32,7 @@ class StartProgress:
 
     def show(self) -> None:
         """Tells what the server does now; names its log once."""
-        with self._output.open("rb") as file:
-            text = file.read(_READ).decode(errors="replace")
-        if not self._log and (found := _LOG.search(text)):
-            self._log = found[1]
-            self.clear()
-            self._write(f"vllm-metal: the server's log is {self._log}\n")
+        self._name_log()
         seconds = int(self._clock() - self._began)
         step = seconds // _STEP_S
         line = f"vllm-metal: {self._doing()} ({seconds} s)"
@@ -47,14 +42,26 @@ class StartProgress:
             self._write(f"{line}\n")
         self._shown, self._step = line, step
 
-    def clear(self) -> None:
-        """Takes the line away."""
+    def ended(self) -> None:
+        """Takes the line away; names the log if nothing has been shown since it was made."""
+        self._clear()
+        self._name_log()
+
+    def _name_log(self) -> None:
+        with self._output.open("rb") as file:
+            text = file.read(_READ).decode(errors="replace")
+        if not self._log and (found := _LOG.search(text)):
+            self._log = found[1]
+            self._clear()
+            self._write(f"vllm-metal: the server's log is {self._log}\n")
+
+    def _clear(self) -> None:
         if self._told.isatty():
             self._write("\r\x1b[K")
 
     def ready(self) -> None:
         """Tells that the server answers."""
-        self.clear()
+        self._clear()
         self._write(f"vllm-metal: ready after {int(self._clock() - self._began)} s\n")
 
     def _doing(self) -> str:

@@ -61,7 +61,12 @@ def _of_ranks(config: VllmConfig, model: ModelConfig, options: str) -> dict[str,
 def _by_layers(config: VllmConfig, model: ModelConfig) -> dict[str, bool]:
     model_type = model.hf_config.model_type
     reason = staged_families.refusal(model_type)
+    size, layers = (
+        config.parallel_config.pipeline_parallel_size,
+        model.get_total_num_hidden_layers(),
+    )
     return {
+        f"{_BY_LAYERS} {size} (more ranks than the model has layers, {layers})": size > layers,
         f"{_BY_LAYERS} of {reason}": reason is not None,
         # Ranks that do not sample are at other steps when they hear which drafts were kept.
         f"--speculative-config with {_BY_LAYERS} (for models with recurrent layers)": (

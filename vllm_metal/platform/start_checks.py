@@ -17,6 +17,7 @@ from typing import Any, get_args
 
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import formats
+from vllm_metal.lora import files as adapter_files
 from vllm_metal.platform import model_folders
 from vllm_metal.serving.parsers import files as model_files
 from vllm_metal.settings import envs, values
@@ -63,6 +64,8 @@ def check_server(args: Namespace) -> None:
         path = getattr(args, name, None)
         if path and not Path(path).expanduser().is_file():
             raise ValueError(f"{_option(name)}={path}: there is no such file")
+    if not all(args.api_key or ()):
+        raise ValueError("--api-key is empty, which lets anybody in: leave it out, or give a key")
     _check_certificate(args)
     if not args.tool_parser_plugin:
         _check_parser("--tool-call-parser", args.tool_call_parser, ToolParserManager)
@@ -264,15 +267,26 @@ def _check_import(option: str, place: str) -> None:
 def _check_adapter(name: str, given: str) -> None:
     path = Path(given).expanduser()
     if path.is_dir():
-        if not (path / "adapter_config.json").is_file():
-            raise ValueError(
-                f"--lora-modules {name}={given}: the folder has no adapter_config.json, so it "
-                "is not an adapter"
-            )
+        _check_adapter_folder(path, f"--lora-modules {name}={given}")
     elif given.startswith((".", "/", "~")) or path.exists():
         raise ValueError(f"--lora-modules {name}={given}: there is no such folder")
     else:
         model_names.check(given, f"--lora-modules {name}")
+
+
+def _check_adapter_folder(path: Path, told: str) -> None:
+    if not (config := path / adapter_files.CONFIG).is_file():
+        raise ValueError(
+            f"{told}: the folder has no {adapter_files.CONFIG}, so it is not an adapter"
+        )
+    if not any((path / name).is_file() for name in adapter_files.WEIGHTS):
+        raise ValueError(f"{told}: the folder has none of {', '.join(adapter_files.WEIGHTS)}")
+    try:
+        json.loads(config.read_bytes())
+    except ValueError as error:
+        raise ValueError(
+            f"{told}: {config.name} is not JSON, so make or download the adapter again: {error}"
+        ) from error
 
 
 def _check_speculation(given: Mapping[str, Any]) -> None:
@@ -293,6 +307,8 @@ def _check_speculation(given: Mapping[str, Any]) -> None:
             raise ValueError(f"{option}: num_speculative_tokens is missing, such as 3")
     elif method != _OWN_CLASS and isinstance(draft, str):
         model_names.check(draft, f"{option}: model")
+    elif served is not None and served.needs_model and not draft:
+        raise ValueError(f"{option}: model is missing: name the checkpoint that drafts")
 
 
 def _is_vllms(method: Any) -> bool:

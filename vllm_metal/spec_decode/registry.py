@@ -42,6 +42,11 @@ class Method:
     #: target's hidden states that it reads; empty: config.json does not say.
     hidden_size_keys: tuple[str, ...] = ()
 
+    @property
+    def needs_model(self) -> bool:
+        """Whether `model` must name a checkpoint: an MTP layer may be the target's own."""
+        return self.has_network and "mtp" not in self.names
+
     def load(self) -> Any:
         """The class that `code` names; imports MLX."""
         module, _, name = self.code.partition(":")

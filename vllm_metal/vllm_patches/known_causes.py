@@ -53,6 +53,10 @@ _MESSAGES: tuple[tuple[str, Callable[..., str]], ...] = (
         ),
     ),
     (
+        r"Validation error for field '(\w+)':\s+\w+: Field '\w+' expected (.*)",
+        lambda name, why: f"{name} of config.json, or of --hf-overrides: expected {why}",
+    ),
+    (
         r"Class validation error for validator '\w+':\s+\w+: (.*)",
         lambda why: f"config.json is invalid: {why}",
     ),
@@ -69,6 +73,10 @@ _MESSAGES: tuple[tuple[str, Callable[..., str]], ...] = (
         lambda name: f"--attention-backend={name} is not supported: leave it out",
     ),
     (
+        r"Call to \w+ method failed: ([\s\S]*)",  # of the engine, by the server
+        lambda why: " ".join(why.split()),
+    ),
+    (
         r"'rope_type'\Z",
         lambda: (
             "rope_parameters have no rope_type: add one, such as yarn, to rope_parameters "
@@ -77,6 +85,7 @@ _MESSAGES: tuple[tuple[str, Callable[..., str]], ...] = (
     ),
 )
 _YAML = "yaml."
+_LOGGER = "vllm.logger"  # reads --log-config-file
 
 
 def of_message(error: BaseException) -> str | None:
@@ -87,6 +96,8 @@ def of_message(error: BaseException) -> str | None:
             return line(*found.groups())
     if raised_in(error) == "vllm.envs" and (name := _variable(text)):
         return f"{name}={os.environ[name]} cannot be read: {text}"
+    if isinstance(error, ValueError) and _LOGGER in _modules(error):
+        return f"--log-config-file cannot be used: {' '.join(text.split())}"
     if type(error).__module__.startswith(_YAML):
         return f"--config is not YAML: {' '.join(text.split())}"
     if isinstance(error, OSError) and error.filename is not None:
@@ -118,6 +129,7 @@ def _of_the_system(error: OSError) -> str:
 def of_fields(error: ValidationError) -> str:
     """What pydantic found wrong with fields: a clause each, whatever their types may be."""
     told: dict[str, str] = {}
+    option = _option_of(error.title)
     for part in error.errors(include_url=False):
         raised = part.get("ctx", {}).get("error")
         if raised is not None:
@@ -125,9 +137,20 @@ def of_fields(error: ValidationError) -> str:
             continue
         # Of a union, the name is followed by that of each of its types.
         name = next((str(at) for at in part["loc"] if isinstance(at, str)), "")
+        if name and option and as_written(name) == name:
+            name = f"{option}: {name}"
         given = f"{as_written(name)}={part['input']!r}: " if name else ""
         told.setdefault(name, f"{given}{_advice(part)}")
     return "; ".join(told.values())
+
+
+def _option_of(title: str) -> str:
+    """The option, or argument, that a configuration of vLLM's is given by; "": by no one."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    names = (name for name in EngineArgs.__dataclass_fields__ if name.endswith("_config"))
+    wanted = title.lower()
+    return as_written(next((name for name in names if name.replace("_", "") == wanted), ""))
 
 
 def _advice(part: Any) -> str:
@@ -144,8 +167,13 @@ def in_one_line(error: BaseException) -> str:
 
 def raised_in(error: BaseException) -> str:
     """The module that has raised an error."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return str(frames[-1].f_globals.get("__name__", "")) if frames else ""
+    return next(iter(_modules(error)[::-1]), "")
+
+
+def _modules(error: BaseException) -> list[str]:
+    """The modules that an error came through, the outermost first."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return [str(frame.f_globals.get("__name__", "")) for frame, _ in frames]
 
 
 def as_written(text: str) -> str:

@@ -40,13 +40,13 @@ _CLASSES = ("huggingface_hub.", "vllm.exceptions")  # of errors that are always 
 _OURS = "vllm_metal"
 #: How the line begins that says why a `vllm` command ends.
 ERROR_PREFIX = "vllm: error: "
-#: How the line before it begins, that names the log.
-LOG_PREFIX = "The log: "
 _INTERRUPTED = "vllm: interrupted"
 #: How vLLM says that the cause was said before, in another process.
 _ELSEWHERE = ("Engine core initialization failed", "WorkerProc initialization failed")
 #: Choices of options that are served here, of those that vLLM has.
 _SERVED: dict[str, Sequence[str]] = {}
+#: How an engine logs a call of another process that failed; that process gets the message.
+_CALL_FAILED = "method failed"
 _STARTS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
 
 
@@ -116,22 +116,26 @@ def leave_causes() -> None:
 
 
 def _leave(record: logging.LogRecord) -> bool:
-    """Whether a message is to be logged: not a failed start's whose cause is known.
+    """Whether a message is to be shown: not a failure whose cause is known.
 
     Raises:
-        SystemExit: ends this process, which would print the same traceback once more.
+        SystemExit: the start failed; this process would print the same traceback once more.
     """
-    error = record.exc_info[1] if record.exc_info else None
-    if error is None or "failed to start" not in str(record.msg):
+    error, message = record.exc_info[1] if record.exc_info else None, str(record.msg)
+    starts = "failed to start" in message
+    if error is None or not (starts or message.endswith(_CALL_FAILED)):
         return True
     if (line := cause(error)) is None:
         return True
-    with suppress(OSError):
-        log_files.write(_file(os.getppid()), json.dumps(line))
+    if starts:
+        with suppress(OSError):
+            log_files.write(_file(os.getppid()), json.dumps(line))
     if start_log.chosen_by_the_user():
         return True
     log_files.append(record)
-    raise SystemExit(1)
+    if starts:
+        raise SystemExit(1)
+    return False
 
 
 def _taken() -> str | None:
@@ -218,9 +222,8 @@ def _by(port: int) -> str:
 
 
 def tell(line: str) -> None:
-    """Prints why a command ends."""
-    log = log_files.current()
-    print(*([f"{LOG_PREFIX}{log}"] if log else []), ERROR_PREFIX + line, sep="\n", file=sys.stderr)
+    """Prints why a command ends; its first line has named the log."""
+    print(ERROR_PREFIX + line, file=sys.stderr)
 
 
 def _refuse(refuse: Callable[..., NoReturn], self: Any, message: str) -> NoReturn:
