@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import sys
+from argparse import Namespace
 
 import pytest
 import yaml
@@ -17,6 +18,7 @@ from vllm.config.logging import LoggingConfig
 from vllm.engine.arg_utils import human_readable_int, parse_type
 from vllm.entrypoints.launchers import launcher
 from vllm.exceptions import VLLMValidationError
+from vllm.renderers import registry
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import utils
 
@@ -157,6 +159,17 @@ def test_a_call_that_fails_by_a_users_mistake_goes_to_the_log(logs, monkeypatch,
             logger.exception("Invocation of %s method failed", "add_lora")
     (log,) = logs.glob("*.log")
     assert "no weights" in log.read_text() and "a fault" not in log.read_text()
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(monkeypatch):
+    def load(config):
+        return {}["added_tokens"]
+
+    monkeypatch.setattr(registry, "cached_tokenizer_from_config", load)
+    start_failures.name_causes()
+    told = r"^the tokenizer of ./model cannot be read \(KeyError: 'added_tokens'\): download its"
+    with pytest.raises(StartError, match=told):
+        registry.cached_tokenizer_from_config(Namespace(tokenizer="./model"))
 
 
 def test_a_users_own_log_has_the_traceback_as_ever(logs, monkeypatch, caplog):

@@ -34,11 +34,15 @@ def check_template(model: str) -> None:
 
     Raises:
         ModelLoadError: it has none.
+        ValueError: it cannot be parsed.
     """
     from vllm_metal.serving.parsers import files as parsers_files
     from vllm_metal.weights import files, model_names
 
-    if model_names.folder_here(model) and not parsers_files.read(model).templates:
+    if not model_names.folder_here(model):
+        return
+    parsers_files.check_own_templates(model)
+    if not parsers_files.read(model).templates:
         raise files.ModelLoadError(
             f"{model} has no chat template, so it cannot chat: choose an instruction-tuned "
             "MODEL, or pass a template with --serve --chat-template FILE"

@@ -94,9 +94,11 @@ def name_causes() -> None:
     Call this once vLLM is loaded.
     """
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.renderers import registry
     from vllm.v1.engine import utils
 
     replace(EngineArgs, "create_engine_config", _in_one_line)
+    replace(registry, "cached_tokenizer_from_config", _naming_the_tokenizer)
     replace(utils, "wait_for_engine_startup", _in_one_line)
 
 
@@ -107,6 +109,18 @@ def _in_one_line(start: Callable[..., Any], *args: Any, **options: Any) -> Any:
         if isinstance(error, StartError) or (line := cause(error)) is None:
             raise
         raise StartError(line) from None
+
+
+def _naming_the_tokenizer(load: Callable[..., Any], config: Any, **options: Any) -> Any:
+    """Whatever transformers stumbles over, its files are not as it knows them."""
+    try:
+        return load(config, **options)
+    except Exception as error:
+        why = cause(error) or " ".join(f"{type(error).__name__}: {error}".split())
+        raise StartError(
+            f"the tokenizer of {config.tokenizer} cannot be read ({why}): download its files again,"
+            " or name another folder by --tokenizer"
+        ) from None
 
 
 def leave_causes() -> None:

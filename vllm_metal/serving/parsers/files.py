@@ -24,6 +24,9 @@ SAMPLING = (
 _TOKENS = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json")
 
 
+_OTHERS_TAG = "unknown tag"  # transformers has one more than Jinja
+
+
 @dataclass(frozen=True)
 class ModelFiles:
     """What a choice is made of."""
@@ -154,3 +157,29 @@ def _json(path: Path | None) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def check_own_templates(model: str) -> None:
+    """Checks the chat templates of a model's folder, of which vLLM says nothing until it is asked.
+
+    Raises:
+        ValueError: one cannot be parsed.
+    """
+    for template in read(model).templates:
+        check_syntax(template, f"the chat template of {model}")
+
+
+def check_syntax(template: str, place: str) -> None:
+    """Parses a chat template.
+
+    Raises:
+        ValueError: it cannot be parsed; the message begins with `place`.
+    """
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except TemplateSyntaxError as error:
+        if _OTHERS_TAG not in str(error):
+            why = f"line {error.lineno}: {error.message}"
+            raise ValueError(f"{place} is not a template: {why}") from error
