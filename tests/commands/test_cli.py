@@ -80,6 +80,31 @@ def test_an_error_is_one_line_and_a_status(
     assert "--force" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("fit m --jsn", "unknown: --jsn; did you mean --json?"),
+        ("chat m --quick", "unknown: --quick"),  # which is an option of `doctor`
+        ("fit m model", "unknown: model"),
+        ("launch", "client is missing: choose one of claude, codex, opencode, pi"),
+    ],
+)
+def test_what_a_command_does_not_take_is_named(
+    line: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(line.split())
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == f"vllm-metal: error: {told}\n"
+
+
+def test_a_pool_beyond_this_machine_is_refused_as_it_was_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["chat", "--kv-cache-gib", "900000"]) == 1
+    assert "--kv-cache-gib=900000 is more than the memory of this" in capsys.readouterr().err
+
+
 def test_an_unknown_setting_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["convert", "a", "b", "--dtype", "int8"])

@@ -367,13 +367,20 @@ def _of_unknown_type(data: bytearray) -> bytearray:
     return data
 
 
-@pytest.mark.parametrize("damage", [_cut, _without_rows, _of_unknown_type])
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (_cut, r"m\.gguf is cut off or damaged: download it again"),
+        (_without_rows, r"m\.gguf is cut off or damaged: download it again"),
+        (_of_unknown_type, r"m\.gguf has type 999 in tensor blk\.0\.attn_q\.weight, which"),
+    ],
+)
 def test_a_damaged_file_is_rejected_before_weights_are_read(
-    damage: Callable[[bytearray], bytearray], tmp_path: Path
+    damage: Callable[[bytearray], bytearray], told: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(damage(bytearray((TOYS / "qwen3.gguf").read_bytes())))
-    with pytest.raises(ModelLoadError, match=r"m\.gguf is cut off or damaged: download it again"):
+    with pytest.raises(ModelLoadError, match=told):
         gguf_model.folder_of(file, tmp_path, "8bit")
 
 

@@ -14,6 +14,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_metal.commands.cli import main
 from vllm_metal.commands.fit.source import write_hollow
+from vllm_metal.vllm_patches import start_failures
 from vllm_metal.vllm_patches.start_failures import ERROR_PREFIX, cause
 
 CONFIG = {
@@ -163,6 +164,8 @@ ARGUMENTS = [
     ('--override-generation-config {"top_k":"x"}', "config: top_k 'x' is not a number: change it"),
     ('--override-generation-config {"top_p":7}', "--override-generation-config: top_p must be in"),
     ("--allowed-local-media-path nope", "--allowed-local-media-path=nope: there is no such folder"),
+    ("--ssl-certfile model/config.json", "config.json: there is no certificate and its key"),
+    ("--distributed-executor-backend no", "backend=no is not supported: leave it out"),
     ("--tokenizer-mode nonsense", "--tokenizer-mode=nonsense is not supported: leave it out"),
     ("--attention-backend NOPE", "--attention-backend=NOPE is not supported: leave it out"),
     ("--kv-transfer-config nope", "--kv-transfer-config=nope is not JSON, such as '{\"key\": 1}'"),
@@ -182,7 +185,7 @@ ARGUMENTS = [
     ("--tool-parser-plugin nope.py", "--tool-parser-plugin=nope.py: there is no such file"),
     (
         "--ssl-certfile model/config.json --ssl-keyfile model/config.json",
-        "these are no certificate and its key; give both in PEM format",
+        "there is no certificate and its key; give both in PEM format",
     ),
 ]
 
@@ -196,6 +199,23 @@ def test_a_wrong_argument_is_answered_in_one_line(folder, answer, monkeypatch, g
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     said = answer("model", *words(given))
     assert told in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "told"),
+    [
+        ({}, {"speculative_config": "ngram"}, "--speculative-config=ngram is not JSON, such as"),
+        ({}, {"max_lora_rank": 7, "enable_lora": True}, "max_lora_rank=7: it must be 1, 8, 16"),
+        ({"hidden_size": 100}, {}, "is not a multiple of the number of"),
+    ],
+)
+def test_arguments_of_a_script_are_answered_by_one_error(folder, parser, changes, given, told):
+    write(folder, **changes)
+    start_failures.name_causes()
+    with pytest.raises(start_failures.StartError) as caught:
+        EngineArgs(model="model", **given).create_engine_config()
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+    assert caught.value.__suppress_context__
 
 
 def test_a_model_and_arguments_that_are_right_are_taken(folder, answer):
@@ -213,6 +233,10 @@ def with_file(name, content):
 
 def without(name):
     return lambda folder: (folder / name).unlink()
+
+
+def renamed(name, other):
+    return lambda folder: (folder / name).rename(folder / other)
 
 
 def linked_to_itself(name):
@@ -246,6 +270,7 @@ FOLDERS = [
     ("a page", with_file(NAME, b"<!DOCTYPE html>"), "has no weights: it begins with '<!DO", True),
     ("of LFS", with_file(NAME, LFS), "it is a pointer of Git LFS: fetch the file itself", True),
     ("no weights", without(NAME), "is missing: the folder has no weights", True),
+    ("pickled", renamed(NAME, "pytorch_model.bin"), "is not read, but safetensors files are", True),
     ("no config", without("config.json"), "has no config.json: it is not a model's", True),
     ("empty config", with_config(""), "config.json is not JSON, so download it again: it", True),
     ("a list", with_config("[]"), "config.json holds no JSON object", True),
@@ -266,6 +291,7 @@ FOLDERS = [
     ("no tokens", with_file("tokenizer.json", b"{}"), "tokenizer.json has no 'model', so d", True),
     ("defaults", with_file("generation_config.json", b'{"top_k": "x"}'), "top_k 'x' is no", False),
     ("template", with_file("chat_template.jinja", b"{{ a }"), "not a template: line 1: une", False),
+    ("rope", saying(rope_parameters={"rope_type": "yarn"}), "{'factor'}", False),
     ("no layers", saying(num_hidden_layers=0), "num_hidden_layers=0, and models have at", True),
     ("unknown type", saying(model_type="foo"), "model_type='foo' of config.json is not sup", True),
     ("vision", saying(model_type="vit", architectures=["ViTModel"]), "['ViTModel'] of con", True),

@@ -19,6 +19,7 @@ from vllm.engine.arg_utils import human_readable_int, parse_type
 from vllm.entrypoints.launchers import launcher
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers import registry
+from vllm.transformers_utils import config
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import utils
 
@@ -81,7 +82,7 @@ YAML = (
         ),
         (of_vllm(ValueError("--runner is wrong")), "--runner is wrong"),
         (of_vllm(AssertionError("More than one file")), "More than one file"),
-        (of_vllm(KeyError("No such parser")), "'No such parser'"),
+        (of_vllm(KeyError("No such parser")), "No such parser"),
         (of_vllm(KeyError("rope_type")), ROPE),
         (of_vllm(VLLMValidationError("The template is wrong")), "The template is wrong"),
         (of_vllm(FileNotFoundError(2, "Not there", "c.yaml")), "there is no file c.yaml"),
@@ -159,6 +160,19 @@ def test_a_call_that_fails_by_a_users_mistake_goes_to_the_log(logs, monkeypatch,
             logger.exception("Invocation of %s method failed", "add_lora")
     (log,) = logs.glob("*.log")
     assert "no weights" in log.read_text() and "a fault" not in log.read_text()
+
+
+def test_a_folder_is_read_once(tmp_path, caplog):
+    reads = []
+
+    def read():
+        reads.append(1)
+        raise ValueError("not a multiple")
+
+    start_failures.name_causes()
+    with pytest.raises(ValueError, match="not a multiple"):
+        config.with_retry(read, f"Error parsing config for {tmp_path}")
+    assert len(reads) == 1 and not caplog.records
 
 
 def test_a_tokenizer_that_cannot_be_read_is_named(monkeypatch):

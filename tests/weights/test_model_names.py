@@ -35,7 +35,7 @@ def machine(tmp_path, monkeypatch, unreachable):
 
 def folder(machine, name, **files):
     made = machine / name
-    made.mkdir()
+    made.mkdir(parents=True)
     for file, text in files.items():
         (made / file.replace("_json", ".json")).write_text(text)
     return made
@@ -71,6 +71,15 @@ def test_a_name_that_means_nothing_here_is_answered_in_one_line(machine, model, 
 def test_a_folder_that_is_no_models_says_what_it_lacks(machine, files, told):
     with pytest.raises(ModelLoadError, match=told):
         model_names.folder_of(str(folder(machine, "model", **files)))
+
+
+def test_a_folder_around_a_model_and_a_dead_link_are_named(machine):
+    made = folder(machine, "outer/snapshots/1", config_json="{}")
+    with pytest.raises(ModelLoadError, match=f"it is not a model's; did you mean {made}"):
+        model_names.folder_of(str(machine / "outer"))
+    (machine / "link").symlink_to(machine / "gone")
+    with pytest.raises(ModelLoadError, match=r"link is a link that leads nowhere, to .*gone"):
+        model_names.folder_of(str(machine / "link"))
 
 
 def test_what_may_be_a_model_is_left_alone(machine, monkeypatch):

@@ -133,6 +133,8 @@ def _doctor(args: argparse.Namespace) -> int:
         )
     if args.full and not args.tune:
         raise ValueError("doctor --full needs --tune; to check everything, use --all")
+    if args.model is not None:
+        early_checks.check_model(args.model, computes=True)
     from vllm_metal.commands.doctor import run, tune
 
     return tune.run(args) if args.tune else run.run(args)

@@ -49,6 +49,22 @@ def check_template(model: str) -> None:
         )
 
 
+def check_pool(gib: float) -> None:
+    """Checks the size of a KV cache, in the words of commands that take it in GiB.
+
+    Raises:
+        ValueError: this machine has less memory.
+    """
+    import psutil
+
+    most = psutil.virtual_memory().total / 2**30
+    if gib > most:
+        raise ValueError(
+            f"--kv-cache-gib={gib:g} is more than the memory of this machine, {most:.1f} GiB: give "
+            "less, or leave it out"
+        )
+
+
 def check_hub() -> None:
     """Checks that a model can be fetched, where none is given.
 

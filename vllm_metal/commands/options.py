@@ -33,6 +33,13 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(*args, **options)
         self._negative_number_matcher = _NEGATIVE  # -3GB is a value, and no option
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            command = refused_arguments.of_command(self, found.command)
+            command.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found
+
     def error(self, message: str) -> NoReturn:
         self.exit(1, f"vllm-metal: error: {refused_arguments.told(self, message)}\n")
 

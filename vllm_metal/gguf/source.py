@@ -142,6 +142,10 @@ def _opened(path: Path) -> "_Header":
         raise ConversionError(f"{path} is not a GGUF file: download it again")
     try:
         return _Header(np.memmap(path, mode="r"))
+    except _UnknownError as error:
+        raise ConversionError(
+            f"{path} has {error}: choose another file of the model, such as one of Q4_K_M"
+        ) from error
     except (
         ValueError,
         IndexError,
@@ -153,6 +157,10 @@ def _opened(path: Path) -> "_Header":
         raise ConversionError(
             f"{path} is cut off or damaged: download it again ({error})"
         ) from error
+
+
+class _UnknownError(Exception):
+    """A file is whole, and of a version or with a type that is not read."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +184,7 @@ class _Header:
         if magic != GGUF_MAGIC:
             raise ValueError("it does not begin with GGUF")
         if version not in _VERSIONS:
-            raise ValueError(f"version {version} of the format; versions {_VERSIONS} are read")
+            raise _UnknownError(f"version {version} of the format, and {_VERSIONS} are read")
         self.metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = self._string()
@@ -191,9 +199,7 @@ class _Header:
             self.tensors[entry.name] = self._tensor(entry, start)
 
     def _unpack(self, layout: str) -> tuple[Any, ...]:
-        values = struct.unpack_from(layout, self._bytes, self._at)
-        self._at += struct.calcsize(layout)
-        return values
+        return struct.unpack(layout, self._take(struct.calcsize(layout)))
 
     def _take(self, num_bytes: int) -> memoryview:
         taken = self._bytes[self._at : self._at + num_bytes]
@@ -230,6 +236,8 @@ class _Header:
         kind, offset = self._unpack("<IQ")
         if not all(dims):
             raise ValueError(f"tensor {name} has a dimension of 0")
+        if kind not in set(GGMLQuantizationType):
+            raise _UnknownError(f"type {kind} in tensor {name}, which is not supported")
         return _Entry(name, tuple(reversed(dims)), GGMLQuantizationType(kind), offset)
 
     def _tensor(self, entry: _Entry, start: int) -> GGUFTensor:

@@ -45,6 +45,7 @@ _BOUNDS = {
 #: How vLLM tells the name of a template's file from its text.
 _PATH_LIKE = ("/", "\\")
 _OF_TEMPLATES = ("{", "}", "\n")
+_EXECUTORS = ("external_launcher", "mp", "ray", "uni")  # others are classes' names
 _GENERATION = "generation_config.json"
 _AS_REQUESTS_NAME_IT = {"max_new_tokens": "max_tokens"}
 _OWN_COUNT = "suffix"  # the method for which vLLM chooses num_speculative_tokens
@@ -135,12 +136,13 @@ def _check_certificate(args: Namespace) -> None:
     if not args.ssl_certfile:
         return
     cert, key = args.ssl_certfile, args.ssl_keyfile
+    given = f"--ssl-certfile={cert}" + (f" --ssl-keyfile={key}" if key else "")
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=lambda: "")
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"--ssl-certfile={cert} --ssl-keyfile={key}: these are no certificate and its key; "
-            "give both in PEM format, and the key without a password"
+            f"{given}: there is no certificate and its key; give both in PEM format, and the key "
+            "without a password"
         ) from error
 
 
@@ -205,6 +207,9 @@ def _check_choices(args: Any) -> None:
             f"--quantization={given} is not supported: weights are served as their files have "
             f"them, in {', '.join(METHODS)}, or as MLX has quantized them. Leave it out."
         )
+    given = args.distributed_executor_backend
+    if isinstance(given, str) and given not in _EXECUTORS and "." not in given:
+        raise ValueError(f"--distributed-executor-backend={given} is not supported: leave it out")
     given = args.tokenizer_mode
     if given.lower() not in ("auto", *TokenizerRegistry.tokenizers):
         raise ValueError(f"--tokenizer-mode={given} is not supported: leave it out")
@@ -227,7 +232,7 @@ def _check_pool(size: int | None) -> None:
 
 
 def _check_mappings(args: Any) -> None:
-    for name in ("additional_config", "hf_overrides"):
+    for name in ("additional_config", "hf_overrides", "speculative_config"):
         given = getattr(args, name)
         if isinstance(given, str):
             raise ValueError(f"{_option(name)}={given} is not JSON, such as '{{\"key\": 1}}'")

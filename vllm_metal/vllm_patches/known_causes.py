@@ -161,7 +161,8 @@ def _advice(part: Any) -> str:
 
 def in_one_line(error: BaseException) -> str:
     """An error's own words, with options in place of fields where it is none of ours."""
-    text = " ".join(str(error).split())
+    told = error.args[0] if isinstance(error, KeyError) and error.args else error  # no quotes
+    text = " ".join(str(told).split())
     return text if raised_in(error).startswith("vllm_metal.") else as_written(text)
 
 

@@ -43,6 +43,15 @@ _OWN_JSON = {
 _MOST_CHOICES = 12  # that are listed
 
 
+def of_command(parser: argparse.ArgumentParser, name: str | None) -> argparse.ArgumentParser:
+    """The parser of a command's options; the parser itself where there is no such command."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction) and name in action.choices:
+            found: argparse.ArgumentParser = action.choices[name]
+            return found
+    return parser
+
+
 def told(
     parser: argparse.ArgumentParser,
     message: str,
@@ -74,7 +83,10 @@ def told(
     if found := _CONFIGURATION.fullmatch(message):
         return _of_configuration(_first(found[1]), found[2])
     if found := _MISSING.fullmatch(message):
-        return f"{found[1]} is missing: `{parser.prog} --help` says what it is"
+        choices = getattr(_actions(parser).get(found[1]), "choices", None) or ()
+        what = ", ".join(map(str, choices))
+        advice = f"choose one of {what}" if what else f"`{parser.prog} --help` says what it is"
+        return f"{found[1]} is missing: {advice}"
     if found := _UNKNOWN.match(message):
         return _of_unknown(parser, found[1])
     if found := _NO_ADAPTER.match(message):
@@ -126,8 +138,10 @@ def _of_choices(
 
 def _of_unknown(parser: argparse.ArgumentParser, arguments: str) -> str:
     line = f"unknown: {arguments}"
-    options = list(_actions(parser))
+    options = [name for name in _actions(parser) if name.startswith("-")]
     for given in arguments.split():
+        if not given.startswith("-"):
+            continue
         line += nearest(given.partition("=")[0], options)
     return line
 

@@ -36,6 +36,7 @@ _CHECKS = (
     *("vllm.config", "vllm.engine.arg_utils", "vllm.entrypoints", "vllm.utils.argparse_utils"),
     *("vllm.reasoning", "vllm.tool_parsers"),
 )
+_READS_CONFIGS = "transformers"  # and raises KeyError for what is missing in them
 _CLASSES = ("huggingface_hub.", "vllm.exceptions")  # of errors that are always a user's
 _OURS = "vllm_metal"
 #: How the line begins that says why a `vllm` command ends.
@@ -47,6 +48,7 @@ _ELSEWHERE = ("Engine core initialization failed", "WorkerProc initialization fa
 _SERVED: dict[str, Sequence[str]] = {}
 #: How an engine logs a call of another process that failed; that process gets the message.
 _CALL_FAILED = "method failed"
+_PARSING = "Error parsing config for "  # what vLLM tries several times says so
 _STARTS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
 
 
@@ -81,7 +83,9 @@ def _was_raised_for_users(error: BaseException) -> bool:
     if isinstance(error, _USERS):
         return _package(place) in (_OURS, *_SPEAK_TO_USERS)
     # A word alone is a key that some code did not find; a sentence was written for somebody.
-    return isinstance(error, _PERHAPS) and place.startswith(_CHECKS) and " " in str(error)
+    kinds = KeyError if _package(place) == _READS_CONFIGS else _PERHAPS
+    checks = (*_CHECKS, _READS_CONFIGS)
+    return isinstance(error, kinds) and place.startswith(checks) and " " in str(error)
 
 
 def _package(module: str) -> str:
@@ -95,9 +99,11 @@ def name_causes() -> None:
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.renderers import registry
+    from vllm.transformers_utils import config
     from vllm.v1.engine import utils
 
     replace(EngineArgs, "create_engine_config", _in_one_line)
+    replace(config, "with_retry", _once_for_folders)
     replace(registry, "cached_tokenizer_from_config", _naming_the_tokenizer)
     replace(utils, "wait_for_engine_startup", _in_one_line)
 
@@ -105,10 +111,20 @@ def name_causes() -> None:
 def _in_one_line(start: Callable[..., Any], *args: Any, **options: Any) -> Any:
     try:
         return start(*args, **options)
-    except (ValueError, RuntimeError) as error:
+    except Exception as error:
         if isinstance(error, StartError) or (line := cause(error)) is None:
             raise
         raise StartError(line) from None
+
+
+def _once_for_folders(
+    retry: Callable[..., Any], act: Callable[[], Any], told: str, *args: Any, **options: Any
+) -> Any:
+    """Reads a folder once: its files stay as they are, and the error is raised without a log."""
+    _, parsing, model = told.partition(_PARSING)
+    if parsing and Path(model).expanduser().is_dir():
+        return act()
+    return retry(act, told, *args, **options)
 
 
 def _naming_the_tokenizer(load: Callable[..., Any], config: Any, **options: Any) -> Any:
@@ -242,5 +258,6 @@ def tell(line: str) -> None:
 
 def _refuse(refuse: Callable[..., NoReturn], self: Any, message: str) -> NoReturn:
     """An argument that vLLM does not take: without all of its usage, and with a remedy."""
-    tell(refused_arguments.told(self, message, _SERVED))
+    command = refused_arguments.of_command(self, next(iter(sys.argv[1:]), None))
+    tell(refused_arguments.told(command, message, _SERVED))
     raise SystemExit(1)

@@ -98,6 +98,11 @@ def headers(folder: Path) -> dict[str, Header]:
             "safetensors files are. Use the model's own checkpoint"
         )
     files = weight_files(folder)
+    if not files and (others := sorted(folder.glob("*.bin"))):
+        raise ModelLoadError(
+            f"{others[0]} is not read, but safetensors files are: choose a checkpoint "
+            "that has them, or a GGUF file"
+        )
     if not files:
         raise ModelLoadError(
             f"{folder / 'model.safetensors'} is missing: the folder has no weights; {_AGAIN}"

@@ -26,6 +26,8 @@ _PAGE = re.compile(r"https?://[^/]+/(?P<repo>[\w.-]+/[\w.-]+)")
 _TOKENIZERS = ("*.tiktoken", "spiece.model", "tekken.json", "tokenizer*", "*vocab*")
 #: Those of JSON that are read with a tokenizer.
 _READ_BY_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+#: Where a model may lie below the folder that was named: the hub's cache has snapshots.
+_INNER = ("*/config.json", "snapshots/*/config.json")
 _MOST_PARSED = 2**20  # bytes
 _OLLAMA = re.compile(r"[\w.-]+:[\w.-]+")
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
@@ -78,6 +80,8 @@ def _check(model: str) -> None:
         if gguf_names.file_of(model) is None:
             raise ModelLoadError(f"{model} is a file: give the folder that has its config.json")
         return
+    if path.is_symlink():
+        raise ModelLoadError(f"{model} is a link that leads nowhere, to {os.readlink(path)}")
     if "://" in model:
         _check_address(model)
     elif gguf_names.file_of(model) is not None:
@@ -132,7 +136,9 @@ def _check_folder(path: Path) -> None:
     elif found := sorted(path.glob("*.gguf")):
         raise ModelLoadError(f"the folder {path} has no config.json: give the file, {found[0]}")
     elif not (path / "params.json").is_file():  # as Mistral publishes it
-        raise ModelLoadError(f"the folder {path} has no config.json: it is not a model's")
+        inner = [found.parent for name in _INNER for found in sorted(path.glob(name))]
+        near = f"; did you mean {inner[0]}?" if inner else ""
+        raise ModelLoadError(f"the folder {path} has no config.json: it is not a model's{near}")
 
 
 def _check_json(path: Path, key: str = "") -> None:

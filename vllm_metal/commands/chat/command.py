@@ -24,6 +24,7 @@ from vllm_metal.settings.extras import install_advice
 
 _POLL = 1.0  # seconds
 _START_POLL = 0.02
+_ANSWER_S = 2.0
 _OWN = {
     "--max-model-len": "write it before --serve",
     "--kv-cache-memory-bytes": "write --kv-cache-gib",
@@ -50,6 +51,7 @@ def run(args: Namespace) -> int:
         other = "--terminal" if args.terminal else "--url"
         raise ValueError(f"chat {other} starts no server: leave out --serve")
     local_server.check_options(args.serve, _OWN)
+    early_checks.check_pool(args.kv_cache_gib)
     if args.terminal:
         from vllm_metal.commands.chat.terminal import session
 
@@ -59,8 +61,22 @@ def run(args: Namespace) -> int:
     with _listening(args.port) as listener:
         if args.url is not None:
             upstream = Upstream(args.url, os.environ.get(KEY_OF_SERVER))
+            _tell_of_silence(args.url)
             return _show(listener, upstream, args.open)
         return _serve_and_show(args, listener)
+
+
+def _tell_of_silence(url: str) -> None:
+    """Says that no server answers; the page is shown all the same, and finds one that comes."""
+    import httpx  # of the extra `chat`
+
+    try:
+        httpx.get(f"{url.rstrip('/')}/health", timeout=_ANSWER_S)
+    except httpx.HTTPError:
+        print(
+            f"vllm-metal: nothing answers at {url}: start that server, or name another by --url",
+            file=sys.stderr,
+        )
 
 
 def _serve_and_show(args: Namespace, listener: socket.socket) -> int:
