@@ -14,6 +14,7 @@ import gguf
 import numpy as np
 import pytest
 
+from vllm_metal.commands import options
 from vllm_metal.commands.cli import main
 from vllm_metal.device import openmp
 
@@ -103,6 +104,17 @@ def test_a_pool_beyond_this_machine_is_refused_as_it_was_given(
 ) -> None:
     assert main(["chat", "--kv-cache-gib", "900000"]) == 1
     assert "--kv-cache-gib=900000 is more than the memory of this" in capsys.readouterr().err
+
+
+def test_an_interrupt_before_a_command_begins_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(options, "parser", interrupted)
+    assert main(["fit", "m"]) == 130
+    assert capsys.readouterr().err == "vllm-metal: interrupted; nothing was left behind\n"
 
 
 def test_an_unknown_setting_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

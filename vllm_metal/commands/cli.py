@@ -18,6 +18,14 @@ from vllm_metal.settings import envs
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return the exit status."""
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:  # also while the parser is made, which takes a tenth of a second
+        print("vllm-metal: interrupted; nothing was left behind", file=sys.stderr)
+        return 130
+
+
+def _run(argv: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     launches = given[:1] == ["launch"] and "--" in given
     end = given.index("--") if launches else len(given)  # the rest is the launched command's
@@ -41,9 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"vllm-metal: error: {line}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("vllm-metal: interrupted; nothing was left behind", file=sys.stderr)
-        return 130
     return status
 
 
