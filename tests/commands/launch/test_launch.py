@@ -325,6 +325,17 @@ def test_a_model_that_is_not_there_is_an_error_before_anything_starts(
     assert not user.out.exists()
 
 
+def test_ctrl_c_ends_the_plan_by_this_process_alone(monkeypatch):
+    def run(line, **options):
+        assert options["start_new_session"]  # else its traceback would be printed as well
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(planning.early_checks, "check_model", lambda model: None)
+    monkeypatch.setattr(planning, "subprocess", SimpleNamespace(run=run, PIPE=subprocess.PIPE))
+    with pytest.raises(KeyboardInterrupt):
+        planning.planned("m", None)
+
+
 @pytest.mark.parametrize(("memory", "context"), [(8, 14_720), (16, 32_768), (64, 40_960)])
 @pytest.mark.more
 def test_an_agent_s_context_may_take_more_than_is_taken_unasked(memory, context, monkeypatch):

@@ -56,6 +56,7 @@ def planned(model: str | None, context: int | None) -> Planned:
         stdout=subprocess.PIPE,
         text=True,
         env={"VLLM_LOGGING_LEVEL": "ERROR"} | dict(os.environ),
+        start_new_session=True,  # Ctrl-C is this process's, which ends it without a traceback
     )
     lines = done.stdout.splitlines()  # what libraries print comes before
     if done.returncode or not lines:
