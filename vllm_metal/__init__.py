@@ -79,10 +79,11 @@ def change_vllm() -> None:
 
         if processes.is_engine_process():
             from vllm_metal.platform.metal_platform import MetalPlatform
-            from vllm_metal.vllm_patches import shutdown
+            from vllm_metal.vllm_patches import model_info, shutdown
 
             shutdown.end_with_sigterm()
             MetalPlatform.change_schedulers()
+            model_info.answer_for_models()  # which that check asks about
     if "vllm.engine.arg_utils" in sys.modules:  # else a process that takes no names
         from vllm_metal.platform import start_checks
         from vllm_metal.vllm_patches import engine_args, start_failures

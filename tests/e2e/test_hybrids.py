@@ -358,7 +358,7 @@ BY_HEADS = "qwen3_5_text"
         *(pytest.param(name, marks=pytest.mark.more) for name in ("falcon_h1", BY_HEADS)),
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("qwen3_next", "lfm2", "jamba")  # vLLM shares Mamba 2 with no rank
+            for name in ("qwen3_next", "lfm2", "jamba", "mamba2", "recurrent_gemma")
         ),
     ],
 )

@@ -25,7 +25,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.request import Request
 from vllm_patches import unpatched
 
-config = pickle.load(sys.stdin.buffer)
+config, ranks = pickle.load(sys.stdin.buffer)
 
 def salt_of_a_step():
     scheduler = unpatched.make_scheduler(config, num_blocks=8)
@@ -37,16 +37,20 @@ print("SALTS", salt_of_a_step(), end=" ")
 multiprocessing.current_process().name = "EngineCore_0"
 load_general_plugins()
 print(salt_of_a_step(), "vllm_metal.worker.worker" in sys.modules)
+ranks.__post_init__()
 """
 
 
 @pytest.mark.more
 def test_a_scheduler_is_changed_without_a_worker_in_its_process(tmp_path):
+    """And a model that vLLM does not share by layers is checked again."""
     (tmp_path / "config.json").write_text(json.dumps(unpatched.MODEL))
     config = unpatched.folder_config(str(tmp_path))
+    folder = recurrent.write_model(recurrent.FAMILIES["mamba2"], tmp_path / "model")
+    ranks = EngineArgs(folder, skip_tokenizer_init=True, pipeline_parallel_size=2)
     done = subprocess.run(
         [sys.executable, "-c", ENGINE],
-        input=pickle.dumps(config),
+        input=pickle.dumps((config, ranks.create_engine_config())),
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
     )
