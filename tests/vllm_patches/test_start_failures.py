@@ -15,13 +15,14 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from vllm import logger
 from vllm.config.logging import LoggingConfig
-from vllm.engine.arg_utils import human_readable_int, parse_type
+from vllm.engine.arg_utils import EngineArgs, human_readable_int, parse_type
 from vllm.entrypoints.launchers import launcher
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers import registry
 from vllm.transformers_utils import config
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import utils
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_metal.settings import log_files
 from vllm_metal.vllm_patches import start_failures
@@ -115,13 +116,13 @@ def logs(tmp_path, monkeypatch):
     return tmp_path / "logs"
 
 
-def fail(error):
-    """What the engine's process does where its start fails."""
+def fail(error, message="EngineCore failed to start."):
+    """What the engine's process does where its start fails, or a step."""
     start_failures.leave_causes()
     try:
         raise error
     except Exception:
-        logging.getLogger("vllm.v1.engine.core").exception("EngineCore failed to start.")
+        logging.getLogger("vllm.v1.engine.core").exception(message)
 
 
 def given_to_its_parent(logs, monkeypatch):
@@ -184,6 +185,36 @@ def test_a_tokenizer_that_cannot_be_read_is_named(monkeypatch):
     told = r"^the tokenizer of ./model cannot be read \(KeyError: 'added_tokens'\): download its"
     with pytest.raises(StartError, match=told):
         registry.cached_tokenizer_from_config(Namespace(tokenizer="./model"))
+
+
+FATAL = "EngineCore encountered a fatal error."
+
+
+@pytest.fixture
+def named(logs, monkeypatch):
+    """What a process does that has started an engine."""
+    monkeypatch.setattr(EngineDeadError, "__init__", EngineDeadError.__init__)
+    monkeypatch.setattr(EngineArgs, "create_engine_config", lambda self: None)
+    start_failures.name_causes()
+    EngineArgs.create_engine_config(None)
+    return logs
+
+
+def test_an_engine_that_ends_late_tells_its_user_why(named, monkeypatch):
+    fail(ModelLoadError("no weights"), FATAL)
+    given_to_its_parent(named, monkeypatch)
+    for _ in range(2):  # one engine's end is many requests'
+        assert str(EngineDeadError()) == "no weights"
+    EngineArgs.create_engine_config(None)  # of the next engine
+    fail(KeyError("a fault"), FATAL)
+    assert str(EngineDeadError()).startswith("EngineCore encountered an issue")
+
+
+@pytest.mark.parametrize(("ended", "told"), [("no weights", "no weights"), ("a fault", None)])
+def test_a_workers_cause_is_its_engines(named, monkeypatch, ended, told):
+    fail(ModelLoadError("no weights"), "WorkerProc hit an exception.")
+    given_to_its_parent(named, monkeypatch)
+    assert cause(of_vllm(RuntimeError(f"Worker failed with error '{ended}', please"))) == told
 
 
 def test_a_users_own_log_has_the_traceback_as_ever(logs, monkeypatch, caplog):

@@ -44,12 +44,16 @@ ERROR_PREFIX = "vllm: error: "
 _INTERRUPTED = "vllm: interrupted"
 #: How vLLM says that the cause was said before, in another process.
 _ELSEWHERE = ("Engine core initialization failed", "WorkerProc initialization failed")
+_IN_A_WORKER = "Worker failed with error"  # and the words of that error
 #: Choices of options that are served here, of those that vLLM has.
 _SERVED: dict[str, Sequence[str]] = {}
 #: How an engine logs a call of another process that failed; that process gets the message.
 _CALL_FAILED = "method failed"
 _PARSING = "Error parsing config for "  # what vLLM tries several times says so
 _STARTS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
+#: How vLLM logs that an engine or a worker ends, or that a worker's call failed.
+_FAILED_START, _FAILED = "failed to start", ("encountered a fatal error", "hit an exception")
+_dead: list[str] = []  # why the newest engine of this process ended, where that is known
 
 
 class StartError(ValueError):
@@ -68,8 +72,11 @@ def cause(error: BaseException) -> str | None:
         return told
     if str(error).startswith(_ELSEWHERE):
         return _taken()
+    if (words := " ".join(str(error).split())).startswith(_IN_A_WORKER):
+        # Of a call that failed before, and ended nothing, a worker has left the cause, too.
+        return line if (line := _taken()) is not None and line in words else None
     if _package(type(error).__module__) == _OURS:
-        return " ".join(str(error).split())
+        return words
     return known_causes.in_one_line(error) or None if _was_raised_for_users(error) else None
 
 
@@ -95,17 +102,34 @@ def _package(module: str) -> str:
 def name_causes() -> None:
     """Has a failed start raise a `StartError` in the process that asked for it.
 
+    An engine that ends later, such as behind its handshake, raises vLLM's error with the cause.
     Call this once vLLM is loaded.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.renderers import registry
     from vllm.transformers_utils import config
     from vllm.v1.engine import utils
+    from vllm.v1.engine.exceptions import EngineDeadError
 
-    replace(EngineArgs, "create_engine_config", _in_one_line)
+    replace(EngineArgs, "create_engine_config", _of_a_new_engine)
     replace(config, "with_retry", _once_for_folders)
     replace(registry, "cached_tokenizer_from_config", _naming_the_tokenizer)
     replace(utils, "wait_for_engine_startup", _in_one_line)
+    replace(EngineDeadError, "__init__", _with_the_cause)
+
+
+def _of_a_new_engine(create: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    _dead.clear()
+    _taken()  # an earlier engine's
+    return _in_one_line(create, *args, **options)
+
+
+def _with_the_cause(init: Callable[..., None], self: Exception, *args: Any, **options: Any) -> None:
+    init(self, *args, **options)
+    if (line := _taken()) is not None:
+        _dead[:] = [line]
+    if _dead:
+        self.args = (_dead[0],)
 
 
 def _in_one_line(start: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -152,15 +176,15 @@ def _leave(record: logging.LogRecord) -> bool:
         SystemExit: the start failed; this process would print the same traceback once more.
     """
     error, message = record.exc_info[1] if record.exc_info else None, str(record.msg)
-    starts = "failed to start" in message
-    if error is None or not (starts or message.endswith(_CALL_FAILED)):
+    starts, ends = _FAILED_START in message, any(each in message for each in _FAILED)
+    if error is None or not (starts or ends or message.endswith(_CALL_FAILED)):
         return True
     if (line := cause(error)) is None:
         return True
-    if starts:
+    if starts or ends:
         with suppress(OSError):
             log_files.write(_file(os.getppid()), json.dumps(line))
-    if start_log.chosen_by_the_user():
+    if ends or start_log.chosen_by_the_user():
         return True
     log_files.append(record)
     if starts:
