@@ -6,7 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_metal.models.reference_code import families, listed_by_vllm
+from vllm_metal.models.reference_code import (
+    decoders_of_transformers,
+    families,
+    listed_by_vllm,
+)
 from vllm_metal.settings.architectures import (
     BY_TRANSFORMERS,
     MULTIMODAL,
@@ -41,6 +45,7 @@ def check(content: Mapping[str, Any]) -> None:
         return
     listed = {name for table in _TABLES for name in listed_by_vllm(table)}
     served = {*listed, *TEXT_PARTS, *WITH_IMAGES, *BY_TRANSFORMERS} - MULTIMODAL
+    served |= decoders_of_transformers()
     for name in names:
         base = next((name.removesuffix(each) for each in _POOLS if name.endswith(each)), None)
         decoders = {f"{base}{each}" for each in _GENERATES}

@@ -139,6 +139,16 @@ def listed_by_vllm(table: str) -> dict[str, str]:
 
 
 @functools.cache
+def decoders_of_transformers() -> frozenset[str]:
+    """Architectures of transformers that generate text: vLLM takes many that it does not list."""
+    if (transformers := _package("transformers")) is None:
+        return frozenset()
+    text = _text(transformers / "models" / "auto" / "modeling_auto.py")
+    text = text.partition("\nMODEL_FOR_CAUSAL_LM_MAPPING_NAMES")[2].partition("\n)")[0]
+    return frozenset(name for _, name in _MAPPED.findall(text))
+
+
+@functools.cache
 def families() -> frozenset[str]:
     """Values of model_type that transformers or vLLM has a configuration class of."""
     found: set[str] = set()
