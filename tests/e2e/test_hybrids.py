@@ -373,4 +373,5 @@ def test_ranks_of_an_engine_in_its_own_process(folders, name, block_size, tmp_pa
         for _ in range(2):
             for prompt, tokens in zip(prompts, generate(llm, prompts, greedy_ids()), strict=True):
                 dense.check(prompt, tokens)
-        assert counters(llm)["vllm:prefix_cache_hits"] > 0
+        if name != "mamba2" or block_size:  # whose blocks are longer than these texts
+            assert counters(llm)["vllm:prefix_cache_hits"] > 0
