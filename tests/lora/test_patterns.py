@@ -16,6 +16,7 @@ from peft import PeftModel
 from vllm_metal.lora.adapter import read_adapter
 from vllm_metal.lora.files import AdapterError, AdapterFiles
 from vllm_metal.lora.names import on_modules
+from vllm_metal.lora.patterns import Patterns
 from vllm_metal.models.loader import dense_model
 
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -183,3 +184,11 @@ def test_modules_that_files_name_otherwise(kind, tmp_path):
     adapted = toy.adapter(tmp_path / "adapter", 1, **RENAMED[kind])
     compare(adapted.merge_and_unload(), model, tmp_path, kind)
     assert len(read(tmp_path / "adapter", model)) >= LEAST[kind]
+
+
+def test_wrappers_of_a_modules_parameters_are_named_from_the_innermost():
+    module = "model.layers.0.mlp.experts"
+    config = {"r": 2, "lora_alpha": 4, "target_parameters": ["down_proj", "gate_up_proj"]}
+    patterns = Patterns(config, [module, f"{module}.base_layer"])
+    assert patterns.update_of(module).name == f"{module}.down_proj"
+    assert patterns.update_of(f"{module}.base_layer").name == f"{module}.gate_up_proj"

@@ -75,6 +75,15 @@ LEFT_OUT = [
         },
     ),
     (_MIMO, {"rope_theta": 5e6, "swa_rope_theta": 1e4}),
+    (  # null, as transformers writes it
+        {
+            "model_type": "granitemoehybrid",
+            "position_embedding_type": None,
+            "layer_types": ["mamba"],
+        },
+        {"position_embedding_type": "nope"},
+    ),
+    ({"model_type": "llama", "attention_bias": None}, {"attention_bias": False}),
     ({"model_type": "falcon_h1"}, {"ssm_multipliers": [1.0] * 5, "embedding_multiplier": 1.0}),
 ]
 
