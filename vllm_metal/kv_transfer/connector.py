@@ -228,7 +228,7 @@ class MetalKVConnector(OffloadingConnector):
         """
         step = figures.get(STEP, {})
         if (rows := step.get("prefill_rows")) is not None:
-            self._manager.computed(rows, step["prefill_seconds"], step["decode_seconds"])
+            self._manager.computed(rows, step["prefill_seconds"])
         return self._manager.figures()
 
     def request_finished_all_groups(

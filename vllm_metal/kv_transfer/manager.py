@@ -207,10 +207,10 @@ class PageManager(OffloadingManager):
         for number in news.discarded:
             del self._discards[number]
 
-    def computed(self, prefill_rows: int, prefill_seconds: float, decode_seconds: float) -> None:
+    def computed(self, prefill_rows: int, prefill_seconds: float) -> None:
         """See `View.computed`."""
         for view in self._views.values():
-            view.computed(prefill_rows, prefill_seconds, decode_seconds)
+            view.computed(prefill_rows, prefill_seconds)
 
     def figures(self) -> dict[str, dict[str, Any]]:
         """Figures of the views that are others than at the last call; see `StoreConfig`."""

@@ -200,13 +200,8 @@ class View:
     def hear(self, news: Any) -> None:
         """Takes what `Store.news` gave."""
 
-    def computed(self, prefill_rows: int, prefill_seconds: float, decode_seconds: float) -> None:
-        """The device has computed steps since the last call.
-
-        Args:
-            prefill_rows: of prompts.
-            prefill_seconds, decode_seconds: that these took, and rows of answers.
-        """
+    def computed(self, prefill_rows: int, prefill_seconds: float) -> None:
+        """The device has prefilled so many tokens since the last call, in so many seconds."""
 
     def figures(self) -> Any | None:
         """Figures, of the class that the settings name; None: it has none."""

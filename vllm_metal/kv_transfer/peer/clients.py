@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from vllm_metal.kv_transfer.fingerprint import PoolContent
@@ -47,11 +47,6 @@ class Clients:
     def _difference(self, theirs: Mapping[str, Any]) -> str:
         assert self._content is not None
         return self._content.fingerprint.difference(theirs)
-
-    def page_sizes(self, keys: Sequence[bytes]) -> list[int]:
-        """Returns the bytes of each page."""
-        assert self._content is not None
-        return [self._content.size(key) for key in keys]
 
     def at(self, address: Address) -> Peer:
         """Returns the peer at an address. Of too many, the one used least recently is closed."""

@@ -24,7 +24,7 @@ from vllm_metal.settings import secret_file, values
 
 if TYPE_CHECKING:
     from vllm_metal.kv_transfer.fingerprint import PoolContent
-    from vllm_metal.kv_transfer.peer.puller import PullCounts
+    from vllm_metal.kv_transfer.peer.pulls import PullCounts
     from vllm_metal.kv_transfer.peer.store import PeerFigures, PeerStore
     from vllm_metal.kv_transfer.peer.view import PeerView
 
@@ -219,7 +219,7 @@ class PeerConfig(StoreConfig):
 
     @property
     def view_figures(self) -> type[PullCounts]:
-        from vllm_metal.kv_transfer.peer.puller import PullCounts
+        from vllm_metal.kv_transfer.peer.pulls import PullCounts
 
         return PullCounts
 
@@ -238,7 +238,7 @@ class PeerConfig(StoreConfig):
     def view(self, engine_id: str, content: PoolContent, handshake: Address | None) -> PeerView:
         from vllm_metal.kv_transfer.peer.clients import Clients
         from vllm_metal.kv_transfer.peer.peers_file import PeersFile
-        from vllm_metal.kv_transfer.peer.puller import Puller
+        from vllm_metal.kv_transfer.peer.pulls import Puller
         from vllm_metal.kv_transfer.peer.view import PeerView
 
         # What the worker fetches is waited for; what these are asked, no longer than is of use.

@@ -18,7 +18,7 @@ from vllm_metal.kv_transfer.peer.client import PeerStats
 from vllm_metal.kv_transfer.peer.clients import Clients
 from vllm_metal.kv_transfer.peer.limits import TIMEOUTS, Timeouts
 from vllm_metal.kv_transfer.peer.outbox import Outbox, OutboxStats
-from vllm_metal.kv_transfer.peer.pull_hint import Patience, PullHint
+from vllm_metal.kv_transfer.peer.pulls import Patience, PullHint
 from vllm_metal.kv_transfer.peer.server import PageServer
 from vllm_metal.kv_transfer.shared_pool import SharedPool
 from vllm_metal.kv_transfer.store import OfferedPages, Shelf, Store

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -19,8 +18,7 @@ from vllm_metal.kv_transfer.peer.client import Peer
 from vllm_metal.kv_transfer.peer.clients import Clients
 from vllm_metal.kv_transfer.peer.limits import MAX_PEERS
 from vllm_metal.kv_transfer.peer.peers_file import PeersFile
-from vllm_metal.kv_transfer.peer.pull_hint import PullHint
-from vllm_metal.kv_transfer.peer.puller import PROBE_BYTES, Pull, PullCounts, Puller
+from vllm_metal.kv_transfer.peer.pulls import Pull, PullCounts, Puller, PullHint
 from vllm_metal.kv_transfer.peer.roll import Roll
 from vllm_metal.kv_transfer.store import Lookup, View
 
@@ -93,18 +91,21 @@ class ChosenLookup(PeerLookup):
 
     def __init__(
         self,
-        choose: Callable[[Mapping[Address, frozenset[bytes]]], Pull | None],
+        puller: Puller,
+        keys: Sequence[bytes],
         answers: Mapping[Address, Answer],
         let_go: Callable[[Address, Answer], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
-            choose: called once, with what came in time.
+            puller: chooses once, from what came in time.
+            keys: that were asked for.
             answers, let_go, clock: see `PeerLookup`.
         """
         super().__init__(answers, let_go, clock, ASK_SECONDS_HASTY)
-        self._choose = choose
+        self._puller = puller
+        self._keys = keys
         self._is_chosen = False
         self._pull: Pull | None = None
 
@@ -112,24 +113,26 @@ class ChosenLookup(PeerLookup):
     def done(self) -> bool:
         if not self._is_chosen and super().done:
             self._is_chosen = True
-            self._pull = self._choose(self.found())
+            self._pull = self._puller.decide(self._keys, self.found(), self._clock())
         return self._is_chosen
 
     def contains(self, key: bytes) -> bool:
         return self._pull is not None and key in self._pull.keys
 
     def hint(self, keys: Sequence[bytes]) -> PullHint | None:
-        return None if self._pull is None else self._pull.begin(keys)
+        if self._pull is None:
+            return None
+        return self._puller.begin(self._pull, keys, self._clock())
 
     def loaded(self) -> None:
         if self._pull is not None:
-            self._pull.ended(failed=False)
+            self._puller.end(self._pull, failed=False, now=self._clock())
 
     def release(self, failed: bool) -> Lookup | None:
         if self._pull is not None and failed:
-            self._pull.ended(failed=True)
+            self._puller.end(self._pull, failed=True, now=self._clock())
         elif self._pull is not None:
-            self._pull.given_up()
+            self._puller.give_up(self._pull)
         return super().release(failed)
 
 
@@ -164,7 +167,6 @@ class PeerView(View):
         self._address = address
         self._keeps = keeps
         self._asked: dict[Address, tuple[Answer, float]] = {}  # hastily, the last time
-        self._probed: SimpleQueue[tuple[Address, int, float]] = SimpleQueue()
         most = min(_MOST_THREADS, 4 * (MAX_PEERS if file is not None else len(peers)))
         self._threads = ThreadPoolExecutor(max(1, most), "kv-ask")
         self._roll = Roll(clients, peers, file, address, greets=puller is not None)
@@ -202,8 +204,6 @@ class PeerView(View):
     ) -> Lookup:
         """Asks who is known to answer, for what is there now."""
         now = time.monotonic()
-        while not self._probed.empty():
-            puller.probed(*self._probed.get())
         puller.keep(peers)
         late = {
             at
@@ -213,7 +213,7 @@ class PeerView(View):
         asked = {
             at: peer
             for at, peer in peers.items()
-            if at not in late and not peer.is_in_trouble and puller.trusts(at)
+            if at not in late and not peer.is_in_trouble and puller.trusts(at, now)
         }
         if not asked or not (wanted := keys()):
             return PeerLookup({}, self._let_go)
@@ -223,25 +223,7 @@ class PeerView(View):
         }
         before = {at: each for at, each in self._asked.items() if at in peers}
         self._asked = before | {at: (answer, now) for at, answer in answers.items()}
-        return ChosenLookup(partial(self._choose, puller, wanted), answers, self._let_go)
-
-    def _choose(
-        self, puller: Puller, wanted: Sequence[bytes], found: Mapping[Address, frozenset[bytes]]
-    ) -> Pull | None:
-        pull = puller.decide(wanted, found)
-        if pull is None:
-            for address in puller.to_probe([at for at, there in found.items() if there]):
-                keys = [key for key in wanted if key in found[address]]
-                self._threads.submit(self._probe, address, _within(keys, puller.num_bytes))
-        return pull
-
-    def _probe(self, address: Address, keys: Sequence[bytes]) -> None:
-        """Fetches pages that nobody waits for, to see how fast the link is now."""
-        sizes = self._clients.page_sizes(keys)
-        pages = [memoryview(bytearray(size)) for size in sizes]
-        began = time.monotonic()
-        if self._clients.at(address).fetch(keys, pages, lambda: True):
-            self._probed.put((address, sum(sizes), time.monotonic() - began))
+        return ChosenLookup(puller, wanted, answers, self._let_go)
 
     def _let_go(self, address: Address, answer: Answer) -> None:
         if address in self._roll.addresses:  # else its leases have ended with its connections
@@ -260,9 +242,9 @@ class PeerView(View):
             if address in self._roll.addresses:
                 self._clients.at(address).avoid()
 
-    def computed(self, prefill_rows: int, prefill_seconds: float, decode_seconds: float) -> None:
+    def computed(self, prefill_rows: int, prefill_seconds: float) -> None:
         if self._puller is not None:
-            self._puller.computed(prefill_rows, prefill_seconds, decode_seconds)
+            self._puller.computed(prefill_rows, prefill_seconds)
 
     def figures(self) -> PullCounts | None:
         return None if self._puller is None else self._puller.counts
@@ -290,9 +272,3 @@ class PeerView(View):
         self._roll.close()
         self._clients.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
-
-
-def _within(keys: Sequence[bytes], num_bytes: Callable[[Sequence[bytes]], int]) -> Sequence[bytes]:
-    """The first pages of a probe; one at least."""
-    count = PROBE_BYTES * len(keys) // max(1, num_bytes(keys))
-    return keys[: max(1, count)]

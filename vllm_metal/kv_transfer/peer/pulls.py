@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pulls: whether a peer's pages are pulled or their tokens computed, and how long a pull may take.
+
+A pull is chosen where it is estimated to end first, from two running averages: a peer's bytes per
+second and this engine's prefill tokens per second. A rate that was not measured counts as infinite,
+and a tie is pulled: the first requests pull, and measure the link; then one computes, and measures
+prefill.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
+
+from vllm_metal.kv_transfer.fingerprint import PoolContent
+from vllm_metal.kv_transfer.peer.address import Address
+from vllm_metal.metrics.metric import Metric
+
+logger = init_logger(__name__)
+
+#: Seconds that a pull may be behind what computing would have done by then.
+SLACK_S = 1.2
+#: Factor of all earlier measurements when another is added.
+_FADING = 0.9
+#: Measurements until a rate counts: the first one has costs that no other has.
+_LEAST_MEASURED = 2
+#: Prefill tokens of a step that is measured: a step's fixed time hides the rate of fewer.
+_LEAST_TOKENS = 64
+#: Seconds after which a link's rate is forgotten, so that it is tried again.
+_FORGOTTEN_AFTER = 60.0
+#: Peers that save as much as the best one, less this part of its pull, take turns.
+_AS_GOOD = 0.1
+#: Seconds of a pull whose failure would leave nothing, see `Patience`.
+_LONGEST_AT_RISK = 1.0
+#: Seconds that a peer is avoided after a load from there failed; doubled with each in a row.
+_AVOIDED, _AVOIDED_MOST = 10.0, 300.0
+_CHOICES = "vllm:kv_pull_choices"
+_CHOSEN = "Requests whose pages a peer had, by what was thought to be sooner."
+
+
+class Rate:
+    """Running average of units per second; recent measurements count most, large ones more."""
+
+    def __init__(self) -> None:
+        self._units = self._seconds = 0.0
+        self._count = 0
+
+    def add(self, units: float, seconds: float) -> None:
+        """Adds a measurement; both are above 0."""
+        self._units = _FADING * self._units + units
+        self._seconds = _FADING * self._seconds + seconds
+        self._count += 1
+
+    @property
+    def each(self) -> float:
+        """Seconds per unit; 0 where too little was measured."""
+        return self._seconds / self._units if self._count >= _LEAST_MEASURED else 0.0
+
+
+@dataclass
+class _Link:
+    """What is known of a peer; times are `Puller`'s."""
+
+    rate: Rate = field(default_factory=Rate)  # bytes per second
+    measured_at: float = float("-inf")
+    used_at: float = float("-inf")
+    num_failures: int = 0  # loads, since one that did not fail
+    avoided_until: float = float("-inf")
+
+
+class Patience:
+    """How long one load waits for peers: until it is `SLACK_S` seconds behind computing.
+
+    A request keeps the first pages that came, and computes the rest, so it is late by that much at
+    most. Only the time in which something is fetched counts: the engine's own limits are its own.
+    """
+
+    def __init__(
+        self, page_seconds: float | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """
+        Args:
+            page_seconds: that computing takes in place of a page; 0 where a load that fails leaves
+                nothing; None: not known, and then each fetch may take so long.
+            clock: seconds.
+        """
+        self.page_seconds = page_seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._num_reading = 0  # fetches
+        self._num_pages = 0  # that came, or are being fetched
+        self._spent = 0.0  # seconds, until `_since`
+        self._since = 0.0
+
+    def __reduce__(self) -> tuple[type[Patience], tuple[float | None]]:
+        return Patience, (self.page_seconds,)
+
+    @contextmanager
+    def fetching(self, num_pages: int) -> Iterator[None]:
+        """Stands around a fetch of so many pages; any thread's."""
+        with self._lock:
+            self._count()
+            self._num_reading += 1
+            self._num_pages += num_pages
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._count()
+                self._num_reading -= 1
+                if self.page_seconds is None:
+                    self._spent = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is time to compute what has not come."""
+        with self._lock:
+            self._count()
+            return self._spent > SLACK_S + (self.page_seconds or 0.0) * self._num_pages
+
+    def _count(self) -> None:
+        now = self._clock()
+        if self._num_reading:
+            self._spent += now - self._since
+        self._since = now
+
+
+@dataclass(frozen=True)
+class PullHint:
+    """What goes to the worker with a load: which peer has a page, and how long it may take."""
+
+    places: Mapping[bytes, Address]  # by key
+    patience: Patience | None = None  # None: as long as something moves
+
+
+@dataclass(frozen=True, kw_only=True)
+class PullCounts:
+    """Counters of all time."""
+
+    pulled: int = Metric("total", _CHOICES, _CHOSEN, label=("choice", "pulled")).field(0)
+    computed: int = Metric("total", _CHOICES, _CHOSEN, label=("choice", "computed")).field(0)
+    failed: int = Metric(
+        "total", "vllm:kv_pulls_failed", "Pulls that did not bring all pages, or not in time."
+    ).field(0)
+
+
+@dataclass
+class Pull:
+    """One request's pages at the peer that was chosen; see `Puller`."""
+
+    address: Address
+    keys: frozenset[bytes]
+    num_bytes: int | None = None  # that the worker loads; None: it loads none
+    began_at: float = 0.0
+
+
+class Puller:
+    """All methods are the scheduler thread's; `now` is in seconds of one clock."""
+
+    def __init__(self, content: PoolContent) -> None:
+        """
+        Args:
+            content: what pages are.
+        """
+        self._links: dict[Address, _Link] = {}
+        self._pending_bytes = 0  # of pulls that go on
+        self._last_end = float("-inf")
+        self._counts = dict.fromkeys(PullCounts.__annotations__, 0)
+        self.use(content)
+
+    def use(self, content: PoolContent) -> None:
+        """Pages are others from now on."""
+        self._page_bytes = content.page_bytes
+        self._block_tokens = int(content.fingerprint.facts["block_size"])
+        self._prefill = Rate()
+
+    @property
+    def counts(self) -> PullCounts:
+        """What was chosen."""
+        return PullCounts(**self._counts)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A step prefilled so many tokens in so many seconds of the device."""
+        if tokens >= _LEAST_TOKENS and seconds > 0.0:
+            self._prefill.add(tokens, seconds)
+
+    def trusts(self, address: Address, now: float) -> bool:
+        """Whether a peer is worth asking."""
+        return address not in self._links or now >= self._links[address].avoided_until
+
+    def keep(self, addresses: Collection[Address]) -> None:
+        """Forgets all other peers."""
+        self._links = {at: link for at, link in self._links.items() if at in addresses}
+
+    def decide(
+        self, keys: Sequence[bytes], found: Mapping[Address, Collection[bytes]], now: float
+    ) -> Pull | None:
+        """Returns the pull that is faster than computing; None: there is none.
+
+        Either way a request computes its last token, so a step's fixed time cancels.
+
+        Args:
+            keys: of the pages that a request could begin with; of each group from the first on.
+            found: those that each peer has.
+            now: the time.
+        """
+        pages: dict[Address, list[bytes]] = {}
+        seconds: dict[Address, float] = {}  # that a pull takes, after those that go on
+        saved: dict[Address, float] = {}
+        for address, there in found.items():
+            tokens, usable = self._usable(keys, there)
+            if tokens:
+                link = self._links.setdefault(address, _Link())
+                if now - link.measured_at >= _FORGOTTEN_AFTER:
+                    link.rate = Rate()
+                pages[address] = usable
+                queued = self._pending_bytes + self._num_bytes(usable)
+                seconds[address] = link.rate.each * queued
+                saved[address] = self._prefill.each * tokens - seconds[address]
+        if not pages:
+            return None
+        longest = float("inf") if self._keeps_part else _LONGEST_AT_RISK
+        faster = [at for at in pages if saved[at] >= 0.0 and seconds[at] <= longest]
+        self._counts["pulled" if faster else "computed"] += 1
+        if not faster:
+            return None
+        best = max(faster, key=saved.__getitem__)
+        as_good = saved[best] - _AS_GOOD * seconds[best]
+        chosen = min(
+            (at for at in faster if saved[at] >= as_good), key=lambda at: self._links[at].used_at
+        )
+        self._links[chosen].used_at = now
+        return Pull(chosen, frozenset(pages[chosen]))
+
+    @property
+    def _keeps_part(self) -> bool:
+        """Whether a request keeps the first pages of a load that fails."""
+        return len(self._page_bytes) == 1
+
+    def _usable(self, keys: Sequence[bytes], there: Collection[bytes]) -> tuple[int, list[bytes]]:
+        """Tokens that pages stand for, and the pages: a group's first ones without a gap.
+
+        Of a group that only needs its last pages a peer may have no others.
+        """
+        groups: dict[int, list[bytes]] = {}
+        for key in keys:
+            groups.setdefault(get_offload_group_idx(OffloadKey(key)), []).append(key)
+        blocks, usable = 0, []
+        for of_group in groups.values():
+            gap = next((i for i, key in enumerate(of_group) if key not in there), len(of_group))
+            blocks = max(blocks, gap)
+            usable += of_group[:gap] or [key for key in of_group if key in there]
+        if not blocks:
+            blocks = max(
+                (i + 1 for of in groups.values() for i, k in enumerate(of) if k in there), default=0
+            )
+        return blocks * self._block_tokens, usable
+
+    def _num_bytes(self, keys: Sequence[bytes]) -> int:
+        return sum(self._page_bytes[get_offload_group_idx(OffloadKey(key))] for key in keys)
+
+    # -- how pulls go
+
+    def begin(self, pull: Pull, keys: Sequence[bytes], now: float) -> PullHint | None:
+        """The worker is about to load pages, of which these are some; None: it has none of them."""
+        wanted = [key for key in keys if key in pull.keys]
+        if not wanted:
+            return None
+        pull.num_bytes, pull.began_at = self._num_bytes(wanted), now
+        self._pending_bytes += pull.num_bytes
+        page_seconds = self._prefill.each * self._block_tokens if self._keeps_part else 0.0
+        is_known = page_seconds > 0.0 or not self._keeps_part
+        patience = Patience(page_seconds if is_known else None)
+        return PullHint(dict.fromkeys(wanted, pull.address), patience)
+
+    def give_up(self, pull: Pull) -> None:
+        """Nobody waits for a pull any more, which says nothing of the peer."""
+        self._pending_bytes -= pull.num_bytes or 0
+        pull.num_bytes = None
+
+    def end(self, pull: Pull, failed: bool, now: float) -> None:
+        """A load is over.
+
+        One after another is read: its time runs from when the one before was over.
+        """
+        num_bytes = pull.num_bytes
+        if num_bytes is None:
+            return
+        self.give_up(pull)
+        link = self._links.setdefault(pull.address, _Link())
+        seconds = now - max(pull.began_at, self._last_end)
+        self._last_end = now
+        if not failed:
+            link.num_failures = 0
+            if seconds > 0.0:
+                link.rate.add(num_bytes, seconds)
+                link.measured_at = now
+            return
+        self._counts["failed"] += 1
+        link.num_failures += 1
+        avoided = min(_AVOIDED * 2 ** (link.num_failures - 1), _AVOIDED_MOST)
+        link.avoided_until = now + avoided
+        if link.num_failures == 1:
+            logger.warning(
+                "The peer %s did not bring pages in time; it is left alone for a while",
+                pull.address,
+            )
