@@ -2,9 +2,7 @@
 """The demo's check of its prefix-cache hits."""
 
 import pytest
-from demo import missed_hits
-
-from vllm_metal.commands.chat.terminal.conversation import TurnStats
+from demo import TurnStats, missed_hits
 
 
 @pytest.mark.parametrize(("cached", "wrong"), [(0, True), (16, True), (32, False), (48, False)])

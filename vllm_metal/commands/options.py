@@ -62,9 +62,7 @@ def parser() -> argparse.ArgumentParser:
     _add_doctor(
         commands.add_parser("doctor", help="check this machine, the engine and every kernel")
     )
-    _add_chat(
-        commands.add_parser("chat", help="chat with a model in the browser or in the terminal")
-    )
+    _add_chat(commands.add_parser("chat", help="chat with a model in the browser"))
     _add_cache(commands.add_parser("cache", help="list, remove or verify the prefix cache on disk"))
     _add_tenants(commands.add_parser("tenants", help="add, remove or list API keys of tenants"))
     _add_response_cache(commands.add_parser("response-cache", help="delete cached responses"))
@@ -355,8 +353,8 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Chat with a model in a page that this command serves on 127.0.0.1. The page "
         "shows the latency of each answer and plots of the engine, loads nothing from "
-        "elsewhere, and keeps conversations in the browser. With --terminal: chat in "
-        "the terminal."
+        "elsewhere, and keeps conversations in the browser. In a terminal, use vLLM's own "
+        "`vllm chat`."
     )
     parser.add_argument(
         "model",
@@ -393,21 +391,10 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="size of the KV cache; default: %(default)s",
     )
-    terminal = parser.add_argument_group("in the terminal")
-    terminal.add_argument(
-        "--terminal", action="store_true", help="chat in the terminal, without a server"
-    )
-    terminal.add_argument("--system", default="", help="system prompt; default: the model's own")
-    terminal.add_argument(
-        "--max-tokens",
-        type=units.count,
-        default=512,
-        metavar="N",
-        help="longest answer; default: %(default)s",
-    )
-    terminal.add_argument(
-        "--temperature", type=units.at_least_0, help="0: greedy; default: the model's own"
-    )
+    # Of the chat in the terminal, which vLLM's own replaced: to be removed with the next release.
+    parser.add_argument("--terminal", action="store_true", help=argparse.SUPPRESS)
+    for name in ("--system", "--max-tokens", "--temperature"):
+        parser.add_argument(name, dest="terminal", help=argparse.SUPPRESS)
     _add_serve(parser)
 
 

@@ -11,9 +11,15 @@ from vllm_metal.commands import cli, local_server
 from vllm_metal.commands.chat import command
 
 
-@pytest.mark.parametrize("other", [["--terminal"], ["some-model"]])
-def test_a_running_server_leaves_nothing_to_load(capsys, other):
-    assert cli.main(["chat", "--url", "http://127.0.0.1:8000", *other]) == 1
+@pytest.mark.parametrize("other", [["--terminal"], ["m", "--system", "be brief", "--terminal"]])
+def test_the_chat_in_the_terminal_names_its_replacement_in_one_line(capsys, other):
+    assert cli.main(["chat", *other]) == 1
+    told = capsys.readouterr().err
+    assert "vllm chat --url http://" in told and told.count("\n") == 1
+
+
+def test_a_running_server_leaves_nothing_to_load(capsys):
+    assert cli.main(["chat", "--url", "http://127.0.0.1:8000", "some-model"]) == 1
     assert "--url" in (told := capsys.readouterr().err) and "leave out" in told
 
 
@@ -33,19 +39,17 @@ def test_what_is_not_installed_is_named_with_its_command(capsys, monkeypatch):
     assert "markdown_it" in told and "markdown-it-py" in told and "install" in told
 
 
-@pytest.mark.parametrize(
-    "option", ["--port=0", "--port=70000", "--kv-cache-gib=0", "--temperature=-1", "--max-tokens=0"]
-)
+@pytest.mark.parametrize("option", ["--port=0", "--port=70000", "--kv-cache-gib=0"])
 def test_values_that_make_no_sense_are_refused(capsys, option):
     with pytest.raises(SystemExit):
         cli.main(["chat", option])
     assert option.partition("=")[0] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("other", [["--terminal"], ["--url", "http://127.0.0.1:8000"]])
-def test_options_for_a_server_that_is_not_started_are_refused(capsys, other):
-    assert cli.main(["chat", *other, "--serve", "--kv-cache-dtype", "fp8"]) == 1
-    assert f"chat {other[0]} starts no server" in capsys.readouterr().err
+def test_options_for_a_server_that_is_not_started_are_refused(capsys):
+    url = "http://127.0.0.1:8000"
+    assert cli.main(["chat", "--url", url, "--serve", "--kv-cache-dtype", "fp8"]) == 1
+    assert "chat --url starts no server" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -77,15 +81,12 @@ def test_a_started_server_gets_the_options_behind_serve(monkeypatch):
     assert commands[0][-2:] == ("--speculative-config", '{"method": "ngram"}')
 
 
-@pytest.mark.parametrize("options", [(), ("--terminal",)])
-def test_a_model_without_a_chat_template_is_refused_before_it_starts(
-    tmp_path, monkeypatch, capsys, options
-):
+def test_a_model_without_a_chat_template_is_refused_before_it_starts(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     monkeypatch.setattr(command.surroundings, "prepare", lambda **_: None)
     monkeypatch.setattr(command.early_checks, "check_model", lambda *_, **__: None)
     port = str(local_server.free_port())
-    assert cli.main(["chat", str(tmp_path), "--port", port, *options]) == 1
+    assert cli.main(["chat", str(tmp_path), "--port", port]) == 1
     told = capsys.readouterr().err
     assert "has no chat template, so it cannot chat: choose" in told and told.count("\n") == 1
 

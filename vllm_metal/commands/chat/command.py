@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-metal chat`: decides between page and terminal, and who serves the model."""
+"""`vllm-metal chat`: a page to chat in, and who serves its model."""
 
 from __future__ import annotations
 
@@ -44,18 +44,17 @@ def run(args: Namespace) -> int:
         OSError: the port is taken.
         ImportError: a package of the extra `chat` is missing.
     """
-    if args.url is not None and (args.model is not None or args.terminal):
-        other = "--terminal" if args.terminal else "MODEL"
-        raise ValueError(f"chat --url uses a running server: leave out {other}")
-    if args.serve and (args.url is not None or args.terminal):
-        other = "--terminal" if args.terminal else "--url"
-        raise ValueError(f"chat {other} starts no server: leave out --serve")
+    if args.terminal:
+        raise ValueError(
+            "chat --terminal and its options were removed: with `vllm serve MODEL` running, type "
+            f"`vllm chat --url http://{HOST}:8000/v1`"
+        )
+    if args.url is not None and args.model is not None:
+        raise ValueError("chat --url uses a running server: leave out MODEL")
+    if args.serve and args.url is not None:
+        raise ValueError("chat --url starts no server: leave out --serve")
     local_server.check_options(args.serve, _OWN)
     early_checks.check_pool(args.kv_cache_gib)
-    if args.terminal:
-        from vllm_metal.commands.chat.terminal import session
-
-        return session.run(args)
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise ImportError(f"the page needs {', '.join(missing)}: {install_advice('chat')}")
     with _listening(args.port) as listener:
@@ -105,10 +104,8 @@ def _serve_and_show(args: Namespace, listener: socket.socket) -> int:
 
 
 def _default_model() -> Path:
-    from vllm_metal.commands.chat.terminal import prints
-
-    with prints.working("Making the embedded model ready"):
-        return surroundings.default_model()
+    print("Making the embedded model ready ...", flush=True)
+    return surroundings.default_model()
 
 
 def _show(
