@@ -17,7 +17,7 @@ from vllm import TokensPrompt
 
 from vllm_metal.kv_transfer.peer import client, view
 from vllm_metal.kv_transfer.peer import outbox as outbox_module
-from vllm_metal.kv_transfer.peer.page import Page
+from vllm_metal.kv_transfer.peer.messages import Page
 from vllm_metal.kv_transfer.peer.server import PageServer
 from vllm_metal.settings.salts import derive
 

@@ -15,7 +15,7 @@ from vllm import TokensPrompt
 from vllm_metal.kv_transfer.peer import outbox as outbox_module
 from vllm_metal.kv_transfer.peer.client import Peer
 from vllm_metal.kv_transfer.peer.limits import TIMEOUTS
-from vllm_metal.kv_transfer.peer.page import Page
+from vllm_metal.kv_transfer.peer.messages import Page
 from vllm_metal.kv_transfer.peer.view import PeerLookup
 
 PULLED = 96  # tokens of a prompt of 100, in blocks of 16

@@ -17,13 +17,15 @@ from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
 
 from vllm_metal.kv_cache.pages import BlockPages
 from vllm_metal.kv_transfer.messages import Ended, PageKeys
-from vllm_metal.kv_transfer.pieces import PIECE_BYTES
 
 if TYPE_CHECKING:
     from vllm_metal.kv_transfer.page_store import PageStore, Shelves
 
 logger = init_logger(__name__)
 
+#: Pages are read in pieces of so many bytes, one at least. A piece enters the pool before a step
+#: while others decode.
+PIECE_BYTES = 8 << 20
 #: Threads that read. Two keep a device busy while one checks what it has read.
 NUM_READERS = 2
 

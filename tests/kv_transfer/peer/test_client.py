@@ -20,7 +20,6 @@ from kv_transfer.peer.engines import (
 )
 
 from vllm_metal.kv_transfer.peer import handshake, limits
-from vllm_metal.kv_transfer.peer import secret as secrets
 from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.client import Peer
 from vllm_metal.kv_transfer.peer.messages import Found
@@ -297,10 +296,10 @@ def test_another_version_is_refused_by_name(monkeypatch, make_server, make_peer,
 
 def test_a_proof_of_another_version_is_none(monkeypatch, make_server, make_peer, log):
     server = make_server()
-    monkeypatch.setattr(secrets, "PROTOCOL_VERSION", 1)
-    right = secrets.Challenge(b"s" * 32, b"c" * 32, b"i" * 16).proof(SECRET, "client")
+    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 1)
+    right = handshake.Challenge(b"s" * 32, b"c" * 32, b"i" * 16).proof(SECRET, "client")
     monkeypatch.undo()
-    assert right != secrets.Challenge(b"s" * 32, b"c" * 32, b"i" * 16).proof(SECRET, "client")
+    assert right != handshake.Challenge(b"s" * 32, b"c" * 32, b"i" * 16).proof(SECRET, "client")
     assert make_peer(server.port).ask(()) == set()
 
 

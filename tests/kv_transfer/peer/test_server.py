@@ -26,6 +26,7 @@ from kv_transfer.peer.engines import (
 
 from vllm_metal.kv_transfer.peer import handshake
 from vllm_metal.kv_transfer.peer.address import Address
+from vllm_metal.kv_transfer.peer.handshake import Challenge
 from vllm_metal.kv_transfer.peer.limits import (
     MAX_CONNECTIONS,
     MAX_MESSAGE_BYTES,
@@ -48,7 +49,6 @@ from vllm_metal.kv_transfer.peer.messages import (
     decode,
     encode,
 )
-from vllm_metal.kv_transfer.peer.secret import Challenge
 from vllm_metal.kv_transfer.peer.server import PageServer
 from vllm_metal.kv_transfer.peer.wire import PeerDown
 

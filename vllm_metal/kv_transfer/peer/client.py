@@ -39,9 +39,9 @@ from vllm_metal.kv_transfer.peer.messages import (
     Renew,
     Row,
     Waiting,
+    checksum,
     decode,
 )
-from vllm_metal.kv_transfer.peer.page import checksum
 from vllm_metal.kv_transfer.peer.wire import Link, PeerDown, Unwanted
 from vllm_metal.metrics.metric import Metric
 

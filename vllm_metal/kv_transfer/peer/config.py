@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 
 from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.limits import HASTY, MAX_PEERS, TIMEOUTS, Timeouts
-from vllm_metal.kv_transfer.peer.peers_file import read_peers
+from vllm_metal.kv_transfer.peer.peer_list import read_peers
 from vllm_metal.kv_transfer.store import StoreConfig
 from vllm_metal.settings import secret_file, values
 
@@ -237,7 +237,7 @@ class PeerConfig(StoreConfig):
 
     def view(self, engine_id: str, content: PoolContent, handshake: Address | None) -> PeerView:
         from vllm_metal.kv_transfer.peer.clients import Clients
-        from vllm_metal.kv_transfer.peer.peers_file import PeersFile
+        from vllm_metal.kv_transfer.peer.peer_list import PeersFile
         from vllm_metal.kv_transfer.peer.pulls import Puller
         from vllm_metal.kv_transfer.peer.view import PeerView
 

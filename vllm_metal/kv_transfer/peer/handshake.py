@@ -1,8 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first words of a connection, on both sides: version, secret, terms."""
+"""The first words of a connection, on both sides: version, secret, terms.
+
+Each side proves that it knows the secret: challenge and response by HMAC-SHA256 (RFC 2104) over
+both nonces, the role of who proves, the session and the protocol's version. A proof of another
+conversation, role or version proves nothing. It tells who is there; it does not encrypt what is
+sent.
+"""
 
 from __future__ import annotations
 
+import hmac
+import secrets
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +18,6 @@ from typing import Any
 
 import msgspec
 
-from vllm_metal.kv_transfer.peer import secret as secrets
 from vllm_metal.kv_transfer.peer.address import is_loopback_ip
 from vllm_metal.kv_transfer.peer.limits import (
     MAX_FACTS_BYTES,
@@ -20,6 +27,7 @@ from vllm_metal.kv_transfer.peer.limits import (
 )
 from vllm_metal.kv_transfer.peer.messages import (
     MAGIC,
+    NONCE_BYTES,
     Busy,
     Greeting,
     Offer,
@@ -32,7 +40,37 @@ from vllm_metal.kv_transfer.peer.messages import (
 from vllm_metal.kv_transfer.peer.wire import Link, PeerDown
 
 _VERSION = struct.Struct("<I")
+_PURPOSE = b"vllm-metal peer"
 PREAMBLE = MAGIC + _VERSION.pack(PROTOCOL_VERSION)
+
+
+def make_nonce() -> bytes:
+    """32 random bytes."""
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+@dataclass(frozen=True)
+class Challenge:
+    """What both sides of one conversation have proofs of."""
+
+    server_nonce: bytes  # 32 bytes
+    client_nonce: bytes  # 32 bytes
+    session: bytes  # 16 bytes
+
+    def proof(self, secret: bytes, role: str) -> bytes:
+        """32 bytes that nobody makes without the secret.
+
+        Args:
+            secret: both sides'.
+            role: who proves: "server" or "client".
+        """
+        message = b"\0".join((_PURPOSE, role.encode(), b"%d" % PROTOCOL_VERSION, b""))
+        message += self.server_nonce + self.client_nonce + self.session
+        return hmac.digest(secret, message, "sha256")
+
+    def is_proof(self, secret: bytes, role: str, proof: bytes) -> bool:
+        """Whether the other side, of that role, knows the secret; takes the same time for all."""
+        return hmac.compare_digest(self.proof(secret, role), proof)
 
 
 @dataclass(frozen=True)
@@ -80,13 +118,13 @@ def greet(link: Link, secret: bytes, terms: Terms) -> int:
     """
     if not secret and not is_loopback_ip(link.peer_ip()):
         raise WrongSecret
-    nonce = secrets.make_nonce()
+    nonce = make_nonce()
     link.send_bytes(PREAMBLE)
     link.send(Greeting(nonce))
     if link.receive_bytes(len(PREAMBLE)) != PREAMBLE:
         raise Refused("it speaks another version, or another protocol")
     proof = decode(link.receive(MAX_UNKNOWN_BYTES), Proof)
-    challenge = secrets.Challenge(nonce, proof.nonce, proof.session)
+    challenge = Challenge(nonce, proof.nonce, proof.session)
     if not challenge.is_proof(secret, "client", proof.proof):
         link.send(Stranger())
         raise WrongSecret
@@ -129,7 +167,7 @@ def introduce(link: Link, secret: bytes, session: bytes, terms: Terms) -> Terms:
     greeting = decode(link.receive(MAX_UNKNOWN_BYTES), Greeting, Busy)
     if isinstance(greeting, Busy):
         raise PeerDown("all its connections are in use")
-    challenge = secrets.Challenge(greeting.nonce, secrets.make_nonce(), session)
+    challenge = Challenge(greeting.nonce, make_nonce(), session)
     proof = Proof(session, challenge.client_nonce, challenge.proof(secret, "client"))
     link.send_bytes(PREAMBLE)
     link.send(proof)

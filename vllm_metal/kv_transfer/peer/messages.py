@@ -8,9 +8,11 @@ client asks and the server answers, one at a time; raw bytes of a page follow ea
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, TypeVar, Union, overload
 
 import msgspec
+from blake3 import blake3
 from msgspec import Meta
 
 from vllm_metal.kv_transfer.peer.limits import (
@@ -18,10 +20,11 @@ from vllm_metal.kv_transfer.peer.limits import (
     MAX_KEY_BYTES,
     MAX_KEYS,
 )
-from vllm_metal.kv_transfer.peer.page import CHECKSUM_BYTES
-from vllm_metal.kv_transfer.peer.secret import NONCE_BYTES, PROOF_BYTES
 
 MAGIC = b"VMKVPEER"
+CHECKSUM_BYTES = 16
+NONCE_BYTES = 32  # as many as SHA-256 gives: none is drawn twice
+PROOF_BYTES = 32  # of SHA-256
 SESSION_BYTES = 16
 
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
@@ -31,6 +34,22 @@ Key = Annotated[bytes, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 Keys = Annotated[list[Key], Meta(max_length=MAX_KEYS)]
 Name = Annotated[str, Meta(max_length=256)]
 PageBytes = Annotated[int, Meta(ge=0, lt=1 << 40)]
+
+
+@dataclass(frozen=True)
+class Page:
+    """Bytes of a block of one KV cache group. They stay as they are while somebody holds them."""
+
+    data: memoryview  # read-only bytes
+    checksum: bytes  # 16 bytes, of key and data
+
+
+def checksum(key: bytes, hashed: blake3) -> bytes:
+    """The first 16 bytes of the BLAKE3 of a page's bytes, which `hashed` has, and then of its key.
+
+    The key comes last: BLAKE3 is three times as fast on aligned parts.
+    """
+    return hashed.update(key).digest(length=CHECKSUM_BYTES)
 
 
 class ProtocolError(Exception):

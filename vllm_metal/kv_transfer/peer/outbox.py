@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from blake3 import blake3
 
-from vllm_metal.kv_transfer.peer.page import Page, checksum
+from vllm_metal.kv_transfer.peer.messages import Page, checksum
 from vllm_metal.metrics.metric import Metric
 
 #: Of the outbox's bytes, that leases may hold: new pages always find room, whatever peers ask for.

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from blake3 import blake3
 
 from vllm_metal.kv_transfer.peer.limits import Timeouts
+from vllm_metal.kv_transfer.peer.messages import Page, checksum
 from vllm_metal.kv_transfer.peer.outbox import Outbox
-from vllm_metal.kv_transfer.peer.page import Page, checksum
 from vllm_metal.kv_transfer.shared_pool import SharedPool
 from vllm_metal.kv_transfer.store import OfferedPages
 

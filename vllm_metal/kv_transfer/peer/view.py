@@ -17,9 +17,8 @@ from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.client import Peer
 from vllm_metal.kv_transfer.peer.clients import Clients
 from vllm_metal.kv_transfer.peer.limits import MAX_PEERS
-from vllm_metal.kv_transfer.peer.peers_file import PeersFile
+from vllm_metal.kv_transfer.peer.peer_list import PeerList, PeersFile
 from vllm_metal.kv_transfer.peer.pulls import Pull, PullCounts, Puller, PullHint
-from vllm_metal.kv_transfer.peer.roll import Roll
 from vllm_metal.kv_transfer.store import Lookup, View
 
 #: Seconds that a request waits for its peers' answers; then it computes what nobody has offered.
@@ -169,7 +168,7 @@ class PeerView(View):
         self._asked: dict[Address, tuple[Answer, float]] = {}  # hastily, the last time
         most = min(_MOST_THREADS, 4 * (MAX_PEERS if file is not None else len(peers)))
         self._threads = ThreadPoolExecutor(max(1, most), "kv-ask")
-        self._roll = Roll(clients, peers, file, address, greets=puller is not None)
+        self._list = PeerList(clients, peers, file, address, greets=puller is not None)
 
     def use(self, content: PoolContent) -> None:
         self._clients.use(content)
@@ -186,7 +185,7 @@ class PeerView(View):
 
         Such a request waits for what that engine is computing for it.
         """
-        peers = {at: self._clients.at(at) for at in self._roll.addresses}
+        peers = {at: self._clients.at(at) for at in self._list.addresses}
         engine_id = (params or {}).get("remote_engine_id")
         named = {
             at: peer for at, peer in peers.items() if engine_id and peer.engine_id == engine_id
@@ -226,7 +225,7 @@ class PeerView(View):
         return ChosenLookup(puller, wanted, answers, self._let_go)
 
     def _let_go(self, address: Address, answer: Answer) -> None:
-        if address in self._roll.addresses:  # else its leases have ended with its connections
+        if address in self._list.addresses:  # else its leases have ended with its connections
             answer.add_done_callback(partial(self._release, self._clients.at(address)))
 
     def _release(self, peer: Peer, answer: Answer) -> None:
@@ -239,7 +238,7 @@ class PeerView(View):
 
     def hear(self, news: list[Address]) -> None:
         for address in news:
-            if address in self._roll.addresses:
+            if address in self._list.addresses:
                 self._clients.at(address).avoid()
 
     def computed(self, prefill_rows: int, prefill_seconds: float) -> None:
@@ -269,6 +268,6 @@ class PeerView(View):
         }
 
     def close(self) -> None:
-        self._roll.close()
+        self._list.close()
         self._clients.close()
         self._threads.shutdown(wait=True, cancel_futures=True)

@@ -5,8 +5,8 @@ import hashlib
 
 import pytest
 
+from vllm_metal.kv_transfer.peer.handshake import Challenge, make_nonce
 from vllm_metal.kv_transfer.peer.limits import PROTOCOL_VERSION
-from vllm_metal.kv_transfer.peer.secret import Challenge, make_nonce
 
 KEY = b"0123456789abcdef"
 

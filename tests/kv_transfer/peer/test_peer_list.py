@@ -7,7 +7,7 @@ import pytest
 
 from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.limits import MAX_PEERS
-from vllm_metal.kv_transfer.peer.peers_file import PeersFile, read_peers
+from vllm_metal.kv_transfer.peer.peer_list import PeersFile, read_peers
 
 ONE, OTHER = Address("10.0.0.1", 9100), Address("mac.local", 9100)
 
