@@ -209,7 +209,7 @@ def _pip_install(*options: str) -> str:
 
 def look_at_device(progress: Progress) -> Ended:
     """Asks MLX about the device, in a child process because the import may crash."""
-    return run(python("vllm_metal.commands.doctor.children.device"), progress)
+    return run(python("vllm_metal.commands.doctor.children.facts", "device"), progress)
 
 
 def check_device(looked: Ended, requested: envs.Device | None) -> Finding:

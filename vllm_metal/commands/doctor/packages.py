@@ -55,7 +55,7 @@ def check_versions() -> Finding:
 
 def ask_vllm(progress: Progress) -> Ended:
     """Asks vLLM for its platform, in a child process because the import may fail."""
-    return run(python("vllm_metal.commands.doctor.children.chosen_platform"), progress)
+    return run(python("vllm_metal.commands.doctor.children.facts", "platform"), progress)
 
 
 def check_platform(asked: Ended) -> Finding:
@@ -114,7 +114,7 @@ def check_touched(asked: Ended) -> Finding | None:
 
 def try_in_vllm(progress: Progress, command: Sequence[str] | None = None) -> Ended:
     """Asks MLX in a child process that imports what an engine imports."""
-    return run(command or python("vllm_metal.commands.doctor.children.in_vllm"), progress)
+    return run(command or python("vllm_metal.commands.doctor.children.facts", "engine"), progress)
 
 
 def check_in_vllm(tried: Ended, metal: bool) -> Finding:
