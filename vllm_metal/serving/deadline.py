@@ -3,14 +3,16 @@
 
 The engine is told to abort them, by the id that the server gave them. vLLM then sends what there is
 of the answer, with the finish reason "abort" and the usage, and frees the blocks. "length" would
-say that the client's own limit was reached, and an error would throw the text away.
+say that the client's own limit was reached, and an error would throw the text away. vLLM calls a
+response of the Responses API "completed" all the same: `incomplete` corrects that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -20,6 +22,9 @@ Sleep = Callable[[float], Awaitable[None]]
 _AGAIN_S = 0.25
 #: What an aborted request may take to send its end, before it is cut off.
 GRACE_S = 5.0
+_COMPLETED = b"event: response.completed\n"
+_DATA = b"data: "
+_STATUS = {"status": "incomplete", "incomplete_details": {"reason": "timeout"}}
 
 
 class Deadline:
@@ -104,3 +109,32 @@ def _have_tokens(engine: AsyncLLM, names: Iterable[str]) -> bool:
     inner = [one for name in names for one in processor.external_req_ids[name]]
     states = [processor.request_states[one] for one in inner if one in processor.request_states]
     return any(state.detokenizer.num_output_tokens() > 0 for state in states if state.detokenizer)
+
+
+def incomplete(part: bytes) -> bytes:
+    """A response, or an event of its stream, with the status "incomplete" for "completed"."""
+    if part.startswith(_COMPLETED):
+        event = _object(part[len(_COMPLETED) :].strip().removeprefix(_DATA))
+        if event is None or not isinstance(event.get("response"), dict):
+            return part
+        event = event | {
+            "type": "response.incomplete",
+            "response": event["response"] | _STATUS,
+        }
+        return b"event: response.incomplete\n" + _DATA + _compact(event) + b"\n\n"
+    response = _object(part) if part.startswith(b"{") else None
+    if response is None or response.get("status") != "completed":
+        return part
+    return _compact(response | _STATUS)
+
+
+def _object(text: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _compact(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()

@@ -9,9 +9,8 @@ from collections.abc import Awaitable, Callable
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_metal.serving import cut_short
 from vllm_metal.serving.backlog import Backlog
-from vllm_metal.serving.deadline import Deadline
+from vllm_metal.serving.deadline import Deadline, incomplete
 from vllm_metal.serving.refusal import Refusal
 from vllm_metal.serving.response_cache.entry import Entry, Form
 from vllm_metal.serving.routes import Style
@@ -189,7 +188,7 @@ class Exchange:
 
     def _corrected(self, part: bytes) -> bytes:
         """A part of a response as it has to be after its time was up."""
-        written = cut_short.incomplete(part)
+        written = incomplete(part)
         if self._held is not None and len(written) != len(part):
             MutableHeaders(raw=self._held["headers"])["content-length"] = str(len(written))
         return written

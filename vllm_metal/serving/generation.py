@@ -22,10 +22,9 @@ from vllm_metal.serving.meter import Meter
 from vllm_metal.serving.metrics import Figures
 from vllm_metal.serving.refusal import Refusal
 from vllm_metal.serving.response_cache import complete, key
-from vllm_metal.serving.response_cache.cache import ResponseCache
+from vllm_metal.serving.response_cache.cache import Abandoned, Lead, NotKept, ResponseCache
 from vllm_metal.serving.response_cache.entry import Entry, Form
 from vllm_metal.serving.response_cache.key import Render
-from vllm_metal.serving.response_cache.twins import Abandoned, Lead, NotKept
 from vllm_metal.serving.routes import Style
 from vllm_metal.serving.tenants_file import Key
 from vllm_metal.settings import salts

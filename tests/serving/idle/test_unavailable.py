@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from vllm_metal.serving.idle.failure import CannotWake
-from vllm_metal.serving.idle.unavailable import Unavailable
+from vllm_metal.serving.idle.unavailable import CannotWake, Unavailable
 
 
 def messages(app, kind="http"):

@@ -16,8 +16,8 @@ from typing import Protocol
 from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_metal.serving.idle.failure import CannotWake
 from vllm_metal.serving.idle.spells import Spell
+from vllm_metal.serving.idle.unavailable import CannotWake
 
 logger = init_logger(__name__)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_metal.serving.idle.sleeper import Sleeper
 from vllm_metal.serving.idle.spells import SETTING, spells
+from vllm_metal.serving.idle.unavailable import Unavailable
 from vllm_metal.settings.additional_config import AdditionalConfig
 from vllm_metal.vllm_patches import engine_sleep
 
@@ -27,8 +28,6 @@ def around(app: ASGIApp, state: Any) -> ASGIApp:
         app: vLLM's, with its middlewares.
         state: that vLLM gave it.
     """
-    from vllm_metal.serving.idle.unavailable import Unavailable  # `LLM` has no use for starlette
-
     return Unavailable(app) if engine_sleep.is_kept(state.engine_client) else app
 
 

@@ -1,14 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers 503 to a request whose engine could not wake up, a stream's, too."""
+"""CannotWake: an engine that slept could not take its memory again; such a request gets 503."""
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+from dataclasses import dataclass
 from http import HTTPStatus
+from typing import TYPE_CHECKING
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm.exceptions import GracefulHTTPError
 
-from vllm_metal.serving.idle.failure import EXCHANGE, MESSAGE, Exchange
-from vllm_metal.serving.refusal import Refusal
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+MESSAGE = (
+    "The server returned its memory while it was idle and could not get it back: another program "
+    "may use it now. Try again later. Operators: close other programs; the log has the reason."
+)
+
+
+@dataclass
+class Exchange:
+    """What became of one request of a server."""
+
+    failed: bool = False
+
+
+#: Of the request that this task answers.
+EXCHANGE: ContextVar[Exchange | None] = ContextVar("idle_exchange", default=None)
+
+
+class CannotWake(GracefulHTTPError):
+    """Raised for a request. The engine sleeps on, and may be able to wake up for the next."""
+
+    def __init__(self) -> None:
+        """Notes it in the exchange of this task, where there is one."""
+        super().__init__(MESSAGE, HTTPStatus.SERVICE_UNAVAILABLE)
+        if (exchange := EXCHANGE.get()) is not None:
+            exchange.failed = True
 
 
 class Unavailable:
@@ -39,6 +68,8 @@ class Unavailable:
             start, held = held, None
             if start is not None and exchange.failed:
                 replaced = True
+                from vllm_metal.serving.refusal import Refusal  # `LLM` has no use for starlette
+
                 answer = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, MESSAGE).response()
                 await answer(scope, receive, send)
                 return
