@@ -167,7 +167,10 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
         help="requests that must fit at once, each of --context tokens; default: 1",
     )
     parser.add_argument("--json", action="store_true", help="print JSON; sizes are bytes")
-    served = parser.add_argument_group("options of `vllm serve`, with its defaults")
+    _add_served(parser.add_argument_group("options of `vllm serve`, with its defaults"))
+
+
+def _add_served(served: argparse._ArgumentGroup) -> None:
     served.add_argument("--kv-cache-dtype", default="auto", metavar="auto|fp8|int8")
     served.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"))
     served.add_argument(
