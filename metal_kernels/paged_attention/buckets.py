@@ -148,17 +148,7 @@ def plan(
         first_block = np.maximum(seq_lens - query_lens - window + 1, 0) // block_size
     elif share and len(query_lens) > 1:
         whole = (seq_lens - query_lens) // block_size  # blocks that all rows of a request see
-        requests = np.repeat(np.arange(len(query_lens)), query_lens)  # of each row
-        group, lengths = common_prefixes(block_tables, whole)
-        for number, length in enumerate(lengths.tolist()):
-            members = np.flatnonzero(group == number)
-            rows = np.flatnonzero(np.isin(requests, members)).astype(np.int32)
-            for of_call in _shared_rows(rows, len(members), length * block_size):
-                table = _Table.padded(block_tables[members[:1]], np.zeros(1, int), [length], length)
-                queries = _Queries(of_call[None], np.ones((1, len(of_call)), bool))
-                bucket = _bucket(table, queries, None, writes, block_size, num_tokens)
-                shared.add(bucket, queries)
-                first_block[members] = length
+        first_block = _add_shared(shared, query_lens, whole, block_tables, writes, block_size)
     num_blocks = -(-seq_lens // block_size) - first_block
     decodes = query_lens <= DECODE_ROWS
     widths = num_blocks
@@ -178,10 +168,8 @@ def plan(
         if causal and window is None and len(members) == 1 and not decodes[members[0]]:
             bucket = replace(bucket, causal_len=int(seq_lens[members[0]]))
         if bounded:
-            ends = first_query + query_lens[members]
-            begins = np.maximum(0 if window is None else first_query - window + 1, 0)
-            seen = np.stack(np.broadcast_arrays(begins, ends), axis=1)
-            bucket = replace(bucket, bounds=mx.array(seen.astype(np.int32)))
+            bounds = _bounds(first_query, query_lens[members], window)
+            bucket = replace(bucket, bounds=bounds)
         own.add(bucket, queries)
     return BucketPlan(
         num_tokens, tuple(own.buckets), own.order(), tuple(shared.buckets), shared.order()
@@ -287,6 +275,46 @@ class _Writes:
         rows = np.arange(len(slots))[:, None] * num_requests + members
         places = places + np.arange(n) * width * size
         return places.ravel().astype(np.int32), rows.ravel().astype(np.int32)
+
+
+def _add_shared(
+    shared: _Calls,
+    query_lens: np.ndarray,
+    whole: np.ndarray,
+    block_tables: np.ndarray,
+    writes: _Writes,
+    block_size: int,
+) -> np.ndarray:
+    """Adds calls over blocks that requests begin with in common.
+
+    Args:
+        shared: gets the calls.
+        query_lens: [R] rows of each request.
+        whole: [R] blocks that all rows of a request see.
+        block_tables, writes, block_size: as in `plan`.
+
+    Returns:
+        [R] the first block of each request that is left.
+    """
+    first_block = np.zeros_like(whole)
+    requests = np.repeat(np.arange(len(query_lens)), query_lens)  # of each row
+    group, lengths = common_prefixes(block_tables, whole)
+    for number, length in enumerate(lengths.tolist()):
+        members = np.flatnonzero(group == number)
+        rows = np.flatnonzero(np.isin(requests, members)).astype(np.int32)
+        for of_call in _shared_rows(rows, len(members), length * block_size):
+            table = _Table.padded(block_tables[members[:1]], np.zeros(1, int), [length], length)
+            queries = _Queries(of_call[None], np.ones((1, len(of_call)), bool))
+            shared.add(_bucket(table, queries, None, writes, block_size, len(requests)), queries)
+            first_block[members] = length
+    return first_block
+
+
+def _bounds(first_query: np.ndarray, query_lens: np.ndarray, window: int | None) -> mx.array:
+    """[R, 2] int32, the first slot that a request's rows see, and the one past the last."""
+    begins = np.maximum(0 if window is None else first_query - window + 1, 0)
+    seen = np.stack(np.broadcast_arrays(begins, first_query + query_lens), axis=1)
+    return mx.array(seen.astype(np.int32))
 
 
 def _repeated(values: np.ndarray, count: int) -> np.ndarray:
