@@ -19,7 +19,7 @@ from e2e.disk import Watch, pages
 from e2e.fuzz.judge import Judge, Problem
 from e2e.fuzz.play import Disk, Outcome, play
 from e2e.fuzz.shrink import MOST_REPLAYS, Part, shrink
-from e2e.fuzz.traffic import Run, Setting
+from e2e.fuzz.traffic import CACHES, Run, Setting
 from e2e.harness import Dense
 from e2e.test_quantized_cache import TIE as TIE_OF_CODES
 from e2e.test_quantized_cache import QuantizedDense
@@ -62,6 +62,11 @@ def reproduction(part: Part, disk: bool = False) -> str:
     return f"make fuzz FUZZ='{part.seed} --only {only}{without}{on_disk}'"
 
 
+def _limit(seed: int) -> int:
+    """Of LIMITS; each is drawn with each of CACHES, which take turns by seed, too."""
+    return LIMITS[(seed + seed // len(CACHES)) % len(LIMITS)]
+
+
 def key_in(folder: str) -> Path:
     """A file with a secret of a server's."""
     key = Path(folder) / "key"
@@ -91,7 +96,7 @@ class Campaign:
         if not self.disk:
             return self._examine(run, None, None)
         with tempfile.TemporaryDirectory() as scratch:
-            disk = Disk(Path(scratch) / "cache", LIMITS[run.seed % len(LIMITS)], key_in(scratch))
+            disk = Disk(Path(scratch) / "cache", _limit(run.seed), key_in(scratch))
             with Watch(disk.folder) as watch:
                 if self._kills(run):
                     self._kill_one(run, disk)
@@ -132,7 +137,10 @@ class Campaign:
         judge = self._judge(run.setting)
         before = judge.tokens, judge.ties
         killed = disk is not None and self._kills(run)
-        problem = next(judge.problems(run, outcome, outcomes, killed), None)
+        # Of other models, only some blocks of a text are kept; of a draft model's, not the last.
+        kept = disk is not None and disk.max_bytes == LIMITS[-1] and not killed
+        kept = kept and run.setting.model == "full" and run.setting.method != "draft_model"
+        problem = next(judge.problems(run, outcome, outcomes, killed, kept), None)
         if outcomes is not None:
             outcomes.append(outcome)
         self.totals["requests"] += len(run.requests)

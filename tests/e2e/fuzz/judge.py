@@ -66,6 +66,7 @@ class Judge:
         outcome: Outcome,
         before: Sequence[Outcome] | None = None,
         killed: bool = False,
+        kept: bool = False,
     ) -> Iterator[Problem]:
         """What is wrong with a run that went to its end.
 
@@ -74,12 +75,14 @@ class Judge:
             outcome: what came of it.
             before: of engines that had the same disk; None: it had none.
             killed: whether an engine that played the same run was killed before them.
+            kept: whether all that these have written is still there.
         """
         for served in outcome.served:
             found = [
                 *self._samples(served, run.setting.max_len),
                 *self._prompt_logprobs(served),
                 *_cached(served, run, outcome, before, killed),
+                *(_missed(served, run, before or ()) if kept else ()),
             ]
             yield from (Problem(kind, served.request.index, text) for kind, text in found)
 
@@ -250,6 +253,25 @@ def _cached(
             f"{served.cached} tokens were cached; those with its salt that were not forgotten "
             f"share {max(sources, default=0)}",
         )
+
+
+def _missed(served: Served, run: Run, before: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
+    """Whether a block was computed again that an earlier engine has left on disk."""
+    salt, size = served.request.salt, run.setting.block_tokens
+    if served.cached is None or not (salt is None or keeps(salt)):
+        return
+    if served.request.options.get("prompt_logprobs") is not None:
+        return  # all of its prompt is computed
+    texts = [
+        [*other.prompt, *sample.token_ids][:-1]  # the last token was never computed
+        for outcome in before
+        for other in outcome.served
+        if other.request.salt == salt and not other.aborted
+        for sample in other.samples.values()
+    ]
+    there = max((_common(served.prompt, text) for text in texts), default=0) // size * size
+    if served.cached < min(there, len(served.prompt) - 1):
+        yield "missed", f"{served.cached} tokens were cached, and {there} are on disk"
 
 
 def _samples_or_none(served: Served) -> list[Any]:

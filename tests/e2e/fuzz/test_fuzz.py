@@ -4,6 +4,7 @@
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from e2e.fuzz import loading
 from e2e.fuzz.campaign import Campaign, reproduction
@@ -13,12 +14,14 @@ from e2e.harness import TIE
 from vllm.v1.core import kv_cache_utils
 
 from vllm_metal.batch.requests import BlockTables
+from vllm_metal.kv_cache.pages import BlockPages
+from vllm_metal.kv_transfer.disk.view import DiskView
 from vllm_metal.platform.metal_platform import MetalPlatform
 
 NUM_SEEDS = 12
 #: Of `make test`: lookup in a pool of codes, windows, and states with drafts, with so few blocks
-#: that requests are preempted; and states and a draft model beside a disk.
-QUICK, QUICK_ON_DISK, NUM_QUICK = (21, 24, 39), (5,), 14
+#: that requests are preempted; and, beside a disk, states and a draft model, and K/V alone.
+QUICK, QUICK_ON_DISK, NUM_QUICK = (21, 24, 39), (5, 48), 14
 SALT_SEED = 3  # of which few requests hit one another's prefixes across tenants
 SLEEPING = MetalPlatform().is_sleep_mode_available()
 
@@ -53,8 +56,12 @@ def test_every_request_gets_the_text_it_gets_alone(campaign, seeds, num_requests
     ("seeds", "num_requests", "kills"),
     [
         pytest.param(QUICK_ON_DISK, NUM_QUICK, False, id="quick"),
-        pytest.param((2,), NUM_REQUESTS, False, id="first", marks=pytest.mark.more),
-        pytest.param((1, 3, 4, 5, 10), NUM_REQUESTS, True, id="others", marks=pytest.mark.slow),
+        # Of 30 and 69 every whole block is found again: blocks of 32, and fp8.
+        pytest.param((2, 30, 69), NUM_REQUESTS, False, id="first", marks=pytest.mark.more),
+        # So is of 23 and 38: int8, and steps that are not scheduled ahead.
+        pytest.param(
+            (1, 3, 4, 5, 10, 23, 38), NUM_REQUESTS, True, id="others", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_with_a_disk_and_a_restart(campaign, seeds, num_requests, kills):
@@ -156,6 +163,31 @@ def test_a_hash_without_the_salt_is_found_and_made_small(campaign, monkeypatch):
     failure = explained(campaign, SALT_SEED, 8, 8)
     assert failure.problem.kind == "cached"
     assert len(failure.part.only) <= 3
+
+
+def one_row_off(monkeypatch):
+    """Pages of a load go into each other's blocks."""
+    load = BlockPages.import_pages
+
+    def shifted(self, group, blocks_np, rows):
+        load(self, group, blocks_np, np.roll(rows[: len(blocks_np)], 1, axis=0))
+
+    monkeypatch.setattr(BlockPages, "import_pages", shifted)
+
+
+def some_not_kept(monkeypatch):
+    wants = DiskView.wants
+    monkeypatch.setattr(
+        DiskView, "wants", lambda self, name, key: key[0] % 5 > 0 and wants(self, name, key)
+    )
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(("plant", "kind"), [(one_row_off, "token"), (some_not_kept, "missed")])
+def test_pages_that_are_wrong_or_missing_on_a_disk_are_found(campaign, monkeypatch, plant, kind):
+    plant(monkeypatch)
+    run = draw(QUICK_ON_DISK[-1], num_requests=NUM_QUICK)
+    assert Campaign(campaign.models, disk=True).examine(run).kind == kind
 
 
 @pytest.mark.slow
