@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefix cache on disk: the next engine finds what one has computed, and answers the same."""
+"""A prefix cache on disk: the next engine finds what one has computed, and answers the same.
+
+`e2e/fuzz` plays plain models, preemption and codes there.
+"""
 
 import pytest
 from e2e.disk import (
     HITS,
-    LOADED,
     STORED,
     ask,
     check_same,
@@ -19,10 +21,10 @@ from vllm.lora.request import LoRARequest
 LENGTHS = (300, 16, 17, 131, 200, 64)
 
 
-def whole_blocks(prompts, block_size=16):
+def whole_blocks(prompts):
     """Tokens of each prompt that are in whole blocks. The last token of a prompt is computed in any
     case, into its block that was loaded."""
-    return [len(prompt) // block_size * block_size for prompt in prompts]
+    return [len(prompt) // 16 * 16 for prompt in prompts]
 
 
 def restarted(model, folder, prompts, max_tokens=8, **options):
@@ -50,32 +52,8 @@ def interpreted(monkeypatch):
 SETTINGS = {
     "async": {"async_scheduling": True},
     "sync": {"async_scheduling": False},
-    "blocks of 32": {"block_size": 32},
-    "chunks": {"max_num_batched_tokens": 32, "max_num_seqs": 8},
     "fp8": {"kv_cache_dtype": "fp8"},
-    "int8": {"kv_cache_dtype": "int8"},
 }
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "async",
-        pytest.param("fp8", marks=pytest.mark.more),
-        *(pytest.param(s, marks=pytest.mark.slow) for s in SETTINGS if s not in ("async", "fp8")),
-    ],
-)
-def test_the_next_engine_finds_every_whole_block(tiny, tmp_path, setting):
-    prompts = random_prompts(LENGTHS, VOCAB)
-    options = SETTINGS[setting]
-    reference, cold, warm, found = restarted(tiny, tmp_path, prompts, **options)
-    check_same(cold, reference)
-    check_same(warm, reference)
-    hits = whole_blocks(prompts, options.get("block_size", 16))
-    assert [answer.cached for answer in cold] == [0] * len(prompts)
-    assert [answer.cached for answer in warm] == hits
-    assert found[HITS] == sum(hits)
-    assert found[LOADED] > 0
 
 
 @pytest.mark.more
@@ -109,21 +87,6 @@ def test_kernels(request, tmp_path, interpreted, model):
     check_same(cold, reference)
     check_same(warm, reference)
     assert [answer.cached for answer in warm] == whole_blocks(prompts)
-
-
-@pytest.mark.more
-def test_a_small_pool_preempts_and_loads_again(tiny, tmp_path):
-    prompts = random_prompts((120, 110, 100, 90, 80, 70), VOCAB)
-    options = {"num_gpu_blocks_override": 17, "max_model_len": 200, "max_num_seqs": 6}
-    with engine(tiny, max_model_len=200) as llm:
-        reference = ask(llm, prompts, 60)
-    for _ in range(2):
-        with disk_engine(tiny, tmp_path, **options) as llm:
-            for _ in range(2):
-                check_same(ask(llm, prompts, 60), reference)
-            found = counters(llm)
-    assert found["vllm:num_preemptions"] > 0
-    assert found[HITS] > 0
 
 
 @pytest.mark.more
