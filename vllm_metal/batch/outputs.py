@@ -10,7 +10,7 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 import torch
-from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors
+from vllm.v1.outputs import LogprobsTensors
 
 from metal_kernels.layout import PositionLag
 from vllm_metal.batch.input_batch import InputBatch
@@ -46,7 +46,7 @@ class Unread:
         )
 
 
-class StepOutput(AsyncModelRunnerOutput):
+class StepOutput:
     """The results of one step, still on the device; vLLM asks for them a step later."""
 
     #: Whether `get_output` waits for the device where the step has no results, too.

@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from vllm.v1.core.kv_cache_utils import (
+from vllm.v1.core.kv_cache_planning import (
     _project_kv_cache_groups_to_worker,
     get_kv_cache_config_from_groups,
     get_kv_cache_groups,
-    get_max_concurrency_for_kv_cache_config,
 )
+from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
 if TYPE_CHECKING:

@@ -126,6 +126,7 @@ class TextModel(_BaseRegisteredModel):
             supports_multimodal_encoder_tp_data=False,
             supports_pp=True,
             supports_hc_sp=False,
+            supports_lora=True,  # the platform says which are not
             has_inner_state=hybrid or attention_free,
             is_attention_free=attention_free,
             is_hybrid=hybrid,

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from vllm_metal.settings import envs
 
 #: The worker contract changes between minor releases, so the tested minor is the whole range.
-TESTED_VLLM = "0.32"
+TESTED_VLLM = "0.33"
 
 
 class UntestedVersionError(SystemExit):

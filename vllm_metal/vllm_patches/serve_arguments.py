@@ -19,7 +19,7 @@ def complete(*changes: Callable[[Namespace], None]) -> None:
         changes: of the arguments of `vllm serve`, `vllm launch` and vLLM's module of the server.
     """
     from vllm.entrypoints.cli import launch, serve
-    from vllm.entrypoints.launchers import cli_args
+    from vllm.entrypoints.common import cli_args
 
     def checking(check: Callable[[Namespace], None], args: Namespace) -> None:
         if getattr(args, "subparser", "serve") in ("serve", "launch"):

@@ -148,7 +148,7 @@ class RecoveringRunner:
         self._in_any_case(lambda runner: runner.end_step(step, computed=False))
         self._building = None
         if self._untold is not None:
-            return LateOutput(partial(self._result, step, None))
+            return LateOutput(partial(self._result, step, None), step.transfers)
         return StepResult([], {}, kv_connector_output=step.transfers, figures=step.figures)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
@@ -160,10 +160,10 @@ class RecoveringRunner:
         self._in_any_case(lambda runner: runner.end_step(step, computed=False))
         self._building = None
         if output is None or step.pool != self._pool:
-            return LateOutput(partial(self._result, step, None))
+            return LateOutput(partial(self._result, step, None), step.transfers)
         step.num_by_graph = self._graphs.num_built
         self._in_flight.append(step)
-        return LateOutput(partial(self._result, step, output))
+        return LateOutput(partial(self._result, step, output), step.transfers)
 
     def _attempt(self, call: Callable[[ModelRunner], T]) -> T | None:
         """The call's result; None if it raises, or if the pool is not what the scheduler thinks."""

@@ -38,12 +38,19 @@ class Step:
 class LateOutput(AsyncModelRunnerOutput):
     """A step's results, which are found out when vLLM asks for them."""
 
-    def __init__(self, result: Callable[[], StepResult]) -> None:
+    def __init__(
+        self, result: Callable[[], StepResult], transfers: KVConnectorOutput | None = None
+    ) -> None:
         """
         Args:
             result: finds the results out.
+            transfers: what the scheduler hears of them where `result` raises.
         """
         self._result = result
+        self._transfers = transfers
 
     def get_output(self) -> StepResult:
         return self._result()
+
+    def get_kv_connector_output(self) -> KVConnectorOutput | None:
+        return self._transfers

@@ -376,7 +376,8 @@ class MetalWorker(WorkerBase):
     def _finish(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
         with self._turn, self._clock.handing_over() as step:
             output = self.runner.sample_tokens(grammar_output)
-        return LateOutput(partial(self._read, output, step, self._rows))
+        read = partial(self._read, output, step, self._rows)
+        return LateOutput(read, output.get_kv_connector_output())
 
     def _read(self, output: AsyncModelRunnerOutput, step: StepTimes, rows: StepRows) -> StepResult:
         with self._turn:
