@@ -17,10 +17,6 @@ REFUSED_VARIABLES: dict[str, tuple[bool | str | None, str]] = {
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": ("", "a model's router chooses its experts"),
     "VLLM_KV_CACHE_LAYOUT": ("LBNHC", "the pool has one layout: LBNHC"),
     "VLLM_USE_MODELSCOPE": (False, "weights come from Hugging Face, or a folder"),
-    "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": (
-        True,
-        "vLLM's older executor on Ray hands hidden states on itself: leave it out",
-    ),
     "VLLM_USE_RUST_FRONTEND": (
         False,
         "requests are checked in Python, before the engine gets them",

@@ -31,29 +31,25 @@ from vllm_metal.vllm_patches.replacing import replace
 MLX_MODEL = "MlxForCausalLM"
 #: Families by the start of an architecture's name. All of their layers keep states, ...
 _ATTENTION_FREE = ("FalconMamba", "Mamba")
-#: ... or some; vLLM looks up the states of these and the former at every block, ...
-_MAMBA_IN_PART = (
-    "FalconH1",
-    "GraniteMoeHybrid",
-    "Jamba",
-    "NemotronHFor",
-    "NemotronHPuzzle",
-    "Zamba2",
-)
-#: ... and those of all others where a chunk ended.
+#: ... or some of them.
 _HYBRID = (
-    *_MAMBA_IN_PART,
     "BailingMoeV2_5For",
     "BailingMoeV3For",
+    "FalconH1",
     "Glm5NextFor",
+    "GraniteMoeHybrid",
+    "Jamba",
     "KimiK3For",
     "KimiLinear",
     "Lfm2",
+    "NemotronHFor",
+    "NemotronHPuzzle",
     "OlmoHybrid",
     "Qwen3NextFor",
     "Qwen3_5For",
     "Qwen3_5MoeFor",
     "Qwen4ExpFor",
+    "Zamba2",
 )
 #: What a text model's architecture ends in, and in what where it embeds or classifies, ...
 _GENERATES = ("ForCausalLM", "LMHeadModel")
@@ -131,10 +127,10 @@ class TextModel(_BaseRegisteredModel):
             is_attention_free=attention_free,
             is_hybrid=hybrid,
             has_noops=name.startswith(_WITHOUT_SOME_LAYERS),
-            supports_mamba_prefix_caching=name.startswith((*_ATTENTION_FREE, *_MAMBA_IN_PART)),
             supports_replayssm=False,
             supports_transcription=False,
             supports_transcription_only=False,
+            supports_kv_cache_grouping=False,
             supported_video_pruning_methods=(),
             supports_mm_device_do_normalize=False,
         )
