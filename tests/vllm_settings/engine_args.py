@@ -146,7 +146,7 @@ _READ_BEFORE = read_by_vllm(
     {
         "vLLM's own code reads it, before it makes a configuration": (
             "fail_on_environ_validation tokens_only enable_log_requests logging_config log_level "
-            "log_config_file reasoning_parser aggregate_engine_logging"
+            "log_config_file reasoning_parser aggregate_engine_logging watchdog_config"
         ),
         "vLLM starts a server a rank with --data-parallel-rank, which is refused": (
             "data_parallel_multi_port_external_lb"
@@ -177,7 +177,7 @@ _WITHOUT_MEANING = without_meaning(
         "a Mac has one memory node": "numa_bind numa_bind_nodes numa_bind_cpus",
         "it chooses among vLLM's kernels, and none of them runs here": (
             "moe_backend linear_backend sparse_indexer_topk_backend attention_backend "
-            "attention_config kernel_config enable_flashinfer_autotune mamba_backend "
+            "attention_config kernel_config monokernel enable_flashinfer_autotune mamba_backend "
             "mamba_ssu_algorithm mamba_config gdn_prefill_backend kda_prefill_backend "
             "kda_decode_backend kv_sharing_fast_prefill swa_bounded_replay "
             "disable_cascade_attn enable_dbo ubatch_size dbo_decode_token_threshold "
@@ -193,7 +193,9 @@ _WITHOUT_MEANING = without_meaning(
             "mamba_cache_mode"
         ),
         "it says in which memory tables of embeddings lie, and there is one": "engram_config",
-        "it is for CUDA's allocator, or NCCL": "enable_cumem_allocator enable_nccl_comm_suspend",
+        "it is for CUDA's allocator, or NCCL": (
+            "sleep_mode_backend enable_cumem_allocator enable_nccl_comm_suspend"
+        ),
         "mlx-lm reads the weights, and the same ones": (
             "safetensors_load_strategy safetensors_prefetch_num_threads "
             "safetensors_prefetch_block_size use_tqdm_on_load pt_load_map_location"

@@ -89,7 +89,7 @@ _BOTH = honored(
         _SERVER: (
             "stream_options length_penalty truncate_prompt_tokens "
             "truncation_side add_special_tokens return_tokens_as_token_ids "
-            "return_token_ids return_token_offsets"
+            "return_token_ids return_token_offsets return_weight_versions"
         )
     }
 )
@@ -125,7 +125,9 @@ COMPLETION = union(
 
 RESPONSES = union(
     (
-        _becoming(_ALL + "max_output_tokens top_logprobs text include"),
+        _becoming(
+            _ALL + "max_output_tokens top_logprobs text include spaces_between_special_tokens"
+        ),
         _without("user"),
         read_by_vllm(
             {
@@ -139,9 +141,10 @@ RESPONSES = union(
         without_meaning(
             {
                 "vLLM's own server repeats it in its answer, and does no more": (
-                    "metadata service_tier user"
+                    "metadata service_tier user safety_identifier prompt_cache_options "
+                    "prompt_cache_retention"
                 ),
-                "vLLM's own server takes it and does nothing with it: `cache_salt` keeps "
+                "vLLM's own server repeats it in its answer, and does no more: `cache_salt` keeps "
                 "prompts apart": "prompt_cache_key",
             }
         ),

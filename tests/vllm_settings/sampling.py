@@ -69,7 +69,8 @@ POOLING_PARAMS = refused(
     {
         "only texts are generated": (
             "use_activation dimensions step_tag_id returned_token_ids task requires_token_ids "
-            "skip_reading_prefix_cache late_interaction_params extra_kwargs output_kind"
+            "skip_reading_prefix_cache late_interaction_params late_chunking_params extra_kwargs "
+            "output_kind"
         )
     }
 )

@@ -116,5 +116,5 @@ def test_no_other_field_is_refused_but_by_vllm(folder):
     import torch
 
     renderer = InputProcessor(configure(folder)).renderer
-    with pytest.raises(ValueError, match="--enable-prompt-embeds"):
+    with pytest.raises(VLLMValidationError, match="--enable-prompt-embeds"):
         renderer.render_cmpl([{"prompt_embeds": torch.zeros(2, 64)}])

@@ -4,7 +4,7 @@
 import pytest
 from vllm import PoolingParams, SamplingParams
 from vllm.exceptions import VLLMValidationError
-from vllm.pooling_params import LateInteractionParams
+from vllm.pooling_params import LateChunkingParams, LateInteractionParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm_settings.configured import configure
@@ -28,6 +28,7 @@ POOLING = {
     "requires_token_ids": True,
     "skip_reading_prefix_cache": True,
     "late_interaction_params": LateInteractionParams("cache_query", "a"),
+    "late_chunking_params": LateChunkingParams(chunk_size=4),
     "extra_kwargs": {"a": 1},
     "output_kind": RequestOutputKind.DELTA,
 }

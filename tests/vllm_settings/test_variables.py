@@ -23,7 +23,6 @@ REFUSED = {
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random",
     "VLLM_KV_CACHE_LAYOUT": "HND",
     "VLLM_USE_MODELSCOPE": "1",
-    "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0",
     "VLLM_USE_RUST_FRONTEND": "1",
 }
 #: A tokenizer of one token a letter.
