@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An MLP speculator's drafts are those of vLLM's own torch layers on mlx-lm's hidden states."""
+"""An MLP speculator's drafts are those of its paper's formulas on mlx-lm's hidden states."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,14 +15,12 @@ from spec_decode.heads import (
     DenseTarget,
     K,
     engine_config,
-    one_process,
     random_arrays,
     serve_and_check,
     write_head,
     write_target,
 )
-from vllm.config import set_current_vllm_config
-from vllm.model_executor.models.mlp_speculator import MLPSpeculator
+from torch.nn.functional import gelu
 
 from vllm_metal.models import loader, parts
 from vllm_metal.spec_decode.registry import load_network
@@ -82,14 +79,35 @@ CASES = {
 }
 
 
-def vllm_speculator(config, weights):
-    """vLLM's layers; it no longer has the loop that calls them."""
-    draft = SimpleNamespace(model_config=config.speculative_config.draft_model_config)
-    with one_process(), set_current_vllm_config(config), torch.no_grad():
-        module = MLPSpeculator(vllm_config=draft)
-        loaded = module.load_weights(weights.items())
-    assert loaded == set(dict(module.named_parameters()))
-    return module
+class Recurrence:
+    """arXiv:2404.19124 by its formulas, and the weights and norms of its authors' code."""
+
+    def __init__(self, arrays, settings):
+        self.arrays = {name.removeprefix("speculator."): array for name, array in arrays.items()}
+        self.state_weight = 0.5 ** (0.5 / settings["n_predict"])
+        self.token_weight = math.sqrt((1 - self.state_weight**2) * (INNER / 2))
+        self.scales = settings["scale_input"]
+
+    def of(self, kind, step, part="weight"):
+        """A step's array; where they are tied, the last one of later steps."""
+        last = sum(f"{kind}.{each}.{part}" in self.arrays for each in range(9)) - 1
+        return self.arrays[f"{kind}.{min(step, last)}.{part}"]
+
+    @staticmethod
+    def normed(x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    def logits(self, state, tokens):
+        """[steps, vocabulary] after each token, begun by one hidden state."""
+        if self.scales:
+            state = self.normed(state) / math.sqrt(2)
+        found = []
+        for step, token in enumerate(tokens):
+            token = self.of("emb", step)[token] * (self.token_weight / self.state_weight)
+            mixed = self.normed(state @ self.of("proj", step).T + token)
+            state = gelu(self.of("ln", step) * mixed + self.of("ln", step, "bias"))
+            found.append(state @ self.of("head", step).T)
+        return torch.cat(found).numpy()
 
 
 @pytest.fixture(
@@ -102,27 +120,13 @@ def bench(request, tmp_path_factory):
     target = write_target(folder / "target")
     head = write_head(folder / "head", arrays, {}, head_config, file)
     config = engine_config(target, head, "mlp_speculator")
-    draft_config = config.speculative_config.draft_model_config
-    draft_config.hf_config.num_lookahead_tokens = min(num_steps, K)  # of vLLM's module
-    module = vllm_speculator(config, random_arrays(arrays))
+    recurrence = Recurrence(random_arrays(arrays), head_config)
     dense = DenseTarget(target)
 
-    @torch.no_grad()
     def judge(text, drafts):
-        """The recurrence of arXiv:2404.19124 over vLLM's layers, along the drafts."""
+        """What each draft is the likeliest token of."""
         state = dense.states(text)[-1][len(text) - 2 : len(text) - 1]
-        if module.scale_input:
-            state = module.ln0(state) / math.sqrt(2)
-        found = []
-        with one_process(), set_current_vllm_config(config):
-            for step, token in enumerate([text[-1], *drafts[:-1]]):
-                embedded = module.emb[step](torch.tensor([token]))
-                mixed = module.proj[step](state) + embedded * (
-                    module.emb_weight / module.state_weight
-                )
-                state = module.activation(module.ln[step](mixed))
-                found.append(module.logits_processor(module.head[step], state))
-        return torch.cat(found).numpy()
+        return recurrence.logits(state, [text[-1], *drafts[:-1]])
 
     found = Bench(config, judge)
     found.num_steps = num_steps
@@ -130,7 +134,7 @@ def bench(request, tmp_path_factory):
 
 
 @pytest.mark.usefixtures("unfused")
-def test_drafts_are_vllms_after_any_pattern_of_acceptance(bench):
+def test_drafts_are_the_papers_after_any_pattern_of_acceptance(bench):
     most = min(K, bench.num_steps)
     bench.begin(0, bench.prompt(41))
     bench.begin(1, bench.prompt(2))

@@ -183,6 +183,7 @@ class MetalPlatform(Platform):
         engine_links.notice_lost_links()
         engine_links.notice_engines_that_end_early()
         speculation.allow_lookup_methods()
+        speculation.keep_dropped_heads()
         model_info.answer_for_models()
         model_info.take_mlx_models()
         encoder_info.answer_for_encoders()

@@ -34,8 +34,11 @@ WITH_IMAGES = (
 IMAGES_ALONE = frozenset({"Gemma4ForConditionalGeneration"})
 #: vLLM's stand-ins for text models that transformers has and its own list has not.
 BY_TRANSFORMERS = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
-#: vLLM 0.32 has the method of MLP speculators, but lists their architecture no more.
-MLP_SPECULATOR = "MLPSpeculatorPreTrainedModel"
+#: Draft heads that vLLM dropped in 0.33, by the method, which is also their `model_type`.
+DROPPED_HEADS = {
+    "medusa": "MedusaModel",
+    "mlp_speculator": "MLPSpeculatorPreTrainedModel",
+}
 #: What vLLM lists among text models although they take images or sound: its own classes answer.
 MULTIMODAL = frozenset(
     {

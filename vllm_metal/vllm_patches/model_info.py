@@ -17,8 +17,8 @@ from vllm.model_executor.models.registry import _BaseRegisteredModel, _ModelInfo
 
 from vllm_metal.settings.architectures import (
     BY_TRANSFORMERS,
+    DROPPED_HEADS,
     IMAGES_ALONE,
-    MLP_SPECULATOR,
     MULTIMODAL,
     TEXT_PARTS,
     WITH_IMAGES,
@@ -183,7 +183,7 @@ def answer_for_models() -> None:
         **registry._TRANSFORMERS_SUPPORTED_MODELS,
         **registry._SPECULATIVE_DECODING_MODELS,
     }
-    ours = {*listed, *TEXT_PARTS, *BY_TRANSFORMERS, MLP_SPECULATOR, MLX_MODEL} - MULTIMODAL
+    ours = {*listed, *TEXT_PARTS, *BY_TRANSFORMERS, *DROPPED_HEADS.values(), MLX_MODEL} - MULTIMODAL
     ModelRegistry.models.update({name: TextModel(name) for name in sorted(ours)})
     _answer_for_decoders_that_pool(ours)
     answer_for_images()
@@ -228,13 +228,15 @@ def _with_a_class_for_images_only(ask: Callable[[ModelConfig], bool], self: Mode
 def take_mlx_models() -> None:
     """Has transformers read the config.json of families that mlx-lm alone has, as MLX_MODEL.
 
-    What the layers keep is read off the model that mlx-lm makes.
+    What the layers keep is read off the model that mlx-lm makes. So are draft heads that vLLM
+    dropped.
     """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
-    for model_type in _model_types({*CONFIG_MAPPING, *_CONFIG_REGISTRY}):
+    known = {*CONFIG_MAPPING, *_CONFIG_REGISTRY}
+    for model_type in (*_model_types(known), *DROPPED_HEADS):
         AutoConfig.register(model_type, _config_class(model_type))
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from vllm_metal.settings.architectures import DROPPED_HEADS
 from vllm_metal.vllm_patches.replacing import replace
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.config import SpeculativeConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 
 def allow_lookup_methods() -> None:
@@ -26,6 +28,51 @@ def allow_lookup_methods() -> None:
 
     config.NgramGPUTypes = Literal["ngram", "ngram_gpu"]
     speculative.has_arctic_inference = lambda: True
+
+
+def keep_dropped_heads() -> None:
+    """Lets users name the methods `medusa` and `mlp_speculator`.
+
+    vLLM makes the configuration of a draft model in their place. Where it would compare the
+    vocabularies, the method gets its name back; the heads' own arrays say which tokens they know.
+    """
+    # Remove when Medusa and MLP speculators are served no more; vLLM dropped them in 0.33.
+    from vllm.config import SpeculativeConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    replace(EngineArgs, "create_speculative_config", _as_draft_model)
+    replace(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", _named_again)
+
+
+def _as_draft_model(
+    create: Callable[..., Any], self: EngineArgs, *args: Any, **options: Any
+) -> SpeculativeConfig | None:
+    from vllm.config import SpeculativeConfig
+
+    given = dict(self.speculative_config or {})
+    method = self.spec_method or given.get("method")
+    if method not in DROPPED_HEADS:
+        return create(self, *args, **options)
+    if self.spec_method is not None:
+        self.spec_method = "draft_model"
+    else:
+        self.speculative_config = given | {"method": "draft_model"}
+    # Medusa's authors publish heads without these keys.
+    keys = {"model_type": method, "architectures": [DROPPED_HEADS[method]]}
+    compose = SpeculativeConfig.compose_draft_hf_overrides
+    SpeculativeConfig.compose_draft_hf_overrides = staticmethod(lambda *_: keys)
+    try:
+        return create(self, *args, **options)
+    finally:
+        SpeculativeConfig.compose_draft_hf_overrides = staticmethod(compose)
+
+
+def _named_again(check: Callable[..., None], self: SpeculativeConfig) -> None:
+    draft = self.draft_model_config
+    kind = None if draft is None else draft.hf_config.model_type
+    if self.method == "draft_model" and kind in DROPPED_HEADS:
+        self.method = kind
+    check(self)
 
 
 def schedule_ahead_with_ngram(speculative_config: SpeculativeConfig | None) -> None:
