@@ -6,8 +6,8 @@ PLATFORM := $(if $(filter Darwin,$(shell uname -s)),macos,linux)
 PYTHON ?=
 # Linux: where CPU builds of torch are, if pip is not configured to find one.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-# macOS: a vLLM wheel to use, instead of the one that scripts/vllm_wheel.py finds.
-VLLM_WHEEL ?=
+# A copy of vLLM's source distribution (requirements/vllm.txt), not to download it.
+VLLM_SDIST ?=
 # Where a copy of dist/ will lie; `make dist` writes it into dist/install.sh.
 ADDRESS ?=
 # More arguments for pytest, e.g. PYTEST_ARGS="-k sampler".
@@ -20,8 +20,7 @@ PYTEST_WORKERS ?= auto
 
 # The environment is rebuilt when the content of what defines it changes, not its date. It comes in
 # two parts: what users need to serve, and what tests and benchmarks need besides.
-SETUP_INPUTS := pyproject.toml scripts/setup.sh scripts/vllm_wheel.py requirements/$(PLATFORM).txt \
-	requirements/vllm-macos.txt requirements/vllm-macos-source.txt requirements/vllm-alias/pyproject.toml
+SETUP_INPUTS := pyproject.toml scripts/setup.sh scripts/vllm_wheel.py requirements/$(PLATFORM).txt requirements/vllm.txt
 SUM := $(shell cat $(SETUP_INPUTS) 2>/dev/null | cksum | cut -d ' ' -f 1)
 DEV_SUM := $(shell cat $(SETUP_INPUTS) requirements/$(PLATFORM)-dev.txt interpreter/pyproject.toml | cksum | cut -d ' ' -f 1)
 USERS_STAMP := .venv/.installed-$(SUM)
@@ -51,7 +50,7 @@ setup: $(USERS_STAMP)  ## create .venv, all that serving takes (two to four minu
 setup-dev: $(STAMP)  ## add what tests and benchmarks need; their targets do so by themselves
 
 $(USERS_STAMP):
-	@PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' VLLM_WHEEL='$(VLLM_WHEEL)' scripts/setup.sh
+	@PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' VLLM_SDIST='$(VLLM_SDIST)' scripts/setup.sh
 	@rm -f .venv/.installed-* && touch $@
 
 $(STAMP): $(USERS_STAMP)

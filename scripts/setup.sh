@@ -3,8 +3,8 @@
 # Makes .venv: vLLM and the plugin (editable), all pinned. With --dev, adds what tests and
 # benchmarks need, and the kernel interpreter (editable). With --check, it only says whether this
 # machine will do. Variables: PYTHON (interpreter to use), TORCH_INDEX (where CPU builds of torch are,
-# Linux), VLLM_WHEEL (another vLLM wheel, path or address, macOS). install.sh names PLUGIN (the
-# plugin's wheel, in place of the clone) and AGAIN (the command that calls this script).
+# Linux), VLLM_SDIST (a copy of vLLM's source distribution, not to download it). install.sh names PLUGIN
+# (the plugin's wheel, in place of the clone) and AGAIN (the command that calls this script).
 # It runs under bash 3.2, the one macOS has.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -20,7 +20,7 @@ die() {
     exit 1
 }
 
-# The wheel of vLLM's release for macOS is built for one Python version only. Sizes were measured.
+# The lock file for macOS is resolved for one Python version only. Sizes were measured.
 case "$(uname -s)" in
     Linux) platform=linux candidates="python3 python3.11 python3.12 python3.13" oldest=11 newest=13
         wanted="3.11 to 3.13" specified=">=3.11,<3.14" size="0.5 GB to fetch, 1.8 GB in place" ;;
@@ -118,23 +118,18 @@ counted() {
          { fflush() }'
 }
 
-# macOS: sets `vllm`, what to install, before anything large is fetched. A wheel that is made is in a
-# folder that goes when this script ends.
-find_vllm() {
-    if [ -n "${VLLM_WHEEL:-}" ]; then
-        vllm=$VLLM_WHEEL
-        return
-    fi
+# Sets `vllm`, the wheel to install, in a folder that goes when this script ends.
+make_vllm() {
+    say "vLLM"
     wheels=$(mktemp -d)
     trap 'rm -rf "$wheels"' EXIT
-    vllm=$(.venv/bin/python scripts/vllm_wheel.py obtain "$wheels") ||
-        die "there is no wheel of vLLM for macOS to be had; name one: export VLLM_WHEEL=...; $AGAIN"
-    say "vLLM: ${vllm##*/}"
+    vllm=$(.venv/bin/python scripts/vllm_wheel.py "$wheels") ||
+        die "vLLM cannot be downloaded; with a copy of the file that requirements/vllm.txt pins: export VLLM_SDIST=...; $AGAIN"
 }
 
 install_users() {
     local lock=requirements/$platform.txt vllm
-    if [ "$platform" = macos ]; then find_vllm; fi
+    make_vllm # first, for it may fail
     if [ "$platform" = linux ]; then
         # Plain indexes carry the CUDA build, so the lock file names the CPU build. Whoever
         # configured pip to find it is asked first, PyTorch's own CPU index second.
@@ -147,11 +142,7 @@ install_users() {
     say "$(grep -c == "$lock") pinned packages, $size"
     install --require-hashes --requirement "$lock"
     say "vLLM and this plugin"
-    if [ "$platform" = linux ]; then
-        install --no-build-isolation requirements/vllm-alias
-    else
-        install "$vllm"
-    fi
+    install --force-reinstall "$vllm" # whatever made the one of the same version that may be there
     if [ -n "${PLUGIN:-}" ]; then
         install --no-index "$PLUGIN"
     else
