@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 from mac import tell_numbers
@@ -15,20 +16,29 @@ from vllm_metal.settings import envs
 
 
 @pytest.mark.parametrize(
-    ("system", "machine", "setting", "device"),
+    ("system", "machine", "setting", "vllm", "device"),
     [
-        ("darwin", "arm64", None, "metal"),
-        ("darwin", "x86_64", None, None),
-        ("linux", "x86_64", None, None),
-        ("linux", "aarch64", "cpu", "cpu"),
-        ("darwin", "arm64", "cpu", "cpu"),
-        ("darwin", "arm64", "off", None),
-        ("linux", "x86_64", "METAL", "metal"),
+        ("darwin", "arm64", None, "0.33.0+metal", "metal"),
+        ("darwin", "x86_64", None, "0.33.0", None),
+        ("linux", "x86_64", None, "0.33.0", None),
+        ("linux", "x86_64", None, "0.33.0+metal", "cpu"),  # nothing else could serve
+        ("linux", "x86_64", None, None, None),
+        ("linux", "x86_64", "off", "0.33.0+metal", None),
+        ("linux", "aarch64", "cpu", "0.33.0", "cpu"),
+        ("darwin", "arm64", "cpu", "0.33.0+metal", "cpu"),
+        ("darwin", "arm64", "off", "0.33.0+metal", None),
+        ("linux", "x86_64", "METAL", "0.33.0", "metal"),
     ],
 )
 def test_the_plugin_applies_on_apple_silicon_or_when_asked(
-    monkeypatch, system, machine, setting, device
+    monkeypatch, system, machine, setting, vllm, device
 ):
+    def version(name):
+        if vllm is None:
+            raise PackageNotFoundError(name)
+        return vllm
+
+    monkeypatch.setattr(envs, "version", version)
     monkeypatch.setattr(sys, "platform", system)
     tell_numbers(monkeypatch, {"machdep.cpu.brand_string": b"Apple M9\0"})
     monkeypatch.setattr(platform, "machine", lambda: machine)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from vllm_metal.vllm_patches import releases
 
-VERSION = "0.32.0"
+VERSION = "0.33.0"
 #: As the package index states it; pip refuses an archive with any other.
-SHA256 = "d2c957d5eee3d0985012151315ddc62cbe0cd368fc96a5fc3510438d9dddf2ad"
+SHA256 = "f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112"
 
 #: Where archives are kept, in the checkout: `make clean` removes them, a run of tests does not.
 ARCHIVES = Path(__file__).resolve().parents[2] / "build" / "archives"

@@ -33,7 +33,7 @@ def test_the_installed_vllm_is_the_tested_one():
     releases.require_tested_vllm()
 
 
-@pytest.mark.parametrize("found", ["0.31.0", "0.33.0", "0.320.1", None])
+@pytest.mark.parametrize("found", ["0.32.0", "0.34.0", "0.330.1", None])
 def test_another_release_is_refused_in_one_line(monkeypatch, found):
     def version(package):
         if found is None:

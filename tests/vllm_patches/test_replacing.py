@@ -96,3 +96,10 @@ def test_what_is_restored_can_be_replaced_again(theirs):
 def test_what_is_no_function_is_refused(theirs, name):
     with pytest.raises(TypeError, match=f"{name} of .* no function"):
         replace(theirs, name, plus_one)
+
+
+def test_a_static_method_stays_one():
+    owner = type("Owner", (), {"doubled": staticmethod(lambda number: 2 * number)})
+    for _ in range(2):
+        replace(owner, "doubled", lambda original, number: original(number) + 1)
+    assert owner.doubled(4) == owner().doubled(4) == 9

