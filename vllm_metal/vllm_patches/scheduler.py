@@ -180,7 +180,7 @@ def _ending_failed_requests(
     unsound = [req_id for req_id in failed if result.failures[req_id] == NOT_A_NUMBER]
     _tell_connector(self, "requests_failed", [self.requests[req_id] for req_id in unsound])
     held = {block for req_id in failed for block in _forget_blocks(self, req_id)}
-    self.grammar_compile_error_reqs.update(failed)  # so that the update ends them
+    self.grammar_compile_error_reqs.update(dict.fromkeys(failed))  # so that the update ends them
     outputs = update(self, scheduler_output, result)
     self.blocks_to_clear = [*getattr(self, "blocks_to_clear", ()), *_given_up(self, held)]
     for output in (output for of_client in outputs.values() for output in of_client.outputs):

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_metal.vllm_patches.replacing import replace
 
 if TYPE_CHECKING:
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
-    from vllm.v1.engine.output_processor import OutputProcessorOutput
+    from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
     from vllm.v1.outputs import ModelRunnerOutput
 
 #: Sampling parameters that no turn of a session may set, and why.
@@ -35,68 +34,36 @@ def serve_sessions() -> None:
     """Has vLLM's schedulers keep sessions right; call it in the process that schedules.
 
     A turn's text is all that came before it, less the last token of the turn before: that one was
-    sampled and not computed. vLLM 0.32 tells how much that is from the count of computed tokens,
-    and so loses the text where the request was preempted. Where a turn ended among drafts that were
-    accepted, any release counts more tokens as computed than are kept.
-
-    Between its turns a session keeps its blocks, but no row of the worker's tables: the worker is
-    told that it is preempted. A recurrent state cannot be taken back. Where a step went on behind
-    the text that is kept, the session starts again, from what the prefix cache has of it.
+    sampled and not computed. Between its turns a session keeps its blocks, but no row of the
+    worker's tables: the worker is told that it is preempted. A recurrent state cannot be taken
+    back. Where a step went on behind the text that is kept, the session starts again, from what the
+    prefix cache has of it.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
     replace(Scheduler, "_handle_stopped_request", _ending_turns)
     replace(Scheduler, "_update_request_as_session", _going_on)
     replace(Scheduler, "add_request", _of_one_salt)
-
-
-def queue_preempted_sessions() -> None:
-    """Has vLLM's schedulers queue sessions whose turn ended while preempted; ends those in error.
-
-    vLLM 0.32 takes such a request out of its queues when the step's outputs are read, though it has
-    put it there anew. In error are those that `serve_sessions` found so.
-    """
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    replace(Scheduler, "update_from_output", _keeping_sessions)
+    replace(Scheduler, "update_from_output", _ending_sessions)
 
 
 def _ending_turns(stop: Callable[..., bool], self: Any, request: Any) -> bool:
     queue = request.streaming_queue
     if request.resumable and not (queue and queue[0] is None):
-        _end_turn(self, request)
+        self.reset_preempted_req_ids.add(request.request_id)  # tells the worker to free its row
+        self.turns_ended = [*getattr(self, "turns_ended", ()), request]
+        # Drafts that were accepted behind a stop were computed as well.
+        ahead = request.num_in_flight_tokens or self.num_spec_tokens
+        if self.has_mamba_layers and ahead and request.num_computed_tokens:
+            self._free_request_blocks(request)
+            request.num_computed_tokens = request.num_output_placeholders = 0
+            if hasattr(self.connector, "blocks_given_up"):
+                self.connector.blocks_given_up(request.request_id)
     return stop(self, request)
 
 
-def _end_turn(scheduler: Any, request: Any) -> None:
-    """Has a request that stopped count as computed what its next turn keeps, or less."""
-    scheduler.reset_preempted_req_ids.add(request.request_id)  # tells the worker to free its row
-    scheduler.turns_ended = [*getattr(scheduler, "turns_ended", ()), request]
-    if request.num_computed_tokens == 0:  # preempted, and stopped by a token that was on its way
-        return
-    kept = _num_kept(request)
-    exact = request.num_computed_tokens == kept and not request.num_in_flight_tokens
-    if scheduler.has_mamba_layers and not exact:
-        scheduler._free_request_blocks(request)
-        request.num_computed_tokens = 0
-        if hasattr(scheduler.connector, "blocks_given_up"):
-            scheduler.connector.blocks_given_up(request.request_id)
-    else:
-        computed = request.num_computed_tokens - request.num_output_placeholders
-        request.num_computed_tokens = min(computed, kept)
-    request.num_output_placeholders = 0
-
-
-def _num_kept(request: Any) -> int:
-    """Tokens that a session's next turn begins with: all but the last one sampled."""
-    return int(request.num_tokens - (request.num_output_tokens > 0))
-
-
 def _going_on(update: Callable[..., None], self: Any, session: Any, turn: Any) -> None:
-    kept, computed = _num_kept(session), session.num_computed_tokens
-    session.num_computed_tokens = kept  # vLLM keeps that much text
     update(self, session, turn)
-    session.num_computed_tokens = min(computed, kept)
     session.skip_reading_prefix_cache = session.get_skip_reading_prefix_cache()
     if session.num_tokens >= self.max_model_len:
         _end_session(
@@ -131,7 +98,7 @@ def _end_session(scheduler: Any, session: Any, reason: str) -> None:
     }
 
 
-def _keeping_sessions(
+def _ending_sessions(
     update: Callable[..., dict[int, EngineCoreOutputs]],
     self: Any,
     scheduler_output: Any,
@@ -139,7 +106,7 @@ def _keeping_sessions(
 ) -> dict[int, EngineCoreOutputs]:
     reasons, self.sessions_to_end = getattr(self, "sessions_to_end", None), {}
     if reasons:
-        self.grammar_compile_error_reqs.update(reasons)
+        self.grammar_compile_error_reqs.update(dict.fromkeys(reasons))
     outputs = update(self, scheduler_output, result)
     if reasons:
         for output in (each for of in outputs.values() for each in of.outputs):
@@ -147,10 +114,6 @@ def _keeping_sessions(
     ended_turns, self.turns_ended = getattr(self, "turns_ended", ()), ()
     for request in ended_turns:
         request.stop_reason = None  # it was told, and the next turn may have none
-        alive = self.requests.get(request.request_id) is request and not request.is_finished()
-        preempted = alive and request.num_computed_tokens == 0
-        if preempted and request not in (*self.waiting, *self.kv_holding_waiting):
-            self._enqueue_waiting_request(request)
     return outputs
 
 
@@ -200,42 +163,3 @@ def _refusing(
                 "out, or send the text as a request of its own"
             )
     return process(self, request_id, prompt, params, *args, **options)
-
-
-def end_failed_sessions() -> None:
-    """Has vLLM's front ends end a session whose request ended with an error.
-
-    They take any end of a request for the end of a turn, and wait for the next; the engine, which
-    has forgotten the session, would take that for a session's first.
-    """
-    from vllm.v1.engine.output_processor import OutputProcessor
-
-    replace(OutputProcessor, "process_outputs", _ending_failed_sessions)
-
-
-def _ending_failed_sessions(
-    process: Callable[..., OutputProcessorOutput],
-    self: Any,
-    engine_core_outputs: list[EngineCoreOutput],
-    *args: Any,
-    **options: Any,
-) -> OutputProcessorOutput:
-    from vllm.v1.engine import FinishReason
-
-    states, ends = self.request_states, []
-    for output in engine_core_outputs:
-        failed = output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
-        state = states.get(output.request_id) if failed else None
-        if state is not None and state.streaming_input:
-            ends.append(output)
-    if not ends:
-        return process(self, engine_core_outputs, *args, **options)
-    others = [output for output in engine_core_outputs if output not in ends]
-    result = process(self, others, *args, **options)
-    for output in ends:
-        states[output.request_id].streaming_input = False
-    told = process(self, ends, *args, **options)
-    result.request_outputs.extend(told.request_outputs)
-    # A turn that is on its way would begin a session of its own.
-    result.reqs_to_abort.extend([*told.reqs_to_abort, *(each.request_id for each in ends)])
-    return result

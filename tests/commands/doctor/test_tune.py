@@ -188,8 +188,8 @@ def test_the_process_stops_where_the_machine_says_that_it_is_unsteady(monkeypatc
 @pytest.mark.parametrize(
     ("options", "device", "error"),
     [
-        (["--tune"], "cpu", "doctor --tune times a Mac's GPU: unset VLLM_METAL_DEVICE=cpu"),
-        (["--tune", "--full"], "auto", "doctor --tune times a Mac's GPU, and MLX finds none here"),
+        (["--tune"], "cpu", "doctor --tune times a Mac's GPU: run it on one"),
+        (["--tune", "--full"], "metal", "doctor --tune times a Mac's GPU, and MLX finds none here"),
         (["--full"], "cpu", "doctor --full needs --tune"),
         (["--tune", "--quick", "--only", "kernels"], "cpu", "leave out --quick, --only"),
     ],

@@ -73,7 +73,9 @@ def run(args: Namespace) -> int:
         OSError: the report cannot be written.
     """
     if envs.requested_device() == "cpu":
-        raise ValueError("doctor --tune times a Mac's GPU: unset VLLM_METAL_DEVICE=cpu")
+        raise ValueError(
+            "doctor --tune times a Mac's GPU: run it on one, with VLLM_METAL_DEVICE unset"
+        )
     looked = machine.look_at_device(lambda stage: None)
     if looked.told.get("device") != "metal":
         raise ValueError("doctor --tune times a Mac's GPU, and MLX finds none here")
