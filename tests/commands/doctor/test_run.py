@@ -16,8 +16,8 @@ from commands.doctor.conftest import ignore
 
 from metal_kernels.selfcheck import KERNELS
 from vllm_metal.commands.cli import main
-from vllm_metal.settings import envs
 from vllm_metal.commands.doctor import model
+from vllm_metal.settings import envs
 
 pytestmark = pytest.mark.skipif(mx.metal.is_available(), reason="has a Metal device")
 
