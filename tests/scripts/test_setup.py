@@ -26,14 +26,14 @@ note_mlx() {
     echo "Tag: py3-none-macosx_${tag}_0_arm64" >$folder/WHEEL
 }
 """
-# It finds vLLM's wheel unless NO_WHEEL is set. Its version answers `suits`, the only script on its
+# It makes vLLM's wheel unless NO_WHEEL is set. Its version answers `suits`, the only script on its
 # standard input: `python - 12 12 macos`.
 PYTHON = """\
 #!/bin/bash
 . "$DOUBLES/mlx.sh"
 echo "python{version}: $*" >>"$CALLS"
 case "$1" in
-    scripts/vllm_wheel.py) [ -z "${{NO_WHEEL:-}}" ] && echo https://releases/vllm.whl ;;
+    scripts/vllm_wheel.py) [ -z "${{NO_WHEEL:-}}" ] && echo /made/vllm.whl ;;
     -) [ {minor} -ge "$2" ] && [ {minor} -le "$3" ] ;;
     -m)
         case "$2 $3" in
@@ -137,11 +137,11 @@ def installs(calls, command):
     ]
 
 
-MAC_SETS = [
-    ["--require-hashes", "--requirement", "requirements/macos.txt"],
-    ["https://releases/vllm.whl"],
+VLLM_AND_PLUGIN = [
+    ["--force-reinstall", "/made/vllm.whl"],
     ["--no-build-isolation", "--editable", "."],
 ]
+MAC_SETS = [["--require-hashes", "--requirement", "requirements/macos.txt"], *VLLM_AND_PLUGIN]
 
 
 def test_a_mac_with_uv_uses_it_for_python_and_for_packages(machine):
@@ -303,37 +303,25 @@ def test_an_older_wheel_of_mlx_that_stays_is_named(machine):
     assert "on an M5 or newer, prompts are 2 to 3 times slower" in done.stdout
 
 
-def asked_for_vllm(calls):
-    return [at for at, call in enumerate(calls) if "scripts/vllm_wheel.py obtain" in call]
-
-
-def test_vllm_s_wheel_is_found_before_a_package_is_fetched(machine):
-    machine.mac()
-    machine.uv()
+@pytest.mark.parametrize("system", ["linux", "mac"])
+def test_vllm_s_wheel_is_made_before_a_package_is_fetched(machine, system):
+    getattr(machine, system)()
+    machine.python("python3.12", 12)
     done, calls = machine.set_up()
     assert done.returncode == 0, done.stderr
-    (asked,) = asked_for_vllm(calls)
-    assert installs(calls[asked:], "uv: pip") == MAC_SETS
-    assert not Path(calls[asked].split()[-1]).exists(), "the folder of a wheel that was made"
-    assert "set-up: vLLM: vllm.whl" in done.stdout
+    (making,) = (at for at, call in enumerate(calls) if "scripts/vllm_wheel.py" in call)
+    assert installs(calls[making:], "python3.12: -m pip")[-2:] == VLLM_AND_PLUGIN
+    assert not installs(calls[:making], "")
+    assert not Path(calls[making].split()[-1]).exists(), "the folder of the wheel"
 
 
-def test_where_no_wheel_of_vllm_can_be_had_nothing_is_fetched(machine):
+def test_where_no_wheel_of_vllm_can_be_made_nothing_is_fetched(machine):
     machine.mac()
     machine.uv()
     done, calls = machine.set_up(NO_WHEEL="1")
     assert done.returncode == 1
-    assert "export VLLM_WHEEL=...; make setup" in done.stderr
+    assert "export VLLM_SDIST=...; make setup" in done.stderr
     assert not installs(calls, "")
-
-
-def test_a_wheel_of_vllm_can_be_named(machine):
-    machine.mac()
-    machine.uv()
-    done, calls = machine.set_up(VLLM_WHEEL="/wheels/vllm.whl")
-    assert done.returncode == 0, done.stderr
-    assert installs(calls, "uv: pip") == [MAC_SETS[0], ["/wheels/vllm.whl"], MAC_SETS[2]]
-    assert asked_for_vllm(calls) == []
 
 
 def test_linux_takes_its_own_python_and_pip(machine):
@@ -345,8 +333,7 @@ def test_linux_takes_its_own_python_and_pip(machine):
     assert installs(calls, "python3.11: -m pip") == [
         [torch],
         ["--require-hashes", "--requirement", "requirements/linux.txt"],
-        ["--no-build-isolation", "requirements/vllm-alias"],
-        ["--no-build-isolation", "--editable", "."],
+        *VLLM_AND_PLUGIN,
     ]
 
 

