@@ -46,6 +46,11 @@ begin() {
     trap 'exit 130' INT
     trap 'exit 143' TERM
     remove_others
+    # On Linux the plugin waits for it, and this vLLM starts with no other platform there.
+    if [ "$(uname -s)" = Linux ]; then
+        VLLM_METAL_DEVICE=cpu
+        export VLLM_METAL_DEVICE
+    fi
 }
 
 clean_up() {
@@ -310,11 +315,6 @@ main() {
     users_path=$PATH
     PATH=$PATH:/usr/sbin:/sbin # macOS has sysctl there
     unset PYTHONPATH PYTHONHOME VIRTUAL_ENV # a developer's
-    # On Linux the plugin waits for it, and this vLLM starts with no other platform there.
-    if [ "$(uname -s)" = Linux ]; then
-        VLLM_METAL_DEVICE=cpu
-        export VLLM_METAL_DEVICE
-    fi
     case "${1:-}" in
         "") install_newest ;;
         --rollback) roll_back ;;

@@ -222,7 +222,7 @@ class Machine:
     def serves(self, name="vllm-metal"):
         """The version that the command of that name in ~/.local/bin is."""
         program = self.home / ".local/bin" / name
-        env = {"PATH": str(self.doubles), "CALLS": os.devnull}
+        env = {"PATH": str(self.doubles), "CALLS": os.devnull, "VLLM_METAL_DEVICE": "cpu"}
         return subprocess.run(
             [program, "--version"], env=env, capture_output=True, text=True
         ).stdout
@@ -633,7 +633,7 @@ def test_a_real_install_and_update_in_an_empty_home(tmp_path):
     clone, home = copy_clone(tmp_path / "clone"), tmp_path / "a home"
     home.mkdir()
     kept = {k: v for k, v in os.environ.items() if k.startswith(_OF_THE_INDEX)}
-    env = kept | {"HOME": str(home), "PATH": "/usr/bin:/bin", "VLLM_METAL_DEVICE": "cpu"}
+    env = kept | {"HOME": str(home), "PATH": "/usr/bin:/bin"}
     root, commands = home / ".local/share/vllm-metal", home / ".local/bin"
     log = (tmp_path / "log").open("w+")
 
@@ -645,7 +645,8 @@ def test_a_real_install_and_update_in_an_empty_home(tmp_path):
         assert start(release, *options).wait(900) == 0, (tmp_path / "log").read_text()
 
     def out(*line):
-        return subprocess.check_output(line, env=env, cwd=tmp_path, text=True, timeout=3000)
+        on_cpu = env | {"VLLM_METAL_DEVICE": "cpu"}
+        return subprocess.check_output(line, env=on_cpu, cwd=tmp_path, text=True, timeout=3000)
 
     versions = []
     for version in ("0.9.1", "0.9.2"):
