@@ -128,8 +128,9 @@ make_vllm() {
 }
 
 install_users() {
-    local lock=requirements/$platform.txt vllm
-    make_vllm # first, for it may fail
+    local lock=requirements/$platform.txt vllm made
+    made=.venv/.vllm-$(cat requirements/vllm.txt scripts/vllm_wheel.py | cksum | cut -d " " -f 1)
+    [ -e "$made" ] || make_vllm # first, for it may fail
     if [ "$platform" = linux ]; then
         # Plain indexes carry the CUDA build, so the lock file names the CPU build. Whoever
         # configured pip to find it is asked first, PyTorch's own CPU index second.
@@ -142,7 +143,11 @@ install_users() {
     say "$(grep -c == "$lock") pinned packages, $size"
     install --require-hashes --requirement "$lock"
     say "vLLM and this plugin"
-    install --force-reinstall "$vllm" # whatever made the one of the same version that may be there
+    if [ ! -e "$made" ]; then
+        install --force-reinstall "$vllm" # another of the same version may be there
+        rm -f .venv/.vllm-*
+        touch "$made"
+    fi
     if [ -n "${PLUGIN:-}" ]; then
         install --no-index "$PLUGIN"
     else

@@ -8,8 +8,8 @@ pip, which downloads the source distribution (47 MB) from where it is configured
 besides. VLLM_SDIST names a copy of the file to use instead. requirements/vllm.txt pins the version
 and the hash, which a copy must have, too; --pin names another such file.
 
-The plugin uses none of vLLM's compiled parts, so nothing is built: the wheel holds vLLM's Python and
-data files, for Python 3 on any platform. Its version ends in `+metal`. It requires what vLLM's
+The plugin uses none of vLLM's compiled parts, so nothing is built: the wheel holds vLLM's Python
+and data files, for Python 3 on any platform. Its version ends in `+metal`. It requires what vLLM's
 requirements/common.txt lists, so neither a build of torch nor CUDA's packages.
 """
 
@@ -33,7 +33,7 @@ from zipfile import ZipFile, ZipInfo
 
 LOCAL_VERSION = "metal"
 TAG = "py3-none-any"
-# Requirements that become an extra of vLLM's: it imports them where it needs them, and runs without.
+# Requirements that become an extra of vLLM's: it imports them when it needs them.
 OPTIONAL = {"opencv-python-headless": "video"}  # 61 MB, to decode videos
 _WHEEL = f"""\
 Wheel-Version: 1.0

@@ -33,6 +33,7 @@ TOOLS = (
         "bash",
         "cat",
         "chmod",
+        "cksum",
         "cmp",
         "cp",
         "cut",

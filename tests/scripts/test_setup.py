@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TOOLS = ("awk", "bash", "cp", "dirname", "grep", "mkdir", "mktemp", "rm", "sed", "touch")
+TOOLS = ("awk", "bash", "cat", "cksum", "cp", "cut", "dirname", "grep", "mkdir", "mktemp", "rm")
+TOOLS += ("sed", "touch")
 # Of an older SDK: without the variable, macOS 26 tells it that it is 16.
 MLX = """\
 note_mlx() {
@@ -119,7 +120,8 @@ def machine(tmp_path):
     clone, doubles, home = (tmp_path / name for name in ("clone", "doubles", "home"))
     for folder in (clone / "scripts", doubles, home):
         folder.mkdir(parents=True)
-    shutil.copy(ROOT / "scripts" / "setup.sh", clone / "scripts")
+    for script in ("setup.sh", "vllm_wheel.py"):
+        shutil.copy(ROOT / "scripts" / script, clone / "scripts")
     shutil.copytree(ROOT / "requirements", clone / "requirements")
     for tool in TOOLS:
         (doubles / tool).symlink_to(shutil.which(tool))
@@ -313,6 +315,19 @@ def test_vllm_s_wheel_is_made_before_a_package_is_fetched(machine, system):
     assert installs(calls[making:], "python3.12: -m pip")[-2:] == VLLM_AND_PLUGIN
     assert not installs(calls[:making], "")
     assert not Path(calls[making].split()[-1]).exists(), "the folder of the wheel"
+
+
+def test_vllm_is_made_again_only_where_it_would_be_another(machine):
+    """So a set-up whose packages are all there needs no network."""
+    machine.mac()
+    machine.uv()
+    machine.set_up()
+    done, calls = machine.set_up(NO_WHEEL="1")
+    assert done.returncode == 0, done.stderr
+    assert installs(calls, "uv: pip") == [MAC_SETS[0], MAC_SETS[2]]
+    with (machine.clone / "requirements" / "vllm.txt").open("a") as pin:
+        pin.write("# another\n")
+    assert installs(machine.set_up()[1], "uv: pip") == MAC_SETS
 
 
 def test_where_no_wheel_of_vllm_can_be_made_nothing_is_fetched(machine):

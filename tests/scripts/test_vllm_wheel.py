@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel that scripts/vllm_wheel.py makes of a source distribution, and the one that is installed.
+"""The wheel that scripts/vllm_wheel.py makes of a source distribution, and the installed one.
 
-A folder stands for the package index. No test builds anything: the source's build ends with an error.
+A folder stands for the package index. Nothing is built: the source's build ends with an error.
 """
 
 import base64
@@ -19,7 +19,6 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
-
 import vllm
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +53,8 @@ CONTENT = {
     "PKG-INFO": ABOUT + DESCRIPTION,
     "LICENSE": "a license",
     "csrc/kernels.cu": "C++",
-    "pyproject.toml": '[build-system]\nrequires = ["torch"]\nbuild-backend = "setuptools.build_meta"\n',
+    "pyproject.toml": '[build-system]\nrequires = ["torch"]\n'
+    'build-backend = "setuptools.build_meta"\n',
     "setup.py": "raise SystemExit('nothing is built')\n",
     "requirements/common.txt": "# torch is named elsewhere\nsome_thing[extra] >= 2, < 3 # why\n"
     "some_thing == 2.5\nopencv-python-headless >= 4\n",
@@ -206,4 +206,6 @@ def test_the_installed_vllm_is_the_pinned_without_compiled_parts():
     assert ".py" in suffixes and not suffixes & {".so", ".dylib", ".pyd"}
     required = {re.match(r"[\w-]+", line)[0] for line in installed.requires if "extra" not in line}
     assert {"transformers", "xgrammar"} <= required
-    assert not any(name.startswith(("torch", "flashinfer", "nvidia", "triton")) for name in required)
+    assert not any(
+        name.startswith(("torch", "flashinfer", "nvidia", "triton")) for name in required
+    )
