@@ -74,7 +74,7 @@ def test_an_engine_that_ends_with_its_program_is_not_unexpected(shown, monkeypat
 @pytest.fixture
 def quoting(request, caplog, monkeypatch):
     """A logger whose messages quote clients, and what it shows."""
-    name = getattr(request, "param", "vllm.renderers.chat_utils")
+    name = getattr(request, "param", "vllm.renderers.chat_utils.chat_message")
     leave_out_what_clients_wrote()
     caplog.set_level(logging.WARNING, name)
     logger = logging.getLogger(name)
@@ -89,7 +89,7 @@ def test_a_requests_own_error_has_no_traceback(quoting):
     try:
         raise VLLMValidationError(words)
     except VLLMValidationError:
-        logger.exception("Tool call %r", words)
+        logger.exception("Skipping multimodal part %r", words)
     assert words not in caplog.text and "Traceback" not in caplog.text
 
 
@@ -98,12 +98,12 @@ def test_messages_are_logged_without_what_clients_wrote(quoting):
     try:
         raise KeyError(words)
     except KeyError:
-        logger.exception("Tool call %r has arguments (%d chars)", words, 7)
-    logger.warning("Tool call %r", {"name": words})
+        logger.exception("Skipping multimodal part %r (%d chars)", words, 7)
+    logger.warning("Skipping multimodal part %r", {"name": words})
     logger.warning("Another message of %s", "vLLM's own")
     assert words not in caplog.text
     said = [record.getMessage() for record in caplog.records]
-    assert said[0] == "Tool call '(left out)' has arguments (7 chars)"
+    assert said[0] == "Skipping multimodal part '(left out)' (7 chars)"
     assert said[2] == "Another message of vLLM's own"
     assert "test_logs.py" in caplog.text and "KeyError: (left out)" in caplog.text
 

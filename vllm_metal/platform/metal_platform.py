@@ -350,7 +350,6 @@ class MetalPlatform(Platform):
         scheduler.send_images()
         request_sizes.drop_compilations()
         scheduler.end_chunks_within_blocks()
-        scheduler.keep_images_whole()
         shutdown.leave_ctrl_c_to_the_parent()
         if envs.requested_device() == "cpu":
             shutdown.skip_pythons_end()

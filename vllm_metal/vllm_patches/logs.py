@@ -42,9 +42,11 @@ QUOTING = {
     "vllm.entrypoints.openai.responses.serving": ("Error with model",),
     "vllm.entrypoints.openai.responses.utils": ("Previous assistant message", "Using summary text"),
     "vllm.entrypoints.scale_out.render.serving": ("Error with model",),
-    "vllm.renderers.chat_utils": ("Tool call", "Skipping multimodal part"),
+    "vllm.renderers.chat_utils.chat_message": ("Skipping multimodal part",),
+    "vllm.renderers.chat_utils.item_tracker": ("Failed to split video chunks",),
     "vllm.renderers.hf": ("Chat template rejected",),
     "vllm.v1.core.sched.scheduler": ("Encoder cache entry",),
+    "vllm.v1.engine.core": ("Request %s failed validation",),
     "vllm.v1.structured_output": ("Failed to compile grammar",),
     "vllm.v1.structured_output.backend_guidance": ("LLMatcher error",),
 }

@@ -50,14 +50,6 @@ def end_failed_requests() -> None:
     replace(Scheduler, "schedule", _breaking_deadlocks)
 
 
-def keep_images_whole() -> None:
-    """Has vLLM's schedulers compute an image in one step where its rows see each other.
-
-    vLLM ends a chunk before an image that does not fit. It cuts one that a chunk begins with.
-    """
-    replace(Scheduler, "_try_schedule_encoder_inputs", _keeping_images_whole)
-
-
 def send_salts() -> None:
     """Has vLLM's schedulers send each request's cache_salt along.
 
@@ -116,27 +108,6 @@ def _sending_figures(
         if figures and of_client.scheduler_stats is not None:
             send_figures(of_client.scheduler_stats, figures)
     return outputs
-
-
-def _keeping_images_whole(
-    schedule: Callable[..., Any],
-    self: Any,
-    request: Any,
-    num_computed_tokens: int,
-    num_new_tokens: int,
-    *args: Any,
-    **options: Any,
-) -> Any:
-    planned = schedule(self, request, num_computed_tokens, num_new_tokens, *args, **options)
-    end = num_computed_tokens + planned[1]
-    image = next_image(self, request, end - 1) if planned[1] > 0 else None
-    if image is None or not image.offset < end < image.offset + image.length:
-        return planned
-    # An error of the worker says what to set where an image never fits.
-    if image.length > self.scheduler_config.max_num_batched_tokens:
-        return planned
-    before = max(0, image.offset - num_computed_tokens)
-    return schedule(self, request, num_computed_tokens, before, *args, **options)
 
 
 def next_image(scheduler: Any, request: Any, position: int) -> PlaceholderRange | None:
