@@ -28,6 +28,9 @@ class Output(AsyncModelRunnerOutput):
     def get_output(self):
         return replace(self.result)
 
+    def get_kv_connector_output(self):
+        return None
+
 
 class Engine:
     """Steps that take four seconds each, one after the other."""

@@ -43,7 +43,7 @@ def configure(model, options):
         ({"speculative_config": LOOKUP | {"rejection_sample_method": "block"}}, "rejection_sample"),
         ({"speculative_config": LOOKUP | {"num_speculative_tokens": 5000}}, "leave room"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2 .*auto, fp8, int8"),
-        ({"kv_cache_dtype": "float16"}, "--kv-cache-dtype float16 .*torch.float32 as the model"),
+        ({"kv_cache_dtype": "float16"}, "incompatible with dtype=.float32.*`--kv-cache-dtype`"),
         ({"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 .*auto, fp8, int8"),
         ({"kv_cache_dtype_skip_layers": ["0"]}, "--kv-cache-dtype-skip-layers"),
         ({"speculative_config": LOOKUP | {"kv_cache_dtype": "fp8"}}, "kv_cache_dtype 'fp8'"),

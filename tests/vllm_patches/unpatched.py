@@ -1311,7 +1311,7 @@ def limits_on_headers(folder):
 class DeadEngine:
     """What a server asks of an engine that has died by itself."""
 
-    errored, is_running = True, False
+    errored, is_running, should_keep_api_server_alive = True, False, False
     vllm_config = SimpleNamespace(
         shutdown_timeout=0,
         additional_config=None,

@@ -172,7 +172,7 @@ class MetalPlatform(Platform):
         engine_args.check_folders(model_folders.check_config)
         engine_args.fit_batches_to_drafts()
         engine_args.serve_files(model_names.folder_of, gguf_names.folder_of)
-        engine_args.accept_int8_kv_cache(parser)
+        engine_args.accept_int8_kv_cache()
         engine_args.cache_prefixes_of_states()
         replicas.run_in_their_processes()
         replicas.refuse_other_ranks(rank_facts.difference)

@@ -16,7 +16,6 @@ _DRAFTS = "vllm_metal_drafts"  # of EngineArgs: num_speculative_tokens, as vLLM 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 _CHECKS: list[Callable[[Path], object]] = []
 
@@ -209,21 +208,15 @@ def _with_name(create: Callable[[EngineArgs], ModelConfig], self: EngineArgs) ->
     return create(self)
 
 
-def accept_int8_kv_cache(parser: FlexibleArgumentParser | None) -> None:
+def accept_int8_kv_cache() -> None:
     """Lets users write `--kv-cache-dtype int8`, as they write `fp8`; "auto" is the model's dtype.
 
     vLLM knows the format of our int8 cache under the name `int8_per_token_head` only. Its "auto" is
     fp8 where a checkpoint has scales of K and V, which this platform does not read.
-
-    Args:
-        parser: of the command line, whose choices get `int8`; None where there is none.
     """
     from vllm.engine import arg_utils
 
     replace(arg_utils, "resolve_kv_cache_dtype_string", _resolve_int8)
-    for action in parser._actions if parser is not None else ():
-        if action.dest == "kv_cache_dtype" and action.choices and "int8" not in action.choices:
-            action.choices = [*action.choices, "int8"]
 
 
 def cache_prefixes_of_states() -> None:

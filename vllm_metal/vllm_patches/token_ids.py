@@ -2,7 +2,7 @@
 """Rejects requests that name token ids for which the model has no embedding.
 
 MLX does not check bounds: it would read past the embedding's array. vLLM also takes ids that only
-the tokenizer has, and any id where there is no tokenizer.
+the tokenizer has.
 """
 
 from __future__ import annotations
