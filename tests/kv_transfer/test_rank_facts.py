@@ -5,7 +5,7 @@ import json
 
 import mlx.core as mx
 import pytest
-from vllm_patches import unpatched
+from vllm_patches import doubles
 from vllm_settings.configured import configure
 
 from vllm_metal.kv_transfer import rank_facts
@@ -19,7 +19,7 @@ def model(tmp_path, monkeypatch):
     def made(name, seed=0, **changes):
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(unpatched.MODEL | changes))
+        (folder / "config.json").write_text(json.dumps(doubles.MODEL | changes))
         weights = {"model.norm.weight": mx.full((64,), seed)}
         mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
         return str(folder)

@@ -10,7 +10,7 @@ import blake3
 import mlx.core as mx
 import numpy as np
 import pytest
-from vllm_patches import unpatched
+from vllm_patches import doubles
 from vllm_settings.configured import configure
 
 from vllm_metal.kv_transfer import weights_digest
@@ -166,7 +166,7 @@ def model(tmp_path):
     """A folder with a configuration and weights."""
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(unpatched.MODEL))
+    (folder / "config.json").write_text(json.dumps(doubles.MODEL))
     weights = {"model.norm.weight": mx.zeros(64)}
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     return folder

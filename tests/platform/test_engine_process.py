@@ -11,7 +11,7 @@ import sys
 import pytest
 from models import recurrent
 from vllm.engine.arg_utils import EngineArgs
-from vllm_patches import unpatched
+from vllm_patches import doubles
 
 from vllm_metal.vllm_patches import memory_shares
 
@@ -23,12 +23,12 @@ from vllm import SamplingParams
 from vllm.plugins import load_general_plugins
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.request import Request
-from vllm_patches import unpatched
+from vllm_patches import doubles
 
 config, ranks = pickle.load(sys.stdin.buffer)
 
 def salt_of_a_step():
-    scheduler = unpatched.make_scheduler(config, num_blocks=8)
+    scheduler = doubles.make_scheduler(config, num_blocks=8)
     scheduler.add_request(Request("a", [1, 2], SamplingParams(), None, cache_salt="pepper"))
     (sent,) = scheduler.schedule().scheduled_new_reqs
     return vars(sent).get("cache_salt")
@@ -44,8 +44,8 @@ ranks.__post_init__()
 @pytest.mark.more
 def test_a_scheduler_is_changed_without_a_worker_in_its_process(tmp_path):
     """And a model that vLLM does not share by layers is checked again."""
-    (tmp_path / "config.json").write_text(json.dumps(unpatched.MODEL))
-    config = unpatched.folder_config(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(doubles.MODEL))
+    config = doubles.folder_config(str(tmp_path))
     folder = recurrent.write_model(recurrent.FAMILIES["mamba2"], tmp_path / "model")
     ranks = EngineArgs(folder, skip_tokenizer_init=True, pipeline_parallel_size=2)
     done = subprocess.run(
@@ -60,14 +60,14 @@ def test_a_scheduler_is_changed_without_a_worker_in_its_process(tmp_path):
 
 #: By what a configuration is of: a model, and the options that the platform completes.
 CONFIGURATIONS = {
-    "a plain model": (unpatched.MODEL, {}),
+    "a plain model": (doubles.MODEL, {}),
     "drafts": (
-        unpatched.MODEL,
+        doubles.MODEL,
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
     ),
-    "a disk": (unpatched.MODEL, {"additional_config": {"prefix_cache_dir": "kv"}}),
+    "a disk": (doubles.MODEL, {"additional_config": {"prefix_cache_dir": "kv"}}),
     "a producer that drafts nothing": (
-        unpatched.MODEL,
+        doubles.MODEL,
         {
             "speculative_config": {"method": "suffix", "num_speculative_tokens": 2},
             "kv_transfer_config": {
@@ -77,9 +77,9 @@ CONFIGURATIONS = {
             },
         },
     ),
-    "ranks": (unpatched.MODEL, {"pipeline_parallel_size": 2}),
-    "adapters": (unpatched.MODEL, {"enable_lora": True}),
-    "quantized K/V": (unpatched.MODEL, {"kv_cache_dtype": "fp8"}),
+    "ranks": (doubles.MODEL, {"pipeline_parallel_size": 2}),
+    "adapters": (doubles.MODEL, {"enable_lora": True}),
+    "quantized K/V": (doubles.MODEL, {"kv_cache_dtype": "fp8"}),
     "states": ("falcon_h1", {}),
     "states, a block size": ("falcon_h1", {"block_size": 32}),
     "states, no prefixes": ("falcon_h1", {"enable_prefix_caching": False}),

@@ -8,7 +8,7 @@ from argparse import Namespace
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
-from vllm_patches.unpatched import MODEL
+from vllm_patches.doubles import MODEL
 
 from vllm_metal.memory.share import Share
 from vllm_metal.vllm_patches import memory_shares, replicas

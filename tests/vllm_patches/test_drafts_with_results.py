@@ -7,7 +7,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
-from vllm_patches import unpatched
+from vllm_patches import doubles
 
 from vllm_metal.vllm_patches.step_result import StepResult
 
@@ -16,10 +16,10 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 
 @pytest.fixture
 def scheduler(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(unpatched.MODEL))
+    (tmp_path / "config.json").write_text(json.dumps(doubles.MODEL))
     options = {"speculative_config": NGRAM, "async_scheduling": False}
-    config = unpatched.arguments(str(tmp_path), **options).create_engine_config()
-    found = unpatched.make_scheduler(config, num_blocks=16)
+    config = doubles.arguments(str(tmp_path), **options).create_engine_config()
+    found = doubles.make_scheduler(config, num_blocks=16)
     for name in "ab":
         params = SamplingParams(max_tokens=16)
         params.update_from_generation_config({}, eos_token_id=None)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 from vllm.engine.arg_utils import EngineArgs
-from vllm_patches.unpatched import MODEL
+from vllm_patches.doubles import MODEL
 
 from vllm_metal.vllm_patches.start_failures import StartError
 

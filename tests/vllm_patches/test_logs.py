@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Only these messages are changed; test_needed.py shows that vLLM and torch still word them so."""
+"""Only these messages are changed."""
 
 import importlib.util
 import logging

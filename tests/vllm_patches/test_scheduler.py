@@ -8,7 +8,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.request import Request
-from vllm_patches import unpatched
+from vllm_patches import doubles
 
 from vllm_metal.batch.requests import BlockTables, Requests
 
@@ -16,9 +16,9 @@ from vllm_metal.batch.requests import BlockTables, Requests
 @pytest.fixture(scope="module")
 def scheduler(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(unpatched.MODEL))
+    (folder / "config.json").write_text(json.dumps(doubles.MODEL))
     args = EngineArgs(model=str(folder), skip_tokenizer_init=True, max_model_len=256)
-    return unpatched.make_scheduler(args.create_engine_config(), num_blocks=64)
+    return doubles.make_scheduler(args.create_engine_config(), num_blocks=64)
 
 
 @pytest.mark.parametrize(("salt", "expected"), [("pepper", "pepper"), (None, None), ("", None)])

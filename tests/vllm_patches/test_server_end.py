@@ -8,7 +8,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm_patches.unpatched import DeadEngine, serve_until_it_ends
+from vllm_patches.doubles import DeadEngine, serve_until_it_ends
 
 from vllm_metal.vllm_patches.server_end import RETRY_AFTER_S, TurnAway, tell_how_servers_end
 

@@ -16,7 +16,7 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm_patches import unpatched
+from vllm_patches import doubles
 
 from vllm_metal.vllm_patches import step_budget
 from vllm_metal.vllm_patches.step_result import StepResult
@@ -29,14 +29,14 @@ class Engine:
     """Plans and ends steps one by one, each as long as its tokens ask for."""
 
     def __init__(self, folder, monkeypatch, additional_config=None, **limits):
-        arguments = unpatched.arguments(
+        arguments = doubles.arguments(
             folder,
             max_num_batched_tokens=MOST,
             enable_prefix_caching=False,
             additional_config=additional_config or {"max_step_ms": 60},
             **limits,
         )
-        self.scheduler = unpatched.make_scheduler(arguments.create_engine_config(), num_blocks=64)
+        self.scheduler = doubles.make_scheduler(arguments.create_engine_config(), num_blocks=64)
         self.now = 0.0
         clock = SimpleNamespace(perf_counter=lambda: self.now)
         monkeypatch.setattr(step_budget, "time", clock)
@@ -77,7 +77,7 @@ class Engine:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("model")
-    (made / "config.json").write_text(json.dumps(unpatched.MODEL))
+    (made / "config.json").write_text(json.dumps(doubles.MODEL))
     return str(made)
 
 

@@ -11,7 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.v1.engine.input_processor import InputProcessor
-from vllm_patches.unpatched import MODEL
+from vllm_patches.doubles import MODEL
 
 VOCAB = MODEL["vocab_size"]
 UNKNOWN = [-1, VOCAB, 10**6, 10**30]

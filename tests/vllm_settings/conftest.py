@@ -5,13 +5,13 @@ import json
 
 import pytest
 from vision.checkpoints import FAMILIES
-from vllm_patches import unpatched
+from vllm_patches import doubles
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("model")
-    (made / "config.json").write_text(json.dumps(unpatched.MODEL))
+    (made / "config.json").write_text(json.dumps(doubles.MODEL))
     return str(made)
 
 
@@ -30,7 +30,7 @@ def reader(tmp_path_factory):
 def elsewhere(tmp_path_factory):
     """Another, which has it in Mistral's format as well."""
     made = tmp_path_factory.mktemp("elsewhere")
-    (made / "config.json").write_text(json.dumps(unpatched.MODEL))
+    (made / "config.json").write_text(json.dumps(doubles.MODEL))
     params = {"dim": 64, "hidden_dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4}
     params |= {"head_dim": 16, "vocab_size": 96, "norm_eps": 1e-5, "max_seq_len": 512}
     (made / "params.json").write_text(json.dumps(params | {"rope_theta": 10000.0}))

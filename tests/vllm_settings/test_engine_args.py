@@ -10,7 +10,7 @@ import pytest
 from vllm.config import ECTransferConfig, KVEventsConfig, MultiModalConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
-from vllm_patches import unpatched
+from vllm_patches import doubles
 from vllm_settings.configured import configure
 from vllm_settings.engine_args import PLACES, TABLE
 from vllm_settings.row import differences, of_kind
@@ -218,7 +218,7 @@ def test_a_value_arrives_where_vllm_reads_it(folder, default, field):
 def test_what_vllm_takes_from_a_model_is_not_refused(tmp_path):
     """For Qwen3.5, vLLM sets --mamba-ssm-cache-dtype to what config.json says of states."""
     (tmp_path / "config.json").write_text(
-        json.dumps(unpatched.MODEL | {"mamba_ssm_dtype": "bfloat16"})
+        json.dumps(doubles.MODEL | {"mamba_ssm_dtype": "bfloat16"})
     )
     config = configure(str(tmp_path))
     config.cache_config.mamba_ssm_cache_dtype = "bfloat16"
@@ -236,7 +236,7 @@ def test_shorthands_of_speculation(folder):
 
 
 def test_defaults_of_requests(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(unpatched.MODEL))
+    (tmp_path / "config.json").write_text(json.dumps(doubles.MODEL))
     (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": 7}))
 
     def defaults(**options):
@@ -249,7 +249,7 @@ def test_defaults_of_requests(tmp_path):
 
 def test_without_windows_a_context_fits_into_one(tmp_path):
     windowed = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-    config = unpatched.MODEL | windowed | {"sliding_window": 128}
+    config = doubles.MODEL | windowed | {"sliding_window": 128}
     (tmp_path / "config.json").write_text(json.dumps(config))
     configure(str(tmp_path))
     configure(str(tmp_path), disable_sliding_window=True, max_model_len=128)

@@ -38,7 +38,6 @@ from vllm_metal.vllm_patches import (  # noqa: E402
     logs,
     memory_shares,
     pooling_failures,
-    probe,
     processes,
     replicas,
     shutdown,
@@ -166,7 +165,7 @@ class MetalPlatform(Platform):
             token_ids,
         )
 
-        probe.warn_if_untested()
+        releases.warn_if_untested()
         engine_args.set_batch_defaults(MAX_NUM_BATCHED_TOKENS[cls.mlx_device], MAX_NUM_SEQS)
         engine_args.fit_the_context()
         engine_args.check_folders(model_folders.check_config)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from importlib.metadata import PackageNotFoundError, version
 
 from vllm_metal.settings import envs
@@ -48,3 +49,18 @@ def require_tested_vllm() -> None:
         f"{TESTED_VLLM}, or the vllm-metal release made for yours"
         + ("" if found is None else "; or try it with VLLM_METAL_ALLOW_UNTESTED=1")
     )
+
+
+@functools.cache
+def warn_if_untested() -> None:
+    """Warns, once in a process, if the installed vLLM is not the tested one."""
+    from vllm.logger import init_logger
+
+    found = installed_vllm()
+    if not is_tested(found):
+        init_logger(__name__).warning(
+            "vllm-metal is tested with vLLM %s.x; vLLM %s is used, as "
+            "VLLM_METAL_ALLOW_UNTESTED=1 asks",
+            TESTED_VLLM,
+            found,
+        )

@@ -99,19 +99,6 @@ def advice_to_try() -> str:
     )
 
 
-def check_touched(asked: Ended) -> Finding | None:
-    """Checks that vLLM has every name the plugin uses; None: vLLM could not be asked."""
-    if "platform" not in asked.told:
-        return None
-    advice = f"Install vLLM {releases.TESTED_VLLM}, or the vllm-metal release made for yours."
-    if not asked.ok:
-        return Finding("vLLM's names", "failed", f"a process {asked.how}", advice, asked.lines)
-    if changed := asked.told["changed"]:
-        seen = f"{len(changed)} are missing or changed: {'; '.join(changed)}"
-        return Finding("vLLM's names", "failed", seen, advice)
-    return Finding("vLLM's names", "ok", "vLLM has every name that the plugin uses")
-
-
 def try_in_vllm(progress: Progress, command: Sequence[str] | None = None) -> Ended:
     """Asks MLX in a child process that imports what an engine imports."""
     return run(command or python("vllm_metal.commands.doctor.children.facts", "engine"), progress)

@@ -110,8 +110,6 @@ def _try_engine(found: Report, looked: Ended, args: Namespace) -> None:
     found.announce("asking vLLM which platform it chooses (some seconds)")
     asked = packages.ask_vllm(found.progress)
     found.add(packages.check_platform(asked))
-    if (touched := packages.check_touched(asked)) is not None:
-        found.add(touched)
     if asked.told.get("platform") != vllm_metal.PLATFORM:
         found.add(Finding("engine", "warning", "not tried: vLLM does not choose this plugin"))
         return

@@ -42,14 +42,10 @@ def device() -> None:
 
 
 def platform() -> None:
-    """The platform that vLLM chooses, and names of vLLM that differ from what we rely on."""
+    """The platform that vLLM chooses."""
     say(stage="importing vLLM")
     say(plugins=[f"{p.name} ({p.value})" for p in entry_points(group="vllm.platform_plugins")])
     say(platform=_chosen())
-    say(stage="looking for what the plugin uses of vLLM")
-    from vllm_metal.vllm_patches.probe import probe
-
-    say(changed=[str(finding) for finding in probe()])
 
 
 def engine() -> None:
