@@ -75,6 +75,8 @@ class MetalKVConnector(OffloadingConnector):
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
+        if self._manager.is_open:  # the engine woke up: its stores and their peers are as before
+            return
         (handshake,) = metadata.values()
         config = self._config
         assert config is not None and isinstance(handshake, TransferHandshake)

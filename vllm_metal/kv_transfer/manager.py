@@ -75,6 +75,11 @@ class PageManager(OffloadingManager):
         self._salt_key = salt_key
 
     @property
+    def is_open(self) -> bool:
+        """Whether the worker has said which stores there are."""
+        return bool(self._views)
+
+    @property
     def is_idle(self) -> bool:
         """Whether no page is on its way to a store, and no request is about to be announced."""
         return not self._writing and not self._salts
