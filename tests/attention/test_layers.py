@@ -108,7 +108,7 @@ def test_sinks_are_noted_with_their_dtype():
                 "layer_norm_epsilon": 1e-5,
                 "vocab_size": 100352,
             },
-            "'phi3small' computes attention in layers.0 by itself",
+            "'phi3small' computes attention in layers.0 with code of its own",
         ),
     ],
 )

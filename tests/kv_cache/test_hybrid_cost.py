@@ -4,7 +4,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+from kv_cache.planned import planned
 
 from vllm_metal.attention.layers import AttentionLayer, SequenceLayer
 from vllm_metal.kv_cache.recurrent_state import StateFormat
@@ -69,7 +69,7 @@ def test_the_pool_takes_what_was_planned(config):
     config.cache_config.block_size = block_size
     specs = kv_cache_specs(layers, block_size, BF16)
     memory = 1 << 30
-    (placed,) = get_kv_cache_configs(config, [dict(specs)], [memory])
+    placed = planned(config, specs, memory)
     states = allocate_kv_caches(placed, layers, block_size, BF16, ScatterKVCache)
     storages = {state.storage for state in states.values()}
     used = sum(array.nbytes for storage in storages for array in storage.arrays)

@@ -5,8 +5,8 @@ import metal_interpreter
 import mlx.core as mx
 import numpy as np
 import pytest
+from kv_cache.planned import planned
 from kv_cache.recurrent import HybridModel
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
 from metal_kernels import kernel
 from metal_kernels.kv_write import RotationKind
@@ -50,7 +50,7 @@ class Server:
         self.model = model
         self.layers = attention_layers(model, "hybrid")
         self.specs = kv_cache_specs(self.layers, BLOCK, mx.float32)
-        (self.placed,) = get_kv_cache_configs(config, [dict(self.specs)], [memory])
+        self.placed = planned(config, self.specs, memory)
         self.states = allocate_kv_caches(self.placed, self.layers, BLOCK, mx.float32, pool)
         groups = self.placed.kv_cache_groups
         group_of = {name: index for index, group in enumerate(groups) for name in group.layer_names}

@@ -17,10 +17,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kv_cache.planned import planned
 from kv_cache.pools import DTYPES, KINDS, bits, built, make
 from kv_cache.test_specs import BLOCK, CASES
 from pairs import pairwise, valuewise
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
 from metal_kernels import kernel
 from vllm_metal.kv_cache.kernels import KernelKVCache
@@ -160,7 +160,7 @@ def test_groups_that_share_storages_have_pages_of_their_own(config, case, dtype,
     """Layers of windows and full ones, with a draft network's, as vLLM's planner places them."""
     layers, _ = CASES[case]
     specs = kv_cache_specs(layers, BLOCK, dtype)
-    (placed,) = get_kv_cache_configs(config, [dict(specs)], [8 << 20])
+    placed = planned(config, specs, 8 << 20)
     here, there = (
         allocate_kv_caches(placed, layers, BLOCK, dtype, kv_cache_type) for _ in range(2)
     )

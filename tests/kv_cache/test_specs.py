@@ -3,8 +3,8 @@
 
 import mlx.core as mx
 import pytest
+from kv_cache.planned import planned
 from pairs import valuewise
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.kv_cache.scatter import ScatterKVCache
@@ -44,7 +44,7 @@ CASES = {
 def test_every_layer_gets_its_own_memory_within_the_budget(config, case, dtype):
     found, num_groups = CASES[case]
     specs = kv_cache_specs(found, BLOCK, dtype)
-    (placed,) = get_kv_cache_configs(config, [dict(specs)], [MEMORY])
+    placed = planned(config, specs, MEMORY)
     kv_caches = allocate_kv_caches(placed, found, BLOCK, dtype, ScatterKVCache)
 
     assert kv_caches.keys() == specs.keys()

@@ -183,8 +183,9 @@ def test_networks_of_an_engine(model, tmp_path):
     drafting = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
     config = configure(str(model), speculative_config=drafting)
     assert weights_digest.of_networks(config, memo) == found | {"draft": found["target"]}
-    (model / "leftover.safetensors").write_bytes(b"stray")  # which nothing reads
-    assert weights_digest.of_networks(configure(str(model)), memo) == found
+    config = configure(str(model))
+    (model / "leftover.safetensors").write_bytes(b"stray")
+    assert weights_digest.of_networks(config, memo) == found
 
 
 def test_code_and_quantization_of_the_folder_count(model):

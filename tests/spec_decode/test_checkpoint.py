@@ -74,7 +74,7 @@ def test_a_path_that_does_not_exist(target, tmp_path, method):
 def test_a_head_for_hidden_states_of_another_size(target, tmp_path, method):
     narrow = {"hidden_size": HIDDEN // 2, "num_hidden_layers": 1}
     head = folder_of(tmp_path / "head", narrow)
-    why = rf"model {head!r} \(made for hidden states of 32, .*are of 64: choose a head"
+    why = rf"model {head!r} \(made for hidden states of size 32, .*are of 64: choose a head"
     refuse(target, why, method=method, model=head)
     wide = folder_of(tmp_path / "wide", narrow | {"target_hidden_size": HIDDEN})
     assert configure(target, method="eagle3", model=wide)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -175,8 +176,12 @@ class MetalWorker(WorkerBase):
         return self._networks
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        specs = self._specs_of_all_ranks()
-        return {layer.name: specs[layer.name] for layer in self.networks.all_layers}
+        specs, draft = self._specs_of_all_ranks(), self.networks.draft
+        of_draft = {layer.name for layer in draft.layers} if draft else ()
+        return {
+            layer.name: replace(specs[layer.name], is_draft=layer.name in of_draft)
+            for layer in self.networks.all_layers
+        }
 
     def _specs_of_all_ranks(self) -> dict[str, KVCacheSpec]:
         return kv_cache_specs(
