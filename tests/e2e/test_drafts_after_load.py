@@ -66,9 +66,10 @@ def test_behind_a_loaded_prompt(toys, tmp_path, drafted, method, ahead):
         serve(llm, prompts, drafted, 1)
     with drafting_engine(toy, tmp_path, **options) as llm:
         loaded = serve(llm, prompts, drafted)
+        assert hits(llm, "external_") == sum(length // BLOCK * BLOCK for length in LENGTHS)
+    with drafting_engine(toy, None, **options) as llm:
         groups = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
         assert any(group.is_eagle_group for group in groups) == (method != "draft_model")
-        assert hits(llm, "external_") == sum(length // BLOCK * BLOCK for length in LENGTHS)
     with drafting_engine(without_block_drop(toy), None, **options) as llm:
         cold = serve(llm, prompts, drafted)
         assert hits(llm, "") == 0

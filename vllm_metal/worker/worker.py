@@ -177,7 +177,10 @@ class MetalWorker(WorkerBase):
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         specs, draft = self._specs_of_all_ranks(), self.networks.draft
-        of_draft = {layer.name for layer in draft.layers} if draft else ()
+        # Of a loaded prompt, vLLM would leave out the last block of layers that it knows as a
+        # draft network's; here their K/V came complete (`spec_decode.draft_writer`).
+        known = self.vllm_config.kv_transfer_config is None
+        of_draft = {layer.name for layer in draft.layers} if draft and known else ()
         return {
             layer.name: replace(specs[layer.name], is_draft=layer.name in of_draft)
             for layer in self.networks.all_layers
