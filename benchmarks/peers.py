@@ -110,10 +110,10 @@ def engines(model: str, sizes: Sizes, args: argparse.Namespace, logs: Path) -> I
 
         start(OURS, "_peers_vllm.py", of_vllm)
         start(MLX_LM, "_peers_mlx_lm.py", of_mlx_lm)
-        if sys.platform == "linux":
+        if sys.platform == "linux" and not version("vllm").endswith("+metal"):
             start(VLLM_CPU, "_peers_vllm.py", of_vllm_cpu(of_vllm), **vllm_cpu_variables(args))
         else:
-            note("vLLM's own CPU backend is measured on Linux only, and left out here")
+            note("vLLM's own CPU backend needs Linux and a vLLM with compiled parts: left out here")
         for peer in peers:
             peer.await_ready()
             note(f"{peer.name} is ready: {peer.about}")
