@@ -72,12 +72,11 @@ def test_a_call_wakes_an_idle_engine(call, args):
 
 #: An engine that is still there when the names in modules of vLLM and ours are gone.
 EXITS = """
-import builtins
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_metal.vllm_patches import engine_sleep
 
 engine_sleep.keep(lambda config, engine: None, lambda config: None)
-builtins.last = AsyncLLM.__new__(AsyncLLM)
+engine_sleep.last = AsyncLLM.__new__(AsyncLLM)  # goes with the names of its module
 """
 
 
