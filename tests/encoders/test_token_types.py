@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests say where the second text of a pair begins."""
+"""Requests say where the second text of a pair begins and ends."""
 
 import numpy as np
 import pytest
@@ -12,25 +12,25 @@ from vllm_metal.encoders.profile import rows_of
 from vllm_metal.encoders.token_types import TokenTypes
 
 
-def state(req_idx, length, start):
-    extra = None if start is None else {"compressed_token_type_ids": start}
+def state(req_idx, length, second):
+    extra = None if second is None else {"compressed_token_type_ids": second}
     params = PoolingParams(task="classify", extra_kwargs=extra)
     prompt = list(range(length))
     data = NewRequestData(f"r{req_idx}", prompt, [], None, params, (), 0, None)
     return RequestState(data, req_idx, prompt, [])
 
 
-def test_rows_behind_the_second_texts_start_are_of_type_1():
+def test_rows_of_the_second_text_are_of_type_1():
     types = TokenTypes(max_num_reqs=3, num_types=2)
-    for req_idx, (length, start) in enumerate([(4, 2), (3, None), (5, 5)]):
-        types.enter(state(req_idx, length, start))
-    found = np.array(types.extras(rows_of([4, 3, 5]))[TOKEN_TYPES])
-    assert found.tolist() == [0, 0, 1, 1] + [0] * 8
+    for req_idx, (length, second) in enumerate([(5, (2, 4)), (3, None), (5, (5, 5))]):
+        types.enter(state(req_idx, length, second))
+    found = np.array(types.extras(rows_of([5, 3, 5]))[TOKEN_TYPES])
+    assert found.tolist() == [0, 0, 1, 1, 0] + [0] * 8
 
 
 def test_nothing_is_added_where_no_request_has_a_pair():
     types = TokenTypes(max_num_reqs=2, num_types=2)
-    types.enter(state(0, 4, 1))
+    types.enter(state(0, 4, (1, 4)))
     types.leave(0)
     types.enter(state(0, 4, None))
     assert types.extras(rows_of([4])) == {}
@@ -38,4 +38,4 @@ def test_nothing_is_added_where_no_request_has_a_pair():
 
 def test_a_model_of_one_type_refuses_a_pair():
     with pytest.raises(ValueError, match="two token types, but the model has only one"):
-        TokenTypes(max_num_reqs=1, num_types=1).enter(state(0, 4, 2))
+        TokenTypes(max_num_reqs=1, num_types=1).enter(state(0, 4, (2, 4)))

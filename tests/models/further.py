@@ -355,7 +355,7 @@ REFUSED = {
                 "blocksparse_vert_stride": 2,
             },
         ),
-        "attention in layers.0 by itself",
+        "attention in layers.0 with code of its own",
     ),
     "glm_moe_dsa": (
         Family(

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from vllm_metal.batch.requests import RequestState
     from vllm_metal.batch.rows import Rows
 
-#: vLLM's name for the place of the second text in a prompt, in `PoolingParams.extra_kwargs`.
+#: vLLM's name for where the second text begins and ends in a prompt, in
+#: `PoolingParams.extra_kwargs`. Padding that follows is of the first type.
 _SECOND_TEXT = "compressed_token_type_ids"
 _NOWHERE = np.iinfo(np.int32).max
 
 
 class TokenTypes(RequestColumn):
-    """Where the second text begins in the prompt of each request."""
+    """Where the second text begins and ends in the prompt of each request."""
 
     def __init__(self, max_num_reqs: int, num_types: int) -> None:
         """
@@ -31,23 +32,25 @@ class TokenTypes(RequestColumn):
             num_types: that the model has embeddings of.
         """
         self._num_types = num_types
-        self._starts_np = np.full(max_num_reqs, _NOWHERE, np.int32)
+        self._ranges_np = np.full((max_num_reqs, 2), _NOWHERE, np.int32)
 
     def enter(self, state: RequestState) -> None:
         params = state.request.pooling_params
-        start = (params.extra_kwargs or {}).get(_SECOND_TEXT) if params is not None else None
-        if start is None or start >= state.num_prompt_tokens:
+        found = (params.extra_kwargs or {}).get(_SECOND_TEXT) if params is not None else None
+        if found is None or found[0] >= state.num_prompt_tokens:
             return
         if self._num_types < 2:
             raise ValueError("the request has two token types, but the model has only one")
-        self._starts_np[state.req_idx] = start
+        self._ranges_np[state.req_idx] = found
 
     def leave(self, req_idx: int) -> None:
-        self._starts_np[req_idx] = _NOWHERE
+        self._ranges_np[req_idx] = _NOWHERE
 
     def extras(self, rows: Rows) -> Mapping[str, mx.array]:
-        starts_np = self._starts_np[rows.req_indices_np]
-        if (starts_np == _NOWHERE).all():
+        ranges_np = self._ranges_np[rows.req_indices_np]
+        if (ranges_np == _NOWHERE).all():
             return {}
-        of_row_np = np.repeat(starts_np, np.diff(rows.query_start_loc_np))
-        return {TOKEN_TYPES: mx.array((rows.positions_np >= of_row_np).astype(np.int32))}
+        starts_np, ends_np = np.repeat(ranges_np, np.diff(rows.query_start_loc_np), axis=0).T
+        positions_np = rows.positions_np
+        second_np = (starts_np <= positions_np) & (positions_np < ends_np)
+        return {TOKEN_TYPES: mx.array(second_np.astype(np.int32))}
