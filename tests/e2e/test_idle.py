@@ -155,7 +155,7 @@ def test_a_failed_wake_is_a_503_and_the_next_request_tries_again(server, short):
         for stream in (False, True):
             failed = complete(server, "Of failures", stream=stream)
             assert failed.status_code == 503
-            assert "Ask again later" in failed.json()["error"]["message"]
+            assert "Try again later" in failed.json()["error"]["message"]
             assert state(server) == 2
     finally:
         away.rename(weights)
