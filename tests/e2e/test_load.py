@@ -221,14 +221,14 @@ def test_a_body_that_never_ends_is_refused(served):
     assert {seen.status for seen in clients.seen} == {408}
 
 
-def test_the_name_of_a_clients_tool_is_left_out_of_the_log(served):
+def test_the_name_of_a_clients_tool_is_not_logged(served):
     function = {"name": MARK, "arguments": "{"}
     call = {"id": "x", "type": "function", "function": function}
     messages = [USER, {"role": "assistant", "tool_calls": [call]}]
     reply = served.ask("acme", "/v1/chat/completions", messages=messages, max_tokens=1)
     log = served.server.log.read_text()
     assert reply.status_code == 200
-    assert "'(left out)' has arguments that are not valid" in log and MARK not in log
+    assert "has arguments that are not valid" in log and MARK not in log
 
 
 @contextmanager
