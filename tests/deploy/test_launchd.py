@@ -45,7 +45,7 @@ def arguments(name: str) -> list[str]:
 
 def parsed(name: str) -> Any:
     """The same, as vLLM reads it."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.common.cli_args import make_arg_parser
 
     return make_arg_parser(FlexibleArgumentParser()).parse_args(arguments(name))
 

@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import constants
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli import serve
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.common.cli_args import make_arg_parser
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 

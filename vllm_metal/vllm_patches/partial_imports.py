@@ -35,6 +35,7 @@ _WHOLE: Mapping[str, Collection[str]] = {
         "vllm.sampling_params",
         "vllm.utils.",
         "vllm.v1.attention.backends.registry",
+        "vllm.v1.core.kv_cache_planning",
         "vllm.v1.core.kv_cache_utils",
         "vllm.v1.core.single_type_kv_cache_manager",
         "vllm.v1.hisparse.layout",

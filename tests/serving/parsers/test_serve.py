@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from vllm.entrypoints.cli.serve import ServeSubcommand
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.common.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_metal.serving.parsers import thinking
