@@ -14,6 +14,7 @@ from vllm_metal.vllm_patches.encoder_info import CLASSIFYING, PLAIN, POOLING, En
 REASONS = {
     "architecture",  # theirs is the name of the class
     "supports_pp",  # so that the platform refuses the option by its name
+    "supports_lora",  # likewise
 }
 
 

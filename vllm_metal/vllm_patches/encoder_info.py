@@ -44,7 +44,6 @@ class EncoderModel(_BaseRegisteredModel):
         return replace(
             TextModel(name).inspect_model_cls(),
             is_text_generation_model=False,
-            supports_lora=False,
             is_pooling_model=name not in PLAIN,
             default_seq_pooling_type=PLAIN.get(name, "CLS"),
             score_type="cross-encoder" if name in CLASSIFYING else "bi-encoder",
