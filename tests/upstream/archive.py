@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,12 +15,16 @@ from pathlib import Path
 
 from vllm_metal.vllm_patches import releases
 
-VERSION = "0.33.0"
-#: As the package index states it; pip refuses an archive with any other.
-SHA256 = "f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112"
+_ROOT = Path(__file__).resolve().parents[2]
+#: vLLM's release and its archive's hash as the package index states it; pip refuses any other.
+VERSION, SHA256 = re.search(
+    r"^vllm==(\S+) --hash=sha256:([0-9a-f]{64})$",
+    (_ROOT / "requirements/vllm.txt").read_text(encoding="utf-8"),
+    re.MULTILINE,
+).groups()
 
 #: Where archives are kept, in the checkout: `make clean` removes them, a run of tests does not.
-ARCHIVES = Path(__file__).resolve().parents[2] / "build" / "archives"
+ARCHIVES = _ROOT / "build" / "archives"
 
 #: Folder of the proxies among vLLM's examples.
 PROXIES = "examples/disaggregated/disaggregated_serving/"
@@ -58,7 +63,7 @@ def extracted() -> Path:
     installed = (releases.installed_vllm() or "none").split("+")[0]
     if installed != VERSION:
         raise RuntimeError(
-            f"vLLM {installed} is installed, and {Path(__file__).name} names {VERSION}'s archive"
+            f"vLLM {installed} is installed, and requirements/vllm.txt names {VERSION}'s archive"
         )
     return _fetched(ARCHIVES / f"vllm-tests-{VERSION}", f"vllm=={VERSION}", SHA256, _OF_TESTS)
 
