@@ -23,8 +23,8 @@ from pathlib import Path
 import _peer_source
 from _peer_source import LOOPBACK, REQUEST
 
-from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.client import Peer
+from vllm_metal.settings.address import Address
 
 #: Pages of 16 tokens: SmolLM2-135M in float32 (46,080 bytes a token), and an 8B model with 16-bit
 #: K/V of 8 heads (131,072).

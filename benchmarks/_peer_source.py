@@ -15,10 +15,10 @@ from contextlib import suppress
 
 import vllm.config  # noqa: F401  # before vllm.distributed: they import each other
 
-from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.handshake import Terms
 from vllm_metal.kv_transfer.peer.outbox import Outbox
 from vllm_metal.kv_transfer.peer.server import PageServer
+from vllm_metal.settings.address import Address
 
 LOOPBACK = "127.0.0.1"
 #: What the plain socket is asked for: the number of the first page, and how many.

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from vllm_metal.device import blas
 from vllm_metal.models.loader import lazy_model
-from vllm_metal.weights.gguf_names import folder_of
+from vllm_metal.weights.folders import folder_of
 
 GROUP_SIZE = 64
 

@@ -8,7 +8,7 @@ import import_rules
 import pytest
 from import_rules import Tree
 
-from vllm_metal.settings import facts
+from vllm_metal.identity import facts
 
 ROOT = Path(__file__).parents[1]
 TREE = Tree(ROOT)

@@ -85,9 +85,9 @@ def change_vllm() -> None:
             MetalPlatform.change_schedulers()
             model_info.answer_for_models()  # which that check asks about
     if "vllm.engine.arg_utils" in sys.modules:  # else a process that takes no names
+        from vllm_metal.identity import gguf_names
         from vllm_metal.platform import start_checks
         from vllm_metal.vllm_patches import engine_args, start_failures
-        from vllm_metal.weights import gguf_names
 
         engine_args.keep_names_of_files(gguf_names.file_of)
         engine_args.check_first(start_checks.check_engine)

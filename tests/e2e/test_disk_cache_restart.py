@@ -18,7 +18,8 @@ from e2e.harness import counters, run_out, text_tokens
 from e2e.server import serve
 from e2e.test_failures import engine_core
 
-from vllm_metal.settings import facts, salts, secret_file
+from vllm_metal.identity import facts
+from vllm_metal.settings import salts, secret_file
 
 
 @contextmanager

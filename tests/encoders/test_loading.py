@@ -16,7 +16,7 @@ from vllm_metal.encoders.loading import lazy_encoder
 from vllm_metal.encoders.networks import TOKEN_TYPES
 from vllm_metal.encoders.profile import rows_of
 from vllm_metal.encoders.served import ARCHITECTURES
-from vllm_metal.weights.files import ModelLoadError
+from vllm_metal.identity.model_files import ModelLoadError
 
 #: Longer than the windows, shorter than the tables of positions.
 LENGTHS = [1, 5, 100, 17, 40, 41, 3, 128]

@@ -18,11 +18,11 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_metal.gguf.family import Family
 from vllm_metal.gguf.source import GGUFSource, GGUFTensor
-from vllm_metal.kv_transfer import weights_digest
+from vllm_metal.identity import gguf_names, weights_digest
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.models import loader
 from vllm_metal.models.ropes import fit_context
-from vllm_metal.weights import gguf_blocks, gguf_model, gguf_names, lazy
-from vllm_metal.weights.files import ModelLoadError
+from vllm_metal.weights import gguf_blocks, gguf_model, lazy
 from vllm_metal.weights.packed import Packed
 
 TOYS = Path(__file__).parent / "toys"

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vllm_metal.kv_cache import formats
+from vllm_metal.settings import cache_dtypes
 
 CODES = {
     "fp8": mx.uint8,
@@ -27,7 +28,7 @@ def test_codes_and_the_models_own_dtype_are_offered(model):
     for name, dtype in (CODES | {"auto": in_mlx, model: in_mlx}).items():
         assert formats.offered(name, in_torch)
         assert formats.pool_dtype(name, in_mlx) == dtype
-        assert formats.pool_dtype(formats.canonical(name), in_mlx) == dtype
+        assert formats.pool_dtype(cache_dtypes.canonical(name), in_mlx) == dtype
     for name in FLOATS.keys() - {model}:
         assert not formats.offered(name, in_torch)
 
@@ -35,4 +36,4 @@ def test_codes_and_the_models_own_dtype_are_offered(model):
 @pytest.mark.parametrize("name", ["fp8_e5m2", "fp8_inc", "nvfp4", "int4_per_token_head", "int4"])
 def test_other_formats_are_not(name):
     assert not formats.offered(name, torch.float32)
-    assert formats.canonical(name) == name
+    assert cache_dtypes.canonical(name) == name

@@ -10,10 +10,10 @@ from kv_transfer.small_pool import CONTENT, PAGE_BYTES, folder_of, keys_of, stor
 from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from vllm_metal.identity.fingerprint import Fingerprint
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.space import Written
 from vllm_metal.kv_transfer.disk.view import DiskView
-from vllm_metal.kv_transfer.fingerprint import Fingerprint
 from vllm_metal.kv_transfer.manager import MAX_FAILED_LOADS, PageManager
 from vllm_metal.kv_transfer.messages import TransferNews
 from vllm_metal.kv_transfer.page_store import TRANSFERS

@@ -33,10 +33,10 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from vllm_metal.identity.fingerprint import Fingerprint
 from vllm_metal.kv_cache.pages import PagePart
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.store import DiskStore
-from vllm_metal.kv_transfer.fingerprint import Fingerprint
 from vllm_metal.kv_transfer.page_store import PageStore
 from vllm_metal.kv_transfer.transfer_hooks import TransferHooks
 from vllm_metal.vllm_patches.step_result import NOT_A_NUMBER, StepResult

@@ -17,10 +17,10 @@ from models.cases import cases
 from models.published import FAMILIES, VOCAB, log_probabilities, make, write
 from models.test_executor import chunk_by_chunk, of_states
 
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.mlx_patches import registry
 from vllm_metal.models import published_config
 from vllm_metal.models.loader import lazy_model
-from vllm_metal.weights.files import ModelLoadError
 
 pytestmark = pytest.mark.usefixtures("unfused")
 

@@ -5,8 +5,8 @@ import pytest
 from models.published import FAMILIES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as DECODERS
 
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.models import architectures
-from vllm_metal.weights.files import ModelLoadError
 
 
 @pytest.mark.parametrize("model_type", sorted({each.model_type for each in FAMILIES.values()}))

@@ -9,9 +9,9 @@ import pytest
 from models.real_configs import CONFIGS, FILES, WINDOWS
 
 from vllm_metal.encoders import served
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.mlx_patches import registry
 from vllm_metal.models import config_keys, published_config
-from vllm_metal.weights.files import ModelLoadError
 
 
 def read(config, folder=None):

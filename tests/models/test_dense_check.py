@@ -5,9 +5,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.models import dense_check
 from vllm_metal.models.dense_check import Told
-from vllm_metal.weights.files import ModelLoadError
 
 
 @pytest.mark.parametrize(

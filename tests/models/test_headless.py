@@ -12,10 +12,10 @@ from mlx.utils import tree_flatten
 from pooling import checkpoints
 from safetensors.torch import load_file, save_file
 
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.models import headless
 from vllm_metal.models.loader import lazy_model
 from vllm_metal.models.parts import ModelParts
-from vllm_metal.weights.files import ModelLoadError
 
 IDS = [5, 9, 700]
 

@@ -11,9 +11,9 @@ from models.cases import cases
 from models.published import FAMILIES, log_probabilities, make, write
 from models.test_published_config import NOT_READ, TOLERANCE, ours, tokens
 
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.models import leftovers
 from vllm_metal.models.loader import dense_model
-from vllm_metal.weights.files import ModelLoadError
 
 pytestmark = pytest.mark.usefixtures("unfused")
 

@@ -12,10 +12,10 @@ import torch
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.models.mtp_families import MTP_FAMILIES
 from vllm_metal.models.mtp_weights import mtp_weights
 from vllm_metal.spec_decode.mtp import MTPHead
-from vllm_metal.weights.files import ModelLoadError
 from vllm_metal.weights.layers import dense_rows
 from vllm_metal.weights.placing import install
 

@@ -17,7 +17,7 @@ from models.published import FAMILIES
 from models.test_published_config import NOT_READ, TOLERANCE, ours
 from models.test_sensitivity import SEEN
 
-from vllm_metal.weights.files import ModelLoadError
+from vllm_metal.identity.model_files import ModelLoadError
 
 pytestmark = pytest.mark.usefixtures("unfused")
 

@@ -21,10 +21,10 @@ from models.published import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.mlx_patches import registry
 from vllm_metal.models import loader
 from vllm_metal.models.ropes import fit_context
-from vllm_metal.weights.files import ModelLoadError
 
 pytestmark = pytest.mark.usefixtures("unfused")
 

@@ -11,10 +11,10 @@ from vision.by_hand import BLOCK
 from vision.toys import Prompt, Toy
 
 from vllm_metal.batch.columns import RequestsRefused
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.vision.families import FAMILIES as FAMILIES_SERVED
 from vllm_metal.vision.images import images_of
 from vllm_metal.vision.tower import load_weights
-from vllm_metal.weights.files import ModelLoadError
 
 pytestmark = pytest.mark.usefixtures("unfused")
 

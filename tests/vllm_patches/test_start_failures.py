@@ -24,10 +24,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import utils
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.settings import log_files
 from vllm_metal.vllm_patches import start_failures
 from vllm_metal.vllm_patches.start_failures import ERROR_PREFIX, StartError, cause
-from vllm_metal.weights.files import ModelLoadError
 
 
 @dataclass

@@ -6,12 +6,8 @@ import json
 import mlx.core as mx
 import pytest
 
-from vllm_metal.weights.files import (
-    ModelLoadError,
-    check_weight_files,
-    stored_arrays,
-    weight_files,
-)
+from vllm_metal.identity.model_files import ModelLoadError, weight_files
+from vllm_metal.weights.files import check_weight_files, stored_arrays
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 from weights.published_formats import FORMATS, weight_of
 
-from vllm_metal.weights.files import ModelLoadError, arrays_of, headers
+from vllm_metal.identity.model_files import ModelLoadError
+from vllm_metal.weights.files import arrays_of, headers
 from vllm_metal.weights.judge import plan_of
 from vllm_metal.weights.packed import Packed
 

@@ -23,7 +23,7 @@ import mlx.core as mx
 from pathlib import Path
 from mlx.utils import tree_flatten
 from vllm_metal.models.loader import lazy_model
-from vllm_metal.weights.gguf_names import folder_of
+from vllm_metal.weights.folders import folder_of
 
 def anonymous():
     with open("/proc/self/status") as status:

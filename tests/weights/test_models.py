@@ -24,8 +24,8 @@ from weights.toys import (
     write_quantized,
 )
 
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.models.loader import lazy_model
-from vllm_metal.weights.files import ModelLoadError
 from vllm_metal.weights.layers import dense_rows
 
 pytestmark = pytest.mark.usefixtures("unfused")

@@ -9,11 +9,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_metal.batch.columns import RequestsRefused
 from vllm_metal.device import errors
-from vllm_metal.kv_transfer.step_hooks import StepHooks
 from vllm_metal.vllm_patches.step_result import StepResult
 from vllm_metal.worker import recovery
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.recovery import RecoveringRunner
+from vllm_metal.worker.step_hooks import StepHooks
 
 
 class Device:

@@ -19,13 +19,13 @@ def check_model(model: str, computes: bool = False) -> None:
     """
     if computes and envs.requested_device() == "cpu":
         blas.load()
+    from vllm_metal.identity import model_files, model_names
     from vllm_metal.platform import model_folders
-    from vllm_metal.weights import files, model_names
 
     model_names.check(model)
     if (folder := model_names.folder_here(model)) is not None:
         model_folders.check(folder)
-        if not files.is_gguf(folder):
+        if not model_files.is_gguf(folder):
             model_names.check_tokenizer(model)
 
 
@@ -36,14 +36,16 @@ def check_template(model: str) -> None:
         ModelLoadError: it has none.
         ValueError: it cannot be parsed.
     """
+    from vllm_metal.identity import model_files, model_names
     from vllm_metal.serving.parsers import files as parsers_files
-    from vllm_metal.weights import files, model_names
+    from vllm_metal.weights import folders
 
     if not model_names.folder_here(model):
         return
-    parsers_files.check_own_templates(model)
-    if not parsers_files.read(model).templates:
-        raise files.ModelLoadError(
+    folder = folders.folder_of(model)
+    parsers_files.check_own_templates(folder)
+    if not parsers_files.read(folder).templates:
+        raise model_files.ModelLoadError(
             f"{model} has no chat template, so it cannot chat: choose an instruction-tuned "
             "MODEL, or pass a template with --serve --chat-template FILE"
         )
@@ -71,8 +73,8 @@ def check_hub() -> None:
     Raises:
         ModelLoadError: it cannot; the message names models of this machine.
     """
-    from vllm_metal.weights import files, model_names
+    from vllm_metal.identity import model_files, model_names
 
     if why := model_names.unreachable():
         here = ", ".join(model_names.cached()) or "a folder"
-        raise files.ModelLoadError(f"no MODEL is given, and {why}, or give one: {here}")
+        raise model_files.ModelLoadError(f"no MODEL is given, and {why}, or give one: {here}")

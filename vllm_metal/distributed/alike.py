@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from vllm_metal.kv_transfer import rank_facts
-from vllm_metal.kv_transfer.fingerprint import differences
-from vllm_metal.settings import facts
+from vllm_metal.identity import facts, rank_facts
+from vllm_metal.identity.fingerprint import differences
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -27,12 +27,12 @@ from vllm_metal.encoders.served import (
     check_config,
     num_labels,
 )
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.mlx_patches import encoder_seam
 from vllm_metal.mlx_patches import registry as patches
 from vllm_metal.models import published_config
 from vllm_metal.models.loader import in_dtype
 from vllm_metal.models.mlx_vlm_families import family as mlx_vlm_family
-from vllm_metal.weights.files import ModelLoadError
 from vllm_metal.weights.loading import load_model, opened
 
 _LONGEST_REASON = 400  # characters of another package's message

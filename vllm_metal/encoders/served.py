@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.models import config_keys
 from vllm_metal.models.inert_keys import GENERAL, is_inert, names
 from vllm_metal.models.reference_code import reference_of
 from vllm_metal.settings.runner import pools
-from vllm_metal.weights.files import ModelLoadError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -8,13 +8,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 import torch
 
+from vllm_metal.settings.cache_dtypes import canonical
+
 #: For messages: what serves every model. A model's own dtype may also be given by its name.
 OFFERED = ("auto", "fp8", "int8")
-_ALIASES = {
-    "fp8": "fp8_per_token_head",
-    "fp8_e4m3": "fp8_per_token_head",
-    "int8": "int8_per_token_head",
-}
 
 
 @dataclass(frozen=True)
@@ -43,11 +40,6 @@ _FORMATS = (
 MLX_DTYPES = {each.torch_dtype: each.elements for each in _FORMATS if each.cache_dtype is None}
 _CODES = {each.cache_dtype: each.elements for each in _FORMATS if each.cache_dtype is not None}
 _BY_ELEMENTS = {each.elements: each for each in _FORMATS}
-
-
-def canonical(cache_dtype: str) -> str:
-    """Resolves aliases of --kv-cache-dtype to vLLM's name; unknown names are returned as given."""
-    return _ALIASES.get(cache_dtype, cache_dtype)
 
 
 def offered(cache_dtype: str, model_dtype: torch.dtype) -> bool:

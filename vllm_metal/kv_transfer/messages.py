@@ -19,8 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
 if TYPE_CHECKING:
+    from vllm_metal.identity.fingerprint import PoolContent
     from vllm_metal.kv_transfer.bell import Bell
-    from vllm_metal.kv_transfer.fingerprint import PoolContent
     from vllm_metal.kv_transfer.shared_pool import PinChanges
     from vllm_metal.vllm_patches.cached_blocks import CacheChanges
 

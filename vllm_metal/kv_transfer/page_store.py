@@ -16,7 +16,7 @@ from vllm_metal.kv_transfer.store import Shelf, Store
 from vllm_metal.metrics.metric import Metric
 
 if TYPE_CHECKING:
-    from vllm_metal.kv_transfer.fingerprint import PoolContent
+    from vllm_metal.identity.fingerprint import PoolContent
     from vllm_metal.kv_transfer.shared_pool import SharedPool
     from vllm_metal.vllm_patches.step_result import Figures
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    from vllm_metal.kv_transfer.fingerprint import PoolContent
+    from vllm_metal.identity.fingerprint import PoolContent
     from vllm_metal.kv_transfer.shared_pool import SharedPool
     from vllm_metal.settings import values
 

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.models import (
     fixed_values,
     implied_values,
@@ -20,7 +21,6 @@ from vllm_metal.models import (
 )
 from vllm_metal.models.reference_code import Reference, is_used
 from vllm_metal.models.rope_parameters import Config
-from vllm_metal.weights.files import ModelLoadError
 
 Fields = Iterable["dataclasses.Field[Any]"]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.models.reference_code import (
     decoders_of_transformers,
     families,
@@ -17,7 +18,6 @@ from vllm_metal.settings.architectures import (
     TEXT_PARTS,
     WITH_IMAGES,
 )
-from vllm_metal.weights.files import ModelLoadError
 
 #: Tables of vLLM's registry whose models are served by their text.
 _TABLES = ("_TEXT_GENERATION_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")

@@ -14,10 +14,10 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.models import config_refusals, fixed_values, implied_values, inert_keys, rope_keys
 from vllm_metal.models.reference_code import Reference
 from vllm_metal.models.rope_parameters import OF_THEIR_OWN, Config, rope
-from vllm_metal.weights.files import ModelLoadError
 
 logger = init_logger(__name__)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.models import fixed_values
 from vllm_metal.models.inert_keys import names
 from vllm_metal.models.rope_parameters import (
@@ -16,7 +17,6 @@ from vllm_metal.models.rope_parameters import (
     scaling_of,
     stated_share,
 )
-from vllm_metal.weights.files import ModelLoadError
 
 #: Modules that take all of `rope_parameters` by themselves.
 READ_ROPE = names(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.models.rope_parameters import (
     Config,
     by_layer_type,
@@ -19,7 +20,6 @@ from vllm_metal.models.rope_parameters import (
     rotated_share,
     scaling_of,
 )
-from vllm_metal.weights.files import ModelLoadError
 
 #: The value of a key that is to be None.
 NOTHING = object()

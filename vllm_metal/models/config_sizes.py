@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_metal.weights.files import ModelLoadError
+from vllm_metal.identity.model_files import ModelLoadError
 
 #: Bytes of a config.json; those with names of thousands of classes have some hundred KB.
 _MAX_BYTES = 2**26

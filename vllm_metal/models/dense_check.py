@@ -12,8 +12,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.models.parts import ModelParts
-from vllm_metal.weights.files import ModelLoadError
 
 #: The largest mean difference of log-probabilities, by the dtype of weights. Both forwards round
 #: alike in float32: 1e-4 is usual. With 16 bits they round at other places, and an expert that

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.models.rope_parameters import OF_THEIR_OWN, rope
-from vllm_metal.weights.files import ModelLoadError
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from vllm.logger import init_logger
 
-from vllm_metal.models.heads import is_head
-from vllm_metal.weights.files import ModelLoadError
+from vllm_metal.identity.model_files import ModelLoadError
+from vllm_metal.models.stored_head import is_head
 
 logger = init_logger(__name__)
 

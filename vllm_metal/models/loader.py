@@ -18,14 +18,14 @@ from mlx_lm.utils import load_config
 from tqdm.auto import tqdm
 from vllm.logger import init_logger
 
+from vllm_metal.identity.model_files import HEAD_PATTERNS, ModelLoadError, model_folder
 from vllm_metal.kv_cache.formats import MLX_DTYPES
 from vllm_metal.mlx_patches import registry as patches
 from vllm_metal.models import published_config
-from vllm_metal.models.heads import Head, head_of, is_head
 from vllm_metal.models.leftovers import accounted
 from vllm_metal.models.ropes import fit_context, mend_ropes
+from vllm_metal.models.stored_head import Head, head_of, is_head
 from vllm_metal.weights import files
-from vllm_metal.weights.files import ModelLoadError
 from vllm_metal.weights.judge import plan_of
 from vllm_metal.weights.layers import FLOAT32
 from vllm_metal.weights.loading import Checkpoint, load_model, opened
@@ -38,12 +38,8 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 #: Of a config.json, mlx-lm's model and its arguments.
 Classes = Callable[[dict[str, Any]], tuple[type, type]]
-#: Files that are needed of a model; vLLM fetches the tokenizer itself.
-_PATTERNS = ("*.json", *files.PATTERNS, "*.py", "*.tiktoken", "*.jinja")
 #: Keys of config.json that say how positions turn queries and keys.
 _ROPE = frozenset(("rope_parameters", "rope_scaling", "rope_theta"))
-#: Files of a draft head on the target's hidden states.
-HEAD_PATTERNS = ("*.json", "*.safetensors", "*.bin", "*.pt")
 _FLOATING = (mx.float16, mx.bfloat16, mx.float32)
 #: What names end in of vectors that stay float32 where files have them so: biases that choose
 #: experts, and rates of decay, whose rounding grows with the text.
@@ -303,35 +299,6 @@ def _torch_arrays(path: Path) -> dict[str, mx.array]:
         name: mx.array((t.float() if t.is_floating_point() else t).numpy())
         for name, t in tensors.items()
     }
-
-
-def model_folder(
-    model_config: ModelConfig, config: VllmConfig, patterns: tuple[str, ...] = _PATTERNS
-) -> Path:
-    """The folder of a checkpoint, fetched from the hub where it is not there.
-
-    Raises:
-        ModelLoadError: there is no such folder, and the hub has no such model.
-    """
-    model = model_config.model
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(
-                model,
-                revision=model_config.revision,
-                cache_dir=config.load_config.download_dir,
-                allow_patterns=list(patterns),
-            )
-        )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise ModelLoadError(
-            f"there is no folder {model!r}, and Hugging Face has no such model: {error}"
-        ) from error
 
 
 def weight_bytes(model: nn.Module) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_origin
 
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.models import (
     absent_keys,
     config_keys,
@@ -23,12 +24,11 @@ from vllm_metal.models import (
     implied_values,
 )
 from vllm_metal.models.config_rows import NOTHING, ROPE_ROWS, ROWS
-from vllm_metal.models.heads import Head
 from vllm_metal.models.reference_code import Reference, reference_of
 from vllm_metal.models.rope_parameters import (
     Config,
 )
-from vllm_metal.weights.files import ModelLoadError
+from vllm_metal.models.stored_head import Head
 
 Unread = dict[tuple[str, ...], Any]
 #: Classes within a module that read its `text_config`, where no module of that name does.

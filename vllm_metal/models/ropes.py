@@ -10,9 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import rope_utils  # whose function is patched, see mlx_patches
 
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.models.config_refusals import PARTIAL, UNSCALED
 from vllm_metal.models.rope_parameters import rotated_share, scaling
-from vllm_metal.weights.files import ModelLoadError
 
 
 def mend_ropes(model: nn.Module, config: Mapping[str, Any]) -> None:

@@ -8,7 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm_metal.device import blas
-from vllm_metal.settings import envs
+from vllm_metal.settings import (
+    cache_dtypes,
+    envs,
+)
 from vllm_metal.vllm_patches import environment, releases
 
 releases.require_tested_vllm()
@@ -26,8 +29,7 @@ from vllm_metal.device import mlx_device  # noqa: E402
 from vllm_metal.distributed import groups, on_ray  # noqa: E402
 from vllm_metal.encoders import served as encoders  # noqa: E402
 from vllm_metal.encoders.refusals import fit_positions  # noqa: E402
-from vllm_metal.kv_cache import formats  # noqa: E402
-from vllm_metal.kv_transfer import rank_facts  # noqa: E402
+from vllm_metal.identity import rank_facts  # noqa: E402
 from vllm_metal.kv_transfer.config import complete_kv_transfer, figures_of  # noqa: E402
 from vllm_metal.memory.share import Share  # noqa: E402
 from vllm_metal.platform.refusals import refuse_unsupported  # noqa: E402
@@ -45,7 +47,7 @@ from vllm_metal.vllm_patches import (  # noqa: E402
     start_failures,
     streaming_sessions,
 )
-from vllm_metal.weights import gguf_names, model_names  # noqa: E402
+from vllm_metal.weights import folders  # noqa: E402
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, ParallelConfig, VllmConfig
@@ -53,6 +55,8 @@ if TYPE_CHECKING:
     from vllm.pooling_params import PoolingParams
     from vllm.sampling_params import SamplingParams
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from vllm_metal.worker.step_hooks import Transfers
 
 shutdown.answer_for_torch_accelerator()
 logs.drop_unhelpful_warnings()
@@ -122,6 +126,13 @@ class MetalPlatform(Platform):
         mx.random.seed(seed)
 
     @classmethod
+    def transfers(cls, vllm_config: VllmConfig) -> Transfers:
+        """Makes what moves K/V between the worker's pool and other memory or machines."""
+        from vllm_metal.kv_transfer.transfers import ConfiguredTransfers
+
+        return ConfiguredTransfers(vllm_config)
+
+    @classmethod
     def inference_mode(cls) -> Any:
         return torch.no_grad()
 
@@ -170,7 +181,7 @@ class MetalPlatform(Platform):
         engine_args.fit_the_context()
         engine_args.check_folders(model_folders.check_config)
         engine_args.fit_batches_to_drafts()
-        engine_args.serve_files(model_names.folder_of, gguf_names.folder_of)
+        engine_args.serve_files(folders.checked_folder_of, folders.folder_of)
         engine_args.accept_int8_kv_cache()
         engine_args.cache_prefixes_of_states()
         replicas.run_in_their_processes()
@@ -227,7 +238,9 @@ class MetalPlatform(Platform):
             start_log.to_a_file()
             start_failures.end_commands_with_one_line(start_checks.SERVED)
             serve_arguments.complete(
-                start_checks.check_server, set_parsers, replicas.answer_with_one_front_end
+                start_checks.check_server,
+                partial(set_parsers, folder_of=folders.folder_of),
+                replicas.answer_with_one_front_end,
             )
 
     @classmethod
@@ -268,7 +281,7 @@ class MetalPlatform(Platform):
             # Rows of an image see each other: it is read in one step.
             vllm_config.scheduler_config.disable_chunked_mm_input = True
         cache = vllm_config.cache_config
-        cache.cache_dtype = cast("CacheDType", formats.canonical(cache.cache_dtype))
+        cache.cache_dtype = cast("CacheDType", cache_dtypes.canonical(cache.cache_dtype))
         complete_kv_transfer(vllm_config)
         propose_nothing(vllm_config)
         cls.change_schedulers()

@@ -10,9 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from vllm_metal.identity import model_files
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.models import architectures, config_sizes
 from vllm_metal.weights import files
-from vllm_metal.weights.files import ModelLoadError
 from vllm_metal.weights.judge import plan_of
 from vllm_metal.weights.quantization import Quantization
 
@@ -25,7 +26,7 @@ def check(folder: Path) -> dict[str, Any]:
             says what is wrong.
     """
     config = check_config(folder)
-    if files.is_gguf(folder):
+    if model_files.is_gguf(folder):
         files.check_weight_files(folder)
     elif config.get("quantization"):  # MLX's own tools wrote it
         files.headers(folder)

@@ -10,11 +10,11 @@ import torch
 
 from vllm_metal.device import mlx_device
 from vllm_metal.distributed import groups
-from vllm_metal.distributed import refusals as distributed
 from vllm_metal.encoders import refusals as encoders
 from vllm_metal.encoders import served
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_transfer.config import CONNECTOR, CONNECTOR_MODULE, is_asked_for
+from vllm_metal.platform import rank_refusals
 from vllm_metal.platform.image_refusals import image_refusals
 from vllm_metal.platform.refused_options import refused_options
 from vllm_metal.platform.refused_variables import refused_variables
@@ -22,7 +22,7 @@ from vllm_metal.platform.replica_refusals import replica_refusals
 from vllm_metal.pooling import refusals as pooling
 from vllm_metal.serving import start
 from vllm_metal.serving.idle import spells
-from vllm_metal.settings import envs
+from vllm_metal.settings import cache_dtypes, envs
 from vllm_metal.settings.additional_config import AdditionalConfig
 from vllm_metal.settings.runner import pools
 from vllm_metal.spec_decode import checkpoint
@@ -53,7 +53,7 @@ def refuse_unsupported(config: VllmConfig) -> None:
         | _speculation_refusals(config)
         | pooling.refusals(config, served.of_config(config) is not None, served.ARCHITECTURES)
         | _serving_refusals(config)
-        | distributed.refusals(config)
+        | rank_refusals.refusals(config)
         | spells.refusals(config)
         | encoders.refusals(config)
     )
@@ -196,8 +196,8 @@ def _speculation_refusals(config: VllmConfig) -> dict[str, bool]:
         f"{option}draft_sample_method {speculation.draft_sample_method!r} (drafts are the most "
         "likely tokens: 'greedy')": speculation.draft_sample_method != "greedy",
         f"{option}kv_cache_dtype {speculation.kv_cache_dtype!r} (drafts share the model's cache)": (
-            formats.canonical(speculation.kv_cache_dtype or config.cache_config.cache_dtype)
-            != formats.canonical(config.cache_config.cache_dtype)
+            cache_dtypes.canonical(speculation.kv_cache_dtype or config.cache_config.cache_dtype)
+            != cache_dtypes.canonical(config.cache_config.cache_dtype)
         ),
         f"{option}use_heterogeneous_vocab": speculation.use_heterogeneous_vocab,
         f"{option}parallel_drafting": speculation.parallel_drafting,

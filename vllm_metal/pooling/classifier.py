@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.nn as nn
 import torch
 
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.models.headless import OTHER_HEAD, head_rows
 from vllm_metal.pooling import torch_layers
-from vllm_metal.weights.files import ModelLoadError, stored_arrays
+from vllm_metal.weights.files import stored_arrays
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

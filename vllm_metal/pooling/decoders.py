@@ -11,10 +11,11 @@ import mlx.nn as nn
 import torch
 from mlx.utils import tree_flatten
 
+from vllm_metal.identity import model_files
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.models import headless, loader
 from vllm_metal.models.parts import ModelParts
 from vllm_metal.pooling import classifier, poolers
-from vllm_metal.weights.files import ModelLoadError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,7 +56,7 @@ def _classifier(parts: ModelParts, config: VllmConfig) -> torch.nn.Module | None
         return None
     if classifier.asked(model_config) is not None:
         return classifier.of_head(parts.model, parts.input_embedding, model_config)
-    return classifier.stored(loader.model_folder(model_config, config), model_config)
+    return classifier.stored(model_files.model_folder(model_config, config), model_config)
 
 
 def _check_that_only_a_head_follows(parts: ModelParts, model_type: str) -> None:

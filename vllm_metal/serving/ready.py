@@ -8,8 +8,8 @@ import json
 import os
 from typing import Any
 
-from vllm_metal.kv_transfer.peer.address import is_loopback_ip
 from vllm_metal.settings import envs
+from vllm_metal.settings.address import is_loopback_ip
 
 _POLL_S = 0.1
 _ASKED: dict[str, dict[str, Any]] = {

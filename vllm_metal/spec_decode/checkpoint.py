@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_metal.identity.model_files import is_gguf
 from vllm_metal.spec_decode.registry import method_of
-from vllm_metal.weights.files import is_gguf
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

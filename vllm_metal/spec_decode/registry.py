@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm_metal.models.mtp_families import MTP_FAMILIES
+from vllm_metal.settings.draft_methods import KEEPING_KV
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,13 +35,17 @@ class Method:
     drafts_come_from: str  # for users, like the next
     needs: str
     has_network: bool  # weights, which are loaded beside the target's
-    keeps_kv: bool = False  # K/V of the network's own, in the same blocks as the target's
     schedules_ahead: bool = True  # False: vLLM turns async scheduling off
     #: Those served of draft checkpoints, as vLLM names them; empty: the code tells as it loads.
     architectures: tuple[str, ...] = ()
     #: Keys of the draft checkpoint's config.json, the first one that is there, for the width of the
     #: target's hidden states that it reads; empty: config.json does not say.
     hidden_size_keys: tuple[str, ...] = ()
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether the network keeps K/V of its own, in the same blocks as the target's."""
+        return not KEEPING_KV.isdisjoint(self.names)
 
     @property
     def needs_model(self) -> bool:
@@ -81,7 +86,6 @@ METHODS = (
         "a smaller model of the same vocabulary, its KV in the same pool",
         "`model`",
         has_network=True,
-        keeps_kv=True,
     ),
     Method(
         ("eagle", "eagle3"),
@@ -89,7 +93,6 @@ METHODS = (
         "a head on the model's hidden states, Llama layout",
         "`model`",
         has_network=True,
-        keeps_kv=True,
         architectures=tuple(EAGLE_HEADS),
         hidden_size_keys=("target_hidden_size", "hidden_size"),
     ),
@@ -115,7 +118,6 @@ METHODS = (
         f"the model's own MTP layer: {', '.join(f.title for f in MTP_FAMILIES.values())}",
         "a checkpoint that carries it: the model's own, or `model`",
         has_network=True,
-        keeps_kv=True,
         architectures=tuple(MTP_FAMILIES),
     ),
 )

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from mlx_lm.utils import load_config
 
+from vllm_metal.identity import model_files
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.models import loader
 from vllm_metal.models.parts import ModelParts
 from vllm_metal.vision import deepstack, rotation
@@ -14,7 +16,6 @@ from vllm_metal.vision.column import Axes, ImageColumn
 from vllm_metal.vision.encoder import Encoder
 from vllm_metal.vision.families import FAMILIES, VisionFamily
 from vllm_metal.vision.tower import Config, load_weights
-from vllm_metal.weights.files import ModelLoadError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,7 +38,7 @@ def load(config: VllmConfig, text: ModelParts) -> ImageColumn:
             f"images of {name!r} are not served: serve its text with --language-model-only"
         )
     family, of_model = FAMILIES[name], config.model_config.hf_config.to_dict()
-    folder = loader.model_folder(config.model_config, config)
+    folder = model_files.model_folder(config.model_config, config)
     dtype = loader.mlx_dtype(config)
     tower = family.tower(of_model)
     load_weights(tower, folder, dtype, load_config(folder))

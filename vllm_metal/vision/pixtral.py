@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.models import mlx_vlm_families
 from vllm_metal.vision.tower import Config, Tower, with_projector
-from vllm_metal.weights.files import ModelLoadError
 
 
 class PixtralTower(Tower):

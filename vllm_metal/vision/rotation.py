@@ -17,7 +17,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vllm_metal.attention.forward_inputs import optional_of_rows
-from vllm_metal.weights.files import ModelLoadError
+from vllm_metal.identity.model_files import ModelLoadError
 
 #: Name of the cosines and sines of a step's rows among its extras.
 ROTATION = "rotation"

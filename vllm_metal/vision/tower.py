@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.models import loader
 from vllm_metal.weights import files
-from vllm_metal.weights.files import ModelLoadError
 from vllm_metal.weights.judge import plan_of
 from vllm_metal.weights.loading import packings_of_mlx
 from vllm_metal.weights.placing import Placed, install, place

@@ -15,28 +15,21 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-_INDEX = "model.safetensors.index.json"
-#: In a folder that stands for a GGUF model: where its files are, and how they are read.
-GGUF_FILES, GGUF_CONVERSION = "gguf.json", "gguf_conversion.json"
+from vllm_metal.identity.model_files import (
+    AGAIN,
+    INDEX,
+    ModelLoadError,
+    first_line,
+    is_gguf,
+    unreadable,
+    weight_files,
+    weight_map,
+)
+
 _MOST_HEADER = 100_000_000  # bytes; the library safetensors reads no more
 _LFS = b"version "  # how a pointer of Git LFS begins
-_AGAIN = "download it again, or convert the model again"
-#: Files of a model without an index: the first pattern that finds any.
-PATTERNS = ("model*.safetensors", "pytorch_model*.safetensors", "weights*.safetensors")
 #: Dtypes of safetensors that MLX does not read.
 _UNREAD = ("F64", "F8_E5M2", "F4", "F6_E2M3", "F6_E3M2", "F8_E5M2FNUZ", "F8_E4M3FNUZ")
-
-
-class ModelLoadError(RuntimeError):
-    """The model folder cannot be loaded; the message says why and what to do."""
-
-
-def unreadable(path: Path, error: OSError) -> ModelLoadError:
-    """The error for a file that is there, and cannot be read."""
-    remedy = "check its owner and its mode"
-    if path.is_symlink() and not isinstance(error, PermissionError):
-        remedy = f"it is a link that leads nowhere; {_AGAIN}"
-    return ModelLoadError(f"{path} cannot be read ({error.strerror}): {remedy}")
 
 
 @dataclass(frozen=True)
@@ -64,28 +57,6 @@ def check_weight_files(folder: Path) -> None:
     headers(folder)
 
 
-def is_gguf(folder: Path) -> bool:
-    """Whether a folder stands for a GGUF model."""
-    return (folder / GGUF_FILES).is_file()
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Files that hold a model's weights: those of its index, or all of one naming pattern.
-
-    Raises:
-        ModelLoadError: the index is unreadable.
-    """
-    if is_gguf(folder):
-        return [Path(path) for path in json.loads((folder / GGUF_FILES).read_bytes())]
-    index = folder / _INDEX
-    if index.is_file():
-        return sorted({folder / name for name in _weight_map(index).values()})
-    return next(
-        (found for pattern in PATTERNS if (found := sorted(folder.glob(pattern)))),
-        [],
-    )
-
-
 def headers(folder: Path) -> dict[str, Header]:
     """Headers of a model's tensors by name; of names that the index maps, from the file it says.
 
@@ -105,13 +76,13 @@ def headers(folder: Path) -> dict[str, Header]:
         )
     if not files:
         raise ModelLoadError(
-            f"{folder / 'model.safetensors'} is missing: the folder has no weights; {_AGAIN}"
+            f"{folder / 'model.safetensors'} is missing: the folder has no weights; {AGAIN}"
         )
-    index = folder / _INDEX
-    mapped = _weight_map(index) if index.is_file() else {}
+    index = folder / INDEX
+    mapped = weight_map(index) if index.is_file() else {}
     for path in files:
         if not os.path.lexists(path):
-            raise ModelLoadError(f"{path} is missing: {_INDEX} names it; {_AGAIN}")
+            raise ModelLoadError(f"{path} is missing: {INDEX} names it; {AGAIN}")
     return headers_of(files, lambda name, path: mapped.get(name, path.name) == path.name)
 
 
@@ -167,16 +138,6 @@ def stored_arrays(folder: Path) -> Iterator[tuple[str, mx.array]]:
     yield from arrays_of(headers(folder)).items()
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        return {str(name): str(file) for name, file in weight_map.items()}
-    except OSError as error:
-        raise unreadable(index, error) from error
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelLoadError(f"{index} is unreadable ({_first_line(error)}); {_AGAIN}") from error
-
-
 def _headers_in(path: Path) -> dict[str, Header]:
     try:
         size = path.stat().st_size
@@ -202,11 +163,11 @@ def _headers_in(path: Path) -> dict[str, Header]:
         raise unreadable(path, error) from error
     except (ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
         raise ModelLoadError(
-            f"{path} is not a readable safetensors file ({_first_line(error)}); {_AGAIN}"
+            f"{path} is not a readable safetensors file ({first_line(error)}); {AGAIN}"
         ) from error
     if size < 8 + header_size + end:
         raise ModelLoadError(
-            f"{path} is cut off: it has {size:,} bytes of {8 + header_size + end:,}; {_AGAIN}"
+            f"{path} is cut off: it has {size:,} bytes of {8 + header_size + end:,}; {AGAIN}"
         )
     return found
 
@@ -220,12 +181,8 @@ def _check_start(path: Path, first: bytes, header_size: int) -> None:
     if header_size <= _MOST_HEADER:
         return
     if not first.isascii():
-        raise ModelLoadError(f"{path} is not a safetensors file; {_AGAIN}")
-    why = f"it begins with {first.decode()!r}, as a page or a message does; {_AGAIN}"
+        raise ModelLoadError(f"{path} is not a safetensors file; {AGAIN}")
+    why = f"it begins with {first.decode()!r}, as a page or a message does; {AGAIN}"
     if first == _LFS:
         why = "it is a pointer of Git LFS: fetch the file itself by `git lfs pull`, or download it"
     raise ModelLoadError(f"{path} has no weights: {why}")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n", 1)[0]

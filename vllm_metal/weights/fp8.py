@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from vllm_metal.weights.files import ModelLoadError
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.weights.packed import Packed, Weight, chunks, exponents_of, requantized, stacked
 
 _GROUP = 32  # of mxfp8

@@ -33,10 +33,15 @@ from vllm_metal.gguf.names import (
 from vllm_metal.gguf.source import ConversionError, GGUFSource
 from vllm_metal.gguf.tokenizer import write_tokenizer
 from vllm_metal.gguf.weights import natural_dtype
+from vllm_metal.identity.facts import NOT_IN_ENGINE, sources
+from vllm_metal.identity.model_files import (
+    GGUF_CONVERSION,
+    GGUF_FILES,
+    ModelLoadError,
+    weight_files,
+)
 from vllm_metal.settings.envs import GGUFInexact
-from vllm_metal.settings.facts import NOT_IN_ENGINE, sources
 from vllm_metal.weights import gguf_blocks, lazy
-from vllm_metal.weights.files import GGUF_CONVERSION, GGUF_FILES, ModelLoadError, weight_files
 from vllm_metal.weights.gguf_blocks import EXACT, FLOATS, Convert
 from vllm_metal.weights.packed import Packed, Weight, requantized, stacked
 from vllm_metal.weights.plan import Arrays, Plan, StoredWeight

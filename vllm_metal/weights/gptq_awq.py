@@ -7,8 +7,8 @@ import re
 
 import mlx.core as mx
 
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.weights import integers
-from vllm_metal.weights.files import ModelLoadError
 from vllm_metal.weights.packed import Weight
 from vllm_metal.weights.plan import Arrays, StoredWeight
 from vllm_metal.weights.quantization import Config, Quantization, matches

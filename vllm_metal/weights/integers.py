@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from vllm_metal.weights.files import ModelLoadError
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.weights.packed import (
     AFFINE_BITS,
     Weight,

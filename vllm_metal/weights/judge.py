@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.weights import readers
-from vllm_metal.weights.files import Header, ModelLoadError
+from vllm_metal.weights.files import Header
 from vllm_metal.weights.plan import Plan, StoredWeight
 from vllm_metal.weights.quantization import Config, Quantization
 from vllm_metal.weights.tensors import Tensors

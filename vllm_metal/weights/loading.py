@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlx_lm.utils import infer_quant_config
 from vllm.logger import init_logger
 
+from vllm_metal.identity import model_files
 from vllm_metal.weights import files
 from vllm_metal.weights.judge import plan_of
 from vllm_metal.weights.placing import Placed, install, place
@@ -45,7 +46,7 @@ def opened(folder: Path, config: dict[str, Any]) -> Checkpoint:
     Raises:
         ModelLoadError: weights are missing, unreadable or in a format that is not served.
     """
-    if files.is_gguf(folder):
+    if model_files.is_gguf(folder):
         from vllm_metal.weights import gguf_model  # needs the package gguf
 
         files.check_weight_files(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from vllm_metal.weights.files import ModelLoadError
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.weights.packed import Packed
 
 _GROUP = 32

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from vllm_metal.weights.files import ModelLoadError
+from vllm_metal.identity.model_files import ModelLoadError
 
 #: Group sizes of MLX's affine mode, the best first: a larger group takes fewer bits.
 AFFINE_GROUPS = (128, 64, 32)

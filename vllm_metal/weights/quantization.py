@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vllm_metal.weights.files import ModelLoadError
+from vllm_metal.identity.model_files import ModelLoadError
 
 Config = Mapping[str, Any]
 #: Names of methods that are served, and what they are called here.

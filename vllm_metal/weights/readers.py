@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.weights import fp8, integers, mxfp4, nvfp4
-from vllm_metal.weights.files import ModelLoadError
 from vllm_metal.weights.gptq_awq import gptq_or_awq
 from vllm_metal.weights.packed import Weight
 from vllm_metal.weights.plan import Arrays, StoredWeight

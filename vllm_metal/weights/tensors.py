@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vllm_metal.weights.files import Header, ModelLoadError
+from vllm_metal.identity.model_files import ModelLoadError
+from vllm_metal.weights.files import Header
 from vllm_metal.weights.quantization import Config
 
 AGAIN = "config.json and the weights are not of one checkpoint. Download both again"

@@ -15,13 +15,14 @@ from vllm_metal.encoders.networks import Encoder
 from vllm_metal.encoders.profile import profile_step
 from vllm_metal.encoders.served import MODERNBERT, Architecture, of_config
 from vllm_metal.encoders.token_types import TokenTypes
+from vllm_metal.identity import model_files
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.models import loader
 from vllm_metal.models.compiled import Graphs
 from vllm_metal.pooling import poolers
 from vllm_metal.pooling.pooling_end import PoolingEnd
 from vllm_metal.vllm_patches import shutdown
-from vllm_metal.weights.files import ModelLoadError
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.networks import Networks
 from vllm_metal.worker.worker import MetalWorker
@@ -44,7 +45,7 @@ class EncoderWorker(MetalWorker):
         served = of_config(self.vllm_config)
         assert served is not None
         dtype = loader.mlx_dtype(self.vllm_config)
-        path = loader.model_folder(model, self.vllm_config)
+        path = model_files.model_folder(model, self.vllm_config)
         overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {}
         encoder, head = lazy_encoder(path, served, dtype, overrides)
         try:

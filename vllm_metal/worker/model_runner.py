@@ -16,12 +16,12 @@ from vllm_metal.batch.input_batch import InputBatch, StepDrafts, prepare
 from vllm_metal.batch.outputs import StepOutput, Unread
 from vllm_metal.batch.requests import Requests
 from vllm_metal.batch.step_end import StepEnd
-from vllm_metal.kv_transfer.step_hooks import NO_HOOKS, StepHooks
 from vllm_metal.metrics.figures import take_measured
 from vllm_metal.metrics.step_clock import StepClock
 from vllm_metal.spec_decode.speculator import Speculator
 from vllm_metal.worker.early_reads import EarlyReads
 from vllm_metal.worker.results import Step
+from vllm_metal.worker.step_hooks import NO_HOOKS, StepHooks
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput

@@ -21,7 +21,7 @@ from vllm_metal.distributed import (
     tokens,
 )
 from vllm_metal.distributed.hidden_states import GroupLink, HiddenIn, HiddenOut
-from vllm_metal.kv_transfer import rank_facts
+from vllm_metal.identity import rank_facts
 from vllm_metal.memory.share import Share
 from vllm_metal.models import loader
 from vllm_metal.models.stage import Stage

@@ -13,11 +13,11 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_metal.batch.columns import RequestsRefused
 from vllm_metal.device import errors, mlx_device
-from vllm_metal.kv_transfer.step_hooks import NO_HOOKS, StepHooks
 from vllm_metal.models.compiled import Graphs
 from vllm_metal.vllm_patches.step_result import StepResult, has_results
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.results import LateOutput, Step
+from vllm_metal.worker.step_hooks import NO_HOOKS, StepHooks
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput

@@ -20,10 +20,9 @@ from metal_kernels import command_buffers
 from metal_kernels.paged_attention import Splits
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.device import gpu_cores, macos, mlx_device, openmp, tuned
+from vllm_metal.identity import rank_facts
 from vllm_metal.kv_cache import choice, formats, warm_up
 from vllm_metal.kv_cache.specs import allocate_kv_caches, choose_block_size, kv_cache_specs
-from vllm_metal.kv_transfer import rank_facts
-from vllm_metal.kv_transfer.transfers import Transfers
 from vllm_metal.memory.needs import Needs
 from vllm_metal.memory.planner import MemoryPlanner, quantized_share
 from vllm_metal.memory.pressure import MemoryPressure
@@ -49,6 +48,7 @@ from vllm_metal.worker.recovery import MAX_FAILURES_IN_A_ROW, RecoveringRunner
 from vllm_metal.worker.rehearsal import Room, rehearse, rehearse_pooling
 from vllm_metal.worker.results import LateOutput
 from vllm_metal.worker.step_end import SamplingEnd
+from vllm_metal.worker.step_hooks import Transfers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -90,7 +90,7 @@ class MetalWorker(WorkerBase):
         mlx_device.select(self.current_platform.mlx_device)
         if self.current_platform.mlx_device == "cpu":
             openmp.share_cores()
-        self.transfers = Transfers(self.vllm_config)
+        self.transfers = self.current_platform.transfers(self.vllm_config)
         if self.current_platform.mlx_device == "metal" and command_buffers.may_be_too_late():
             logger.warning(
                 "MLX was imported before vLLM. If it has used the GPU, each layer of a step ends "

@@ -8,8 +8,8 @@ from contextlib import nullcontext
 import pytest
 
 from vllm_metal.commands.cli import main
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.models import architectures
-from vllm_metal.weights.files import ModelLoadError
 
 #: Names in `memory` of `fit --json`, on which programs rely.
 LINES = {

@@ -15,7 +15,7 @@ from typing import ClassVar
 import pytest
 
 from vllm_metal.commands.fit import source
-from vllm_metal.weights.files import ModelLoadError
+from vllm_metal.identity.model_files import ModelLoadError
 
 #: Fetches models as `vllm-metal fit` does, and prints by name what came of each: the files, and
 #: how the weights begin, or the error. The last one is asked for without a network.

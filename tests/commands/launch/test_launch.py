@@ -28,7 +28,7 @@ from vllm_metal.commands import cli, listeners
 from vllm_metal.commands.fit.known import KNOWN
 from vllm_metal.commands.fit.machine import Machine
 from vllm_metal.commands.launch import planning
-from vllm_metal.weights import model_names
+from vllm_metal.identity import model_names
 
 CLIENTS = ("claude", "codex", "opencode", "pi")
 #: A client: `RECORDER OUT STATUS ARGUMENTS...`.

@@ -11,11 +11,11 @@ import pytest
 from kv_transfer.disk import naive
 from kv_transfer.disk.naive import blocks
 
+from vllm_metal.identity.fingerprint import Fingerprint, PoolContent
 from vllm_metal.kv_transfer.disk.ledger import Ledger, peek
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.space import Written
 from vllm_metal.kv_transfer.disk.store import DiskStore
-from vllm_metal.kv_transfer.fingerprint import Fingerprint, PoolContent
 
 #: Bytes that the file of `naive.block` counts for, and those of a ledger and a manifest.
 ROOM = 8192

@@ -16,10 +16,10 @@ import pytest
 from kv_transfer.peer.engines import CALM, SECRET, Proxy, make_terms
 
 from vllm_metal.kv_transfer.peer import wire
-from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.client import Peer
 from vllm_metal.kv_transfer.peer.outbox import Outbox
 from vllm_metal.kv_transfer.peer.server import PageServer
+from vllm_metal.settings.address import Address
 
 TESTS = Path(__file__).parents[2]
 

@@ -24,13 +24,13 @@ if __name__ == "__main__":
     sys.modules["vllm.logger"].init_logger = logging.getLogger
 
 from vllm_metal.kv_transfer.peer import handshake
-from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.client import Peer
 from vllm_metal.kv_transfer.peer.handshake import Terms
 from vllm_metal.kv_transfer.peer.limits import Timeouts
 from vllm_metal.kv_transfer.peer.outbox import Outbox
 from vllm_metal.kv_transfer.peer.server import PageServer
 from vllm_metal.kv_transfer.peer.wire import Link
+from vllm_metal.settings.address import Address
 
 SECRET = b"a secret of the tests"
 #: Of tests: a machine that has much to do must not seem to stand still.

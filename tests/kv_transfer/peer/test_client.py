@@ -20,10 +20,10 @@ from kv_transfer.peer.engines import (
 )
 
 from vllm_metal.kv_transfer.peer import handshake, limits
-from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.client import Peer
 from vllm_metal.kv_transfer.peer.messages import Found
 from vllm_metal.kv_transfer.peer.outbox import Outbox
+from vllm_metal.settings.address import Address
 
 
 class Terms:

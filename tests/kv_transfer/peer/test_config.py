@@ -10,9 +10,9 @@ from vllm.config import KVTransferConfig
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from vllm_metal.kv_transfer.config import CONNECTOR, TransferConfig
-from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.platform.metal_platform import MetalPlatform
 from vllm_metal.platform.refusals import refuse_unsupported
+from vllm_metal.settings.address import Address
 
 HERE, THERE = "127.0.0.1:9100", "127.0.0.1:9101"
 FAR = "192.0.2.7:9100"  # a documentation address, RFC 5737

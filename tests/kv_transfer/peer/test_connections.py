@@ -11,10 +11,10 @@ import pytest
 from kv_transfer.peer.engines import make_terms, wait_until
 
 from vllm_metal.kv_transfer.peer import connections as module
-from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.connections import Connections, Unavailable
 from vllm_metal.kv_transfer.peer.limits import Timeouts
 from vllm_metal.kv_transfer.peer.wire import PeerDown
+from vllm_metal.settings.address import Address
 
 
 class Listener:

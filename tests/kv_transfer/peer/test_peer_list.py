@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.limits import MAX_PEERS
 from vllm_metal.kv_transfer.peer.peer_list import PeersFile, read_peers
+from vllm_metal.settings.address import Address
 
 ONE, OTHER = Address("10.0.0.1", 9100), Address("mac.local", 9100)
 

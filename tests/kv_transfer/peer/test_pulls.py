@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from vllm.v1.kv_offload.base import make_offload_key
 
-from vllm_metal.kv_transfer.fingerprint import Fingerprint, PoolContent
-from vllm_metal.kv_transfer.peer.address import Address
+from vllm_metal.identity.fingerprint import Fingerprint, PoolContent
 from vllm_metal.kv_transfer.peer.pulls import SLACK_S, Patience, PullCounts, Puller, PullHint
+from vllm_metal.settings.address import Address
 
 A, B = Address("a", 1), Address("b", 1)
 PAGE, BLOCK = 1 << 20, 16

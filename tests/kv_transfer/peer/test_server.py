@@ -25,7 +25,6 @@ from kv_transfer.peer.engines import (
 )
 
 from vllm_metal.kv_transfer.peer import handshake
-from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.handshake import Challenge
 from vllm_metal.kv_transfer.peer.limits import (
     MAX_CONNECTIONS,
@@ -51,6 +50,7 @@ from vllm_metal.kv_transfer.peer.messages import (
 )
 from vllm_metal.kv_transfer.peer.server import PageServer
 from vllm_metal.kv_transfer.peer.wire import PeerDown
+from vllm_metal.settings.address import Address
 
 
 def framed(message):

@@ -19,8 +19,8 @@ from vllm_metal.commands.fit.machine import Machine
 from vllm_metal.commands.fit.report import Answer
 from vllm_metal.commands.fit.source import folder
 from vllm_metal.encoders.served import of_content
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.platform import model_folders
-from vllm_metal.weights.files import ModelLoadError
 
 #: Lengths that are tried with known models; a long chat needs the least of them.
 _CONTEXTS = (8192, 16384, 32768)

@@ -16,9 +16,8 @@ from vllm.config.model import _is_valid_dtype
 from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
 
-from vllm_metal.kv_cache import formats
 from vllm_metal.models.loader import MLX_DTYPES
-from vllm_metal.settings import envs
+from vllm_metal.settings import cache_dtypes, envs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -93,7 +92,7 @@ def config(
     """
     cache = CacheConfig(block_size=block_size)
     cache.user_specified_block_size = block_size_asked
-    cache.cache_dtype = cast("CacheDType", formats.canonical(cache_dtype))
+    cache.cache_dtype = cast("CacheDType", cache_dtypes.canonical(cache_dtype))
     cache.kv_cache_layout = "LBNHC"  # the worker's word on it
     if gpu_memory_utilization is not None:
         cache.gpu_memory_utilization = gpu_memory_utilization

@@ -15,8 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from vllm_metal.commands.fit import images
-from vllm_metal.weights import model_names
-from vllm_metal.weights.files import PATTERNS, ModelLoadError, check_weight_files
+from vllm_metal.identity.model_files import PATTERNS, ModelLoadError
+from vllm_metal.weights import folders
+from vllm_metal.weights.files import check_weight_files
 
 #: Beside config.json, what mlx-lm looks for when it builds a model.
 _OTHERS = (
@@ -37,7 +38,7 @@ def folder(model: str) -> Iterator[Path]:
         ModelLoadError: there is no such model, the hub cannot be asked, or it is a GGUF file that
             is not supported.
     """
-    path = Path(model_names.folder_of(model)).expanduser()
+    path = Path(folders.checked_folder_of(model)).expanduser()
     if path.is_dir():
         yield path
     elif (cached := _cached(model)) is not None:

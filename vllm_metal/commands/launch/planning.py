@@ -69,9 +69,10 @@ def planned(model: str | None, context: int | None) -> Planned:
 
 def _plan(model: str | None, context: int | None) -> Planned:
     from vllm_metal.commands.fit import command as fit
+    from vllm_metal.identity import model_names
     from vllm_metal.serving.parsers import files
     from vllm_metal.serving.parsers.choice import choose
-    from vllm_metal.weights import model_names
+    from vllm_metal.weights import folders
 
     answer = fit.find(fit.question(model, context))
     if context is None and model is not None and _length(answer) < LEAST_CONTEXT:
@@ -83,7 +84,7 @@ def _plan(model: str | None, context: int | None) -> Planned:
         changes = "; ".join(answer.changes)
         raise ValueError(f"{answer.model} does not fit with {length} tokens of context: {changes}")
     model_names.check(answer.model)  # without a network, the hub is asked for a minute
-    choice = choose(files.read(answer.model))
+    choice = choose(files.read(folders.folder_of(answer.model)))
     said = list(choice.lines())
     if length < LEAST_CONTEXT:
         said.append(f"The context is {length} tokens; agents need {LEAST_CONTEXT} or more.")
@@ -95,8 +96,8 @@ def _length(answer: Answer) -> int:
 
 
 if __name__ == "__main__":
+    from vllm_metal.identity.model_files import ModelLoadError
     from vllm_metal.platform import metal_platform  # noqa: F401  # a BLAS, before MLX is there
-    from vllm_metal.weights.files import ModelLoadError
 
     try:
         print(json.dumps(asdict(_plan(*json.loads(sys.argv[1])))))

@@ -23,10 +23,10 @@ from vllm_metal.kv_transfer.store import StoreConfig
 from vllm_metal.settings import values
 
 if TYPE_CHECKING:
+    from vllm_metal.identity.fingerprint import PoolContent
     from vllm_metal.kv_transfer.disk.stats import DiskStats
     from vllm_metal.kv_transfer.disk.store import DiskStore
     from vllm_metal.kv_transfer.disk.view import DiskView
-    from vllm_metal.kv_transfer.fingerprint import PoolContent
 
 logger = init_logger(__name__)
 

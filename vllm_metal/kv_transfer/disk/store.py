@@ -27,7 +27,7 @@ from vllm_metal.kv_transfer.store import OfferedPages, Shelf, Store
 if TYPE_CHECKING:
     import numpy as np
 
-    from vllm_metal.kv_transfer.fingerprint import PoolContent
+    from vllm_metal.identity.fingerprint import PoolContent
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from vllm_metal.identity.fingerprint import PoolContent
 from vllm_metal.kv_transfer.disk.block_folder import Gone, Listing
-from vllm_metal.kv_transfer.fingerprint import PoolContent
 from vllm_metal.kv_transfer.store import Lookup, View
 
 

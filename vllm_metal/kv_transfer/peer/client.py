@@ -16,7 +16,6 @@ from blake3 import blake3
 from vllm.logger import init_logger
 
 from vllm_metal.kv_transfer.peer import handshake
-from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.connections import Connections, Unavailable
 from vllm_metal.kv_transfer.peer.handshake import Terms
 from vllm_metal.kv_transfer.peer.lease_keeper import LeaseKeeper
@@ -44,6 +43,7 @@ from vllm_metal.kv_transfer.peer.messages import (
 )
 from vllm_metal.kv_transfer.peer.wire import Link, PeerDown, Unwanted
 from vllm_metal.metrics.metric import Metric
+from vllm_metal.settings.address import Address
 
 logger = init_logger(__name__)
 

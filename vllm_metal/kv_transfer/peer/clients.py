@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from vllm_metal.kv_transfer.fingerprint import PoolContent
-from vllm_metal.kv_transfer.peer.address import Address
+from vllm_metal.identity.fingerprint import PoolContent
 from vllm_metal.kv_transfer.peer.client import Peer, PeerStats
 from vllm_metal.kv_transfer.peer.handshake import Terms
 from vllm_metal.kv_transfer.peer.limits import MAX_PEERS, TIMEOUTS, Timeouts
+from vllm_metal.settings.address import Address
 
 
 class Clients:

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from vllm.logger import init_logger
 
-from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.limits import HASTY, MAX_PEERS, TIMEOUTS, Timeouts
 from vllm_metal.kv_transfer.peer.peer_list import read_peers
 from vllm_metal.kv_transfer.store import StoreConfig
 from vllm_metal.settings import secret_file, values
+from vllm_metal.settings.address import Address
 
 if TYPE_CHECKING:
-    from vllm_metal.kv_transfer.fingerprint import PoolContent
+    from vllm_metal.identity.fingerprint import PoolContent
     from vllm_metal.kv_transfer.peer.pulls import PullCounts
     from vllm_metal.kv_transfer.peer.store import PeerFigures, PeerStore
     from vllm_metal.kv_transfer.peer.view import PeerView

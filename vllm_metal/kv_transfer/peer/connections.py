@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.handshake import Terms
 from vllm_metal.kv_transfer.peer.limits import Timeouts
 from vllm_metal.kv_transfer.peer.wire import Link, PeerDown, shut_down
 from vllm_metal.settings import local_network
+from vllm_metal.settings.address import Address
 
 T = TypeVar("T")
 

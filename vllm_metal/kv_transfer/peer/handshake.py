@@ -18,7 +18,6 @@ from typing import Any
 
 import msgspec
 
-from vllm_metal.kv_transfer.peer.address import is_loopback_ip
 from vllm_metal.kv_transfer.peer.limits import (
     MAX_FACTS_BYTES,
     MAX_MESSAGE_BYTES,
@@ -38,6 +37,7 @@ from vllm_metal.kv_transfer.peer.messages import (
     decode,
 )
 from vllm_metal.kv_transfer.peer.wire import Link, PeerDown
+from vllm_metal.settings.address import is_loopback_ip
 
 _VERSION = struct.Struct("<I")
 _PURPOSE = b"vllm-metal peer"

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.limits import MAX_PEERS
+from vllm_metal.settings.address import Address
 
 if TYPE_CHECKING:
     from vllm_metal.kv_transfer.peer.clients import Clients

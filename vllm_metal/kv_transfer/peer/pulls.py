@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
 
-from vllm_metal.kv_transfer.fingerprint import PoolContent
-from vllm_metal.kv_transfer.peer.address import Address
+from vllm_metal.identity.fingerprint import PoolContent
 from vllm_metal.metrics.metric import Metric
+from vllm_metal.settings.address import Address
 
 logger = init_logger(__name__)
 

@@ -13,7 +13,6 @@ from functools import partial
 from vllm.logger import init_logger
 
 from vllm_metal.kv_transfer.peer import handshake
-from vllm_metal.kv_transfer.peer.address import Address, is_loopback_ip
 from vllm_metal.kv_transfer.peer.handshake import Terms
 from vllm_metal.kv_transfer.peer.limits import (
     MAX_CONNECTIONS,
@@ -40,6 +39,7 @@ from vllm_metal.kv_transfer.peer.outbox import Outbox
 from vllm_metal.kv_transfer.peer.served_pages import ServedPages
 from vllm_metal.kv_transfer.peer.wire import Link, shut_down
 from vllm_metal.kv_transfer.shared_pool import SharedPool
+from vllm_metal.settings.address import Address, is_loopback_ip
 
 logger = init_logger(__name__)
 

@@ -12,8 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from vllm_metal.kv_transfer.fingerprint import PoolContent
-from vllm_metal.kv_transfer.peer.address import Address
+from vllm_metal.identity.fingerprint import PoolContent
 from vllm_metal.kv_transfer.peer.client import PeerStats
 from vllm_metal.kv_transfer.peer.clients import Clients
 from vllm_metal.kv_transfer.peer.limits import TIMEOUTS, Timeouts
@@ -23,6 +22,7 @@ from vllm_metal.kv_transfer.peer.server import PageServer
 from vllm_metal.kv_transfer.shared_pool import SharedPool
 from vllm_metal.kv_transfer.store import OfferedPages, Shelf, Store
 from vllm_metal.metrics.metric import Metric
+from vllm_metal.settings.address import Address
 
 
 @dataclass(frozen=True, kw_only=True)

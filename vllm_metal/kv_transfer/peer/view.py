@@ -12,14 +12,14 @@ from typing import Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from vllm_metal.kv_transfer.fingerprint import PoolContent
-from vllm_metal.kv_transfer.peer.address import Address
+from vllm_metal.identity.fingerprint import PoolContent
 from vllm_metal.kv_transfer.peer.client import Peer
 from vllm_metal.kv_transfer.peer.clients import Clients
 from vllm_metal.kv_transfer.peer.limits import MAX_PEERS
 from vllm_metal.kv_transfer.peer.peer_list import PeerList, PeersFile
 from vllm_metal.kv_transfer.peer.pulls import Pull, PullCounts, Puller, PullHint
 from vllm_metal.kv_transfer.store import Lookup, View
+from vllm_metal.settings.address import Address
 
 #: Seconds that a request waits for its peers' answers; then it computes what nobody has offered.
 #: A peer is connected to within 2 s, and may wait some seconds for pages that it is copying.

@@ -12,7 +12,6 @@ from typing import Any
 
 from vllm_metal.serving.parsers import thinking
 from vllm_metal.serving.parsers.thinking import Thinking
-from vllm_metal.weights import gguf_names
 
 #: Keys of generation_config.json that vLLM takes as defaults of requests
 #: (`ModelConfig.get_diff_sampling_param`).
@@ -73,7 +72,7 @@ def read(
     """What a model's files say.
 
     Args:
-        model: a folder, a GGUF file, or a name on the Hugging Face hub, of which the small files
+        model: a folder, or a name on the Hugging Face hub, of which the small files
             are fetched that vLLM reads, too.
         revision: on the hub.
         chat_template: --chat-template, a file or the template itself, in place of the model's own.
@@ -82,7 +81,7 @@ def read(
     Raises:
         OSError: there is no config.json, or the hub cannot be asked.
     """
-    path_of = _finder(gguf_names.folder_of(model, tokenizer is None), revision)
+    path_of = _finder(model, revision)
     tokenizer_path = _finder(tokenizer, None) if tokenizer else path_of
     config = _json(path_of("config.json"))
     if not config:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,15 @@ from vllm_metal.serving.parsers.choice import BY_TOKENIZER, choose
 
 logger = init_logger(__name__)
 
+FolderOf = Callable[[str, bool], str]
 
-def set_parsers(args: Namespace) -> None:
+
+def set_parsers(args: Namespace, folder_of: FolderOf = lambda model, tokenizer: model) -> None:
     """Completes the arguments of a server by what its model's files say, and logs the choice.
 
     Args:
         args: as vLLM has parsed them, for `vllm serve` or one of its kind. They are changed.
+        folder_of: the folder that stands for a model, given whether its own tokenizer is used.
 
     Raises:
         EndlessTemplate: the chat template has no end, so neither would the start have one.
@@ -30,7 +33,7 @@ def set_parsers(args: Namespace) -> None:
     chooses = (tools or thoughts) and not _is_turned_off(args.additional_config)
     try:
         found = files.read(
-            getattr(args, "model_tag", None) or args.model,
+            folder_of(getattr(args, "model_tag", None) or args.model, args.tokenizer is None),
             args.revision,
             args.chat_template,
             args.tokenizer,

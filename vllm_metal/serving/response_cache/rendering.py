@@ -19,11 +19,10 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
-from vllm_metal.kv_transfer import weights_digest
-from vllm_metal.models import loader
+from vllm_metal.identity import facts, model_files, weights_digest
 from vllm_metal.serving.response_cache.key import Render, Rendered
 from vllm_metal.serving.routes import Style
-from vllm_metal.settings import envs, facts
+from vllm_metal.settings import envs
 from vllm_metal.vllm_patches import media_loading
 
 #: Arguments of `vllm serve` that say where and how it listens, or what it prints.
@@ -106,7 +105,7 @@ def fingerprint(state: Any, memo: Path | None) -> str:
             "versions": {"vllm": vllm.__version__, **facts.versions(*_PACKAGES)},
             "device": [envs.requested_device(), envs.kernels()],
             "weights": weights_digest.of_networks(config, memo),
-            "files": _files(loader.model_folder(model, config), Path(model.tokenizer)),
+            "files": _files(model_files.model_folder(model, config), Path(model.tokenizer)),
             "arguments": arguments,
             "plugins": _plugins(state.args),
             "template": state.online_renderer.chat_template,

@@ -46,10 +46,10 @@ def _judge(args: argparse.Namespace) -> None:
     from mlx_lm.utils import hf_repo_to_path
 
     from vllm_metal.models.loader import dense_model
-    from vllm_metal.weights import gguf_names
+    from vllm_metal.weights import folders
 
     say(stage="loading the model")
-    folder = Path(gguf_names.folder_of(args.model))
+    folder = Path(folders.folder_of(args.model))
     model = dense_model(folder if folder.is_dir() else hf_repo_to_path(args.model))
     say(stage="answering")
     before = [*args.prompt, *args.tokens[:-1]]
@@ -104,11 +104,11 @@ def _loaded(name: str, dtype: Any) -> tuple[Any, Any]:
     from mlx_lm import load
     from mlx_lm.utils import load_tokenizer
 
+    from vllm_metal.identity.model_files import is_gguf
     from vllm_metal.models.loader import lazy_model
-    from vllm_metal.weights import gguf_names
-    from vllm_metal.weights.files import is_gguf
+    from vllm_metal.weights import folders
 
-    folder = Path(gguf_names.folder_of(name))
+    folder = Path(folders.folder_of(name))
     if not is_gguf(folder):
         model, tokenizer = load(name)[:2]
         return model, tokenizer

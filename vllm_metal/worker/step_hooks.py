@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import mlx.core as mx
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
 
     from vllm_metal.models.paged_layers import PagedLayers
@@ -116,3 +117,38 @@ class StepHooks:
 
 #: Hooks that do nothing.
 NO_HOOKS = StepHooks()
+
+
+class Transfers(Protocol):
+    """Moves K/V between the pool and other memory or machines. The platform hands it to workers."""
+
+    @property
+    def hooks(self) -> StepHooks:
+        """To be called around each step."""
+        ...
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory that it takes at most."""
+        ...
+
+    def weights_loaded(self) -> None:
+        """Notes which weights were just read. Later, the files may be others."""
+        ...
+
+    def open(self, kv_cache_config: KVCacheConfig, pool: str) -> None:
+        """Opens the stores that were asked for.
+
+        Args:
+            kv_cache_config: of the pool.
+            pool: who computes on it, "scatter" or "kernels".
+        """
+        ...
+
+    def handshake(self) -> dict[tuple[int, int], Any] | None:
+        """What the scheduler's connector gets at its start, by (pipeline rank, tensor rank)."""
+        ...
+
+    def close(self) -> None:
+        """Ends its threads; there is no pool any more."""
+        ...

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_metal.settings import facts
+from vllm_metal.identity import facts
 
 CODE = '''"""One."""
 

@@ -6,9 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from metal_kernels.cache import cache_dir
-from vllm_metal.settings import envs
-from vllm_metal.weights.files import ModelLoadError
+from vllm_metal.identity.model_files import ModelLoadError
 
 #: A repository of the hub and a tag, as llama.cpp and Ollama write it: "owner/name:Q4_K_M".
 _TAGGED = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<tag>[\w.-]+)")
@@ -16,29 +14,11 @@ _PART = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
 _MAGIC = b"GGUF"
 
 
-def folder_of(model: str, tokenizer: bool = True) -> str:
-    """The folder that stands for a GGUF model; any other model as it is named.
-
-    Args:
-        model: a file, known by its first bytes; "owner/name:TAG" for a file in the Hugging Face
-            cache; or anything else.
-        tokenizer: whether the file's own tokenizer is used.
-
-    Raises:
-        ModelLoadError: there is no such file, or several; or it is not supported.
-    """
-    if (file := file_of(model)) is None:
-        return model
-    from vllm_metal.weights import gguf_model  # needs the package gguf
-
-    return str(gguf_model.folder_of(file, cache_dir() / "gguf", envs.gguf_inexact(), tokenizer))
-
-
 def file_of(model: str) -> Path | None:
     """The GGUF file that a name means; None if it means no GGUF model.
 
     Raises:
-        ModelLoadError: see `folder_of`.
+        ModelLoadError: there is no such file, or several.
     """
     path = Path(model).expanduser()
     if path.is_file() and _begins_as_gguf(path):

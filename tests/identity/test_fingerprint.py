@@ -24,9 +24,9 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from vllm_metal.identity import facts
+from vllm_metal.identity.fingerprint import Fingerprint
 from vllm_metal.kv_transfer.disk import layout
-from vllm_metal.kv_transfer.fingerprint import Fingerprint
-from vllm_metal.settings import facts
 
 WEIGHTS = {"target": "0123"}
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=3, head_size=64, dtype=torch.float32)

@@ -13,8 +13,8 @@ import pytest
 from vllm_patches import doubles
 from vllm_settings.configured import configure
 
-from vllm_metal.kv_transfer import weights_digest
-from vllm_metal.kv_transfer.weights_digest import digest
+from vllm_metal.identity import weights_digest
+from vllm_metal.identity.weights_digest import digest
 
 LONG_AGO = time.time_ns() - 10**12
 

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from vllm_metal.kv_transfer.peer.address import Address
+from vllm_metal.settings.address import Address
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
 
-from vllm_metal.kv_cache import formats
-from vllm_metal.settings import envs
-from vllm_metal.settings import facts as facts_of
-from vllm_metal.settings.facts import plain
-from vllm_metal.spec_decode.registry import method_of
+from vllm_metal.identity import facts as facts_of
+from vllm_metal.identity.facts import plain
+from vllm_metal.settings import cache_dtypes, draft_methods, envs
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -193,8 +191,7 @@ def _name(model: str) -> str:
 
 def _draft(config: VllmConfig) -> dict[str, Any] | None:
     """Facts of a draft network that keeps K/V; others leave nothing in the blocks."""
-    method = method_of(config)
-    if method is None or not method.keeps_kv:
+    if not draft_methods.keeps_kv(config):
         return None
     assert config.speculative_config is not None
     return {
@@ -225,7 +222,7 @@ def _split(config: dict[str, Any], words: tuple[str, ...]) -> tuple[dict[str, An
 
 def _pool_dtype(cache_dtype: str, model_dtype: str) -> str:
     """Returns one name for the dtype of the pool: a model's own may be given as "auto", too."""
-    name = formats.canonical(cache_dtype)
+    name = cache_dtypes.canonical(cache_dtype)
     return model_dtype if name == "auto" else name
 
 

@@ -8,11 +8,11 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from metal_kernels.cache import cache_dir
-from vllm_metal.kv_transfer import weights_digest
-from vllm_metal.kv_transfer.fingerprint import differences, network_facts
+from vllm_metal.identity import facts as facts_of
+from vllm_metal.identity import weights_digest
+from vllm_metal.identity.facts import plain
+from vllm_metal.identity.fingerprint import differences, network_facts
 from vllm_metal.settings import envs
-from vllm_metal.settings import facts as facts_of
-from vllm_metal.settings.facts import plain
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

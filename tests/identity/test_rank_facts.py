@@ -8,7 +8,7 @@ import pytest
 from vllm_patches import doubles
 from vllm_settings.configured import configure
 
-from vllm_metal.kv_transfer import rank_facts
+from vllm_metal.identity import rank_facts
 
 
 @pytest.fixture

@@ -6,8 +6,9 @@ import socket
 import pytest
 from huggingface_hub import constants
 
-from vllm_metal.weights import model_names
-from vllm_metal.weights.files import ModelLoadError
+from vllm_metal.identity import model_names
+from vllm_metal.identity.model_files import ModelLoadError
+from vllm_metal.weights import folders
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def folder(machine, name, **files):
 )  # fmt: skip
 def test_a_name_that_means_nothing_here_is_answered_in_one_line(machine, model, told):
     with pytest.raises(ModelLoadError) as caught:
-        model_names.folder_of(model)
+        folders.checked_folder_of(model)
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -70,30 +71,30 @@ def test_a_name_that_means_nothing_here_is_answered_in_one_line(machine, model, 
 )
 def test_a_folder_that_is_no_models_says_what_it_lacks(machine, files, told):
     with pytest.raises(ModelLoadError, match=told):
-        model_names.folder_of(str(folder(machine, "model", **files)))
+        folders.checked_folder_of(str(folder(machine, "model", **files)))
 
 
 def test_a_folder_around_a_model_and_a_dead_link_are_named(machine):
     made = folder(machine, "outer/snapshots/1", config_json="{}")
     with pytest.raises(ModelLoadError, match=f"it is not a model's; did you mean {made}"):
-        model_names.folder_of(str(machine / "outer"))
+        folders.checked_folder_of(str(machine / "outer"))
     (machine / "link").symlink_to(machine / "gone")
     with pytest.raises(ModelLoadError, match=r"link is a link that leads nowhere, to .*gone"):
-        model_names.folder_of(str(machine / "link"))
+        folders.checked_folder_of(str(machine / "link"))
 
 
 def test_what_may_be_a_model_is_left_alone(machine, monkeypatch):
     made = str(folder(machine, "model", config_json="{}"))
     left = [made, "mlx-community/Qwen3-8B-4bit", "s3://bucket/model"]
-    assert [model_names.folder_of(model) for model in left] == left
+    assert [folders.checked_folder_of(model) for model in left] == left
     with socket.create_server(("127.0.0.1", 0)) as hub:
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
-        assert model_names.folder_of("owner/new") == "owner/new"
+        assert folders.checked_folder_of("owner/new") == "owner/new"
     monkeypatch.setattr(model_names, "getproxies", lambda: {"http": "http://proxy:3128"})
-    assert model_names.folder_of("owner/new") == "owner/new"  # a proxy may reach the hub
+    assert folders.checked_folder_of("owner/new") == "owner/new"  # a proxy may reach the hub
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelLoadError, match="HF_HUB_OFFLINE is set"):
-        model_names.folder_of("owner/new")
+        folders.checked_folder_of("owner/new")
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "./model.gguf", "{machine}/sha256-0"])

@@ -17,8 +17,8 @@ from threading import Thread
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from vllm_metal.weights import files, gguf_names
-from vllm_metal.weights.files import ModelLoadError
+from vllm_metal.identity import gguf_names, model_files
+from vllm_metal.identity.model_files import ModelLoadError
 
 _CONNECT_S = 3.0  # also of the lookup of its name, which has no limit of its own
 _PAGE = re.compile(r"https?://[^/]+/(?P<repo>[\w.-]+/[\w.-]+)")
@@ -31,22 +31,6 @@ _INNER = ("*/config.json", "snapshots/*/config.json")
 _MOST_PARSED = 2**20  # bytes
 _OLLAMA = re.compile(r"[\w.-]+:[\w.-]+")
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
-
-
-def folder_of(model: str, tokenizer: bool = True) -> str:
-    """The folder that stands for a GGUF model; any other model as it is named, once checked.
-
-    Args:
-        model: a folder, a GGUF file, or a name on the hub, of a GGUF model with a type behind it.
-        tokenizer: whether the model's own tokenizer is used.
-
-    Raises:
-        ModelLoadError: see `check`.
-    """
-    folder = gguf_names.folder_of(model, tokenizer)
-    if folder == model:
-        check(model)
-    return folder
 
 
 def check(model: str, option: str = "") -> None:
@@ -63,7 +47,7 @@ def check(model: str, option: str = "") -> None:
         _check(model)
     except (ModelLoadError, PermissionError) as error:
         if isinstance(error, PermissionError):
-            error = files.unreadable(Path(model), error)
+            error = model_files.unreadable(Path(model), error)
         raise ModelLoadError(f"{option}: {error}" if option else str(error)) from error
 
 
@@ -146,7 +130,7 @@ def _check_json(path: Path, key: str = "") -> None:
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise files.unreadable(path, error) from error
+        raise model_files.unreadable(path, error) from error
     if len(text) > _MOST_PARSED and text.lstrip()[:1] == b"{" and text.rstrip()[-1:] == b"}":
         return
     try:

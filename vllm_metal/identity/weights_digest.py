@@ -18,10 +18,9 @@ import blake3
 from tqdm.auto import tqdm
 from vllm.logger import init_logger
 
-from vllm_metal.models import loader
-from vllm_metal.settings import secret_file
-from vllm_metal.spec_decode.registry import method_of
-from vllm_metal.weights.files import GGUF_CONVERSION, is_gguf, weight_files
+from vllm_metal.identity import model_files
+from vllm_metal.identity.model_files import GGUF_CONVERSION, is_gguf, weight_files
+from vllm_metal.settings import draft_methods, secret_file
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -49,8 +48,7 @@ def of_networks(vllm_config: VllmConfig, memo: Path | None) -> dict[str, str]:
         ModelLoadError: a folder is gone.
     """
     found = {"target": digest(_target_files(vllm_config), memo)}
-    method = method_of(vllm_config)
-    if method is not None and method.keeps_kv:
+    if draft_methods.keeps_kv(vllm_config):
         found["draft"] = digest(_draft_files(vllm_config), memo)
     return found
 
@@ -90,7 +88,7 @@ def digest(files: Sequence[Path], memo: Path | None) -> str:
 
 def _target_files(config: VllmConfig) -> list[Path]:
     """Lists the files that are read, but for config.json: the fingerprint has its facts."""
-    folder = loader.model_folder(config.model_config, config)
+    folder = model_files.model_folder(config.model_config, config)
     return sorted([*weight_files(folder), *_beside_weights(config.model_config, folder)])
 
 
@@ -98,7 +96,7 @@ def _draft_files(config: VllmConfig) -> list[Path]:
     """All weights of the draft's checkpoint; of torch's files only where there are no others."""
     assert config.speculative_config is not None
     model_config = config.speculative_config.draft_model_config
-    folder = loader.model_folder(model_config, config, loader.HEAD_PATTERNS)
+    folder = model_files.model_folder(model_config, config, model_files.HEAD_PATTERNS)
     of_gguf = weight_files(folder) if is_gguf(folder) else []
     weights = (
         of_gguf
