@@ -78,12 +78,12 @@ test-slow: $(STAMP)  ## the nightly tests: all models and settings
 
 # What reads the platform, or takes what it says from what does. The interpreter's compiler sees Linux
 # under the double: what differs is how it finds the lines of kernels.
-DARWIN_TESTS := tests/commands/doctor tests/device/test_blas.py tests/commands/test_cli.py \
+DARWIN_TESTS := tests/cli/doctor tests/device/test_blas.py tests/cli/test_main.py \
 	tests/test_cpu.py tests/settings/test_envs.py tests/settings/test_local_network.py \
-	tests/memory/test_planner.py tests/memory/test_pressure.py tests/memory/test_budget.py \
+	tests/engine/memory/test_planner.py tests/engine/memory/test_pressure.py tests/engine/memory/test_budget.py \
 	tests/platform tests/device/test_ram.py tests/device/test_selfcheck.py tests/device/test_sysctl.py \
-	tests/vllm_patches/test_logs.py tests/vllm_patches/test_processes.py \
-	tests/vllm_patches/test_releases.py tests/kv_transfer/peer/test_wire.py \
+	tests/patches/vllm_patches/test_logs.py tests/patches/vllm_patches/test_processes.py \
+	tests/patches/vllm_patches/test_releases.py tests/kv_transfer/peer/test_wire.py \
 	tests/metal_interpreter/test_checker.py tests/metal_interpreter/test_coverage.py
 
 .PHONY: test-small test-darwin

@@ -21,7 +21,7 @@ import mlx.core as mx
 import numpy as np
 import vllm.config  # noqa: F401  # before vllm.distributed: they import each other
 
-from vllm_metal.kv_cache.pages import PagePart, finite_rows, page_rows
+from vllm_metal.engine.kv_cache.pages import PagePart, finite_rows, page_rows
 from vllm_metal.kv_transfer.disk import layout
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.space import Written

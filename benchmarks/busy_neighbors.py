@@ -19,7 +19,7 @@ os.environ.setdefault("VLLM_METAL_DEVICE", "cpu")
 
 from vllm import LLM, SamplingParams
 
-from vllm_metal.models.embedded import embedded_model_path
+from vllm_metal.engine.models.embedded import embedded_model_path
 
 NUM_REQUESTS, NUM_TOKENS, NUM_PROMPT = 8, 24, 50
 SPIN = "while True: pass"

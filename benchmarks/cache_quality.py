@@ -33,7 +33,7 @@ import numpy as np
 from transformers import AutoTokenizer
 from vllm import LLM, SamplingParams
 
-from vllm_metal.models.embedded import embedded_model_path, gemma3_270m_path
+from vllm_metal.engine.models.embedded import embedded_model_path, gemma3_270m_path
 
 ROOT = Path(__file__).parents[1]
 CACHES = ("auto", "fp8", "int8")

@@ -31,12 +31,12 @@ if envs.requested_device() == "cpu":
 import mlx.core as mx
 from vllm import LLM, SamplingParams
 
-from vllm_metal.batch.outputs import StepOutput
-from vllm_metal.models.embedded import embedded_model_path
-from vllm_metal.models.executor import ModelExecutor
-from vllm_metal.sample import Sampler
-from vllm_metal.spec_decode.draft_model import DraftModelProposer
-from vllm_metal.worker.model_runner import ModelRunner
+from vllm_metal.engine.batch.outputs import StepOutput
+from vllm_metal.engine.models.embedded import embedded_model_path
+from vllm_metal.engine.models.executor import ModelExecutor
+from vllm_metal.engine.sample import Sampler
+from vllm_metal.engine.spec_decode.draft_model import DraftModelProposer
+from vllm_metal.engine.worker.model_runner import ModelRunner
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "Repeat exactly, three times: the quick brown fox jumps over the lazy dog."

@@ -91,10 +91,10 @@ def forward_passes(llm: Any, prompts: list[dict[str, list[int]]]) -> Callable[[]
     """What runs the forward passes of the steps that the engine makes of the prompts."""
     import mlx.core as mx
 
-    from vllm_metal.encoders.executor import EncoderExecutor
-    from vllm_metal.encoders.loading import lazy_encoder
-    from vllm_metal.encoders.profile import rows_of
-    from vllm_metal.encoders.served import ARCHITECTURES
+    from vllm_metal.engine.pooling.encoders.executor import EncoderExecutor
+    from vllm_metal.engine.pooling.encoders.loading import lazy_encoder
+    from vllm_metal.engine.pooling.encoders.profile import rows_of
+    from vllm_metal.engine.pooling.encoders.served import ARCHITECTURES
 
     config = llm.llm_engine.vllm_config
     served = ARCHITECTURES[config.model_config.architecture]

@@ -19,8 +19,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from transformers import AutoTokenizer
 
 from vllm_metal.device import blas
-from vllm_metal.models.loader import lazy_model
-from vllm_metal.weights.folders import folder_of
+from vllm_metal.engine.models.loader import lazy_model
+from vllm_metal.engine.weights.folders import folder_of
 
 GROUP_SIZE = 64
 

@@ -71,7 +71,7 @@ def count(layers: int) -> dict[str, int | str]:
         graph = dispatches.graph_of("llama", layers)
     step = dispatches.dispatches(graph)
     opaque = sum(operation.opaque for operation in graph.operations)
-    early = find_spec("vllm_metal.worker.early_reads") is not None
+    early = find_spec("vllm_metal.engine.worker.early_reads") is not None
     return {
         # Each kernel is recorded with the zeros that stand for its outputs.
         "operations": sum(operation.kind != "Full" for operation in graph.operations),

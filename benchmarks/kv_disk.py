@@ -26,7 +26,7 @@ from _kv_files import LARGE, SMOLLM2, FileBench, Rates
 from _kv_streams import beside_loads, beside_stuck_disk
 from _shared import Prompts, note, table
 
-from vllm_metal.models.embedded import embedded_model_path
+from vllm_metal.engine.models.embedded import embedded_model_path
 
 ROOT = Path(__file__).resolve().parents[1]
 WAYS = ("cold", "memory", "disk")

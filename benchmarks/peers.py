@@ -267,7 +267,7 @@ def main() -> int:
     try:
         model = args.model
         if model is None:
-            from vllm_metal.models.embedded import embedded_model_path
+            from vllm_metal.engine.models.embedded import embedded_model_path
 
             model = str(embedded_model_path(dequantize=True))
         logs = args.out / "logs"

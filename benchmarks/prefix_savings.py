@@ -20,7 +20,7 @@ from _engine import Engine  # comes first: it settles how vLLM and MLX start
 from _savings_runs import HEADERS, LONGEST, compare
 from _shared import Prompts, note, table
 
-from vllm_metal.models.embedded import embedded_model_path
+from vllm_metal.engine.models.embedded import embedded_model_path
 
 ROOT = Path(__file__).resolve().parents[1]
 _POOL = 48000 * 2 * LONGEST  # bytes; SmolLM2 takes 46,080 a token

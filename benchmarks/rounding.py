@@ -28,7 +28,7 @@ from _shared import note, table
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
 
-from vllm_metal.models.embedded import embedded_model_path
+from vllm_metal.engine.models.embedded import embedded_model_path
 
 PROMPTS = (
     "The history of the printing press begins",

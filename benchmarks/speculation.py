@@ -29,7 +29,7 @@ if envs.requested_device() == "cpu":
 
 from vllm import LLM, SamplingParams
 
-from vllm_metal.models.embedded import embedded_model_path
+from vllm_metal.engine.models.embedded import embedded_model_path
 
 ROOT = Path(__file__).parents[1]
 NUM_DRAFTS = 7

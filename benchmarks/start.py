@@ -107,7 +107,7 @@ def start() -> dict[str, float]:
         kv_cache_memory_bytes=int(demo.KV_CACHE_GIB * 2**30),
     ).create_engine_config()
     configured = time.time()
-    from vllm_metal.worker.worker import MetalWorker
+    from vllm_metal.engine.worker.worker import MetalWorker
 
     phases: dict[str, float] = {}
     for method, phase in WORK.items():
@@ -169,7 +169,7 @@ def commands(tree: Path, caches: Path) -> dict[str, float]:
         words = [word.format(model=model) for word in line]
         begun = time.time()
         subprocess.run(
-            [sys.executable, "-c", "from vllm_metal.commands.cli import main; main()", *words],
+            [sys.executable, "-c", "from vllm_metal.cli.main import main; main()", *words],
             env=asked,
             capture_output=True,
             check=True,

@@ -22,7 +22,7 @@ from _budget_runs import HEADERS, MOST_STREAMED, STREAM_PROMPT, compare
 from _engine import Engine
 from _shared import Prompts, note, table
 
-from vllm_metal.models.embedded import embedded_model_path
+from vllm_metal.engine.models.embedded import embedded_model_path
 from vllm_metal.settings.additional_config import AdditionalConfig
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -33,11 +33,11 @@ import numpy as np
 from mlx.utils import tree_flatten
 from vllm import LLM, SamplingParams
 
-from vllm_metal.kv_cache.layer_state import StepScope
-from vllm_metal.kv_cache.scatter import ScatterKVCache
-from vllm_metal.models.executor import ModelExecutor
-from vllm_metal.models.parts import ModelParts
-from vllm_metal.sample import Sampler
+from vllm_metal.engine.kv_cache.layer_state import StepScope
+from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.models.executor import ModelExecutor
+from vllm_metal.engine.models.parts import ModelParts
+from vllm_metal.engine.sample import Sampler
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -26,7 +26,7 @@ PORT = 8098
 
 
 def main() -> None:
-    command = [sys.executable, "-m", "vllm_metal.commands.cli", "chat", "--no-open"]
+    command = [sys.executable, "-m", "vllm_metal.cli.main", "chat", "--no-open"]
     with subprocess.Popen(
         [*command, "--port", str(PORT)],
         stdout=subprocess.PIPE,

@@ -31,14 +31,14 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from metal_kernels.command_buffers import MOST_DISPATCHES
-from vllm_metal.attention.layers import attention_layers
-from vllm_metal.batch.requests import BlockTables
-from vllm_metal.batch.rows import Rows
-from vllm_metal.commands.fit.graph import Graph, Operation, record, recordable
-from vllm_metal.kv_cache.kernels import KernelKVCache
-from vllm_metal.mlx_patches import registry, seam
-from vllm_metal.mlx_patches.replacing import replaced
-from vllm_metal.models.paged_layers import PagedLayers
+from vllm_metal.cli.fit.graph import Graph, Operation, record, recordable
+from vllm_metal.engine.attention.layers import attention_layers
+from vllm_metal.engine.batch.requests import BlockTables
+from vllm_metal.engine.batch.rows import Rows
+from vllm_metal.engine.kv_cache.kernels import KernelKVCache
+from vllm_metal.engine.models.paged_layers import PagedLayers
+from vllm_metal.patches.mlx_patches import registry, seam
+from vllm_metal.patches.mlx_patches.replacing import replaced
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 HEAD = "| model | rotation | a layer | a step | command buffers |"

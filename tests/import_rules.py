@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,13 +22,35 @@ FLOORS = (
     *(
         f"vllm_metal/{room}"
         for room in (
-            *("settings", "device", "vllm_patches", "mlx_patches", "metrics", "kv_cache"),
-            *("attention", "sample", "batch", "gguf", "weights", "models", "memory", "lora"),
-            *("pooling", "vision", "spec_decode", "kv_transfer", "distributed", "encoders"),
-            *("worker", "serving", "platform", "commands"),
+            *("settings", "identity", "device"),
+            *("patches/vllm_patches", "patches/mlx_patches", "metrics"),
+            *(
+                f"engine/{room}"
+                for room in (
+                    *("kv_cache", "recurrent", "attention", "sample", "batch", "weights"),
+                    *("config_json", "models", "memory", "lora", "pooling", "vision"),
+                    *("spec_decode", "distributed", "worker"),
+                )
+            ),
+            *("kv_transfer", "serving", "platform", "cli"),
         )
     ),
 )
+
+#: Folders that a folder leaves alone though they stand below it, and the modules excepted from that.
+NEVER = {
+    "vllm_metal/patches": (("vllm_metal/identity",), ()),
+    "vllm_metal/serving": (("vllm_metal/engine", "vllm_metal/kv_transfer"), ()),
+    "vllm_metal/cli": (
+        ("vllm_metal/engine",),
+        # They plan a model and try kernels; convert it; or find its folder.
+        (
+            *("vllm_metal/cli/fit/", "vllm_metal/cli/doctor/", "vllm_metal/cli/main.py"),
+            *("vllm_metal/cli/early_checks.py", "vllm_metal/cli/launch/planning.py"),
+            "vllm_metal/cli/chat/surroundings.py",
+        ),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -299,14 +321,31 @@ def knowing(tree: Tree, package: str, unknown: tuple[str, ...]) -> list[str]:
     return found
 
 
-def uses(tree: Tree, folders: tuple[str, ...]) -> list[str]:
+def never(tree: Tree) -> list[str]:
+    """Uses of a folder by one that leaves it alone."""
+    return [
+        use
+        for folder, (others, excepted) in NEVER.items()
+        for use in uses(tree, others, lambda file: file.startswith(f"{folder}/"))
+        if not use.startswith(excepted)
+    ]
+
+
+def uses(
+    tree: Tree, folders: tuple[str, ...], by: Callable[[str], bool] = lambda file: True
+) -> list[str]:
     """What modules outside of some folders use of them, by an import or by a module's name.
 
     The package's own module is left out: it is vLLM's way in, and names the platform.
+
+    Args:
+        tree: the checkout.
+        folders: those that are used.
+        by: the files that are looked at.
     """
     inside = tuple(f"{folder}/" for folder in folders)
     names = tuple(folder.replace("/", ".") for folder in folders)
-    outside = {file for file in tree.files if not file.startswith(inside)}
+    outside = {file for file in tree.files if by(file) and not file.startswith(inside)}
     outside -= {"vllm_metal/__init__.py"}
     found = [
         str(item)

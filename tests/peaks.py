@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from vllm_metal.memory import planner
+from vllm_metal.engine.memory import planner
 
 _THREADS = Path("/proc/self/task")
 _ONE = mx.array(1.0)

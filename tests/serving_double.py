@@ -14,12 +14,12 @@ from types import SimpleNamespace
 
 from prometheus_client import CollectorRegistry
 
+from vllm_metal.patches.vllm_patches.http_protocol import HANG_UP
 from vllm_metal.serving import tenants_file
 from vllm_metal.serving.config import BodyLimits, ResponseCacheConfig, ServingConfig, TenantsConfig
 from vllm_metal.serving.gate import Tenants
 from vllm_metal.serving.metrics import Figures
 from vllm_metal.serving.response_cache.key import Rendered
-from vllm_metal.vllm_patches.http_protocol import HANG_UP
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 #: What vLLM does not answer differently for.

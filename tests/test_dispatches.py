@@ -6,7 +6,7 @@ import mlx.nn as nn
 import pytest
 
 from tests import dispatches
-from vllm_metal.commands.fit.graph import record, recordable
+from vllm_metal.cli.fit.graph import record, recordable
 
 
 def counted(build, *inputs):

@@ -40,6 +40,11 @@ def test_no_two_floors_and_no_two_modules_import_each_other():
     assert import_rules.cycles(TREE) == []
 
 
+def test_folders_that_leave_others_alone_do():
+    """The server's part knows no engine, and patches change the hosts alone."""
+    assert import_rules.never(TREE) == []
+
+
 def test_nothing_private_is_used_on_another_floor():
     assert import_rules.private_reaches(TREE) == []
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from vllm_metal.commands.options import parser
+from vllm_metal.cli.options import parser
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = {path.name: path for path in (ROOT / ".github" / "workflows").glob("*.yml")}

@@ -21,7 +21,7 @@ def register() -> str | None:
 
     serves = sys.argv[1:2] == ["serve"] and multiprocessing.parent_process() is None
     if serves:
-        from vllm_metal.vllm_patches import start_failures
+        from vllm_metal.patches.vllm_patches import start_failures
 
         start_failures.print_causes()
     try:
@@ -75,19 +75,19 @@ def change_vllm() -> None:
     except ValueError:  # the platform says so
         return
     if "vllm.v1.engine.core" in sys.modules:
-        from vllm_metal.vllm_patches import processes
+        from vllm_metal.patches.vllm_patches import processes
 
         if processes.is_engine_process():
+            from vllm_metal.patches.vllm_patches import model_info, shutdown
             from vllm_metal.platform.metal_platform import MetalPlatform
-            from vllm_metal.vllm_patches import model_info, shutdown
 
             shutdown.end_with_sigterm()
             MetalPlatform.change_schedulers()
             model_info.answer_for_models()  # which that check asks about
     if "vllm.engine.arg_utils" in sys.modules:  # else a process that takes no names
         from vllm_metal.identity import gguf_names
+        from vllm_metal.patches.vllm_patches import engine_args, start_failures
         from vllm_metal.platform import start_checks
-        from vllm_metal.vllm_patches import engine_args, start_failures
 
         engine_args.keep_names_of_files(gguf_names.file_of)
         engine_args.check_first(start_checks.check_engine)

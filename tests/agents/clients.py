@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_metal.commands.launch import clients as launch
-from vllm_metal.commands.local_server import Endpoint
+from vllm_metal.cli.launch import clients as launch
+from vllm_metal.cli.local_server import Endpoint
 
 MODEL, CONTEXT = "script", 131072
 #: The folder that `python -m agents.install FOLDER` filled.

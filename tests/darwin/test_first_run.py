@@ -16,7 +16,7 @@ import pytest
 from darwin.run import CRASH, run, start
 from e2e.server import free_port
 
-from vllm_metal.models.embedded import embedded_model_path
+from vllm_metal.engine.models.embedded import embedded_model_path
 
 pytestmark = pytest.mark.more
 ROOT = Path(__file__).parents[2]

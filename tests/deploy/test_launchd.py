@@ -112,7 +112,7 @@ def test_paths_are_absolute(name):
 
 @each_service
 def test_a_stop_waits_for_the_engine(name):
-    from vllm_metal.vllm_patches.shutdown import MAC_STOP_TIMEOUT
+    from vllm_metal.patches.vllm_patches.shutdown import MAC_STOP_TIMEOUT
 
     options = arguments(name)
     drained = 0

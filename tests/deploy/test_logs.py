@@ -16,7 +16,7 @@ LOGROTATE = shutil.which("logrotate") or shutil.which("logrotate", path="/usr/sb
 #: web server's, and says that it has. That a server does all this, test_prometheus.py shows.
 WRITER = """
 import json, logging.config, sys
-from vllm_metal.vllm_patches import logs, partial_imports
+from vllm_metal.patches.vllm_patches import logs, partial_imports
 partial_imports.plan_only()  # the formatter is vLLM's, and needs nothing else of it
 import vllm.logging_utils
 logging.config.dictConfig(json.load(open(sys.argv[1])))

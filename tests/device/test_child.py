@@ -5,7 +5,7 @@ import time
 
 import psutil
 import pytest
-from commands.doctor.conftest import ended
+from cli.doctor.conftest import ended
 
 from vllm_metal.device.child import LIMITS, Child, run
 

@@ -12,7 +12,7 @@ from e2e.fuzz.models import VOCAB, write_models
 from e2e.models import first_two_layers
 from e2e.tenants import MAX_MODEL_LEN
 
-from vllm_metal.models.embedded import embedded_model_path, gemma3_270m_path
+from vllm_metal.engine.models.embedded import embedded_model_path, gemma3_270m_path
 
 
 @pytest.fixture(scope="session")

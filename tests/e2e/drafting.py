@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 from e2e.disk import LIMIT, pages
 from e2e.harness import counters, engine, free_blocks, run_out
-from spec_decode.heads import CONFIG, HIDDEN, write_head, write_target
-from spec_decode.hybrids import write_hybrid
-from spec_decode.test_eagle import eagle3_shapes, layer_shapes
-from spec_decode.test_mlp_speculator import config_json as mlp_speculator_config
-from spec_decode.test_mlp_speculator import shapes as mlp_speculator_shapes
-from spec_decode.test_mtp import CASES
-from spec_decode.test_mtp import write as write_mtp
+from engine.spec_decode.heads import CONFIG, HIDDEN, write_head, write_target
+from engine.spec_decode.hybrids import write_hybrid
+from engine.spec_decode.test_eagle import eagle3_shapes, layer_shapes
+from engine.spec_decode.test_mlp_speculator import config_json as mlp_speculator_config
+from engine.spec_decode.test_mlp_speculator import shapes as mlp_speculator_shapes
+from engine.spec_decode.test_mtp import CASES
+from engine.spec_decode.test_mtp import write as write_mtp
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
+from vllm_metal.engine.spec_decode.speculator import Speculator
 from vllm_metal.kv_transfer.disk.block_file import HEADER_BYTES
-from vllm_metal.spec_decode.speculator import Speculator
 
 BLOCK, NUM_DRAFTS = 16, 3
 VOCAB = 32  # so few that drafts at random are right now and then

@@ -17,9 +17,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from vllm_metal.batch.outputs import StepOutput
+from vllm_metal.engine.batch.outputs import StepOutput
+from vllm_metal.engine.worker.model_runner import ModelRunner
 from vllm_metal.kv_transfer import store_jobs
-from vllm_metal.worker.model_runner import ModelRunner
 
 MESSAGE = "[METAL] Command buffer execution failed: Caused GPU Timeout Error"
 #: When the command buffers of a step that fails end.

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from vllm import LLM, SamplingParams
 
-from vllm_metal.models.loader import dense_model
+from vllm_metal.engine.models.loader import dense_model
 
 #: Largest gap of two float32 logits that counts as a tie. Chunked, batched and one-at-a-time
 #: matrix products sum in different orders; over these models the logits (up to ~30) move by less

@@ -10,7 +10,7 @@ import psutil
 from e2e.harness import counters, engine, greedy
 from vllm import LLM
 
-from vllm_metal.memory.advice import BudgetError
+from vllm_metal.engine.memory.advice import BudgetError
 
 MIB = 2**20
 

@@ -4,8 +4,8 @@
 import pytest
 from e2e.harness import counters, generate
 from e2e.test_hybrids import NGRAM, check_passes, greedy_ids, hybrid_engine, prompts_of
-from models.latent import FAMILIES
-from models.recurrent import write_model
+from engine.models.latent import FAMILIES
+from engine.models.recurrent import write_model
 
 QUICK = "deepseek_v3"
 #: States beside latents, soft caps, and K/V that layers share.

@@ -14,9 +14,9 @@ from e2e.failing_device import ENDS, MESSAGE, FailingDevice
 from e2e.fuzz.models import VOCAB
 from e2e.harness import Dense, counters, engine, free_blocks, greedy, run_out
 
-from vllm_metal.worker import recovery
-from vllm_metal.worker.early_reads import EarlyReads
-from vllm_metal.worker.recovery import MAX_FAILURES_IN_A_ROW, STEPS_THAT_END_A_ROW
+from vllm_metal.engine.worker import recovery
+from vllm_metal.engine.worker.early_reads import EarlyReads
+from vllm_metal.engine.worker.recovery import MAX_FAILURES_IN_A_ROW, STEPS_THAT_END_A_ROW
 
 NUM_TOKENS = 6
 BOTH = pytest.mark.parametrize(

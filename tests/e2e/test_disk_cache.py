@@ -108,7 +108,7 @@ def test_generated_blocks_are_found_too(tiny, tmp_path):
 @pytest.mark.more
 def test_an_adapter_finds_what_its_content_has_stored(tmp_path):
     """After a restart; trained anew under its name and path it finds nothing, and put back all."""
-    from lora.toys import Toy, greedy_tokens  # imports PEFT
+    from engine.lora.toys import Toy, greedy_tokens  # imports PEFT
 
     toy = Toy("llama", tmp_path / "base")
     model, path = toy.save(), tmp_path / "adapter"

@@ -12,9 +12,9 @@ from e2e.disk import ask, check_same, disk_engine, disk_hits
 from e2e.fuzz.models import VOCAB
 from e2e.harness import free_blocks, greedy, run_out
 
-from vllm_metal.batch.outputs import StepOutput
+from vllm_metal.engine.batch.outputs import StepOutput
+from vllm_metal.engine.models.executor import ModelExecutor
 from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
-from vllm_metal.models.executor import ModelExecutor
 
 NUM_TOKENS = 6
 MOST_SECONDS = 120

@@ -6,7 +6,7 @@ import pytest
 from e2e.disk import ask, check_same, disk_engine, disk_hits
 from e2e.fuzz.models import VOCAB
 from e2e.harness import counters, run_out, text_tokens
-from spec_decode.fitted import FittedHeads
+from engine.spec_decode.fitted import FittedHeads
 
 pytestmark = pytest.mark.more
 

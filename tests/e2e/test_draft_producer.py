@@ -15,9 +15,9 @@ from e2e.drafting import (
 )
 from e2e.harness import counters
 
-from vllm_metal.spec_decode.draft_writer import DraftWriter
-from vllm_metal.spec_decode.paged_proposer import PagedProposer
-from vllm_metal.worker.model_runner import ModelRunner
+from vllm_metal.engine.spec_decode.draft_writer import DraftWriter
+from vllm_metal.engine.spec_decode.paged_proposer import PagedProposer
+from vllm_metal.engine.worker.model_runner import ModelRunner
 
 #: Of prompts: around ends of blocks, and in several chunks.
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 5 * BLOCK + 3)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from e2e.harness import counters, engine
-from pooling import checkpoints
+from engine.pooling import checkpoints
 from transformers import AutoModel, AutoTokenizer
 from vllm.exceptions import VLLMValidationError
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from e2e.harness import engine
-from encoders import checkpoints
+from engine.pooling.encoders import checkpoints
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 from vllm.exceptions import VLLMValidationError

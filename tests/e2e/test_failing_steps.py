@@ -8,8 +8,8 @@ import pytest
 from e2e.fuzz.models import VOCAB
 from e2e.harness import Dense, counters, engine, free_blocks, generate, greedy
 
-from vllm_metal.batch.outputs import StepOutput
-from vllm_metal.models.executor import ModelExecutor
+from vllm_metal.engine.batch.outputs import StepOutput
+from vllm_metal.engine.models.executor import ModelExecutor
 
 NUM_TOKENS = 6
 POISON = VOCAB - 1

@@ -8,9 +8,9 @@ requests than the pool has blocks for; then again, when what it needs is in the 
 import pytest
 from e2e.harness import Dense, engine
 from e2e.test_hybrids import NGRAM, TOLD, check_passes
+from engine.models.further import FAMILIES, REFUSED
+from engine.models.recurrent import write_model
 from mlx_lm.models.cache import make_prompt_cache
-from models.further import FAMILIES, REFUSED
-from models.recurrent import write_model
 
 #: One that transformers and vLLM do not know, K/V of other layers, and states alone.
 MORE = ("bailing_moe_linear", "gemma3n", "mamba")

@@ -9,7 +9,7 @@ import sys
 import pytest
 from e2e.server import refused_start, serve
 
-from vllm_metal.vllm_patches.start_failures import ERROR_PREFIX
+from vllm_metal.patches.vllm_patches.start_failures import ERROR_PREFIX
 
 pytestmark = pytest.mark.more
 ALLOWED = "Found ulimit of"  # vLLM's warning where the shell allows few open files
@@ -63,7 +63,7 @@ def test_a_start_that_fails_ends_with_the_cause(damaged, tmp_path, unasked):
 def test_a_script_gets_the_cause_as_one_error(damaged, unasked):
     script = (
         "from vllm import LLM\n"
-        "from vllm_metal.vllm_patches.start_failures import StartError\n"
+        "from vllm_metal.patches.vllm_patches.start_failures import StartError\n"
         "try:\n"
         f"    LLM({damaged!r})\n"
         "except StartError as error:\n"

@@ -13,7 +13,7 @@ from e2e.harness import engine, generate, greedy
 from e2e.server import serve
 from transformers import AutoModelForCausalLM
 
-from vllm_metal.models.embedded import smollm2_gguf
+from vllm_metal.engine.models.embedded import smollm2_gguf
 
 PROMPTS = [[1, 504, 3575, 282, 4649, 314], [1, 20, 21, 22, 23, 24, 25, 26], [1, 900, 901]]
 NEW_TOKENS = 12
@@ -29,7 +29,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path
         yield Path(package.assemble(tmp_path / package.MODEL_NAME)), 0.1
 
 
-@pytest.mark.more  # the core of it, weights and names, is in tests/gguf and tests/vllm_patches
+@pytest.mark.more  # weights and names are tested in tests/engine/weights/gguf
 def test_an_engine_generates_what_transformers_does(
     model: tuple[Path, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

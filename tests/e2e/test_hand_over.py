@@ -8,9 +8,9 @@ import pytest
 from e2e.harness import engine
 from vllm import SamplingParams
 
-from vllm_metal.batch.outputs import StepOutput
-from vllm_metal.worker.early_reads import EarlyReads
-from vllm_metal.worker.results import LateOutput
+from vllm_metal.engine.batch.outputs import StepOutput
+from vllm_metal.engine.worker.early_reads import EarlyReads
+from vllm_metal.engine.worker.results import LateOutput
 
 
 def unknown_operations(arrays) -> int:

@@ -6,10 +6,10 @@ import pytest
 from e2e.disk import HITS
 from e2e.harness import Dense, counters, engine, free_blocks, generate, greedy, run_out
 from e2e.peers import consumer, decode, free_port, prefill, producer
-from models import latent, published
-from models.recurrent import FAMILIES, VOCAB, Family, write_model
+from engine.models import latent, published
+from engine.models.recurrent import FAMILIES, VOCAB, Family, write_model
 
-from vllm_metal.models.executor import ModelExecutor
+from vllm_metal.engine.models.executor import ModelExecutor
 
 MAX_TOKENS = 40
 NGRAM = {

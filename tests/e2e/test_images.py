@@ -24,9 +24,9 @@ from e2e import health_watch
 from e2e.harness import counters, engine, greedy
 from e2e.server import serve
 from e2e.tenants import write_settings
+from engine.vision import reference
+from engine.vision.checkpoints import FAMILIES
 from PIL import Image
-from vision import reference
-from vision.checkpoints import FAMILIES
 
 pytestmark = pytest.mark.more
 FAMILY = FAMILIES["qwen3_vl"]
@@ -376,7 +376,7 @@ from vllm import LLM, SamplingParams
 llm = LLM(sys.argv[1], max_model_len=256, kv_cache_memory_bytes=2**24, language_model_only=True)
 (output,) = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
 loaded = [name for name in sys.modules if name.startswith(
-    ("mlx_vlm", "vllm_metal.vision", "vllm.model_executor.models.qwen", "torchvision"))]
+    ("mlx_vlm", "vllm_metal.engine.vision", "vllm.model_executor.models.qwen", "torchvision"))]
 print("LOADED", loaded, list(output.outputs[0].token_ids))
 """
 

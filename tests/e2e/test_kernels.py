@@ -19,7 +19,7 @@ from e2e.harness import (
     text_tokens,
 )
 from e2e.test_hybrids import NGRAM
-from models import recurrent
+from engine.models import recurrent
 
 from metal_kernels.paged_attention import Tiles
 from tests.metal_kernels.hazards import Logger, prove, prove_always

@@ -7,8 +7,8 @@ import pytest
 from e2e.drafting import draft_counts
 from e2e.harness import counters, generate, greedy
 from e2e.test_hybrids import NGRAM, hybrid_engine, prompts_of
-from models import latent
-from models.recurrent import Family, write_model
+from engine.models import latent
+from engine.models.recurrent import Family, write_model
 
 MAX_TOKENS = 14
 HEADS = {"num_hidden_layers": 2, "head_dim": 64}  # of a size that the kernels take

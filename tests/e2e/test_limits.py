@@ -7,7 +7,7 @@ import psutil
 import pytest
 from e2e.harness import Dense, counters, engine, generate, greedy, text_tokens
 
-from vllm_metal.memory.advice import BudgetError
+from vllm_metal.engine.memory.advice import BudgetError
 
 
 @pytest.mark.parametrize(

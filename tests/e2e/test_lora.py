@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from e2e.harness import counters, engine, greedy
-from lora.toys import VOCAB, Toy, greedy_tokens
+from engine.lora.toys import VOCAB, Toy, greedy_tokens
 from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
 
-from vllm_metal.models.parts import ModelParts
+from vllm_metal.engine.models.parts import ModelParts
 
 NUM_TOKENS, NUM_ADAPTERS = 8, 8
 SMALL = {

@@ -8,13 +8,13 @@ import pytest
 import torch
 from e2e.harness import Dense, engine
 from e2e.test_lora import NUM_TOKENS, SMALL, ask, named, prompt, tokens
-from lora.toys import Toy, adapter_of, greedy_tokens
+from engine.lora.toys import Toy, adapter_of, greedy_tokens
+from engine.weights.toys import stored_as, write_stored
 from mlx_lm.utils import dequantize_model, load_config, load_model, quantize_model, save_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from weights.toys import stored_as, write_stored
 
-from vllm_metal.models.embedded import smollm2_gguf
+from vllm_metal.engine.models.embedded import smollm2_gguf
 
 pytestmark = pytest.mark.more
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -7,12 +7,12 @@ import torch
 import transformers
 from e2e.harness import engine, greedy
 from e2e.test_lora import named, tokens
+from engine.vision import checkpoints
+from engine.vision.reference import processor
 from peft import LoraConfig, get_peft_model
 from PIL import Image
-from vision import checkpoints
-from vision.reference import processor
 
-from vllm_metal.vision.families import FAMILIES
+from vllm_metal.engine.vision.families import FAMILIES
 
 pytestmark = pytest.mark.more
 NUM_TOKENS = 12

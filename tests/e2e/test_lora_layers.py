@@ -8,12 +8,12 @@ import mlx.core as mx
 import pytest
 from e2e.harness import Dense, engine
 from e2e.test_lora import SMALL, ask, named, tokens
+from engine.models import latent
+from engine.models.recurrent import FAMILIES, VOCAB, write_model
 from mlx.utils import tree_flatten
-from models import latent
-from models.recurrent import FAMILIES, VOCAB, write_model
 
-from vllm_metal.lora.updates import Updates
-from vllm_metal.models.loader import dense_model
+from vllm_metal.engine.lora.updates import Updates
+from vllm_metal.engine.models.loader import dense_model
 
 pytestmark = pytest.mark.slow
 

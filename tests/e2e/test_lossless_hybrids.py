@@ -19,7 +19,7 @@ from e2e.test_lossless_sampling import (
     p_values,
     settings,
 )
-from spec_decode.hybrids import write_hybrid
+from engine.spec_decode.hybrids import write_hybrid
 from vllm import SamplingParams
 
 pytestmark = [pytest.mark.heavy, pytest.mark.more]

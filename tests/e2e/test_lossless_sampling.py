@@ -13,9 +13,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from e2e.harness import Dense, counters, engine, generate
+from engine.sample.law import distribution, p_value
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models import llama
-from sample.law import distribution, p_value
 from vllm import SamplingParams
 
 pytestmark = pytest.mark.heavy

@@ -17,8 +17,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from vllm import LLM
 
-from vllm_metal.memory.advice import BudgetError
-from vllm_metal.sample import logit_chunks
+from vllm_metal.engine.memory.advice import BudgetError
+from vllm_metal.engine.sample import logit_chunks
 
 MIB = 2**20
 #: Python's own objects come and go; a leaked pool or model of these tests is several times this.

@@ -6,15 +6,15 @@ import sys
 from functools import partial
 
 import pytest
-from commands.fit.models import write
+from cli.fit.models import write
 from e2e.harness import engine
 from peaks import least_peak
 
-from vllm_metal.commands.cli import main
-from vllm_metal.kv_cache.scatter import ScatterKVCache
-from vllm_metal.memory import profile
-from vllm_metal.models.loader import weight_bytes
-from vllm_metal.vllm_patches import memory_shares
+from vllm_metal.cli.main import main
+from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.memory import profile
+from vllm_metal.engine.models.loader import weight_bytes
+from vllm_metal.patches.vllm_patches import memory_shares
 
 pytestmark = pytest.mark.slow
 

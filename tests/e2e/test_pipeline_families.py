@@ -3,7 +3,7 @@
 
 import pytest
 from e2e.test_hybrids import NGRAM, check_passes
-from models import published, recurrent
+from engine.models import published, recurrent
 
 #: Whose layers keep states: of each kind, and of attention with a window beside states.
 STATES = ("qwen3_next", "falcon_h1", "lfm2", "jamba", "mamba2", "recurrent_gemma")

@@ -20,7 +20,7 @@ from e2e.peers import (
     runner_of,
 )
 
-from vllm_metal.kv_cache.pages import page_rows
+from vllm_metal.engine.kv_cache.pages import page_rows
 from vllm_metal.kv_transfer.connector import MetalKVConnector
 from vllm_metal.kv_transfer.peer.client import Peer
 from vllm_metal.kv_transfer.peer.view import PeerView

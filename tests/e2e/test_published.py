@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from e2e.harness import counters, engine, run_out
-from models.published import FAMILIES, REFUSED, VOCAB, draw, log_probabilities, make, write
+from engine.models.published import FAMILIES, REFUSED, VOCAB, draw, log_probabilities, make, write
 from vllm import SamplingParams
 
 pytestmark = pytest.mark.more

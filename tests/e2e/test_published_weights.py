@@ -14,11 +14,11 @@ import torch
 from e2e.disk import HITS, disk_engine
 from e2e.harness import counters, engine, generate, greedy, run_out
 from e2e.test_quantized_cache import QuantizedDense
-from models.published import VOCAB, log_probabilities
+from engine.models.published import VOCAB, log_probabilities
+from engine.weights.toys import DENSE, reference_of, reference_of_gpt_oss
 from transformers import AutoModelForCausalLM
-from weights.toys import DENSE, reference_of, reference_of_gpt_oss
 
-from vllm_metal.models.embedded import smollm2_gguf
+from vllm_metal.engine.models.embedded import smollm2_gguf
 
 pytestmark = pytest.mark.more
 

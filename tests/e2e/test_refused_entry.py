@@ -6,10 +6,10 @@ from e2e.fuzz.models import VOCAB
 from e2e.harness import Dense, counters, engine, free_blocks, generate, greedy, run_out
 from e2e.sessions import held_rows
 
-from vllm_metal.batch.requests import BlockTables
-from vllm_metal.sample import Sampler
-from vllm_metal.spec_decode.speculator import Speculator
-from vllm_metal.worker.recovery import MAX_FAILURES_IN_A_ROW
+from vllm_metal.engine.batch.requests import BlockTables
+from vllm_metal.engine.sample import Sampler
+from vllm_metal.engine.spec_decode.speculator import Speculator
+from vllm_metal.engine.worker.recovery import MAX_FAILURES_IN_A_ROW
 
 NUM_TOKENS = 12
 MARK = VOCAB - 1  # a token of the requests that are not taken in

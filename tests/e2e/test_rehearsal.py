@@ -13,10 +13,10 @@ from e2e.harness import Dense, counters, engine, free_blocks, generate, greedy
 from e2e.peers import worker_of
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
+from vllm_metal.engine.models.executor import ModelExecutor
+from vllm_metal.engine.sample import Sampler
+from vllm_metal.engine.worker.model_runner import ModelRunner
 from vllm_metal.identity.model_files import ModelLoadError
-from vllm_metal.models.executor import ModelExecutor
-from vllm_metal.sample import Sampler
-from vllm_metal.worker.model_runner import ModelRunner
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import openai
 import pytest
 from e2e.server import refused_start, serve
 
-from vllm_metal.vllm_patches.start_failures import ERROR_PREFIX
+from vllm_metal.patches.vllm_patches.start_failures import ERROR_PREFIX
 
 BLOCK_SIZE = 16  # vllm-metal's default
 MAX_MODEL_LEN = 1024

@@ -10,7 +10,7 @@ from e2e.fuzz.models import MAX_LEN, VOCAB, write_models
 from e2e.harness import text_tokens
 from e2e.peers import FOR_A_DECODER, transfer
 from e2e.server import free_port, serve
-from spec_decode.fitted import FittedHeads
+from engine.spec_decode.fitted import FittedHeads
 
 pytestmark = [pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(900)]
 

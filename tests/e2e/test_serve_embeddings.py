@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from e2e.server import VLLM, serve
 from e2e.tenants import write_settings
-from pooling import checkpoints
+from engine.pooling import checkpoints
 from sentence_transformers import SentenceTransformer
 
 pytestmark = pytest.mark.more

@@ -10,7 +10,7 @@ import urllib.request
 import openai
 import pytest
 from e2e.server import serve
-from lora.toys import VOCAB, Toy, greedy_tokens
+from engine.lora.toys import VOCAB, Toy, greedy_tokens
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit

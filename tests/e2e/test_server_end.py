@@ -19,7 +19,7 @@ from e2e.tenants import (
 )
 
 import vllm_metal
-from vllm_metal.vllm_patches.server_end import RETRY_AFTER_S
+from vllm_metal.patches.vllm_patches.server_end import RETRY_AFTER_S
 
 ROOT = Path(__file__).parents[2]
 PLIST = ROOT / "deploy" / "launchd" / "org.vllm-metal.server.plist"

@@ -12,11 +12,11 @@ from e2e.harness import (
     make_prompts,
     text_tokens,
 )
-from spec_decode.fitted import FittedHeads
+from engine.spec_decode.fitted import FittedHeads
 from vllm import SamplingParams
 
-from vllm_metal.spec_decode.ngram import NgramProposer
-from vllm_metal.spec_decode.proposer import Drafts
+from vllm_metal.engine.spec_decode.ngram import NgramProposer
+from vllm_metal.engine.spec_decode.proposer import Drafts
 
 pytestmark = pytest.mark.heavy
 

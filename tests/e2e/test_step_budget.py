@@ -11,7 +11,7 @@ from e2e.fuzz.models import VOCAB
 from e2e.harness import engine, generate, greedy
 from vllm.sampling_params import RequestOutputKind
 
-from vllm_metal.vllm_patches import step_budget
+from vllm_metal.patches.vllm_patches import step_budget
 
 #: A step's seconds: this, and so much for each of its rows. 20.5 ms where one stream decodes, so
 #: that 79 tokens fit beside it into 60 ms.

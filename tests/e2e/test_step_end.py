@@ -4,8 +4,8 @@
 import pytest
 from e2e.harness import Dense, engine, generate, greedy
 
-from vllm_metal.worker import worker
-from vllm_metal.worker.step_end import SamplingEnd
+from vllm_metal.engine.worker import worker
+from vllm_metal.engine.worker.step_end import SamplingEnd
 
 NUM_TOKENS = 6
 

@@ -10,7 +10,7 @@ from statistics import median
 import numpy as np
 import pytest
 from e2e.small_device import MIB, ngram, options, play, play_in_the_least
-from models.recurrent import FAMILIES, VOCAB, Family, write_model
+from engine.models.recurrent import FAMILIES, VOCAB, Family, write_model
 
 pytestmark = pytest.mark.more
 

@@ -25,7 +25,7 @@ from vllm.inputs import tokens_input
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_metal.models.executor import ModelExecutor
+from vllm_metal.engine.models.executor import ModelExecutor
 
 NUM_TURNS, MAX_TOKENS = 5, 8
 STOPS = list(range(3, VOCAB, 9))  # so many that about every other turn ends at one

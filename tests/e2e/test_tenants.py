@@ -19,7 +19,7 @@ from e2e.tenants import (
     write_settings,
 )
 
-from vllm_metal.commands.cli import main
+from vllm_metal.cli.main import main
 from vllm_metal.settings import salts, secret_file
 
 MORE = pytest.mark.more

@@ -10,9 +10,9 @@ from e2e.fuzz.models import VOCAB
 from e2e.harness import Dense, checked_passes, counters, engine, generate, greedy, make_prompts
 from vllm import SamplingParams
 
-from vllm_metal.commands.fit import ranks
-from vllm_metal.commands.fit.estimate import Model
-from vllm_metal.models.loader import weight_bytes
+from vllm_metal.cli.fit import ranks
+from vllm_metal.cli.fit.estimate import Model
+from vllm_metal.engine.models.loader import weight_bytes
 
 pytestmark = pytest.mark.more
 

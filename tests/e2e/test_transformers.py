@@ -9,8 +9,8 @@ import pytest
 import torch
 from e2e.harness import Dense, counters, generate
 from e2e.test_hybrids import NGRAM, greedy_ids, hybrid_engine, prompts_of
-from models import latent, recurrent
-from models.recurrent import config_of
+from engine.models import latent, recurrent
+from engine.models.recurrent import config_of
 from own_configs import own_config
 from transformers import AutoModelForCausalLM
 

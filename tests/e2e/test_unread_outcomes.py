@@ -17,7 +17,7 @@ from e2e.harness import Dense, counters, run_out, text_tokens
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from vllm_metal.worker.model_runner import ModelRunner
+from vllm_metal.engine.worker.model_runner import ModelRunner
 
 TOYS = (*METHODS, "windowed", "hybrid", "hybrid, draft model")
 MARKS = {"draft_model": (), "eagle": pytest.mark.more, "hybrid": pytest.mark.more}

@@ -13,7 +13,7 @@ import scripted
 from e2e.server import serve
 from scripted import Call, Script, Turn
 
-from vllm_metal.models.embedded import embedded_model_path
+from vllm_metal.engine.models.embedded import embedded_model_path
 
 pytestmark = pytest.mark.more
 ROOT = Path(__file__).parents[2]

@@ -24,7 +24,7 @@ from e2e.tenants import write_settings
 from prometheus_client.parser import text_string_to_metric_families
 from redis_server import NO_REDIS, REDIS, redis_server
 
-from vllm_metal.models.embedded import embedded_model_path
+from vllm_metal.engine.models.embedded import embedded_model_path
 
 NO_RAY = "Ray Serve is not installed: pip install 'ray[serve]'"
 pytestmark = [

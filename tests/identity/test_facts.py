@@ -116,14 +116,14 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("module", "engine", "answers"),
     [
-        ("vllm_metal/attention/layers.py", True, True),
-        ("vllm_metal/sample/sampler.py", True, True),
-        ("vllm_metal/vllm_patches/scheduler.py", True, True),
+        ("vllm_metal/engine/attention/layers.py", True, True),
+        ("vllm_metal/engine/sample/sampler.py", True, True),
+        ("vllm_metal/patches/vllm_patches/scheduler.py", True, True),
         ("vllm_metal/kv_transfer/disk/layout.py", True, True),
         ("metal_kernels/layout.py", True, True),
         ("vllm_metal/platform/metal_platform.py", False, True),
         ("vllm_metal/serving/parsers/thinking.py", False, True),
-        ("vllm_metal/commands/chat/page.py", False, False),
+        ("vllm_metal/cli/chat/page.py", False, False),
     ],
 )
 def test_which_module_counts_for_what(tmp_path, monkeypatch, module, engine, answers):

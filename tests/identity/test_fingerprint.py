@@ -42,7 +42,7 @@ def pool(groups=GROUPS, num_blocks=10):
 
 
 def model():
-    from vllm_metal.models.embedded import embedded_model_path
+    from vllm_metal.engine.models.embedded import embedded_model_path
 
     return str(embedded_model_path(dequantize=True))
 

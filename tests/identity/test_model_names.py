@@ -6,9 +6,9 @@ import socket
 import pytest
 from huggingface_hub import constants
 
+from vllm_metal.engine.weights import folders
 from vllm_metal.identity import model_names
 from vllm_metal.identity.model_files import ModelLoadError
-from vllm_metal.weights import folders
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import json
 
 import mlx.core as mx
 import pytest
-from vllm_patches import doubles
+from patches.vllm_patches import doubles
 from vllm_settings.configured import configure
 
 from vllm_metal.identity import rank_facts

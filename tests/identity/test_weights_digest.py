@@ -10,7 +10,7 @@ import blake3
 import mlx.core as mx
 import numpy as np
 import pytest
-from vllm_patches import doubles
+from patches.vllm_patches import doubles
 from vllm_settings.configured import configure
 
 from vllm_metal.identity import weights_digest

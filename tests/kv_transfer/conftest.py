@@ -9,7 +9,7 @@ from vllm.engine.arg_utils import EngineArgs
 @pytest.fixture(scope="module")
 def made():
     """An engine's configuration without transfers; to be copied, not changed."""
-    from vllm_metal.models.embedded import embedded_model_path
+    from vllm_metal.engine.models.embedded import embedded_model_path
 
     model = str(embedded_model_path(dequantize=True))
     return EngineArgs(model=model, max_model_len=64).create_engine_config()

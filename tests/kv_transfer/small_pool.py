@@ -11,10 +11,10 @@ import numpy as np
 import vllm.config  # noqa: F401 — before vllm.distributed, or they import each other
 from vllm.v1.kv_offload.base import make_offload_key
 
+from vllm_metal.engine.kv_cache.layer_cache import KVShape
+from vllm_metal.engine.kv_cache.pages import BlockPages
+from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
 from vllm_metal.identity.fingerprint import Fingerprint, PoolContent
-from vllm_metal.kv_cache.layer_cache import KVShape
-from vllm_metal.kv_cache.pages import BlockPages
-from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.store import DiskStore

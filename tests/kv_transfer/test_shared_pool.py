@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from vllm_metal.kv_transfer.shared_pool import SharedPool
-from vllm_metal.vllm_patches.cached_blocks import CacheChanges
+from vllm_metal.patches.vllm_patches.cached_blocks import CacheChanges
 
 SIZE = 100
 

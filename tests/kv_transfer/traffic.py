@@ -33,15 +33,15 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from vllm_metal.engine.kv_cache.pages import PagePart
+from vllm_metal.engine.worker.model_runner import ModelRunner
+from vllm_metal.engine.worker.recovery import RecoveringRunner
 from vllm_metal.identity.fingerprint import Fingerprint
-from vllm_metal.kv_cache.pages import PagePart
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.store import DiskStore
 from vllm_metal.kv_transfer.page_store import PageStore
 from vllm_metal.kv_transfer.transfer_hooks import TransferHooks
-from vllm_metal.vllm_patches.step_result import NOT_A_NUMBER, StepResult
-from vllm_metal.worker.model_runner import ModelRunner
-from vllm_metal.worker.recovery import RecoveringRunner
+from vllm_metal.patches.vllm_patches.step_result import NOT_A_NUMBER, StepResult
 
 BLOCK, WINDOW, MAX_LEN = 16, 40, 512
 MODEL = {

@@ -34,9 +34,10 @@ mx.array = Meta("array", (), {"__module__": "mlx.core"})
 USES = {
     "an op": "import metal_kernels.op_common",
     "the self-check's process": "import metal_kernels.selfcheck.__main__",
-    "mlx-lm's kernels": "import vllm_metal.mlx_patches.library_kernels",
+    "mlx-lm's kernels": "import vllm_metal.patches.mlx_patches.library_kernels",
     "the worker": "import vllm.platforms\nfrom vllm.platforms import current_platform\n"
-    "assert type(current_platform).__name__ == 'MetalPlatform'\nimport vllm_metal.worker.worker",
+    "assert type(current_platform).__name__ == 'MetalPlatform'\n"
+    "import vllm_metal.engine.worker.worker",
 }
 
 

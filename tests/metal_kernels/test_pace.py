@@ -9,10 +9,10 @@ from metal_kernels import kernel
 from metal_kernels.pace import MOST_WORK, Pace, pace_of
 from metal_kernels.paged_attention import AttentionShape
 from tests.metal_kernels.doubles import Recorder
-from vllm_metal.kv_cache.kernels import KernelKVCache
-from vllm_metal.kv_cache.layer_cache import AttentionKind, KVShape
-from vllm_metal.kv_cache.layer_state import StepLayout
-from vllm_metal.mlx_patches.seam import Scoring
+from vllm_metal.engine.kv_cache.kernels import KernelKVCache
+from vllm_metal.engine.kv_cache.layer_cache import AttentionKind, KVShape
+from vllm_metal.engine.kv_cache.layer_state import StepLayout
+from vllm_metal.patches.mlx_patches.seam import Scoring
 
 SHAPE = AttentionShape(32, 8, 128, 128)
 LAYERS = 6

@@ -10,7 +10,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_metal.metrics.figures import STEP, StepFigures, measure, take_measured
-from vllm_metal.vllm_patches.step_result import StepResult, send_figures, take_figures
+from vllm_metal.patches.vllm_patches.step_result import StepResult, send_figures, take_figures
 
 FIGURES = StepFigures(0.25, 0.5, 0.4, 0.1, 3 << 30, 4 << 30, 2)
 

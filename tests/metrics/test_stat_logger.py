@@ -14,7 +14,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_metal.metrics.figures import STEP, StepFigures
 from vllm_metal.metrics.metric import Metric
 from vllm_metal.metrics.stat_logger import MetalStatLogger, logger
-from vllm_metal.vllm_patches.step_result import send_figures
+from vllm_metal.patches.vllm_patches.step_result import send_figures
 
 GIB = 2**30
 CONFIG = SimpleNamespace(model_config=SimpleNamespace(served_model_name="a model"))

@@ -12,7 +12,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm_metal.metrics.figures import STEP, StepFigures
 from vllm_metal.metrics.step_clock import StepClock
 from vllm_metal.metrics.step_meter import StepMeter, StepRows
-from vllm_metal.vllm_patches.step_result import StepResult
+from vllm_metal.patches.vllm_patches.step_result import StepResult
 
 NOTHING = StepResult(req_ids=[], req_id_to_index={})
 TOKENS = StepResult(req_ids=["a"], req_id_to_index={"a": 0}, sampled_token_ids=[[5]])

@@ -9,11 +9,11 @@ import subprocess
 import sys
 
 import pytest
-from models import recurrent
+from engine.models import recurrent
+from patches.vllm_patches import doubles
 from vllm.engine.arg_utils import EngineArgs
-from vllm_patches import doubles
 
-from vllm_metal.vllm_patches import memory_shares
+from vllm_metal.patches.vllm_patches import memory_shares
 
 #: What vLLM's EngineCoreProc does with the configuration that its parent sent, before it makes an
 #: executor and a scheduler; it checks the configuration afterwards.
@@ -23,7 +23,7 @@ from vllm import SamplingParams
 from vllm.plugins import load_general_plugins
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.request import Request
-from vllm_patches import doubles
+from patches.vllm_patches import doubles
 
 config, ranks = pickle.load(sys.stdin.buffer)
 
@@ -36,7 +36,7 @@ def salt_of_a_step():
 print("SALTS", salt_of_a_step(), end=" ")
 multiprocessing.current_process().name = "EngineCore_0"
 load_general_plugins()
-print(salt_of_a_step(), "vllm_metal.worker.worker" in sys.modules)
+print(salt_of_a_step(), "vllm_metal.engine.worker.worker" in sys.modules)
 ranks.__post_init__()
 """
 

@@ -3,8 +3,8 @@
 
 import transformers
 
+from vllm_metal.engine.vision.families import FAMILIES
 from vllm_metal.settings.architectures import WITH_IMAGES
-from vllm_metal.vision.families import FAMILIES
 
 
 def test_architectures_that_take_images_have_towers():

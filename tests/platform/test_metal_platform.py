@@ -8,14 +8,14 @@ import sys
 
 import pytest
 import torch
-from models import recurrent
+from engine.models import recurrent
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_metal.vllm_patches import request_sizes
+from vllm_metal.patches.vllm_patches import request_sizes
 
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 2}
 
@@ -26,7 +26,7 @@ def config(model, **options):
 
 @pytest.fixture(scope="module")
 def model():
-    from vllm_metal.models.embedded import embedded_model_path
+    from vllm_metal.engine.models.embedded import embedded_model_path
 
     return str(embedded_model_path(dequantize=True))
 
@@ -87,7 +87,7 @@ def test_defaults_of_the_cpu_device(model):
     assert found.scheduler_config.async_scheduling
     assert found.scheduler_config.max_num_batched_tokens == 512
     assert found.cache_config.enable_prefix_caching
-    assert found.parallel_config.worker_cls == "vllm_metal.worker.worker.MetalWorker"
+    assert found.parallel_config.worker_cls == "vllm_metal.engine.worker.worker.MetalWorker"
 
 
 @pytest.mark.parametrize(("asked", "found"), [(None, True), (False, False)])

@@ -5,9 +5,9 @@ import json
 
 import pytest
 import torch
-from models.test_loader import CONFIG, write
+from engine.models.test_loader import CONFIG, write
+from engine.weights.published_formats import FORMATS
 from vllm.engine.arg_utils import EngineArgs
-from weights.published_formats import FORMATS
 
 from vllm_metal.platform.metal_platform import MetalPlatform
 

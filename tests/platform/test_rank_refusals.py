@@ -2,10 +2,10 @@
 """What several ranks of one model do not do is refused by name, however the model is divided."""
 
 import pytest
-from models import published
-from models.plain import FAMILIES
-from models.recurrent import FAMILIES as OF_STATES
-from models.recurrent import write_model
+from engine.models import published
+from engine.models.plain import FAMILIES
+from engine.models.recurrent import FAMILIES as OF_STATES
+from engine.models.recurrent import write_model
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
@@ -17,7 +17,7 @@ SUFFIX = {"method": "suffix", "num_speculative_tokens": 2}
 
 @pytest.fixture(scope="module")
 def model():
-    from vllm_metal.models.embedded import embedded_model_path
+    from vllm_metal.engine.models.embedded import embedded_model_path
 
     return str(embedded_model_path(dequantize=True))
 

@@ -12,7 +12,7 @@ LOOKUP = {"method": "ngram", "num_speculative_tokens": 2}
 
 @pytest.fixture(scope="module")
 def model():
-    from vllm_metal.models.embedded import embedded_model_path
+    from vllm_metal.engine.models.embedded import embedded_model_path
 
     return str(embedded_model_path(dequantize=True))
 

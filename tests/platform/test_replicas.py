@@ -7,11 +7,11 @@ import pickle
 from argparse import Namespace
 
 import pytest
+from patches.vllm_patches.doubles import MODEL
 from vllm.engine.arg_utils import EngineArgs
-from vllm_patches.doubles import MODEL
 
-from vllm_metal.memory.share import Share
-from vllm_metal.vllm_patches import memory_shares, replicas
+from vllm_metal.engine.memory.share import Share
+from vllm_metal.patches.vllm_patches import memory_shares, replicas
 
 EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -12,10 +12,10 @@ from vllm.entrypoints.common.cli_args import make_arg_parser
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_metal.commands.cli import main
-from vllm_metal.commands.fit.source import write_hollow
-from vllm_metal.vllm_patches import start_failures
-from vllm_metal.vllm_patches.start_failures import ERROR_PREFIX, cause
+from vllm_metal.cli.fit.source import write_hollow
+from vllm_metal.cli.main import main
+from vllm_metal.patches.vllm_patches import start_failures
+from vllm_metal.patches.vllm_patches.start_failures import ERROR_PREFIX, cause
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from scripted import vocabulary
 from scripted.script import Call, Script, Turn, check
 from scripted.weights import CONFIG, MAX_RESULTS, MAX_SCRIPTS, weights
-from vllm_metal.models.embedded import embedded_model_path
+from vllm_metal.engine.models.embedded import embedded_model_path
 
 __all__ = ["MAX_RESULTS", "MAX_SCRIPTS", "Call", "Script", "Turn", "checkpoint"]
 

@@ -132,7 +132,7 @@ def test_the_wheel_works_installed_beside_vllm(wheel, tmp_path):
         from vllm.platforms import current_platform
         from metal_kernels import kernel
         print(vllm_metal.__file__, metal_kernels.__file__, entry, type(current_platform).__name__)
-        from vllm_metal.commands.cli import main
+        from vllm_metal.cli.main import main
         main(["--version"])
     """
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 from scripts.release import ROOT, copy_clone, make
 
-from vllm_metal.vllm_patches.releases import TESTED_VLLM
+from vllm_metal.patches.vllm_patches.releases import TESTED_VLLM
 
 ADDRESS = "https://releases.example/newest"
 TOOLS = (

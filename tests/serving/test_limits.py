@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from vllm_metal.patches.vllm_patches import media_loading
 from vllm_metal.serving import limits
 from vllm_metal.serving.config import BodyLimits, ServingConfig, TenantsConfig
-from vllm_metal.vllm_patches import media_loading
 
 TENANTS = TenantsConfig(Path("/keys"), Path("/secret"))
 

@@ -21,7 +21,7 @@ def read(given):
 
 @pytest.fixture(scope="module")
 def model():
-    from vllm_metal.models.embedded import embedded_model_path
+    from vllm_metal.engine.models.embedded import embedded_model_path
 
     return str(embedded_model_path(dequantize=True))
 

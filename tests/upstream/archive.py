@@ -13,7 +13,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from vllm_metal.vllm_patches import releases
+from vllm_metal.patches.vllm_patches import releases
 
 _ROOT = Path(__file__).resolve().parents[2]
 #: vLLM's release and its archive's hash as the package index states it; pip refuses any other.

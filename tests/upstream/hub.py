@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from vllm_metal.models.embedded import embedded_model_path
+from vllm_metal.engine.models.embedded import embedded_model_path
 
 _REVISION = "0" * 40  # the hub names a snapshot by its commit; any 40 hex digits do
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")

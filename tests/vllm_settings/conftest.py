@@ -4,8 +4,8 @@
 import json
 
 import pytest
-from vision.checkpoints import FAMILIES
-from vllm_patches import doubles
+from engine.vision.checkpoints import FAMILIES
+from patches.vllm_patches import doubles
 
 
 @pytest.fixture(scope="session")

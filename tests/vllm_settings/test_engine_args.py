@@ -7,10 +7,10 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
+from patches.vllm_patches import doubles
 from vllm.config import ECTransferConfig, KVEventsConfig, MultiModalConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
-from vllm_patches import doubles
 from vllm_settings.configured import configure
 from vllm_settings.engine_args import PLACES, TABLE
 from vllm_settings.row import differences, of_kind

@@ -26,9 +26,9 @@ _SOURCES = frozenset((".py", ".metal", ".h"))
 #: Folders whose code cannot change what an engine computes, its K/V on disk among it: what they
 #: decide are settings, which are facts of their own. A new folder counts until it is listed, and
 #: what counts imports nothing of these (tests/test_structure.py).
-NOT_IN_ENGINE = ("vllm_metal/commands", "vllm_metal/platform", "vllm_metal/serving")
+NOT_IN_ENGINE = ("vllm_metal/cli", "vllm_metal/platform", "vllm_metal/serving")
 #: Folders whose code cannot change an answer that a server keeps: parsers and limits can.
-NOT_IN_ANSWERS = ("vllm_metal/commands",)
+NOT_IN_ANSWERS = ("vllm_metal/cli",)
 _METAL_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _LAYOUT = (tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_metal.kv_transfer.registry import STORES
 from vllm_metal.kv_transfer.store import StoreConfig, view_of
+from vllm_metal.patches.vllm_patches import engine_wake
 from vllm_metal.settings import salts, secret_file, values
 from vllm_metal.settings.additional_config import OPTION, AdditionalConfig
-from vllm_metal.vllm_patches import engine_wake
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

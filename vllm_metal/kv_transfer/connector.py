@@ -19,7 +19,7 @@ from vllm_metal.kv_transfer.manager import PageManager
 from vllm_metal.kv_transfer.messages import TransferHandshake, TransferMetadata, TransferNews
 from vllm_metal.kv_transfer.pins import Pins
 from vllm_metal.metrics.figures import STEP
-from vllm_metal.vllm_patches.cached_blocks import CachedBlocks
+from vllm_metal.patches.vllm_patches.cached_blocks import CachedBlocks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_metal.kv_transfer.bell import Bell
-    from vllm_metal.vllm_patches.cached_blocks import CacheChanges
-    from vllm_metal.vllm_patches.step_result import Figures
+    from vllm_metal.patches.vllm_patches.cached_blocks import CacheChanges
+    from vllm_metal.patches.vllm_patches.step_result import Figures
 
 #: Seconds that a request which starts again waits for its blocks to be written; then it computes.
 LONGEST_WAIT = 1.0

@@ -15,7 +15,7 @@ import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
 
-from vllm_metal.kv_cache.pages import BlockPages
+from vllm_metal.engine.kv_cache.pages import BlockPages
 from vllm_metal.kv_transfer.messages import Ended, PageKeys
 
 if TYPE_CHECKING:

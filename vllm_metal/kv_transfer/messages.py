@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm_metal.identity.fingerprint import PoolContent
     from vllm_metal.kv_transfer.bell import Bell
     from vllm_metal.kv_transfer.shared_pool import PinChanges
-    from vllm_metal.vllm_patches.cached_blocks import CacheChanges
+    from vllm_metal.patches.vllm_patches.cached_blocks import CacheChanges
 
 
 @dataclass

@@ -18,7 +18,7 @@ from vllm_metal.metrics.metric import Metric
 if TYPE_CHECKING:
     from vllm_metal.identity.fingerprint import PoolContent
     from vllm_metal.kv_transfer.shared_pool import SharedPool
-    from vllm_metal.vllm_patches.step_result import Figures
+    from vllm_metal.patches.vllm_patches.step_result import Figures
 
 #: Whose figures TransferStats are, beside those of each store.
 TRANSFERS = "transfers"

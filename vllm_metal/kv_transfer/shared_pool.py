@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vllm_metal.kv_transfer.bell import Bell
 
 if TYPE_CHECKING:
-    from vllm_metal.vllm_patches.cached_blocks import CacheChanges
+    from vllm_metal.patches.vllm_patches.cached_blocks import CacheChanges
 
 #: Steps between the one that completes a block and the first that may copy it. By then the
 #: scheduler has heard what became of the step, and has taken back what failed.

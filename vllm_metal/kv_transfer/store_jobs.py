@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
 
 from vllm_metal.device import errors
-from vllm_metal.kv_cache.pages import BlockPages, PagePart, finite_rows, page_rows
+from vllm_metal.engine.kv_cache.pages import BlockPages, PagePart, finite_rows, page_rows
 from vllm_metal.kv_transfer.messages import Ended, PageKeys
 
 if TYPE_CHECKING:

@@ -10,19 +10,19 @@ from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput
 
+from vllm_metal.engine.worker.step_hooks import HookedRunner, StepHooks
 from vllm_metal.identity.fingerprint import Fingerprint, PoolContent
 from vllm_metal.kv_transfer.load_jobs import PIECE_BYTES, LoadJobs
 from vllm_metal.kv_transfer.messages import PageKeys, TransferMetadata, TransferNews
 from vllm_metal.kv_transfer.page_store import PageStore
 from vllm_metal.kv_transfer.store_jobs import LOT_STEPS, StoreJobs
-from vllm_metal.worker.step_hooks import HookedRunner, StepHooks
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from vllm_metal.kv_transfer.shared_pool import SharedPool
-    from vllm_metal.vllm_patches.step_result import Figures
+    from vllm_metal.patches.vllm_patches.step_result import Figures
 
 logger = init_logger(__name__)
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from metal_kernels.cache import cache_dir
+from vllm_metal.engine.worker.step_hooks import NO_HOOKS, StepHooks
 from vllm_metal.identity import weights_digest
 from vllm_metal.identity.fingerprint import Fingerprint
 from vllm_metal.kv_transfer.config import TransferConfig
 from vllm_metal.kv_transfer.page_store import PageStore
 from vllm_metal.kv_transfer.transfer_hooks import TransferHooks, staging_bytes
-from vllm_metal.worker.step_hooks import NO_HOOKS, StepHooks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -11,7 +11,7 @@ from vllm.v1.metrics.stats import CachingMetrics
 
 from vllm_metal.metrics.figures import STEP, StepFigures, StepsInWords
 from vllm_metal.metrics.metric import Shown
-from vllm_metal.vllm_patches import step_result
+from vllm_metal.patches.vllm_patches import step_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from vllm_metal.device import mlx_device
 from vllm_metal.metrics.figures import STEP, StepFigures
 from vllm_metal.metrics.step_clock import StepClock, StepTimes
-from vllm_metal.vllm_patches.step_result import StepResult, has_results
+from vllm_metal.patches.vllm_patches.step_result import StepResult, has_results
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

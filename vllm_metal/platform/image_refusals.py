@@ -6,9 +6,9 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from vllm_metal.engine.spec_decode.registry import BY_NAME
 from vllm_metal.settings.extras import install_advice
 from vllm_metal.settings.runner import pools
-from vllm_metal.spec_decode.registry import BY_NAME
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, MultiModalConfig, VllmConfig
@@ -58,7 +58,7 @@ def _option_refusals(multimodal: MultiModalConfig) -> dict[str, bool]:
 
 def _model_refusals(model: ModelConfig, multimodal: MultiModalConfig) -> dict[str, bool]:
     # Only here, where a model with images is asked for: the module brings MLX and mlx-vlm's names.
-    from vllm_metal.vision.families import FAMILIES
+    from vllm_metal.engine.vision.families import FAMILIES
 
     name = model.hf_config.model_type
     served, installed = name in FAMILIES, find_spec("mlx_vlm") is not None

@@ -8,11 +8,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm_metal.device import blas
+from vllm_metal.patches.vllm_patches import environment, releases
 from vllm_metal.settings import (
     cache_dtypes,
     envs,
 )
-from vllm_metal.vllm_patches import environment, releases
 
 releases.require_tested_vllm()
 environment.set_defaults()
@@ -26,15 +26,15 @@ from vllm.platforms.interface import Platform, PlatformEnum  # noqa: E402
 
 from metal_kernels.layout import BLOCK_SIZES  # noqa: E402
 from vllm_metal.device import mlx_device  # noqa: E402
-from vllm_metal.distributed import groups, on_ray  # noqa: E402
-from vllm_metal.encoders import served as encoders  # noqa: E402
-from vllm_metal.encoders.refusals import fit_positions  # noqa: E402
+from vllm_metal.engine.distributed import groups, on_ray  # noqa: E402
+from vllm_metal.engine.memory.share import Share  # noqa: E402
+from vllm_metal.engine.pooling.encoders import served as encoders  # noqa: E402
+from vllm_metal.engine.pooling.encoders.refusals import fit_positions  # noqa: E402
+from vllm_metal.engine.spec_decode.registry import propose_nothing  # noqa: E402
+from vllm_metal.engine.weights import folders  # noqa: E402
 from vllm_metal.identity import rank_facts  # noqa: E402
 from vllm_metal.kv_transfer.config import complete_kv_transfer, figures_of  # noqa: E402
-from vllm_metal.memory.share import Share  # noqa: E402
-from vllm_metal.platform.refusals import refuse_unsupported  # noqa: E402
-from vllm_metal.spec_decode.registry import propose_nothing  # noqa: E402
-from vllm_metal.vllm_patches import (  # noqa: E402
+from vllm_metal.patches.vllm_patches import (  # noqa: E402
     engine_args,
     engine_outputs,
     logs,
@@ -47,7 +47,7 @@ from vllm_metal.vllm_patches import (  # noqa: E402
     start_failures,
     streaming_sessions,
 )
-from vllm_metal.weights import folders  # noqa: E402
+from vllm_metal.platform.refusals import refuse_unsupported  # noqa: E402
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, ParallelConfig, VllmConfig
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from vllm_metal.worker.step_hooks import Transfers
+    from vllm_metal.engine.worker.step_hooks import Transfers
 
 shutdown.answer_for_torch_accelerator()
 logs.drop_unhelpful_warnings()
@@ -66,9 +66,9 @@ processes.spawn_on_macos()
 logger = init_logger(__name__)
 logs.show_our_messages()
 
-WORKER = "vllm_metal.worker.worker.MetalWorker"
-RANK_WORKER = "vllm_metal.worker.rank_worker.RankWorker"
-ENCODER_WORKER = "vllm_metal.worker.encoder_worker.EncoderWorker"
+WORKER = "vllm_metal.engine.worker.worker.MetalWorker"
+RANK_WORKER = "vllm_metal.engine.worker.rank_worker.RankWorker"
+ENCODER_WORKER = "vllm_metal.engine.worker.encoder_worker.EncoderWorker"
 #: Default of --max-num-batched-tokens by device. vLLM's own, up to 16384 by memory size alone, are
 #: made for data-center GPUs: on a Mac such a step would hold every other stream up for seconds.
 #: 2048 is mlx-lm's prefill step; the CPU device reaches its full speed at a quarter of that.
@@ -166,15 +166,15 @@ class MetalPlatform(Platform):
         """Changes vLLM's defaults and methods for this platform, before any engine is made."""
         import vllm_metal.platform.quantization  # noqa: F401 - registers itself with vLLM
         from vllm_metal.metrics.stat_logger import MetalStatLogger
-        from vllm_metal.platform import model_folders, start_checks
-        from vllm_metal.serving.idle import start as idle
-        from vllm_metal.vllm_patches import (  # which import much of vLLM
+        from vllm_metal.patches.vllm_patches import (  # which import much of vLLM
             encoder_info,
             engine_links,
             engine_sleep,
             model_info,
             token_ids,
         )
+        from vllm_metal.platform import model_folders, start_checks
+        from vllm_metal.serving.idle import start as idle
 
         releases.warn_if_untested()
         engine_args.set_batch_defaults(MAX_NUM_BATCHED_TOKENS[cls.mlx_device], MAX_NUM_SEQS)
@@ -208,10 +208,7 @@ class MetalPlatform(Platform):
         engine_args.check_first(start_checks.check_engine)
         start_failures.name_causes()
         if parser is not None:  # a command, which has uvicorn loaded; `LLM` has no use for it
-            from vllm_metal.serving import limits, ready
-            from vllm_metal.serving.parsers.serve import set_parsers
-            from vllm_metal.serving.prefix_misses import start as misses
-            from vllm_metal.vllm_patches import (
+            from vllm_metal.patches.vllm_patches import (
                 adapters,
                 error_remedies,
                 first_mistake,
@@ -222,6 +219,9 @@ class MetalPlatform(Platform):
                 start_log,
                 unknown_fields,
             )
+            from vllm_metal.serving import limits, ready
+            from vllm_metal.serving.parsers.serve import set_parsers
+            from vllm_metal.serving.prefix_misses import start as misses
 
             http_protocol.limit_connections()
             first_mistake.stop_at_the_first_mistake()
@@ -286,8 +286,8 @@ class MetalPlatform(Platform):
         propose_nothing(vllm_config)
         cls.change_schedulers()
         if vllm_config.lora_config is not None:
-            from vllm_metal.lora.versions import Versions
-            from vllm_metal.vllm_patches import adapters
+            from vllm_metal.engine.lora.versions import Versions
+            from vllm_metal.patches.vllm_patches import adapters
 
             adapters.know_by_content(Versions)
 
@@ -304,7 +304,7 @@ class MetalPlatform(Platform):
     @classmethod
     def _join_ranks(cls, vllm_config: VllmConfig) -> None:
         """Prepares for workers that have a part of one model each."""
-        from vllm_metal.vllm_patches import engine_queues
+        from vllm_metal.patches.vllm_patches import engine_queues
 
         parallel = vllm_config.parallel_config
         if not groups.is_distributed(parallel):
@@ -344,7 +344,7 @@ class MetalPlatform(Platform):
         worker may be in another one. An engine's own process checks it behind its start, and calls
         this before (`vllm_metal.change_vllm`).
         """
-        from vllm_metal.vllm_patches import (
+        from vllm_metal.patches.vllm_patches import (
             drafts_with_results,
             engine_links,
             request_sizes,
@@ -373,7 +373,7 @@ class MetalPlatform(Platform):
     ) -> None:
         from vllm.sampling_params import SamplingParams
 
-        from vllm_metal.sample import validate
+        from vllm_metal.engine.sample import validate
         from vllm_metal.serving.start import check_salt
 
         check_salt(processed_inputs.get("cache_salt"))

@@ -10,12 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from vllm_metal.engine.config_json import config_sizes
+from vllm_metal.engine.models import architectures
+from vllm_metal.engine.weights import files
+from vllm_metal.engine.weights.judge import plan_of
+from vllm_metal.engine.weights.quantization import Quantization
 from vllm_metal.identity import model_files
 from vllm_metal.identity.model_files import ModelLoadError
-from vllm_metal.models import architectures, config_sizes
-from vllm_metal.weights import files
-from vllm_metal.weights.judge import plan_of
-from vllm_metal.weights.quantization import Quantization
 
 
 def check(folder: Path) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def check_config(folder: Path) -> dict[str, Any]:
     try:
         architectures.check(config)
     except ModelLoadError:
-        from vllm_metal.encoders import served  # imports vLLM, which takes seconds
+        from vllm_metal.engine.pooling.encoders import served  # imports vLLM, which takes seconds
 
         if served.of_content(config) is None:
             served.refuse_others(config)

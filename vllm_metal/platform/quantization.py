@@ -19,8 +19,8 @@ from vllm.model_executor.layers.quantization.base_config import (
     QuantizeMethodBase,
 )
 
-from vllm_metal.kv_cache.formats import MLX_DTYPES
-from vllm_metal.weights.quantization import METHODS, Quantization
+from vllm_metal.engine.kv_cache.formats import MLX_DTYPES
+from vllm_metal.engine.weights.quantization import METHODS, Quantization
 
 NAME = "metal"
 _NAME = cast(QuantizationMethods, NAME)

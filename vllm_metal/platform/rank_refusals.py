@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm_metal.engine.models import staged_families
+from vllm_metal.engine.spec_decode.registry import BY_NAME
 from vllm_metal.kv_transfer.config import is_asked_for
-from vllm_metal.models import staged_families
 from vllm_metal.settings.runner import pools
-from vllm_metal.spec_decode.registry import BY_NAME
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -77,7 +77,7 @@ def _by_layers(config: VllmConfig, model: ModelConfig) -> dict[str, bool]:
 
 
 def _by_heads(config: VllmConfig, model: ModelConfig) -> dict[str, bool]:
-    from vllm_metal.distributed import sharding  # mlx-lm, which other checks have no use for
+    from vllm_metal.engine.distributed import sharding  # mlx-lm, which other checks have no use for
 
     reason = sharding.refusal(model.hf_config.to_dict())
     return {

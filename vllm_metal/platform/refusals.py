@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_metal.device import mlx_device
-from vllm_metal.distributed import groups
-from vllm_metal.encoders import refusals as encoders
-from vllm_metal.encoders import served
-from vllm_metal.kv_cache import formats
+from vllm_metal.engine.distributed import groups
+from vllm_metal.engine.kv_cache import formats
+from vllm_metal.engine.pooling import refusals as pooling
+from vllm_metal.engine.pooling.encoders import refusals as encoders
+from vllm_metal.engine.pooling.encoders import served
+from vllm_metal.engine.spec_decode import checkpoint
+from vllm_metal.engine.spec_decode.registry import BY_NAME, SPECULATIVE_METHODS
 from vllm_metal.kv_transfer.config import CONNECTOR, CONNECTOR_MODULE, is_asked_for
 from vllm_metal.platform import rank_refusals
 from vllm_metal.platform.image_refusals import image_refusals
 from vllm_metal.platform.refused_options import refused_options
 from vllm_metal.platform.refused_variables import refused_variables
 from vllm_metal.platform.replica_refusals import replica_refusals
-from vllm_metal.pooling import refusals as pooling
 from vllm_metal.serving import start
 from vllm_metal.serving.idle import spells
 from vllm_metal.settings import cache_dtypes, envs
 from vllm_metal.settings.additional_config import AdditionalConfig
 from vllm_metal.settings.runner import pools
-from vllm_metal.spec_decode import checkpoint
-from vllm_metal.spec_decode.registry import BY_NAME, SPECULATIVE_METHODS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -8,7 +8,7 @@ from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from vllm_metal.vllm_patches.processes import is_engine_process
+from vllm_metal.patches.vllm_patches.processes import is_engine_process
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 from vllm_metal.device import mlx_device
+from vllm_metal.engine.kv_cache import formats
+from vllm_metal.engine.lora import files as adapter_files
+from vllm_metal.engine.spec_decode.registry import BY_NAME, SPECULATIVE_METHODS
+from vllm_metal.engine.weights.quantization import METHODS
 from vllm_metal.identity import model_names
-from vllm_metal.kv_cache import formats
-from vllm_metal.lora import files as adapter_files
 from vllm_metal.platform import model_folders
 from vllm_metal.serving.parsers import files as model_files
 from vllm_metal.settings import envs, values
-from vllm_metal.spec_decode.registry import BY_NAME, SPECULATIVE_METHODS
-from vllm_metal.weights.quantization import METHODS
 
 #: Choices that are served here, of those that vLLM offers.
 SERVED = {

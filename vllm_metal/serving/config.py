@@ -88,7 +88,7 @@ class BodyLimits:
     max_body_choices: int = 1024
     #: Of all images, each counted as a megapixel at least; None: by `vllm_metal/serving/limits.py`.
     max_body_pixels: int | None = None
-    #: Of a grammar or schema, as `vllm_metal/vllm_patches/request_sizes.py` counts it. A chain of
+    #: Of a grammar or schema, as `request_sizes` of the patches counts it. A chain of
     #: 1,000 rules takes 1 s and 70 MB to compile, and four times as many 50 s and 1 GB.
     max_body_grammar: int = 20_000
 

@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm_metal.patches.vllm_patches.http_protocol import HANG_UP
 from vllm_metal.serving.backlog import Backlog
 from vllm_metal.serving.deadline import Deadline, incomplete
 from vllm_metal.serving.refusal import Refusal
 from vllm_metal.serving.response_cache.entry import Entry, Form
 from vllm_metal.serving.routes import Style
-from vllm_metal.vllm_patches.http_protocol import HANG_UP
 
 _TOO_LATE = Refusal(504, "The request took longer than this server allows (timeout_s).")
 _CUT_EVENT = b"data: " + bytes(_TOO_LATE.response().body) + b"\n\n"

@@ -14,6 +14,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.logger import init_logger
 
+from vllm_metal.patches.vllm_patches.engine_outputs import watch
+from vllm_metal.patches.vllm_patches.image_names import set_owner
 from vllm_metal.serving import body, headers, media, metrics, response_ids, routes
 from vllm_metal.serving.config import ServingConfig, required
 from vllm_metal.serving.deadline import Sleep
@@ -28,8 +30,6 @@ from vllm_metal.serving.response_cache.stores import open_store, secret_of
 from vllm_metal.serving.routes import Match, Style
 from vllm_metal.serving.tenants_file import Key, KeyFile
 from vllm_metal.settings import salts
-from vllm_metal.vllm_patches.engine_outputs import watch
-from vllm_metal.vllm_patches.image_names import set_owner
 
 logger = init_logger(__name__)
 

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from vllm_metal.patches.vllm_patches.image_names import set_owner
 from vllm_metal.serving import body, fields, headers, response_ids
 from vllm_metal.serving.config import ServingConfig
 from vllm_metal.serving.deadline import Deadline, Sleep
@@ -28,7 +29,6 @@ from vllm_metal.serving.response_cache.key import Render
 from vllm_metal.serving.routes import Style
 from vllm_metal.serving.tenants_file import Key
 from vllm_metal.settings import salts
-from vllm_metal.vllm_patches.image_names import set_owner
 
 #: vLLM's own bounds of a salt (vllm/entrypoints/generate/base/protocol.py).
 _MAX_SALT, _NOT_IN_SALTS = 128, frozenset("@/\\\0")

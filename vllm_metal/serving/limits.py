@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from vllm_metal.patches.vllm_patches import media_loading, request_sizes
 from vllm_metal.serving import config
 from vllm_metal.serving.config import BodyLimits, ServingConfig
-from vllm_metal.vllm_patches import media_loading, request_sizes
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

@@ -26,7 +26,7 @@ def check(fields: Mapping[str, Any]) -> None:
     Raises:
         Refusal: it changes how images are read, or names one by a `uuid`, under which vLLM would
             take another image for it. Images belong to their tenant all the same
-            (`vllm_metal/vllm_patches/image_names.py`): this is the second lock.
+            (`vllm_metal/patches/vllm_patches/image_names.py`): this is the second lock.
     """
     for name in _COSTS:
         if fields.get(name):

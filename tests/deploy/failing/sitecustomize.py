@@ -14,7 +14,7 @@ import time
 def _watch(path: str) -> None:
     while True:
         time.sleep(0.1)
-        if "vllm_metal.worker.worker" in sys.modules and os.path.exists(path):
+        if "vllm_metal.engine.worker.worker" in sys.modules and os.path.exists(path):
             os.remove(path)
             _fail_once()
 

@@ -23,7 +23,7 @@ from vllm import SamplingParams
 from vllm.outputs import CompletionOutput
 from vllm.tokenizers import get_tokenizer
 
-from vllm_metal.sample import Sampler
+from vllm_metal.engine.sample import Sampler
 
 
 class Logits(Protocol):

@@ -14,16 +14,16 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from models.changed import toy
-from models.published import FAMILIES, make, write
-from models.test_planted import ALLOWED, READ, outcome
+from engine.models.changed import toy
+from engine.models.published import FAMILIES, make, write
+from engine.models.test_planted import ALLOWED, READ, outcome
+from engine.vision.toys import Prompt, Toy
+from engine.weights.published_formats import FORMATS
+from engine.weights.toys import SIZES, stored_as, write_stored
 from safetensors.torch import load_file
-from vision.toys import Prompt, Toy
-from weights.published_formats import FORMATS
-from weights.toys import SIZES, stored_as, write_stored
 
-from vllm_metal.models.loader import lazy_model
-from vllm_metal.weights.layers import dense_rows
+from vllm_metal.engine.models.loader import lazy_model
+from vllm_metal.engine.weights.layers import dense_rows
 
 DTYPES = {mx.float32: None, mx.float16: 0, mx.bfloat16: 1}
 TOWERS = ("gemma3", "gemma4", "llava", "mistral3", "qwen3_vl")

@@ -13,8 +13,8 @@ from e2e.fuzz.traffic import NUM_REQUESTS, SIMPLER, Space, cut, draw
 from e2e.harness import TIE
 from vllm.v1.core import kv_cache_utils
 
-from vllm_metal.batch.requests import BlockTables
-from vllm_metal.kv_cache.pages import BlockPages
+from vllm_metal.engine.batch.requests import BlockTables
+from vllm_metal.engine.kv_cache.pages import BlockPages
 from vllm_metal.kv_transfer.disk.view import DiskView
 from vllm_metal.platform.metal_platform import MetalPlatform
 

@@ -22,7 +22,7 @@ from e2e.fuzz.models import (
     word,
 )
 
-from vllm_metal.spec_decode.registry import BY_NAME
+from vllm_metal.engine.spec_decode.registry import BY_NAME
 
 NUM_REQUESTS = 42  # of a run: 4 to 5 s of one core
 SALTS = (None, None, None, "tenant-1", "tenant-2")

@@ -49,7 +49,7 @@ def test_front_ends_that_cannot_wake_an_engine_are_refused():
 
 
 def test_llm_is_refused_before_it_loads_a_model(monkeypatch):
-    from vllm_metal.models.embedded import embedded_model_path
+    from vllm_metal.engine.models.embedded import embedded_model_path
 
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     with pytest.raises(ValueError, match=r"idle_sleep with LLM .*sleep\(\) and wake_up\(\)"):

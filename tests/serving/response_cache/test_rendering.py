@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_metal.identity import facts
+from vllm_metal.patches.vllm_patches import media_loading
 from vllm_metal.serving.response_cache import rendering
 from vllm_metal.serving.response_cache.key import Rendered
-from vllm_metal.vllm_patches import media_loading
 
 
 @pytest.fixture

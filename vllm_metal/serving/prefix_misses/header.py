@@ -13,12 +13,12 @@ from __future__ import annotations
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm_metal.patches.vllm_patches import prompts
 from vllm_metal.serving import routes
 from vllm_metal.serving.prefix_misses.explain import Miss
 from vllm_metal.serving.prefix_misses.usage import UsageWriter
 from vllm_metal.serving.prefix_misses.watch import EXCHANGE, Exchange
 from vllm_metal.serving.routes import Style
-from vllm_metal.vllm_patches import prompts
 
 NAME = "prefix-cache-miss"
 _MOST_TEXT = 80  # characters

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm_metal.patches.vllm_patches import prompts
 from vllm_metal.serving import metrics
 from vllm_metal.serving.prefix_misses.header import MissHeader
 from vllm_metal.serving.prefix_misses.normalize import normalizer
 from vllm_metal.serving.prefix_misses.watch import Watch
 from vllm_metal.settings.additional_config import AdditionalConfig
-from vllm_metal.vllm_patches import prompts
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

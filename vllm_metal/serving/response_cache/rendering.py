@@ -20,10 +20,10 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from vllm_metal.identity import facts, model_files, weights_digest
+from vllm_metal.patches.vllm_patches import media_loading
 from vllm_metal.serving.response_cache.key import Render, Rendered
 from vllm_metal.serving.routes import Style
 from vllm_metal.settings import envs
-from vllm_metal.vllm_patches import media_loading
 
 #: Arguments of `vllm serve` that say where and how it listens, or what it prints.
 _NO_PART = (

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights and bytes of a token, against the loaded model and the formula."""
+
+import gc
+
+import mlx.core as mx
+import pytest
+import torch
+from cli.fit.models import MODELS, read, settings, token_bytes
+
+from vllm_metal.cli.fit import engine
+from vllm_metal.cli.fit.estimate import estimate
+from vllm_metal.cli.fit.machine import Machine
+from vllm_metal.engine.lora.adapters import Adapters
+from vllm_metal.engine.models import loader
+
+MAC = Machine.mac(16 << 30)
+
+
+#: One of each kind: weights that are dropped, tied and quantized, windows, experts, states.
+EACH_KIND = (
+    *("llama", "llama, 8 bits, tied", "gemma3, windows", "qwen3_moe, 4 bits"),
+    "lfm2, convolutions",
+)
+SECOND = ("llama, grouped, tied", "llama, bfloat16", "phi3, fused", "mixtral")
+CASES = [
+    *EACH_KIND,
+    *(pytest.param(name, marks=pytest.mark.more) for name in SECOND),
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in MODELS
+        if name not in EACH_KIND + SECOND
+    ),
+]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_what_the_loader_holds_to_the_byte(folder, name):
+    path = folder(name)
+    limit = mx.set_cache_limit(0)  # else arrays may lie in spare buffers that are larger
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            gc.collect()  # what the reading of layers left behind
+            before = mx.get_active_memory()
+            model = loader.load(settings(path, dtype))
+            mx.synchronize()
+            held = mx.get_active_memory() - before
+            del model
+            assert read(path, dtype).weights == held
+    finally:
+        mx.set_cache_limit(limit)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "lfm2, convolutions"),
+        *(pytest.param(name, marks=pytest.mark.more) for name in EACH_KIND[1:4]),
+        *(case for case in CASES if case not in EACH_KIND),
+    ],
+)
+def test_bytes_of_a_token_are_those_of_the_formula(folder, name):
+    model = read(folder(name), torch.bfloat16)
+    for cache_dtype, row in {"auto": (2, 0), "fp8": (1, 2)}.items():
+        config = settings(folder(name), torch.bfloat16, cache_dtype=cache_dtype)
+        found = estimate(model, config, MAC)
+        assert found.token_bytes == token_bytes(name, *row)
+
+
+def test_adapters_are_those_of_the_engine(folder):
+    path = folder("llama")
+    limits = engine.adapters(3, None, 8)
+    config = settings(path, torch.bfloat16)
+    config.lora_config = limits
+    model = read(path, torch.bfloat16)
+    found = estimate(model, config, MAC).measured.adapters
+    of_engine = Adapters(loader.load(settings(path, torch.bfloat16)), limits, mx.bfloat16).nbytes
+    assert found == of_engine.slots + of_engine.kept > 0
+    assert (
+        estimate(read(path, torch.bfloat16), settings(path, torch.bfloat16), MAC).measured.adapters
+        == 0
+    )
+    with pytest.raises(ValueError, match="need --max-loras"):
+        engine.adapters(None, 4, None)

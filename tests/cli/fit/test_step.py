@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The peak of a forward pass that is not run, against one that is."""
+
+from functools import partial
+
+import mlx.core as mx
+import pytest
+import torch
+from cli.fit.models import MODELS, read, settings
+from peaks import least_peak
+
+from vllm_metal.cli.fit.step import step_peak
+from vllm_metal.engine.attention.layers import attention_layers
+from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.memory import profile
+from vllm_metal.engine.models import headless, loader
+from vllm_metal.engine.models.parts import ModelParts
+
+#: Dense, windows in a quantized pool, and quantized experts: all that differs in the estimate.
+EACH_KIND = [("llama", "auto"), ("gemma3, windows", "fp8"), ("qwen3_moe, 4 bits", "auto")]
+SECOND = [("llama", "fp8"), ("llama, 4 bits", "auto"), ("phi3, fused", "auto"), ("mixtral", "auto")]
+LATER = [
+    *((name, "auto") for name in MODELS if (name, "auto") not in EACH_KIND + SECOND),
+    ("qwen3_moe, 4 bits", "fp8"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "cache_dtype"),
+    [
+        *EACH_KIND,
+        *(pytest.param(*case, marks=pytest.mark.more) for case in SECOND),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in LATER),
+    ],
+)
+def test_the_peak_of_a_step_is_within_15_percent_of_what_is_measured(folder, name, cache_dtype):
+    dtype = torch.bfloat16 if "bfloat16" in name else torch.float32
+    config = settings(folder(name), dtype, cache_dtype=cache_dtype)
+    network = loader.load(config)
+    layers, parts = attention_layers(network, name), ModelParts(network)
+
+    def run():
+        profile.profile_step(parts, layers, config, ScatterKVCache)
+
+    run()  # what only a first one takes
+    measured = least_peak(run)
+    model = read(folder(name), dtype)
+    found, vocab_size = step_peak(model.parts, layers, config, ScatterKVCache, "cpu")
+    assert found.forward == pytest.approx(measured, rel=0.15)
+    assert vocab_size == 600
+
+
+def test_the_peak_of_an_engine_that_pools(folder):
+    """Without logits, and with all hidden states in float32; the head takes nothing."""
+    config = settings(folder("llama"), torch.float32, runner_type="pooling")
+    network = loader.load(config, classes=headless.classes, prepare=headless.drop_head)
+    layers, parts = attention_layers(network, "llama"), ModelParts(network)
+
+    def run():
+        profile.profile_step(parts, layers, config, ScatterKVCache)
+
+    run()  # what only a first one takes
+    measured = least_peak(run)
+    model = read(folder("llama"), torch.float32, pools=True)
+    found, _ = step_peak(model.parts, layers, config, ScatterKVCache, "cpu")
+    assert found.forward == pytest.approx(measured, rel=0.15)
+    head = network.args.vocab_size * network.args.hidden_size * 4
+    assert read(folder("llama"), torch.float32).weights == model.weights + head
+    calls = profile.LargestCalls.of(config, layers, ScatterKVCache, 600)
+    assert (calls.sampling, calls.vocab_size) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "drafts"),
+    [
+        pytest.param("lfm2, convolutions", 0, marks=pytest.mark.slow),
+        ("lfm2, convolutions", 2),
+        pytest.param("qwen3_next, states", 4, marks=pytest.mark.more),
+    ],
+)
+def test_the_peak_of_requests_that_verify_drafts(folder, name, drafts):
+    config = settings(folder(name), torch.float32, num_drafts=drafts)
+    network = loader.load(config)
+    layers, parts = attention_layers(network, name), ModelParts(network)
+    model = read(folder(name), torch.float32)
+    found, _ = step_peak(model.parts, layers, config, ScatterKVCache, "cpu")
+    assert profile.drafted(config) == (2, drafts)
+    for count, estimated in ((0, found.requests), (drafts, found.drafts)):
+        # Steps that were run keep what they leave: each run has two of its own.
+        prepare = partial(profile.requests_profile, parts, layers, config, ScatterKVCache, count)
+        prepare()()  # what only a first one takes
+        measured = least_peak(prepare=prepare)
+        assert measured > 2 * sum(layer.state_bytes for layer in layers)
+        assert estimated == pytest.approx(measured, rel=0.05)
+
+
+def test_nothing_is_loaded(folder):
+    path = folder("llama")
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    model = read(path, torch.float32)
+    config = settings(path, torch.float32)
+    step_peak(model.parts, model.layers, config, ScatterKVCache, "metal")
+    assert mx.get_peak_memory() - before < model.weights / 10

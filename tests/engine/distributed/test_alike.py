@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that would compute parts of different models hear what differs, all of them alike."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_metal.engine.distributed import alike
+
+FACTS = {"vllm": "0.32.0", "weights": "aa"}
+
+
+def test_ranks_that_have_the_same_go_on():
+    alike.check(FACTS, lambda mine: [mine, dict(FACTS), dict(FACTS)])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [("weights", "bb", "weights differ"), ("vllm", "0.33.0", "vllm 0.33.0, rank 0 has 0.32.0")],
+    ids=["weights", "version"],
+)
+def test_what_differs_is_named_on_every_rank(name, value, said):
+    everyone = [FACTS, FACTS, FACTS | {name: value}]
+    for mine in everyone:
+        with pytest.raises(alike.RanksDiffer) as refused:
+            alike.check(mine, lambda _: everyone)
+        assert str(refused.value) == f"ranks 0 and 2 of the engine differ: {said}"
+
+
+def test_a_setting_is_compared_by_its_option():
+    values = dict.fromkeys((place.partition(".")[2] for place in alike.SETTINGS.values()), 1)
+    parts = {
+        place.partition(".")[0]: SimpleNamespace(**values) for place in alike.SETTINGS.values()
+    }
+    config = SimpleNamespace(**parts)
+    first = alike.settings_of(config)
+    config.cache_config = SimpleNamespace(**values | {"block_size": 32})
+    with pytest.raises(alike.RanksDiffer, match="differ: --block-size 32, rank 0 has 1"):
+        alike.check(first, lambda mine: [mine, alike.settings_of(config)])

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers' small models with a changed configuration, and the same weights where they fit."""
+
+import json
+import os
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from engine.models.mutations import INNER, LENGTH, Change, changes, inner, omissions
+from engine.models.published import FAMILIES, VOCAB, Published, draw, log_probabilities, make
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+LARGEST = 5_000_000  # numbers of a changed model
+SEED = 1  # of arrays of other shapes
+TOKENS = np.random.default_rng(0).integers(3, VOCAB, LENGTH).tolist()
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A small model of transformers', and where its weights lie."""
+
+    name: str
+    model: torch.nn.Module
+    folder: Path
+
+    @cached_property
+    def expected(self) -> np.ndarray:
+        """[length, V] log-probabilities of `TOKENS`."""
+        return of_text(self.model)
+
+    def changes(self) -> list[Change]:
+        return list(changes(self.words))
+
+    def omissions(self) -> list[Change]:
+        return list(omissions(self.words, type(self.model.config)().to_dict()))
+
+    @cached_property
+    def words(self) -> dict[str, Any]:
+        """The configuration, without what inner ones have of all of transformers'."""
+        return {
+            key: inner(value) if key in INNER else value
+            for key, value in self.model.config.to_dict().items()
+        }
+
+    def changed(self, change: Change) -> torch.nn.Module:
+        """transformers' model of the changed configuration.
+
+        Raises:
+            Exception: what transformers raises of it.
+        """
+        words = {**deepcopy(self.words), **deepcopy(change.keys)}
+        if change.absent:
+            del words[change.key]
+        config = type(self.model.config).from_dict(words, attn_implementation="eager")
+        auto = AutoModelForCausalLM
+        if type(config) not in AutoModelForCausalLM._model_mapping:
+            auto = AutoModelForImageTextToText
+        with torch.device("meta"):
+            parameters = auto.from_config(config, attn_implementation="eager").parameters()
+        if (size := sum(array.numel() for array in parameters)) > LARGEST:
+            raise ValueError(f"a model of {size} numbers")
+        torch.manual_seed(0)
+        model = auto.from_config(config, attn_implementation="eager").float().eval()
+        if shapes(model) != shapes(self.model):
+            draw(model, torch.Generator().manual_seed(SEED))
+        ours, weights = shapes(self.model), self.model.state_dict()
+        fitting = {n: weights[n] for n, shape in shapes(model).items() if ours.get(n) == shape}
+        model.load_state_dict(fitting, strict=False)
+        if tied(self.model) and not tied(model):
+            head = model.get_output_embeddings().weight
+            head.data = head.data + 0.2 * torch.randn(head.shape)
+        return model
+
+    def write(self, model: torch.nn.Module, folder: Path, change: Change | None = None) -> Path:
+        """The folder of a changed model, as transformers writes it.
+
+        Of `change`, config.json says no more than the key left out, or its value.
+        """
+        folder.mkdir(exist_ok=True, parents=True)
+        if shapes(model) != shapes(self.model) or tied(model) != tied(self.model):
+            model.save_pretrained(folder)
+        else:  # the same arrays
+            model.config.save_pretrained(folder)
+            for path in self.folder.glob("*.safetensors*"):
+                os.symlink(path, folder / path.name)
+        if change is not None:
+            path = folder / "config.json"
+            content = json.loads(path.read_text()) | {change.key: change.value}
+            if change.absent:
+                del content[change.key]
+            path.write_text(json.dumps(content))
+        return folder
+
+
+def toy(name: str, folder: Path, family: Published | None = None) -> Toy:
+    """Makes and writes it.
+
+    Args:
+        name: of the family.
+        folder: where to.
+        family: of another table than `FAMILIES`.
+    """
+    model = make(family or FAMILIES[name])
+    model.save_pretrained(folder)
+    return Toy(name, model, folder)
+
+
+def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(array.shape) for name, array in model.state_dict().items()}
+
+
+def tied(model: Any) -> bool:
+    """Whether tokens are read and written by one array."""
+    return bool(model.config.get_text_config().tie_word_embeddings)
+
+
+def of_text(model: Any) -> np.ndarray:
+    (found,) = log_probabilities(model, [TOKENS])
+    return found

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models of each family with recurrent state, latents or other caches, and those caches."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx_lm.models
+from engine.models import further
+
+from vllm_metal.engine.attention.layers import (
+    AttentionLayer,
+    RunLayer,
+    SequenceLayer,
+)
+
+#: Small models of one module: the one that stands in the table, and variants that do not.
+_VARIANTS = ("qwen3_next, large states",)
+
+
+def families():
+    """By module of mlx-lm, in alphabetical order."""
+    return {name: further.ALL[name] for name in sorted(further.ALL) if name not in _VARIANTS}
+
+
+def modules_with_states_or_latents() -> Iterator[str]:
+    """mlx-lm's modules that make such caches themselves, or compute with latents."""
+    for path in sorted(Path(mlx_lm.models.__path__[0]).glob("*.py")):
+        text = path.read_text()
+        makes_states = "def make_cache" in text and "ArraysCache(" in text
+        if makes_states or ("class ModelArgs" in text and "kv_lora_rank" in text):
+            yield path.stem
+
+
+def kinds(layers) -> list[str]:
+    """Each kind of layer once, in the order of the model."""
+    return list(dict.fromkeys(kind(layer) for layer in layers))
+
+
+def kind(layer) -> str:
+    if isinstance(layer, RunLayer):
+        return "recurrent state, per sequence"
+    if isinstance(layer, SequenceLayer):
+        return "recurrent state"
+    assert isinstance(layer, AttentionLayer)
+    if layer.latent:
+        return "MLA latents"
+    found = "K/V" if layer.window is None or layer.window > 1000 else "sliding-window K/V"
+    if layer.value_size not in (None, layer.head_size):
+        found += " of two sizes"
+    return f"shared {found}" if layer.readers else found

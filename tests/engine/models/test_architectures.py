@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Architectures that vLLM takes, by its list or as transformers' own."""
+
+import pytest
+from engine.models.published import FAMILIES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as DECODERS
+
+from vllm_metal.engine.models import architectures
+from vllm_metal.identity.model_files import ModelLoadError
+
+
+@pytest.mark.parametrize("model_type", sorted({each.model_type for each in FAMILIES.values()}))
+def test_families_that_are_compared_with_transformers_are_taken(model_type):
+    if model_type in DECODERS:
+        content = {"model_type": model_type, "architectures": [DECODERS[model_type]]}
+        architectures.check(content)
+        with pytest.raises(ModelLoadError, match=r"\['NobodysForCausalLM'\] of config.json"):
+            architectures.check(content | {"architectures": ["NobodysForCausalLM"]})

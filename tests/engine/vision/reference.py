@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What transformers answers about images, from the files of a checkpoint alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine.vision.checkpoints import Family
+from PIL.Image import Image
+
+from vllm_metal.patches.vllm_patches.image_processors import readable
+
+
+def processor(folder: str | Path) -> Any:
+    """transformers' processor of a checkpoint."""
+    import transformers
+
+    with readable():
+        return transformers.AutoProcessor.from_pretrained(folder)
+
+
+def generated(
+    folder: str | Path,
+    family: Family,
+    prompt: str,
+    images: Sequence[Image],
+    count: int,
+    **videos: Any,
+) -> tuple[list[int], list[int]]:
+    """Tokens of the prompt as the processor expands it, and `count` greedy ones behind it.
+
+    Args:
+        folder: of the checkpoint.
+        family: of the checkpoint.
+        prompt: with what stands for images and videos in it.
+        images: in the prompt.
+        count: of tokens to generate.
+        videos: what the processor takes of them, all of whose frames are taken.
+    """
+    import transformers
+
+    model = getattr(transformers, family.architecture).from_pretrained(folder, dtype=torch.float32)
+    inputs = processor(folder)(
+        text=[prompt],
+        images=[list(images)] if images else None,
+        add_special_tokens=False,
+        return_tensors="pt",
+        **(videos | {"do_sample_frames": False} if videos else {}),
+    )
+    lengths = {"max_new_tokens": count, "min_new_tokens": count}
+    (made,) = model.eval().generate(**inputs, **lengths, do_sample=False).tolist()
+    start = inputs["input_ids"].shape[1]
+    return made[:start], made[start:]
+
+
+def answer(
+    folder: str | Path, family: Family, images: Sequence[Image], question: str, count: int
+) -> tuple[list[int], list[int]]:
+    """Tokens of a chat of one message with images before a question, and of the answer to it."""
+    tokenizer = processor(folder).tokenizer
+    content: list[dict[str, str]] = [{"type": "image"} for _ in images]
+    message = {"role": "user", "content": [*content, {"type": "text", "text": question}]}
+    prompt = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    return generated(folder, family, prompt, images, count)

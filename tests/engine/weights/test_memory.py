@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading takes little memory beside the weights, measured in processes of their own."""
+
+import json
+import subprocess
+import sys
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+pytestmark = pytest.mark.slow
+
+HIDDEN, INNER, EXPERTS, VOCAB = 1024, 512, 64, 4096
+ALLOWED = 100 * 10**6
+MEASURE = """
+import sys
+import vllm_metal.platform.metal_platform
+import mlx.core as mx
+from pathlib import Path
+from mlx.utils import tree_flatten
+from vllm_metal.engine.models.loader import lazy_model
+from vllm_metal.engine.weights.folders import folder_of
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) * 1024
+
+before = anonymous()
+model = lazy_model(Path(folder_of(sys.argv[1])), mx.bfloat16)
+most = 0
+for name, module in model.named_modules():
+    mx.eval(list(v for v in module.values() if isinstance(v, mx.array)))
+    most = max(most, anonymous() - before)
+arrays = [array for _, array in tree_flatten(model.parameters())]
+print(sum(a.nbytes for a in arrays), max(a.nbytes for a in arrays), mx.get_peak_memory(), most)
+"""
+
+
+def linear(tensors, name, shape, form):
+    num_out, num_in = shape
+    generator = torch.Generator().manual_seed(len(tensors))
+    if form == "fp8":
+        codes = torch.randint(0, 0x7E, shape, dtype=torch.uint8, generator=generator)
+        scale = torch.rand(-(-num_out // 128), -(-num_in // 128), generator=generator)
+        parts = {"weight": codes.view(torch.float8_e4m3fn), "weight_scale_inv": scale * 1e-3}
+    else:
+        codes = torch.randint(0, 256, (num_out, num_in // 2), dtype=torch.uint8)
+        scale = torch.randint(0x20, 0x60, (num_out, num_in // 16), dtype=torch.uint8)
+        parts = {
+            "weight": codes,
+            "weight_scale": scale.view(torch.float8_e4m3fn),
+            "weight_scale_2": torch.tensor(1e-3),
+        }
+    tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+
+
+def model(folder, form, layers):
+    tensors = {
+        "model.embed_tokens.weight": torch.ones(VOCAB, HIDDEN, dtype=torch.bfloat16),
+        "lm_head.weight": torch.ones(VOCAB, HIDDEN, dtype=torch.bfloat16),
+        "model.norm.weight": torch.ones(HIDDEN, dtype=torch.bfloat16),
+    }
+    for index in range(layers):
+        layer = f"model.layers.{index}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{layer}.{norm}.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
+        for norm in ("q_norm", "k_norm"):
+            tensors[f"{layer}.self_attn.{norm}.weight"] = torch.ones(128, dtype=torch.bfloat16)
+        for part in "qkvo":
+            linear(tensors, f"{layer}.self_attn.{part}_proj", (HIDDEN, HIDDEN), form)
+        tensors[f"{layer}.mlp.gate.weight"] = torch.ones(EXPERTS, HIDDEN, dtype=torch.bfloat16)
+        for expert in range(EXPERTS):
+            name = f"{layer}.mlp.experts.{expert}"
+            for part in ("gate_proj", "up_proj"):
+                linear(tensors, f"{name}.{part}", (INNER, HIDDEN), form)
+            linear(tensors, f"{name}.down_proj", (HIDDEN, INNER), form)
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": HIDDEN,
+        "intermediate_size": HIDDEN,
+        "moe_intermediate_size": INNER,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 4,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        if form == "fp8"
+        else {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+    }
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def gguf_model(path, layers):
+    """The same with the types of a Q4_K_M file: half of the projections are Q6_K."""
+    writer = gguf.GGUFWriter(path, "qwen3moe")
+    writer.add_context_length(512)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(layers)
+    writer.add_head_count(8)
+    writer.add_key_length(128)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_expert_count(EXPERTS)
+    writer.add_expert_used_count(4)
+    writer.add_expert_feed_forward_length(INNER)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    letters = sorted(bytes_to_unicode().values())
+    writer.add_token_list([*letters, "ab", *map(str, range(257, VOCAB))])
+    writer.add_token_merges(["a b"])
+    generator = np.random.default_rng(0)
+
+    def add(name, shape, kind):
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        data = generator.integers(0, 256, (*shape[:-1], shape[-1] // block * size), np.uint8)
+        writer.add_tensor(f"{name}.weight", data & 0x3F, raw_dtype=kind)
+
+    def ones(name, size):
+        writer.add_tensor(f"{name}.weight", np.ones(size, np.float32))
+
+    small, large = gguf.GGMLQuantizationType.Q4_K, gguf.GGMLQuantizationType.Q6_K
+    add("token_embd", (VOCAB, HIDDEN), small)
+    add("output", (VOCAB, HIDDEN), large)
+    ones("output_norm", HIDDEN)
+    for layer in (f"blk.{index}" for index in range(layers)):
+        for norm, size in (("attn", HIDDEN), ("ffn", HIDDEN), ("attn_q", 128), ("attn_k", 128)):
+            ones(f"{layer}.{norm}_norm", size)
+        for part in ("q", "k", "output"):
+            add(f"{layer}.attn_{part}", (HIDDEN, HIDDEN), small)
+        add(f"{layer}.attn_v", (HIDDEN, HIDDEN), large)
+        writer.add_tensor(f"{layer}.ffn_gate_inp.weight", np.ones((EXPERTS, HIDDEN), np.float32))
+        for part in ("gate", "up"):
+            add(f"{layer}.ffn_{part}_exps", (EXPERTS, INNER, HIDDEN), small)
+        add(f"{layer}.ffn_down_exps", (EXPERTS, HIDDEN, INNER), large)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def made(folder, form):
+    if form == "gguf":
+        gguf_model(folder / "model.gguf", layers=3)
+        return folder / "model.gguf"
+    model(folder, form, layers=3)
+    return folder
+
+
+@pytest.mark.parametrize("form", ["fp8", "nvfp4", "gguf"])
+def test_peak_of_loading(tmp_path, form, monkeypatch):
+    monkeypatch.setenv("VLLM_METAL_CACHE", str(tmp_path / "cache"))
+    path = str(made(tmp_path, form))
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURE, path], capture_output=True, text=True, check=True
+    )
+    served, largest, *peaks = map(int, run.stdout.split()[-4:])
+    assert served > 150 * 10**6
+    for peak in peaks:
+        assert peak <= served + 2 * largest + ALLOWED

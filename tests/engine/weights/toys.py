@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models of transformers' classes whose linear layers are stored in a published format."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import torch
+from engine.models.published import FAMILIES, log_probabilities, make, write
+from engine.weights.published_formats import FORMATS
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+#: Sizes that groups and blocks divide, or cut.
+SIZES = {
+    "hidden_size": 192,
+    "intermediate_size": 192,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "head_dim": 32,
+}
+OF_FAMILY = {
+    "mixtral": {"num_attention_heads": 6, "num_key_value_heads": 2},  # head_dim follows
+    "qwen3_moe": {"mlp_only_layers": []},  # else the first layer with experts is the fourth
+}
+#: What published files leave in the model's dtype.
+DENSE = ("embed", "lm_head", "norm", "router", ".gate.", "conv1d", "mlp.gate", "shared_expert_gate")
+PROMPT = [1, 5, 9, 33, 77, 12, 4, 8, 90]
+
+
+def write_quantized(family: str, form: str, folder: Path, **changes: Any) -> np.ndarray:
+    """Writes a model in a format.
+
+    Returns:
+        [length, V] log-probabilities of PROMPT, by transformers with the values that are stored.
+    """
+    return log_probabilities(reference_of(family, form, folder, **changes), [PROMPT])[0]
+
+
+def reference_of(family: str, form: str, folder: Path, **changes: Any) -> torch.nn.Module:
+    """Writes a model in a format, and returns transformers' model of the values that are stored."""
+    own = FAMILIES[family]
+    layers = {"layer_types": own.config["layer_types"][:3]} if "layer_types" in own.config else {}
+    model: Any = make(own, **SIZES | layers | OF_FAMILY.get(family, {}) | changes)
+    write(model, folder)
+    path = folder / "model.safetensors"
+    stored, dense = stored_as(form, load_file(path))
+    save_file({n: t.contiguous() for n, t in dense.items()}, path, {"format": "pt"})
+    reference: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    write_stored(form, stored, folder)
+    return reference.float().eval()
+
+
+def reference_of_gpt_oss(folder: Path, **changes: Any) -> torch.nn.Module:
+    """Writes gpt-oss as OpenAI publishes it, and returns transformers' model of its values."""
+    model: Any = make(FAMILIES["gpt_oss"], hidden_size=96, intermediate_size=64, **changes)
+    write(model, folder)
+    path, generator = folder / "model.safetensors", torch.Generator().manual_seed(0)
+    stored = {}
+    for name, tensor in load_file(path).items():
+        if tensor.ndim < 3:
+            stored[name] = tensor
+            continue
+        experts, num_in, num_out = tensor.shape
+        shape = (experts, num_out, num_in // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(122, 126, shape, dtype=torch.uint8, generator=generator)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        dense = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        model.state_dict()[name].copy_(dense)
+    save_file(stored, path, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    left_out = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": left_out}
+    (folder / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def stored_as(
+    form: str, tensors: dict[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A model's tensors with linear layers in a format, and with the values that these have."""
+    stored: dict[str, torch.Tensor] = {}
+    dense: dict[str, torch.Tensor] = {}
+    for name, tensor in _one_by_one(tensors).items():
+        has_groups = tensor.ndim == 2 and tensor.shape[1] % 64 == 0
+        if not has_groups or not name.endswith(".weight") or any(each in name for each in DENSE):
+            stored[name] = dense[name] = tensor
+            continue
+        found = FORMATS[form].store(tensor)
+        module = name.removesuffix(".weight")
+        stored |= {f"{module}.{part}": each for part, each in found.tensors.items()}
+        dense[name] = found.dense.float()
+    return stored, dense
+
+
+def write_stored(form: str, stored: dict[str, torch.Tensor], folder: Path) -> None:
+    """Writes tensors in a format into a folder whose config.json is there."""
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = FORMATS[form].quantization
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _one_by_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts under names of their own, as checkpoints of before transformers 5 have them."""
+    found = {}
+    for name, tensor in tensors.items():
+        head, _, last = name.rpartition(".")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last)
+        if parts is None or tensor.ndim != 3:
+            found[name] = tensor
+            continue
+        for index, expert in enumerate(tensor):
+            for part, rows in zip(parts, expert.chunk(len(parts)), strict=True):
+                found[f"{head}.{index}.{part}.weight"] = rows
+    return found
+
+
+def log_probs(model: Any) -> np.ndarray:
+    """[length, V] of PROMPT, by an mlx-lm model."""
+    logits = model(mx.array([PROMPT]))[0].astype(mx.float32)
+    return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-from models.unfused import unfused  # noqa: F401 - pytest finds it here

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MLX and mlx-lm still need every change this plugin makes to them.
+
+Families' modules have tests of their own: `test_registry.py` and `models/test_plain.py`.
+"""
+
+import importlib
+import inspect
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models import base, gated_delta, llama, mla, ssm
+from mlx_lm.models.cache import KVCache
+from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
+from patches.mlx_patches.test_seam import Noting
+from patches.mlx_patches.test_traced_layers import operations
+
+from vllm_metal.cli.fit.graph import record
+from vllm_metal.engine.models import mlx_vlm_families
+from vllm_metal.patches import mlx_patches
+from vllm_metal.patches.mlx_patches import library_kernels, seam
+from vllm_metal.patches.mlx_patches.replacing import replaced
+
+#: A module that changes nothing by itself, and that of families.
+APART = {"__init__", "replacing", "registry"}
+PROBES = {}
+
+
+def probe(module):
+    """Notes what finds out whether the libraries do what a change is for."""
+
+    def noted(function):
+        PROBES[module] = function
+        return function
+
+    return noted
+
+
+@probe("seam")
+def attention_asks_no_cache():
+    """mlx-lm's attention computes by itself, over what a cache returned."""
+    seam.install()
+    cache, rows = Noting(), mx.ones((2, 4, 1, 16))
+    own = inspect.unwrap(base.scaled_dot_product_attention)
+    own(rows, rows, rows, cache=cache, scale=0.5, mask=None)
+    return not hasattr(cache, "seen")
+
+
+@probe("encoder_seam")
+def attention_of_encoders_asks_no_mask():
+    """mlx-vlm's attention computes by itself, over one length of texts and a mask that is dense."""
+    module, given = mlx_vlm_families.family("bert", "this test").bert, Noting()
+    rows = mx.ones((2, 4, 1, 16))
+    own = inspect.unwrap(module.scaled_dot_product_attention)
+    with pytest.raises(TypeError):
+        own(rows, rows, rows, None, 0.5, given)
+    return not hasattr(given, "seen")
+
+
+@probe("multi_linear")
+def rows_are_multiplied_one_by_one():
+    """mlx-lm multiplies each row of length 1 with a head's matrix by itself."""
+    layer = mla.MultiLinear(64, 32, 3)
+    for each in (layer, layer.to_quantized(32, 4)):
+        own = inspect.unwrap(type(each).__call__)
+        graph = record(lambda x, of=each, own=own: [own(of, x)], [mx.ones((5, 3, 1, 64))])
+        found = [step for step in graph.operations if step.kind in ("Matmul", "QuantizedMatmul")]
+        if [graph.arrays[step.inputs[0]][0][-2] for step in found] != [1]:
+            return False
+    return True
+
+
+@probe("adapted_linears")
+def a_layer_has_one_adapter():
+    """mlx-lm's layers with an adapter have one, for all rows."""
+    layers = LoRALinear, LoRASwitchLinear
+    names = [list(inspect.signature(layer.__call__).parameters) for layer in layers]
+    return names == [["self", "x"], ["self", "x", "indices", "sorted_indices"]]
+
+
+@probe("module_calls")
+def modules_have_no_hooks():
+    """MLX tells nobody of a module's call."""
+    return not [name for name in dir(nn.Module) if "_hook" in name]
+
+
+@probe("recurrences")
+def recurrences_are_of_whole_sequences():
+    """mlx-lm's functions take sequences of one length each, and none that another one follows."""
+    functions = gated_delta.gated_delta_update, ssm.ssm_update
+    names = [set(inspect.signature(function).parameters) for function in functions]
+    return not any({"query_start_loc", "cu_seqlens"} & each for each in names)
+
+
+@probe("rotations")
+def rows_are_rotated_before_a_cache_sees_them():
+    """What mlx-lm's cache is given was rotated, by an operation for keys and one for queries."""
+    seen, rotations = [], []
+
+    class Cache(KVCache):
+        def update_and_fetch(self, keys, values):
+            seen.append(len(rotations))
+            return super().update_and_fetch(keys, values)
+
+    args = llama.ModelArgs("llama", 64, 1, 96, 4, 1e-5, 128)
+    rope = mx.fast.rope
+    with replaced(
+        mx.fast, "rope", lambda x, *rest, **of: rotations.append(x) or rope(x, *rest, **of)
+    ):
+        llama.Model(args)(mx.array([[1]]), cache=[Cache()])
+    return seen == [2]
+
+
+@probe("traced_layers")
+def layers_repeat_what_is_the_same():
+    """On the CPU each layer has its own angles, and each step makes its views of weights anew."""
+    layers = [(nn.RoPE(8), nn.Linear(8, 8)) for _ in range(2)]
+
+    def forward(x, offset):
+        return [linear(rope(x, offset=offset)) for rope, linear in layers]
+
+    found = operations(*mx.compile(forward)(mx.zeros((2, 1, 1, 8)), mx.array([3, 5])))
+    return found["Cos"] == 2 and found["Transpose"] == 2
+
+
+@probe("library_kernels")
+def kernels_are_launched():
+    """mlx-lm calls kernels of its own, where there is a GPU."""
+    for entry in library_kernels.ENTRIES:
+        module = importlib.import_module(f"mlx_lm.models.{entry.module}")
+        calls = re.findall(rf"(?<!def )\b{entry.kernel}\(", inspect.getsource(module))
+        if not calls:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("module", PROBES)
+def test_the_libraries_still_need_the_change(module):
+    assert PROBES[module](), (
+        f"no longer so: {PROBES[module].__doc__} Delete the module {module} and its "
+        "probe, or correct the probe"
+    )
+
+
+def test_every_change_has_a_probe_and_is_for_what_is_installed():
+    modules = {path.stem for path in Path(mlx_patches.__file__).parent.glob("*.py")} - APART
+    assert modules == PROBES.keys()
+    for name in modules | {"registry"}:
+        module = importlib.import_module(f"vllm_metal.patches.mlx_patches.{name}")
+        package = module.RELEASES[0].partition(" ")[0]
+        assert f"{package} {'.'.join(version(package).split('.')[:2])}" in module.RELEASES, name

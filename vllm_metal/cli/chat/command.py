@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-metal chat`: a page to chat in, and who serves its model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import sys
+import webbrowser
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from vllm_metal.cli import early_checks, local_server
+from vllm_metal.cli.chat import surroundings
+from vllm_metal.cli.chat.upstream import Upstream
+from vllm_metal.cli.local_server import HOST, KEY_OF_SERVER
+from vllm_metal.settings.extras import install_advice
+
+_POLL = 1.0  # seconds
+_START_POLL = 0.02
+_ANSWER_S = 2.0
+_OWN = {
+    "--max-model-len": "write it before --serve",
+    "--kv-cache-memory-bytes": "write --kv-cache-gib",
+    "--model": "write MODEL",
+}
+_NEEDED = ("starlette", "uvicorn", "httpx", "markdown_it", "pygments", "prometheus_client")
+
+
+def run(args: Namespace) -> int:
+    """Chats until the user leaves, and returns the exit status.
+
+    Args:
+        args: of `vllm_metal.cli.main`.
+
+    Raises:
+        ValueError: options that do not go together.
+        OSError: the port is taken.
+        ImportError: a package of the extra `chat` is missing.
+    """
+    if args.terminal:
+        raise ValueError(
+            "chat --terminal and its options were removed: with `vllm serve MODEL` running, type "
+            f"`vllm chat --url http://{HOST}:8000/v1`"
+        )
+    if args.url is not None and args.model is not None:
+        raise ValueError("chat --url uses a running server: leave out MODEL")
+    if args.serve and args.url is not None:
+        raise ValueError("chat --url starts no server: leave out --serve")
+    local_server.check_options(args.serve, _OWN)
+    early_checks.check_pool(args.kv_cache_gib)
+    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+        raise ImportError(f"the page needs {', '.join(missing)}: {install_advice('chat')}")
+    with _listening(args.port) as listener:
+        if args.url is not None:
+            upstream = Upstream(args.url, os.environ.get(KEY_OF_SERVER))
+            _tell_of_silence(args.url)
+            return _show(listener, upstream, args.open)
+        return _serve_and_show(args, listener)
+
+
+def _tell_of_silence(url: str) -> None:
+    """Says that no server answers; the page is shown all the same, and finds one that comes."""
+    import httpx  # of the extra `chat`
+
+    try:
+        httpx.get(f"{url.rstrip('/')}/health", timeout=_ANSWER_S)
+    except httpx.HTTPError:
+        print(
+            f"vllm-metal: nothing answers at {url}: start that server, or name another by --url",
+            file=sys.stderr,
+        )
+
+
+def _serve_and_show(args: Namespace, listener: socket.socket) -> int:
+    surroundings.prepare(offline=args.model is None, quiet=False)
+    if args.model is not None:
+        early_checks.check_model(args.model)
+        if not any(option.startswith("--chat-template") for option in args.serve):
+            early_checks.check_template(args.model)
+    model = args.model or str(_default_model())
+    context = -1 if args.max_model_len is None else args.max_model_len
+    flags = ["--max-model-len", str(context)]
+    flags += ["--kv-cache-memory-bytes", str(int(args.kv_cache_gib * 2**30))]
+    flags += args.serve
+    name = local_server.request_name(model)
+    with TemporaryDirectory(prefix="vllm-metal-chat-") as scratch:  # of this user alone
+        log = local_server.output_file("chat", Path(scratch))
+        path = Path(scratch) / "server"
+        command = local_server.serve_command(model, name, path, flags)
+        no_key = {KEY_OF_SERVER: ""}  # nobody else reaches the socket
+        with (
+            local_server.listening(path) as listening,
+            local_server.started(command, no_key, listening, log, sys.stderr) as process,
+        ):
+            upstream = Upstream(f"http://{HOST}", None, path)
+            return _show(listener, upstream, args.open, lambda: process.poll() is None)
+
+
+def _default_model() -> Path:
+    print("Making the embedded model ready ...", flush=True)
+    return surroundings.default_model()
+
+
+def _show(
+    listener: socket.socket,
+    upstream: Upstream,
+    opened: bool,
+    alive: Callable[[], bool] = lambda: True,
+) -> int:
+    """Serves the page until Ctrl-C, or until the server behind it has ended.
+
+    Args:
+        listener: bound to the page's address.
+        upstream: the server that answers.
+        opened: whether to open the page in the user's browser.
+        alive: whether the server still runs.
+
+    Returns:
+        The exit status.
+    """
+    import uvicorn
+
+    from vllm_metal.cli.chat import page
+
+    token = secrets.token_urlsafe()
+    address = f"http://{HOST}:{listener.getsockname()[1]}/?token={token}"
+
+    ends: list[SystemExit] = []
+
+    async def serve() -> bool:
+        server = uvicorn.Server(
+            uvicorn.Config(
+                page.app(upstream, token), log_level="warning", timeout_graceful_shutdown=1
+            )
+        )
+
+        async def serve_page() -> None:
+            try:
+                await server.serve(sockets=[listener])
+            except SystemExit as end:  # uvicorn passes SIGTERM on, in a task of the loop
+                ends.append(end)
+
+        serving = asyncio.create_task(serve_page())
+        while not server.started and not serving.done():
+            await asyncio.sleep(_START_POLL)
+        print(f"Chat: {address}   (Ctrl-C ends it)", flush=True)
+        if opened and _has_windows():
+            _open(address, scratch)
+        while not serving.done() and alive():
+            await asyncio.wait((serving,), timeout=_POLL)
+        ended = serving.done()
+        server.should_exit = True
+        await serving
+        return ended
+
+    with TemporaryDirectory(prefix="vllm-metal-page-") as scratch:
+        try:
+            by_user = asyncio.run(serve())
+        except KeyboardInterrupt:  # uvicorn has shut down, and passes it on
+            return 0
+    if ends:
+        raise ends[0]
+    if not by_user:
+        print("vllm-metal: error: the server has ended: start the chat again", file=sys.stderr)
+    return 0 if by_user else 1
+
+
+def _open(address: str, folder: str) -> None:
+    """Opens the page in the user's browser, with its token in no command line."""
+    if sys.platform != "darwin":  # where it is no argument
+        path = Path(folder) / "page.html"
+        path.write_text(f'<meta http-equiv="refresh" content="0; url={address}">')
+        address = path.as_uri()
+    webbrowser.open(address)
+
+
+def _has_windows() -> bool:
+    # Without, a browser of the terminal would open, and take the terminal for itself.
+    return sys.platform == "darwin" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
+
+
+@contextmanager
+def _listening(port: int) -> Iterator[socket.socket]:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((HOST, port))
+        except OSError as error:
+            raise OSError(
+                f"port {port} is in use ({error.strerror}): choose another with --port. "
+                "Browsers keep conversations per port"
+            ) from error
+        yield listener

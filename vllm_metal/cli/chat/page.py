@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page's own small server: static files, answers, HTML of kept texts, figures."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm_metal.cli.chat import answer, energy, figures, markdown
+from vllm_metal.cli.chat.upstream import Upstream, UpstreamError
+
+#: The only hosts that browsers may call it by: another name that leads here is somebody's trick.
+HOSTS = ("127.0.0.1", "localhost")
+STATIC = Path(__file__).with_name("static")
+#: Nothing from elsewhere, and nothing in HTML that runs, so that no answer can do either.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+def app(upstream: Upstream, token: str) -> Starlette:
+    """The application that shows the page and asks `upstream`.
+
+    Args:
+        upstream: the server that answers.
+        token: in the query of the page's address; whoever has not been there gets nothing. Other
+            users of the machine reach the port, too.
+    """
+    page = _Page(upstream)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await upstream.close()
+
+    return Starlette(
+        routes=[
+            Route("/api/model", page.model),
+            Route("/api/figures", page.figures),
+            Route("/api/answer", page.answer, methods=["POST"]),
+            Route("/api/markdown", page.markdown, methods=["POST"]),
+            Mount("/", StaticFiles(directory=STATIC, html=True)),
+        ],
+        middleware=[
+            Middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS), www_redirect=False),
+            Middleware(_Headers),
+            Middleware(_Token, token=token),
+        ],
+        lifespan=lifespan,
+    )
+
+
+class _Page:
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+        self._joules = energy.meter()
+
+    async def model(self, request: Request) -> Response:
+        try:
+            model = await self._upstream.model()
+        except UpstreamError as error:
+            return _error(str(error), 502)
+        told = ("label", "millions", "max_tokens")
+        return JSONResponse(asdict(model) | {name: getattr(model, name) for name in told})
+
+    async def figures(self, request: Request) -> Response:
+        try:
+            found = figures.read(await self._upstream.metrics())
+        except UpstreamError as error:
+            return _error(str(error), 502)
+        return JSONResponse(asdict(found) | {"joules": self._joules()})
+
+    async def markdown(self, request: Request) -> Response:
+        """HTML of kept answers, in blocks."""
+        return await _answering(request, _as_blocks)
+
+    async def answer(self, request: Request) -> Response:
+        """A line of JSON for each event."""
+        return await _answering(request, self._stream)
+
+    async def _stream(self, asked: Any) -> Response:
+        model = await self._upstream.model()
+        events = answer.events(self._upstream, answer.body(model, asked), model.context)
+        lines = (json.dumps(event) + "\n" async for event in events)
+        return StreamingResponse(lines, media_type="application/x-ndjson")
+
+
+async def _as_blocks(asked: Any) -> Response:
+    texts: Sequence[Any] = asked.get("texts", ())
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("texts must be a list of strings")
+    return JSONResponse([markdown.blocks(text) for text in texts])
+
+
+async def _answering(request: Request, act: Callable[[Any], Awaitable[Response]]) -> Response:
+    # A page of another origin cannot send this type without asking first, and is told no.
+    if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+        return _error("the body must be application/json", 415)
+    try:
+        asked = await request.json()
+        if not isinstance(asked, dict):
+            raise ValueError("the body must be a JSON object")
+        return await act(asked)
+    except UnicodeError:
+        return _error("a string contains half of a surrogate pair", 400)
+    except RecursionError:
+        return _error("the body is nested too deeply", 400)
+    except ValueError as error:
+        return _error(str(error), 400)
+    except UpstreamError as error:
+        return _error(str(error), 502)
+
+
+def _error(message: str, status: int) -> JSONResponse:
+    return JSONResponse({"error": message}, status_code=status)
+
+
+class _Token:
+    """Answers who came by the address with the token, which a cookie remembers."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        name = f"vllm_metal_chat_{request.url.port}"  # cookies are of a host, whatever its port
+        if request.url.path == "/" and self._is_right(request.query_params.get("token")):
+            found: Response = RedirectResponse("/", 303)
+            found.set_cookie(name, self._token, httponly=True, samesite="lax")
+            await found(scope, receive, send)
+        elif self._is_right(request.cookies.get(name)):
+            await self._app(scope, receive, send)
+        else:
+            told = "Open the address that vllm-metal chat has printed."
+            await _error(told, 401)(scope, receive, send)
+
+    def _is_right(self, given: str | None) -> bool:
+        return given is not None and hmac.compare_digest(given.encode(), self._token.encode())
+
+
+class _Headers:
+    """Adds headers to every reply."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                added = [
+                    (name.lower().encode(), value.encode()) for name, value in _HEADERS.items()
+                ]
+                message["headers"] = [*message["headers"], *added]
+            await send(message)
+
+        await self._app(scope, receive, with_headers if scope["type"] == "http" else send)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports what a process sees of this machine and of its packages, each after other imports.
+
+python -m vllm_metal.cli.doctor.children.facts device|platform|engine
+"""
+
+import dataclasses
+import importlib
+import platform as machine
+import sys
+from importlib.metadata import entry_points
+
+from vllm_metal.device.child import say
+from vllm_metal.settings import envs
+
+
+def device() -> None:
+    """What MLX says of its device, in a process that imports MLX alone."""
+    say(stage="importing MLX")
+    import mlx.core as mx
+
+    from vllm_metal.device import mlx_device
+
+    say(stage="asking for the device")
+    metal = mx.metal.is_available()
+    try:
+        requested = envs.requested_device()
+    except ValueError:
+        requested = None  # the check of the settings reports it
+    kind: envs.Device = "metal" if metal and requested != "cpu" else "cpu"
+    mlx_device.select(kind)
+    mx.eval(mx.ones(8) + 1)  # the first use of a GPU is where its library is loaded
+    info = mx.device_info()
+    say(
+        metal=metal,
+        device=kind,
+        chip=str(info.get("device_name", machine.machine())),
+        architecture=str(info.get("architecture", machine.machine())),
+        ram_bytes=mlx_device.total_memory("cpu"),
+        memory_bytes=dataclasses.asdict(mlx_device.memory(kind)),
+    )
+
+
+def platform() -> None:
+    """The platform that vLLM chooses."""
+    say(stage="importing vLLM")
+    say(plugins=[f"{p.name} ({p.value})" for p in entry_points(group="vllm.platform_plugins")])
+    say(platform=_chosen())
+
+
+def engine() -> None:
+    """Whether MLX still sees its device in a process with all the imports of an engine's."""
+    say(stage="importing what an engine imports")
+    import transformers
+    import vllm.entrypoints.llm
+    import vllm.v1.engine.core  # noqa: F401
+
+    chosen = _chosen()
+    import vllm_metal.engine.worker.worker  # noqa: F401
+    from vllm_metal.device import mlx_device
+
+    mx = importlib.import_module("mlx.core")  # last, as in an engine
+    say(
+        metal_inside=mx.metal.is_available(),
+        platform=chosen,
+        transformers=transformers.__version__,
+    )
+    say(stage="computing")
+    mlx_device.select(envs.requested_device() or "metal")
+    ones = mx.ones((64, 64))
+    say(product=float((ones @ ones).sum().item()))
+
+
+def _chosen() -> str:
+    from vllm.platforms import current_platform
+
+    chosen = type(current_platform)
+    return f"{chosen.__module__}.{chosen.__qualname__}"
+
+
+def main() -> None:
+    {"device": device, "platform": platform, "engine": engine}[sys.argv[1]]()
+
+
+if __name__ == "__main__":
+    main()

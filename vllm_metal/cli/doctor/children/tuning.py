@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Searches what kernels are quickest with, in a process that may hang or die.
+
+python -m vllm_metal.cli.doctor.children.tuning [--seconds N] [--all] | --process NAME
+"""
+
+import argparse
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+
+import mlx.core as mx
+
+from metal_kernels import command_buffers, kernel
+from metal_kernels.paged_attention import AttentionShape
+from metal_kernels.selfcheck import Case, Check, usable
+from metal_kernels.tuner.choice import Choice, Layer
+from metal_kernels.tuner.registry import CHOICES, OF_PROCESSES
+from metal_kernels.tuner.shares import facts, shares
+from metal_kernels.tuner.stopwatch import Stopwatch, Unsteady
+from vllm_metal.device import gpu_cores, record, steadiness
+from vllm_metal.device.child import say
+
+#: The attention of Llama 3 8B: what every machine is compared by.
+COMMON = Case(AttentionShape(32, 8, 128, 128), mx.bfloat16, mx.bfloat16, 16)
+_SERVED = 4  # kinds of layer, the last that were served
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, help="seconds after which no search starts")
+    parser.add_argument("--all", action="store_true", help="all kinds of layer ever served")
+    parser.add_argument("--process", choices=tuple(OF_PROCESSES), help="time this one alone")
+    args = parser.parse_args()
+    command_buffers.raise_limit()  # as servers do
+    stopwatch = Stopwatch(watch)
+    try:
+        if args.process is not None:
+            timing = OF_PROCESSES[args.process].time(stopwatch)
+            say(windows=timing.windows)
+            return
+        kernel.use(mx.fast.metal_kernel)
+        known = record.Record()
+        layers = [layer_of(case, known) for case in cases(args.all)]
+        tune(layers, stopwatch, args.seconds)
+    except Unsteady as error:
+        say(unsteady=str(error))
+
+
+def cases(every: bool) -> list[Case]:
+    """Kinds of layer to tune: the common one, and the last that were served, or all of them."""
+    served = record.served()[::-1]
+    return list(dict.fromkeys([COMMON, *(served if every else served[:_SERVED])]))
+
+
+def tune(
+    layers: Sequence[Layer],
+    stopwatch: Stopwatch,
+    seconds: float | None = None,
+    choices: Iterable[Choice] = CHOICES,
+) -> None:
+    """Says facts, what was chosen, shares of the first layer, and all timings.
+
+    Args:
+        layers: to tune.
+        stopwatch: to time with.
+        seconds: after which no search begins; None: all are made.
+        choices: to make.
+
+    Raises:
+        Unsteady: the machine is.
+    """
+    began = time.monotonic()
+    say(stage="what the machine does at most")
+    say(facts=facts(stopwatch))
+    say(shares=[asdict(share) for share in shares(layers[0], stopwatch)])
+    left = []
+    for choice in choices:
+        wanted = [layer for layer in layers if choice.wanted(layer)]
+        for layer in wanted if choice.of_layer else wanted[:1]:
+            kind = str(layer.case) if choice.of_layer else None
+            what = choice.name if kind is None else f"{choice.name} ({kind})"
+            if seconds is not None and time.monotonic() - began > seconds:
+                left.append(what)
+                continue
+            say(stage=what)
+            chosen = choice.search(layer, stopwatch)
+            say(chosen=what, kind=kind, values=dict(chosen.values), gain=chosen.gain)
+    say(left=left, timings=[asdict(timing) for timing in stopwatch.timings])
+
+
+def watch() -> None:
+    """
+    Raises:
+        Unsteady: the machine says that it is.
+    """
+    if (why := steadiness.disturbance()) is not None:
+        raise Unsteady(why)
+
+
+def layer_of(case: Case, known: record.Record) -> Layer:
+    """The kind of layer, with what passed its self-check."""
+    found = known.outcomes([case])
+    right = {outcome.check for outcome in found if outcome.ok}
+    states, gathered = (Check(name) in right for name in ("recurrence", "gathered"))
+    return Layer(case, usable(case, found), states, gathered, gpu_cores.count())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of an engine in one process: it generates the right tokens, and shuts down.
+
+The same prompt with parts turned off, one at a time, says what wrong tokens are due to.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from vllm_metal.cli.doctor.model import Model
+from vllm_metal.cli.doctor.report import REPORT_BUG, REPORT_IT, Finding
+from vllm_metal.device.child import LIMITS, Ended, Progress, python, run
+
+NUM_TOKENS = 10
+#: Any model continues it, and the tiny model's vocabulary of letters and numbers has its words.
+PROMPT = "1 2 3 4 5 6 7 8"
+#: Size of the KV pool where memory is not what is checked: 500 tokens of the largest models we
+#: know (512 KiB a token), thousands of tokens of most.
+KV_CACHE_BYTES = 2**28
+#: How far the logit of a chosen token may be below mlx-lm's largest, as a share of the distance
+#: from the largest logit to the mean. A rounding to bfloat16 is 0.4 %, and a few dozen layers add
+#: up to some 2 %; attention over wrong K/V gives tokens that are behind by a quarter and more.
+ALLOWED_BEHIND = 0.05
+_ADVICE = {
+    "starting": "vLLM itself does not start. Make a new environment and install as "
+    "docs/install.md says; if that does not help, attach the report to a bug report.",
+    "loading the model": "The error says what is wrong with the model or a setting. If you gave "
+    "--model, try without it; if that fails too, attach the report to a bug report.",
+}
+#: Parts that can be turned off: our kernels, MLX's compiled graphs, and its limit on what a command
+#: buffer binds.
+VARIANTS = (
+    ("VLLM_METAL_KERNELS", "mlx"),
+    ("MLX_DISABLE_COMPILE", "1"),
+    ("MLX_MAX_MB_PER_BUFFER", str(2**20)),
+)
+
+
+def environment(model: Model) -> dict[str, str | None]:
+    """Variables for processes that run the engine."""
+    return {"HF_HUB_OFFLINE": "1"} if model.local else {}
+
+
+def run_child(
+    model: Model,
+    progress: Progress,
+    child: str,
+    *arguments: str,
+    command: Sequence[str] | None = None,
+    limits: Mapping[str, float] = LIMITS,
+    variables: Mapping[str, str] | None = None,
+) -> Ended:
+    """Runs a process that takes a model.
+
+    Args:
+        model: to load.
+        progress: called with the name of each stage.
+        child: module of `children`.
+        arguments: that follow the model's.
+        command: of another process, which sends the same messages; None: that one.
+        limits: seconds by stage.
+        variables: added to the process's environment.
+    """
+    module = f"vllm_metal.cli.doctor.children.{child}"
+    command = command or python(module, model.argument, *arguments)
+    return run(command, progress, environment(model) | dict(variables or {}), limits)
+
+
+def check_in_process(tried: Ended) -> Finding:
+    """Checks that it generated ten tokens and that its process ended without an error."""
+    name = "engine, in one process"
+    if not tried.ok:
+        advice = _ADVICE.get(tried.told.get("stage", "starting"), REPORT_BUG)
+        return Finding(name, "failed", tried.how, advice, tried.lines)
+    tokens = tried.told.get("tokens", [])
+    if len(tokens) != NUM_TOKENS:
+        seen = f"gave {len(tokens)} tokens, not {NUM_TOKENS}"
+        return Finding(name, "failed", seen, REPORT_BUG, tried.lines)
+    seen = (
+        f"{NUM_TOKENS} tokens in {tried.told['answer_seconds']:.1f} s; started and shut down "
+        f"without an error, {tried.seconds:.0f} s in all"
+    )
+    return Finding(name, "ok", seen, log=tried.lines)
+
+
+def compare(model: Model, tried: Ended, progress: Progress) -> Finding:
+    """Checks that mlx-lm by itself would choose the same tokens, up to rounding."""
+    name = "engine's tokens"
+    prompt, tokens = (json.dumps(tried.told[key]) for key in ("prompt", "tokens"))
+    judged = run_child(model, progress, "mlx_lm_alone", "judge", prompt, tokens)
+    if not judged.ok:
+        seen = f"not compared: the process that runs mlx-lm alone {judged.how}"
+        return Finding(name, "warning", seen, REPORT_IT, judged.lines)
+    return judge(tried, judged)
+
+
+def judge(tried: Ended, judged: Ended) -> Finding:
+    """Compares the chosen tokens with mlx-lm's logits; see children.mlx_lm_alone."""
+    name, told = "engine's tokens", judged.told
+    shares = [
+        behind / max(spread, 1e-6)
+        for behind, spread in zip(told["behind"], told["spread"], strict=True)
+    ]
+    text = f"{tried.told['text']!r} after {PROMPT!r}"
+    if max(shares) <= ALLOWED_BEHIND:
+        same = sum(share == 0 for share in shares)
+        seen = f"{text}: {same} of {len(shares)} are mlx-lm's own choice"
+        near = "" if same == len(shares) else ", the others as likely up to rounding"
+        return Finding(name, "ok", seen + near)
+    first = next(index for index, share in enumerate(shares) if share > ALLOWED_BEHIND)
+    seen = (
+        f"{text}: token {first + 1} is {tried.told['tokens'][first]} where mlx-lm chooses "
+        f"{told['choices'][first]}, likelier by {told['behind'][first]:.1f} in log-probability"
+    )
+    advice = "If VLLM_METAL_KERNELS=mlx makes it pass, serve with that. " + REPORT_BUG
+    return Finding(name, "failed", seen, advice)
+
+
+def try_variants(
+    model: Model, progress: Progress, command: Sequence[str] | None = None
+) -> dict[str, Ended]:
+    """Runs an engine for each of VARIANTS; by setting, such as ``VLLM_METAL_KERNELS=mlx``."""
+    return {
+        f"{name}={value}": run_child(
+            model, progress, "engine", command=command, variables={name: value}
+        )
+        for name, value in VARIANTS
+    }
+
+
+def check_variants(usual: Ended, tried: Mapping[str, Ended]) -> Finding:
+    """Compares variants' texts with the usual engine's, and says what each took."""
+    name = "engine, with parts turned off"
+    said, log, differ = [_answer("as usual", usual)], [], False
+    for setting, ended in tried.items():
+        if not ended.ok:
+            said.append(f"{setting}: {ended.how}")
+            log += [f"{setting}: {line}" for line in ended.lines]
+            differ = True
+            continue
+        same = ended.told["tokens"] == usual.told["tokens"]
+        differ |= not same
+        said.append(
+            _answer(setting, ended) + ("" if same else f", other text: {ended.told['text']!r}")
+        )
+    seen = "; ".join(said)
+    if differ:
+        advice = (
+            "Serve with a setting that helps, exported. A text may differ by rounding alone; if "
+            "one is nonsense, attach the report to a bug report."
+        )
+        return Finding(name, "warning", seen, advice, tuple(log))
+    return Finding(name, "ok", f"{seen}; the same text each time")
+
+
+def _answer(setting: str, ended: Ended) -> str:
+    return f"{setting}: {ended.told['answer_seconds']:.2f} s"

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of every Metal kernel against its reference, and their times; both as tables, too."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from metal_kernels.kv_write import RotationKind
+from metal_kernels.op_common import CODE_DTYPES, VALUE_DTYPES
+from metal_kernels.paged_attention import AttentionShape
+from metal_kernels.paged_attention.op import SIZES_APART
+from metal_kernels.selfcheck import (
+    CHOICES,
+    KERNELS,
+    WAYS,
+    Case,
+    Outcome,
+    StateKind,
+    dtype_name,
+    next_check,
+)
+from vllm_metal.cli.doctor.report import REPORT_BUG, REPORT_IT, Finding
+from vllm_metal.cli.doctor.speed import LEAST_RATIO_LARGE
+from vllm_metal.device import mlx_device, record, selfcheck
+from vllm_metal.device.child import Child, Progress, TookTooLong, python
+from vllm_metal.device.record import Record
+from vllm_metal.settings.extras import INTERPRETER
+
+# Head sizes and query heads to a K/V head. Each of a group's powers of two is a kernel of its own;
+# models of each size have: 64: Qwen2-0.5B 7, 128: Llama 3 4, 256: Gemma 2 2, 512: Gemma 4 8.
+_GROUPS = {64: 7, 80: 1, 96: 1, 128: 4, 192: 8, 256: 2, 512: 8}
+_LATENT = AttentionShape(num_heads=16, num_kv_heads=1, head_size=576, value_size=512)
+_INTERPRETED_STEPS = 8  # steps of a shape; on a Metal device the self-check's own number
+_TIMING_LIMIT = 60.0  # seconds for one kernel, whose calls take milliseconds: only a hang is longer
+#: Seconds for checks of kernels in one run, so that the whole doctor takes three minutes.
+BUDGET = 80.0
+#: Processes to start at most, should each die at once whatever it times.
+_MOST_TIMING_PROCESSES = 6
+
+
+#: Attention of a model of 3B, Llama 3.2's: what is timed beside MLX's attention.
+_TIMED = Case(
+    AttentionShape(24, 8, 128, 128),
+    *(mx.bfloat16, mx.bfloat16, 16),
+    kernels=("kv_write", "kv_gather", "decode", "reduce", "decode_way"),
+)
+#: Elements of a row's queries from which on a layer is one of a model of 3B or more. Smaller ones
+#: have too few heads for a GPU with many cores.
+_LARGE = _TIMED.shape.num_heads * _TIMED.shape.head_size
+
+
+@dataclass(frozen=True)
+class Runner:
+    """The command that runs the kernels."""
+
+    how: str  # for people
+    command: tuple[str, ...]
+    time_limit: float  # seconds for each kernel
+
+
+# Of Qwen3-Next, Mamba and Mamba-2, with fewer heads.
+_DELTA_RULE = StateKind((2, 128, 4, 128), delta=True, channels=256)
+_SELECTIVE_SCAN = StateKind((1, 16, 256, 1), decays="rates", dtype=mx.bfloat16, channels=256)
+_STATE_SPACE = StateKind((1, 128, 4, 64), channels=256)
+
+
+def all_cases() -> list[Case]:
+    """Cases of all dtypes, head sizes, block sizes and caches; the quickest to check first."""
+    apart = [AttentionShape(8, 2, *sizes) for sizes in SIZES_APART]
+    shapes = [_shape(size) for size in _GROUPS] + apart + [_LATENT]
+    kinds = [
+        (shape, dtype, cache, block_size)
+        for dtype in VALUE_DTYPES
+        for cache in (dtype, *CODE_DTYPES)
+        for shape in shapes
+        for block_size in (16, 32)
+    ]
+    # Windows and sinks use the same compiled kernels, and a soft cap adds a function to scores, so
+    # each kind tries only one.
+    extras: list[dict[str, Any]] = [
+        {},
+        {"sinks": True},
+        {"window": 40},
+        {"softcap": 30.0},
+        {"states": _DELTA_RULE},
+    ]
+    cases = [
+        Case(*kind, **extras[index % len(extras)], rotation=_rotation(kind[0], index % 3))
+        for index, kind in enumerate(kinds)
+    ]
+    return sorted(cases, key=_work)
+
+
+def _rotation(shape: AttentionShape, number: int) -> RotationKind:
+    """A whole head, a half of it, or neighbors by a list; of latents what they keep for all."""
+    if shape.latent:
+        return RotationKind(shape.head_size - shape.value_size, shape.value_size, traditional=True)
+    whole = RotationKind(shape.head_size)
+    others = (
+        whole._replace(dims=shape.head_size // 2),
+        whole._replace(traditional=True, listed=True),
+    )
+    return (whole, *others)[number]
+
+
+def _work(case: Case) -> int:
+    """A number in proportion to the time of a check, compiling included."""
+    return case.shape.num_heads * (case.shape.head_size + case.shape.value_size)
+
+
+def quick_cases() -> list[Case]:
+    """A few cases that run each kernel, and each kind of cache."""
+    first = _shape(64), mx.float16, mx.float16, 16
+    second = _shape(128), mx.bfloat16, mx.uint8, 32
+    third = _shape(80), mx.float32, mx.int8, 16
+    return [
+        Case(*first, sinks=True, states=_DELTA_RULE, rotation=RotationKind(64)),
+        Case(*second, states=_SELECTIVE_SCAN, rotation=RotationKind(64, traditional=True)),
+        Case(*third, softcap=30.0, window=300, states=_STATE_SPACE),
+    ]
+
+
+def _shape(head_size: int) -> AttentionShape:
+    return AttentionShape(2 * _GROUPS[head_size], 2, head_size, head_size)
+
+
+def wanted_cases(quick: bool, every: bool = False) -> list[Case]:
+    """Cases to check on this machine. A few kinds come first: a kernel that fails shows at once.
+
+    Then those that its servers have asked for and, if `every`, all others.
+    """
+    if not mx.metal.is_available() or quick:
+        return quick_cases()
+    others = all_cases() if every else []
+    return list(dict.fromkeys([*quick_cases(), _TIMED, *record.served(), *others]))
+
+
+def find_runner() -> Runner | None:
+    """What runs the kernels on this machine; None: nothing can."""
+    if mx.metal.is_available():
+        return Runner(f"on {mlx_device.name('metal')}", selfcheck.COMMAND, selfcheck.TIME_LIMIT)
+    clang = os.environ.get("VLLM_METAL_CLANG") or importlib.util.find_spec("ziglang")
+    if not (clang and importlib.util.find_spec("metal_interpreter")):
+        return None
+    steps = ("--compiler", INTERPRETER, "--steps", str(_INTERPRETED_STEPS))
+    how = "interpreted on the CPU, as this machine has no Metal device"
+    return Runner(how, (*selfcheck.COMMAND, *steps), time_limit=300.0)
+
+
+def check(
+    wanted: Sequence[Case],
+    runner: Runner,
+    progress: Progress,
+    found: Record | None = None,
+    seconds: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Outcome]:
+    """Outcomes of the cases. Where a kernel kills its process, a new one checks the next case.
+
+    Args:
+        wanted, runner: what to check, and by what.
+        progress: is told of each check.
+        found: has what was checked before, and keeps what is checked now; None: check all anew.
+        seconds: after which no other check counts, so that the next run goes on from there; None:
+            no limit.
+        clock: seconds.
+    """
+    began = clock()
+    known = [] if found is None else found.outcomes(wanted)
+    yield from known
+    left = [case for case in wanted if next_check(case, known) is not None]
+    while left:
+        last = None
+        for outcome in selfcheck.outcomes(left, runner.command, runner.time_limit, found):
+            last = outcome
+            place = wanted.index(outcome.case) + 1
+            progress(f"kernels: {place} of {len(wanted)}: {outcome.case}, {outcome.check}")
+            yield outcome
+            if seconds is not None and clock() - began > seconds:
+                return
+        left = left[left.index(last.case) + 1 :] if last is not None else []
+
+
+def left_over(wanted: Sequence[Case], outcomes: Sequence[Outcome]) -> Finding | None:
+    """What the budget left for another run; None: nothing."""
+    if not (left := sum(next_check(case, outcomes) is not None for case in wanted)):
+        return None
+    seen = f"{left} of {len(wanted)} kinds of layer are not checked yet: {BUDGET:.0f} s had passed"
+    advice = "Run `vllm-metal doctor --only kernels` again: it goes on from there."
+    return Finding("kernels left", "warning", seen, advice)
+
+
+def finding(outcomes: Sequence[Outcome], on_metal: bool) -> Finding:
+    """One finding for all outcomes."""
+    outcomes = [outcome for outcome in outcomes if outcome.kernel not in CHOICES]
+    cases = len({outcome.case for outcome in outcomes})
+    failed = sorted({str(outcome.check) for outcome in outcomes if not outcome.ok})
+    of = f"{cases} kind{'s' * (cases > 1)} of layer"
+    if not failed:
+        return Finding("kernels", "ok", f"all agree with the references, in {of}")
+    advice = REPORT_BUG
+    if on_metal:
+        advice += " A server leaves out what fails for its model; VLLM_METAL_KERNELS=mlx all."
+    return Finding("kernels", "failed", f"{', '.join(failed)} failed, in {of}", advice)
+
+
+def decode_speed(outcomes: Sequence[Outcome]) -> Finding | None:
+    """Holds decode against MLX's attention over K and V side by side; None: nothing was timed.
+
+    A layer that MLX has no such attention for, or a small one, is only told of.
+    """
+    timed = [outcome for outcome in outcomes if outcome.shares]
+    if not timed:
+        return None
+    told, slow = [], False
+    for outcome in timed:
+        shape = outcome.case.shape
+        for call, shares in outcome.shares.items():
+            beside = f", {shares['mlx']:.2f} of MLX's attention" if "mlx" in shares else ""
+            told.append(f"{call} ({outcome.case}): {shares['copy']:.2f} of a copy's speed{beside}")
+            is_large = shape.num_heads * shape.head_size >= _LARGE
+            slow |= is_large and shares.get("mlx", 1.0) < LEAST_RATIO_LARGE
+    seen = "; ".join(told)
+    if slow:
+        advice = f"Close other programs and try again (--again). {REPORT_IT}"
+        return Finding("speed of decode", "warning", seen, advice)
+    return Finding("speed of decode", "ok", seen)
+
+
+def time_all(progress: Progress, command: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Times each kernel, in a process of its own.
+
+    Args:
+        progress: is told the name of each.
+        command: of the process, which takes --start and prints what children.timing does; None:
+            that one.
+
+    Returns:
+        The messages of children.timing. Where a kernel killed its process, `failed` says how it
+        ended. The first has `bandwidth`, bytes a second that a copy moves, if that could be
+        measured.
+    """
+    command = command or python("vllm_metal.cli.doctor.children.timing")
+    found: list[dict[str, Any]] = []
+    start = 0
+    for _ in range(_MOST_TIMING_PROCESSES):
+        with Child([*command, "--start", str(start)]) as child:
+            begun = None
+            try:
+                while (told := child.message(_TIMING_LIMIT)) is not None:
+                    if "timing" in told:
+                        begun = told
+                        progress(f"times: {told['timing']}")
+                    else:
+                        found.append(told)
+                        begun = None
+                ended = child.wait(_TIMING_LIMIT)
+            except TookTooLong:
+                ended = child.ended(None)
+        if ended.ok:
+            break
+        name = begun["timing"] if begun else "times"
+        found.append({"name": name, "failed": ended.how, "log": "\n".join(ended.lines)})
+        if begun is None:
+            break
+        start = begun["index"] + 1
+    return found
+
+
+def header() -> str:
+    """The line of column names above the lines of `row`."""
+    columns = "".join(f"{kernel:>12}" for kernel in KERNELS)
+    return f"{'dtype':9} {'cache':9}{'head':>5}{'block':>6} {columns}{'s':>8}"
+
+
+def row(case: Case, outcomes: Sequence[Outcome]) -> str:
+    """The results of one case, one column a kernel."""
+    by_kernel: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        by_kernel.setdefault(outcome.kernel, []).append(outcome)
+    cells = "".join(f"{_cell(by_kernel.get(kernel, [])):>12}" for kernel in KERNELS)
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    return (
+        f"{dtype_name(case.dtype):9} {dtype_name(case.cache_dtype):9}"
+        f"{case.shape.head_size:>5}{case.block_size:>6} {cells}{seconds:>8.1f}"
+    )
+
+
+def legend(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """What the cells mean, and the details of what failed."""
+    yield "ok: largest error as a share of what rounding allows; -: kernel not used, or not reached"
+    for outcome in outcomes:
+        if outcome.times:
+            yield f"\n{outcome.check}: {outcome.fastest}, {outcome.case}"
+            for call in outcome.times[WAYS[0]]:
+                each = (f"{way} {found[call] * 1e6:.0f} µs" for way, found in outcome.times.items())
+                yield f"  {call}: {', '.join(each)}"
+        if not outcome.ok:
+            yield f"\n{outcome.check} failed: {outcome.case}\n  {outcome.detail}"
+
+
+def _cell(outcomes: Sequence[Outcome]) -> str:
+    """The worst result of one kernel in one case."""
+    if not outcomes:
+        return "-"
+    if not all(outcome.ok for outcome in outcomes):
+        return "FAILED"
+    shares = [
+        outcome.largest_error / outcome.tolerance
+        for outcome in outcomes
+        if outcome.tolerance and outcome.largest_error is not None
+    ]
+    return f"ok {max(shares):.2f}" if shares else "ok exact"
+
+
+def times_table(timings: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """A line for each kernel; see `time_all`."""
+    bandwidth = next((told["bandwidth"] for told in timings if "bandwidth" in told), None)
+    if bandwidth is not None:
+        yield f"A copy moves {bandwidth / 1e9:.0f} GB/s here."
+    yield f"{'kernel':34}{'µs':>9}{'GB/s of K/V':>13}{'of a copy':>11}"
+    for told in timings:
+        if "failed" in told:
+            yield f"{told['name']:34} failed: {told['failed'].splitlines()[0][:100]}"
+        elif "seconds" in told:
+            rate = told["moved"] / told["seconds"]
+            share = f"{rate / bandwidth:.0%}" if bandwidth else "-"
+            micros = told["seconds"] * 1e6
+            yield f"{told['name']:34}{micros:>9.1f}{rate / 1e9:>13.1f}{share:>11}"

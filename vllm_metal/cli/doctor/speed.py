@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speed of an engine beside mlx-lm's own, and of a step after the device was idle.
+
+Figures never fail: they depend on what else the machine does. They warn, and say what to send.
+"""
+
+from __future__ import annotations
+
+from vllm_metal.cli.doctor.report import REPORT_IT, Finding
+from vllm_metal.device.child import Ended
+from vllm_metal.settings.envs import Device
+
+GIB = 2**30
+#: Of mlx-lm's speed, below which a warning is given. vLLM's Python takes a millisecond or two a
+#: step, which halves the speed of the smallest models on fast Macs, and is little beside others.
+LEAST_RATIO = 0.5
+#: The same for tokens of models from so many parameters on, those that a token uses: a step takes a
+#: GPU longer than the host, which is hidden.
+LEAST_RATIO_LARGE, LARGE = 0.85, 2.8e9
+#: A step after a pause that takes so many times a step's usual time, and so much longer (seconds),
+#: is one that a person notices before each answer.
+MOST_IDLE_RATIO, MOST_IDLE_SECONDS = 3.0, 0.1
+_SMALLER = (
+    "macOS takes back memory that the GPU has not used for a while. A smaller KV cache is back "
+    "sooner: --kv-cache-memory-bytes (docs/memory.md, Wiring, has another way and its risks)."
+)
+
+
+def check_speed(timed: Ended, alone: Ended, device: Device | None = None) -> Finding:
+    """Compares tokens a second with mlx-lm's; see LEAST_RATIO and LEAST_RATIO_LARGE.
+
+    Args:
+        timed: the engine's process.
+        alone: mlx-lm's.
+        device: of both. On a CPU, which other programs share, no ratio is a reason to warn.
+    """
+    name = "speed beside mlx-lm"
+    for tried, who in ((timed, "the engine's"), (alone, "mlx-lm's")):
+        if not tried.ok:
+            seen = f"not compared: {who} process {tried.how}"
+            return Finding(name, "warning", seen, REPORT_IT, tried.lines)
+    ratios = {phase: timed.told[phase] / alone.told[phase] for phase in ("prefill", "decode")}
+    seen = ", ".join(
+        f"{phase} {timed.told[phase]:.0f} tokens a second, {ratios[phase]:.2f} of mlx-lm's "
+        f"{alone.told[phase]:.0f}"
+        for phase in ratios
+    )
+    seen += (
+        f"; with a KV cache for {timed.told['pool_tokens']} tokens, "
+        f"{timed.told['active_bytes'] / GIB:.2f} GiB with the weights"
+    )
+    if device == "cpu":
+        seen += "; on a CPU, so that it says nothing of a Mac's GPU"
+    elif min(ratios.values()) < LEAST_RATIO or ratios["decode"] < _least(alone):
+        advice = (
+            "A model of some hundred million parameters may be so slow, a larger one should not: "
+            f"close other programs, and try yours with --model NAME. {REPORT_IT}"
+        )
+        if alone.told.get("parameters", 0) >= LARGE:
+            advice = f"Close other programs, and try again. {REPORT_IT}"
+        return Finding(name, "warning", seen, advice, timed.lines)
+    return Finding(name, "ok", seen, log=timed.lines)
+
+
+def _least(alone: Ended) -> float:
+    return LEAST_RATIO_LARGE if alone.told.get("parameters", 0) >= LARGE else LEAST_RATIO
+
+
+def check_idle(timed: Ended) -> Finding:
+    """Compares a decode step after a pause with one at once; see MOST_IDLE_RATIO."""
+    name = "a step after the device was idle"
+    if not timed.ok:
+        seen = f"not timed: the engine's process {timed.how}"
+        return Finding(name, "warning", seen, REPORT_IT, timed.lines)
+    told = timed.told
+    once, after = told["step_seconds"], told["step_after_idle_seconds"]
+    seen = (
+        f"{1000 * after:.1f} ms after {told['idle_seconds']:g} s, {1000 * once:.1f} at once: "
+        f"{after / once:.1f} times as long"
+    )
+    if after > MOST_IDLE_RATIO * once and after - once > MOST_IDLE_SECONDS:
+        return Finding(name, "warning", seen, f"{_SMALLER} {REPORT_IT}")
+    return Finding(name, "ok", seen)

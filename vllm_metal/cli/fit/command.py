@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-metal fit`: finds the model and the machine that are asked for, and prints the answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from vllm_metal.platform import metal_platform  # noqa: F401  # it loads a BLAS before MLX is there
+
+# isort: split
+from vllm_metal.cli.fit import encoder, report
+from vllm_metal.cli.fit.judge import Question, judge
+from vllm_metal.cli.fit.known import KNOWN, KnownModel
+from vllm_metal.cli.fit.layout import Layout
+from vllm_metal.cli.fit.machine import Machine
+from vllm_metal.cli.fit.report import Answer
+from vllm_metal.cli.fit.source import folder
+from vllm_metal.engine.pooling.encoders.served import of_content
+from vllm_metal.identity.model_files import ModelLoadError
+from vllm_metal.platform import model_folders
+
+#: Lengths that are tried with known models; a long chat needs the least of them.
+_CONTEXTS = (8192, 16384, 32768)
+
+
+def run(args: Namespace) -> int:
+    """Prints the answer and returns the exit status: 0 if the requests fit, 1 if not.
+
+    Without a model, the answer is that of the largest known one that fits.
+
+    Args:
+        args: of `vllm_metal.cli.main`; None where an option was not given.
+
+    Raises:
+        ValueError: the model is not found, or the engine would refuse it or these options.
+    """
+    answer = _answered(args)
+    if isinstance(answer, encoder.Answer):
+        content, text = answer.content(), answer.text()
+    else:
+        content, text = report.as_json(answer), report.as_text(answer)
+    print(json.dumps(content, indent=1) if args.json else text)
+    return 0 if answer.fits else 1
+
+
+def find(args: Namespace) -> Answer:
+    """The answer that `run` prints for a model that generates; args and errors are those of `run`.
+
+    Raises:
+        ValueError: the model is an encoder.
+    """
+    answer = _answered(args)
+    if isinstance(answer, encoder.Answer):
+        raise ValueError(
+            f"{answer.model} is an encoder ({answer.architecture}), which generates no text"
+        )
+    return answer
+
+
+def question(model: str | None, context: int | None) -> Namespace:
+    """Arguments of `run` for one request on this machine, with a server's defaults.
+
+    Args:
+        model: a folder, or a name on the hub; None: the largest known one that fits.
+        context: tokens of the longest request; None: what fits.
+    """
+    unset = (
+        "memory",
+        "requests",
+        "data_parallel_size_local",
+        "dtype",
+        "runner",
+        "max_num_seqs",
+        "num_speculative_tokens",
+        "max_num_batched_tokens",
+        "gpu_memory_utilization",
+        "block_size",
+        "max_loras",
+        "max_cpu_loras",
+        "max_lora_rank",
+        "language_model_only",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "nnodes",
+    )
+    asked = {"model": model, "context": context, "kv_cache_dtype": "auto"}
+    return Namespace(**dict.fromkeys(unset), **asked)
+
+
+def _answered(args: Namespace) -> Answer | encoder.Answer:
+    layout = Layout.of(args)
+    machine = Machine.this() if args.memory is None else Machine.mac(args.memory)
+    machine = layout.part(machine.part(args.data_parallel_size_local or 1))
+    try:
+        if args.model is None:
+            return _largest_known(args, machine, layout)
+        with folder(args.model) as path:
+            content = model_folders.check(path)
+            served = of_content(content)
+            if served is None:
+                return judge(Question(args, path, content, machine, layout))
+            if layout.num_ranks > 1:
+                raise ValueError(
+                    f"{args.model} is an encoder, which cannot be split across ranks: leave the "
+                    "option out"
+                )
+            return encoder.find(args, path, served, machine)
+    except (ModelLoadError, NotImplementedError, ImportError) as error:
+        raise ValueError(str(error)) from error
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError) as error:
+        # Of transformers and mlx-lm, which build the model of whatever the file says.
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"config.json of {args.model} does not describe a model that can be built ({problem})"
+        ) from error
+
+
+def _largest_known(args: Namespace, machine: Machine, layout: Layout) -> Answer:
+    """The answer for the largest known model that fits, or for the smallest of all.
+
+    The context is that of --context, or the longest of `_CONTEXTS` that fits.
+    """
+    least, *longer = (args.context,) if args.context else _CONTEXTS
+    for known in KNOWN:
+        with known.folder() as path:
+            weights = (path / "model.safetensors").stat().st_size
+            free = (machine.total - machine.in_use) * layout.num_ranks
+            if known is not KNOWN[-1] and weights > free:
+                continue  # the estimate of a step takes seconds
+            print(f"vllm-metal: tries {known.name}", file=sys.stderr, flush=True)
+
+            def answer(context: int, known: KnownModel = known, path: Path = path) -> Answer:
+                asked = Namespace(**(vars(args) | {"model": known.name, "context": context}))
+                return judge(Question(asked, path, known.config, machine, layout))
+
+            found = answer(least)
+            if found.fits:
+                better = (answer(context) for context in reversed(longer))
+                return next((one for one in better if one.fits), found)
+    return found

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine would measure of a model on a machine, and the pool that comes of it.
+
+The sum is the engine's own (vllm_metal.engine.memory.budget), and so is what goes into it: the
+loader gives the model with weights that are never read, layers are read off it, vLLM places them in
+blocks. Only the forward pass is not run (vllm_metal.cli.fit.step).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import mlx.core as mx
+import torch
+
+from vllm_metal.cli.fit.images import Images
+from vllm_metal.cli.fit.machine import Machine
+from vllm_metal.cli.fit.ranks import OneOf
+from vllm_metal.cli.fit.step import step_peak
+from vllm_metal.engine.attention.layers import attention_layers
+from vllm_metal.engine.distributed.sharding import shard
+from vllm_metal.engine.kv_cache import formats
+from vllm_metal.engine.kv_cache.formats import MLX_DTYPES
+from vllm_metal.engine.kv_cache.kernels import KernelKVCache
+from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.specs import choose_block_size, kv_cache_specs
+from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
+from vllm_metal.engine.lora.updates import adapter_bytes
+from vllm_metal.engine.memory import budget
+from vllm_metal.engine.memory.budget import Budget, Measured, Request, Settings
+from vllm_metal.engine.memory.needs import Needs
+from vllm_metal.engine.memory.planner import at_work, quantized_share
+from vllm_metal.engine.memory.pool_limits import settings_of
+from vllm_metal.engine.memory.profile import LargestCalls, Peaks
+from vllm_metal.engine.models import headless
+from vllm_metal.engine.models.loader import lazy_model, weight_bytes
+from vllm_metal.engine.models.parts import ModelParts
+from vllm_metal.engine.models.stage import Stage, check_stages
+from vllm_metal.engine.weights.lazy import outlines_only
+from vllm_metal.patches.mlx_patches import registry
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that is built and not loaded."""
+
+    model_type: str
+    dtype: torch.dtype
+    weights: int  # bytes, as the engine will hold them
+    parts: ModelParts
+    layers: Sequence[StatefulLayer]  # that the rank computes
+    elsewhere: Sequence[StatefulLayer] = ()  # those of other ranks
+    stage: Stage | None = None  # None: the rank has all layers
+    images: Images | None = None  # the weights of whose tower are among those
+
+    @staticmethod
+    def read(
+        folder: Path,
+        model_type: str,
+        dtype: torch.dtype,
+        pools: bool = False,
+        text_only: bool = False,
+        ring: OneOf | None = None,
+        stage_of: Callable[[int], Stage] | None = None,
+    ) -> Model:
+        """Builds a model, or the part of it that a rank has.
+
+        Args:
+            folder: with config.json and weight files, of which only headers are read.
+            model_type: for messages.
+            dtype: of the engine.
+            pools: whether it is served without its head for logits.
+            text_only: whether images are left out.
+            ring: of the ranks that share it, of which the first one is estimated; None: one has
+                all.
+            stage_of: from the number of layers to those of the rank; None: all.
+
+        Raises:
+            ShardingError: ranks cannot share it.
+            ValueError: there are fewer layers than ranks, or a rank is to have none.
+            ModelLoadError: the loader cannot build it.
+            NotImplementedError: the engine does not serve it.
+        """
+        classes = headless.classes if pools else registry.classes
+        with outlines_only():  # GGUF files are read as they are opened
+            network = lazy_model(folder, MLX_DTYPES[dtype], classes=classes)
+        if pools:
+            headless.drop_head(network)
+        if ring is not None:
+            shard(network, cast("mx.distributed.Group", ring), model_type)
+        # Before layers are taken away, as a rank has it.
+        layers = own = attention_layers(network, model_type)
+        stage, parts = None, None
+        if stage_of is not None:
+            stage = stage_of(len(network.layers))
+            check_stages(network, layers)
+            stage.keep(network)
+            own = stage.own(layers)
+            parts = ModelParts(network, partial(stage.caches, layers=layers))
+        weights = weight_bytes(network)
+        images = None if text_only else Images.read(folder, MLX_DTYPES[dtype])
+        weights += 0 if images is None else images.weights
+        elsewhere = [layer for layer in layers if layer not in own]
+        parts = parts or ModelParts(network)
+        return Model(model_type, dtype, weights, parts, own, elsewhere, stage, images)
+
+    @property
+    def layers_of_all_ranks(self) -> list[StatefulLayer]:
+        """Layers that blocks and their groups are made of."""
+        return [*self.layers, *self.elsewhere]
+
+    @property
+    def samples(self) -> bool:
+        """Whether the rank has the last layer, and makes tokens of what it computes."""
+        return self.stage is None or self.stage.is_last
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A model on a machine. Sizes are bytes."""
+
+    token_bytes: int  # K and V of a token, in all layers
+    state_bytes: int  # of what other layers keep of a request, however long; 0: there are none
+    block_size: int  # tokens of a block
+    needs: Needs  # of the pool
+    measured: Measured  # what the engine would measure
+    settings: Settings
+    quantized: float | None  # share of its bytes that a quantized cache takes; None: it is one
+
+    @property
+    def budget(self) -> Budget:
+        """The sum that the engine logs."""
+        return budget.budget_of(self.measured, self.settings)
+
+    @property
+    def pool(self) -> int:
+        """For the KV cache; not positive where nothing is left for it."""
+        return budget.pool_bytes(self.measured, self.settings)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+        return max(self.pool // self.needs.block_bytes, 0)
+
+    @property
+    def requests(self) -> int:
+        """Requests of max_model_len that the pool holds at once."""
+        free = max(self.num_blocks - 1, 0)  # vLLM keeps one block for itself
+        return free // self.needs.blocks(self.settings.max_model_len)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of K/V in requests of max_model_len, as vLLM reckons them."""
+        length = self.settings.max_model_len
+        return self.num_blocks * length // self.needs.blocks(length)
+
+    def of_length(self, tokens: int) -> Estimate:
+        """An estimate for requests of so many tokens, asked for by name."""
+        return replace(self, settings=replace(self.settings, max_model_len=tokens, fitted=False))
+
+    def request(self, count: int = 1) -> Request:
+        """What the pool must hold: so many requests at once."""
+        return Request(replace(self.needs, requests=count), self.quantized)
+
+
+def estimate(
+    model: Model, config: VllmConfig, machine: Machine, peaks: Peaks | None = None
+) -> Estimate:
+    """What an engine of `config` would find.
+
+    Args:
+        model: to be served.
+        config: vLLM's.
+        machine: to serve it on.
+        peaks: of the largest forward passes where an engine has measured them; None: they are
+            estimated.
+
+    Raises:
+        ValueError: the forward pass cannot be estimated (vllm_metal.cli.fit.step).
+    """
+    pool_dtype = formats.pool_dtype(config.cache_config.cache_dtype, MLX_DTYPES[model.dtype])
+    choose_block_size(config.cache_config, model.layers_of_all_ranks, pool_dtype)
+    block_size = config.cache_config.block_size
+    specs = kv_cache_specs(model.layers_of_all_ranks, block_size, pool_dtype)
+    needs = Needs.of(config, specs, [layer.name for layer in model.elsewhere])
+    settings = settings_of(config, machine.kind, needs, machine.total)
+    quantized = quantized_share(model.layers, pool_dtype)
+    kv_cache_type = _kv_cache_type(model, machine, block_size)
+    found, vocab_size = step_peak(model.parts, model.layers, config, kv_cache_type, machine.kind)
+    rows_of_a_step = config.scheduler_config.max_num_batched_tokens
+    at_rest = Measured(
+        source=machine.source,
+        total=machine.total,
+        in_use=machine.in_use,
+        weights=model.weights,
+        adapters=_adapter_bytes(model, config),
+        cache=machine.cache,
+        images=0 if model.images is None else model.images.beside(rows_of_a_step),
+    )
+    measured = at_work(
+        at_rest,
+        settings,
+        Request(needs, quantized),
+        LargestCalls.of(config, model.layers, kv_cache_type, vocab_size if model.samples else 0),
+        found if peaks is None else peaks,
+    )
+    attending = [layer for layer in model.layers if not layer.state_bytes]
+    rows = sum(layer.spec(block_size, pool_dtype).page_size_bytes for layer in attending)
+    states = sum(layer.state_bytes for layer in model.layers)
+    return Estimate(rows // block_size, states, block_size, needs, measured, settings, quantized)
+
+
+def _adapter_bytes(model: Model, config: VllmConfig) -> int:
+    """What slots of LoRA adapters take, and adapters that are kept beside them."""
+    if config.lora_config is None:
+        return 0
+    found = adapter_bytes(model.parts.model, config.lora_config, MLX_DTYPES[model.dtype])
+    return found.slots + found.kept
+
+
+def _kv_cache_type(model: Model, machine: Machine, block_size: int) -> type[LayerKVCache]:
+    """What the engine takes (kv_cache.choice) where its kernels pass their self-check."""
+    dtype = MLX_DTYPES[model.dtype]
+    refused = any(layer.unsupported(dtype, block_size) for layer in model.layers_of_all_ranks)
+    return ScatterKVCache if refused or machine.kind == "cpu" else KernelKVCache

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides which ranks there are of a model, which layers each has, and how many share a machine."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from vllm_metal.cli.fit import ranks
+from vllm_metal.cli.fit.machine import Machine
+from vllm_metal.engine.models import staged_families
+from vllm_metal.engine.models.stage import Stage
+
+_LAYERS, _HEADS = "--pipeline-parallel-size", "--tensor-parallel-size"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks of one model: `stages` in a row, of `heads` ranks each, on `machines`."""
+
+    stages: int = 1
+    heads: int = 1
+    machines: int = 1
+
+    @staticmethod
+    def of(args: Namespace) -> Layout:
+        """Returns what a command asked for: a machine for each rank, unless --nnodes says.
+
+        Raises:
+            ValueError: ranks cannot lie so, or the engine refuses them beside other options.
+        """
+        stages, heads = args.pipeline_parallel_size or 1, args.tensor_parallel_size or 1
+        count = stages * heads
+        machines = args.nnodes or count
+        options = [name for name, size in ((_LAYERS, stages), (_HEADS, heads)) if size > 1]
+        if count % machines:
+            beside = " and ".join(options) or f"neither {_LAYERS} nor {_HEADS}"
+            raise ValueError(f"--nnodes={machines} with {beside}: it must divide {count} ranks")
+        if options:
+            refused = {
+                "--data-parallel-size-local": (args.data_parallel_size_local or 1) > 1,
+                "--runner pooling": args.runner == "pooling",
+                "--max-loras": args.max_loras is not None,
+            }
+            for option in (option for option, asked in refused.items() if asked):
+                raise ValueError(f"{option} is not supported with {' and '.join(options)}")
+        return Layout(stages, heads, machines)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.stages * self.heads
+
+    @property
+    def per_machine(self) -> int:
+        """Ranks of a machine, which share its memory."""
+        return self.num_ranks // self.machines
+
+    def part(self, machine: Machine) -> Machine:
+        """What one rank has of its machine."""
+        return machine.part(self.per_machine)
+
+    def ranks_of(self, stage: int) -> range:
+        """The ranks that have a stage's layers, as vLLM counts them."""
+        return range(stage * self.heads, (stage + 1) * self.heads)
+
+    def check(self, model_type: str, num_drafts: int) -> None:
+        """Refuses a family whose layers the engine does not divide, or not with drafts.
+
+        Raises:
+            ValueError: it is one.
+        """
+        if self.stages == 1:
+            return
+        if (reason := staged_families.refusal(model_type)) is not None:
+            raise ValueError(f"{_LAYERS} of {reason}")
+        if num_drafts and staged_families.keeps_states(model_type):
+            raise ValueError(
+                f"--num-speculative-tokens is not supported with {_LAYERS} for models with "
+                "recurrent layers"
+            )
+
+    def stage_of(self, stage: int) -> Callable[[int], Stage] | None:
+        """From the number of a model's layers to those of a stage; None: all are."""
+        if self.stages == 1:
+            return None
+        return partial(Stage.of, rank=stage, size=self.stages)
+
+    @contextmanager
+    def ring(self) -> Iterator[ranks.OneOf | None]:
+        """What stands for the ranks that share heads, within a `with` block."""
+        if self.heads == 1:
+            yield None
+            return
+        with ranks.alone(self.heads) as ring:
+            yield ring
+
+    @property
+    def words(self) -> str:
+        """Ends the line that names the machine."""
+        if self.num_ranks == 1:
+            return ""
+        if self.machines == 1:
+            return f", which {self.num_ranks} ranks share"
+        each = "" if self.per_machine == 1 else f", {self.per_machine} on each"
+        return f": {self.num_ranks} ranks on {self.machines} such machines{each}"

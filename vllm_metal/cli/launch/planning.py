@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans a server in a process of its own: what fits, and what the model's files call for.
+
+It loads vLLM and MLX, whose memory the server needs: `planned` runs this module and reads what it
+prints, so that the command that waits for the client stays small.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_metal.cli.fit.judge import Answer
+
+from vllm_metal.cli import early_checks
+
+#: Tokens that an agent's instructions and tools leave room in: Claude Code's first prompt has
+#: 12,000 by itself.
+LEAST_CONTEXT = 32768
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a server is started with."""
+
+    model: str  # a folder, or a name on the hub
+    context: int  # tokens of the longest request
+    flags: Sequence[str]  # more of `vllm serve`
+    said: Sequence[str]  # what there is to say of the choice, a sentence each
+
+
+def planned(model: str | None, context: int | None) -> Planned:
+    """The plan for a model on this machine.
+
+    Args:
+        model: a folder, or a name on the hub; None: the largest known one that fits.
+        context: tokens of the longest request; None: what fits.
+
+    Raises:
+        ValueError: the model is not found, is refused, or does not fit.
+        ModelLoadError: it is not found, or damaged.
+    """
+    if model is not None:
+        early_checks.check_model(model)
+    else:
+        early_checks.check_hub()
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, json.dumps([model, context])],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"VLLM_LOGGING_LEVEL": "ERROR"} | dict(os.environ),
+        start_new_session=True,  # Ctrl-C is this process's, which ends it without a traceback
+    )
+    lines = done.stdout.splitlines()  # what libraries print comes before
+    if done.returncode or not lines:
+        raise ValueError(f"the plan for {model or 'a model'} failed; the error is above")
+    found = json.loads(lines[-1])
+    if isinstance(found, str):
+        raise ValueError(found)
+    return Planned(**found)
+
+
+def _plan(model: str | None, context: int | None) -> Planned:
+    from vllm_metal.cli.fit import command as fit
+    from vllm_metal.engine.weights import folders
+    from vllm_metal.identity import model_names
+    from vllm_metal.serving.parsers import files
+    from vllm_metal.serving.parsers.choice import choose
+
+    answer = fit.find(fit.question(model, context))
+    if context is None and model is not None and _length(answer) < LEAST_CONTEXT:
+        with suppress(ValueError):  # the model is made for less
+            longer = fit.find(fit.question(model, LEAST_CONTEXT))
+            answer = longer if longer.fits else answer
+    length = _length(answer)
+    if not answer.fits:
+        changes = "; ".join(answer.changes)
+        raise ValueError(f"{answer.model} does not fit with {length} tokens of context: {changes}")
+    model_names.check(answer.model)  # without a network, the hub is asked for a minute
+    choice = choose(files.read(folders.folder_of(answer.model)))
+    said = list(choice.lines())
+    if length < LEAST_CONTEXT:
+        said.append(f"The context is {length} tokens; agents need {LEAST_CONTEXT} or more.")
+    return Planned(answer.model, length, ("--max-model-len", str(length), *choice.flags), said)
+
+
+def _length(answer: Answer) -> int:
+    return answer.estimates[answer.asked].settings.max_model_len
+
+
+if __name__ == "__main__":
+    from vllm_metal.identity.model_files import ModelLoadError
+    from vllm_metal.platform import metal_platform  # noqa: F401  # a BLAS, before MLX is there
+
+    try:
+        print(json.dumps(asdict(_plan(*json.loads(sys.argv[1])))))
+    except (ValueError, OSError, ImportError, ModelLoadError) as error:
+        print(json.dumps(str(error)))

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer of full or windowed attention: what its window may forget, which kernels are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    KVQuantMode,
+    SlidingWindowSpec,
+)
+
+from metal_kernels import paged_attention
+from metal_kernels.kernel import MIN_ELEMENTS
+from metal_kernels.kv_write import Rotation, RotationKind
+from metal_kernels.paged_attention import AttentionShape, buckets
+from metal_kernels.selfcheck import CHOICES, Case
+from vllm_metal.engine.attention import latent_heads, seen_whole
+from vllm_metal.engine.attention.latent_heads import Projections
+from vllm_metal.engine.attention.paged_cache import (
+    LatentCache,
+    LayerRotation,
+    PagedCache,
+    SharedCache,
+)
+from vllm_metal.engine.kv_cache import formats
+from vllm_metal.engine.kv_cache.latent_prompts import LatentHeads, planned
+from vllm_metal.engine.kv_cache.layer_cache import (
+    AttentionKind,
+    KVShape,
+    LayerKVCache,
+    Scoring,
+    TrialPlan,
+    parts_of,
+    row_bytes,
+)
+from vllm_metal.engine.kv_cache.layer_state import LayerState, PlanT, StepLayout, StepScope
+from vllm_metal.engine.kv_cache.prompts_apart import PromptsApart
+from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer, StepBounds
+
+#: The kernels that serve attention layers, and where MLX's operations may be faster.
+_KERNELS = (
+    *("kv_write", "kv_gather", "kv_blocks", "decode", "prefill", "reduce", "graph", "gathered"),
+    *CHOICES,
+)
+_TRIAL_BLOCKS = 8  # of 16 positions at least: enough for the rows of the largest tile
+
+
+@dataclass(frozen=True)
+class AttentionLayer(StatefulLayer):
+    """One layer's share of the KV cache."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    window: int | None  # positions a query sees, itself included; None: all before it
+    sinks: mx.Dtype | None = None  # of the logits that take part in its softmax only; None: none
+    value_size: int | None = None  # where V's heads have another size than K's
+    readers: int = 0  # other layers that attend to its K/V, and keep none
+    latent: bool = False  # values are the first elements of keys: MLA (arXiv:2405.04434)
+    softcap: float | None = None  # of scores
+    heads: LatentHeads | None = None  # of latents
+    rotation: LayerRotation | None = None  # that a write may do for the layer
+
+    @property
+    def shape(self) -> AttentionShape:
+        sizes = self.head_size, self.value_size or self.head_size
+        return AttentionShape(self.num_heads, self.num_kv_heads, *sizes)
+
+    @cached_property
+    def kind(self) -> AttentionKind:
+        return AttentionKind(self.shape, self.window)
+
+    @property
+    def storage_key(self) -> KVShape:
+        return KVShape(self.num_kv_heads, self.head_size, self.shape.value_size, self.latent)
+
+    def _rows_of(self, num_tokens: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """K and V of so many tokens, of zeros."""
+        heads, key_size, value_size, _ = self.storage_key
+        rows = (mx.zeros((num_tokens, heads, size), dtype) for size in (key_size, value_size))
+        return next(rows), next(rows)
+
+    @property
+    def context(self) -> Hashable:
+        """The window."""
+        return self.window
+
+    def spec(self, block_size: int, elements: mx.Dtype, whole_context: bool = False) -> KVCacheSpec:
+        family: Callable[..., KVCacheSpec] = FullAttentionSpec
+        if self.window is not None and not whole_context:
+            family = partial(SlidingWindowSpec, sliding_window=self.window)
+        pool = formats.pool_format(elements)
+        return family(
+            block_size=block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            dtype=pool.torch_dtype,
+            kv_quant_mode=KVQuantMode[pool.quant_mode],
+            # K and V, with their scales.
+            state_content_bytes=sum(row_bytes(size, elements) for size in self._row_sizes),
+        )
+
+    @property
+    def _row_sizes(self) -> tuple[int, ...]:
+        """Elements of what is kept of a token in one K/V head."""
+        return (self.head_size,) if self.latent else (self.head_size, self.shape.value_size)
+
+    def allocate(
+        self,
+        num_blocks: int,
+        block_size: int,
+        elements: mx.Dtype,
+        kv_cache_type: type[LayerKVCache],
+    ) -> LayerKVCache:
+        return kv_cache_type(num_blocks, block_size, self.storage_key, elements)
+
+    def room(self, block_size: int, elements: mx.Dtype) -> int:
+        return block_size * self.num_kv_heads * sum(self._row_sizes) * elements.size
+
+    def scope(self, state: LayerState) -> StepScope:
+        assert isinstance(state, LayerKVCache)
+        plan_of = partial(type(state).plan, kind=self.kind)
+        heads = self._built_over(type(state))
+
+        def of_step(layout: StepLayout) -> Any:
+            layout = layout.split(state.split)
+            if seen_whole.has_runs(layout, self.window):
+                return seen_whole.planned(layout, self.window, plan_of)
+            return planned(layout, heads, plan_of)
+
+        return StepScope(of_step)
+
+    def _built_over(self, kv_cache_type: type[LayerKVCache]) -> LatentHeads | None:
+        """Heads whose keys and values are built for prompts; None: for none."""
+        if self.heads is None or self.heads.fewest_rows is None or self.window is not None:
+            return None
+        return self.heads if kv_cache_type.reads_contexts else None
+
+    def cache(self, state: LayerState, scope: StepScope) -> PagedCache:
+        assert isinstance(state, LayerKVCache)
+        if self.readers:
+            return SharedCache(state, scope, self.rotation)
+        return (LatentCache if self.latent else PagedCache)(state, scope, self.rotation)
+
+    def unsupported(self, dtype: mx.Dtype, block_size: int) -> str | None:
+        return paged_attention.unsupported(self.shape, dtype, block_size // parts_of(block_size))
+
+    def cases(
+        self,
+        dtype: mx.Dtype,
+        elements: mx.Dtype,
+        block_size: int,
+        host: StatefulLayer | None = None,
+    ) -> list[Case]:
+        size = block_size // parts_of(block_size)
+        kind = (self.shape, dtype, elements, size, self.window)
+        cases = [Case(*kind, sinks=True, softcap=self.softcap, kernels=_KERNELS)]
+        if self.rotation is not None:
+            by = self._rotation_kind
+            cases.append(Case(*kind[:-1], kernels=("rotation",), rotation=by))
+        return cases
+
+    @property
+    def _rotation_kind(self) -> RotationKind | None:
+        """That of rows as the pool has them."""
+        if self.rotation is None:
+            return None
+        first = self.head_size - self.rotation.kind.dims if self.latent else 0
+        return self.rotation.kind._replace(first=first)
+
+    def trials(
+        self,
+        dtype: mx.Dtype,
+        elements: mx.Dtype,
+        block_size: int,
+        kv_cache_type: type[LayerKVCache],
+        host: StatefulLayer | None = None,
+    ) -> Iterator[tuple[Hashable, Callable[[], mx.array]]]:
+        kv_cache: LayerKVCache | None = None
+        size = block_size // parts_of(block_size)
+        for trial in kv_cache_type.trials(self.kind, size):
+            first = kv_cache is None
+            if kv_cache is None:
+                kv_cache = self.allocate(_TRIAL_BLOCKS, size, elements, kv_cache_type)
+            written = self.rotation if first else None  # all others write alike
+            pipeline = (self.shape, self.sinks, self.softcap is None, trial.pipeline, written)
+            yield pipeline, partial(self._attend_once, kv_cache, trial, dtype, first)
+        if kv_cache is not None and (heads := self._built_over(kv_cache_type)):
+            yield (self.shape, heads), partial(self._build_once, kv_cache, heads, dtype, size)
+
+    def _attend_once(
+        self,
+        kv_cache: LayerKVCache,
+        trial: TrialPlan,
+        dtype: mx.Dtype,
+        moving_blocks: bool,
+    ) -> mx.array:
+        if moving_blocks:
+            kv_cache.clear_blocks(np.array([1], np.int32))
+            kv_cache.copy_blocks(np.array([0], np.int32), np.array([1], np.int32))
+        self._write_once(kv_cache, trial, trial.num_tokens, dtype)
+        queries = mx.zeros((trial.num_tokens, self.num_heads, self.head_size), dtype)
+        sinks = None if self.sinks is None else mx.zeros(self.num_heads, self.sinks)
+        return kv_cache.attend(trial, queries, Scoring(1.0, sinks, self.softcap))
+
+    def _write_once(
+        self, kv_cache: LayerKVCache[PlanT], plan: PlanT, num_tokens: int, dtype: mx.Dtype
+    ) -> None:
+        """Writes zeros, as steps write rows."""
+        keys, values = self._rows_of(num_tokens, dtype)
+        if self.rotation is None or not kv_cache.rotates:
+            kv_cache.write(plan, keys, values)
+            return
+        kind, queries = self.rotation.kind, None
+        if self.latent:
+            keys, values = mx.split(keys, [self.head_size - kind.dims], axis=-1)
+        if self.rotation.queries:
+            queries = mx.zeros((num_tokens, self.num_heads, self.head_size), dtype)
+        positions = mx.zeros(max(num_tokens, MIN_ELEMENTS), mx.int32)
+        by = Rotation.of_zeros(kind)
+        kv_cache.rotate_and_write(plan, keys, values, positions, by, queries)
+
+    def _build_once(
+        self, kv_cache: LayerKVCache, heads: LatentHeads, dtype: mx.Dtype, block_size: int
+    ) -> mx.array:
+        layout = _layout_of_long_contexts(1, block_size, block_size, block_size)
+        plan = kv_cache.plan(layout, self.kind)
+        self._write_once(kv_cache, plan, block_size, dtype)
+        prompts = PromptsApart.of(layout, np.ones(1, bool))
+        (((context,), _),) = kv_cache.contexts(plan, prompts)
+        rows = mx.zeros((block_size, heads.num_heads, heads.key + heads.rotated), dtype)
+        made = Projections.of_zeros(heads, dtype)
+        return latent_heads.attend(rows, context, made, 1.0)
+
+    def gathers(self, kv_cache_type: type[LayerKVCache]) -> bool:
+        return kv_cache_type.gathers or self._built_over(kv_cache_type) is not None
+
+    def profile(
+        self,
+        context: int,
+        bounds: StepBounds,
+        dtype: mx.Dtype,
+        elements: mx.Dtype,
+        kv_cache_type: type[LayerKVCache],
+    ) -> None:
+        """A chunk of one long context, then decodes of many; and what is built of latents.
+
+        Beside the chunk lies what other layers of the step have gathered meanwhile.
+
+        Calls that gather are bounded (metal_kernels.paged_attention.buckets), so this finds the
+        most of any.
+        """
+        if heads := self._built_over(kv_cache_type):
+            mx.eval(latent_heads.largest_call(heads, context, bounds.num_tokens, dtype))
+        if not kv_cache_type.gathers:
+            return
+        nbytes, rows = kv_cache_type.waiting(self.kind, context, bounds.num_tokens, dtype)
+        waiting = mx.zeros(nbytes, mx.uint8)
+        mx.eval(waiting)  # while the calls below are measured
+        chunk = max(buckets.MAX_SCORES // context, buckets.MIN_ROWS, rows)
+        many = max(buckets.MAX_GATHERED // context, 1)
+        for num_reqs, num_rows in (
+            (1, min(bounds.num_tokens, context, chunk)),
+            (min(bounds.max_num_seqs, many), 1),
+        ):
+            layout = _layout_of_long_contexts(num_reqs, num_rows, context, bounds.block_size)
+            num_blocks = int(layout.block_tables_np.max()) + 1
+            kv_cache = self.allocate(num_blocks, bounds.block_size, elements, kv_cache_type)
+            plan = kv_cache.plan(layout.split(kv_cache.split), self.kind)
+            self._write_once(kv_cache, plan, num_reqs * num_rows, dtype)
+            queries = mx.zeros((num_reqs * num_rows, self.num_heads, self.head_size), dtype)
+            mx.eval(kv_cache.attend(plan, queries, Scoring(1.0, None, self.softcap)))
+
+
+def _layout_of_long_contexts(
+    num_reqs: int, num_rows: int, context: int, block_size: int
+) -> StepLayout:
+    """The last rows of requests that lie in block 0, except for the blocks that are written."""
+    written = -(-num_rows // block_size) + 1
+    table = np.zeros((num_reqs, -(-context // block_size)), np.int32)
+    own = 1 + np.arange(num_reqs * (written + 1), dtype=np.int32).reshape(num_reqs, -1)
+    table[:, 0] = own[:, 0]  # so that no two begin alike, and share what they gather
+    table[:, -written:] = own[:, 1:][:, -table.shape[1] :]
+    positions = np.arange(context - num_rows, context)
+    slots = table[:, positions // block_size] * block_size + positions % block_size
+    return StepLayout(
+        np.arange(num_reqs + 1, dtype=np.int32) * num_rows,
+        np.full(num_reqs, context, np.int32),
+        table,
+        slots.ravel().astype(np.int32),
+        block_size,
+    )

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of one prompt by keys and values of heads, built from latents a few heads at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import mla
+
+from metal_kernels.pace import MOST_WORK, Pace
+from metal_kernels.paged_attention import buckets
+from metal_kernels.paged_attention.fused import even_cuts, is_fused
+from vllm_metal.engine.kv_cache.latent_prompts import LatentHeads
+from vllm_metal.engine.kv_cache.layer_state import joined
+from vllm_metal.patches.mlx_patches import multi_linear
+
+#: The most bytes of keys, values and scores that are there at once; heads have theirs in turns.
+BUILT_AT_ONCE = 2**28
+
+
+@dataclass(frozen=True)
+class Projections:
+    """A layer's, of mlx-lm's."""
+
+    embed: Any  # latents' space from that of a head's keys: [H, rank, key]
+    unembed: Any  # a head's values from latents: [H, value, rank]
+
+    @staticmethod
+    def of_zeros(heads: LatentHeads, dtype: mx.Dtype) -> Projections:
+        """Projections of such heads, which give zeros."""
+        made = []
+        for num_outputs, num_inputs in ((heads.rank, heads.key), (heads.value, heads.rank)):
+            layer = mla.MultiLinear(1, 1, 1)
+            layer.weight = mx.zeros((heads.num_heads, num_outputs, num_inputs), dtype)
+            made.append(layer)
+        return Projections(*made)
+
+    def heads(self, rotated: int) -> LatentHeads:
+        """Their sizes, beside rotated keys of so many elements."""
+        key, rank = multi_linear.sizes(self.embed)
+        _, value = multi_linear.sizes(self.unembed)
+        return LatentHeads(len(self.embed.weight), rank, rotated, key, value)
+
+
+def attend(
+    queries: mx.array,
+    context: mx.array,
+    projections: Projections,
+    scale: float,
+    pace: Pace | None = None,
+) -> mx.array:
+    """Causal attention of the last Q of S tokens.
+
+    Args:
+        queries: [Q, H, key + rotated].
+        context: [S, rank + rotated] latents and rotated keys, of the dtype of `queries`.
+        projections: what makes keys and values of latents.
+        scale: factor on the scores.
+        pace: ends command buffers between calls that take long; None: MLX alone ends them.
+
+    Returns:
+        [Q, H, value].
+    """
+    rank = multi_linear.sizes(projections.embed)[1]
+    heads = projections.heads(context.shape[1] - rank)
+    turn = Turn.of(heads, len(context), len(queries), queries.dtype)
+    outputs: list[mx.array] = []
+    for first in range(0, heads.num_heads, turn.num_heads):
+        here = slice(first, min(first + turn.num_heads, heads.num_heads))
+        rows = queries[:, here].swapaxes(0, 1)[None]
+        if outputs:  # so that these heads' are not built before the last ones' are gone
+            context = mx.depends(context, outputs[-1])
+        keys, values = _built(context, projections, heads.rank, here)
+        share = heads._replace(num_heads=here.stop - here.start)
+        outputs.append(_by_pieces(rows, keys, values, scale, turn, share, pace, outputs[-1:]))
+    return joined(outputs, axis=1)[0].swapaxes(0, 1)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is computed at once: by MLX's fused kernel for the size, or by plain operations."""
+
+    num_heads: int
+    num_rows: int
+    fused: bool
+
+    @staticmethod
+    def of(heads: LatentHeads, context: int, num_rows: int, dtype: mx.Dtype) -> Turn:
+        """As much as BUILT_AT_ONCE and MOST_WORK have room for.
+
+        Args:
+            heads: of the layer.
+            context: tokens.
+            num_rows: that attend.
+            dtype: of the rows.
+        """
+        key_size, value_size, scores = heads.key + heads.rotated, heads.value, 0
+        fused = is_fused(key_size, key_size, dtype, mx.default_device().type)
+        if fused:
+            value_size = max(key_size, value_size)
+            most = MOST_WORK // (2 * context * (key_size + value_size))
+        else:
+            most = buckets.MAX_SCORES // context
+        num_rows = min(max(most, buckets.MIN_ROWS), num_rows)
+        if not fused:
+            scores = 2 * num_rows * context * mx.float32.size  # and their weights
+        # Twice: as they are built, and as they are joined or padded.
+        built = 2 * context * (key_size + value_size) * dtype.size
+        built += heads.rank * (heads.key + heads.value) * dtype.size  # matrices as values
+        work = heads._replace(num_heads=1).work(num_rows, context)
+        room = min(BUILT_AT_ONCE // (built + scores), MOST_WORK // work)
+        return Turn(min(max(room, 1), heads.num_heads), num_rows, fused)
+
+
+def largest_call(heads: LatentHeads, context: int, num_rows: int, dtype: mx.Dtype) -> mx.array:
+    """One turn of heads over a context of zeros: the most memory that any takes.
+
+    Args:
+        heads: of the layer.
+        context: tokens.
+        num_rows: of the step, at most.
+        dtype: of the rows.
+    """
+    num_rows = min(num_rows, context)
+    turn = Turn.of(heads, context, num_rows, dtype)
+    if turn.fused:  # whose memory does not depend on them
+        num_rows = min(num_rows, buckets.MIN_ROWS)
+    heads = heads._replace(num_heads=turn.num_heads)
+    sizes = turn.num_heads, heads.key + heads.rotated
+    rows = mx.zeros((min(num_rows, turn.num_rows), *sizes), dtype)
+    latents = mx.zeros((context, heads.rank + heads.rotated), dtype)
+    return attend(rows, latents, Projections.of_zeros(heads, dtype), 1.0)
+
+
+def _built(
+    context: mx.array, projections: Projections, rank: int, heads: slice
+) -> tuple[mx.array, mx.array]:
+    """[1, h, S, key + rotated] and [1, h, S, value] of some heads."""
+    latents, rotated = mx.split(context[None], [rank], axis=-1)
+    keys = latents @ multi_linear.matrices(projections.embed, heads, context.dtype)
+    rotated = mx.broadcast_to(rotated, (*keys.shape[:2], rotated.shape[-1]))
+    unembed = multi_linear.matrices(projections.unembed, heads, context.dtype)
+    values = latents @ unembed.swapaxes(-1, -2)
+    return mx.concatenate([keys, rotated], axis=-1)[None], values[None]
+
+
+def _by_pieces(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    turn: Turn,
+    heads: LatentHeads,
+    pace: Pace | None,
+    before: list[mx.array],
+) -> mx.array:
+    """[1, h, Q, value]: so many rows at once, over what they see.
+
+    Args beyond attend's:
+        turn: says how.
+        heads: h of the layer's.
+        before: what was queued before, if anything.
+    """
+    value_size, size, length = values.shape[-1], keys.shape[-1], keys.shape[2]
+    if turn.fused and value_size < size:  # MLX's kernels want values of the keys' size
+        values = mx.pad(values, [(0, 0)] * 3 + [(0, size - value_size)])
+    num_rows, outputs = queries.shape[2], list[mx.array]()
+    for first, count in even_cuts(num_rows, turn.num_rows):
+        last = first + count
+        rows, seen = queries[:, :, first:last], length - num_rows + last
+        if pace is not None:
+            pace.before(heads.work(last - first, seen), *(outputs[-1:] or before))
+        if outputs:  # whose scores are gone then
+            rows = mx.depends(rows, outputs[-1])
+        out = mx.fast.scaled_dot_product_attention(
+            rows,
+            keys[:, :, :seen],
+            values[:, :, :seen],
+            scale=scale,
+            mask="causal",
+            force_fused=turn.fused,
+        )
+        outputs.append(out[..., :value_size])
+    return joined(outputs, axis=2)

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds what each layer of a loaded model keeps between steps, by tracing it for one token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+
+from vllm_metal.engine.attention.attention_layer import AttentionLayer
+from vllm_metal.engine.attention.latent_heads import Projections
+from vllm_metal.engine.attention.paged_cache import LayerRotation
+from vllm_metal.engine.attention.recurrent_layer import (
+    RecurrentLayer,
+    RecurrentProbe,
+    RunLayer,
+    SequenceLayer,
+)
+from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
+from vllm_metal.patches.mlx_patches import library_kernels, module_calls, rotations
+from vllm_metal.patches.mlx_patches.rotations import OfLayer
+from vllm_metal.patches.mlx_patches.seam import AttendingCache, Scoring
+
+__all__ = [
+    "PROBES",
+    "AttentionLayer",
+    "RunLayer",
+    "SequenceLayer",
+    "attention_layers",
+    "decoder_layer",
+]
+
+
+class Probe(Protocol):
+    """Stands where the model expects a layer's cache, and notes what the layer does with it."""
+
+    def layer(self, name: str) -> StatefulLayer:
+        """What was noted, once a forward has been built.
+
+        Raises:
+            NotImplementedError: the layer cannot be served; the message goes on after the name of
+                the model's type.
+        """
+
+
+class _AttentionProbe(AttendingCache):
+    """Notes what a layer writes and whether its attention comes through the seam."""
+
+    def __init__(self, window: int | None) -> None:
+        self._window = window
+        self.shared = False  # whether layers that keep no K/V read those of others
+        self.num_calls = 0  # of attention
+        self._given: tuple[Any, Any] | None = None  # to the layer, as K and V
+        self._key_shape: tuple[int, ...] | None = None
+        self._value_shape: tuple[int, ...] | None = None
+        self._num_heads: int | None = None
+        self._sinks: mx.Dtype | None = None
+        self._softcap: float | None = None
+        self._latent: nn.Module | None = None  # that computes latent attention
+        self._offset = mx.zeros(1, mx.int32)
+        self._rotated: OfLayer | None = None
+        self._is_keys = False  # what was rotated; else the second part of latents
+        self._turns_queries = False
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the model reads {name!r} of its KV cache, which the paged KV cache does not have"
+        )
+
+    @property
+    def offset(self) -> mx.array:
+        return self._offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self._key_shape, self._value_shape = keys.shape, values.shape
+        self._rotated = rotations.of_keys(self._offset, keys, values)
+        self._is_keys = self._rotated is not None and self._rotated.keys.result is keys
+        self._given = self.keys_and_values() if self.shared else (keys, values)
+        return self._given
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """See SharedCache."""
+        return self, self
+
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring
+    ) -> mx.array:
+        self.num_calls += 1
+        if self._given is not None and not all(map(_alike, (keys, values), self._given)):
+            raise NotImplementedError(
+                "attention reads keys or values other than those it passed to its cache, "
+                "which is not supported with the paged KV cache"
+            )
+        of = None if self._rotated is None else self._rotated.queries
+        self._turns_queries |= of is not None and queries is of.result
+        self._num_heads = queries.shape[1]
+        self._sinks = None if scoring.sinks is None else scoring.sinks.dtype
+        self._softcap = scoring.softcap
+        assert self._value_shape is not None  # a layer writes before it attends
+        return mx.zeros((*queries.shape[:3], self._value_shape[-1]), queries.dtype)
+
+    def attend_latent(
+        self, queries: mx.array, values: mx.array, position_queries: mx.array, scale: float
+    ) -> mx.array | None:
+        # mlx-lm's modules of latent attention have this projection, and no others do.
+        module = module_calls.under_way()[-1].module
+        if "embed_q" not in module:
+            return None
+        self._num_heads, self._latent = queries.shape[1], module
+        # Of longer rows the values are of the heads' own width, which need not be the queries'.
+        return mx.zeros((*queries.shape[:3], values.shape[-1]), queries.dtype)
+
+    def layer(self, name: str) -> AttentionLayer:
+        if self._key_shape is None or self._num_heads is None:
+            raise NotImplementedError(
+                f"computes attention in {name} with code of its own, which is not supported "
+                "with the paged KV cache"
+            )
+        assert self._value_shape is not None
+        _, num_kv_heads, _, head_size = self._key_shape
+        value_size = self._value_shape[-1]
+        heads = None
+        if self._latent is not None:
+            projections = Projections(self._latent.embed_q, self._latent.unembed_out)
+            heads = projections.heads(rotated=value_size)
+            module_calls.ask_caches(type(self._latent))
+            head_size, value_size = head_size + value_size, head_size
+        return AttentionLayer(
+            name,
+            self._num_heads,
+            num_kv_heads,
+            head_size,
+            self._window,
+            self._sinks,
+            None if value_size == head_size else value_size,
+            self.num_calls - 1 if self.shared else 0,
+            self._latent is not None,
+            self._softcap,
+            heads,
+            self._rotation(),
+        )
+
+    def _rotation(self) -> LayerRotation | None:
+        if self._rotated is None or self._is_keys == (self._latent is not None):
+            return None
+        return LayerRotation(self._rotated.keys.rotation.kind, self._turns_queries)
+
+
+def _alike(array: Any, given: Any) -> bool:
+    """Whether they can be the same: one may be in another dtype."""
+    if isinstance(array, mx.array) and isinstance(given, mx.array):
+        return array.shape == given.shape
+    return array is given or array.__class__ is given.__class__
+
+
+def _rotating(cache: RotatingKVCache) -> Probe:
+    if cache.keep:
+        raise NotImplementedError(
+            f"keeps its first {cache.keep} positions beside a window, which is not supported"
+        )
+    return _AttentionProbe(int(cache.max_size))
+
+
+#: What reads a layer, by the type of cache that mlx-lm gives it. A new kind of layer has its line
+#: here.
+PROBES: Mapping[type, Callable[[Any], Probe]] = {
+    KVCache: lambda cache: _AttentionProbe(None),
+    RotatingKVCache: _rotating,
+    ArraysCache: RecurrentProbe,
+}
+
+
+def attention_layers(model: nn.Module, model_type: str) -> list[StatefulLayer]:
+    """Reads the layers by building, not running, a forward of one token.
+
+    Args:
+        model: an mlx-lm model.
+        model_type: its family, for messages.
+
+    Raises:
+        NotImplementedError: a layer keeps state of an unknown kind, or does its own attention.
+    """
+    try:
+        return _layers(model)
+    except NotImplementedError as error:
+        raise NotImplementedError(f"model_type {model_type!r} {error}") from error
+
+
+def _layers(model: nn.Module) -> list[StatefulLayer]:
+    with library_kernels.noted() as calls:
+        placed = _probed(model, 1)
+    states = _recurrent(placed)
+    if states:
+        longer = _recurrent(_probed(model, 2))
+        for name, probe in states.items():
+            probe.check_shapes_of(longer[name], name)
+    sharing = len(placed) < len(model.layers)
+    num_calls = [probe.num_calls for probe in placed if isinstance(probe, _AttentionProbe)]
+    # Fewer caches than layers: the others read K/V of these, or do not attend.
+    if sharing and sum(num_calls) not in (len(model.layers), len(num_calls)):
+        raise NotImplementedError(
+            f"has {len(model.layers)} layers and {len(placed)} caches, but only "
+            f"{sum(num_calls)} attend through the paged KV cache"
+        )
+    layers = [probe.layer(name) for name, probe in _named(placed)]
+    if not any(isinstance(layer, RunLayer) for layer in layers):
+        # Steps launch our own kernels; mlx-lm's serve the check of a text, with its dense forward.
+        calls = [call for call in calls if call.takes_texts]
+    return [
+        replace(layer, library_calls=tuple(calls)) if isinstance(layer, RecurrentLayer) else layer
+        for layer in layers
+    ]
+
+
+def _probed(model: nn.Module, num_tokens: int) -> list[Probe | list[Probe]]:
+    """Probes that a forward of so many tokens was built over: a list where a layer has several."""
+    placed: list[Probe | list[Probe]] = [
+        [_probe(each) for each in cache.caches] if isinstance(cache, CacheList) else _probe(cache)
+        for cache in make_prompt_cache(model)
+    ]
+    if len(placed) < len(model.layers):
+        for probe in placed:
+            if isinstance(probe, _AttentionProbe):
+                probe.shared = True
+    caches = [tuple(probe) if isinstance(probe, list) else probe for probe in placed]
+    try:
+        with module_calls.noted(model), rotations.noted():
+            model(mx.zeros((1, num_tokens), mx.int32), cache=caches)
+    except Exception as error:
+        raise NotImplementedError(f"does not run on the paged cache: {error}") from error
+    return placed
+
+
+def _recurrent(placed: Sequence[Probe | list[Probe]]) -> dict[str, RecurrentProbe]:
+    return {name: probe for name, probe in _named(placed) if isinstance(probe, RecurrentProbe)}
+
+
+def decoder_layer(
+    layer: nn.Module, name: str, hidden_size: int, dtype: mx.Dtype, window: int | None = None
+) -> StatefulLayer:
+    """What a single layer of attention keeps, by building a forward of one token.
+
+    Args:
+        layer: of mlx-lm's; takes hidden states, a mask and a cache.
+        name: of what it keeps.
+        hidden_size: of its hidden states.
+        dtype: of these.
+        window: positions a query sees, itself included; None: all before it.
+
+    Raises:
+        NotImplementedError: it keeps something else; the message goes on after the layer's name.
+    """
+    cache = KVCache() if window is None else RotatingKVCache(window)
+    probe = _probe(cache)
+    try:
+        with module_calls.noted(layer), rotations.noted():
+            layer(mx.zeros((1, 1, hidden_size), dtype), None, probe)
+    except Exception as error:
+        raise NotImplementedError(f"does not run on the paged cache: {error}") from error
+    return probe.layer(name)
+
+
+def _named(placed: Sequence[Probe | list[Probe]]) -> Iterator[tuple[str, Probe]]:
+    for index, of_layer in enumerate(placed):
+        if isinstance(of_layer, list):
+            for number, probe in enumerate(of_layer):
+                yield f"layers.{index}.{number}", probe
+        else:
+            yield f"layers.{index}", of_layer
+
+
+def _probe(cache: Any) -> Probe:
+    if type(cache) not in PROBES:
+        raise NotImplementedError(f"keeps {type(cache).__name__} layers, which is not supported")
+    return PROBES[type(cache)](cache)

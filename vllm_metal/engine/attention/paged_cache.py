@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache that an attention layer of mlx-lm sees, answered from the paged pool."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import MethodType
+from typing import Any, Generic, NamedTuple, cast
+
+import mlx.core as mx
+
+from metal_kernels.kv_write import RotationKind
+from vllm_metal.engine.attention import latent_heads, seen_whole
+from vllm_metal.engine.attention.latent_heads import Projections
+from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.engine.kv_cache.layer_state import PlanT, StepScope, joined
+from vllm_metal.engine.kv_cache.prompts_apart import PlanWithPrompts, PromptsApart
+from vllm_metal.patches.mlx_patches import multi_linear, rotations
+from vllm_metal.patches.mlx_patches.module_calls import CallingCache
+from vllm_metal.patches.mlx_patches.rotations import OfLayer
+from vllm_metal.patches.mlx_patches.seam import AttendingCache, Scoring
+
+
+class LayerRotation(NamedTuple):
+    """What a layer does to its keys right before it hands them to its cache."""
+
+    kind: RotationKind
+    queries: bool  # its queries are rotated alike, and go to attention as they are then
+
+
+class PagedCache(AttendingCache, Generic[PlanT]):
+    """Stands where mlx-lm expects one layer's KV cache.
+
+    The model feeds T rows of length 1; `offset` gives each its own position, `update_and_fetch`
+    hands K/V to the pool and `attend` is called by the seam in place of dense attention.
+
+    Keys that the layer has only just rotated are written as they were before, by what rotates them
+    on the way, and the layer's queries with them: see mlx_patches.rotations.
+    """
+
+    def __init__(
+        self,
+        kv_cache: LayerKVCache[PlanT],
+        scope: StepScope[PlanT],
+        rotation: LayerRotation | None = None,
+    ) -> None:
+        """
+        Args:
+            kv_cache: the layer's K and V.
+            scope: the step at hand; outside one, every call raises RuntimeError.
+            rotation: of the layer; None: whatever it rotates it rotates itself.
+        """
+        self._kv_cache = kv_cache
+        self._scope = scope
+        self._rotation = rotation if kv_cache.rotates else None
+        #: Queries as the layer has rotated them, and as the write of its keys has.
+        self._turned: tuple[mx.array, mx.array] | None = None
+
+    @property
+    def offset(self) -> mx.array:
+        """[T] int32, position of each row: mlx-lm rotates each by its own."""
+        return self._scope.positions
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Takes this step's K/V, each [T, Hkv, 1, D], and returns them: `attend` needs neither."""
+        of = self._rotated(keys)
+        if of is None:
+            self._kv_cache.write(self._scope.plan, keys[:, :, 0], values[:, :, 0])
+            return keys, values
+        queries = None if of.queries is None else of.queries.source[:, :, 0]
+        turned = self._kv_cache.rotate_and_write(
+            self._scope.plan,
+            of.keys.source[:, :, 0],
+            values[:, :, 0],
+            self._scope.padded_positions,
+            of.keys.rotation,
+            queries,
+        )
+        if of.queries is not None and turned is not None:
+            self._turned = of.queries.result, turned[:, :, None]
+        return keys, values
+
+    def _rotated(self, keys: mx.array) -> OfLayer | None:
+        """What the layer's rotation was applied to; None: the keys are to be taken as they are."""
+        self._turned = None
+        if self._rotation is None:
+            return None
+        of = rotations.of_keys(self._scope.positions, keys)
+        if of is None or of.keys.rotation.kind != self._rotation.kind:
+            return None
+        return of if self._rotation.queries else of._replace(queries=None)
+
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring
+    ) -> mx.array:
+        """[T, H, 1, D] queries over the request's whole context; [T, H, 1, DV] back."""
+        turned, self._turned = self._turned, None
+        if turned is not None and queries is turned[0]:
+            queries = turned[1]
+        plan, rows = self._scope.plan, queries[:, :, 0]
+        if (apart := cast(PlanWithPrompts, plan).prompts) is not None:
+            return seen_whole.attend(self._kv_cache, plan, apart, rows, scoring)[:, :, None]
+        return self._kv_cache.attend(plan, rows, scoring)[:, :, None]
+
+
+class SharedCache(PagedCache[PlanT]):
+    """The cache of a layer whose K/V other layers read, which keep none themselves.
+
+    Gemma 3n hands such a layer this cache, Gemma 4 what `update_and_fetch` returned.
+    """
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Takes this step's K/V, each [T, Hkv, 1, D], and returns itself: the seam asks it."""
+        super().update_and_fetch(keys, values)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """What stands for K and V of the whole context."""
+        return self, self
+
+
+class LatentCache(PagedCache[PlanT], CallingCache):
+    """The cache of a layer of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+
+    Of a token such a layer keeps one row: a latent, which every head's K and V are made of, and the
+    rotated part of the keys, which all heads have in common. A row of length 1 attends to latents
+    themselves (the paper's "absorbed" form): the queries are brought into the latents' space, and
+    the values come out in it.
+
+    mlx-lm's modules compute the scores of positions apart, as (q_pe * scale) @ k_pe^T, and hand
+    them to attention as a mask. They get the identity as `k_pe` here, so that attention gets
+    q_pe * scale itself, and can multiply it with the rows of the pool.
+
+    Prompts for which that is less work (`latent_prompts`) attend by keys and values of heads. Then
+    the module's projections are left out of its call, and applied here: to the queries of the other
+    rows, and to the latents of the prompts' contexts.
+    """
+
+    _projections: Projections  # of the module whose call is under way
+
+    def call(self, module: MethodType, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """See CallingCache."""
+        if self._prompts is None:
+            return module(*args, **kwargs)
+        owner: Any = module.__self__
+        self._projections = Projections(owner.embed_q, owner.unembed_out)
+        with multi_linear.left_out():
+            return module(*args, **kwargs)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Takes this step's latents and rotated keys.
+
+        Args:
+            keys: [T, 1, 1, rank] latents.
+            values: [T, 1, 1, n] rotated keys.
+
+        Returns:
+            The latents, and the identity, [1, 1, n, n].
+        """
+        of = self._rotated(values)
+        if of is None:
+            rows = mx.concatenate([keys, values], axis=-1)[:, :, 0]
+            self._kv_cache.write(self._scope.plan, rows, rows)
+        else:
+            parts = keys[:, :, 0], of.keys.source[:, :, 0]
+            placed = self._scope.padded_positions, of.keys.rotation
+            self._kv_cache.rotate_and_write(self._scope.plan, *parts, *placed)
+        return keys, _identity(values.shape[-1], values.dtype)
+
+    def attend_latent(
+        self, queries: mx.array, values: mx.array, position_queries: mx.array, scale: float
+    ) -> mx.array | None:
+        """See AttendingCache."""
+        # The scale applies to the whole product, so it leaves the queries of positions again.
+        rotated = (position_queries.astype(mx.float32) / scale).astype(queries.dtype)
+        rows = mx.concatenate([queries, rotated], axis=-1)
+        if self._prompts is None:
+            return self.attend(rows, rows, rows, Scoring(scale))
+        key_size = queries.shape[-1]
+        return self._attend_apart(self._prompts, rows[:, :, 0], key_size, scale)[:, :, None]
+
+    @property
+    def _prompts(self) -> PromptsApart | None:
+        return cast(PlanWithPrompts, self._scope.plan).prompts
+
+    def _attend_apart(
+        self, plan: PromptsApart, queries: mx.array, key_size: int, scale: float
+    ) -> mx.array:
+        """[T, H, value] of [T, H, key + rotated] queries that no projection was applied to."""
+        outputs = []
+        if plan.others is not None:
+            keys, rotated = mx.split(queries[plan.others].swapaxes(0, 1), [key_size], axis=-1)
+            rows = mx.concatenate([self._projections.embed(keys), rotated], axis=-1)
+            out = self._kv_cache.attend(self._scope.plan, rows.swapaxes(0, 1), Scoring(scale))
+            outputs.append(self._projections.unembed(out.swapaxes(0, 1)).swapaxes(0, 1))
+        contexts = self._kv_cache.contexts(self._scope.plan, plan)
+        for prompt, ((context,), _) in zip(plan.prompts, contexts, strict=True):
+            rows = queries[prompt.first : prompt.first + prompt.num_rows]
+            context = context.astype(queries.dtype)
+            outputs.append(latent_heads.attend(rows, context, self._projections, scale, plan.pace))
+        out = joined(outputs)
+        return out if plan.order is None else out[plan.order]
+
+
+@cache
+def _identity(size: int, dtype: mx.Dtype) -> mx.array:
+    """[1, 1, size, size], of all layers and steps: a graph takes it as a value that is there."""
+    identity = mx.eye(size, dtype=dtype)[None, None]
+    mx.eval(identity)
+    return identity

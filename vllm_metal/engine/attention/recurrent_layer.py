@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer that goes from token to token: its state, and the module that computes it.
+
+The model gets T rows of length 1. A module whose inside is known (`mlx_patches.recurrences`) is
+called once, with all rows as one sequence, and our operations do what is not token-wise
+(`SequenceLayer`). The call of any other is taken apart: the module is called once for each run of
+sequences (`RunPlan`), with the states before them in mlx-lm's own cache, and its results are put
+back in the order of the rows (`RunLayer`).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Generic, TypeVar, cast
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx_lm.models.cache import ArraysCache
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+
+from metal_kernels.layout import BLOCK_SIZES
+from metal_kernels.paged_attention import AttentionShape
+from metal_kernels.selfcheck import Case
+from vllm_metal.engine.attention import forward_inputs
+from vllm_metal.engine.attention.inside import Inside, inside_of
+from vllm_metal.engine.kv_cache import formats
+from vllm_metal.engine.kv_cache.kernels import KernelKVCache
+from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.engine.kv_cache.layer_state import (
+    Fenced,
+    LayerState,
+    PlanT,
+    StepLayout,
+    StepScope,
+    Storage,
+)
+from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
+from vllm_metal.engine.recurrent.recurrent_state import RecurrentState, StateFormat
+from vllm_metal.engine.recurrent.run_plan import RunPlan
+from vllm_metal.engine.recurrent.run_state import RunState
+from vllm_metal.engine.recurrent.sequence_plan import SequencePlan, SequenceScope
+from vllm_metal.engine.recurrent.sequence_state import SequenceState
+from vllm_metal.patches.mlx_patches import library_kernels, module_calls, recurrences
+from vllm_metal.patches.mlx_patches.module_calls import ModuleCall, SequenceCache
+from vllm_metal.patches.mlx_patches.recurrences import SequenceCall, handed_to
+
+#: Where no layer attends: memory of states is float32 (LayerKVCache.of_states).
+_STATES_ALONE = Case(
+    AttentionShape(1, 1, 64, 64),
+    mx.float32,
+    mx.float32,
+    BLOCK_SIZES[0],
+    kernels=("kv_write", "kv_blocks", "kv_states", "decode", "prefill", "reduce", "graph"),
+)
+#: The kernels that compute states, and where MLX's operations may be faster.
+_OF_SEQUENCES = ("convolution", "recurrence", "recurrence_way")
+_TRIAL_BLOCKS = 2
+_CONTEXT = "the state at its newest token"
+StateT = TypeVar("StateT", bound=RecurrentState)
+
+
+@dataclass(frozen=True)
+class RecurrentLayer(StatefulLayer):
+    """One layer's share of the KV cache: a state a request."""
+
+    form: StateFormat
+    library_calls: tuple[library_kernels.Call, ...] = ()  # of the whole model
+
+    @property
+    def kind(self) -> Hashable:
+        """One kind of all such layers in a group: a plan knows nothing of the states' form."""
+        return type(self)
+
+    @property
+    def storage_key(self) -> StateFormat:
+        return self.form
+
+    @property
+    def context(self) -> Hashable:
+        return _CONTEXT
+
+    def spec(self, block_size: int, elements: mx.Dtype, whole_context: bool = False) -> KVCacheSpec:
+        """vLLM's "align" mode, also without prefix caching: where a state lies is the same then."""
+        return MambaSpec(
+            block_size=block_size,
+            shapes=((self.form.nbytes,),),
+            dtypes=(formats.pool_format(mx.uint8).torch_dtype,),
+            mamba_cache_mode="align",
+        )
+
+    def allocate(
+        self,
+        num_blocks: int,
+        block_size: int,
+        elements: mx.Dtype,
+        kv_cache_type: type[LayerKVCache],
+    ) -> RecurrentState:
+        return self.share(kv_cache_type.of_states(num_blocks, self.form.nbytes))
+
+    @property
+    def state_bytes(self) -> int:
+        return self.form.nbytes
+
+    @abstractmethod
+    def share(self, storage: Storage) -> RecurrentState: ...
+
+    def cases(
+        self,
+        dtype: mx.Dtype,
+        elements: mx.Dtype,
+        block_size: int,
+        host: StatefulLayer | None = None,
+    ) -> list[Case]:
+        if host is None:
+            return [_STATES_ALONE]
+        found = host.cases(dtype, elements, block_size)
+        return [replace(case, kernels=("kv_states",)) for case in found]
+
+    def _trial_state(
+        self,
+        elements: mx.Dtype,
+        block_size: int,
+        kv_cache_type: type[LayerKVCache],
+        host: StatefulLayer | None,
+    ) -> RecurrentState:
+        """A state of the layer in storage as the pool's."""
+        pool = _TRIAL_BLOCKS, block_size, elements, kv_cache_type
+        if host is None:
+            return self.allocate(*pool)
+        return self.share(host.allocate(*pool).storage)
+
+    def trials(
+        self,
+        dtype: mx.Dtype,
+        elements: mx.Dtype,
+        block_size: int,
+        kv_cache_type: type[LayerKVCache],
+        host: StatefulLayer | None = None,
+    ) -> Iterator[tuple[Hashable, Callable[[], mx.array]]]:
+        if issubclass(kv_cache_type, Fenced):
+            state = partial(self._trial_state, elements, block_size, kv_cache_type, host)
+            place = None if host is None else host.storage_key
+            yield (place, self.form.nbytes), lambda: state().move(0, 1)
+
+
+@dataclass(frozen=True)
+class RunLayer(RecurrentLayer):
+    """A layer whose module is called once for each run of sequences."""
+
+    def share(self, storage: Storage) -> RunState:
+        assert isinstance(storage, LayerKVCache)
+        return RunState(storage, self.form)
+
+    def scope(self, state: LayerState) -> StepScope:
+        return StepScope(RunPlan.from_layout)
+
+    def cache(self, state: LayerState, scope: StepScope) -> RunCache:
+        assert isinstance(state, RunState)
+        return RunCache(state, scope)
+
+
+@dataclass(frozen=True)
+class SequenceLayer(RecurrentLayer):
+    """A layer whose module is called once for all rows of a step."""
+
+    inside: Inside = field(default_factory=Inside)
+
+    def share(self, storage: Storage) -> SequenceState:
+        assert isinstance(storage, LayerKVCache)
+        return SequenceState(storage, self.form, self.inside.repeat)
+
+    def scope(self, state: LayerState) -> SequenceScope:
+        assert isinstance(state, SequenceState)
+        taps = (convolution.taps for convolution in self.inside.convolutions)
+        return SequenceScope(state.by_kernels, max(taps, default=1), state.long_prompt)
+
+    def cases(
+        self,
+        dtype: mx.Dtype,
+        elements: mx.Dtype,
+        block_size: int,
+        host: StatefulLayer | None = None,
+    ) -> list[Case]:
+        found = super().cases(dtype, elements, block_size, host)
+        memory = Case(found[0].shape, dtype, found[0].cache_dtype, found[0].block_size)
+        return found + [
+            replace(memory, dtype=rows, kernels=_OF_SEQUENCES, states=kind)
+            for rows, kind in self.inside.kinds(self.form)
+        ]
+
+    def trials(
+        self,
+        dtype: mx.Dtype,
+        elements: mx.Dtype,
+        block_size: int,
+        kv_cache_type: type[LayerKVCache],
+        host: StatefulLayer | None = None,
+    ) -> Iterator[tuple[Hashable, Callable[[], mx.array]]]:
+        computes = issubclass(kv_cache_type, KernelKVCache) and kv_cache_type.computes_states
+        in_chunks = issubclass(kv_cache_type, KernelKVCache) and kv_cache_type.long_prompt
+        if in_chunks or not computes:
+            yield from super().trials(dtype, elements, block_size, kv_cache_type, host)
+        if computes and self.inside != Inside():
+            state = partial(self._trial_state, elements, block_size, kv_cache_type, host)
+            place = None if host is None else host.storage_key
+            yield (
+                (place, self.form, self.inside),
+                lambda: self._compute_once(state(), block_size),
+            )
+
+    def _compute_once(self, state: RecurrentState, block_size: int) -> mx.array:
+        """Has kernels compute one row of one request."""
+        assert isinstance(state, SequenceState) and isinstance(state.storage, KernelKVCache)
+        one, scope = np.ones(1, np.int32), self.scope(state)
+        layout = StepLayout(
+            np.array([0, 1], np.int32), one, one[:, None], one * block_size, block_size,
+            req_indices_np=one,
+        )  # fmt: skip
+        state.call(scope.plan_of(layout), self.inside.repeat)
+        return mx.stack(list(state.storage.fences))
+
+    def cache(self, state: LayerState, scope: StepScope) -> RowsCache:
+        assert isinstance(state, SequenceState)
+        return RowsCache(state, scope)
+
+
+class _StepCache(SequenceCache, Generic[StateT, PlanT]):
+    """Stands where a model expects the ArraysCache of a layer, in the step at hand."""
+
+    def __init__(self, state: StateT, scope: StepScope[PlanT]) -> None:
+        """
+        Args:
+            state: the layer's storage.
+            scope: the step at hand; outside one, a call raises RuntimeError.
+        """
+        self._state = state
+        self._scope = scope
+
+
+class RowsCache(_StepCache[SequenceState, SequencePlan]):
+    """Stands where a model expects the ArraysCache of a layer whose inside is known."""
+
+    def call(self, module: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        num_rows = self._scope.positions.size
+
+        def run(call: SequenceCall) -> Any:
+            swapped = tree_map(lambda leaf: call if leaf is self else leaf, (list(args), kwargs))
+            new_args, new_kwargs = _one_sequence_of(swapped, num_rows)
+            with handed_to(call), forward_inputs.as_one_sequence():
+                return module(*new_args, **new_kwargs)
+
+        found, left = self._state.call(self._scope.plan, run)
+        results, rebuilt = _results_of(found)
+        # With the results, or what is left would hold what it is made of until the next step.
+        return rebuilt(mx.depends([result.swapaxes(0, 1) for result in results], left))
+
+
+def _one_sequence_of(tree: Any, num_rows: int) -> Any:
+    """Arguments with [1, T, ...] in the place of each array of [T, 1, ...] rows."""
+
+    def regrouped(leaf: Any) -> Any:
+        if isinstance(leaf, mx.array) and leaf.shape[:2] == (num_rows, 1):
+            return leaf.swapaxes(0, 1)
+        return leaf
+
+    return tree_map(regrouped, tree)
+
+
+class RunCache(_StepCache[RunState, RunPlan]):
+    """Stands where a model expects the ArraysCache of a layer that is called run by run."""
+
+    def call(self, module: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        num_rows = self._scope.positions.size
+        rebuilt: Any = None  # of all runs alike
+
+        def compute(
+            rows: mx.array, states: list[mx.array]
+        ) -> tuple[list[mx.array], list[mx.array]]:
+            nonlocal rebuilt
+            cache: Any = ArraysCache(len(states))
+            cache.cache = list(states)  # which the module writes into
+            swapped = tree_map(lambda leaf: cache if leaf is self else leaf, (list(args), kwargs))
+            new_args, new_kwargs = _sequences_of(swapped, rows, num_rows)
+            with forward_inputs.regrouped(rows):
+                results = module(*new_args, **new_kwargs)
+            found, rebuilt = _results_of(results)
+            return found, cache.cache
+
+        computed = self._state.run(self._scope.plan, compute)
+        return rebuilt(computed)  # which the run has set
+
+
+def _sequences_of(tree: Any, rows: mx.array, num_rows: int) -> Any:
+    """Arguments with [n, L, ...] sequences in place of each array of [T, 1, ...] rows.
+
+    [T] integers are the rows' positions: a sequence is told the first one of its own.
+
+    Args:
+        tree: arguments.
+        rows: [n, L] int32.
+        num_rows: T.
+    """
+
+    def regrouped(leaf: Any) -> Any:
+        if isinstance(leaf, mx.array) and leaf.shape[:2] == (num_rows, 1):
+            return leaf[:, 0][rows]
+        if isinstance(leaf, mx.array) and leaf.shape == (num_rows,) and leaf.dtype == mx.int32:
+            return leaf[rows[:, 0]]
+        return leaf
+
+    return tree_map(regrouped, tree)
+
+
+def _results_of(tree: Any) -> tuple[list[mx.array], Callable[[Sequence[mx.array]], Any]]:
+    """A module's results as a list of arrays, and what makes such a result of others."""
+    if isinstance(tree, mx.array):
+        return [tree], lambda arrays: arrays[0]
+    named = cast(list[tuple[str, mx.array]], tree_flatten(tree))
+    names = [name for name, _ in named]
+
+    def rebuilt(arrays: Sequence[mx.array]) -> Any:
+        found = tree_unflatten(list(zip(names, arrays, strict=True)))
+        return type(tree)(found)
+
+    return [array for _, array in named], rebuilt
+
+
+class RecurrentProbe(ArraysCache):
+    """A `Probe` that notes what a layer keeps, and which module computes it."""
+
+    def __init__(self, cache: ArraysCache) -> None:
+        """
+        Args:
+            cache: as mlx-lm makes it for the layer.
+        """
+        super().__init__(len(cache.cache))
+        self._common: list[ModuleCall] | None = None
+
+    def __getitem__(self, index: int) -> Any:
+        self._note()
+        return super().__getitem__(index)
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        self._note()
+        super().__setitem__(index, value)
+
+    def _note(self) -> None:
+        """The calls that all uses have in common."""
+        calls = module_calls.under_way()
+        if self._common is None:
+            self._common = calls
+        both = zip(self._common, calls, strict=False)
+        same = [one is other for one, other in both]
+        self._common = self._common[: ([*same, False]).index(False)]
+
+    def check_shapes_of(self, other: RecurrentProbe, name: str) -> None:
+        """Raises NotImplementedError unless another number of tokens leaves a state alike."""
+        kept = [
+            [None if part is None else part.shape for part in probe.cache]
+            for probe in (self, other)
+        ]
+        if kept[0] != kept[1]:
+            raise NotImplementedError(
+                f"keeps a state in {name} that grows with its tokens, which is not supported"
+            )
+
+    def layer(self, name: str) -> RecurrentLayer:
+        parts: list[Any] = self.cache
+        if not self._common or any(part is None for part in parts):
+            raise NotImplementedError(
+                f"leaves a part of the state of {name} empty, which is not supported"
+            )
+        call = self._common[-1]
+        if not any(argument is self for argument in call.arguments):
+            raise NotImplementedError(
+                f"computes attention and a recurrence in one module in {name}, which is not "
+                "supported"
+            )
+        module_calls.ask_caches(type(call.module))
+        form = StateFormat(
+            tuple(part.shape[1:] for part in parts), tuple(part.dtype for part in parts)
+        )
+        if not recurrences.known(call.module):
+            return RunLayer(name, form)
+        recurrences.hand_over(call.module)
+        return SequenceLayer(name, form, inside=inside_of(call, self, form))

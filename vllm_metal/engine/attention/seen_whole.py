@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of rows that see each other whatever their order: those of one image.
+
+The rows of a step are cut where such a run begins and ends. What lies between goes on as prompts
+do, each with the context that it has at its end. A run attends over its context as it is read, the
+whole run included, by MLX's operations: with a window each row sees what the window allows before
+it, and all of the run (`or_mask_function` of transformers' gemma3). A run may also be one in layers
+with a window alone, where the window hides its first rows, too (`create_masks_for_vision_model` of
+transformers' gemma4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.engine.kv_cache.layer_state import PlanT, Run, StepLayout, joined
+from vllm_metal.engine.kv_cache.prompts_apart import Prompt, PromptsApart, without
+from vllm_metal.patches.mlx_patches.seam import Scoring
+
+
+def has_runs(layout: StepLayout, window: int | None) -> bool:
+    """Whether rows of a step see each other in layers with such a window."""
+    return any(window is not None or not run.windowed for run in layout.runs)
+
+
+def planned(layout: StepLayout, window: int | None, plan_of: Callable[[StepLayout], Any]) -> Any:
+    """A step's plan, with its runs of rows that see each other as `prompts`.
+
+    Args:
+        layout: of the step, with `runs`.
+        window: of the layers.
+        plan_of: makes a plan for some of a step's requests; it writes the rows of all.
+    """
+    cut, whole = _cut(layout)
+    found = PromptsApart.of(cut, whole)
+    by_row = {run.first: run for run in layout.runs}
+    runs = tuple(_placed(each, by_row[each.first]) for each in found.prompts)
+    apart = replace(found, prompts=runs, window=window)
+    return replace(plan_of(without(cut, whole)), prompts=apart)
+
+
+def _cut(layout: StepLayout) -> tuple[StepLayout, np.ndarray]:
+    """The layout with a request for each run and what lies between; [R'] bool, which are runs."""
+    starts = layout.query_start_loc_np
+    of_runs = np.array([(run.first, run.end) for run in layout.runs]).ravel()
+    edges = np.unique(np.concatenate([starts, of_runs]))
+    owner = np.searchsorted(starts, edges[:-1], side="right") - 1
+    behind = starts[owner + 1] - edges[1:]  # rows of the request that come later
+    cut = replace(
+        layout,
+        query_start_loc_np=edges.astype(np.int32),
+        seq_lens_np=(layout.seq_lens_np[owner] - behind).astype(np.int32),
+        block_tables_np=layout.block_tables_np[owner],
+        req_indices_np=None if layout.req_indices_np is None else layout.req_indices_np[owner],
+        num_drafts_np=None,
+        behind=None if layout.behind is None else layout.behind.of(owner),
+        runs=(),
+    )
+    return cut, np.isin(edges[:-1], [run.first for run in layout.runs])
+
+
+def _placed(prompt: Prompt, run: Run) -> Prompt:
+    """The run as a prompt, which begins where its rows are seen whatever the window."""
+    return replace(prompt, begin=prompt.context if run.windowed else run.begin)
+
+
+def attend(
+    kv_cache: LayerKVCache[PlanT],
+    plan: PlanT,
+    apart: PromptsApart,
+    queries: mx.array,
+    scoring: Scoring,
+) -> mx.array:
+    """[T, H, DV] of [T, H, D] queries of a layer that has just written its rows.
+
+    Args:
+        kv_cache: of the layer.
+        plan: of the step, for the rows that are not of runs.
+        apart: the runs.
+        queries: of all rows.
+        scoring: how they attend.
+
+    Raises:
+        NotImplementedError: runs have no such scoring.
+    """
+    if scoring.sinks is not None or scoring.softcap is not None:
+        raise NotImplementedError(
+            "bidirectional attention within an image is not supported with sinks or a soft cap"
+        )
+    outputs = []
+    if apart.others is not None:
+        outputs.append(kv_cache.attend(plan, queries[apart.others], scoring))
+    of_run = partial(_attend_to, window=apart.window, scoring=scoring)
+    for run, (keys, values) in zip(apart.prompts, kv_cache.contexts(plan, apart), strict=True):
+        rows = queries[run.first : run.first + run.num_rows]
+        outputs.append(of_run(run, rows, keys, values).astype(queries.dtype))
+    out = joined(outputs)
+    return out if apart.order is None else out[apart.order]
+
+
+def _attend_to(
+    run: Prompt,
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    window: int | None,
+    scoring: Scoring,
+) -> mx.array:
+    """[n, H, DV] of a run's [n, H, D] queries over [Hkv, S, D] keys and values of its context."""
+    rows, start, mask = np.arange(run.context - run.num_rows, run.context), 0, None
+    if window is not None:
+        start = max(min(run.begin, int(rows[0]) - window + 1), 0)  # blocks before may be gone
+        places = np.arange(start, run.context)
+        seen = (places > rows[:, None] - window) | (places >= run.begin)
+        mask = None if seen.all() else mx.array(seen)
+    out = mx.fast.scaled_dot_product_attention(
+        queries.swapaxes(0, 1)[None].astype(keys.dtype),
+        keys[None, :, start:],
+        values[None, :, start:],
+        scale=scoring.scale,
+        mask=mask,
+    )
+    return out[0].swapaxes(0, 1)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's grammar bitmasks, matched to the rows that sample."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+
+from vllm_metal.engine.batch.input_batch import InputBatch
+from vllm_metal.engine.sample import GrammarMask
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput
+
+
+def match_grammar_mask(
+    batch: InputBatch, output: GrammarOutput
+) -> tuple[GrammarMask | None, InputBatch]:
+    """Finds the rows that the scheduler's grammar masks are for.
+
+    For each request with a grammar the scheduler sends one mask for the next token and one for
+    each row it reserved for a draft, in the order of its own list of requests. It advances a
+    grammar through the drafts it knows of; rows behind other drafts have no sound mask.
+
+    Returns:
+        The masks by row, None where no row has one; and the batch, its drafts behind which no
+        mask is sound replaced by -1, which is never accepted.
+    """
+    sampling = {
+        batch.requests[index].req_id: n for n, index in enumerate(batch.sampling_np.tolist())
+    }
+    reserved: dict[str, int] = {}
+    if batch.drafts is not None:
+        counts = batch.drafts.reserved_np.tolist()
+        reserved = {state.req_id: n for state, n in zip(batch.requests, counts, strict=True)}
+    draft_spans = batch.draft_spans
+    starts = np.arange(len(sampling)) if draft_spans is None else draft_spans.starts_np
+    lens = np.ones(len(sampling), np.int64) if draft_spans is None else draft_spans.lens_np
+    rows, places, unseen, place = [], [], [], 0
+    acceptable = output.num_acceptable_drafts or [0] * len(output.structured_output_request_ids)
+    for req_id, num_seen in zip(output.structured_output_request_ids, acceptable, strict=True):
+        if (n := sampling.get(req_id)) is not None:
+            in_span = np.arange(lens[n])
+            rows.append(starts[n] + in_span)
+            places.append(place + in_span)
+            unseen.append(starts[n] + in_span[num_seen:])
+        place += 1 + reserved.get(req_id, 0)
+    if not rows:
+        return None, batch
+    mask = GrammarMask(
+        np.concatenate(rows).astype(np.int32), output.grammar_bitmask[np.concatenate(places)]
+    )
+    if draft_spans is not None and (blind := np.concatenate(unseen)).size:
+        is_blind = np.zeros(len(batch.sample_req_indices_np), bool)
+        is_blind[blind] = True
+        kept = mx.where(mx.array(is_blind), -1, draft_spans.draft_ids)
+        batch = dataclasses.replace(
+            batch, draft_spans=dataclasses.replace(draft_spans, draft_ids=kept)
+        )
+    return mask, batch

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step's inputs: built once from the persistent tables, never changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import mlx.core as mx
+import numpy as np
+
+from metal_kernels.layout import PositionLag
+from vllm_metal.engine.batch.requests import Requests, RequestState
+from vllm_metal.engine.batch.rows import Rows, device_positions
+from vllm_metal.engine.sample import DraftSpans
+
+
+@dataclass(frozen=True)
+class StepDrafts:
+    """What a step verifies, by its R requests in order."""
+
+    token_ids: mx.array  # int32 [R, K]; past a request's count arbitrary
+    counts_np: np.ndarray  # int32 [R], drafts of each, at most what is reserved
+    reserved_np: np.ndarray  # int32 [R], rows the scheduler set aside for drafts
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputBatch(Rows):
+    """A step's rows, and which of them sample.
+
+    A request's drafts are its last rows, one each. These rows and the one before them are the
+    request's draft span: each row of it samples the token that follows.
+    """
+
+    requests: list[RequestState]  # [R]
+    sampling_np: np.ndarray  # [N] int32, requests (indices into [R]) that sample a token
+    sample_req_indices_np: np.ndarray  # [S] int32, of each row that samples
+    # [S] int32, generated before that row, drafts included; an upper bound as positions are.
+    num_output_tokens_np: np.ndarray
+    sample_behind: PositionLag | None  # of each of those rows; None: they are exact
+    draft_spans: DraftSpans | None  # of the rows that sample; None: one row each
+    drafts: StepDrafts | None  # of all requests; None: without speculation
+
+
+def prepare(
+    requests: Requests,
+    num_scheduled_tokens: dict[str, int],
+    last_token_ids: mx.array,
+    drafts: StepDrafts | None = None,
+    behind: PositionLag | None = None,
+) -> InputBatch:
+    """Lays the scheduled requests out as one ragged batch.
+
+    Args:
+        requests: brought up to date with this step's scheduler output.
+        num_scheduled_tokens: request id to its number of rows in this step.
+        last_token_ids: [max_num_reqs] int32, by req_idx the newest token, on the device. A row
+            whose token the host does not know yet takes it from there.
+        drafts: of the scheduled requests, in their order.
+        behind: of the scheduled requests; None: the host knows how many tokens each has.
+    """
+    scheduled_requests = [requests[req_id] for req_id in num_scheduled_tokens]
+    req_indices = np.fromiter(
+        (state.req_idx for state in scheduled_requests), np.int32, len(scheduled_requests)
+    )
+    scheduled = np.fromiter(num_scheduled_tokens.values(), np.int32, len(scheduled_requests))
+    num_drafts = np.zeros(len(scheduled_requests), np.int32)
+    if drafts is not None:
+        num_drafts = drafts.counts_np
+        scheduled += num_drafts - drafts.reserved_np
+    computed = requests.num_computed_tokens_np[req_indices]
+    seq_lens = computed + scheduled
+    query_start_loc = np.zeros(len(scheduled_requests) + 1, np.int32)
+    np.cumsum(scheduled, out=query_start_loc[1:])
+    num_tokens = int(query_start_loc[-1])
+
+    row_req_indices = np.repeat(req_indices, scheduled)
+    offsets = np.arange(num_tokens, dtype=np.int32) - np.repeat(query_start_loc[:-1], scheduled)
+    positions = np.repeat(computed, scheduled) + offsets
+    num_tokens_before = requests.num_tokens_np[req_indices]
+    owner = np.repeat(np.arange(len(scheduled_requests), dtype=np.int32), scheduled)
+    beyond = partial(_newest_of, last_token_ids, row_req_indices)
+    if num_drafts.any():
+        assert drafts is not None
+        newest, places = beyond, positions - num_tokens_before[owner]
+        beyond = partial(_newest_or_draft, newest, drafts, owner, places)
+    input_ids = _input_ids(requests, row_req_indices, positions, beyond)
+
+    sampling = np.flatnonzero(seq_lens - num_drafts == num_tokens_before).astype(np.int32)
+    span_lens = 1 + num_drafts[sampling]
+    span = np.repeat(np.arange(len(sampling)), span_lens)
+    starts = np.cumsum(span_lens) - span_lens
+    in_span = (np.arange(len(span)) - starts[span]).astype(np.int32)
+    sample_rows = (query_start_loc[sampling + 1] - span_lens)[span] + in_span
+    draft_spans = None
+    if drafts is not None and num_drafts.any():
+        verified = _draft_of(drafts, sampling[span], in_span)
+        draft_spans = _draft_spans(starts, span_lens, in_span == span_lens[span] - 1, verified)
+    sample_req_indices = req_indices[sampling][span]
+    num_outputs = (num_tokens_before - requests.num_prompt_tokens_np[req_indices])[sampling][span]
+    everything = len(sample_rows) == num_tokens
+    return InputBatch(
+        requests=scheduled_requests,
+        req_indices_np=req_indices,
+        query_start_loc_np=query_start_loc,
+        seq_lens_np=seq_lens,
+        positions_np=positions,
+        positions=device_positions(positions, owner, behind),
+        input_ids=input_ids,
+        sampling_np=sampling,
+        sample_req_indices_np=sample_req_indices,
+        num_output_tokens_np=(num_outputs + in_span).astype(np.int32),
+        sample_behind=None if behind is None else behind.of(sampling[span]),
+        draft_spans=draft_spans,
+        drafts=drafts,
+        logits_indices=None if everything else mx.array(sample_rows.astype(np.int32)),
+        num_drafts_np=num_drafts if num_drafts.any() else None,
+        behind=behind,
+    )
+
+
+def _draft_spans(
+    starts: np.ndarray, lens: np.ndarray, last: np.ndarray, verified: mx.array
+) -> DraftSpans:
+    """
+    Args:
+        starts: [N] first row of each span.
+        lens: [N] rows of each.
+        last: [S] bool, the last rows, which verify nothing.
+        verified: [S] int32, the draft after each other row.
+    """
+    tokens = mx.where(mx.array(last), -1, verified)
+    return DraftSpans(starts.astype(np.int32), lens.astype(np.int32), tokens)
+
+
+def _input_ids(
+    requests: Requests,
+    row_req_indices: np.ndarray,
+    positions: np.ndarray,
+    beyond: Callable[[], mx.array],
+) -> mx.array:
+    """[T] int32 tokens of the rows: the host's, and `beyond` the last of those.
+
+    Args:
+        requests: whose tokens the host knows.
+        row_req_indices: [T] each row's request.
+        positions: [T] each row's position in it.
+        beyond: gives [T] int32, the tokens of rows that the host does not know.
+    """
+    last = requests.token_ids_np.shape[1] - 1  # a draft may lie past the longest request
+    host_ids = mx.array(requests.token_ids_np[row_req_indices, np.minimum(positions, last)])
+    known = positions < requests.num_known_np[row_req_indices]
+    if known.all():
+        return host_ids
+    return mx.where(mx.array(known), host_ids, beyond())
+
+
+def following_ids(requests: Requests, rows: Rows, last_token_ids: mx.array) -> mx.array:
+    """[T] int32: the token after each row, which a request that samples has just sampled.
+
+    Args:
+        requests: whose tokens the host knows.
+        rows: of a step without drafts.
+        last_token_ids: [max_num_reqs] int32, by req_idx the newest token, on the device.
+    """
+    row_req_indices = np.repeat(rows.req_indices_np, np.diff(rows.query_start_loc_np))
+    beyond = partial(_newest_of, last_token_ids, row_req_indices)
+    return _input_ids(requests, row_req_indices, rows.positions_np + 1, beyond)
+
+
+def _newest_of(last_token_ids: mx.array, row_req_indices: np.ndarray) -> mx.array:
+    """[T] int32: the token last sampled of each row's request."""
+    return last_token_ids[mx.array(row_req_indices)]
+
+
+def _newest_or_draft(
+    newest: Callable[[], mx.array], drafts: StepDrafts, owner: np.ndarray, places: np.ndarray
+) -> mx.array:
+    """[T] int32: the draft at each row's place; where that is negative, the newest token."""
+    drafted = _draft_of(drafts, owner, places)
+    if (places >= 0).all():
+        return drafted
+    return mx.where(mx.array(places >= 0), drafted, newest())
+
+
+def _draft_of(drafts: StepDrafts, requests: np.ndarray, places: np.ndarray) -> mx.array:
+    """[n] int32: the draft at a place of a request; arbitrary where it has none there."""
+    width = drafts.token_ids.shape[1]
+    at = requests * width + np.clip(places, 0, width - 1)
+    return drafts.token_ids.reshape(-1)[mx.array(at.astype(np.int32))]

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step's results on their way from the device to vLLM, which detokenizes them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cached_property
+
+import mlx.core as mx
+import numpy as np
+import torch
+from vllm.v1.outputs import LogprobsTensors
+
+from metal_kernels.layout import PositionLag
+from vllm_metal.engine.batch.input_batch import InputBatch
+from vllm_metal.engine.batch.requests import Requests
+from vllm_metal.engine.sample import Logprobs, SamplerOutput
+from vllm_metal.metrics.figures import STEP
+from vllm_metal.patches.vllm_patches.step_result import NOT_A_NUMBER, StepResult
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Tokens of the previous step that are still on the device, for the R requests of the step that
+    is being laid out."""
+
+    counts_np: np.ndarray  # [R] int32: one more than the drafts verified; 0: all tokens are known
+    firsts_np: np.ndarray  # [R] int32, place in `token_ids` of each one's first; 0 without any
+    token_ids: mx.array  # [S] int32, of all requests of that step
+    num_rejected: mx.array  # [R] int32, how many at the end of each one's tokens are not kept
+
+    @cached_property
+    def behind(self) -> PositionLag | None:
+        """By how many rejected drafts the host's token counts are too high; None if exact."""
+        most_np = np.maximum(self.counts_np - 1, 0)
+        return PositionLag(self.num_rejected, most_np) if most_np.any() else None
+
+    def of(self, indices_np: np.ndarray) -> Unread:
+        """Returns those of some of the requests, by [n] indices."""
+        return Unread(
+            self.counts_np[indices_np],
+            self.firsts_np[indices_np],
+            self.token_ids,
+            self.num_rejected[mx.array(indices_np)],
+        )
+
+
+class StepOutput:
+    """The results of one step, still on the device; vLLM asks for them a step later."""
+
+    #: Whether `get_output` waits for the device where the step has no results, too.
+    always_waits = False
+
+    def __init__(
+        self,
+        batch: InputBatch,
+        sampled: SamplerOutput | None,
+        prompt_logprobs: dict[str, list[Logprobs]],
+        requests: Requests,
+    ) -> None:
+        """
+        Args:
+            batch: the step's inputs.
+            sampled: None where no request of the step sampled a token.
+            prompt_logprobs: by request id the chunks of those whose prompt is now complete.
+            requests: told of each token when the host learns it.
+        """
+        self.batch = batch
+        self.sampled = sampled
+        self.prompt_logprobs = prompt_logprobs
+        #: What was measured of the step, by field of StepFigures.
+        self.figures: dict[str, float] = {}
+        #: Whether an evaluation that began after this step ended has succeeded: its results are
+        #: right. See `device.errors`.
+        self.checked = False
+        #: Seconds that reading its tokens took; None: they are not read, or there are none.
+        self.wait_s: float | None = None
+        self._requests = requests
+        self._token_ids: list[list[int]] | None = None
+
+    def token_ids(self) -> list[list[int]]:
+        """Sampled tokens of each request that are kept; the first call waits for the device."""
+        if self._token_ids is None:
+            self._token_ids = [[] for _ in self.batch.requests]
+            if self.sampled is not None:
+                began = time.perf_counter()
+                sampled = np.array(self.sampled.token_ids).tolist()
+                self.wait_s = time.perf_counter() - began
+                lens = self.span_lens_np().tolist()
+                rows = zip(self.batch.sampling_np.tolist(), *self._kept_rows(), lens, strict=True)
+                for index, start, stop, count in rows:
+                    self._token_ids[index] = kept = sampled[start:stop]
+                    self._requests.learn(self.batch.requests[index], kept, count - len(kept))
+        return self._token_ids
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the host knows its tokens."""
+        return self._token_ids is not None
+
+    def span_lens_np(self) -> np.ndarray:
+        """[N] int32, rows of each sampling request: one more than the drafts it verifies."""
+        spans = self.batch.draft_spans
+        return np.ones(len(self.batch.sampling_np), np.int32) if spans is None else spans.lens_np
+
+    def unread(self, req_indices_np: np.ndarray) -> Unread | None:
+        """What the host has not read of a later step's requests; None where it knows all.
+
+        Args:
+            req_indices_np: [R] int32. No other step's outcome is unread.
+        """
+        requests, sampled = self._requests, self.sampled
+        pending = requests.num_tokens_np[req_indices_np] > requests.num_known_np[req_indices_np]
+        if self.is_read or sampled is None or not pending.any():
+            return None
+        spans, own = self.batch.draft_spans, self.batch.req_indices_np[self.batch.sampling_np]
+        # A request that has left and returned has another row, where nothing is pending.
+        place = np.zeros(len(requests.num_tokens_np), np.int32)
+        place[own] = np.arange(len(own))
+        place = place[req_indices_np]
+        lens, starts = (
+            self.span_lens_np(),
+            np.arange(len(own)) if spans is None else spans.starts_np,
+        )
+        counts = np.where(pending, lens[place], 0).astype(np.int32)
+        rejected = mx.zeros(len(counts), mx.int32)
+        if (counts > 1).any():
+            assert sampled.num_accepted is not None
+            ends = mx.array(np.maximum(counts - 1, 0))
+            # None of one token can be rejected, nor of a request that is not in both steps.
+            rejected = mx.maximum(ends - sampled.num_accepted[mx.array(place)], 0)
+        firsts = np.where(pending, starts[place], 0).astype(np.int32)
+        return Unread(counts, firsts, sampled.token_ids, rejected)
+
+    def num_accepted(self) -> np.ndarray:
+        """Drafts that each sampling request kept, int32 [N]; waits for the device."""
+        starts, stops = self._kept_rows()
+        return np.array(stops, np.int32) - np.array(starts, np.int32) - 1
+
+    def last_rows_np(self) -> np.ndarray:
+        """[R] int32, of each request its last row whose token is kept; waits for the device."""
+        rows = self.batch.query_start_loc_np[1:] - 1
+        if self.batch.num_drafts_np is not None:
+            sampling = self.batch.sampling_np
+            rows[sampling] -= self.batch.num_drafts_np[sampling] - self.num_accepted()
+        return rows
+
+    def _kept_rows(self) -> tuple[list[int], list[int]]:
+        """First row of each sampling request, and the end of those whose token is kept."""
+        draft_spans = self.batch.draft_spans
+        if self.sampled is None or draft_spans is None or self.sampled.num_accepted is None:
+            starts = np.arange(len(self.batch.sampling_np))
+            return starts.tolist(), (starts + 1).tolist()
+        starts = draft_spans.starts_np
+        return starts.tolist(), (starts + 1 + np.array(self.sampled.num_accepted)).tolist()
+
+    def _failures(self) -> dict[str, str]:
+        """By request id why its token is not sound."""
+        if self.sampled is None or not (broken := np.array(self.sampled.broken)).any():
+            return {}
+        of_request = np.logical_or.reduceat(broken, self._kept_rows()[0])
+        return {
+            self.batch.requests[index].req_id: NOT_A_NUMBER
+            for index in self.batch.sampling_np[of_request].tolist()
+        }
+
+    def get_output(self) -> StepResult:
+        """The step's results as vLLM wants them; waits for the device."""
+        token_ids = self.token_ids()
+        req_ids = [state.req_id for state in self.batch.requests]
+        logprobs = None
+        if self.sampled is not None and self.sampled.logprobs is not None:
+            logprobs = self.sampled.logprobs.to_lists()
+            if self.batch.draft_spans is not None:
+                kept = zip(*self._kept_rows(), strict=True)
+                rows = np.concatenate([np.arange(start, stop) for start, stop in kept])
+                logprobs = logprobs._replace(
+                    logprob_token_ids=logprobs.logprob_token_ids[rows],
+                    logprobs=logprobs.logprobs[rows],
+                    sampled_token_ranks=logprobs.sampled_token_ranks[rows],
+                )
+            # First row of each request, whether or not it has any, and the end.
+            first_rows = [0, *np.cumsum([len(ids) for ids in token_ids]).tolist()]
+            logprobs = logprobs._replace(cu_num_generated_tokens=first_rows)
+        failures = self._failures()
+        return StepResult(
+            req_ids=req_ids,
+            req_id_to_index={req_id: index for index, req_id in enumerate(req_ids)},
+            sampled_token_ids=[
+                [] if req_id in failures else ids
+                for req_id, ids in zip(req_ids, token_ids, strict=True)
+            ]
+            if failures
+            else token_ids,
+            logprobs=logprobs,
+            prompt_logprobs_dict={
+                req_id: _tensors(parts)
+                for req_id, parts in self.prompt_logprobs.items()
+                if req_id not in failures
+            },
+            failures=failures,
+            figures={STEP: self.figures},
+        )
+
+
+def _tensors(parts: list[Logprobs]) -> LogprobsTensors:
+    """A prompt's logprobs, chunk by chunk, as the tensors vLLM expects."""
+    lists = [part.to_lists() for part in parts]
+    return LogprobsTensors(
+        torch.from_numpy(np.concatenate([part.logprob_token_ids for part in lists])),
+        torch.from_numpy(np.concatenate([part.logprobs for part in lists])),
+        torch.from_numpy(np.concatenate([part.sampled_token_ranks for part in lists])),
+    )

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which keys of a config.json are read, and by whom; what nobody reads refuses the model.
+
+mlx-lm drops the keys that a module does not name. One of them may say what the model computes, and
+tomorrow's files have keys that nobody knows today.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from textwrap import shorten
+from typing import Any
+
+from vllm.logger import init_logger
+
+from vllm_metal.engine.config_json import (
+    config_refusals,
+    fixed_values,
+    implied_values,
+    inert_keys,
+    rope_keys,
+)
+from vllm_metal.engine.config_json.reference_code import Reference
+from vllm_metal.engine.config_json.rope_parameters import OF_THEIR_OWN, Config, rope
+from vllm_metal.identity.model_files import ModelLoadError
+
+logger = init_logger(__name__)
+
+_LONGEST_VALUE = 60  # characters of one in a message
+_LONGEST_LIST = 60  # characters of the names of files
+#: A key that transformers' shared code reads of all families.
+_CHUNK = "attention_chunk_size"
+#: Keys that mlx-lm's `load_model` reads.
+_LOADER = frozenset(("model_file", "model_type", "quantization", "quantization_config"))
+#: Keys that patches read, by module (`patches.activations`).
+_PATCHES: Mapping[str, frozenset[str]] = {
+    "gpt_bigcode": frozenset(("activation_function",)),
+    "gpt_neox": frozenset(("hidden_act",)),
+    "starcoder2": frozenset(("hidden_act",)),
+}
+#: What modules take apart of a key whose value is a mapping, and the values of the rest that they
+#: compute. Others hand it on whole.
+_NESTED: Mapping[tuple[str, str], tuple[frozenset[str], Mapping[str, Any]]] = {
+    ("dbrx", "attn_config"): (frozenset(("clip_qkv", "kv_n_heads", "rope_theta")), {}),
+    ("dbrx", "ffn_config"): (
+        frozenset(("ffn_hidden_size", "moe_num_experts", "moe_top_k")),
+        {
+            "ffn_act_fn": {"name": "silu"},
+            "hidden_size": ...,  # that of the weights
+            "moe_loss_weight": ...,
+            "moe_normalize_expert_weights": 1,
+            "uniform_expert_assignment": False,
+        },
+    ),
+    ("kimi_linear", "linear_attn_config"): (
+        frozenset(
+            ("full_attn_layers", "head_dim", "kda_layers", "num_heads", "short_conv_kernel_size")
+        ),
+        {},
+    ),
+}
+
+Path = tuple[str, ...]
+
+
+def unread(
+    config: Config, module: str, read: set[str], used: set[str], reference: Reference
+) -> dict[Path, Any]:
+    """Keys that the module does not read and the reference may, with what stands there; by path.
+
+    Args:
+        config: of config.json, or its text_config.
+        module: of mlx-lm, that reads it.
+        read: fields of its `ModelArgs`.
+        used: keys from which others were made that it reads.
+        reference: of the model.
+    """
+    beside_text = "text_config" in read
+    text = config.get("text_config") or {}
+    known = read | used | _LOADER | fixed_values.keys(module) | config_refusals.keys(module)
+    known |= _PATCHES.get(module, frozenset())
+    found: dict[Path, Any] = {}
+    for key, value in config.items():
+        if value is None or value == {}:
+            continue
+        if key in reference.overwritten - (read - implied_values.keys(module)):
+            continue
+        if implied_values.must_follow(config, module, key):
+            found[(key,)] = value
+        elif key in known or _says_again(config, key):
+            found |= {(key, *path): each for path, each in _inside(config, module, key).items()}
+        elif not (
+            inert_keys.is_inert(key, module, beside_text)
+            or implied_values.is_implied(config, module, key)
+            or reference.is_default(key, value)
+            or key in reference.beside_text
+            or (beside_text and _is_of_images(config, key, reference))
+            or (key == _CHUNK and _has_no_chunks(config, reference))
+            or (key in text and text[key] == value)  # written twice
+        ):
+            found[(key,)] = value
+    return found
+
+
+def _is_of_images(config: Config, key: str, reference: Reference) -> bool:
+    """Whether a key around the text model says again what stands in a part beside it."""
+    parts = [config.get(name) for name in reference.beside_text]
+    return key not in reference.declared and any(
+        isinstance(part, Mapping) and part.get(key) == config[key] for part in parts
+    )
+
+
+def _has_no_chunks(config: Config, reference: Reference) -> bool:
+    """Whether no layer attends to chunks, by layer types of a class that has no chunks itself."""
+    kinds = config.get("layer_types") or ()
+    return reference.has_types_of_layers(_CHUNK) and "chunked_attention" not in kinds
+
+
+def _says_again(config: Config, key: str) -> bool:
+    """Whether a key has what the rope's parameters have, which are read."""
+    return key in OF_THEIR_OWN and config[key] == rope(config).get(key)
+
+
+def _inside(config: Config, module: str, key: str) -> dict[Path, Any]:
+    """Keys within a mapping that nobody reads, by path, and their values."""
+    value = config[key]
+    if not isinstance(value, Mapping):
+        return {}
+    if key in rope_keys.KEYS:
+        return rope_keys.unread(config, module, key)
+    names, computed = _NESTED.get((module, key), (None, {}))
+    if names is None:
+        return {}
+    return {
+        (name,): each
+        for name, each in value.items()
+        if not (
+            each is None
+            or name in names | fixed_values.EVERYWHERE.keys()
+            or inert_keys.is_inert(name, module, beside_text=False)
+            or (name in computed and computed[name] in (..., each))
+        )
+    }
+
+
+def judge(
+    found: Mapping[Path, Any],
+    module: str,
+    config: Config,
+    reference: Reference,
+    library: str = "mlx-lm",
+) -> None:
+    """Logs the keys that the reference does not read either, and rejects the others.
+
+    Args:
+        found: keys that the module does not read, by path.
+        module: that reads the file.
+        config: of config.json.
+        reference: of the model.
+        library: of the module.
+
+    Raises:
+        ModelLoadError: the reference reads some of them, or there is no reference.
+    """
+    ignored = [path for path in found if not reference.reads(path[-1])]
+    if ignored:
+        logger.info(
+            "config.json has keys that no implementation of %s reads; they are ignored: %s",
+            config.get("model_type"),
+            ", ".join(map(".".join, ignored)),
+        )
+    if meant := {path: value for path, value in found.items() if path not in ignored}:
+        raise ModelLoadError(
+            f"config.json has keys that {library}'s module {module!r} does not read: "
+            + _rejection(meant, module, config, reference)
+        )
+
+
+def _rejection(found: Mapping[Path, Any], module: str, config: Config, reference: Reference) -> str:
+    named = ", ".join(_named(path, value, module, config) for path, value in found.items())
+    readers = shorten(", ".join(reference.files), _LONGEST_LIST)
+    reason = f"read by {readers}" if readers else "no reference implementation is installed"
+    return (
+        f"{named} ({reason}). To serve the model as if they were not there, pass "
+        f"--hf-overrides '{json.dumps(_without(list(found), config))}'"
+    )
+
+
+def _named(path: Path, value: Any, module: str, config: Config) -> str:
+    """A key, its value, and the keys that the value does not follow from."""
+    of = implied_values.sources(config, module, path[0]) if len(path) == 1 else ()
+    why = f", which does not follow from {', '.join(of)}" if of else ""
+    return f"{'.'.join(path)} ({_short(value)}{why})"
+
+
+def _short(value: Any) -> str:
+    return shorten(json.dumps(value, default=repr), _LONGEST_VALUE, placeholder=" ...")
+
+
+def _without(paths: Sequence[Path], config: Config) -> dict[str, Any]:
+    """What takes the keys away. Of a rope it says all the rest too: vLLM replaces it as a whole."""
+    nothing: dict[str, Any] = {}
+    for path in paths:
+        inner, stated = nothing, config
+        for key in path[:-1]:
+            stated = stated[key]
+            if key in rope_keys.KEYS:  # the loader makes one rope of both names
+                inner = inner.setdefault("rope_parameters", dict(stated))
+            else:
+                inner = inner.setdefault(key, {})
+        inner[path[-1]] = None
+    return nothing

@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys that mlx-lm's modules read, and what they follow from in files that have other words.
+
+transformers 5 renamed keys, and left out what follows from others: most modules then take their own
+default. Each row gives one key that modules read from what a config.json says instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_metal.engine.config_json.rope_parameters import (
+    Config,
+    by_layer_type,
+    rope,
+    rotated_share,
+    scaling_of,
+)
+from vllm_metal.identity.model_files import ModelLoadError
+
+#: The value of a key that is to be None.
+NOTHING = object()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A key that modules read, and what it follows from."""
+
+    key: str
+    value: Callable[[Config], Any]  # None: the config says nothing of it
+    families: tuple[str, ...] = ()  # modules of mlx-lm; none: all that read the key
+    always: bool = False  # also where the config has the key, in other words or stale
+    no_default: bool = False  # of modules only that demand the key; others know better
+
+
+def _of_rope(key: str, layer_type: str = "full_attention") -> Callable[[Config], Any]:
+    return lambda config: rope(config, layer_type).get(key)
+
+
+def _renamed(key: str) -> Callable[[Config], Any]:
+    return lambda config: config.get(key)
+
+
+def _head_dim(config: Config) -> int | None:
+    size, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    return size // heads if size and heads else None
+
+
+def _window_letters(config: Config) -> Any:
+    """A letter a layer: L with a window, G without.
+
+    Raises:
+        ModelLoadError: all layers are of one type where there is a window.
+    """
+    types, window = config.get("layer_types"), config.get("sliding_window")
+    every = config.get("sliding_window_pattern")
+    if types:
+        letters = "".join("G" if kind == "full_attention" else "L" for kind in types)
+    elif isinstance(every, int):  # of so many layers, the last has no window
+        layers = range(1, config.get("num_hidden_layers", 0) + 1)
+        letters = "".join("L" if window and index % every else "G" for index in layers)
+    else:
+        return None
+    if "L" not in letters and window is None:
+        return NOTHING  # as it turns layers then whatever their type
+    if len(set(letters)) == 1:
+        raise ModelLoadError(
+            "layer_types and sliding_window_pattern of config.json have all layers "
+            f"{'with' if 'L' in letters else 'without'} a window beside sliding_window {window!r}: "
+            "mlx-lm's module of the family needs layers of both types"
+        )
+    return letters
+
+
+def _layers_with_attention(config: Config) -> list[int]:
+    """Layers of LFM2 that are not convolutions: all, where the config does not say.
+
+    Raises:
+        ModelLoadError: there are layers of one type only.
+    """
+    stated, count = config.get("full_attn_idxs"), config["num_hidden_layers"]
+    layers = _whole_layers(config) or (list(range(count)) if stated is None else list(stated))
+    if len(layers) in (0, count):
+        raise ModelLoadError(
+            "layer_types of config.json, or their absence, make all layers of one type: mlx-lm's "
+            "module of the family needs attention and convolutions"
+        )
+    return layers
+
+
+def _whole_layers(config: Config) -> list[int] | None:
+    """Layers without a window; None where the config does not say."""
+    types = config.get("layer_types")
+    if not types:
+        return None
+    return [index for index, kind in enumerate(types) if kind == "full_attention"]
+
+
+def _sparse_layers(config: Config) -> list[bool] | None:
+    types = config.get("mlp_layer_types")
+    return [kind == "sparse" for kind in types] if types else None
+
+
+def _num_dense_layers(config: Config) -> int | None:
+    """How many layers come before those of experts.
+
+    Raises:
+        ModelLoadError: there are dense ones behind them.
+    """
+    sparse = _sparse_layers(config)
+    if sparse is None:
+        return None
+    count = sparse.index(True) if True in sparse else len(sparse)
+    if not all(sparse[count:]):
+        raise ModelLoadError(
+            "mlp_layer_types of config.json have dense layers after expert layers: "
+            "mlx-lm's module of the family supports them only before"
+        )
+    return count
+
+
+def _always(value: Any) -> Callable[[Config], Any]:
+    return lambda config: value
+
+
+def _kinds_of_granite(config: Config) -> list[str] | None:
+    names = {"linear_attention": "mamba", "full_attention": "attention"}
+    types = config.get("layer_types")
+    return [names.get(kind, kind) for kind in types] if types else None
+
+
+def _rotates(config: Config) -> str:
+    """Granite hybrids turn queries and keys where config.json says so; null and no word are no."""
+    stated = config.get("position_embedding_type")
+    return str(stated) if stated in ("rope", "nope") else "nope"
+
+
+def _ones(key: str, count: int) -> Callable[[Config], Any]:
+    return lambda config: config.get(key) or [1.0] * count
+
+
+def _twice_the_kv_heads(config: Config) -> int | None:
+    heads = config.get("num_key_value_heads")
+    return None if heads is None else 2 * int(heads)
+
+
+def _layers_with_windows(config: Config) -> list[int] | None:
+    types = config.get("layer_types")
+    return [int(kind == "sliding_attention") for kind in types] if types else None
+
+
+def _layers_of_experts(config: Config) -> list[int] | None:
+    sparse = _sparse_layers(config)
+    return None if sparse is None else [int(each) for each in sparse]
+
+
+def _share_of_whole_layers(config: Config) -> Any:
+    """Where ropes differ by layer type, each says its own share."""
+    return NOTHING if by_layer_type(config.get("rope_parameters") or {}) else None
+
+
+def _head_dim_of_whole_layers(config: Config) -> int | None:
+    """transformers 5 says it layer by layer; layers of one kind have one."""
+    changed, size = config.get("per_layer_config"), config.get("head_dim")
+    if changed is None:
+        return None
+    for index in _whole_layers(config) or ():
+        size = (changed.get(str(index)) or {}).get("head_dim", size)
+    return size
+
+
+def _expanded(config: Config) -> int | None:
+    """Channels of Mamba 2, whose class of transformers' has them by a factor."""
+    factor, size = config.get("expand"), config.get("hidden_size")
+    return int(factor * size) if factor and size else None
+
+
+def _last_layer_of_experts(config: Config) -> int | None:
+    """The last of all, which -1 stands for in transformers' class."""
+    last = config.get("moe_layer_end_index")
+    return config["num_hidden_layers"] - 1 if last == -1 else last
+
+
+def _mamba_head_dim(config: Config) -> int | None:
+    if config.get("mamba_d_head") != "auto":
+        return config.get("mamba_d_head")
+    width = config.get("mamba_d_ssm")
+    if width is None:
+        width = config["mamba_expand"] * config["hidden_size"]
+    return int(width // config["mamba_n_heads"])
+
+
+def _rotated_width(config: Config) -> int | None:
+    size = config.get("head_dim") or _head_dim(config)
+    return int(size * rotated_share(config)) if size else None
+
+
+def _delta_attention(config: Config) -> dict[str, Any] | None:
+    """Layers are counted from 1 here."""
+    types = config.get("layer_types")
+    if not types:
+        return None
+    whole = [index + 1 for index in _whole_layers(config) or ()]
+    return {
+        "full_attn_layers": whole,
+        "kda_layers": [n for n in range(1, len(types) + 1) if n not in whole],
+        "num_heads": config.get("linear_num_heads"),
+        "head_dim": config.get("linear_head_dim"),
+        "short_conv_kernel_size": config.get("linear_conv_kernel_dim"),
+    }
+
+
+def _attention_of_dbrx(config: Config) -> dict[str, Any] | None:
+    """Older files have the rope's base in here.
+
+    Raises:
+        ModelLoadError: the config says two of them.
+    """
+    own, theta = config.get("attn_config"), rope(config).get("rope_theta")
+    if own is None or theta is None:
+        return None
+    if own.get("rope_theta", theta) != theta:
+        raise ModelLoadError(
+            f"config.json sets rope_theta={own['rope_theta']!r} in attn_config, but "
+            f"{theta!r} in rope_parameters: make them equal"
+        )
+    return {**own, "rope_theta": theta}
+
+
+def _vocabulary_of_text(config: Config) -> int | None:
+    """mlx-lm's module of the whole model reads it beside the text's own configuration."""
+    return (config.get("text_config") or {}).get("vocab_size")
+
+
+def _width_of_meta(config: Config) -> int | None:
+    """Width of a Llama's MLP by the words of Meta's params.json."""
+    size, multiple = config.get("dim"), config.get("multiple_of")
+    if not size or not multiple:
+        return None
+    width = int(int(8 * size / 3) * (config.get("ffn_dim_multiplier") or 1))
+    return int(multiple * -(-width // multiple))
+
+
+#: By module, what transformers' class has no choice of, so that its files do not name it.
+_CHOICES: Mapping[str, Mapping[str, Any]] = {
+    "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
+    "ernie4_5_moe": {"moe_use_aux_free": True},
+    "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+    "kimi_linear": {"rope_theta": 10000.0},  # positions are not used
+    "longcat_flash": {
+        "attention_method": "MLA",
+        "zero_expert_type": "identity",
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+    },
+    "minimax": {"shared_intermediate_size": 0},
+    "mimo_v2_flash": {
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "n_shared_experts": NOTHING,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    },
+    # All of its layers have experts.
+    "solar_open": {
+        "partial_rotary_factor": 1.0,
+        "first_k_dense_replace": 0,
+        "intermediate_size": 0,
+    },
+}
+#: Names of keys in older files, by module and the key that it reads.
+_OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
+    "llama": {  # of Meta's params.json, in files that MLX's first examples wrote
+        "hidden_size": "dim",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "num_key_value_heads": "n_kv_heads",
+        "rms_norm_eps": "norm_eps",
+    },
+    "qwen": {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "intermediate_size": "ffn_hidden_size",
+        "vocab_size": "padded_vocab_size",
+        "max_position_embeddings": "n_positions",
+    },
+}
+#: Of modules that do not take `rope_parameters` by themselves.
+ROPE_ROWS: Sequence[Row] = (
+    Row("rope_theta", _of_rope("rope_theta")),
+    Row("rope_scaling", scaling_of),
+    Row("partial_rotary_factor", _of_rope("partial_rotary_factor")),
+    Row("rotary_pct", _of_rope("partial_rotary_factor"), ("gpt_neox",)),
+    Row("rotary_emb_base", _of_rope("rope_theta"), ("gpt_neox",)),
+    Row(
+        "original_max_position_embeddings",
+        _of_rope("original_max_position_embeddings"),
+        ("phi3", "phimoe"),
+    ),
+    Row("rope_local_base_freq", _of_rope("rope_theta", "sliding_attention")),
+    Row("swa_rope_theta", _of_rope("rope_theta", "sliding_attention")),
+)
+ROWS: Sequence[Row] = (
+    Row("head_dim", _head_dim, no_default=True),
+    Row("sliding_window_pattern", _window_letters, ("exaone4",), always=True),
+    Row("first_k_dense_replace", _num_dense_layers),
+    Row("is_moe_layer", _sparse_layers),
+    Row("mlp_only_layers", _always([])),
+    Row("num_experts", _renamed("num_local_experts")),
+    Row("vocab_size", _vocabulary_of_text, ("gemma3", "gemma4")),
+    Row("n_ctx", _renamed("n_positions"), ("gpt2",)),
+    Row("block_dim", _renamed("hidden_size"), ("lfm2",)),
+    Row("full_attn_idxs", _layers_with_attention, ("lfm2", "lfm2_moe")),
+    # transformers' default; mlx-lm's other one is of no file.
+    Row("time_step_limit", _always((0.0, math.inf)), ("granitemoehybrid",)),
+    Row("position_embedding_type", _rotates, ("granitemoehybrid",), always=True),
+    Row("mlp_multipliers", _ones("mlp_multipliers", 2), ("falcon_h1",)),
+    Row("ssm_multipliers", _ones("ssm_multipliers", 5), ("falcon_h1",)),
+    Row("layer_types", _kinds_of_granite, ("granitemoehybrid",), always=True),
+    Row("global_head_dim", _head_dim_of_whole_layers, ("gemma4_text",)),
+    Row("intermediate_size", _expanded, ("mamba2",)),
+    Row("moe_layer_end_index", _last_layer_of_experts, ("ernie4_5_moe",), always=True),
+    Row("mamba_d_head", _mamba_head_dim, ("falcon_h1", "granitemoehybrid"), always=True),
+    Row("rotary_dim", _rotated_width, ("minimax",)),
+    # As transformers' MiMoV2FlashAttention has it.
+    Row("swa_num_key_value_heads", _twice_the_kv_heads, ("mimo_v2_flash",)),
+    Row("hybrid_layer_pattern", _layers_with_windows, ("mimo_v2_flash",)),
+    Row("moe_layer_freq", _layers_of_experts, ("mimo_v2_flash",)),
+    *(
+        Row(key, _renamed(name), ("mimo_v2_flash",))
+        for key, name in {
+            "sliding_window_size": "sliding_window",
+            "layernorm_epsilon": "rms_norm_eps",
+            "swa_num_attention_heads": "num_attention_heads",
+            "swa_head_dim": "head_dim",
+            "swa_v_head_dim": "v_head_dim",
+        }.items()
+    ),
+    *(
+        Row(key, _renamed(name), (module,))
+        for module, other_names in _OTHER_NAMES.items()
+        for key, name in other_names.items()
+    ),
+    Row("intermediate_size", _width_of_meta, ("llama",)),
+    Row("partial_rotary_factor", _share_of_whole_layers, ("laguna",), always=True),
+    # transformers' class bounds these weights while it trains only.
+    Row("altup_coef_clip", _always(NOTHING), ("gemma3n",), always=True),
+    Row("attn_config", _attention_of_dbrx, ("dbrx",), always=True),
+    Row("linear_attn_config", _delta_attention, ("kimi_linear",)),
+    *(
+        Row(key, _always(value), (module,), always=True)
+        for module, choices in _CHOICES.items()
+        for key, value in choices.items()
+    ),
+)

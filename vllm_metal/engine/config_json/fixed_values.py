@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings that modules of mlx-lm do not read, and the values of them that they compute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_metal.engine.config_json.rope_parameters import OF_THEIR_OWN, rope
+from vllm_metal.identity.model_files import ModelLoadError
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """Numbers up to a bound."""
+
+    bound: float
+
+    def __repr__(self) -> str:
+        return f"at most {self.bound}"
+
+
+_LARGEST_FLOAT32 = 3.5e38
+#: Modules whose head is the embedding, and modules whose head is an array of its own.
+_TIED = {"tie_word_embeddings": (True,)}
+_UNTIED = {"tie_word_embeddings": (False,)}
+#: By module and key of config.json; no value: the key must not be there.
+FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "afm7": _TIED,
+    "afmoe": {"attention_bias": (False,)},
+    "apertus": {"attention_bias": (False,), "post_norm": (False,), "qk_norm": (True,)},
+    "bailing_moe": {"norm_softmax": (False,), "use_rmsnorm": (True,)},
+    "bailing_moe_linear": {"norm_softmax": (False,), "use_rmsnorm": (True,)},
+    "bailing_moe_v3": {
+        "norm_topk_prob": (True,),
+        "score_function": ("sigmoid",),
+        "use_qk_norm": (True,),
+    },
+    "cohere": _TIED,
+    "cohere2": _TIED,
+    "dbrx": _UNTIED,
+    "deepseek": _UNTIED | {"norm_topk_prob": (False,), "scoring_func": ("softmax",)},
+    "deepseek_v2": _UNTIED
+    | {
+        "mlp_bias": (False,),
+        "norm_topk_prob": (False,),
+        "scoring_func": ("softmax",),
+    },
+    "deepseek_v3": _UNTIED | {"rope_interleave": (True,), "scoring_func": ("sigmoid",)},
+    "deepseek_v32": _UNTIED | {"scoring_func": ("sigmoid",)},
+    # transformers' class reads no scoring_func; the published files say "noaux_tc".
+    "dots1": {"attention_bias": (False,), "scoring_func": ("noaux_tc", "sigmoid")},
+    "ernie4_5_moe": {
+        "moe_norm_min": (1e-12,),
+        "moe_use_aux_free": (True,),
+        "use_bias": (False,),
+    },
+    "exaone_moe": {"scoring_func": ("sigmoid",)},
+    "falcon_h1": {"mamba_use_mlp": (True,), "time_step_limit": ((0.0, math.inf),)},
+    "gemma": _TIED | {"attention_bias": (False,)},
+    "gemma2": _TIED | {"attention_bias": (False,)},
+    "gemma3_text": {
+        "attention_bias": (False,),
+        "attn_logit_softcapping": (),
+        "final_logit_softcapping": (),
+    },
+    "gemma3n": _TIED | {"attention_bias": (False,)},
+    "gemma4_text": {"attention_bias": (False,)},
+    "glm4": _UNTIED,
+    "glm4_moe": _UNTIED | {"scoring_func": ("sigmoid",)},
+    "glm4_moe_lite": _UNTIED
+    | {
+        "partial_rotary_factor": (1.0,),
+        "rope_interleave": (True,),
+        "scoring_func": ("sigmoid",),
+    },
+    "glm_moe_dsa": _UNTIED | {"scoring_func": ("sigmoid",)},
+    "gpt2": _TIED | {"scale_attn_by_inverse_layer_idx": (False,), "scale_attn_weights": (True,)},
+    "gpt_bigcode": {"multi_query": (True,), "scale_attn_weights": (True,)},
+    "gpt_neox": _UNTIED | {"attention_bias": (True,)},
+    "gpt_oss": _UNTIED
+    | {"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+    "gptj": _UNTIED,
+    "hunyuan": _TIED,
+    "hunyuan_v1_dense": {"num_experts": (1,)},
+    "kimi_k3": {"use_grouped_topk": (True,)},
+    "kimi_linear": _UNTIED
+    | {
+        "attention_bias": (False,),
+        "mla_use_nope": (True,),
+        "q_lora_rank": (),
+        "use_grouped_topk": (True,),
+    },
+    "kimi_vl": _UNTIED | {"scoring_func": ("sigmoid",)},
+    "laguna": {"moe_apply_router_weight_on_input": (False,)},
+    "lfm2": _TIED,
+    "lfm2_moe": _TIED,
+    "lille-130m": _TIED,
+    "llama4_text": {"attention_bias": (False,)},
+    "longcat_flash": _UNTIED | {"attention_method": ("MLA",)},
+    "longcat_flash_ngram": _UNTIED | {"attention_method": ("MLA",)},
+    "mamba": {"layer_norm_epsilon": (1e-5,)},
+    "mellum": {"attention_bias": (False,)},
+    "mimo": {"attention_bias": (True,)},
+    "mimo_v2_flash": _UNTIED | {"attention_bias": (False,), "scoring_func": ("sigmoid",)},
+    # mlx-lm's module of this name is MiniMax-M2's.
+    "minimax": {
+        "linear_attn_alpha_factor": (),
+        "scoring_func": ("sigmoid",),
+        "shared_intermediate_size": (0,),
+        "use_routing_bias": (True,),
+    },
+    "minicpm3": _UNTIED | {"mlp_bias": (False,), "rope_traditional": (False,)},
+    "ministral3": {"sliding_window": ()},
+    "mistral4": {"moe_layer_freq": (1,), "scoring_func": ("softmax",)},
+    "muse_glimmer": {"hidden_activation": ("silu",)},
+    "nanochat": _UNTIED | {"attention_bias": (False,)},
+    "nemotron": {"hidden_act": ("relu2",), "rope_traditional": (False,)},
+    # transformers 5 bounds steps by time_step_min; the published code and mlx-lm do so by
+    # time_step_limit. Published files say 0.001 and no limit.
+    "nemotron_h": _UNTIED
+    | {
+        "mamba_hidden_act": ("silu",),
+        "time_step_limit": ((0.0, math.inf),),
+        "time_step_min": (AtMost(0.001),),
+        "use_bias": (False,),
+    },
+    "olmoe": {"clip_qkv": ()},
+    "openelm": {"ffn_with_glu": (True,)},
+    "phi": _UNTIED | {"qk_layernorm": (False,)},
+    "phi3": {"attention_bias": (False,)},
+    "phi3small": _TIED,
+    "phimoe": _UNTIED
+    | {"attention_bias": (True,), "lm_head_bias": (True,), "num_experts_per_tok": (2,)},
+    "phixtral": _UNTIED,
+    "qwen": _UNTIED
+    | {
+        "activation": ("swiglu",),
+        "apply_residual_connection_post_layernorm": (False,),
+        "pos_emb": ("rotary",),
+        "rotary_emb_base": (10000,),
+        "rotary_pct": (1.0,),
+        "scale_attn_weights": (True,),
+    },
+    "qwen2_moe": _UNTIED
+    | {
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([],),
+        "norm_topk_prob": (False,),
+        "qkv_bias": (True,),
+    },
+    "qwen3": {"attention_bias": (False,)},
+    "qwen3_5": {
+        "attention_bias": (False,),
+        "attn_output_gate": (True,),
+        "mlp_only_layers": ([],),
+        "norm_topk_prob": (True,),
+    },
+    "qwen3_moe": {"attention_bias": (False,)},
+    "recurrent_gemma": {
+        "attention_bias": (False,),
+        "conv1d_width": (4,),
+        "num_key_value_heads": (1,),
+        "rope_theta": (10000.0,),
+    },
+    "solar_open": _UNTIED | {"scoring_func": ("sigmoid",)},
+    "stablelm": _UNTIED,
+    "starcoder2": {"use_bias": (True,)},
+    "step3p5": _UNTIED,
+}
+#: By module and key, values that the module does not compute as transformers' class does; None is
+#: null.
+NOT_COMPUTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "afmoe": {"num_experts_per_tok": (1,)},  # whose weight it does not normalize
+    "gemma2": {"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)},
+}
+#: The same of all modules.
+EVERYWHERE: Mapping[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "is_encoder_decoder": (False,),
+    "tie_encoder_decoder": (False,),
+    "use_mrope": (False,),
+    # "vision": of the tokens of an image.
+    "use_bidirectional_attention": (False, "vision"),
+}
+
+
+def keys(module: str) -> set[str]:
+    """Keys whose values `check` looks at."""
+    return {*EVERYWHERE, *FIXED.get(module, ())}
+
+
+def check(config: Mapping[str, Any], module: str) -> None:
+    """
+    Args:
+        config: of config.json, or its `text_config`.
+        module: of mlx-lm, that reads it.
+
+    Raises:
+        ModelLoadError: a setting has a value that the module does not compute.
+    """
+    for key, computed in {**EVERYWHERE, **FIXED.get(module, {})}.items():
+        value = config.get(key, rope(config).get(key) if key in OF_THEIR_OWN else None)
+        null_is_no = key in config and computed == (True,)
+        if value is None and not null_is_no:
+            continue
+        if any(_same(value, each) for each in computed):
+            continue
+        served = " or ".join(map(repr, computed))
+        raise ModelLoadError(
+            f"config.json sets {key}={value!r}, but mlx-lm's module {module!r} "
+            + (f"supports only {served}" if served else "has no such parameter")
+        )
+    for key, lacking in NOT_COMPUTED.get(module, {}).items():
+        if key in config and config[key] in lacking:
+            raise ModelLoadError(
+                f"config.json sets {key}={config[key]!r}, which mlx-lm's module {module!r} "
+                "does not support"
+            )
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Lists of JSON and tuples are alike, and no float32 is beyond a bound that it cannot hold."""
+    if isinstance(other, AtMost):
+        return bool(value <= other.bound)
+    if isinstance(value, list) and isinstance(other, tuple):
+        return len(value) == len(other) and all(map(_same, value, other))
+    if other == math.inf and isinstance(value, float):
+        return value > _LARGEST_FLOAT32
+    return bool(value == other)

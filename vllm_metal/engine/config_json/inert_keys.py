@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys of config.json that change nothing of what a text model computes.
+
+None of them may stand here that transformers' class of the family computes with
+(`tests/engine/config_json/test_inert_keys.py` reads the classes). A key whose other values do
+change something belongs into `fixed_values`, with the values that the module computes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+
+def names(words: str) -> frozenset[str]:
+    """Words as a set."""
+    return frozenset(words.split())
+
+
+#: Ends of the names of tokens and of where images and sounds stand among them.
+_OF_TOKENS = ("_token_id", "_token_ids", "_token_index", "_token_idx", "_placeholder")
+#: Names of what only training does, and of dtypes, which vLLM chooses.
+_OF_TRAINING = re.compile(r"dropout|_pdrop$|initializer|(^|_)(dtype|fp16|bf16|fp32)$")
+
+#: Names of layers that draft, which are read apart.
+_OF_DRAFTS = re.compile(r"(^|_)mtp(_|$)")
+
+#: By reason.
+GROUPS: Mapping[str, frozenset[str]] = {
+    "names and versions": names(
+        "_attn_implementation _attn_implementation_autoset _attn_implementation_internal "
+        "_commit_hash _flash_attn_2_enabled _name_or_path architectures attn_implementation "
+        "auto_map custom_pipelines experts_implementation finetuning_task language license "
+        "mlx_lm_version mlx_version model_name model_type name_or_path tags task_specific_params "
+        "tokenizer_class tokenizer_type transformers.js_config transformers_version "
+        "is_llama_config unsloth_fixed unsloth_version"
+    ),
+    "dtypes, which vLLM chooses": names(
+        "bf16 dtype fp16 fp32 fp32_residual_connection mamba_ssm_cache_dtype mamba_ssm_dtype "
+        "residual_in_fp32 torch_dtype use_bfloat16 use_fp16"
+    ),
+    "packed weights, which mlx-lm reads for itself": names(
+        "compression_config hf_quant_config is_quantized pre_quantization_dtype quantization "
+        "quantization_config"
+    ),
+    "outputs that a server does not return": names(
+        "calc_logits_for_entire_prompt is_decoder keys_to_ignore_at_inference "
+        "keep_mlp_outputs num_logits_to_keep output_attentions output_hidden_states "
+        "output_past output_router_logits return_dict torchscript use_cache use_return_dict"
+    ),
+    "heads of other tasks": names(
+        "classifier_bias classifier_dropout id2label label2id num_labels problem_type "
+        "summary_activation summary_first_dropout summary_proj_to_labels summary_type "
+        "summary_use_proj"
+    ),
+    "what vLLM's poolers and their routes read": names(
+        "classifier_from_token head_dtype is_matryoshka is_original_qwen3_reranker "
+        "matryoshka_dimensions method sbert_ce_default_activation_function sentence_transformers "
+        "use_sep_token"
+    ),
+    "defaults of generation, which vLLM reads in generation_config.json": names(
+        "bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping "
+        "encoder_no_repeat_ngram_size exponential_decay_length_penalty length_penalty max_length "
+        "min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences "
+        "output_scores prefix remove_invalid_values repetition_penalty return_dict_in_generate "
+        "suppress_tokens temperature top_k top_p typical_p"
+    ),
+    "noise of training": names(
+        "input_jitter_noise moe_input_jitter_eps moe_jitter_eps router_jitter_noise"
+    ),
+    "first weights of training": names(
+        "emb_init_std final_w_init_variance_scale init_device init_method init_method_std "
+        "init_std initializer_factor initializer_range linear_a_log_max linear_a_log_min "
+        "linear_dt_init_floor linear_dt_max linear_dt_min rescale_prenorm_residual "
+        "time_step_init_scheme use_init_std w_init_variance_scale"
+    ),
+    "losses of training": names(
+        "aux_loss_alpha aux_loss_coef load_balance_coeff moe_aux_loss_coef "
+        "moe_router_bias_update_speed moe_z_loss_coef mtp_loss_scaling_factor router_aux_loss "
+        "router_aux_loss_coef router_bias_update_rate router_z_loss_coef seq_aux z_loss "
+        "z_loss_coefficient"
+    ),
+    "how training or another engine goes about it": names(
+        "chunk_size_feed_forward ep_size gradient_checkpointing moe_token_dispatcher_type "
+        "pretraining_tp pruned_heads reorder_and_upcast_attn scale_attention_softmax_in_fp32 "
+        "attention_softmax_in_fp32 tf_legacy_loss tp_size use_associative_scan use_flash_attention "
+        "use_flash_attn use_mamba_kernels use_mambapy use_cache_kernel use_cache_quantization "
+        "cache_implementation use_fused_mlp use_fused_rmsnorm use_grouped_mm"
+    ),
+    "the longest text, which vLLM reads": names(
+        "max_model_len max_position_embeddings max_seq_len max_seq_length max_sequence_length "
+        "model_max_length n_positions seq_len seq_length"
+    ),
+    "layers that draft, which are read apart": names("num_nextn_predict_layers"),
+    "widths of the padding of token tables": names("pad_vocab_size_multiple pad_token"),
+}
+GENERAL: frozenset[str] = frozenset().union(*GROUPS.values())
+
+#: Parts of a multimodal folder that the text model is served without.
+BESIDE_TEXT: frozenset[str] = names(
+    "audio_config audio_ms_per_token audio_soft_tokens_per_image ignore_index image_grid_pinpoints "
+    "image_seq_length mm_tokens_per_image multimodal_projector_bias patch_size "
+    "projection_hidden_size projection_layer_norm_eps projector_config projector_hidden_act "
+    "projector_hidden_size media_placeholder_token_id merged_hidden_size out_hidden_size "
+    "spatial_merge_size tie_word_embeddings vision_config vision_feature_layer "
+    "vision_feature_select_strategy vision_soft_tokens_per_image vocab_size"
+)
+
+_OF_STEPS = names("time_step_floor time_step_max time_step_min time_step_scale")
+#: By module of mlx-lm, which computes the same without them.
+OF_MODULE: Mapping[str, frozenset[str]] = {
+    # attn_config has kv_n_heads, which both transformers' class and the module read.
+    "dbrx": names("num_key_value_heads"),
+    "falcon_h1": names("mlp_expansion_factor"),  # intermediate_size counts
+    "gemma3_text": names("tie_word_embeddings"),  # it looks whether there is a head
+    "granitemoehybrid": names("mamba_chunk_size"),  # how a sum is taken apart
+    "lfm2-vl": names(
+        "do_image_splitting downsample_factor encoder_patch_size max_image_tokens max_num_patches "
+        "max_pixels_tolerance max_tiles min_image_tokens min_tiles projector_bias "
+        "projector_use_layernorm tile_size use_image_special_tokens use_thumbnail"
+    ),  # of images alone
+    "mamba": _OF_STEPS,  # of the first weights
+    "mamba2": _OF_STEPS | names("chunk_size"),
+    "nemotron_h": _OF_STEPS  # the width follows from the heads, shared experts from arrays
+    | names(
+        "n_shared_experts chunk_size expand moe_shared_expert_overlap rope_theta sliding_window"
+    ),
+    # Of texts longer than seq_length, which vLLM does not admit.
+    "qwen": names("use_dynamic_ntk use_logn_attn"),
+    "recurrent_gemma": names("tie_word_embeddings"),  # as gemma3_text
+}
+
+
+def is_inert(key: str, module: str, beside_text: bool) -> bool:
+    """Whether a key says nothing of what a module computes.
+
+    Args:
+        key: of config.json, or of its text_config.
+        module: of mlx-lm, that reads it.
+        beside_text: whether the module reads a `text_config`, and this stands around it.
+    """
+    return (
+        key in GENERAL
+        or key.endswith(_OF_TOKENS)
+        or _OF_TRAINING.search(key) is not None
+        or _OF_DRAFTS.search(key) is not None
+        or key in OF_MODULE.get(module, ())
+        or (beside_text and key in BESIDE_TEXT)
+    )

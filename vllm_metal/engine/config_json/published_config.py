@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads config.json for mlx-lm's modules, as transformers and vLLM understand it.
+
+mlx-lm hands a module those keys that its `ModelArgs` name, and drops all others without a word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_origin
+
+from vllm_metal.engine.config_json import (
+    absent_keys,
+    config_keys,
+    config_refusals,
+    fixed_values,
+    implied_values,
+)
+from vllm_metal.engine.config_json.config_rows import NOTHING, ROPE_ROWS, ROWS
+from vllm_metal.engine.config_json.reference_code import Reference, reference_of
+from vllm_metal.engine.config_json.rope_parameters import (
+    Config,
+)
+from vllm_metal.engine.config_json.stored_head import Head
+from vllm_metal.identity.model_files import ModelLoadError
+
+Unread = dict[tuple[str, ...], Any]
+#: Classes within a module that read its `text_config`, where no module of that name does.
+_TEXT_ARGS = ("TextConfig", "TextModelArgs", "TextArgs")
+#: Modules that read the `text_config` of others, which have no class for it.
+_TEXT_OF = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "lfm2-vl": "lfm2",
+    "pixtral": "llama",
+    "qwen2_vl": "qwen2",
+    "qwen3_5_moe": "qwen3_5",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+}
+
+
+def as_read(
+    config: Config,
+    module: str,
+    args: type,
+    folder: Path | None = None,
+    head: Head | None = None,
+) -> dict[str, Any]:
+    """The keys that must be changed in a config.json for a module of mlx-lm's to read what it says.
+
+    Logs keys that neither the module nor a reference implementation of the model reads.
+
+    Args:
+        config: of config.json, --hf-overrides included. What it spells as the module reads it
+            stays.
+        module: the module's name.
+        args: its `ModelArgs`.
+        folder: of the model, whose own code is a reference; None: it has none.
+        head: what the model's files have of one; None: that is not known, and config.json counts.
+
+    Raises:
+        ModelLoadError: the config says two things of one key, or what the module cannot compute, or
+            it has a key that the module does not read and that may mean something.
+    """
+    reader = _Reader(config, folder, head)
+    changed, unread = reader.read(config, module, args)
+    config_keys.judge(unread, module, config, reader.reference)
+    return changed
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads a config.json, and its `text_config` as a part of it."""
+
+    config: Config
+    folder: Path | None
+    head: Head | None
+
+    @property
+    def reference(self) -> Reference:
+        return reference_of(self.config, self.folder)
+
+    def read(self, config: Config, module: str, args: type) -> tuple[dict[str, Any], Unread]:
+        """What `as_read` returns, and the keys that the module does not read."""
+        if not dataclasses.is_dataclass(args):
+            return {}, {}
+        read = {field.name for field in dataclasses.fields(args)}
+        if "text_config" in read and config.get("text_config") is None:
+            # A text model without the multimodal one around it.
+            inner, inner_args = _text_args(config, module)
+            if inner_args is None:
+                return {}, {}
+            of_text, unread = self.read(config, inner, inner_args)
+            return {"text_config": {**config, **of_text}}, unread
+        is_inner = config is not self.config
+        config, tied = self._tied(config, module, read)
+        around = self.config if is_inner else {}
+        reference = reference_of(config, self.folder, around)
+        rope = absent_keys.rope(config, module, read, reference)
+        changed, used = _changed({**config, **rope}, module, args, reference)
+        changed = {key: rope[key] for key in rope.keys() & read} | changed | tied
+        config_refusals.check(config, module, read)
+        absent_keys.check(config, module, args, changed, reference)
+        unread = config_keys.unread(config, module, read, used, reference)
+        if "text_config" in read and isinstance(text := config.get("text_config"), Mapping):
+            inner, inner_args = _text_args(text, module)
+            if inner_args is not None:
+                tied = _tied(config, text, inner_args)
+                of_text, unread_of_text = self.read({**text, **tied}, inner, inner_args)
+                if of_text := tied | of_text:  # replaced as a whole
+                    changed["text_config"] = {**text, **of_text}
+                unread |= {("text_config", *path): value for path, value in unread_of_text.items()}
+        return changed, unread
+
+    def _tied(self, config: Config, module: str, read: set[str]) -> tuple[Config, dict[str, bool]]:
+        """The config with the answer of the files on whether head and embedding are one.
+
+        Raises:
+            ModelLoadError: the files have a head of its own, and the module none.
+        """
+        key = "tie_word_embeddings"
+        computed = fixed_values.FIXED.get(module, {}).get(key)
+        stated = config.get(key, self.config.get(key))
+        if self.head is None or (self.head is Head.NONE and stated is not None):
+            return config, {}
+        tied = self.head is not Head.OWN and computed != (False,)
+        if computed == (True,) and not tied:
+            raise ModelLoadError(
+                "tie_word_embeddings=false, or lm_head.weight with other values than the embedding,"
+                f" is not supported with mlx-lm's module {module!r}: its head is the embedding. "
+                "Choose a checkpoint without lm_head.weight"
+            )
+        if key not in read and computed is None:
+            return config, {}
+        return {**config, key: tied}, {key: tied} if key in read else {}
+
+
+def _tied(config: Config, text: Config, args: type) -> dict[str, bool]:
+    """Whether head and embedding are one, which transformers says around the text model alone."""
+    key = "tie_word_embeddings"
+    if key in text or key not in _required(args):
+        return {}
+    return {key: bool(config.get(key))}
+
+
+def _required(args: type) -> set[str]:
+    """Keys without a default."""
+    fields: Any = dataclasses.fields(args)
+    return {
+        field.name
+        for field in fields
+        if field.default is field.default_factory is dataclasses.MISSING
+    }
+
+
+def _changed(
+    config: Config, module: str, args: type, reference: Reference
+) -> tuple[dict[str, Any], set[str]]:
+    """The keys that rows give, and those that they were made of."""
+    fields: Any = dataclasses.fields(args)
+    read = {field.name for field in fields}
+    required = _required(args)
+    absent, used = absent_keys.values(config, module, fields, reference)
+    words = {**reference.declared, **config, **absent}
+    changed: dict[str, Any] = {}
+    sources: dict[str, set[str]] = {}
+    for row in (*ROWS, *(() if module in config_refusals.READ_ROPE else ROPE_ROWS)):
+        if row.key not in (required if row.no_default else read):
+            continue
+        if row.no_default and reference.declared.get(row.key) is not None:
+            continue
+        if row.families and module not in row.families:
+            continue
+        asked = implied_values.Asked(words)
+        value = row.value(asked)
+        if value is None:
+            sources[row.key] = asked.keys_asked
+            continue
+        # The reference computes with what the row asked for, whatever a key of mlx-lm's alone says.
+        if row.always or config.get(row.key) is None or not reference.reads(row.key):
+            changed[row.key] = None if value is NOTHING else value
+            used |= asked.keys_asked
+        elif config[row.key] == value:  # it says the same by both names
+            used |= asked.keys_asked
+    changed = absent | changed
+    for field in fields:
+        key = field.name
+        stated = changed.get(key, config.get(key, ...))
+        is_lost = stated is ... and "from_dict" not in vars(args) and key != "rope_scaling"
+        is_null = stated is None and _takes_no_null(field.type) and not _asks_for_null(args, key)
+        if key in required and (is_lost or is_null):
+            names = " or ".join(sorted({key} | sources.get(key, set())))
+            raise ModelLoadError(
+                f"config.json does not set {names}, which mlx-lm's module {module!r} needs: "
+                "add it to config.json, or set it with --hf-overrides"
+            )
+    if "rope_scaling" in required and "rope_scaling" not in config:
+        changed.setdefault("rope_scaling", None)
+    if module in config_refusals.UNSCALED and "rope_scaling" in read:
+        changed["rope_scaling"] = None  # some refuse what they would not compute in any case
+    return changed, used
+
+
+def _takes_no_null(annotation: Any) -> bool:
+    """Whether a field is a number or a list, and must be there."""
+    if isinstance(annotation, str):  # of a module that postpones annotations
+        return annotation.split("[")[0] in ("int", "float", "list", "List")
+    return annotation in (int, float, list) or get_origin(annotation) is list
+
+
+def _asks_for_null(args: type, name: str) -> bool:
+    """Whether the module of the arguments asks whether a key is null, whatever its type is."""
+    source = inspect.getsource(sys.modules[args.__module__])
+    return re.search(rf"\.{name} is (not )?None\b", source) is not None
+
+
+def _text_args(text: Config, module: str) -> tuple[str, type | None]:
+    """The module that reads a `text_config`, and its arguments."""
+    if module == "mistral3":
+        inner = text.get("model_type")
+        module = inner if inner in ("ministral3", "mistral4") else "llama"
+    module = _TEXT_OF.get(module, module)
+    own = sys.modules[f"mlx_lm.models.{module}"]
+    for cls in own.Model.__mro__:  # of another module, where it is a variant of its model
+        for name in _TEXT_ARGS:
+            found = getattr(sys.modules[cls.__module__], name, None)
+            if found is not None:
+                own_place = found.__module__.startswith("mlx_lm.")  # else a patch has made it
+                place = found.__module__ if own_place else cls.__module__
+                return place.rpartition(".")[2], found
+    of_text: type | None = getattr(own, "ModelArgs", None)
+    if of_text is None or "text_config" in inspect.signature(of_text).parameters:
+        return module, None
+    return module, of_text

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HiddenIn and HiddenOut: a step's hidden states come from the rank before, and go to the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import mlx.core as mx
+import numpy as np
+import torch
+
+from vllm_metal.engine.batch.columns import RequestColumn
+from vllm_metal.engine.batch.outputs import StepOutput
+from vllm_metal.engine.batch.step_end import StepEnd
+from vllm_metal.engine.models.stage import HIDDEN
+
+if TYPE_CHECKING:
+    from vllm.distributed.parallel_state import GroupCoordinator
+    from vllm.v1.core.sched.output import GrammarOutput
+
+    from vllm_metal.engine.attention.forward_inputs import ForwardInputs
+    from vllm_metal.engine.batch.input_batch import InputBatch
+    from vllm_metal.engine.batch.requests import Requests, RequestState
+    from vllm_metal.engine.batch.rows import Rows
+    from vllm_metal.patches.vllm_patches.step_result import StepResult
+
+
+class Link(Protocol):
+    """What carries hidden states from one stage to the next."""
+
+    def send(self, hidden_states: mx.array) -> None:
+        """Sends [T, ...] of a step; waits until they are computed, and no longer."""
+        ...
+
+    def receive(self) -> mx.array:
+        """[T, ...] of the next step; waits for them."""
+        ...
+
+
+@dataclass
+class GroupLink:
+    """Carries them through vLLM's group of pipeline parallel, over gloo."""
+
+    group: GroupCoordinator
+    _num_sent: int = 0
+    _num_received: int = 0
+
+    def send(self, hidden_states: mx.array) -> None:
+        self.group.isend_tensor_dict({"rows": to_torch(hidden_states), "step": self._num_sent})
+        self._num_sent += 1
+
+    def receive(self) -> mx.array:
+        """[T, ...] of the next step.
+
+        Raises:
+            RuntimeError: they are of another step: one of the ranks has left one out.
+        """
+        found: dict[str, Any] | None = self.group.recv_tensor_dict()
+        assert found is not None
+        if found["step"] != self._num_received:
+            raise RuntimeError(
+                f"the previous pipeline stage sent step {found['step']}, expected "
+                f"{self._num_received}"
+            )
+        self._num_received += 1
+        return to_mlx(found["rows"])
+
+
+def to_torch(array: mx.array) -> torch.Tensor:
+    """Copies an array into a tensor of torch's; numpy, which is between, has no bfloat16."""
+    if array.dtype == mx.bfloat16:
+        bits = np.array(array.view(mx.uint16))
+        return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(np.array(array))
+
+
+def to_mlx(tensor: torch.Tensor) -> mx.array:
+    """Copies a tensor into an array of MLX's."""
+    if tensor.dtype == torch.bfloat16:
+        return mx.array(tensor.view(torch.int16).numpy().view(np.uint16)).view(mx.bfloat16)
+    return mx.array(tensor.numpy())
+
+
+class HiddenIn(RequestColumn):
+    """Has the forward of a step begin with the hidden states of the rank before."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def enter(self, state: RequestState) -> None:
+        return
+
+    def leave(self, req_idx: int) -> None:
+        return
+
+    def inputs(self, rows: Rows, inputs: ForwardInputs) -> ForwardInputs:
+        """Adds what the rank before computed of the rows.
+
+        Raises:
+            RuntimeError: it laid the step out in another way.
+        """
+        hidden, count = self._link.receive(), len(rows.positions_np)
+        if len(hidden) != count:
+            raise RuntimeError(
+                f"the previous pipeline stage sent {len(hidden)} tokens, expected {count}"
+            )
+        return inputs.with_extras({HIDDEN: hidden})
+
+
+class HiddenOut(StepEnd):
+    """The end of a step on a rank that has others behind it: its hidden states are sent."""
+
+    at_once: ClassVar[bool] = True
+
+    def __init__(self, link: Link, requests: Requests) -> None:
+        self._link = link
+        self._requests = requests
+        self._begun: tuple[InputBatch, mx.array] | None = None
+
+    def enter(self, state: RequestState) -> None:
+        return
+
+    def leave(self, req_idx: int) -> None:
+        return
+
+    def begin(self, batch: InputBatch, hidden_states: mx.array) -> None:
+        self._begun = batch, hidden_states[:, 0]
+
+    def finish(self, grammar_output: GrammarOutput | None) -> tuple[StepOutput, list[mx.array]]:
+        assert self._begun is not None
+        (batch, hidden), self._begun = self._begun, None
+        return _Sending(batch, hidden, self._link, self._requests), [hidden]
+
+
+class _Sending(StepOutput):
+    """A step without tokens: whoever asks for its results sends what the next rank waits for."""
+
+    always_waits = True
+
+    def __init__(
+        self, batch: InputBatch, hidden_states: mx.array, link: Link, requests: Requests
+    ) -> None:
+        super().__init__(batch, None, {}, requests)
+        self._hidden: mx.array | None = hidden_states
+        self._link = link
+
+    def get_output(self) -> StepResult:
+        if self._hidden is not None:
+            mx.eval(self._hidden)
+            self._link.send(self._hidden)
+            self._hidden = None
+        return super().get_output()

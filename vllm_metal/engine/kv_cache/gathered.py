@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides which of a step's rows attend by MLX's attention, over gathered contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from metal_kernels.op_common import merged
+from metal_kernels.pace import Pace
+from metal_kernels.paged_attention import buckets, prompts
+from metal_kernels.paged_attention import gathered as by_gathering
+from metal_kernels.paged_attention.buckets import BucketPlan
+from metal_kernels.paged_attention.prompts import PromptPlan
+from vllm_metal.engine.kv_cache.layer_cache import AttentionKind, KVArray
+from vllm_metal.engine.kv_cache.layer_state import StepLayout
+from vllm_metal.patches.mlx_patches.seam import Scoring
+
+#: Rows that no request has in a step.
+_NEVER = 2**30
+
+
+@dataclass(frozen=True)
+class ByMLX:
+    """Which rows of a kind of layer MLX's attention serves."""
+
+    decodes: bool = False  # of requests with buckets.DECODE_ROWS rows at most in a step
+    #: Rows of a request from which on MLX serves it, by contexts that were timed; those between
+    #: two count as the nearer one. None: never; empty: none.
+    prompts: Mapping[int, int | None] = field(default_factory=dict)
+    force_fused: bool | None = None  # see `prompts.plan`
+
+    def __bool__(self) -> bool:
+        return self.decodes or self.fewest_rows is not None
+
+    @property
+    def fewest_rows(self) -> int | None:
+        """Rows of a prompt that it may serve, at least; None: it serves no prompt."""
+        return min((rows for rows in self.prompts.values() if rows is not None), default=None)
+
+    def serves(self, num_rows_np: np.ndarray, seq_lens_np: np.ndarray) -> np.ndarray:
+        """[R] bool, requests that it serves; each array has [R] int32."""
+        found = (num_rows_np <= buckets.DECODE_ROWS) & self.decodes
+        if self.fewest_rows is None:
+            return found
+        contexts = sorted(self.prompts)
+        fewest_np = np.array([self.prompts[context] or _NEVER for context in contexts])
+        between = np.sqrt(np.array(contexts[:-1], np.float64) * np.array(contexts[1:]))
+        fewest_np = fewest_np[np.searchsorted(between, seq_lens_np)]
+        return found | (num_rows_np >= np.maximum(fewest_np, buckets.DECODE_ROWS + 1))
+
+
+@dataclass(frozen=True)
+class GatheredPlan:
+    """Which of a step's rows attend so, and how."""
+
+    decodes: BucketPlan | None
+    prompts: PromptPlan | None
+    rows: mx.array | None  # [G] int32, batch rows of decodes, then of prompts; None: the step's
+    others: mx.array | None  # [T - G] int32, batch rows that the kernels serve; None: none
+    order: mx.array | None  # [T] int32, place of each row behind the kernels', then these; None: t
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(part.num_tokens for part in (self.decodes, self.prompts) if part is not None)
+
+    def work(self, kind: AttentionKind) -> int:
+        """FLOPs of a layer."""
+        shape = kind.shape
+        sizes = shape.head_size + shape.value_size
+        decodes = () if self.decodes is None else self.decodes.buckets
+        work = sum(bucket.work(shape.num_heads, sizes) for bucket in decodes)
+        return work + (0 if self.prompts is None else self.prompts.work)
+
+
+def chosen(layout: StepLayout, by_mlx: ByMLX) -> np.ndarray:
+    """[R] bool, requests whose rows attend so.
+
+    Masks and bounds are made on the host, so requests whose lengths only the device knows are left
+    out.
+    """
+    requests = by_mlx.serves(np.diff(layout.query_start_loc_np), layout.seq_lens_np)
+    if layout.behind is not None:
+        requests &= layout.behind.most_np == 0
+    return requests
+
+
+def plan(
+    layout: StepLayout,
+    requests: np.ndarray,
+    kind: AttentionKind,
+    force_fused: bool | None = None,
+) -> GatheredPlan:
+    """The plan for these of a step's requests.
+
+    Args:
+        layout: of the step.
+        requests: [R] bool, one at least.
+        kind: of the layers.
+        force_fused: see `prompts.plan`.
+    """
+    decodes = requests & (np.diff(layout.query_start_loc_np) <= buckets.DECODE_ROWS)
+    of_decodes, of_prompts = None, None
+    if decodes.any():
+        starts, lens, tables = layout.others_than(~decodes)
+        nowhere = np.full(starts[-1], -1, np.int32)  # nothing is laid over the pool's rows
+        of_decodes = buckets.plan(
+            *(starts, lens, tables, nowhere, layout.block_size, kind.window), bounded=True
+        )
+    if (longer := requests & ~decodes).any():
+        some = layout.others_than(~longer)
+        of_prompts = prompts.plan(*some, layout.block_size, *kind, force_fused=force_fused)
+    groups = [layout.rows_of(group) for group in (~requests, decodes, longer)]
+    order = np.argsort(np.concatenate(groups)).astype(np.int32)
+    in_order = bool((order == np.arange(len(order))).all())
+    others, *ours = groups
+    return GatheredPlan(
+        of_decodes,
+        of_prompts,
+        None if in_order and not len(others) else mx.array(np.concatenate(ours)),
+        mx.array(others) if len(others) else None,
+        None if in_order else mx.array(order),
+    )
+
+
+def run(
+    plan: GatheredPlan,
+    queries: mx.array,
+    keys: KVArray,
+    values: KVArray,
+    after: mx.array,
+    scoring: Scoring,
+    pace: Pace | None,
+) -> tuple[list[mx.array], list[mx.array]]:
+    """Attention of the plan's rows.
+
+    Args:
+        plan: of the step.
+        queries: [G, H, D], `rows` of the plan.
+        keys, values: of the pool; of latents, both are the keys.
+        after: fence of the last write.
+        scoring: how they attend.
+        pace: of the step, if it has one.
+
+    Returns:
+        Outputs, [G, H, DV] one after another, and the fence of all reads.
+    """
+    scale, sinks, softcap = scoring
+    pools = keys.elements, values.elements, after, scale
+    scales = keys.scales, values.scales, pace
+    outputs: list[mx.array] = []
+    fences: list[mx.array] = []
+    first = 0
+    if plan.decodes is not None:
+        first = plan.decodes.num_tokens
+        some = queries[:first]
+        out, reads = by_gathering.run(plan.decodes, some, *pools, softcap, sinks, *scales)
+        outputs.append(out)
+        fences += reads
+    if plan.prompts is not None:
+        out, reads = prompts.run(plan.prompts, queries[first:], *pools, softcap, sinks, *scales)
+        outputs.append(out)
+        fences += reads
+    return outputs, [merged(fences)]

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pool by our own kernels, which write into it in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import mlx.core as mx
+import numpy as np
+
+from metal_kernels import (
+    kernel,
+    kv_blocks,
+    kv_gather,
+    kv_states,
+    kv_write,
+    op_common,
+    paged_attention,
+)
+from metal_kernels.kernel import MIN_ELEMENTS
+from metal_kernels.kv_write import Rotation
+from metal_kernels.pace import Pace, pace_of
+from metal_kernels.paged_attention import AttentionPlan, Splits, Tiles, prompts
+from metal_kernels.paged_attention.splits import DEFAULT
+from vllm_metal.engine.kv_cache import gathered
+from vllm_metal.engine.kv_cache.gathered import ByMLX, GatheredPlan
+from vllm_metal.engine.kv_cache.layer_cache import AttentionKind, LayerKVCache
+from vllm_metal.engine.kv_cache.layer_state import Fenced, Pending, StepLayout
+from vllm_metal.engine.kv_cache.prompts_apart import PromptsApart
+from vllm_metal.patches.mlx_patches.seam import Scoring
+
+ResultT = TypeVar("ResultT")
+Launch = Callable[[list[mx.array], int, Sequence[mx.array]], tuple[ResultT, mx.array]]
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """A step of one group and kind of layer."""
+
+    slot_mapping: mx.array  # [max(T, MIN_ELEMENTS)] int32
+    attention: AttentionPlan | None  # of the rows that the kernels serve; None: of none
+    gathered: GatheredPlan | None  # of those that MLX's attention serves
+    pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
+    prompts: PromptsApart | None = None  # of latents, which the two before leave out
+
+    @property
+    def num_tokens(self) -> int:
+        plans = (self.attention, self.gathered)
+        return sum(plan.num_tokens for plan in plans if plan is not None)
+
+    @property
+    def pipeline(self) -> Hashable:
+        """What attention launches; contexts are gathered by one pipeline."""
+        return None if self.attention is None else self.attention.pipelines
+
+
+class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
+    """The pool arrays are inputs of every kernel, also of the one that writes through them.
+
+    So MLX never copies them. It sees no dependency through the pool; explicit fences order writes
+    and reads. A write returns a fence that the reads after it take as an input. The reads return
+    theirs, which the next write takes, in this step or the next. So two steps may be queued at
+    once.
+    """
+
+    pipelined = True
+    gathers = False
+    rotates = True
+    #: Rows that MLX's attention serves, over gathered contexts, by kind of layer.
+    by_mlx: ClassVar[Mapping[AttentionKind, ByMLX]] = {}
+    #: Tiles that attention may use, by kind of layer; all, for one that is not here.
+    tiles: ClassVar[Mapping[AttentionKind, Tiles]] = {}
+    #: How contexts are cut into parts.
+    splits: ClassVar[Splits] = DEFAULT
+    #: Whether whole blocks are moved by the kernel; else by MLX's operations.
+    moves_blocks: ClassVar[bool] = True
+    #: Whether kernels compute recurrent layers, in the blocks of their states.
+    computes_states: ClassVar[bool] = True
+    #: Rows of a prompt from which on MLX's chunked delta rule is faster than those; None: never.
+    long_prompt: ClassVar[int | None] = None
+    #: Whether graphs that hold the kernels give the same when MLX builds them again.
+    repeatable: ClassVar[bool] = True
+
+    _written: mx.array | None = None  # fence of the last write
+    _since: Sequence[mx.array] = ()  # fences of what the next write must come after
+    _newest_plan: object = None  # of the forward that is being built
+
+    @classmethod
+    def limited(
+        cls,
+        tiles: Mapping[AttentionKind, Tiles],
+        moves_blocks: bool,
+        repeatable: bool = True,
+        by_mlx: Mapping[AttentionKind, ByMLX] | None = None,
+        computes_states: bool = True,
+        long_prompt: int | None = None,
+        reads_contexts: bool = True,
+        rotates: bool = True,
+    ) -> type[KernelKVCache]:
+        """Layer caches that keep to what works on this machine, and to what is fastest."""
+        works = {
+            "tiles": tiles,
+            "moves_blocks": moves_blocks,
+            "repeatable": repeatable,
+            "computes_states": computes_states,
+            "reads_contexts": reads_contexts,
+            "rotates": rotates,
+        }
+        faster = {
+            "by_mlx": by_mlx or {},
+            "gathers": any((by_mlx or {}).values()),
+            "long_prompt": long_prompt,
+        }
+        return type(cls.__name__, (cls,), works | faster)
+
+    @classmethod
+    def cutting(cls, splits: Splits) -> type[KernelKVCache]:
+        """Layer caches that cut contexts so."""
+        return cls if splits == cls.splits else type(cls.__name__, (cls,), {"splits": splits})
+
+    @classmethod
+    def plan(cls, layout: StepLayout, kind: AttentionKind) -> KernelPlan:
+        attention, split = None, None
+        parts = layout.query_start_loc_np, layout.seq_lens_np, layout.block_tables_np
+        behind, work = layout.behind, 0
+        by_mlx = cls.by_mlx.get(kind)
+        if by_mlx and (requests := gathered.chosen(layout, by_mlx)).any():
+            split = gathered.plan(layout, requests, kind, by_mlx.force_fused)
+            parts, work = layout.others_than(requests), split.work(kind)
+            behind = behind and behind.of(np.flatnonzero(~requests))
+        if len(parts[1]):
+            tiles = cls._tiles_of(kind)
+            attention = paged_attention.plan(
+                *parts,
+                *kind,
+                tiles,
+                behind=behind,
+                splits=cls.splits,
+                block_size=layout.block_size,
+            )
+            work += attention.work
+        pace = layout.pace
+        # Layers that share a command buffer would have all of their contexts gathered at once.
+        if pace is not None and (split is None or split.prompts is None):
+            pace = pace_of(pace, int(layout.query_start_loc_np[-1]), work)
+        slots = layout.slot_mapping
+        if slots is None:
+            return KernelPlan(_padded(layout.slot_mapping_np), attention, split, pace)
+        missing = max(0, MIN_ELEMENTS - slots.size)
+        return KernelPlan(mx.pad(slots, (0, missing), constant_values=-1), attention, split, pace)
+
+    @classmethod
+    def trials(cls, kind: AttentionKind, block_size: int) -> Iterator[KernelPlan]:
+        for trial in paged_attention.trials(*kind, cls._tiles_of(kind)):
+            slots = _padded(np.arange(trial.num_tokens, dtype=np.int32))
+            yield KernelPlan(slots, trial, None, None)
+        by_mlx = cls.by_mlx.get(kind, ByMLX())
+        counts = (1 if by_mlx.decodes else None, by_mlx.fewest_rows)
+        for num_rows in (count for count in counts if count is not None):
+            layout = _trial_of(num_rows, block_size)
+            split = gathered.plan(layout, np.ones(1, bool), kind, by_mlx.force_fused)
+            yield KernelPlan(_padded(layout.slot_mapping_np), None, split, None)
+
+    @classmethod
+    def waiting(
+        cls, kind: AttentionKind, context: int, num_tokens: int, dtype: mx.Dtype
+    ) -> tuple[int, int]:
+        fewest_rows = cls.by_mlx.get(kind, ByMLX()).fewest_rows
+        if fewest_rows is None:
+            return 0, 0
+        slots = context if kind.window is None else min(context, kind.window + num_tokens)
+        most = max(num_tokens // fewest_rows, 1)
+        return prompts.waiting_bytes(kind.shape, slots, most, dtype), fewest_rows
+
+    @classmethod
+    def _tiles_of(cls, kind: AttentionKind) -> Tiles:
+        return cls.tiles.get(kind) or Tiles.for_layer(*kind)
+
+    def wait_for_device(self) -> None:
+        mx.eval(list(self._since))  # MLX knows nothing of kernels in flight
+        mx.synchronize()  # a command buffer holds what it binds until its handler has run
+
+    @property
+    def fences(self) -> Sequence[mx.array]:
+        return self._since
+
+    def write_after(self, fence: mx.array) -> None:
+        self._since = [fence]
+
+    def copy_blocks(self, sources_np: np.ndarray, targets_np: np.ndarray) -> None:
+        if self.moves_blocks:
+            sources_np, targets_np = map(self.rows_of_blocks, (sources_np, targets_np))
+            self._since = [kv_blocks.copy(self.arrays, sources_np, targets_np, after=self._since)]
+            return
+        super().copy_blocks(sources_np, targets_np)
+        mx.eval(self.arrays)  # kernels know nothing of MLX's operations in flight
+
+    def clear_blocks(self, blocks_np: np.ndarray) -> None:
+        if self.moves_blocks:
+            rows_np = self.rows_of_blocks(blocks_np)
+            self._since = [kv_blocks.zero(self.arrays, rows_np, after=self._since)]
+            return
+        self.wait_for_device()
+        super().clear_blocks(blocks_np)
+        mx.eval(self.arrays)
+
+    @property
+    def traceable(self) -> bool:
+        return self.repeatable and kernel.in_graphs()
+
+    @property
+    def inputs(self) -> list[mx.array]:
+        """The pool, and a fence for the forward's first write."""
+        return [*self.arrays, op_common.merged(self._since)]
+
+    @contextmanager
+    def traced(self, inputs: Sequence[mx.array]) -> Iterator[None]:
+        arrays, since = self.arrays, self._since
+        *self.arrays, fence = inputs
+        self._since, self._newest_plan = [fence], None
+        try:
+            yield
+        finally:
+            self.arrays, self._since, self._written = arrays, since, None
+
+    @property
+    def outputs(self) -> list[Pending[object]]:
+        """The fences that the next write must come after."""
+        if self._newest_plan is None:
+            return []
+        return [Pending(self._newest_plan, list(self._since))]
+
+    @outputs.setter
+    def outputs(self, outputs: Sequence[Pending[object]]) -> None:
+        for left in outputs:
+            self._since = left.arrays
+
+    def read_states(self, plan: object, blocks: mx.array, width: int) -> mx.array:
+        self._newest_plan = plan
+        states, read = kv_states.read(
+            self.elements_of(self.arrays), blocks, width, self.split, after=self._since
+        )
+        self._since = [read]
+        return states
+
+    def write_states(self, blocks_np: np.ndarray, states: mx.array) -> None:
+        elements = self.elements_of(self.arrays)
+        self._since = [kv_states.write(elements, blocks_np, states, self.split, after=self._since)]
+
+    def update_states(self, plan: object, launch: Launch[ResultT]) -> ResultT:
+        """Has a kernel read states, and write others, within a forward.
+
+        Args:
+            plan: of the layer whose states they are.
+            launch: takes the arrays that states lie in, their `split`, and fences to come after;
+                returns its results, and a fence.
+        """
+        self._newest_plan = plan
+        found, fence = launch(self.elements_of(self.arrays), self.split, self._since)
+        self._since = [fence]
+        return found
+
+    def write(self, plan: KernelPlan, keys: mx.array, values: mx.array) -> None:
+        held = None if self.values is None else values
+        self._has_written(plan, values.dtype, kv_write.write(keys, held, *self._pools(plan)))
+
+    def rotate_and_write(
+        self,
+        plan: KernelPlan,
+        keys: mx.array,
+        values: mx.array,
+        positions: mx.array,
+        rotation: Rotation,
+        queries: mx.array | None = None,
+    ) -> mx.array | None:
+        latent = self.values is None
+        turned, written = kv_write.rotate_and_write(
+            keys,
+            None if latent else values,
+            *self._pools(plan),
+            queries=queries,
+            positions=positions,
+            rotation=rotation.from_element(keys.shape[-1]) if latent else rotation,
+            tails=values if latent else None,
+        )
+        self._has_written(plan, values.dtype, written)
+        return turned
+
+    def _pools(self, plan: KernelPlan) -> tuple[Any, ...]:
+        """What a write is given besides rows."""
+        keys, values = self.keys, self.values
+        elements, scales = (None, None) if values is None else (values.elements, values.scales)
+        return plan.slot_mapping, keys.elements, elements, self._since, keys.scales, scales
+
+    def _has_written(self, plan: KernelPlan, dtype: mx.Dtype, fence: mx.array) -> None:
+        self._newest_plan, self._row_dtype = plan, dtype
+        self._written, self._since = fence, [fence]
+
+    def attend(self, plan: KernelPlan, queries: mx.array, scoring: Scoring) -> mx.array:
+        written = self._written
+        assert written is not None  # a layer writes its K/V before it attends
+        if plan.pace is not None:
+            plan.pace.end(written)  # the layers before
+        # Some models hand queries over in float32, lest products overflow: the kernels' do not.
+        rows = queries.astype(self._row_dtype)
+        outputs: list[mx.array] = []
+        reads: Sequence[mx.array] = []
+        split, held = plan.gathered, self.held_values
+        if plan.attention is not None:
+            scale, sinks, softcap = scoring
+            picked = rows if split is None else rows[split.others]
+            out, reads = paged_attention.run(
+                plan.attention,
+                picked,
+                *(self.keys.elements, held.elements, written, scale, softcap, sinks),
+                *(self.keys.scales, held.scales, plan.pace),
+            )
+            outputs.append(out)
+        if split is not None:
+            picked = rows if split.rows is None else rows[split.rows]
+            found, read = gathered.run(split, picked, self.keys, held, written, scoring, plan.pace)
+            outputs += [out[..., : self.value_size] for out in found]
+            reads = [*reads, *read]
+        # A reader comes after the write, and stands for it; several readers stand side by side.
+        self._since = [*(fence for fence in self._since if fence is not written), *reads]
+        out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+        if split is not None and split.order is not None:
+            out = out[split.order]
+        return out.astype(queries.dtype)
+
+    def contexts(self, plan: KernelPlan, prompts: PromptsApart) -> list[tuple[mx.array, mx.array]]:
+        written = self._written
+        assert written is not None
+        if prompts.pace is not None and prompts.others is None:
+            prompts.pace.end(written)  # the layers before
+        found: list[tuple[mx.array, mx.array]] = []
+        reads: list[mx.array] = []
+        for prompt in prompts.prompts:
+            parts = []
+            for pool in (self.keys,) if self.values is None else (self.keys, self.values):
+                context, read = kv_gather.gather(
+                    pool.elements,
+                    prompt.places.block_table,
+                    self._row_dtype,
+                    [written],
+                    pool.scales,
+                    prompt.places.bounds,
+                )
+                parts.append(context[:, 0, : prompt.context])
+                reads.append(read)
+            found.append((parts[0], parts[-1]))
+        self._since = [*(fence for fence in self._since if fence is not written), *reads]
+        return found
+
+
+def _trial_of(num_rows: int, block_size: int) -> StepLayout:
+    """One request of so many rows, in the first blocks of the pool."""
+    slots = np.arange(num_rows, dtype=np.int32)
+    table = np.arange(-(-num_rows // block_size), dtype=np.int32)[None]
+    starts, lens = np.array([0, num_rows], np.int32), np.array([num_rows], np.int32)
+    return StepLayout(starts, lens, table, slots, block_size)
+
+
+def _padded(slots: np.ndarray) -> mx.array:
+    """At least MIN_ELEMENTS slots: for fewer a kernel would have another signature."""
+    return mx.array(np.pad(slots, (0, max(0, MIN_ELEMENTS - len(slots))), constant_values=-1))

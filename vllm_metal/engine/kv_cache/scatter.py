@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pool by plain MLX operations, without it ever being copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import mlx.core as mx
+import numpy as np
+
+from metal_kernels.kv_gather.reference import decode
+from metal_kernels.kv_states import reference as states_reference
+from metal_kernels.kv_write.reference import encode
+from metal_kernels.op_common import CODE_DTYPES
+from metal_kernels.pace import Pace, pace_of
+from metal_kernels.paged_attention import buckets, reference
+from metal_kernels.paged_attention.buckets import Places
+from vllm_metal.engine.kv_cache.layer_cache import AttentionKind, KVArray, LayerKVCache
+from vllm_metal.engine.kv_cache.layer_state import Pending, StepLayout, joined
+from vllm_metal.engine.kv_cache.prompts_apart import Prompt, PromptsApart
+from vllm_metal.patches.mlx_patches.seam import Scoring
+
+
+@dataclass(frozen=True)
+class ScatterPlan:
+    """A step of one group and kind of layer."""
+
+    slot_mapping: mx.array  # [E + T] int32, those of earlier forwards first, see StepLayout
+    attention: buckets.BucketPlan
+    pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
+    num_heads: int  # of K and V
+    block_size: int
+    group: int  # whose block tables these are
+    num_earlier: int  # E
+    prompts: PromptsApart | None = None  # of latents, which `attention` leaves out
+
+    @cached_property
+    def places(self) -> Places:
+        """Head, block and offset of what goes to the slots, each [(E + T) * Hkv] int32.
+
+        The heads of a row one after another; made once a step.
+        """
+        rows = self.slot_mapping.size, self.num_heads
+        heads = mx.broadcast_to(mx.array(np.arange(self.num_heads, dtype=np.int32)), rows)
+        slots = mx.broadcast_to(self.slot_mapping[:, None], rows).flatten()
+        return heads.flatten(), *mx.divmod(slots, self.block_size)
+
+
+class ScatterKVCache(LayerKVCache[ScatterPlan]):
+    """Writes by MLX's scatter, attends by gathering the context.
+
+    MLX scatters in place only while nothing else holds the buffer, and a queued read holds it. So
+    `write` only keeps a step's K/V. `begin_step` scatters them at the start of the next step: the
+    device runs that once the reads before it are done and before any new one is queued. Within a
+    step attention takes fresh K/V directly, encoded and decoded where the pool is one of codes; so
+    it does with those of earlier forwards that are handed over together with it.
+    """
+
+    pipelined = False
+    gathers = True
+    _pending: tuple[Pending[ScatterPlan], ...] = ()  # rows of K and V for the slots of their plans
+
+    @classmethod
+    def plan(cls, layout: StepLayout, kind: AttentionKind) -> ScatterPlan:
+        on_gpu = mx.default_device().type == mx.DeviceType.gpu
+        attention = buckets.plan(
+            layout.query_start_loc_np,
+            layout.seq_lens_np,
+            layout.block_tables_np,
+            layout.slot_mapping_np,
+            layout.block_size,
+            kind.window,
+            share=not on_gpu,
+            causal=on_gpu,
+            earlier_slots=layout.earlier_slots_np,
+        )
+        pace = None
+        if layout.pace is not None and on_gpu:
+            sizes = kind.shape.head_size + kind.shape.value_size
+            work = sum(bucket.work(kind.shape.num_heads, sizes) for bucket in attention.buckets)
+            pace = pace_of(layout.pace, attention.num_tokens, work)
+        earlier_np, slots_np = layout.earlier_slots_np, layout.slot_mapping_np
+        num_earlier = 0 if earlier_np is None else len(earlier_np)
+        if earlier_np is not None:
+            slots_np = np.concatenate([earlier_np, slots_np])
+        # Rows that are not kept go to block 0, which vLLM gives to no request.
+        slots, num_heads = mx.array(np.maximum(slots_np, 0)), kind.shape.num_kv_heads
+        placed = layout.block_size, layout.group, num_earlier
+        return ScatterPlan(slots, attention, pace, num_heads, *placed)
+
+    def begin_step(self) -> None:
+        if not self._pending:
+            return
+        written, self._pending = self._pending, ()
+        if len(written) == 1:  # the usual case, once a layer
+            places = written[0].plan.places
+            for array, rows in zip(self.arrays, written[0].arrays, strict=True):
+                array[places] = rows.flatten(0, 1)
+            return
+        slots = [each.plan.places for each in written]
+        places = tuple(joined(parts) for parts in zip(*slots, strict=True))
+        for array, *parts in zip(self.arrays, *(each.arrays for each in written), strict=True):
+            array[places] = joined(parts).flatten(0, 1)
+
+    def wait_for_device(self) -> None:
+        mx.synchronize()  # reads in flight hold the arrays' buffers
+        self.begin_step()
+        mx.eval(self.arrays)
+
+    def write(self, plan: ScatterPlan, keys: mx.array, values: mx.array) -> None:
+        self._row_dtype = keys.dtype
+        both = (keys,) if self.values is None else (keys, values)
+        encoded = [part for rows in both for part in encode(rows, self.dtype)]
+        rows = [part for part in encoded if part is not None]
+        if plan.num_earlier:
+            rows = self._behind_earlier(plan, rows)
+        self._pending += (Pending(plan, rows),)
+
+    def _behind_earlier(self, plan: ScatterPlan, rows: list[mx.array]) -> list[mx.array]:
+        """[E + T, ...] rows that the layer wrote in forwards before, then these [T, ...].
+
+        Shapes are the same in all forwards of a hand-over but the first, so one graph serves them.
+        """
+        # Within a group a storage is one layer's.
+        before = [each for each in self._pending if each.plan.group == plan.group]
+        self._pending = tuple(each for each in self._pending if each.plan.group != plan.group)
+        if before:
+            earlier = [part[len(part) - plan.num_earlier :] for part in before[0].arrays]
+        else:
+            earlier = [mx.zeros((plan.num_earlier, *part.shape[1:]), part.dtype) for part in rows]
+        return [joined(parts) for parts in zip(earlier, rows, strict=True)]
+
+    @property
+    def inputs(self) -> list[mx.array]:
+        """The pool, and what earlier forwards of the hand-over leave."""
+        return [*self.arrays, *(array for each in self._pending for array in each.arrays)]
+
+    @contextmanager
+    def traced(self, inputs: Sequence[mx.array]) -> Iterator[None]:
+        arrays, pending = self.arrays, self._pending
+        given = iter(inputs)
+        self.arrays = [next(given) for _ in arrays]
+        self._pending = tuple(
+            Pending(each.plan, [next(given) for _ in each.arrays]) for each in pending
+        )
+        try:
+            yield
+        finally:
+            self.arrays, self._pending = arrays, pending
+
+    @property
+    def outputs(self) -> list[Pending[ScatterPlan]]:
+        return list(self._pending)
+
+    @outputs.setter
+    def outputs(self, outputs: Sequence[Pending[ScatterPlan]]) -> None:
+        self._pending = tuple(outputs)
+
+    def read_states(self, plan: object, blocks: mx.array, width: int) -> mx.array:
+        return states_reference.read(self.elements_of(self.arrays), blocks, width, self.split)
+
+    def write_states(self, blocks_np: np.ndarray, states: mx.array) -> None:
+        states_reference.write(self.elements_of(self.arrays), blocks_np, states, self.split)
+
+    def attend(self, plan: ScatterPlan, queries: mx.array, scoring: Scoring) -> mx.array:
+        newest = self._newest(plan)
+        count = len(self.keys.arrays)
+        keys = self._as_held(newest.arrays[:count])
+        values = keys if self.values is None else self._as_held(newest.arrays[count:])
+        if plan.pace is not None:
+            plan.pace.end(queries)  # the layers before
+        held = self.held_values
+        out = reference.run(
+            plan.attention,
+            queries,
+            keys,
+            values,
+            self.keys.elements,
+            held.elements,
+            *scoring,
+            key_scales=self.keys.scales,
+            value_scales=held.scales,
+            pace=plan.pace,
+        )
+        return out[..., : self.value_size]
+
+    def contexts(self, plan: ScatterPlan, prompts: PromptsApart) -> list[tuple[mx.array, mx.array]]:
+        newest, held = self._newest(plan).arrays, (self.keys, self.values)
+        count = len(self.keys.arrays)
+        rows = self._as_held(newest[:count]), self._as_held(newest[count:] or newest[:count])
+        if prompts.pace is not None and prompts.others is None:
+            prompts.pace.end(rows[0])  # the layers before
+        found = []
+        for prompt in prompts.prompts:
+            keys, values = (
+                part if pool is None else _context(prompt, part, pool)
+                for part, pool in zip(rows, held, strict=True)
+            )
+            found.append((keys, keys if self.values is None else values))
+        return found
+
+    def _newest(self, plan: ScatterPlan) -> Pending[ScatterPlan]:
+        """What a layer wrote before it attends; layers of other groups may have written, too."""
+        return next(each for each in reversed(self._pending) if each.plan is plan)
+
+    def _as_held(self, encoded: list[mx.array]) -> mx.array:
+        """[T, Hkv, D] rows as the pool will hold them."""
+        if self.dtype not in CODE_DTYPES:
+            return encoded[0]
+        return decode(*encoded).astype(self._row_dtype)
+
+
+def _context(prompt: Prompt, rows: mx.array, pool: KVArray) -> mx.array:
+    """[Hkv, S, D] of K or V, a step's rows among them."""
+    found = reference.context(prompt.places, rows, pool.elements, pool.scales, rows.dtype)
+    return found[:, 0, : prompt.context]

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA adapters: which are loaded, by content, and which of them have a slot."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import mlx.nn as nn
+from vllm.logger import init_logger
+
+from vllm_metal.engine.lora.adapter import LowRank, read_adapter
+from vllm_metal.engine.lora.files import AdapterError, AdapterFiles
+from vllm_metal.engine.lora.names import on_modules
+from vllm_metal.engine.lora.updates import Updates, kept_at_most
+from vllm_metal.engine.lora.versions import AdapterRequest, of_content
+from vllm_metal.engine.memory.planner import AdapterBytes
+
+if TYPE_CHECKING:
+    from vllm.config.lora import LoRAConfig
+    from vllm.lora.request import LoRARequest
+
+logger = init_logger(__name__)
+
+
+class Adapters:
+    """The adapters of an engine, by digests of their files.
+
+    As many as --max-cpu-loras are kept, and as many as --max-loras have a slot; of both the least
+    recently used go first. A slot is given when a step needs it.
+    """
+
+    def __init__(self, model: nn.Module, config: LoRAConfig, dtype: mx.Dtype) -> None:
+        """
+        Args:
+            model: mlx-lm's, whose layers are changed.
+            config: vLLM's settings.
+            dtype: of the model.
+        """
+        self._model, self._max_rank = model, int(config.max_lora_rank)
+        self._num_slots = config.max_loras
+        self._max_kept = kept_at_most(config)
+        self.updates = Updates(model, self._num_slots, self._max_rank, dtype, config.target_modules)
+        self._kept: OrderedDict[str, Mapping[str, LowRank]] = OrderedDict()
+        self._slots: OrderedDict[str, int] = OrderedDict()  # the least recently used first
+        self._by_id: dict[int, str] = {}  # by the client's number
+        self._pinned: set[int] = set()
+        self.in_use: Collection[str] = ()  # digests that requests of a step may need
+
+    @property
+    def nbytes(self) -> AdapterBytes:
+        """What adapters of the largest rank take, of all layers."""
+        return AdapterBytes(self.updates.nbytes, self._max_kept * self.updates.slot_bytes)
+
+    def add(self, request: LoRARequest) -> bool:
+        """Loads an adapter for a client; what it had under the same number is let go of.
+
+        Raises:
+            LoRAAdapterNotFoundError, AdapterError: it cannot be served.
+        """
+        version = of_content(request)
+        self.load(version)
+        self._by_id[version.asked_id] = version.digest
+        return True
+
+    def load(self, request: AdapterRequest) -> None:
+        """Sees to it that an adapter is there, with the content that a request was promised.
+
+        Raises:
+            LoRAAdapterNotFoundError, AdapterError: it cannot be served.
+        """
+        if request.digest in self._kept:
+            self._kept.move_to_end(request.digest)
+            self._by_id.setdefault(request.asked_id, request.digest)
+            return
+        content = AdapterFiles.find(request.lora_name, request.lora_path).read()
+        if content.digest != request.digest:
+            raise AdapterError(
+                request.lora_name,
+                f"changed on disk ({request.lora_path}) after the request came, or since it was "
+                "loaded last: load it again",
+            )
+        updates = on_modules(read_adapter(content, self._max_rank), self._model)
+        self._check(request.lora_name, updates)
+        dtype = self.updates.dtype
+        kept = {
+            name: LowRank(update.a.astype(dtype), update.b.astype(dtype))
+            for name, update in updates.items()
+        }
+        mx.eval([[update.a, update.b] for update in kept.values()])
+        self._kept[request.digest] = kept
+        self._by_id.setdefault(request.asked_id, request.digest)
+        self._let_go()
+        logger.info("LoRA adapter %s: %d layers", request.lora_name, len(kept))
+
+    def _check(self, name: str, updates: Mapping[str, LowRank]) -> None:
+        for module, update in updates.items():
+            layer = self.updates.layers.get(module)
+            if layer is None:
+                raise AdapterError(name, f"updates {module}, which does not support adapters")
+            if not layer.fits(update):
+                sizes, shapes = layer.sizes, f"{update.a.shape} and {update.b.shape}"
+                experts = "" if sizes.num_experts is None else f", {sizes.num_experts} experts"
+                raise AdapterError(
+                    name,
+                    f"has shapes {shapes} at {module}, whose weight is "
+                    f"[{sizes.num_out}, {sizes.num_in}]{experts}",
+                )
+
+    def _let_go(self) -> None:
+        """Forgets adapters beyond the most; not those of requests, nor pinned ones."""
+        needed = {*self.in_use, *self._pinned_digests()}
+        for digest in [digest for digest in self._kept if digest not in needed]:
+            if len(self._kept) <= self._max_kept:
+                return
+            if digest != next(reversed(self._kept)):
+                self._forget(digest)
+
+    def _forget(self, digest: str) -> None:
+        self._kept.pop(digest, None)
+        for asked_id in [each for each, of_id in self._by_id.items() if of_id == digest]:
+            del self._by_id[asked_id]
+
+    def _pinned_digests(self) -> set[str]:
+        return {self._by_id[asked_id] for asked_id in self._pinned if asked_id in self._by_id}
+
+    def remove(self, asked_id: int) -> bool:
+        """Forgets a client's adapter, if it is there; requests that have it end with it."""
+        self._pinned.discard(asked_id)
+        digest = self._by_id.pop(asked_id, None)
+        if digest is None:
+            return False
+        if digest not in self._by_id.values() and digest not in self.in_use:
+            self._kept.pop(digest, None)
+        return True
+
+    def pin(self, asked_id: int) -> bool:
+        """Has a client's adapter stay, and gives it a slot.
+
+        Raises:
+            ValueError: it is not loaded, or a slot must be left for others.
+        """
+        if asked_id not in self._by_id:
+            raise ValueError(f"LoRA adapter {asked_id} is not loaded: it cannot be pinned")
+        if len(self._pinned_digests() | {self._by_id[asked_id]}) >= max(self._num_slots, 2):
+            raise ValueError(
+                f"LoRA adapter {asked_id} cannot be pinned: of --max-loras {self._num_slots} one "
+                "slot must be left for others"
+            )
+        self._pinned.add(asked_id)
+        self.activate({self._by_id[asked_id]})
+        return True
+
+    def ids(self) -> set[int]:
+        """Numbers that clients have given to adapters that are loaded."""
+        return set(self._by_id)
+
+    def activate(self, digests: Collection[str]) -> Mapping[str, int]:
+        """The slots of adapters of one step, which are given if they have none.
+
+        Raises:
+            RuntimeError: they are more than there are slots for.
+        """
+        missing = []
+        for digest in digests:
+            if digest in self._slots:
+                self._slots.move_to_end(digest)
+            else:
+                missing.append(digest)
+        for digest in missing:
+            slot = self._free_slot(digests)
+            self.updates.write(slot, self._kept[digest])
+            self._slots[digest] = slot
+        return self._slots
+
+    def _free_slot(self, needed: Collection[str]) -> int:
+        taken = set(self._slots.values())
+        if free := [slot for slot in range(1, self._num_slots + 1) if slot not in taken]:
+            return free[0]
+        keep = {*needed, *self._pinned_digests()}
+        oldest = next((digest for digest in self._slots if digest not in keep), None)
+        if oldest is None:
+            raise RuntimeError(
+                f"a step has {len(needed)} adapters, and --max-loras is {self._num_slots}"
+            )
+        return self._slots.pop(oldest)

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides what would make the pool fit: an engine's error and `vllm-metal fit` print its advice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from vllm_metal.engine.memory.budget import (
+    GIB,
+    AskedPool,
+    Budget,
+    Measured,
+    Request,
+    Settings,
+    budget_of,
+    enough_for,
+    fits,
+    least,
+    longest,
+    pool_bytes,
+    room,
+)
+
+#: Smallest --max-num-batched-tokens to advise: below it, prompts take for ever.
+FEWEST_TOKENS = 64
+#: How many changes an error names.
+NAMED_CHANGES = 3
+
+
+class BudgetError(ValueError):
+    """The KV pool does not fit; the message holds the sum and what would make it fit."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that makes it fit, and how things stand then."""
+
+    advice: str
+    measured: Measured
+    settings: Settings
+    request: Request
+
+
+def check(measured: Measured, settings: Settings, request: Request) -> Budget:
+    """The sum, where the pool holds a request.
+
+    Raises:
+        BudgetError: it does not; or it was asked to be larger than the device allows.
+    """
+    budget = budget_of(measured, settings)
+    if fits(measured, settings, request):
+        return budget
+    tokens = f"--max-model-len {settings.max_model_len}"
+    if settings.fitted:
+        tokens = (
+            f"{settings.least_context} tokens, the smallest context that is chosen automatically,"
+        )
+    problem = (
+        f"one request of {tokens} needs {least(settings, request) / GIB:.2f} GiB of KV "
+        f"cache, but only {pool_bytes(measured, settings) / GIB:.2f} are available"
+    )
+    if budget.left <= 0:
+        problem = "no memory is left for " + ("steps" if settings.asked else "the KV cache")
+    found = islice(changes(measured, settings, request), NAMED_CHANGES)
+    advice = "\n".join(f"  * {change.advice}" for change in found)
+    if advice:
+        advice = f"Any one of these makes it fit:\n{advice}"
+    else:
+        in_use = _in_use_beyond_the_share(measured, settings)
+        close = f"close other programs, which hold {_up(in_use):.2f} GiB, and " if in_use else ""
+        advice = f"No single setting makes it fit: {close}use a smaller model, or more memory"
+    raise BudgetError(f"{problem}:\n{budget.table()}\n{advice}")
+
+
+def changes(measured: Measured, settings: Settings, request: Request) -> Iterator[Change]:
+    """What would make it fit, each change by itself, first those that cost least."""
+    kinds = (_higher_share, _other_pool, _less_elsewhere, _smaller_steps, _fewer_requests)
+    smaller = (_fewer_drafts, _shorter_requests, _quantized_cache, _no_images)
+    several = (_less_elsewhere_and_shorter, _all_smaller)
+    for kind in (*kinds, *smaller, *several, _smaller_model):
+        for change in kind(Change("", measured, settings, request)):
+            if fits(change.measured, change.settings, change.request):
+                yield change
+                break
+
+
+# Each kind of change from the least of it to the most; the first that fits is the one to advise.
+
+
+def _higher_share(now: Change) -> Iterator[Change]:
+    if now.settings.asked is not None:
+        return
+    for percent in range(int(now.settings.utilization * 100) + 1, 101):
+        settings = replace(now.settings, utilization=percent / 100)
+        advice = f"--gpu-memory-utilization {percent / 100} or more"
+        yield replace(now, advice=advice, settings=settings)
+
+
+def _other_pool(now: Change) -> Iterator[Change]:
+    """The size that is needed, by the setting that says so; or the most that there is room for."""
+    needed = least(now.settings, now.request)
+    asked = now.settings.asked
+    if asked is None:
+        most = now.settings.most_bytes
+        if most is not None and needed > most:
+            pool = AskedPool("--kv-cache-memory-bytes", needed, 1)
+            if needed <= budget_of(now.measured, replace(now.settings, most=None)).left:
+                settings = replace(now.settings, asked=pool)
+                yield replace(now, advice=f"{pool.setting} {pool.count}", settings=settings)
+        return
+    enough = replace(asked, count=-(-needed // asked.unit))
+    free = budget_of(now.measured, replace(now.settings, asked=replace(asked, count=0))).left
+    # A byte at least is left for steps.
+    largest = replace(asked, count=max(free - 1, 0) // asked.unit)
+    for pool, bound in ((enough, "more"), (largest, "less")):
+        if (pool.count > asked.count) == (bound == "more"):
+            settings = replace(now.settings, asked=pool)
+            yield replace(now, advice=f"{pool.setting} {pool.count} or {bound}", settings=settings)
+
+
+def _less_elsewhere(now: Change) -> Iterator[Change]:
+    in_use = now.measured.in_use - now.measured.other_engines
+    missing = _missing(now)
+    if 0 < missing <= in_use and now.settings.asked is None:
+        yield replace(
+            now,
+            advice=f"close other programs: they hold {in_use / GIB:.2f} GiB, and "
+            f"{_up(missing):.2f} are missing",
+            measured=replace(now.measured, in_use=now.measured.in_use - missing),
+        )
+
+
+def _smaller_steps(now: Change) -> Iterator[Change]:
+    tokens = now.settings.max_num_batched_tokens
+    forward = now.measured.forward
+    fewer = tokens // 2
+    while fewer >= FEWEST_TOKENS:
+        yield replace(
+            now,
+            advice=f"--max-num-batched-tokens {fewer} or less (an estimate)",
+            measured=replace(now.measured, forward=-(-forward * fewer // tokens)),
+            settings=replace(now.settings, max_num_batched_tokens=fewer),
+        )
+        fewer //= 2
+
+
+def _fewer_requests(now: Change) -> Iterator[Change]:
+    requests = now.settings.max_num_seqs
+    fewer = requests // 2
+    while fewer:
+        yield replace(
+            now,
+            advice=f"--max-num-seqs {fewer} or less",
+            measured=_of_requests(now, fewer),
+            settings=replace(now.settings, max_num_seqs=fewer),
+        )
+        fewer //= 2
+
+
+def _fewer_drafts(now: Change) -> Iterator[Change]:
+    """Only where a step keeps a state after each."""
+    if now.measured.states is not None:
+        for drafts in range(now.settings.num_drafts - 1, 0, -1):
+            yield replace(
+                now,
+                advice=f"num_speculative_tokens {drafts} or less in --speculative-config",
+                settings=replace(now.settings, num_drafts=drafts),
+            )
+
+
+def _of_requests(now: Change, requests: int) -> Measured:
+    """The figures for so many requests; what does not depend on their number stays."""
+    logits, counts = (
+        -(-nbytes * requests // now.settings.max_num_seqs)
+        for nbytes in (now.measured.logits, now.measured.counts)
+    )
+    return replace(now.measured, logits=logits, counts=counts)
+
+
+def _shorter_requests(now: Change) -> Iterator[Change]:
+    tokens = longest(now.measured, now.settings, now.request)
+    if 0 < tokens < now.settings.least_context:
+        yield replace(
+            now,
+            advice=f"--max-model-len {tokens} or less",
+            settings=replace(now.settings, max_model_len=tokens, fitted=False),
+        )
+
+
+def _quantized_cache(now: Change) -> Iterator[Change]:
+    share, needed = now.request.quantized, now.request.needed
+    if share is not None:
+        request_bytes = max(math.floor(now.settings.request_bytes * share), 1)
+        yield replace(
+            now,
+            advice=f"--kv-cache-dtype fp8, or int8: the KV cache takes {share:.2f} of its bytes",
+            settings=replace(now.settings, request_bytes=request_bytes),
+            request=Request(lambda tokens: math.ceil(needed(tokens) * share)),
+        )
+
+
+def _no_images(now: Change) -> Iterator[Change]:
+    if now.measured.images:
+        advice = "--language-model-only, if no images are needed"
+        yield replace(now, advice=advice, measured=replace(now.measured, images=0))
+
+
+def _less_elsewhere_and_shorter(now: Change) -> Iterator[Change]:
+    """Both, where others have taken so much that neither is enough."""
+    in_use = _in_use_beyond_the_share(now.measured, now.settings)
+    measured = replace(now.measured, in_use=now.measured.in_use - in_use)
+    tokens = longest(measured, now.settings, now.request)
+    if in_use and 0 < tokens < now.settings.least_context:
+        yield replace(
+            now,
+            advice=f"close other programs that hold {_up(in_use):.2f} GiB, and "
+            f"--max-model-len {tokens}, together",
+            measured=measured,
+            settings=replace(now.settings, max_model_len=tokens, fitted=False),
+        )
+
+
+def _all_smaller(now: Change) -> Iterator[Change]:
+    """Several settings at once, for where none is enough."""
+    for parts in (2, 4, 8):
+        tokens = max(now.settings.max_num_batched_tokens // parts, 1)
+        requests = max(now.settings.max_num_seqs // parts, 1)
+        settings = replace(now.settings, max_num_batched_tokens=tokens, max_num_seqs=requests)
+        measured = replace(_of_requests(now, requests), forward=-(-now.measured.forward // parts))
+        length = longest(measured, settings, now.request)
+        if tokens >= FEWEST_TOKENS and length:
+            yield replace(
+                now,
+                advice=f"--max-num-batched-tokens {tokens} --max-num-seqs {requests} "
+                f"--max-model-len {length} together (an estimate)",
+                measured=measured,
+                settings=replace(settings, max_model_len=length, fitted=False),
+            )
+
+
+def _smaller_model(now: Change) -> Iterator[Change]:
+    less = _missing(now)
+    if 0 < less < now.measured.weights:
+        yield replace(
+            now,
+            advice=f"a model whose weights take {_up(less):.2f} GiB less",
+            measured=replace(now.measured, weights=now.measured.weights - less),
+        )
+
+
+def _in_use_beyond_the_share(measured: Measured, settings: Settings) -> int:
+    """Bytes that would be this engine's, were they not in use by other programs."""
+    if settings.asked is not None:
+        return 0
+    alone = replace(measured, in_use=measured.other_engines)
+    return room(alone, settings) - room(measured, settings)
+
+
+def _missing(now: Change) -> int:
+    """Bytes that would have to be free as well."""
+    if now.settings.asked is not None:
+        return 1 - budget_of(now.measured, now.settings).left
+    pool, states = least(now.settings, now.request), now.measured.states
+    if states is not None:
+        pool = enough_for(states, now.settings, pool)
+    return pool - budget_of(replace(now.measured, states=None), now.settings).left
+
+
+def _up(nbytes: int) -> float:
+    """GiB, rounded up to what a message shows."""
+    return math.ceil(nbytes / GIB * 100) / 100

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the largest steps and calls that a scheduler may ask for, once, to measure their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+from vllm.sampling_params import SamplingParams
+
+from vllm_metal.engine.batch.requests import BlockTables
+from vllm_metal.engine.batch.rows import Rows
+from vllm_metal.engine.kv_cache.formats import pool_dtype
+from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer, StepBounds
+from vllm_metal.engine.memory.budget import StepStates
+from vllm_metal.engine.models.loader import mlx_dtype
+from vllm_metal.engine.models.paged_layers import PagedLayers
+from vllm_metal.engine.models.parts import ModelParts
+from vllm_metal.engine.sample import Sampler
+from vllm_metal.settings.runner import pools
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+#: Requests that are measured while they decode: of one, some operations are less.
+DRAFTED = 2
+
+
+def profile_step(
+    parts: ModelParts,
+    layers: Sequence[StatefulLayer],
+    config: VllmConfig,
+    kv_cache_type: type[LayerKVCache],
+    extras: Callable[[Rows], Mapping[str, mx.array]] = lambda rows: {},
+) -> None:
+    """Runs prompts of max_num_batched_tokens rows, with logits of all that may be sampled.
+
+    The figure of interest is the peak of MLX's memory while it runs; the small pool it needs is
+    part of that and gone afterwards. `extras` gives what modules of the model read of rows besides.
+    """
+    step = LargestStep.of(layers, config, kv_cache_type)
+    _run(parts, step, extras(step.rows))
+
+
+def requests_profile(
+    parts: ModelParts,
+    layers: Sequence[StatefulLayer],
+    config: VllmConfig,
+    kv_cache_type: type[LayerKVCache],
+    drafts: int,
+) -> Callable[[], None]:
+    """What runs two steps of the requests of `drafted`, with so many drafts each.
+
+    The second step has what the first one leaves for it, and leaves as much itself. The pool of
+    both is there already.
+    """
+    step = LargestStep.of(layers, config, kv_cache_type, drafts)
+    mx.eval(step.layers.pool_arrays())
+
+    def run() -> None:
+        _run(parts, step)
+        _run(parts, step.next())
+
+    return run
+
+
+def _run(
+    parts: ModelParts, step: LargestStep, extras: Mapping[str, mx.array] | None = None
+) -> None:
+    inputs = step.rows.inputs.with_extras(extras or {})
+    with step.caches() as caches:
+        # Of all rows nobody holds the hidden states, as in a step.
+        results = step.results(parts, parts.forward_hidden(inputs, caches))
+    mx.eval(results)
+
+
+def profile_layers(
+    layers: Sequence[StatefulLayer],
+    config: VllmConfig,
+    kv_cache_type: type[LayerKVCache],
+    context: int,
+) -> None:
+    """Runs one layer of each kind over `context` tokens, in the largest calls a step is made of.
+
+    Only what gathers a context needs more memory for a longer one than `profile_step` had.
+    """
+    num_tokens, _ = largest_step(config)
+    bounds = StepBounds(
+        num_tokens, config.scheduler_config.max_num_seqs, config.cache_config.block_size
+    )
+    dtype = mlx_dtype(config)
+    elements = pool_dtype(config.cache_config.cache_dtype, dtype)
+    for layer in {layer.kind: layer for layer in layers}.values():
+        if layer.gathers(kv_cache_type):
+            layer.profile(context, bounds, dtype, elements, kv_cache_type)
+
+
+def profile_sampling(config: VllmConfig, vocab_size: int, rows: int) -> None:
+    """Samples `rows` requests at once, each with the parameters that need the most memory."""
+    model = config.model_config
+    sampler = Sampler(vocab_size, rows, model.logprobs_mode, model.seed)
+    most_logprobs = min(max(model.max_logprobs, 0), vocab_size) or None
+    params = SamplingParams(**sampler.heaviest(), logprobs=most_logprobs)
+    for req_idx in range(rows):
+        sampler.add_request(req_idx, params, [0], [])
+    logits = mx.zeros((rows, vocab_size), mlx_dtype(config))
+    sampled = sampler.sample(logits, np.arange(rows), np.zeros(rows, np.int32))
+    mx.eval(sampled.token_ids, sampled.logprobs.arrays() if sampled.logprobs else ())
+
+
+def largest_step(config: VllmConfig) -> tuple[int, mx.array]:
+    """Rows of the largest step, and which of them are sampled ([N] int32)."""
+    scheduler = config.scheduler_config
+    most = scheduler.max_num_seqs * config.model_config.max_model_len
+    num_tokens = min(scheduler.max_num_batched_tokens, most)
+    return num_tokens, mx.arange(min(most_sampled(config), num_tokens), dtype=mx.int32)
+
+
+def most_sampled(config: VllmConfig) -> int:
+    """Rows that are sampled in a step, at most: a request's newest token, and its drafts."""
+    scheduler = config.scheduler_config
+    return min(scheduler.max_num_seqs * (1 + num_drafts(config)), scheduler.max_num_batched_tokens)
+
+
+def drafted(config: VllmConfig) -> tuple[int, int]:
+    """Requests that are measured while they decode, and the most drafts of each.
+
+    What a request takes does not depend on how many there are, and of the most that there may be
+    the states alone may be more than the device has.
+    """
+    scheduler = config.scheduler_config
+    tokens = scheduler.max_num_batched_tokens
+    drafts = min(num_drafts(config), tokens - 1)
+    return max(min(DRAFTED, scheduler.max_num_seqs, tokens // (1 + drafts)), 1), drafts
+
+
+def num_drafts(config: VllmConfig) -> int:
+    """Drafts of a request in a step, at most."""
+    speculation = config.speculative_config
+    return speculation.num_speculative_tokens if speculation is not None else 0
+
+
+@dataclass(frozen=True)
+class LargestStep:
+    """A step over a small pool of its own."""
+
+    layers: PagedLayers
+    rows: Rows  # tokens are zeros, logits those of the rows that are sampled
+    block_tables: BlockTables
+    pools: bool = False  # whether all hidden states are wanted, and no logits
+
+    @staticmethod
+    def of(
+        layers: Sequence[StatefulLayer],
+        config: VllmConfig,
+        kv_cache_type: type[LayerKVCache],
+        drafts: int | None = None,
+        paced: bool = True,
+    ) -> LargestStep:
+        """As few prompts of one network as possible, or the few requests of `drafted`.
+
+        Args:
+            layers: the network's.
+            config: vLLM's.
+            kv_cache_type: see StatefulLayer.allocate.
+            drafts: of each request, behind a context of a token; None: all rows are of prompts,
+                from their beginning.
+            paced: see PagedLayers.
+        """
+        if drafts is None:
+            num_tokens, sampled = largest_step(config)
+            longest = min(num_tokens, config.model_config.max_model_len)
+            counts = np.diff(np.append(np.arange(0, num_tokens, longest), num_tokens))
+        else:
+            requests, _ = drafted(config)
+            counts = np.full(requests, 1 + drafts)
+            sampled = mx.arange(requests * (1 + drafts), dtype=mx.int32)
+        block_size = config.cache_config.block_size
+        begin, num_reqs = 0 if drafts is None else 1, len(counts)
+        starts = np.append(0, np.cumsum(counts)).astype(np.int32)
+        lengths = begin + np.diff(starts)
+        longest = int(lengths.max()) + (0 if drafts is None else 1 + drafts)  # of the next step
+        width = -(-longest // block_size)
+        num_blocks = begin + num_reqs * width
+        tables = BlockTables(1, num_reqs, width)
+        for req_idx in range(num_reqs):
+            first = begin + req_idx * width  # a request's states are not kept in block 0
+            tables.replace(req_idx, [range(first, first + width)])
+        places = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
+        positions = (begin + places).astype(np.int32)
+        rows = Rows(
+            req_indices_np=np.arange(num_reqs, dtype=np.int32),
+            query_start_loc_np=starts,
+            seq_lens_np=lengths,
+            positions_np=positions,
+            positions=mx.array(positions),
+            input_ids=mx.zeros(len(positions), mx.int32),
+            logits_indices=sampled,
+            num_drafts_np=None if drafts is None else np.full(num_reqs, drafts, np.int32),
+        )
+        elements = pool_dtype(config.cache_config.cache_dtype, mlx_dtype(config))
+        states = {
+            layer.name: layer.allocate(num_blocks, block_size, elements, kv_cache_type)
+            for layer in layers
+        }
+        paged = PagedLayers(layers, states, dict.fromkeys(states, 0), block_size, paced)
+        return LargestStep(paged, rows, tables, pools(config))
+
+    def results(self, parts: ModelParts, hidden_states: mx.array) -> mx.array:
+        """What the step computes of its [T, 1, H] hidden states; lazy.
+
+        Returns:
+            [N, V] logits of the rows that are sampled; or [T, H] float32, for a pooler of all rows.
+        """
+        if self.pools:
+            return hidden_states[:, 0].astype(mx.float32)
+        return parts.compute_logits(self.rows.of_logits(hidden_states))
+
+    def caches(self) -> AbstractContextManager[list[Any]]:
+        """The layers' caches, for a forward of the rows; see PagedLayers.step."""
+        return self.layers.step(self.rows, self.block_tables)
+
+    def next(self) -> LargestStep:
+        """The step after this one, whose forward was built: all of its drafts were accepted."""
+        rows = self.rows
+        starts = rows.query_start_loc_np
+        counts = np.diff(starts)
+        self.layers.learn(rows, starts[1:] - 1)
+        positions = rows.positions_np + np.repeat(counts, counts)
+        following = replace(
+            rows,
+            query_start_loc_np=starts.copy(),  # by which a step is known
+            seq_lens_np=rows.seq_lens_np + counts,
+            positions_np=positions,
+            positions=mx.array(positions),
+        )
+        return replace(self, rows=following)
+
+
+@dataclass(frozen=True)
+class LargestCalls:
+    """The largest attention and sampling calls of a step, run once to measure their memory."""
+
+    attention: Callable[[int], None] | None  # over a context of so many tokens; None: nothing more
+    sampling: Callable[[int], None] | None  # of so many rows; None: nothing is sampled
+    vocab_size: int  # 0: nothing is sampled
+    most_sampled: int  # rows of a step
+    logit_bytes: int  # of one
+    drafted: tuple[int, int] = (1, 0)  # see `drafted`
+    keeps_states: bool = False  # whether any layer keeps a state
+
+    @staticmethod
+    def of(
+        config: VllmConfig,
+        layers: Sequence[StatefulLayer],
+        kv_cache_type: type[LayerKVCache],
+        vocab_size: int,
+    ) -> LargestCalls:
+        """What an engine with these settings and layers is asked for.
+
+        Args:
+            config: vLLM's.
+            layers: that the process computes.
+            kv_cache_type: see StatefulLayer.allocate.
+            vocab_size: of logits; 0: the process samples nothing.
+        """
+        samples = vocab_size > 0 and not pools(config)
+        gathers = any(layer.gathers(kv_cache_type) for layer in layers)
+        return LargestCalls(
+            partial(profile_layers, layers, config, kv_cache_type) if gathers else None,
+            partial(profile_sampling, config, vocab_size) if samples else None,
+            vocab_size if samples else 0,
+            most_sampled(config),
+            mlx_dtype(config).size,
+            drafted(config),
+            any(layer.state_bytes for layer in layers),
+        )
+
+    def step_states(self, peaks: Peaks, num_tokens: int) -> StepStates | None:
+        """What requests and drafts take besides; None where no layer keeps states.
+
+        A step is taken for the sum of its parts: rows of prompts, as many as it may have, and what
+        each request and each draft takes beyond a row of them. Memory grows with the drafts of a
+        request as a maximum of lines does, so that a line from none to all of them is above it.
+
+        Args:
+            peaks: that were measured.
+            num_tokens: rows that `peaks.forward` is of.
+        """
+        if not self.keeps_states:
+            return None
+        requests, drafts = self.drafted
+        row = peaks.forward // num_tokens
+        of_drafts = peaks.drafts - peaks.requests
+        return StepStates(
+            max(-(-peaks.requests // requests) - row, 0),
+            max(-(-of_drafts // (requests * drafts)) - row, 0) if drafts else 0,
+        )
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What forward passes take at most; bytes."""
+
+    forward: int  # of max_num_batched_tokens rows of prompts
+    requests: int = 0  # two steps of the requests of `drafted`, without drafts
+    drafts: int = 0  # the same with all drafts that they may have

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells which architectures vLLM takes, without an import of its registry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_metal.engine.config_json.reference_code import (
+    decoders_of_transformers,
+    families,
+    listed_by_vllm,
+)
+from vllm_metal.identity.model_files import ModelLoadError
+from vllm_metal.settings.architectures import (
+    BY_TRANSFORMERS,
+    MULTIMODAL,
+    TEXT_PARTS,
+    WITH_IMAGES,
+)
+
+#: Tables of vLLM's registry whose models are served by their text.
+_TABLES = ("_TEXT_GENERATION_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
+#: What a decoder's architecture ends in, and in what where it embeds or classifies.
+_GENERATES = ("ForCausalLM", "LMHeadModel")
+_POOLS = ("Model", "ForSequenceClassification", "ForTokenClassification")
+
+
+def check(content: Mapping[str, Any]) -> None:
+    """
+    Args:
+        content: of a config.json that is no encoder's.
+
+    Raises:
+        ModelLoadError: it names no model_type; or vLLM knows the model's family, and serves none of
+            its architectures.
+    """
+    names, model_type = content.get("architectures") or (), content.get("model_type")
+    if not isinstance(model_type, str):
+        raise ModelLoadError("config.json names no model_type: download the model again")
+    if not isinstance(names, list | tuple):
+        raise ModelLoadError(f"config.json says architectures={names!r}, which is not a list")
+    if not names or model_type not in families():
+        _check_type(content)
+        return
+    listed = {name for table in _TABLES for name in listed_by_vllm(table)}
+    served = {*listed, *TEXT_PARTS, *WITH_IMAGES, *BY_TRANSFORMERS} - MULTIMODAL
+    served |= decoders_of_transformers()
+    for name in names:
+        base = next((name.removesuffix(each) for each in _POOLS if name.endswith(each)), None)
+        decoders = {f"{base}{each}" for each in _GENERATES}
+        if name in served or (base is not None and decoders & served):
+            return
+    raise ModelLoadError(
+        f"architectures={list(names)} of config.json is not supported with model_type="
+        f"{model_type!r}: `vllm serve` has no such model. Choose a checkpoint of a family in "
+        "docs/models.md"
+    )
+
+
+def _check_type(content: Mapping[str, Any]) -> None:
+    """Checks that mlx-lm has a module of a model_type, or the folder code of its own.
+
+    Raises:
+        ModelLoadError: neither.
+    """
+    from vllm_metal.patches.mlx_patches import registry
+
+    if not content.get("model_file") and not registry.has_module(content):
+        raise ModelLoadError(
+            f"model_type={content['model_type']!r} of config.json is not supported: there is no "
+            "such model. Choose a checkpoint of a family in docs/models.md"
+        )

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forwards whose graph MLX builds again by itself, without a call of the model's Python."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from vllm.logger import init_logger
+
+from metal_kernels.plan_arrays import all_else, with_arrays
+from vllm_metal.engine.kv_cache.layer_state import LayerState, Pending, Traceable
+from vllm_metal.patches.mlx_patches.traced_layers import TransposedWeights, angles_shared
+
+logger = init_logger(__name__)
+
+#: The most rows: of decode steps and of those that verify drafts. Prefill spends its time on the
+#: device, and hardly ever has the same shapes twice.
+MAX_ROWS = 512
+#: Graphs kept, the least recently used goes first. An engine decodes with a few at a time: shapes
+#: change when requests come, go, or outgrow a width of the block table.
+_MAX_GRAPHS = 64
+
+
+@dataclass
+class Graphs:
+    """Whether an engine's forwards may be built by graphs, and how many were."""
+
+    allowed: bool = True
+    num_built: int = 0  # forwards, ever
+
+
+@dataclass
+class _Graph:
+    """A compiled forward, and what it leaves."""
+
+    compute: Callable[[list[mx.array]], list[mx.array]] | None = None  # None: seen once, not traced
+    num_results: int = 0
+    #: Of each storage, for each of its outputs: the scope whose plan it was made by, and its number
+    #: of arrays. Noted when the graph is traced.
+    left: list[list[tuple[int, int]]] = field(default_factory=list)
+
+
+class CompiledForward:
+    """Builds one kind of forward of a network; those of shapes that come again as compiled graphs.
+
+    mlx-lm's models build a graph anew for each step, by a call in Python for every operation. MLX
+    can trace one such call, and then builds the same graph from other arrays by itself, with
+    elementwise operations joined. What a graph depends on besides is part of its key.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[Any, Sequence[object]], list[mx.array]],
+        module: nn.Module,
+        states: Sequence[LayerState],
+        graphs: Graphs,
+        variables: Callable[[Any], object] = lambda inputs: None,
+    ) -> None:
+        """
+        Args:
+            build: the network's Python: from inputs and plans to arrays. It may pass over the rows
+                several times, each time by plans of its own.
+            module: the network, with its weights.
+            states: the storage that the forward reads and writes.
+            graphs: whether to make any; forwards that they build are counted there.
+            variables: from inputs to lists and dictionaries of arrays that the forward reads, and
+                that may be others in the next step. Of two inputs that differ in nothing but their
+                arrays they are the same.
+        """
+        self._build = build
+        self._states = [state for state in states if isinstance(state, Traceable)]
+        self._of_all = graphs
+        self._variables = variables
+        self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
+        every = len(self._states) == len(states)
+        self._traceable = graphs.allowed and every and all(s.traceable for s in self._states)
+        self._weights = TransposedWeights(module)
+
+    def __call__(self, inputs: object, plans: Sequence[object], num_rows: int) -> list[mx.array]:
+        """What the forward gives; lazy. The step has begun.
+
+        Args:
+            inputs: arrays, in dataclasses and tuples.
+            plans: of its scopes.
+            num_rows: of the forward.
+        """
+        results = self._by_graph(inputs, plans, num_rows) if self._traceable else None
+        return self._build(inputs, plans) if results is None else results
+
+    def _by_graph(
+        self, inputs: object, plans: Sequence[object], num_rows: int
+    ) -> list[mx.array] | None:
+        """What a graph computes; None where there is no graph of such steps.
+
+        A shape that comes for the first time is not traced: most of a prompt's never come again.
+        So tables that a model makes in its first call, and keeps, stay out of the graph.
+        """
+        # Command buffers that end amid a forward cannot be traced.
+        if num_rows > MAX_ROWS or any(getattr(plan, "pace", None) for plan in plans):
+            return None
+        arrays: list[mx.array] = []
+        key = [all_else(each, arrays) for each in (inputs, *plans)]
+        num_inputs = []
+        for state in self._states:
+            of_state = state.inputs
+            num_inputs.append(len(of_state))
+            arrays += of_state
+        graph = self._graph((*key, *num_inputs))
+        if graph is None:
+            return None
+        if graph.compute is None:
+            self._weights.make()
+            traced = self._traced(graph, inputs, plans, num_inputs)
+            graph.compute = mx.compile(traced, inputs=self._variables(inputs))
+            try:
+                outputs = graph.compute(arrays)
+            except (RuntimeError, ValueError) as error:  # the model wants to see a value
+                logger.info(
+                    "MLX cannot compile the model, so Python builds the graph of each step: %s",
+                    error,
+                )
+                self._traceable = False
+                self._graphs.clear()
+                return None
+        else:
+            outputs = graph.compute(arrays)
+        self._of_all.num_built += 1
+        self._accept(graph, plans, iter(outputs[graph.num_results :]))
+        return outputs[: graph.num_results]
+
+    def _graph(self, key: Hashable) -> _Graph | None:
+        """None: these shapes come for the first time."""
+        graph = self._graphs.pop(key, None)
+        self._graphs[key] = graph or _Graph()
+        if len(self._graphs) > _MAX_GRAPHS:
+            self._graphs.popitem(last=False)
+        return graph
+
+    def _traced(
+        self, graph: _Graph, inputs: object, plans: Sequence[object], num_inputs: Sequence[int]
+    ) -> Callable[[list[mx.array]], list[mx.array]]:
+        """The forward as a function of arrays alone; it notes what storages it leaves outputs in.
+
+        Args:
+            graph: whose `num_results` and `left` are filled in.
+            inputs: of the forward. Of these and of the plans, all but the arrays is taken as it is.
+            plans: of the scopes.
+            num_inputs: arrays of each storage.
+        """
+
+        def forward(arrays: list[mx.array]) -> list[mx.array]:
+            given = iter(arrays)
+            traced_inputs = with_arrays(inputs, given)
+            traced = [with_arrays(plan, given) for plan in plans]
+            with ExitStack() as stack:
+                stack.enter_context(self._weights.used())
+                stack.enter_context(angles_shared())
+                for state, count in zip(self._states, num_inputs, strict=True):
+                    stack.enter_context(state.traced([next(given) for _ in range(count)]))
+                outputs = list(self._build(traced_inputs, traced))
+                graph.num_results = len(outputs)
+                graph.left = []
+                for state in self._states:
+                    left = state.outputs
+                    graph.left.append(
+                        [(_place(traced, each.plan), len(each.arrays)) for each in left]
+                    )
+                    outputs += [array for each in left for array in each.arrays]
+            return outputs
+
+        return forward
+
+    def _accept(self, graph: _Graph, plans: Sequence[object], outputs: Iterator[mx.array]) -> None:
+        """Hands the graph's extra outputs (pending writes, fences) to the states."""
+        for state, left in zip(self._states, graph.left, strict=True):
+            state.outputs = [
+                Pending(plans[place], [next(outputs) for _ in range(count)])
+                for place, count in left
+            ]
+
+
+def _place(plans: Sequence[object], plan: object) -> int:
+    """Which of the plans it is."""
+    return next(place for place, each in enumerate(plans) if each is plan)

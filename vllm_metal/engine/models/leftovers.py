@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accounts for every tensor of a checkpoint: a parameter, without effect here, or an error.
+
+Families' `sanitize` functions rename, stack and drop tensors without a word. A tensor that they
+drop is either of a kind below, or something that the model would silently be served without.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from vllm.logger import init_logger
+
+from vllm_metal.engine.config_json.stored_head import is_head
+from vllm_metal.identity.model_files import ModelLoadError
+
+logger = init_logger(__name__)
+
+Arrays = dict[str, mx.array]
+Classes = Callable[[dict[str, Any]], tuple[type, type]]
+_DIGITS = re.compile(r"\d+")
+_PARTS = ("scales", "biases", "global_scale", "output_scale")  # of a packed weight
+_NAMED_KINDS = 4  # in a message
+
+#: Tensors that compute nothing here, by reason.
+_ROTARY = re.compile(r"(?:^|\.)(?:rotary\w*|rope)\.\w+$|(?:^|\.)embed_positions$")
+_MASKS = re.compile(r"(?:attn|attention)\.(?:masked_bias|bias)$")
+_POSITIONS = re.compile(r"(?:^|\.)position_ids$")
+_OTHER_MODALITIES = re.compile(
+    r"(?:^|\.)\w*(?:vision|visual|image|video|audio|speech|multi_modal|multimodal|mm_projector)\w*\."
+    r"|(?:^|\.)image_newline$"
+)
+_MTP = re.compile(r"(?:^|\.)(?:mtp|nextn)\w*\.")
+_OF_MTP_LAYERS = re.compile(r"^(.*layers\.\d+\.)(?:eh_proj|enorm|hnorm|shared_head)\.")
+_SCALES = re.compile(
+    r"\.(?:k|v|q|kv|prob|output|input|prob_output|activation|input_activation)_(?:scale|zero_point)$"
+)
+_OF_POOLERS = "score."  # read by the pooler itself
+
+
+@dataclass(frozen=True)
+class _Kinds:
+    """The kinds of tensors in a checkpoint that compute nothing here."""
+
+    mtp_layers: tuple[str, ...]  # beginnings of names
+    tied: bool  # the model has no head of its own
+
+    def reason(self, name: str, array: mx.array) -> str | None:
+        """Why a tensor is left out; None: it must not be."""
+        if _ROTARY.search(name):
+            return "rotary buffers, which are computed"
+        if _MASKS.search(name) and (array.ndim == 4 or array.size == 1):
+            return "causal masks, which are computed"
+        if _POSITIONS.search(name):
+            return "numbers of positions"
+        if _MTP.search(name) or name.startswith(self.mtp_layers):
+            return "layers that draft, which are read apart"
+        if _OTHER_MODALITIES.search(name):
+            return "images and sound, whose tower is read apart"
+        if _SCALES.search(name):
+            return "scales of activations and of a quantized KV cache"
+        if self.tied and is_head(name):
+            return "a copy of the embedding"
+        return None
+
+
+def accounted(classes: Classes) -> Classes:
+    """Makes the model's `sanitize` account for every tensor that it is given.
+
+    Args:
+        classes: gives the model and its arguments for a config.json.
+    """
+
+    def found(config: dict[str, Any]) -> tuple[type, type]:
+        model, args = classes(config)
+        return _accounting(model), args
+
+    return found
+
+
+def _accounting(model: type) -> type:
+    logged: set[str] = set()
+
+    def sanitize(self: Any, weights: Arrays) -> Arrays:
+        found, line = _sanitized(model, self, dict(weights))
+        if line not in logged:
+            logged.add(line)
+            logger.info(line)
+        return found
+
+    changed = {"sanitize": sanitize, "__module__": model.__module__}
+    return type(model.__name__, (model,), changed)
+
+
+def _sanitized(model: type, instance: Any, weights: Arrays) -> tuple[Arrays, str]:
+    """The arrays under the names of parameters, and what became of each tensor, as a log line.
+
+    Raises:
+        ModelLoadError: a tensor is dropped that may compute something.
+    """
+    parameters = _parameters(instance)
+    marked = [_OF_MTP_LAYERS.match(name) for name in weights]
+    mtp = tuple({str(match[1]) for match in marked if match} - parameters)
+    kinds = _Kinds(mtp, not any(map(is_head, parameters)))
+    run = _run(model)
+    found = run(instance, dict(weights))
+    kept = {id(array) for array in found.values()}
+    rest = {name: array for name, array in weights.items() if id(array) not in kept}
+    reasons = {name: kinds.reason(name, array) for name, array in rest.items()}
+    unknown = {name: array for name, array in rest.items() if reasons[name] is None}
+    given = {id(array) for array in weights.values()}
+    made = sum(array.size for array in found.values() if id(array) not in given)
+    consumed = set(unknown)
+    if sum(array.size for array in unknown.values()) != made:
+        consumed = _consumed(lambda some: run(instance, some), weights, found, unknown)
+    dropped = [name for name in unknown if name not in consumed]
+    if lost := [name for name in dropped if not name.startswith(_OF_POOLERS)]:
+        raise ModelLoadError(_message(lost))
+    counted = Counter(each for each in reasons.values() if each is not None)
+    if dropped:
+        counted["heads of other tasks"] = len(dropped)
+    # The module has no parameter for these, and would refuse them.
+    for name in [name for name in found if _base(name) not in parameters]:
+        if (reason := kinds.reason(name, found[name])) is not None:
+            counted[reason] += 1
+            del found[name]
+    left_out = sum(counted.values())
+    why = ", ".join(f"{count} of {reason}" for reason, count in counted.items())
+    return found, (
+        f"Tensors of the checkpoint: {len(weights) - left_out} in parameters, {left_out} left out"
+        f"{f' ({why})' if why else ''}, 0 unknown"
+    )
+
+
+def _run(model: type) -> Callable[[Any, Arrays], Arrays]:
+    own = getattr(model, "sanitize", None)
+    return (lambda instance, weights: weights) if own is None else own
+
+
+def _parameters(instance: Any) -> set[str]:
+    """Names of parameters, and of all modules that have some, with a dot behind."""
+    flat = cast(list[tuple[str, mx.array]], tree_flatten(instance.parameters()))
+    names = {name for name, _ in flat}
+    parts = (name.split(".") for name in names)
+    return names | {".".join(each[:n]) + "." for each in parts for n in range(1, len(each))}
+
+
+def _base(name: str) -> str:
+    """The parameter of whose packed weight an array is a part."""
+    path, _, part = name.rpartition(".")
+    return f"{path}.weight" if part in _PARTS else name
+
+
+def _consumed(
+    run: Callable[[Arrays], Arrays], weights: Arrays, found: Arrays, rest: Iterable[str]
+) -> set[str]:
+    """Names of tensors without whose kind other arrays are made, or none.
+
+    A kind is all tensors whose names differ in numbers alone.
+    """
+    kinds: dict[str, list[str]] = {}
+    for name in rest:
+        kinds.setdefault(_DIGITS.sub("#", name), []).append(name)
+    whole = _outlines(found)
+    consumed: set[str] = set()
+    for names in kinds.values():
+        left = {name: array for name, array in weights.items() if name not in set(names)}
+        try:
+            is_dropped = _outlines(run(left)) == whole
+        except Exception:  # it looked for them
+            is_dropped = False
+        if not is_dropped:
+            consumed.update(names)
+    return consumed
+
+
+def _outlines(arrays: Mapping[str, mx.array]) -> dict[str, tuple[Any, ...]]:
+    return {name: (array.shape, array.dtype) for name, array in arrays.items()}
+
+
+def _message(names: list[str]) -> str:
+    kinds = list(dict.fromkeys(_DIGITS.sub("#", name) for name in names))
+    more = f" and {len(kinds) - _NAMED_KINDS} more kinds" if len(kinds) > _NAMED_KINDS else ""
+    return (
+        f"{len(names)} tensors of the checkpoint are not supported: mlx-lm's module would drop "
+        f"{', '.join(kinds[:_NAMED_KINDS])}{more}, and they may compute something. Choose a "
+        "checkpoint without them"
+    )

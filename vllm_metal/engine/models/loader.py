@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads mlx-lm models from a folder or the hub, in the dtype that vLLM chose."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import torch
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.utils import load_config
+from tqdm.auto import tqdm
+from vllm.logger import init_logger
+
+from vllm_metal.engine.config_json import published_config
+from vllm_metal.engine.config_json.ropes import fit_context, mend_ropes
+from vllm_metal.engine.config_json.stored_head import Head, head_of, is_head
+from vllm_metal.engine.kv_cache.formats import MLX_DTYPES
+from vllm_metal.engine.models.leftovers import accounted
+from vllm_metal.engine.weights import files
+from vllm_metal.engine.weights.judge import plan_of
+from vllm_metal.engine.weights.layers import FLOAT32
+from vllm_metal.engine.weights.loading import Checkpoint, load_model, opened
+from vllm_metal.engine.weights.packed import Packed, Weight
+from vllm_metal.engine.weights.plan import Plan
+from vllm_metal.identity.model_files import HEAD_PATTERNS, ModelLoadError, model_folder
+from vllm_metal.patches.mlx_patches import registry as patches
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+logger = init_logger(__name__)
+#: Of a config.json, mlx-lm's model and its arguments.
+Classes = Callable[[dict[str, Any]], tuple[type, type]]
+#: Keys of config.json that say how positions turn queries and keys.
+_ROPE = frozenset(("rope_parameters", "rope_scaling", "rope_theta"))
+_FLOATING = (mx.float16, mx.bfloat16, mx.float32)
+#: What names end in of vectors that stay float32 where files have them so: biases that choose
+#: experts, and rates of decay, whose rounding grows with the text.
+_FLOAT32 = ("e_score_correction_bias", "expert_bias", "A_log", "dt_bias")
+_LONGEST_REASON = 400  # characters of another package's message
+#: How MLX says that arrays are not those of the modules that config.json describes.
+_OF_OTHERS = ("Expected shape", "parameters not in model", "Missing")
+
+
+def load(
+    config: VllmConfig,
+    model_config: ModelConfig | None = None,
+    classes: Classes = patches.classes,
+    prepare: Callable[[nn.Module], None] = lambda model: None,
+) -> nn.Module:
+    """The model of `config`, its floating-point weights cast to the configured dtype.
+
+    Quantized weights stay packed; their scales and biases are cast.
+
+    Args:
+        config: vLLM's.
+        model_config: of another model in the target's dtype, which drafts; None: the target's own.
+        classes: of the model, by its config.json.
+        prepare: is given the model before its weights are read; may take parts away.
+
+    Raises:
+        ModelLoadError: the folder is missing, incomplete or unreadable, or mlx-lm does not know the
+            model's family.
+    """
+    model_config = model_config or config.model_config
+    path = model_folder(model_config, config)
+    overrides = _overrides(model_config, path)
+    trusted = model_config.trust_remote_code
+    model = lazy_model(path, mlx_dtype(config), trusted, overrides, classes)
+    fit_context(model, model_config.max_model_len)
+    prepare(model)
+    _materialise(model, path)
+    return model
+
+
+def _overrides(model_config: ModelConfig, path: Path) -> dict[str, Any]:
+    """What --hf-overrides changes of config.json, as mlx-lm's families read it.
+
+    vLLM makes a draft model's overrides, a function; they concern its own classes.
+    """
+    given = model_config.hf_overrides
+    if callable(given) or not given:
+        return {}
+    config = load_config(path)
+    for key in _left_out(config, given):
+        logger.warning("--hf-overrides drops %s of config.json", key)
+    changed = {
+        key: {**config.get(key, {}), **value} if isinstance(value, dict) else value
+        for key, value in given.items()
+    }
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope |= given.get("rope_parameters") or {}
+    if given.get("rope_scaling"):
+        rope = dict(given["rope_scaling"])
+    theta = given.get("rope_theta", rope.get("rope_theta", config.get("rope_theta")))
+    if _ROPE.isdisjoint(given):
+        return changed
+    if theta is None:
+        return changed | {"rope_parameters": rope, "rope_scaling": rope}
+    # Families read one or two of the three, so all three say the same.
+    rope = {"rope_type": "default", **rope, "rope_theta": theta}
+    return changed | {"rope_parameters": rope, "rope_scaling": rope, "rope_theta": theta}
+
+
+def _left_out(config: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Keys of a config.json that overrides take away, and what stood there."""
+    lost = []
+    for key, value in given.items():
+        stated = config.get(key)
+        if key == "rope_parameters" and stated is None:
+            stated = config.get("rope_scaling")  # the same by its older name
+        if value is None and stated is not None:
+            lost.append(f"{key} ({stated!r})")
+        elif isinstance(value, Mapping) and isinstance(stated, Mapping):
+            lost += [f"{key}.{inner}" for inner in _left_out(stated, value)]
+    return lost
+
+
+def lazy_model(
+    path: Path,
+    dtype: mx.Dtype,
+    trust_remote_code: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+    classes: Classes = patches.classes,
+) -> nn.Module:
+    """The model of a folder as `load` returns it, except that weights are read when they are used.
+
+    Args:
+        path: the folder.
+        dtype: of its floating-point weights.
+        trust_remote_code: whether the folder's own code may run.
+        overrides: keys of config.json, and what they are instead.
+        classes: see `load`.
+
+    Raises:
+        ModelLoadError: see `load`.
+    """
+    try:
+        patches.install()
+        model = dense_model(path, trust_remote_code, overrides, classes, dtype)
+        patches.install()  # again: mlx-lm has just imported the modules of the folder's own code
+    except ModelLoadError as error:
+        raise ModelLoadError(f"cannot load {path}: {error}") from error
+    except Exception as error:  # whatever a module raises of its arguments
+        reason = shorten(str(error), _LONGEST_REASON)  # mlx-lm lists every missing weight on a line
+        if any(sign in reason for sign in _OF_OTHERS):
+            reason += ". config.json and the weights are not of one model: download both again"
+        raise ModelLoadError(f"mlx-lm cannot load {path}: {reason}") from error
+    parameters = dict(tree_flatten(model.parameters()))
+    model.update(tree_unflatten(list(in_dtype(parameters, dtype, model).items())))
+    model.eval()
+    return model
+
+
+def dense_model(
+    path: Path,
+    trust_remote_code: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+    classes: Classes = patches.classes,
+    dtype: mx.Dtype = mx.float32,
+) -> nn.Module:
+    """mlx-lm's own model of a folder, which computes what the folder says; as its files are typed.
+
+    Weights are read when they are used.
+
+    Args:
+        path: the folder.
+        trust_remote_code: whether the folder's own code may run.
+        overrides: keys of config.json, and what they are instead.
+        classes: see `load`.
+        dtype: of activations, for the scales of quantized weights.
+
+    Raises:
+        ModelLoadError: the folder asks for what mlx-lm's module does not compute, or its weights
+            are not served.
+        Exception: what mlx-lm raises.
+    """
+    config = load_config(path) | dict(overrides or {})
+    checkpoint = opened(path, config)
+    read = config | _as_read(config, checkpoint)
+    model = load_model(checkpoint, read, accounted(classes), dtype, trust_remote_code)
+    mend_ropes(model, config)
+    return model
+
+
+def _as_read(config: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
+    """What config.json says in the words of mlx-lm's module, where it uses others."""
+    if "model_file" in config:
+        return {}  # the folder's own code reads it
+    family, args = patches.classes(dict(config))
+    text = config.get("text_config") or {}
+    stated = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    is_packed = any(map(is_head, checkpoint.plan.weights))
+    head = Head.OWN if is_packed else head_of(checkpoint.arrays, may_be_copy=stated is not False)
+    module = patches.module_of(config, family)
+    return published_config.as_read(config, module, args, checkpoint.folder, head)
+
+
+def in_dtype(
+    arrays: Mapping[str, mx.array], dtype: mx.Dtype, model: nn.Module | None = None, place: str = ""
+) -> dict[str, mx.array]:
+    """The arrays, those of floating-point numbers in one dtype; lazy.
+
+    Args:
+        arrays: by name.
+        dtype: of floating-point numbers.
+        model: of whose family they are; it keeps the dtype of a few parameters, such as the biases
+            that choose experts. None: of none.
+        place: what the names lack before them in the model.
+    """
+    may_cast = getattr(model, "cast_predicate", lambda name: True)
+
+    def in_its_dtype(name: str, array: mx.array) -> mx.array:
+        if array.dtype not in _FLOATING or not may_cast(f"{place}{name}"):
+            return array
+        kept = name.endswith(FLOAT32) or (array.ndim == 1 and name.endswith(_FLOAT32))
+        return array if kept and array.dtype == mx.float32 else array.astype(dtype)
+
+    return {name: in_its_dtype(name, array) for name, array in arrays.items()}
+
+
+def load_weights(
+    model_config: ModelConfig,
+    config: VllmConfig,
+    wanted: Callable[[str], bool] | None = None,
+) -> dict[str, mx.array]:
+    """Arrays by name, in the target's dtype, of a checkpoint that is no model by itself.
+
+    Arrays of safetensors files are read when they are used. Draft heads are often published as
+    torch's files only; of these, only tensors are unpickled.
+
+    Quantized weights become dense.
+
+    Args:
+        model_config: names the checkpoint's folder.
+        config: vLLM's.
+        wanted: whether to return the array of a name; None: return all.
+
+    Raises:
+        ModelLoadError: the folder is missing or has no weights, or they are unreadable.
+    """
+    dtype = mlx_dtype(config)
+    weights, _ = load_checkpoint(model_config, config, wanted)
+    arrays = {
+        name: weight.dense(dtype) if isinstance(weight, Packed) else weight
+        for name, weight in weights.items()
+    }
+    return in_dtype(arrays, dtype)
+
+
+def load_checkpoint(
+    model_config: ModelConfig,
+    config: VllmConfig,
+    wanted: Callable[[str], bool] | None = None,
+) -> tuple[dict[str, Weight], Plan]:
+    """Weights of a checkpoint that is no model by itself, and how they are stored; lazy.
+
+    Arrays keep the dtypes of their files.
+
+    Args:
+        model_config: names the checkpoint's folder.
+        config: vLLM's.
+        wanted: whether to return the weight whose tensors have a name; None: return all.
+
+    Raises:
+        ModelLoadError: see `load_weights`; also if a format is not served.
+    """
+    folder = model_folder(model_config, config, HEAD_PATTERNS)
+    paths = sorted(folder.glob("*.safetensors"))
+    counts = wanted or (lambda name: True)
+    try:
+        if paths:
+            headers = files.headers_of(paths, lambda name, path: counts(name))
+            plan = plan_of(load_config(folder), headers, folder)
+            return plan.converted(files.arrays_of(headers), mlx_dtype(config)), plan
+        found: dict[str, Weight] = {}
+        paths = sorted(p for p in folder.iterdir() if p.suffix in (".bin", ".pt"))
+        for path in paths:
+            found |= {name: a for name, a in _torch_arrays(path).items() if counts(name)}
+    except ModelLoadError:
+        raise
+    except (RuntimeError, OSError, ValueError, UnpicklingError) as error:
+        raise ModelLoadError(f"weights in {folder} are unreadable: {error}") from error
+    if not paths:
+        raise ModelLoadError(f"no weights (*.safetensors, *.bin, *.pt) in {folder}")
+    return found, Plan()
+
+
+def _torch_arrays(path: Path) -> dict[str, mx.array]:
+    tensors = torch.load(path, map_location="cpu", weights_only=True)
+    return {  # numpy has no bfloat16; float32 holds it exactly
+        name: mx.array((t.float() if t.is_floating_point() else t).numpy())
+        for name, t in tensors.items()
+    }
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of a model's weights: of a rank's share, where others have the rest."""
+    parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+    return sum(array.nbytes for _, array in parameters)
+
+
+def _materialise(model: nn.Module, path: Path) -> None:
+    """Reads the weights, which mlx-lm loads lazily, and shows a progress bar in bytes."""
+    parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+    arrays = [array for _, array in parameters]
+    total = weight_bytes(model)
+    try:
+        with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights") as bar:
+            for array in arrays:
+                mx.eval(array)
+                bar.update(array.nbytes)
+    except RuntimeError as error:
+        raise ModelLoadError(f"weights in {path} are truncated or unreadable: {error}") from error
+
+
+def mlx_dtype(config: VllmConfig) -> mx.Dtype:
+    """The dtype that vLLM chose, as MLX's.
+
+    Raises:
+        ModelLoadError: no MLX model can have it.
+    """
+    dtype = config.model_config.dtype
+    assert isinstance(dtype, torch.dtype)  # vLLM resolves "auto" and names before workers start
+    if dtype not in MLX_DTYPES:
+        raise ModelLoadError(f"--dtype {dtype} is not supported: choose one of {[*MLX_DTYPES]}")
+    return MLX_DTYPES[dtype]
+
+
+def model_type(config: VllmConfig) -> str:
+    """`model_type` of config.json, for messages."""
+    return str(config.model_config.hf_config.model_type)
+
+
+def check_draft_vocabulary(config: VllmConfig) -> None:
+    """Checks that each token id means the same to the target and to the draft model.
+
+    vLLM compares the sizes of the two vocabularies. This compares their tokens, where both folders
+    have a tokenizer.json.
+
+    Raises:
+        ModelLoadError: an id stands for two different tokens.
+    """
+    assert config.speculative_config is not None
+    pair = (config.model_config, config.speculative_config.draft_model_config)
+    target, draft = (model_folder(model_config, config) for model_config in pair)
+    tokenizer = Path(config.model_config.tokenizer)  # often the same folder
+    meant = _tokens(tokenizer if tokenizer.is_dir() else target)
+    for token_id, token in _tokens(draft).items():
+        if meant.get(token_id, token) != token:
+            raise ModelLoadError(
+                f"token {token_id} is {meant[token_id]!r} in {target} and {token!r} in {draft}: a "
+                "draft model must share the target's vocabulary, so choose one of the same family"
+            )
+
+
+def _tokens(folder: Path) -> dict[int, str]:
+    """Tokens of tokenizer.json by id; empty where the folder has none."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text())
+    vocab = content["model"]["vocab"]
+    if isinstance(vocab, list):  # SentencePiece unigrams: (token, score) in order
+        by_id = {token_id: entry[0] for token_id, entry in enumerate(vocab)}
+    else:
+        by_id = {token_id: token for token, token_id in vocab.items()}
+    return by_id | {added["id"]: added["content"] for added in content.get("added_tokens") or ()}

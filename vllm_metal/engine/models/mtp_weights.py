@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays of an MTP layer, as the modules of mlx-lm that compute it have them.
+
+mlx-lm's families leave MTP layers out when they read a checkpoint (`sanitize`). Here the layer's
+arrays get the names of a layer that is read, so that the family does with them what it does with
+the target's own: it stacks experts, splits the projections of MLA, decodes fp8, moves norms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from vllm_metal.engine.models import loader
+from vllm_metal.engine.models.mtp_families import MTPFamily
+from vllm_metal.engine.weights.placing import Placed, place
+from vllm_metal.patches.mlx_patches.families.text_models import stacked
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_BLOCK = "block."  # before the names of the decoder layer's own arrays
+#: By its shape, families tell whether a checkpoint has been converted.
+_CONVOLUTION = "conv1d.weight"
+_NORMS = ("embedding_norm.weight", "hidden_norm.weight", "norm.weight")
+
+
+def mtp_weights(
+    config: VllmConfig, family: MTPFamily, model: nn.Module, num_layers: int, head: nn.Module
+) -> Placed:
+    """The layer's arrays by the head's names: `block.` before those of the decoder layer.
+
+    Args:
+        config: whose speculative_config names the checkpoint.
+        family: of the target.
+        model: the target, as mlx-lm has it.
+        num_layers: of the target.
+        head: as it is made, without weights.
+
+    Raises:
+        loader.ModelLoadError: the checkpoint has no MTP layer, or is unreadable.
+    """
+    assert config.speculative_config is not None
+    model_config = config.speculative_config.draft_model_config
+
+    def wanted(name: str) -> bool:
+        marks = family.norms_from_zero and name.endswith(_CONVOLUTION)
+        return marks or family.own_name(name, num_layers) is not None
+
+    found, plan = loader.load_checkpoint(model_config, config, wanted)
+    convolutions = {name: found.pop(name) for name in [*found] if name.endswith(_CONVOLUTION)}
+    if not found:
+        raise loader.ModelLoadError(
+            f"{model_config.model} carries no MTP layers ({family.prefix.format(num_layers)}*): "
+            'most conversions to MLX drop them. Name the original checkpoint as "model" in '
+            "--speculative-config, or choose another method"
+        )
+    weights = {str(family.own_name(name, num_layers)): array for name, array in found.items()}
+    stored = {
+        str(family.own_name(name, num_layers)): each
+        for name, each in plan.weights.items()
+        if name in found
+    }
+    if family.norms_from_zero:
+        # Without one, it is of MTP layers alone, as its authors published them.
+        weights[_CONVOLUTION] = next(iter(convolutions.values()), mx.zeros((1, 1, 2)))
+
+    def sanitize(_: nn.Module, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+        read = _read_as_a_layer(model, arrays, family.norms_from_zero)
+        read.pop(_CONVOLUTION, None)
+        return read
+
+    dtype = loader.mlx_dtype(config)
+    placed = place(head, weights, stored, dtype, sanitize)
+    return replace(placed, arrays=loader.in_dtype(placed.arrays, dtype, model, _place(model)))
+
+
+def _read_as_a_layer(
+    model: nn.Module, arrays: dict[str, mx.array], norms_from_zero: bool
+) -> dict[str, mx.array]:
+    """What the family's `sanitize` makes of the arrays, by the same names."""
+    sanitize = getattr(model, "sanitize", None)
+    place = _place(model)
+    if sanitize is None:
+        return stacked(model, arrays)
+    given = {f"{place}{name.removeprefix(_BLOCK)}": array for name, array in arrays.items()}
+    ends = [name for name in arrays if not name.startswith(_BLOCK)]
+    found = {
+        name.removeprefix(place): array
+        for name, array in sanitize(dict(given)).items()
+        if name.startswith(place)
+    }
+    layer_norm = "input_layernorm.weight"
+    moved = found.get(layer_norm) is not given.get(f"{place}{layer_norm}")
+    if norms_from_zero and moved:
+        found |= {name: found[name] + 1.0 for name in _NORMS if name in found}
+    return stacked(
+        model, {name if name in ends else f"{_BLOCK}{name}": array for name, array in found.items()}
+    )
+
+
+def _place(model: nn.Module) -> str:
+    """Before the names of the arrays of the model's first layer."""
+    first = model.layers[0]
+    return next(f"{name}." for name, module in model.named_modules() if module is first)

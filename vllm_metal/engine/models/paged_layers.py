@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers of one network over the pool, told of each step together."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import groupby
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from metal_kernels.pace import Pace
+from vllm_metal.engine.batch.requests import BlockTables
+from vllm_metal.engine.batch.rows import Rows, step_layout
+from vllm_metal.engine.kv_cache.layer_state import (
+    LayerState,
+    Restorable,
+    Run,
+    StepLayout,
+    StepScope,
+)
+from vllm_metal.engine.kv_cache.pages import BlockPages
+from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
+from vllm_metal.engine.recurrent.sequence_plan import SequenceScope
+from vllm_metal.engine.recurrent.sequence_state import SequenceState
+from vllm_metal.patches.mlx_patches import rotations
+
+
+class EarlierSlots:
+    """Where the forwards of one hand-over write, for those after them."""
+
+    def __init__(self, num_forwards: int, num_rows: int) -> None:
+        """
+        Args:
+            num_forwards: the most that are handed over together.
+            num_rows: of each.
+        """
+        self._none_np = np.full((num_forwards - 1) * num_rows, -1, np.int32)
+        self._by_group: dict[int, np.ndarray] = {}
+
+    def of(self, group: int) -> np.ndarray:
+        """[E] int32, see StepLayout."""
+        return self._by_group.get(group, self._none_np)
+
+    def add(self, group: int, slots_np: np.ndarray) -> None:
+        """Takes the slots of a forward's rows."""
+        slots_np = np.concatenate([self.of(group), slots_np])
+        self._by_group[group] = slots_np[len(slots_np) - len(self._none_np) :]
+
+
+class PagedLayers:
+    """What the layers of one network keep, and the step at hand."""
+
+    def __init__(
+        self,
+        layers: Sequence[StatefulLayer],
+        layer_states: Mapping[str, LayerState],
+        group_of: Mapping[str, int],
+        block_size: int,
+        paced: bool = True,
+        begins_steps: bool = True,
+    ) -> None:
+        """
+        Args:
+            layers: the network's, in the order of its caches.
+            layer_states: storage by layer name; those of other networks are looked after, too.
+            group_of: KV cache group by layer name.
+            block_size: tokens of a block.
+            paced: whether long steps end command buffers as they go; False for a forward that is
+                recorded and not run.
+            begins_steps: False where each forward belongs to a step that another network's forward
+                over the same pool has begun.
+        """
+        self.block_size = block_size
+        self._pace = Pace() if paced else None
+        self._begins_steps = begins_steps
+        self._by_name, self._group_of = dict(layer_states), dict(group_of)
+        self.layer_states = list(dict.fromkeys(layer_states.values()))
+        #: What those lie in.
+        self.storages = list(dict.fromkeys(state.storage for state in self.layer_states))
+        #: Whether a step may be handed to the device while the one before still runs.
+        self.pipelined = all(storage.pipelined for storage in self.storages)
+        self._rotates = any(getattr(storage, "rotates", False) for storage in self.storages)
+        self._restorable = [state for state in self.layer_states if isinstance(state, Restorable)]
+        # Layers that share a block table and a kind share a step's plan.
+        scopes: dict[tuple[int, Hashable], StepScope] = {}
+        self._caches: list[Any] = []
+        for place, of_place in groupby(layers, lambda layer: layer.place):
+            caches = []
+            for layer in of_place:
+                state, key = layer_states[layer.name], (group_of[layer.name], layer.kind)
+                if key not in scopes:
+                    scopes[key] = layer.scope(state)
+                caches.append(layer.cache(state, scopes[key]))
+            self._caches.append(caches[0] if layer.name == place else tuple(caches))
+        self._scopes = [(group, scope) for (group, _), scope in scopes.items()]
+        self._sequences = [each for each in scopes.values() if isinstance(each, SequenceScope)]
+        #: Whether the host must know which drafts a step kept before the next one is laid out.
+        self.needs_outcome = bool(self._restorable) or not all(
+            scope.by_kernels for scope in self._sequences
+        )
+        #: Whether `learn` has anything to do.
+        self.keeps_states = bool(self._restorable or self._sequences)
+        own = [layer_states[layer.name] for layer in layers]
+        #: Of this network's own layers, each after the one it lies in.
+        self.own_states = list(
+            dict.fromkeys(each for state in own for each in (state.storage, state))
+        )
+
+    def update_blocks(self, zeroed: Sequence[int], copied: Sequence[tuple[int, int]]) -> None:
+        """What the scheduler wants of whole blocks before the next forward.
+
+        Args:
+            zeroed: blocks to clear.
+            copied: (source, target) blocks to copy after that.
+        """
+        for state in self.layer_states:
+            state.begin_step()
+        for storage in self.storages:
+            if zeroed:
+                storage.clear_blocks(np.array(zeroed, np.int32))
+            if copied:
+                sources, targets = np.array(copied, np.int32).T
+                storage.copy_blocks(sources, targets)
+
+    def learn(self, rows: Rows, last_rows_np: np.ndarray) -> None:
+        """Tells layers that keep states which drafts of a step were accepted.
+
+        Called in the order of the steps, once their tokens are known.
+
+        Args:
+            rows: of the step.
+            last_rows_np: [R] int32, of each request of that step the row of its last token that was
+                accepted.
+        """
+        for state in self._restorable:
+            state.restore(last_rows_np)
+        for scope in self._sequences:
+            scope.kept.learn(rows.query_start_loc_np, last_rows_np)
+
+    def leave(self, req_idx: int) -> None:
+        """A request is gone; another one may take its row."""
+        for scope in self._sequences:
+            scope.kept.leave(req_idx)
+
+    def settle(self, req_indices_np: np.ndarray | None = None) -> None:
+        """Has blocks hold the states after all accepted tokens that the host knows of.
+
+        Between steps: where a request's blocks are kept for others, or for its own return.
+
+        Args:
+            req_indices_np: [n] int32, requests; None: all.
+        """
+        plans = [scope.settling(req_indices_np) for scope in self._sequences]
+        if not any(plans):
+            return
+        for state in self.layer_states:
+            state.begin_step()
+        for plan in plans:
+            for state in self.layer_states:
+                if plan is not None and isinstance(state, SequenceState):
+                    state.settle(plan)
+
+    def begin_step(self) -> None:
+        """Puts what was left for later into the pool, before the plans of what is built next."""
+        if self._begins_steps:
+            for state in self.layer_states:
+                state.begin_step()
+
+    def plans(
+        self,
+        rows: Rows,
+        block_tables: BlockTables,
+        earlier: EarlierSlots | None = None,
+        runs: tuple[Run, ...] = (),
+    ) -> list[object]:
+        """What each scope needs of a forward.
+
+        Args:
+            rows: of the forward.
+            block_tables: of the requests.
+            earlier: of the hand-over that the forward is one of, which gets these rows' slots;
+                None: it is handed over by itself.
+            runs: of these rows, see StepLayout.
+        """
+        layouts: dict[int, StepLayout] = {}
+        for group, _ in self._scopes:
+            if group not in layouts:
+                table_np = block_tables.tables_np[group]
+                earlier_np = None if earlier is None else earlier.of(group)
+                placed = self.block_size, self._pace, group, earlier_np, runs
+                layouts[group] = step_layout(rows, table_np, *placed)
+        if earlier is not None:
+            for group, layout in layouts.items():
+                earlier.add(group, layout.slot_mapping_np)
+        return [scope.plan_of(layouts[group]) for group, scope in self._scopes]
+
+    @contextmanager
+    def during(self, positions: mx.array, plans: Sequence[object]) -> Iterator[list[Any]]:
+        """The layers' caches, for the forward that is built inside.
+
+        The caches serve nobody after that, also where the forward raises.
+
+        Args:
+            positions: [T] int32, of the rows.
+            plans: of the scopes.
+        """
+        with ExitStack() as stack:
+            if self._rotates:
+                stack.enter_context(rotations.noted())
+            for (_, scope), plan in zip(self._scopes, plans, strict=True):
+                stack.enter_context(scope.during(positions, plan))
+            yield self._caches
+
+    @contextmanager
+    def step(self, rows: Rows, block_tables: BlockTables) -> Iterator[list[Any]]:
+        """As `during`, for these rows alone, once the step has begun."""
+        self.begin_step()
+        with self.during(rows.positions, self.plans(rows, block_tables)) as caches:
+            yield caches
+
+    def block_pages(self) -> BlockPages:
+        """Whole blocks of the pool, of all networks whose storage these layers look after."""
+        groups: list[list[str]] = [[] for _ in range(max(self._group_of.values()) + 1)]
+        for name, group in self._group_of.items():
+            groups[group].append(name)
+        return BlockPages(self._by_name, groups)
+
+    def pool_arrays(self) -> list[mx.array]:
+        """The pool as it stands, for whoever must wait for it or measure it."""
+        return [array for storage in self.storages for array in storage.arrays]

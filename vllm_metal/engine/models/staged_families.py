@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""mlx-lm's modules of which stages, one after another, were shown to compute what the whole does.
+
+tests/engine/models/test_stage.py cuts a small model of each module at every layer, and compares the
+logits with those of mlx-lm's own dense forward.
+"""
+
+#: Whose layers keep states, all or some.
+STAGED_STATES = frozenset(
+    (
+        "falcon_h1",
+        "granitemoehybrid",
+        "jamba",
+        "kimi_linear",
+        "lfm2",
+        "lfm2_moe",
+        "mamba2",
+        "olmo_hybrid",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_next",
+        "recurrent_gemma",
+    )
+)
+STAGED = STAGED_STATES | frozenset(
+    (
+        "bailing_moe",
+        "cohere2",
+        "deepseek_v2",
+        "deepseek_v3",
+        "dots1",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "exaone4",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm4",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "gpt_oss",
+        "granite",
+        "llama",
+        "minimax",
+        "mistral3",
+        "mixtral",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "seed_oss",
+        "smollm3",
+        "starcoder2",
+    )
+)
+
+
+def refusal(model_type: str) -> str | None:
+    """Why layers are not shared out, from the model_type of a config.json; None: they are."""
+    if _module(model_type) in STAGED:
+        return None
+    return (
+        f"model_type {model_type!r} (its layers were not shown to compute the same on several "
+        "ranks)"
+    )
+
+
+def keeps_states(model_type: str) -> bool:
+    """Whether layers that are shared out keep states, all or some."""
+    return _module(model_type) in STAGED_STATES
+
+
+def _module(model_type: str) -> str:
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    return str(MODEL_REMAPPING.get(model_type, model_type))

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the layer that makes scores of hidden states: of the checkpoint's files, or of its head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import mlx.nn as nn
+import torch
+
+from vllm_metal.engine.models.headless import OTHER_HEAD, head_rows
+from vllm_metal.engine.pooling import torch_layers
+from vllm_metal.engine.weights.files import stored_arrays
+from vllm_metal.identity.model_files import ModelLoadError
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+#: vLLM's names for scores made of rows of the model's own head.
+_TWO_WAYS, _EACH_TOKEN = "from_2_way_softmax", "no_post_processing"
+
+
+def stored(folder: Path, model_config: ModelConfig) -> torch.nn.Linear:
+    """The layer `score` of a checkpoint that was made to classify; float32, or the head's dtype.
+
+    Args:
+        folder: of the checkpoint.
+        model_config: vLLM's, which has the number of labels.
+
+    Raises:
+        ModelLoadError: there is none, or it is not such a layer.
+    """
+    arrays = stored_arrays(folder)
+    found = {name: array for name, array in arrays if name.startswith(OTHER_HEAD)}
+    names = {name.removeprefix(OTHER_HEAD) for name in found}
+    if "weight" not in names or not names <= {"weight", "bias"}:
+        raise ModelLoadError(
+            f"{folder} has no layer `score` of a weight and perhaps a bias, which classifies "
+            f"(it has {sorted(found) or 'nothing of that name'}): use --convert embed, or a "
+            "checkpoint that was made for sequence classification"
+        )
+    weight, bias = found[f"{OTHER_HEAD}weight"], found.get(f"{OTHER_HEAD}bias")
+    expected = (model_config.hf_config.get_text_config().num_labels, model_config.get_hidden_size())
+    if weight.shape != expected:
+        raise ModelLoadError(
+            f"score.weight in {folder} is {tuple(weight.shape)}, and config.json asks for "
+            f"{expected}: labels by hidden size"
+        )
+    return torch_layers.linear(weight, bias).to(model_config.head_dtype)
+
+
+def of_head(model: nn.Module, embedding: nn.Module, model_config: ModelConfig) -> torch.nn.Linear:
+    """What compares the logits of a few tokens, which a reranker answers with: "no" and "yes" say.
+
+    Args:
+        model: with its head, if it has one of its own.
+        embedding: of the model.
+        model_config: vLLM's. `classifier_from_token` of its configuration names the tokens.
+
+    Raises:
+        ModelLoadError: a name is no token of the tokenizer, or the method is not vLLM's.
+    """
+    tokens, method = _setting(model_config, "classifier_from_token"), asked(model_config)
+    rows = head_rows(model, embedding, _ids_of(tokens, model_config))
+    if method == _TWO_WAYS:
+        # The softmax over two logits is the logistic function of their difference.
+        rows = rows[1:] - rows[:1]
+    elif method != _EACH_TOKEN:
+        raise ModelLoadError(
+            f"method {method!r} of --hf-overrides makes no classifier: vLLM has "
+            f"{_TWO_WAYS!r} and {_EACH_TOKEN!r}"
+        )
+    return torch_layers.linear(rows).to(model_config.head_dtype)
+
+
+def asked(model_config: ModelConfig) -> str | None:
+    """How scores are made of rows of the model's head; None: the checkpoint has a layer."""
+    return cast("str | None", _setting(model_config, "method"))
+
+
+def _setting(model_config: ModelConfig, name: str) -> Any:
+    """A key of the configuration, of the whole model's or of its text model's."""
+    whole = model_config.hf_config
+    return getattr(whole, name, None) or getattr(whole.get_text_config(), name, None)
+
+
+def _ids_of(tokens: list[str], model_config: ModelConfig) -> list[int]:
+    from vllm.tokenizers import get_tokenizer
+
+    tokenizer: Any = get_tokenizer(
+        model_config.tokenizer,
+        revision=model_config.tokenizer_revision,
+        tokenizer_mode=model_config.tokenizer_mode,
+        trust_remote_code=model_config.trust_remote_code,
+    )
+    ids = [tokenizer.convert_tokens_to_ids(token) for token in tokens]
+    unknown = [token for token, id_ in zip(tokens, ids, strict=True) if id_ is None]
+    if unknown:
+        raise ModelLoadError(f"classifier_from_token names {unknown}, which are not tokens")
+    return ids

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads a decoder that pools: mlx-lm's module without its head, and the pooler of its results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import torch
+from mlx.utils import tree_flatten
+
+from vllm_metal.engine.models import headless, loader
+from vllm_metal.engine.models.parts import ModelParts
+from vllm_metal.engine.pooling import classifier, poolers
+from vllm_metal.identity import model_files
+from vllm_metal.identity.model_files import ModelLoadError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.pooler.abstract import Pooler
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """A model that pools."""
+
+    parts: ModelParts
+    pooler: Pooler
+
+
+def load(config: VllmConfig) -> Pooling:
+    """The decoder of `config`, without a head for logits, and its pooler.
+
+    Raises:
+        ModelLoadError: see `loader.load`; or the files have no classifier where one is asked for,
+            or what the model computes behind its layers is more than a head.
+    """
+    found: list[tuple[ModelParts, torch.nn.Module | None]] = []
+
+    def prepare(model: nn.Module) -> None:
+        parts = ModelParts(model)
+        _check_that_only_a_head_follows(parts, loader.model_type(config))
+        found.append((parts, _classifier(parts, config)))
+        headless.drop_head(model)
+
+    loader.load(config, classes=headless.classes, prepare=prepare)
+    ((parts, layer),) = found
+    return Pooling(parts, poolers.make(config, layer))
+
+
+def _classifier(parts: ModelParts, config: VllmConfig) -> torch.nn.Module | None:
+    model_config = config.model_config
+    if model_config.convert_type != "classify":
+        return None
+    if classifier.asked(model_config) is not None:
+        return classifier.of_head(parts.model, parts.input_embedding, model_config)
+    return classifier.stored(model_files.model_folder(model_config, config), model_config)
+
+
+def _check_that_only_a_head_follows(parts: ModelParts, model_type: str) -> None:
+    """A norm, say, that the whole model has behind its layers would be left out."""
+    if (decoder := parts.decoder_path) is None:
+        raise ModelLoadError(
+            f"{model_type} cannot be served with --runner pooling: mlx-lm's module of it does not "
+            "tell its hidden states from its logits"
+        )
+    head = headless.head_path(parts.model)
+    inside = tuple(f"{path}." for path in (decoder, head) if path is not None)
+    parameters = cast(list[tuple[str, mx.array]], tree_flatten(parts.model.parameters()))
+    names = [name for name, _ in parameters]
+    if beside := [name for name in names if not name.startswith(inside)]:
+        raise ModelLoadError(
+            f"{model_type} cannot be served with --runner pooling: mlx-lm's module of it has "
+            f"{', '.join(beside[:3])} beside the layers, which may belong to the hidden states"
+        )

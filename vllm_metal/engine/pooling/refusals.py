@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides which settings are refused of an engine that pools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from vllm_metal.engine.pooling import sentence_transformers
+from vllm_metal.settings.runner import pools
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+
+def refusals(config: VllmConfig, encoder: bool, encoders: Iterable[str]) -> dict[str, bool]:
+    """Settings by name, and whether each was asked for; empty where an engine generates.
+
+    Args:
+        config: vLLM's.
+        encoder: whether the model is served as one that attends in both directions.
+        encoders: architectures that are.
+    """
+    model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+    if not pools(config):
+        return {}
+    pooler = model.pooler_config
+    assert pooler is not None
+    way = f"{pooler.seq_pooling_type}/{pooler.tok_pooling_type} pooling"
+    beside = "with --runner pooling"
+    return _of_model(model, encoder, encoders) | {
+        f"--speculative-config {beside} (nothing is sampled)": config.speculative_config
+        is not None,
+        f"--io-processor-plugin {beside}": bool(model.io_processor_plugin),
+        f"--logits-processors {beside} (nothing is sampled)": bool(model.logits_processors),
+        f"--enable-chunked-prefill with {way} (it reads all rows of a text at once)": (
+            bool(scheduler.enable_chunked_prefill) and not model.is_chunked_prefill_supported
+        ),
+        f"--enable-prefix-caching with {way} (it reads rows that a hit would leave out)": (
+            bool(cache.enable_prefix_caching) and not model.is_prefix_caching_supported
+        ),
+    }
+
+
+def _of_model(model: ModelConfig, encoder: bool, encoders: Iterable[str]) -> dict[str, bool]:
+    config, architectures = model.hf_config, ", ".join(model.architectures)
+    both_ways = (
+        model.attn_type == "encoder_only"
+        or bool(getattr(config, "use_bidirectional_attention", False))
+        or bool(getattr(config.get_text_config(), "use_bidirectional_attention", False))
+    )
+    left_out = sentence_transformers.left_out(model)
+    return {
+        f"{architectures} (a bidirectional encoder: supported are {', '.join(encoders)})": both_ways
+        and not encoder,
+        f"{architectures} (vLLM's own class pools: served are decoders that --convert adapts)": (
+            model.convert_type == "none" and not both_ways
+        ),
+        f"{model.model} (its sentence-transformers files ask for {'; '.join(left_out)})": bool(
+            left_out
+        ),
+    }

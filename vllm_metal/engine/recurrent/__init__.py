@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State that recurrent layers keep per request, and its steps."""

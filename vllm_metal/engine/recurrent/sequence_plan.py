@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step's rows as sequences whose states are read once and written once, drafts or not.
+
+vLLM gives a request one block for the state at its newest token. While it runs, that is the block
+in which the token lies; where a block is full, it keeps the state after its last token, and the
+next block of the request's table has the newer ones ("align" of `--mamba-cache-mode`). A prefill's
+chunk leaves out the blocks between its first and its last: these are block 0.
+
+A step that verifies drafts leaves the state after its last certain token in the block of its last
+draft: that one is still the request's in the next step, however many are accepted. The drafts'
+inputs are kept rows, which the next step applies up to where its own rows begin (`KeptRows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import mlx.core as mx
+import numpy as np
+
+from metal_kernels import sequence_groups, sequences
+from metal_kernels.layout import stable
+from metal_kernels.sequence_groups import ReferencePlan
+from metal_kernels.sequences import Sequences
+from vllm_metal.engine.kv_cache.layer_state import StepLayout, StepScope
+from vllm_metal.engine.recurrent import long_prompts
+from vllm_metal.engine.recurrent.kept_rows import NO_ENTRIES, Entries, KeptRows, lag_of
+from vllm_metal.engine.recurrent.long_prompts import LongPrompts
+
+_numbers = count()  # of scopes
+#: A table of a request's blocks has room for as many at least.
+_FEWEST_BLOCKS = 16
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """A step of one KV cache group."""
+
+    scope: int  # number of the `SequenceScope` that made it
+    sequences: Sequences
+    applies: bool  # whether rows that the step before kept are read
+    keeps: bool  # whether rows are kept for the next step
+    carried: mx.array | None  # [c] int32, rows kept by the step before that are kept once more
+    #: Where MLX's operations compute: who is computed together; None: kernels do.
+    groups: ReferencePlan | None
+    reads: mx.array | None  # [N] int32, blocks that states are read from; None as `groups`
+    long: LongPrompts | None = None  # rows that MLX's function in chunks may take
+
+
+class SequenceScope(StepScope[SequencePlan]):
+    """What the layers of one KV cache group share of a step, and who has drafts to be applied."""
+
+    def __init__(self, by_kernels: bool, num_taps: int, long_prompt: int | None = None) -> None:
+        """
+        Args:
+            by_kernels: whether kernels compute, by numbers that only the device knows.
+            num_taps: inputs that a row of the layers' convolutions has, at most.
+            long_prompt: rows from which on prompts need not go by kernels; None: all do.
+        """
+        super().__init__(self._planned)
+        self.number = next(_numbers)
+        self.by_kernels, self.num_taps = by_kernels, num_taps
+        self.long_prompt = long_prompt
+        self._block_size = 0
+        self.kept = KeptRows()
+
+    def _planned(self, layout: StepLayout) -> SequencePlan:
+        self._block_size = layout.block_size
+        assert layout.req_indices_np is not None
+        return self._step_of(layout, *self.kept.take(layout.req_indices_np))
+
+    def settling(self, req_indices_np: np.ndarray | None = None) -> SequencePlan | None:
+        """Plans a step without rows that applies the accepted drafts the host knows of.
+
+        States then lie where `SequencePlan`s expect them of requests without drafts.
+
+        Args:
+            req_indices_np: [n] int32, requests; None: all.
+
+        Returns:
+            None: there is nothing to apply.
+        """
+        nothing, starts_np = np.zeros(0, np.int32), np.zeros(1, np.int32)
+        _, found_np, settled, carried = self.kept.take(nothing, req_indices_np)
+        if not len(settled):
+            self.kept.add(carried, starts_np, self.kept.num_rows)
+            return None
+        layout = StepLayout(
+            *(starts_np, nothing, np.zeros((0, 1), np.int32), nothing, self._block_size),
+            req_indices_np=nothing,
+        )
+        return self._step_of(layout, NO_ENTRIES, found_np, settled, carried)
+
+    def _step_of(
+        self,
+        layout: StepLayout,
+        entries: Entries,
+        found_np: np.ndarray,
+        settled: Entries,
+        carried: Entries,
+    ) -> SequencePlan:
+        """Arguments as `KeptRows.take` returns them."""
+        step = _Step(layout, entries, found_np, settled, carried)
+        plan, left = step.planned(self, self.kept.num_rows)
+        num_kept = plan.sequences.num_kept + step.num_carried if plan.keeps else 0
+        self.kept.add(left, layout.query_start_loc_np, num_kept)
+        return plan
+
+
+class _Step:
+    """The numbers of one plan: R requests with rows, then L whose kept rows alone are applied."""
+
+    def __init__(
+        self,
+        layout: StepLayout,
+        entries: Entries,
+        found_np: np.ndarray,
+        settled: Entries,
+        carried: Entries,
+    ) -> None:
+        """Arguments as `KeptRows.take` returns them."""
+        self.layout = layout
+        self.size = layout.block_size
+        self.carried = carried
+        self.num_carried = int(carried.counts_np.sum())
+        self.counts_np = np.diff(layout.query_start_loc_np)
+        drafts_np = layout.num_drafts_np
+        self.drafts_np = np.zeros_like(self.counts_np) if drafts_np is None else drafts_np
+        self.begins_np = layout.seq_lens_np - self.counts_np
+        exact = layout.behind is None and entries.lag is None
+        has_np = found_np >= 0
+        if exact and has_np.any():
+            # Another request's row, or one that was taken elsewhere: its state lies as usual.
+            gaps_np = self.begins_np[has_np] - entries.settled_np[found_np[has_np]]
+            most_np = entries.counts_np[found_np[has_np]]
+            has_np[has_np] = (gaps_np >= 0) & (gaps_np <= most_np)
+        self.before = None
+        if has_np.any():
+            in_order = np.array_equal(found_np, np.arange(len(entries)))
+            self.before = entries if in_order else entries.select(np.maximum(found_np, 0))
+        self.has_np = has_np
+        self.settled = settled
+        self._lags = not (exact and settled.lag is None)
+
+    def _columns(self) -> tuple[np.ndarray, ...]:
+        """[N] each: begin, settled, last position of the state's block, first kept row, most kept
+        rows; upper bounds where the device knows better."""
+        has, before, settled = self.has_np, self.before, self.settled
+        begins, last, first = self.begins_np, self.begins_np - 1, np.zeros_like(self.begins_np)
+        since, most = begins, first
+        if before is not None:
+            since = np.where(has, before.settled_np, begins)
+            last = np.where(has, before.last_np, last)
+            first = np.where(has, before.first_np, 0)
+            most = np.where(has, before.counts_np, 0)
+        if not len(settled):
+            return begins, since, last, first, most
+        return tuple(
+            np.concatenate(pair).astype(np.int32)
+            for pair in (
+                (begins, settled.settled_np + settled.accepted_np),
+                (since, settled.settled_np),
+                (last, settled.last_np),
+                (first, settled.first_np),
+                (most, settled.counts_np),
+            )
+        )
+
+    def _tables(self) -> np.ndarray:
+        """[R, W] int32, blocks of the requests with rows, up to where their states lie."""
+        tables_np = self.layout.block_tables_np
+        if self.before is None or (width := tables_np.shape[1]) >= self.before.tables_np.shape[1]:
+            return tables_np
+        known_np = np.where(self.has_np[:, None], self.before.tables_np, 0)
+        return np.concatenate([tables_np, known_np[:, width:]], axis=1)
+
+    def _shifts(self) -> tuple[mx.array, mx.array]:
+        """[N] int32 each: how much too high `begin` is, and `settled` and `last`."""
+        behind, num_reqs = self.layout.behind, len(self.counts_np)
+        now = lag_of(None if behind is None else behind.counts, num_reqs)
+        before = now
+        if self.before is not None and self.before.lag is not None:
+            before = mx.where(mx.array(self.has_np), self.before.lag, now)
+        elif self.before is not None:
+            before = mx.where(mx.array(self.has_np), 0, now)
+        if not len(self.settled):
+            return now, before
+        late = lag_of(self.settled.lag, len(self.settled))
+        return mx.concatenate([now, late]), mx.concatenate([before, late])
+
+    def planned(self, scope: SequenceScope, num_before: int) -> tuple[SequencePlan, Entries]:
+        """The plan, and the entries that it leaves.
+
+        Args:
+            scope: that asks.
+            num_before: rows that the step before kept.
+        """
+        num_reqs, num_late = len(self.counts_np), len(self.settled)
+        begins, since, last, first, most = self._columns()
+        columns = self.counts_np, self.drafts_np, self.layout.query_start_loc_np[:-1]
+        rows, drafts, starts = (
+            np.pad(each, (0, num_late)) if num_late else each for each in columns
+        )
+        keep_at = np.cumsum(drafts) - drafts
+        num_new = int(drafts.sum())
+        blocks = _stacked(self._tables(), self.settled.tables_np)
+        # Of a width that stays for many steps, as their graph does.
+        width = stable(max(blocks.shape[1], _FEWEST_BLOCKS))
+        blocks = np.pad(blocks, ((0, 0), (0, width - blocks.shape[1])))
+        ends = np.maximum(begins + rows - 1, 0)
+        numbers = np.arange(len(rows))
+        table_np = np.zeros((len(rows), sequences.COLUMNS), np.int32)
+        table_np[:, sequences.FIRST_ROW] = starts
+        table_np[:, sequences.NUM_ROWS] = rows
+        table_np[:, sequences.NUM_CERTAIN] = rows - drafts
+        table_np[:, sequences.FIRST_KEPT] = first
+        table_np[:, sequences.NUM_KEPT] = begins - since
+        table_np[:, sequences.POSITION] = since
+        table_np[:, sequences.READ] = blocks[numbers, np.maximum(last, 0) // self.size]
+        table_np[:, sequences.WRITE] = blocks[numbers, ends // self.size]
+        table_np[:, sequences.KEEP_AT] = keep_at
+        if self._lags:
+            table = self._exact(table_np, blocks, begins, since, last, ends)
+        else:
+            blocks = _without_passed(blocks, since, begins, self.size)
+            table = mx.array(table_np)
+        num_carried = self.num_carried
+        keeps = num_new + num_carried > 0
+        num_fresh = stable(max(num_new, 1) + num_carried) - num_carried if keeps else 1
+        num_rows = max(int(self.layout.query_start_loc_np[-1]), 1)
+        applies = bool(most.any() or num_carried)
+        num_before = num_before if applies else 0
+        tiles = mx.array(_tiles(starts, rows))
+        step = Sequences(table, mx.array(blocks), tiles, self.size, num_rows, num_fresh)
+        long = None
+        if scope.long_prompt is not None and not self._lags:
+            long = long_prompts.chosen(step, table_np, blocks, scope.long_prompt)
+        plan = SequencePlan(
+            scope.number,
+            step,
+            applies=applies,
+            keeps=keeps,
+            carried=_rows_of(self.carried) if num_carried else None,
+            groups=None
+            if scope.by_kernels
+            else sequence_groups.plan(
+                *(table_np, blocks, self.size, num_rows, num_fresh, num_before, most),
+                num_taps=scope.num_taps,
+            ),
+            reads=None if scope.by_kernels else mx.array(table_np[:, sequences.READ]),
+            long=long,
+        )
+        return plan, self._left(table_np, num_reqs, num_fresh)
+
+    def _exact(
+        self,
+        table_np: np.ndarray,
+        blocks_np: np.ndarray,
+        begins: np.ndarray,
+        since: np.ndarray,
+        last: np.ndarray,
+        ends: np.ndarray,
+    ) -> mx.array:
+        """[N, COLUMNS] int32, of upper bounds what the device knows better."""
+        now, before = self._shifts()
+        blocks = mx.array(blocks_np)
+
+        def block(position: mx.array) -> mx.array:
+            return mx.take_along_axis(blocks, mx.maximum(position, 0)[:, None] // self.size, axis=1)
+
+        table = mx.array(table_np)
+        settled = mx.array(since) - before
+        return mx.concatenate(
+            [
+                table[:, : sequences.NUM_KEPT],
+                (mx.array(begins) - now - settled)[:, None],
+                settled[:, None],
+                block(mx.array(last) - before),
+                block(mx.array(ends) - now),
+                table[:, sequences.KEEP_AT :],
+            ],
+            axis=1,
+        )
+
+    def _left(self, table_np: np.ndarray, num_reqs: int, first_carried: int) -> Entries:
+        """Entries of this step's drafts, and those that are passed on."""
+        drafting = np.flatnonzero(self.drafts_np)
+        layout, carried = self.layout, self.carried
+        if len(carried):
+            ends = first_carried + np.cumsum(carried.counts_np)
+            carried.first_np[:] = ends - carried.counts_np
+        if not len(drafting):
+            return carried
+        assert layout.req_indices_np is not None
+        counts, drafts = self.counts_np[drafting], self.drafts_np[drafting]
+        ends = layout.seq_lens_np[drafting]
+        behind = None if layout.behind is None else layout.behind.of(drafting.astype(np.int32))
+        new = Entries(
+            req_indices_np=layout.req_indices_np[drafting].astype(np.int32),
+            steps_np=np.full(len(drafting), -1, np.int64),
+            certain_rows_np=layout.query_start_loc_np[:-1][drafting] + counts - drafts - 1,
+            first_np=table_np[:num_reqs, sequences.KEEP_AT][drafting],
+            counts_np=drafts,
+            settled_np=ends - drafts,
+            last_np=ends - 1,
+            accepted_np=np.full(len(drafting), -1, np.int32),
+            tables_np=layout.block_tables_np[drafting],
+            lag=None if behind is None else behind.counts,
+        )
+        return new.joined(carried)
+
+
+def _stacked(first: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """[R + L, W] int32 of [R, ...] and [L, ...] block tables."""
+    if not len(others):
+        return first
+    width = max(first.shape[1], others.shape[1])
+    return np.concatenate(
+        [np.pad(each, ((0, 0), (0, width - each.shape[1]))) for each in (first, others)]
+    )
+
+
+def _without_passed(
+    blocks_np: np.ndarray, since: np.ndarray, begins: np.ndarray, size: int
+) -> np.ndarray:
+    """The [N, W] blocks, 0 for those that end among accepted drafts, before the last of these.
+
+    vLLM has taken such a block from the request before this step, and may have given it to another;
+    it never puts one into the prefix cache.
+    """
+    passed = np.flatnonzero((begins > since) & ((begins - 1) // size > since // size))
+    if not len(passed):
+        return blocks_np
+    blocks_np = blocks_np.copy()
+    for index in passed.tolist():
+        blocks_np[index, since[index] // size : (begins[index] - 1) // size] = 0
+    return blocks_np
+
+
+def _tiles(starts: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """[M, 2] int32, see `Sequences.tiles`."""
+    counts = np.maximum(-(-rows // sequences.TILE_ROWS), 1)
+    if len(rows) and counts.max() == 1:
+        return np.stack([np.arange(len(rows)), np.zeros(len(rows))], axis=1).astype(np.int32)
+    whose = np.repeat(np.arange(len(rows)), counts)
+    places = np.arange(len(whose)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.stack([whose, places * sequences.TILE_ROWS], axis=1).astype(np.int32)
+
+
+def _rows_of(entries: Entries) -> mx.array:
+    """[c] int32, the kept rows of entries, one after another."""
+    parts: Sequence[np.ndarray] = [
+        np.arange(first, first + count)
+        for first, count in zip(entries.first_np.tolist(), entries.counts_np.tolist(), strict=True)
+    ]
+    return mx.array(np.concatenate(parts).astype(np.int32))

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts by a smaller model that shares the target's vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+
+from vllm_metal.engine.attention.forward_inputs import ForwardInputs
+from vllm_metal.engine.attention.layers import attention_layers
+from vllm_metal.engine.batch.requests import Requests
+from vllm_metal.engine.batch.rows import Rows
+from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.engine.kv_cache.layer_state import LayerState, Restorable
+from vllm_metal.engine.memory.profile import profile_step
+from vllm_metal.engine.models import loader
+from vllm_metal.engine.models.paged_layers import PagedLayers
+from vllm_metal.engine.models.parts import ModelParts
+from vllm_metal.engine.spec_decode.draft_writer import DraftWriter, Forward
+from vllm_metal.engine.spec_decode.network import LAYER_PREFIX, DraftNetwork, DraftPool
+from vllm_metal.engine.spec_decode.paged_proposer import PagedProposer
+from vllm_metal.engine.spec_decode.passes import Passes, PassInputs, PassNetwork
+from vllm_metal.engine.spec_decode.proposer import DraftRequest, Drafts, Proposer
+from vllm_metal.engine.spec_decode.spans import Spans
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+#: New tokens a request may gather without a pass while nobody wants drafts, so that one pass takes
+#: in many steps' tokens. With so few rows it takes little longer than with a single one.
+MAX_BEHIND = 16
+
+
+class DraftModel(DraftNetwork):
+    """Any model that this plugin serves, loaded beside the target."""
+
+    def __init__(self, config: VllmConfig, target: ModelParts) -> None:
+        """Loads it.
+
+        Args:
+            config: whose speculative_config names the model.
+            target: not used, a draft model reads nothing but tokens.
+
+        Raises:
+            loader.ModelLoadError: it cannot be loaded, or does not share the target's vocabulary.
+            NotImplementedError: this plugin does not serve its layers.
+        """
+        speculation = config.speculative_config
+        assert speculation is not None
+        self._config = config
+        self._name = speculation.model
+        self._num_drafts = speculation.num_speculative_tokens
+        self._max_len = speculation.draft_model_config.max_model_len
+        loader.check_draft_vocabulary(config)
+        model = loader.load(config, speculation.draft_model_config)
+        family = str(speculation.draft_model_config.hf_config.model_type)
+        self.layers = [
+            replace(layer, name=LAYER_PREFIX + layer.name)
+            for layer in attention_layers(model, family)
+        ]
+        self._parts = ModelParts(model)
+
+    def profile(self, kv_cache_type: type[LayerKVCache]) -> None:
+        profile_step(self._parts, self.layers, self._config, kv_cache_type)
+
+    def proposer(self, pool: DraftPool) -> Proposer:
+        placed = self._own(pool), pool.group_of, self._config.cache_config.block_size
+        paged = PagedLayers(self.layers, *placed)
+        placed_in = paged, pool.block_tables, pool.graphs
+        passes = Passes(GreedyModel(self._parts), *placed_in, self._num_drafts)
+        max_num_reqs = self._config.scheduler_config.max_num_seqs
+        return DraftModelProposer(passes, max_num_reqs, self._num_drafts, self._max_len)
+
+    def writer(self, pool: DraftPool, requests: Requests) -> DraftWriter:
+        own, block_size = self._own(pool), self._config.cache_config.block_size
+        paged = PagedLayers(self.layers, own, pool.group_of, block_size, begins_steps=False)
+
+        def pass_over(rows: Rows, _: mx.array) -> tuple[Rows, Forward] | None:
+            inside = _within(rows, self._max_len)
+            if inside is None:
+                return None
+            return inside, lambda caches: self._parts.forward_hidden(inside.inputs, caches)
+
+        last = own[self.layers[-1].name]
+        return DraftWriter(paged, last, pool.block_tables, pass_over)
+
+    def _own(self, pool: DraftPool) -> dict[str, LayerState]:
+        own = {layer.name: pool.layer_states[layer.name] for layer in self.layers}
+        if any(isinstance(state, Restorable) for state in own.values()):
+            raise NotImplementedError(
+                f"--speculative-config model {self._name!r} is not supported as a draft model: "
+                "rejected drafts would change the state of its recurrent layers. Choose "
+                "another model"
+            )
+        return own
+
+
+def _within(rows: Rows, max_len: int) -> Rows | None:
+    """The rows at the first `max_len` positions of their requests; None: there are none."""
+    if (rows.seq_lens_np <= max_len).all():
+        return rows
+    within_np = np.flatnonzero(rows.positions_np < max_len).astype(np.int32)
+    if not len(within_np):
+        return None
+    starts_np = rows.positions_np[rows.query_start_loc_np[:-1]]
+    ends_np = np.minimum(rows.seq_lens_np, max_len)
+    here = ends_np > starts_np
+    spans = Spans(rows.req_indices_np[here], starts_np[here], ends_np[here])
+    return spans.rows(rows.input_ids[mx.array(within_np)], None)
+
+
+class GreedyModel(PassNetwork):
+    """What a model would generate greedily."""
+
+    def __init__(self, parts: ModelParts) -> None:
+        """
+        Args:
+            parts: the model's.
+        """
+        self.module = parts.model
+        self._parts = parts
+
+    def next_tokens(self, inputs: PassInputs, caches: list[Any]) -> tuple[mx.array, None]:
+        """The likeliest next tokens; see PassNetwork."""
+        of_rows = ForwardInputs(inputs.input_ids, inputs.positions[None])
+        hidden_states = self._parts.forward_hidden(of_rows, caches)
+        if inputs.wanted is not None:
+            hidden_states = hidden_states[inputs.wanted]
+        logits = self._parts.compute_logits(hidden_states)
+        return mx.argmax(logits, axis=-1).astype(mx.int32), None
+
+
+class DraftModelProposer(PagedProposer):
+    """Drafts what the model would generate greedily, one token a pass."""
+
+    def __init__(self, passes: Passes, max_num_reqs: int, num_drafts: int, max_len: int) -> None:
+        """
+        Args:
+            passes: of the draft model, over the shared pool.
+            max_num_reqs: rows of a per-request table.
+            num_drafts: K, the most drafts of a request.
+            max_len: tokens the model is made for; longer requests get no drafts.
+        """
+        super().__init__(passes, num_drafts)
+        self._max_len = max_len
+        # By req_idx, how many positions have K/V. Drafts count until the next call of `propose`,
+        # when rejected ones lie at or behind the newest token.
+        self._written_np = np.zeros(max_num_reqs, np.int32)
+        # By req_idx, how many of those may be of tokens that were not kept, at most.
+        self._doubtful_np = np.zeros(max_num_reqs, np.int32)
+        # By req_idx, the end of what `propose` was last called for: so far there are blocks.
+        self._called_np = np.zeros(max_num_reqs, np.int32)
+
+    def begin_request(self, req_idx: int, num_computed: int) -> None:
+        self._written_np[req_idx] = self._called_np[req_idx] = num_computed
+        self._doubtful_np[req_idx] = 0
+
+    def propose(self, request: DraftRequest) -> Drafts:
+        req_indices_np, num_tokens_np = request.req_indices_np, request.num_tokens_np
+        most_tokens = request.most_tokens_np
+        max_len = min(self._max_len, request.token_ids_np.shape[1])
+        limits = request.limits_within(self._num_drafts, max_len)
+        written = self._written_np[req_indices_np]
+        # The newest token has no K/V yet: at most a rejected draft was written at its position.
+        # The drafts before it were accepted.
+        sure = np.minimum(written - self._doubtful_np[req_indices_np], num_tokens_np - 1)
+        # Where tokens are unread, the pass before ran over all that is known.
+        ran = most_tokens > num_tokens_np
+        starts = np.where(ran, np.minimum(written, num_tokens_np), sure)
+        ends = np.minimum(most_tokens, max_len)
+        self._written_np[req_indices_np], self._called_np[req_indices_np] = starts, ends
+        self._doubtful_np[req_indices_np] = 0
+        token_ids = mx.zeros((len(req_indices_np), self._num_drafts), mx.int32)
+        here = np.flatnonzero(ends > starts)
+        if len(here) and (limits.any() or (ends - starts).max() > MAX_BEHIND):
+            token_ids[mx.array(here)] = self._write(
+                request.select(here), starts[here], ends[here], limits[here]
+            )
+        return Drafts(token_ids, limits)
+
+    def complete_draft_kv(self, request: DraftRequest) -> None:
+        req_indices_np = request.req_indices_np
+        starts = self._written_np[req_indices_np] - self._doubtful_np[req_indices_np]
+        ends = np.minimum(request.num_tokens_np - 1, self._called_np[req_indices_np])
+        here = np.flatnonzero(ends > starts)
+        if len(here):
+            self._write(request.select(here), starts[here], ends[here], request.limits_np[here])
+
+    def _write(
+        self,
+        request: DraftRequest,
+        starts_np: np.ndarray,
+        ends_np: np.ndarray,
+        limits_np: np.ndarray,
+    ) -> mx.array:
+        """Drafts that follow [starts, ends), whose K/V count as written from now on.
+
+        Args:
+            request: of R requests.
+            starts_np, ends_np: [R] int32, positions to write; none empty.
+            limits_np: [R] int32, drafts of each.
+        """
+        spans, behind = Spans(request.req_indices_np, starts_np, ends_np), request.behind
+        drafts = self._draft(spans, spans.tokens(request), None, limits_np, behind)
+        self._written_np[spans.req_indices_np] = ends_np + np.maximum(limits_np - 1, 0)
+        self._doubtful_np[spans.req_indices_np] = 0 if behind is None else behind.most_np
+        return drafts

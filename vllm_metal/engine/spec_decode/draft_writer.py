@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes draft K/V in an engine that drafts nothing itself, for others to draft from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from vllm_metal.engine.kv_cache.layer_state import Fenced
+from vllm_metal.patches.mlx_patches.seam import AttendingCache
+
+if TYPE_CHECKING:
+    from vllm_metal.engine.batch.requests import BlockTables
+    from vllm_metal.engine.batch.rows import Rows
+    from vllm_metal.engine.kv_cache.layer_state import LayerState
+    from vllm_metal.engine.models.paged_layers import PagedLayers
+    from vllm_metal.patches.mlx_patches.seam import Scoring
+
+#: A forward of the network, given its caches.
+Forward = Callable[[list[Any]], Any]
+
+
+class DraftWriter:
+    """One pass of a draft network over the rows of each step, in that step.
+
+    No block lacks anything once its step has ended. So nothing is remembered from step to step, and
+    nothing here waits for the device. The pass ends where the last layer has its K/V: what that
+    layer would attend to, and all behind it, serves drafts only.
+    """
+
+    def __init__(
+        self,
+        paged: PagedLayers,
+        last: LayerState,
+        block_tables: BlockTables,
+        pass_over: Callable[[Rows, mx.array], tuple[Rows, Forward] | None],
+    ) -> None:
+        """
+        Args:
+            paged: the network's layers, whose forwards join the target's steps.
+            last: what the last of them keeps.
+            block_tables: of the requests.
+            pass_over: the rows and the forward of a pass, of the arguments of `write`; None: there
+                is nothing to write.
+        """
+        self._paged = paged
+        self._last = last
+        self._block_tables = block_tables
+        self._pass_over = pass_over
+
+    def write(self, rows: Rows, last_token_ids: mx.array) -> list[mx.array]:
+        """Builds the pass over the rows that the target's forward was built of last.
+
+        Args:
+            rows: of the step; without drafts.
+            last_token_ids: [max_num_reqs] int32, by req_idx the newest token: of a request that
+                samples in this step, what it samples.
+
+        Returns:
+            What the device is to compute after the target's forward.
+        """
+        if (found := self._pass_over(rows, last_token_ids)) is None:
+            return []
+        rows, forward = found
+        with self._paged.step(rows, self._block_tables) as caches:
+            try:
+                forward([*caches[:-1], _LastCache(caches[-1])])
+            except _LastWritten as written:
+                last = self._last.storage
+                return [*written.arrays, *(last.fences if isinstance(last, Fenced) else ())]
+        raise RuntimeError("the draft network's last layer has not written its K/V")
+
+
+class _LastWritten(Exception):
+    """Ends a forward."""
+
+    def __init__(self, arrays: list[mx.array]) -> None:
+        super().__init__()
+        self.arrays = arrays
+
+
+class _LastCache(AttendingCache):
+    """The last layer's: it takes K/V, and ends the forward."""
+
+    def __init__(self, cache: AttendingCache) -> None:
+        self._cache = cache
+
+    @property
+    def offset(self) -> mx.array:
+        return self._cache.offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        raise _LastWritten(list(self._cache.update_and_fetch(keys, values)))
+
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring
+    ) -> mx.array:
+        raise RuntimeError("K/V were not written before attention")

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EAGLE's heads as MLX modules: a decoder layer that reads tokens and the target's hidden states.
+
+EAGLE: Li et al. 2024, arXiv:2401.15077; EAGLE-3: Li et al. 2025, arXiv:2503.01840.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import llama
+
+from vllm_metal.engine.spec_decode.head import Head
+from vllm_metal.patches.mlx_patches.seam import AttendingCache
+
+#: Layers of the target whose output EAGLE-3 reads where config.json names none, counted from 1, as
+#: functions of the target's number of layers; the choice of EAGLE-3's authors.
+DEFAULT_LAYERS: tuple[Callable[[int], int], ...] = (
+    lambda count: 2,
+    lambda count: count // 2,
+    lambda count: count - 3,
+)
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The shape of a head."""
+
+    decoder: llama.ModelArgs
+    draft_vocab_size: int
+    # What follows is EAGLE-3's.
+    layer_ids: tuple[int, ...] | None  # layers whose hidden states it reads, if it says so
+    num_hidden_states: int  # of a row: that many layers'; 0: the final one
+    hidden_state_size: int  # the target's
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+
+    @staticmethod
+    def from_config(config: Mapping[str, Any]) -> HeadConfig:
+        """Reads config.json, as vLLM completes it."""
+        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        theta = rope.pop("rope_theta", config.get("rope_theta", 10000.0))
+        decoder = llama.ModelArgs.from_dict(
+            {**config, "rope_theta": theta, "rope_scaling": rope or None, "layer_types": None}
+        )
+        eagle = config.get("eagle_config") or {}
+        layer_ids = config.get("eagle_aux_hidden_state_layer_ids") or eagle.get(
+            "eagle_aux_hidden_state_layer_ids"
+        )
+        count = config.get("num_aux_hidden_states") or len(layer_ids or DEFAULT_LAYERS)
+        reads_layers = eagle.get("use_aux_hidden_state", True)
+        return HeadConfig(
+            decoder=decoder,
+            draft_vocab_size=config.get("draft_vocab_size") or decoder.vocab_size,
+            layer_ids=None if layer_ids is None else tuple(layer_ids),
+            num_hidden_states=count if reads_layers else 0,
+            hidden_state_size=config.get("target_hidden_size") or decoder.hidden_size,
+            norm_before_residual=bool(config.get("norm_before_residual")),
+            norm_before_fc=bool(eagle.get("norm_before_fc", config.get("norm_before_fc"))),
+            fc_norm=bool(config.get("fc_norm")),
+            norm_output=bool(config.get("norm_output")),
+        )
+
+
+class EagleHead(Head):
+    """EAGLE: the token's embedding and the hidden state, joined by `fc`, through decoder layers."""
+
+    def __init__(self, config: HeadConfig, names: set[str]) -> None:
+        """
+        Args:
+            config: its shape.
+            names: of the arrays in the checkpoint.
+        """
+        super().__init__()
+        args = config.decoder
+        size = args.hidden_size
+        self.input_size = size  # of the target's hidden states
+        self.fc = nn.Linear(2 * size, size, bias="fc.bias" in names)
+        self.layers = [llama.TransformerBlock(args) for _ in range(args.num_hidden_layers)]
+        self.layers[0]["input_layernorm"] = nn.Identity()
+        _own_ends(self, config, names)
+
+    def layer_ids(self, num_layers: int) -> tuple[int, ...] | None:
+        """Layers of the target whose hidden states it reads; None: the final ones."""
+        return None
+
+    def __call__(
+        self, input_ids: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
+    ) -> tuple[mx.array, mx.array]:
+        """Runs the layers over rows; see Head."""
+        rows = mx.concatenate([self.embed_tokens(input_ids), hidden], axis=-1)
+        out = self.fc(rows)[:, None]
+        for layer, cache in zip(self.layers, caches, strict=True):
+            out = layer(out, None, cache)
+        return out[:, 0], out[:, 0]
+
+
+class Eagle3Head(Head):
+    """EAGLE-3: hidden states of several layers, and a first layer that reads both inputs side by
+    side; the rest of the vocabulary `d2t` leaves out is never drafted."""
+
+    def __init__(self, config: HeadConfig, names: set[str]) -> None:
+        """Takes what EagleHead takes."""
+        super().__init__()
+        args = config.decoder
+        size, eps = args.hidden_size, args.rms_norm_eps
+        self._config = config
+        count, width = config.num_hidden_states, config.hidden_state_size
+        self.input_size = max(count, 1) * width
+        if count:
+            self.fc = nn.Linear(self.input_size, size, bias="fc.bias" in names)
+            if config.norm_before_fc:
+                self.input_norm = nn.RMSNorm(self.input_size, eps)
+            if config.fc_norm:
+                self.fc_norm = [nn.RMSNorm(width, eps) for _ in range(count)]
+        later = [llama.TransformerBlock(args) for _ in range(args.num_hidden_layers - 1)]
+        self.layers = [_FirstLayer(args, config.norm_before_residual), *later]
+        self.norm = nn.RMSNorm(size, eps)
+        if "d2t" in names:
+            self.d2t = mx.zeros(config.draft_vocab_size, mx.int32)
+        _own_ends(self, config, names)
+
+    def layer_ids(self, num_layers: int) -> tuple[int, ...] | None:
+        """Layers of the target whose hidden states it reads; None: the final ones."""
+        if not self._config.num_hidden_states:
+            return None
+        return self._config.layer_ids or tuple(layer(num_layers) for layer in DEFAULT_LAYERS)
+
+    def combine(self, hidden: mx.array) -> mx.array:
+        """The target's hidden states as the head takes them: [T, layers * H] to [T, H]."""
+        if "fc" not in self:
+            return hidden
+        if "input_norm" in self:
+            hidden = self.input_norm(hidden)
+        if "fc_norm" in self:
+            parts = mx.split(hidden, len(self.fc_norm), axis=-1)
+            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+            hidden = mx.concatenate(normed, axis=-1)
+        return self.fc(hidden)
+
+    def __call__(
+        self, input_ids: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
+    ) -> tuple[mx.array, mx.array]:
+        """Runs the layers over rows; see Head."""
+        out = self.layers[0](self.embed_tokens(input_ids)[:, None], hidden[:, None], caches[0])
+        for layer, cache in zip(self.layers[1:], caches[1:], strict=True):
+            out = layer(out, None, cache)
+        normed = self.norm(out)
+        return normed[:, 0], (normed if self._config.norm_output else out)[:, 0]
+
+    def drafted_tokens(self) -> mx.array:
+        """[draft V] int32, the tokens that a head of its own can draft."""
+        drafted = super().drafted_tokens()
+        return drafted + self.d2t if "d2t" in self else drafted
+
+    def tokens(self, out: mx.array) -> mx.array:
+        """[N] int32, the likeliest token of each of [N, H], as the target numbers it."""
+        found = super().tokens(out)
+        if "d2t" in self:  # how far the target's number is from the head's
+            found = (found + self.d2t[found]).astype(mx.int32)
+        return found
+
+
+class _FirstLayer(nn.Module):
+    def __init__(self, args: llama.ModelArgs, norm_before_residual: bool) -> None:
+        super().__init__()
+        size, eps = args.hidden_size, args.rms_norm_eps
+        self._norm_before_residual = norm_before_residual
+        self.self_attn = _WideAttention(args)
+        self.mlp = llama.MLP(args)
+        self.input_layernorm = nn.RMSNorm(size, eps)
+        self.hidden_norm = nn.RMSNorm(size, eps)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps)
+
+    def __call__(self, embeds: mx.array, hidden: mx.array, cache: AttendingCache) -> mx.array:
+        normed = self.hidden_norm(hidden)
+        residual = normed if self._norm_before_residual else hidden
+        both = mx.concatenate([self.input_layernorm(embeds), normed], axis=-1)
+        out = residual + self.self_attn(both, None, cache)
+        return out + self.mlp(self.post_attention_layernorm(out))
+
+
+class _WideAttention(llama.Attention):
+    """Attention whose rows are twice as wide as what comes out."""
+
+    def __init__(self, args: llama.ModelArgs) -> None:
+        super().__init__(args)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            num_outputs = self[name].weight.shape[0]
+            self[name] = nn.Linear(2 * args.hidden_size, num_outputs, bias=args.attention_bias)
+
+
+def _own_ends(head: nn.Module, config: HeadConfig, names: set[str]) -> None:
+    size = config.decoder.hidden_size
+    if "embed_tokens.weight" in names:
+        head.embed_tokens = nn.Embedding(config.decoder.vocab_size, size)
+    if "lm_head.weight" in names:
+        head.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)

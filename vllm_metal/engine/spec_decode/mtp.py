@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-token prediction: the layer that some models carry to guess one token further.
+
+DeepSeek-AI 2024, arXiv:2412.19437, section 2.2. mlx-lm leaves these layers out of its models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from vllm_metal.engine.attention.layers import decoder_layer
+from vllm_metal.engine.models import loader
+from vllm_metal.engine.models.mtp_families import MTP_FAMILIES, MTPFamily
+from vllm_metal.engine.models.mtp_weights import mtp_weights
+from vllm_metal.engine.models.parts import HiddenStates, ModelParts
+from vllm_metal.engine.spec_decode.head import Head
+from vllm_metal.engine.spec_decode.network import LAYER_PREFIX
+from vllm_metal.engine.spec_decode.paged_head import HeadNetwork
+from vllm_metal.engine.weights.placing import install
+from vllm_metal.patches.mlx_patches.seam import AttendingCache
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class MTPHead(Head):
+    """Embedding and hidden state, each normed, joined by `fc`, through one decoder layer."""
+
+    def __init__(self, family: MTPFamily, args: Any, block: nn.Module) -> None:
+        """
+        Args:
+            family: of the target.
+            args: the target's, as mlx-lm reads them.
+            block: the decoder layer.
+        """
+        super().__init__()
+        size, eps = args.hidden_size, args.rms_norm_eps
+        self._family = family
+        self.input_size = size
+        self.embedding_norm = nn.RMSNorm(size, eps)
+        self.hidden_norm = nn.RMSNorm(size, eps)
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.block = block
+        self.norm = nn.RMSNorm(size, eps)
+
+    def __call__(
+        self, input_ids: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
+    ) -> tuple[mx.array, mx.array]:
+        """Runs the layer over rows; see Head."""
+        embeds = self.embed_tokens(input_ids)
+        if self._family.masks_first:  # they are trained without a token there
+            embeds = mx.where(caches[0].offset[:, None] == 0, mx.zeros_like(embeds), embeds)
+        parts = [self.embedding_norm(embeds), self.hidden_norm(hidden)]
+        if self._family.hidden_first:
+            parts.reverse()
+        out = self.block(self.fc(mx.concatenate(parts, axis=-1))[:, None], None, caches[0])[:, 0]
+        normed = self.norm(out)
+        return normed, normed if self._family.feeds_normed else out
+
+
+class MTP(HeadNetwork):
+    """The target's own MTP layer; the first one where it has several, for every draft."""
+
+    def __init__(self, config: VllmConfig, target: ModelParts) -> None:
+        """Loads it, and has the target's hidden states noted from now on.
+
+        Args:
+            config: whose speculative_config names the checkpoint, the target's own by default.
+            target: the model it was trained with.
+
+        Raises:
+            loader.ModelLoadError: the checkpoint has no MTP layer, or one of another target.
+            NotImplementedError: the target does not show its hidden states, or the layer keeps
+                what the paged path does not serve.
+        """
+        assert config.speculative_config is not None
+        model_config = config.speculative_config.draft_model_config
+        (architecture, *_) = model_config.architectures
+        family = MTP_FAMILIES[architecture]  # the platform has refused all others
+        if loader.model_type(config) not in family.model_types:
+            raise loader.ModelLoadError(
+                f"MTP layers of {model_config.model} ({family.model_types[0]}) are not "
+                f"supported with a target of model_type {loader.model_type(config)}"
+            )
+        args = target.text_args
+        block, window = family.build_block(args, model_config.hf_config.to_dict())
+        head = MTPHead(family, args, block)
+        placed = mtp_weights(config, family, target.model, args.num_hidden_layers, head)
+        quantization = getattr(model_config.hf_config, "quantization", None) or {}
+        packings = _packings(head, placed.arrays, quantization.get("mode", "affine"))
+        try:
+            install(head, replace(placed, packings=packings | placed.packings))
+        except ValueError as error:
+            raise loader.ModelLoadError(
+                f"the MTP layer of {model_config.model} does not fit the target: {error}"
+            ) from error
+        head.eval()
+        mx.eval(head.parameters())
+        head.embed_tokens = target.input_embedding
+        head.lm_head = target.output_head
+        try:
+            layer = decoder_layer(
+                block, f"{LAYER_PREFIX}layers.0", args.hidden_size, loader.mlx_dtype(config), window
+            )
+        except NotImplementedError as error:
+            raise NotImplementedError(f"the MTP layer of {model_config.model} {error}") from error
+        last = None if family.reads_normed else (len(target.model.layers),)
+        super().__init__(config, head, [layer], HiddenStates(target, last))
+
+
+def _packings(
+    head: MTPHead, weights: Mapping[str, mx.array], mode: str
+) -> dict[str, dict[str, Any]]:
+    """How modules are packed whose arrays are, at the width and group size these show."""
+    found = {}
+    for path, module in head.named_modules():
+        scales = weights.get(f"{path}.scales")
+        if scales is not None and hasattr(module, "to_quantized"):
+            size, packed = module["weight"].shape[-1], weights[f"{path}.weight"].shape[-1]
+            bits, group_size = packed * 32 // size, size // scales.shape[-1]
+            found[path] = {"group_size": group_size, "bits": bits, "mode": mode}
+    return found

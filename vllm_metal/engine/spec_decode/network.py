@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of draft networks: loaded before there is a pool, proposers once there is one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_metal.engine.batch.requests import BlockTables
+from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.engine.kv_cache.layer_state import LayerState
+from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
+from vllm_metal.engine.models.compiled import Graphs
+from vllm_metal.engine.spec_decode.proposer import Proposer
+
+if TYPE_CHECKING:
+    from vllm_metal.engine.batch.requests import Requests
+    from vllm_metal.engine.spec_decode.draft_writer import DraftWriter
+
+#: Prefix of the layer names under which vLLM allocates a draft network's K/V.
+LAYER_PREFIX = "draft."
+
+
+@dataclass(frozen=True)
+class DraftPool:
+    """The KV pool that a draft network shares with its target."""
+
+    layer_states: Mapping[str, LayerState]  # storage by layer name, of both networks
+    group_of: Mapping[str, int]  # KV cache group by layer name
+    block_tables: BlockTables  # of the requests
+    graphs: Graphs  # whether forwards may be built by graphs, and where such are counted
+
+
+class DraftNetwork(ABC):
+    """A loaded draft network; it makes a proposer once the KV pool is there."""
+
+    layers: Sequence[StatefulLayer]  # its share of the KV cache; may be empty
+
+    @abstractmethod
+    def profile(self, kv_cache_type: type[LayerKVCache]) -> None:
+        """Runs its largest pass once, so that MLX's peak memory is measured."""
+
+    @abstractmethod
+    def proposer(self, pool: DraftPool) -> Proposer:
+        """The proposer over the pool."""
+
+    def writer(self, pool: DraftPool, requests: Requests) -> DraftWriter:
+        """What keeps the network's K/V complete on an engine that drafts nothing.
+
+        Args:
+            pool: shared with the target.
+            requests: whose blocks are written.
+
+        Raises:
+            NotImplementedError: the network keeps no K/V.
+        """
+        raise NotImplementedError(f"{type(self).__name__} keeps no K/V")

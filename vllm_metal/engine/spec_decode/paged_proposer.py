@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proposers that keep K/V of their own, in the same blocks as the target's."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from metal_kernels.layout import PositionLag
+from vllm_metal.engine.spec_decode.passes import Passes, evened, single_rows
+from vllm_metal.engine.spec_decode.proposer import Proposer
+from vllm_metal.engine.spec_decode.spans import Spans
+
+
+class PagedProposer(Proposer):
+    """Drafts in passes: one over a request's new tokens, then passes of one row each, at once.
+
+    The network's K/V share blocks with the target's, so a prefix hit brings both. The speculator
+    calls `propose` in every step for all its requests, whether they want drafts or not. The first
+    pass reads sampled tokens only, and overwrites the K/V of rejected drafts. Where the host does
+    not know which of the newest tokens are kept, it reads them all: their positions are known, and
+    what lies past the newest token that is kept is overwritten by later passes. Those start where
+    the device knows that token to be. The blocks have room for all these tokens and the limit.
+    Nothing here waits for the device, except over a pool that MLX's scatter writes: there for the
+    first pass, and once for all others.
+    """
+
+    reads_text = False
+
+    def __init__(self, passes: Passes, num_drafts: int) -> None:
+        """
+        Args:
+            passes: of the network.
+            num_drafts: K, the most drafts of a request.
+        """
+        self._passes = passes
+        self._num_drafts = num_drafts
+
+    def _draft(
+        self,
+        spans: Spans,
+        input_ids: mx.array,
+        hidden: mx.array | None,
+        limits_np: np.ndarray,
+        behind: PositionLag | None = None,
+    ) -> mx.array:
+        """[R, K] int32 drafts that follow the spans; past a request's limit: arbitrary.
+
+        Args:
+            spans: of R requests, none empty; the first pass.
+            input_ids: [T] int32 of the first pass.
+            hidden: [T, ...] of its rows, for networks that take more than tokens.
+            limits_np: [R] drafts of each request.
+            behind: how many rows at the end of each span are of tokens that are not kept; None:
+                all are kept.
+        """
+        exact = behind is None or not behind.most_np.any()
+        if exact and len(spans.index_np) == len(limits_np) and limits_np.all():
+            return self._together(spans, limits_np, input_ids, hidden, None)
+        drafting = np.flatnonzero(limits_np)
+        tokens, hidden = self._first(spans, input_ids, hidden, drafting, behind)
+        drafts = mx.zeros((len(limits_np), self._num_drafts), mx.int32)
+        if not len(drafting):
+            return drafts
+        drafts[mx.array(drafting), 0] = tokens
+        going_on = np.flatnonzero(limits_np[drafting] > 1)
+        if len(going_on):
+            if len(going_on) < len(drafting):
+                kept = mx.array(going_on)
+                tokens, hidden = tokens[kept], None if hidden is None else hidden[kept]
+            drafting = drafting[going_on]
+            of_these = None if behind is None else behind.of(drafting)
+            ends_np = spans.ends_np[drafting]
+            single = Spans(spans.req_indices_np[drafting], ends_np, ends_np + 1)
+            more = self._together(single, limits_np[drafting] - 1, tokens, hidden, of_these)
+            drafts[mx.array(drafting), 1:] = more[:, :-1]
+        return drafts
+
+    def _first(
+        self,
+        spans: Spans,
+        input_ids: mx.array,
+        hidden: mx.array | None,
+        drafting: np.ndarray,
+        behind: PositionLag | None,
+    ) -> tuple[mx.array, mx.array | None]:
+        """Tokens and hidden states after the spans of the requests at `drafting`."""
+        even, places_np = evened(spans)
+        stored_np = None
+        if (places_np < 0).any():
+            stored_np, places = places_np >= 0, mx.array(np.maximum(places_np, 0))
+            input_ids, hidden = input_ids[places], None if hidden is None else hidden[places]
+        last_rows = even.query_start_loc_np[1:] - 1
+        # A pass without drafts only writes K/V; its one row of logits costs next to nothing.
+        wanted = mx.array(last_rows[drafting] if len(drafting) else last_rows[:1])
+        if behind is not None and len(drafting):
+            wanted = wanted - behind.counts[mx.array(drafting)]
+        return self._passes.first(even.rows(input_ids, wanted, None, stored_np), hidden)
+
+    def _together(
+        self,
+        spans: Spans,
+        limits_np: np.ndarray,
+        input_ids: mx.array,
+        hidden: mx.array | None,
+        behind: PositionLag | None,
+    ) -> mx.array:
+        """[R, K] int32 drafts of requests that all want some, after spans of one row each."""
+        rows = single_rows(spans, limits_np, input_ids, behind)
+        drafts = self._passes.together(rows, hidden)
+        return mx.pad(drafts, [(0, 0), (0, self._num_drafts - len(rows))])

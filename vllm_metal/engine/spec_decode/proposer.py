@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of proposers: known tokens in, drafts out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import mlx.core as mx
+import numpy as np
+
+from metal_kernels.layout import PositionLag
+from vllm_metal.engine.batch.outputs import Unread
+from vllm_metal.engine.batch.rows import Rows
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """A step's R requests, whose newest tokens drafts are to follow."""
+
+    token_ids_np: np.ndarray  # [max_num_reqs, max_model_len] int32, by req_idx; read only
+    req_indices_np: np.ndarray  # [R] int32, rows of the requests
+    #: [R] int32, known tokens of a request that samples in the coming step; where the step still
+    #: works on a prompt, the end of its rows.
+    num_tokens_np: np.ndarray
+    limits_np: np.ndarray  # [R] int32, most drafts wanted of each, from 0 to K; 0 within a prompt
+    #: [R] int32, known tokens of each before its newest step sampled; None: all rows since lay
+    #: where the host said.
+    num_before_np: np.ndarray | None = None
+    #: What that step sampled and the host does not know; None: the host knows all tokens.
+    unread: Unread | None = None
+
+    @property
+    def most_tokens_np(self) -> np.ndarray:
+        """[R] int32, tokens of each if all those that the host has not read are kept."""
+        unread = self.unread
+        return self.num_tokens_np if unread is None else self.num_tokens_np + unread.counts_np
+
+    @property
+    def behind(self) -> PositionLag | None:
+        """How far before its most tokens each request is; None: all have as many."""
+        return None if self.unread is None else self.unread.behind
+
+    def limits_within(self, num_drafts: int, max_len: int | None = None) -> np.ndarray:
+        """[R] int32 drafts of each: what is wanted, up to `num_drafts`, while its text has room.
+
+        Args:
+            num_drafts: most drafts of a request.
+            max_len: tokens of the longest text; None: as many as the table has.
+        """
+        room_np = (max_len or self.token_ids_np.shape[1]) - self.most_tokens_np
+        limits_np = np.minimum(np.minimum(self.limits_np, room_np), num_drafts)
+        return np.maximum(limits_np, 0).astype(np.int32)
+
+    def select(self, indices_np: np.ndarray) -> DraftRequest:
+        """Returns the [n] requests at `indices_np` alone."""
+        before_np = self.num_before_np
+        return DraftRequest(
+            self.token_ids_np,
+            self.req_indices_np[indices_np],
+            self.num_tokens_np[indices_np],
+            self.limits_np[indices_np],
+            None if before_np is None else before_np[indices_np],
+            None if self.unread is None else self.unread.of(indices_np),
+        )
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Guesses of each request's next tokens."""
+
+    token_ids: mx.array  # [R, K] int32, on the device; past a request's count: arbitrary
+    counts_np: np.ndarray  # [R] int32, from 0 to K
+
+    @staticmethod
+    def of_lists(guesses: list[list[int]], num_drafts: int) -> Drafts:
+        """Drafts of R lists, none longer than `num_drafts`, the K of the result."""
+        token_ids = np.zeros((len(guesses), num_drafts), np.int32)
+        counts = np.zeros(len(guesses), np.int32)
+        for index, guess in enumerate(guesses):
+            if guess:
+                counts[index] = len(guess)
+                token_ids[index, : len(guess)] = guess
+        return Drafts(mx.array(token_ids), counts)
+
+
+class Proposer(ABC):
+    """Guesses what the target model will sample next.
+
+    A wrong draft costs time; it never changes what the target samples.
+    """
+
+    #: Whether the host must know all tokens: requests then have no `unread`.
+    reads_text: ClassVar[bool] = True
+
+    @abstractmethod
+    def propose(self, request: DraftRequest) -> Drafts:
+        """Guesses what follows the newest tokens of a step's R requests."""
+
+    def begin_request(self, req_idx: int, num_computed: int) -> None:  # noqa: B027 - most need not know
+        """A request starts or resumes; the prefix cache holds its first `num_computed` tokens."""
+
+    def set_scope(self, req_idx: int, scope: str | None) -> None:  # noqa: B027 - most share nothing
+        """Names the tenant whose past outputs the request reads and adds to; before `propose`."""
+
+    def forget_request(self, req_idx: int) -> None:  # noqa: B027 - most keep nothing by req_idx
+        """The request is gone; another one may take its row."""
+
+    def complete_draft_kv(self, request: DraftRequest) -> None:  # noqa: B027 - most keep no K/V
+        """Writes the K/V of all tokens but each request's newest, where `propose` has not yet.
+
+        Their blocks are about to be kept for other requests, or other machines.
+
+        Args:
+            request: wants no drafts, and has no `unread`. Positions that no step has had rows of
+                are left out.
+        """
+
+    def take_hidden(self, rows: Rows) -> None:  # noqa: B027 - for heads on hidden states
+        """The target's forward of these rows has just been built."""
+
+
+class TextProposer(Proposer):
+    """Guesses from tokens alone: no model, nothing on the device.
+
+    It must be quick: the device is idle while it runs.
+    """
+
+    def __init__(self, num_drafts: int) -> None:
+        """
+        Args:
+            num_drafts: num_speculative_tokens, the K of the drafts.
+        """
+        self._num_drafts = num_drafts
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, config: SpeculativeConfig) -> Self:
+        """The proposer with the settings of --speculative-config."""
+
+    def propose(self, request: DraftRequest) -> Drafts:
+        limits_np = request.limits_within(self._num_drafts)
+        columns = request.req_indices_np, request.num_tokens_np, limits_np
+        guesses = [
+            self._guess(req_idx, request.token_ids_np[req_idx, :num_tokens], limit)
+            for req_idx, num_tokens, limit in zip(*(each.tolist() for each in columns), strict=True)
+        ]
+        return Drafts.of_lists(guesses, self._num_drafts)
+
+    @abstractmethod
+    def _guess(self, req_idx: int, text: np.ndarray, limit: int) -> list[int]:
+        """At most `limit` tokens that may follow a text, int32 [n]; none for a limit < 1."""
+
+
+class Seen:
+    """How many tokens of a growing text are indexed, and whether a text continues them.
+
+    Compares the length and the last few tokens, which shows that another request has taken the row.
+    A text that differs only further back passes as the same; that costs wrong drafts, nothing else.
+    """
+
+    _NUM_COMPARED = 8
+
+    def __init__(self) -> None:
+        self.length = 0  # tokens indexed
+        self._tail = b""
+
+    def is_start_of(self, text: np.ndarray) -> bool:
+        length = self.length
+        compared = text[max(0, length - self._NUM_COMPARED) : length]
+        return len(text) >= length and compared.tobytes() == self._tail
+
+    def take(self, text: np.ndarray) -> None:
+        self.length = len(text)
+        self._tail = text[-self._NUM_COMPARED :].tobytes()

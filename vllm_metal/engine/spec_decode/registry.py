@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The methods of --speculative-config: one row each, from which all else about them follows.
+
+The platform reads the rows before a model is loaded, so this module imports neither MLX nor vLLM; a
+method's own code is imported when an engine uses it. A new method is its module and a row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from vllm_metal.engine.models.mtp_families import MTP_FAMILIES
+from vllm_metal.settings.draft_methods import KEEPING_KV
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_metal.engine.batch.requests import Requests
+    from vllm_metal.engine.models.parts import ModelParts
+    from vllm_metal.engine.spec_decode.network import DraftNetwork
+    from vllm_metal.engine.spec_decode.proposer import Proposer
+    from vllm_metal.engine.spec_decode.speculator import Speculator
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to draft."""
+
+    names: tuple[str, ...]  # of `method` in --speculative-config, as vLLM spells them
+    #: "module:class" within spec_decode: a DraftNetwork where `has_network`, else a TextProposer.
+    code: str
+    drafts_come_from: str  # for users, like the next
+    needs: str
+    has_network: bool  # weights, which are loaded beside the target's
+    schedules_ahead: bool = True  # False: vLLM turns async scheduling off
+    #: Those served of draft checkpoints, as vLLM names them; empty: the code tells as it loads.
+    architectures: tuple[str, ...] = ()
+    #: Keys of the draft checkpoint's config.json, the first one that is there, for the width of the
+    #: target's hidden states that it reads; empty: config.json does not say.
+    hidden_size_keys: tuple[str, ...] = ()
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether the network keeps K/V of its own, in the same blocks as the target's."""
+        return not KEEPING_KV.isdisjoint(self.names)
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether `model` must name a checkpoint: an MTP layer may be the target's own."""
+        return self.has_network and "mtp" not in self.names
+
+    def load(self) -> Any:
+        """The class that `code` names; imports MLX."""
+        module, _, name = self.code.partition(":")
+        return getattr(import_module(f"{__package__}.{module}"), name)
+
+
+#: Generations of EAGLE heads, whose layers are Llama's, by architecture, as vLLM names it.
+EAGLE_HEADS = {
+    "EagleLlamaForCausalLM": "eagle",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "LlamaForCausalLMEagle3": "eagle3",
+}
+METHODS = (
+    Method(
+        ("ngram", "ngram_gpu"),
+        "ngram:NgramProposer",
+        "the request's own text; for edits, extraction, agents",
+        "nothing; `prompt_lookup_min`, `prompt_lookup_max`",
+        has_network=False,
+    ),
+    Method(
+        ("suffix",),
+        "suffix:SuffixProposer",
+        "its text and past outputs of the same `cache_salt`",
+        "nothing; vLLM's `suffix_decoding_*`",
+        has_network=False,
+        schedules_ahead=False,
+    ),
+    Method(
+        ("draft_model",),
+        "draft_model:DraftModel",
+        "a smaller model of the same vocabulary, its KV in the same pool",
+        "`model`",
+        has_network=True,
+    ),
+    Method(
+        ("eagle", "eagle3"),
+        "eagle:Eagle",
+        "a head on the model's hidden states, Llama layout",
+        "`model`",
+        has_network=True,
+        architectures=tuple(EAGLE_HEADS),
+        hidden_size_keys=("target_hidden_size", "hidden_size"),
+    ),
+    Method(
+        ("medusa",),
+        "medusa:Medusa",
+        "Medusa heads",
+        "`model`",
+        has_network=True,
+        schedules_ahead=False,
+    ),
+    Method(
+        ("mlp_speculator",),
+        "mlp_speculator:MLPSpeculator",
+        "IBM's MLP speculators",
+        "`model`",
+        has_network=True,
+        schedules_ahead=False,
+    ),
+    Method(
+        ("mtp",),
+        "mtp:MTP",
+        f"the model's own MTP layer: {', '.join(f.title for f in MTP_FAMILIES.values())}",
+        "a checkpoint that carries it: the model's own, or `model`",
+        has_network=True,
+        architectures=tuple(MTP_FAMILIES),
+    ),
+)
+BY_NAME: Mapping[str, Method] = {name: method for method in METHODS for name in method.names}
+#: What `method` in --speculative-config may be.
+SPECULATIVE_METHODS = tuple(BY_NAME)
+
+
+def method_of(config: VllmConfig) -> Method | None:
+    """The row of the configured method; None without speculation.
+
+    Raises:
+        ValueError: no row has that name.
+    """
+    speculation = config.speculative_config
+    if speculation is None:
+        return None
+    method = BY_NAME.get(speculation.method or "")
+    if method is None:
+        raise ValueError(
+            f"--speculative-config method {speculation.method!r} is not supported: choose one of "
+            f"{', '.join(SPECULATIVE_METHODS)}"
+        )
+    return method
+
+
+def drafts_for_others(config: VllmConfig) -> bool:
+    """Whether others draft from the K/V of this engine, which drafts nothing itself."""
+    transfer = config.kv_transfer_config
+    return transfer is not None and transfer.kv_role == "kv_producer"
+
+
+def propose_nothing(config: VllmConfig) -> None:
+    """Takes the drafts out of the configuration of an engine that drafts nothing.
+
+    The scheduler is made with it, and reserves neither rows nor blocks for them. What is left says
+    whose K/V are written.
+    """
+    method, speculation = method_of(config), config.speculative_config
+    if method is None or speculation is None or not drafts_for_others(config):
+        return
+    if method.keeps_kv:
+        speculation.num_speculative_tokens = 0
+        speculation.num_speculative_tokens_per_batch_size = None  # numbers up to that one
+    else:
+        config.speculative_config = None
+
+
+def load_network(config: VllmConfig, target: ModelParts) -> DraftNetwork | None:
+    """Loads what drafts for the target; None where there is no network, or nothing for it to do.
+
+    Args:
+        config: whose speculative_config names the method and its checkpoint.
+        target: the target model, of which some networks read the hidden states.
+
+    Raises:
+        ValueError: no row has the method's name.
+        ModelLoadError: the checkpoint cannot be loaded, or does not go with the target.
+        NotImplementedError: the network's layers, or its way of reading the target, are not served.
+    """
+    method = method_of(config)
+    if method is None or not method.has_network:
+        return None
+    if drafts_for_others(config) and not method.keeps_kv:
+        return None
+    network: DraftNetwork = method.load()(config, target)
+    return network
+
+
+def make_speculator(
+    config: VllmConfig,
+    requests: Requests,
+    network: Proposer | None,
+    most_drafts: int | None = None,
+) -> Speculator | None:
+    """What drafts for the requests; None where nothing is drafted.
+
+    Args:
+        config: vLLM's.
+        requests: whose tokens drafts continue.
+        network: the proposer of the network that `load_network` gave; None where it gave none.
+        most_drafts: of all requests of a step; None: as many as it has rows for.
+
+    Raises:
+        ValueError: no row has the method's name, or --additional-config holds what nobody reads.
+    """
+    from vllm_metal.engine.spec_decode.adaptive import AdaptiveDraftLengths, DraftLengths
+    from vllm_metal.engine.spec_decode.speculator import Speculator
+    from vllm_metal.settings.additional_config import AdditionalConfig
+
+    method, speculation = method_of(config), config.speculative_config
+    if method is None or speculation is None or drafts_for_others(config):
+        return None
+    num_drafts = speculation.num_speculative_tokens
+    lengths: DraftLengths
+    if AdditionalConfig.of(config).fixed_draft_length:
+        lengths = DraftLengths(num_drafts)
+    else:
+        lengths = AdaptiveDraftLengths(num_drafts, config.scheduler_config.max_num_seqs)
+    proposer = network if method.has_network else method.load().from_config(speculation)
+    assert proposer is not None  # the worker has loaded the network before
+    return Speculator(requests, proposer, lengths, num_drafts, most_drafts)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of a draft network's pass: positions of requests, and their tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import mlx.core as mx
+import numpy as np
+
+from metal_kernels.layout import PositionLag
+from vllm_metal.engine.batch.rows import Rows, device_positions
+from vllm_metal.engine.spec_decode.proposer import DraftRequest
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Positions [starts, ends) of R requests, the rows of a pass."""
+
+    req_indices_np: np.ndarray  # [R] int32
+    starts_np: np.ndarray  # [R] int32
+    ends_np: np.ndarray  # [R] int32
+
+    @cached_property
+    def query_start_loc_np(self) -> np.ndarray:
+        """[R + 1] int32, first row of each request."""
+        out = np.zeros(len(self.req_indices_np) + 1, np.int32)
+        np.cumsum(self.ends_np - self.starts_np, out=out[1:])
+        return out
+
+    @cached_property
+    def index_np(self) -> np.ndarray:
+        """[T] which of the R requests a row belongs to."""
+        return np.repeat(np.arange(len(self.req_indices_np)), self.ends_np - self.starts_np)
+
+    @cached_property
+    def positions_np(self) -> np.ndarray:
+        """[T] int32"""
+        rows = np.arange(len(self.index_np), dtype=np.int32)
+        return rows - (self.query_start_loc_np[:-1] - self.starts_np)[self.index_np]
+
+    def tokens(self, request: DraftRequest, ahead: int = 0) -> mx.array:
+        """[T] int32, the token of each row; past those that are kept: any of the vocabulary.
+
+        Args:
+            request: of the R requests.
+            ahead: takes the token so many positions after each row instead.
+        """
+        token_ids_np, unread = request.token_ids_np, request.unread
+        index_np, positions_np = self.index_np, self.positions_np + ahead
+        last = token_ids_np.shape[1] - 1
+        known = mx.array(
+            token_ids_np[self.req_indices_np[index_np], np.minimum(positions_np, last)]
+        )
+        places = positions_np - request.num_tokens_np[index_np]
+        if unread is None or (places < 0).all():
+            return known
+        sampled = unread.token_ids[mx.array(unread.firsts_np[index_np] + np.maximum(places, 0))]
+        return mx.where(mx.array(places < 0), known, sampled)
+
+    def rows(
+        self,
+        input_ids: mx.array,
+        logits_indices: mx.array | None,
+        behind: PositionLag | None = None,
+        stored_np: np.ndarray | None = None,
+    ) -> Rows:
+        """
+        Args:
+            input_ids: [T] int32.
+            logits_indices: [N] int32, rows to compute logits of; None: all.
+            behind: how far before these positions the requests are; None: they are exact.
+            stored_np: [T] bool, rows whose K/V are kept; None: all.
+        """
+        return Rows(
+            req_indices_np=self.req_indices_np,
+            query_start_loc_np=self.query_start_loc_np,
+            seq_lens_np=self.ends_np,
+            positions_np=self.positions_np,
+            positions=device_positions(self.positions_np, self.index_np, behind),
+            input_ids=input_ids,
+            logits_indices=logits_indices,
+            behind=behind,
+            stored_np=stored_np,
+        )

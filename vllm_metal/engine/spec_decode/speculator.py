@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides a step's drafts, and when a draft network has to write K/V that it left out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+from vllm.logger import init_logger
+
+from vllm_metal.engine.batch.columns import RequestColumn
+from vllm_metal.engine.batch.input_batch import StepDrafts
+from vllm_metal.engine.batch.requests import Requests, RequestState
+from vllm_metal.engine.spec_decode.adaptive import DraftLengths
+from vllm_metal.engine.spec_decode.proposer import DraftRequest, Drafts, Proposer
+
+if TYPE_CHECKING:
+    from vllm_metal.engine.batch.input_batch import InputBatch
+    from vllm_metal.engine.batch.outputs import StepOutput, Unread
+    from vllm_metal.engine.batch.rows import Rows
+
+
+logger = init_logger(__name__)
+
+#: Below this share of accepted drafts even cheap ones rarely pay; judged after so many.
+LOW_ACCEPTANCE, MIN_JUDGED = 0.2, 1000
+
+
+class Speculator(RequestColumn):
+    """Asks one proposer for drafts, and one policy for how many are worth verifying.
+
+    With async scheduling the scheduler reserves rows for K drafts of every request; rows that get
+    no draft are left out of the batch. The proposer then continues what the newest step samples,
+    which the host does not know as a rule.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        proposer: Proposer,
+        lengths: DraftLengths,
+        num_drafts: int,
+        most_drafts: int | None = None,
+    ) -> None:
+        """
+        Args:
+            requests: whose tokens drafts continue.
+            proposer: makes the drafts.
+            lengths: limits the drafts of each request.
+            num_drafts: K, the most of a request in a step.
+            most_drafts: of all requests of a step, where memory for them is set aside; None: as
+                many as it has rows for.
+        """
+        self._requests = requests
+        self._proposer = proposer
+        self._lengths = lengths
+        self.num_drafts = num_drafts
+        self._most_drafts = most_drafts
+        # Requests and drafts of the step laid out last.
+        self._laid_out: tuple[list[str], StepDrafts]
+        self._last_finish: float | None = None
+        self._num_judged = 0  # drafts verified so far
+
+    def twin(self) -> Speculator:
+        """One that gives all drafts it can; its steps teach this one nothing."""
+        lengths = DraftLengths(self.num_drafts)
+        return Speculator(
+            self._requests, self._proposer, lengths, self.num_drafts, self._most_drafts
+        )
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the host must know all tokens before the next step's drafts."""
+        return self._proposer.reads_text
+
+    def learn(self, outputs: Sequence[StepOutput]) -> None:
+        """Records what steps sampled and accepted, each of them once and in their order.
+
+        Waits for the device where the host has not read them.
+        """
+        for output in outputs:
+            self._learn(output)
+            if len(outputs) > 1:  # the host has not seen when each of them ended
+                self._last_finish = None
+
+    def _learn(self, output: StepOutput) -> None:
+        output.token_ids()
+        batch, now = output.batch, time.perf_counter()
+        sampling = batch.sampling_np
+        req_indices = batch.req_indices_np[sampling]
+        if batch.drafts is not None and len(sampling):
+            drafted = batch.drafts.counts_np[sampling]
+            self._lengths.observe_drafts(req_indices, drafted, output.num_accepted())
+            self._warn_if_useless(int(drafted.sum()))
+        decoding = len(sampling) == len(batch.requests) and len(sampling) > 0
+        if decoding and self._last_finish is not None:
+            self._lengths.observe_step(int(batch.query_start_loc_np[-1]), now - self._last_finish)
+        self._last_finish = now if decoding else None
+
+    def _warn_if_useless(self, num_drafts: int) -> None:
+        before, self._num_judged = self._num_judged, self._num_judged + num_drafts
+        if before < MIN_JUDGED <= self._num_judged and self._lengths.acceptance() < LOW_ACCEPTANCE:
+            logger.warning(
+                "Only %.0f %% of the drafts are accepted: speculation hardly helps on this "
+                "traffic. Try a smaller num_speculative_tokens in --speculative-config, another "
+                "method or draft model, or leave it out",
+                100 * self._lengths.acceptance(),
+            )
+
+    def leave(self, req_idx: int) -> None:
+        """A request is gone; another one may take its row."""
+        self._proposer.forget_request(req_idx)
+        self._lengths.forget_request(req_idx)
+
+    def step_drafts(
+        self,
+        num_scheduled_tokens: Mapping[str, int],
+        reserved: Mapping[str, Sequence[int]],
+        unread: Unread | None = None,
+    ) -> StepDrafts:
+        """The drafts that a step verifies.
+
+        Args:
+            num_scheduled_tokens: request id to its number of rows, those for drafts included.
+            reserved: request id to the drafts the scheduler knows of; -1 stands for one that is
+                still to be proposed.
+            unread: of the same requests, what the host has not read; None: it knows all.
+        """
+        req_ids = list(num_scheduled_tokens)
+        known = [reserved.get(req_id, ()) for req_id in req_ids]
+        room = np.array([len(drafts) for drafts in known], np.int32)
+        scheduled = np.fromiter(num_scheduled_tokens.values(), np.int32, len(req_ids))
+        awaiting = np.array([len(drafts) > 0 and drafts[0] < 0 for drafts in known])
+        limits = np.where(awaiting, room, 0)
+        drafts = self._propose(req_ids, scheduled - room, limits, unread)
+        token_ids, counts = drafts.token_ids, drafts.counts_np
+        if (room > 0).any() and not awaiting[room > 0].all():
+            lists = [[token for token in drafts if token >= 0] for drafts in known]
+            told = Drafts.of_lists(lists, token_ids.shape[1])
+            token_ids = mx.where(mx.array(awaiting)[:, None], token_ids, told.token_ids)
+            counts = np.where(awaiting, counts, told.counts_np)
+            counts = _within(counts, self._most_drafts)
+        self._laid_out = (req_ids, StepDrafts(token_ids, counts, room))
+        return self._laid_out[1]
+
+    def drafts_after(self, batch: InputBatch) -> dict[str, list[int]]:
+        """Drafts that follow what a step sampled, by request id; waits for the device."""
+        here = [state.req_id in self._requests for state in batch.requests]
+        req_ids = [state.req_id for state, there in zip(batch.requests, here, strict=True) if there]
+        if not req_ids:
+            return {}
+        sampled = np.zeros(len(batch.requests), bool)
+        sampled[batch.sampling_np] = True
+        rows = np.diff(batch.query_start_loc_np)
+        limits = np.where(sampled, self.num_drafts, 0)[here]
+        # A request that sampled continues with one row; one in its prompt has done its rows.
+        num_rows = np.where(sampled, 1, rows)[here]
+        drafts = self._propose(req_ids, num_rows, limits, unread=None, done=True)
+        return _lists(req_ids, drafts.token_ids, drafts.counts_np)
+
+    def laid_out_drafts(self) -> dict[str, list[int]]:
+        """The drafts of the step laid out last, by request id; waits for the device."""
+        req_ids, drafts = self._laid_out
+        return _lists(req_ids, drafts.token_ids, drafts.counts_np)
+
+    def complete_draft_kv(self, ends: Mapping[str, int]) -> None:
+        """Has the proposer write K/V of requests' first tokens, where it has not yet.
+
+        Args:
+            ends: by request id, how many tokens; those of requests that are gone are left out.
+        """
+        here = {req_id: end for req_id, end in ends.items() if req_id in self._requests}
+        if here:
+            requests = self._requests
+            indices_np = np.array([requests[req_id].req_idx for req_id in here], np.int32)
+            # The newest of so many tokens is left out, see Proposer.
+            known_np = requests.num_known_np[indices_np]
+            tokens_np = np.minimum(np.array([*here.values()]) + 1, known_np)
+            nothing_np = np.zeros(len(here), np.int32)
+            self._proposer.complete_draft_kv(self._request(indices_np, tokens_np, nothing_np))
+
+    def complete_draft_blocks(self, req_ids: Iterable[str], block_size: int) -> None:
+        """Has the proposer complete the full blocks of requests that it will not be asked for.
+
+        It runs for steps to come, so it has not yet taken in the last one, and the prefix cache
+        keeps that one's blocks.
+
+        Args:
+            req_ids: those that are gone are left out.
+            block_size: tokens of a block.
+        """
+        requests = self._requests
+        here = [req_id for req_id in req_ids if req_id in requests]
+        known_np = requests.num_known_np
+        ends = {req_id: int(known_np[requests[req_id].req_idx]) - 1 for req_id in here}
+        self.complete_draft_kv(
+            {req_id: end // block_size * block_size for req_id, end in ends.items()}
+        )
+
+    def enter(self, state: RequestState) -> None:
+        """A request starts or resumes."""
+        num_computed = int(self._requests.num_computed_tokens_np[state.req_idx])
+        self._proposer.begin_request(state.req_idx, num_computed)
+        self._proposer.set_scope(state.req_idx, state.cache_salt)
+
+    def take_hidden(self, rows: Rows) -> None:
+        """The target's forward of these rows has just been built."""
+        self._proposer.take_hidden(rows)
+
+    def _propose(
+        self,
+        req_ids: Sequence[str],
+        num_rows: np.ndarray,
+        most: np.ndarray,
+        unread: Unread | None,
+        done: bool = False,
+    ) -> Drafts:
+        """
+        Args:
+            req_ids: all requests of a step, R.
+            num_rows: [R] rows of each but for drafts.
+            most: [R] most drafts of each.
+            unread: of each; None: the host knows all.
+            done: the step has run already.
+        """
+        requests = self._requests
+        req_indices = np.array([requests[req_id].req_idx for req_id in req_ids], np.int32)
+        known, computed = (
+            requests.num_known_np[req_indices],
+            requests.num_computed_tokens_np[req_indices],
+        )
+        ends = np.minimum(computed + num_rows, known)
+        ends = np.where(most > 0, known, ends)
+        limits = np.zeros(len(req_ids), np.int32)
+        drafting = most > 0
+        if drafting.any():
+            others = int(num_rows.sum()) - int(drafting.sum())
+            chosen = self._lengths.limits(req_indices[drafting], 0 if done else others)
+            limits[drafting] = np.minimum(chosen, most[drafting])
+            limits = _within(limits, self._most_drafts)
+        return self._proposer.propose(self._request(req_indices, ends, limits, unread))
+
+    def _request(
+        self,
+        req_indices_np: np.ndarray,
+        num_tokens_np: np.ndarray,
+        limits_np: np.ndarray,
+        unread: Unread | None = None,
+    ) -> DraftRequest:
+        """Describes [R] requests to the proposer; arguments as in DraftRequest."""
+        requests, known_np = self._requests, self._requests.num_known_np[req_indices_np]
+        pending = requests.num_tokens_np[req_indices_np] > known_np
+        before_np = np.where(pending, known_np, requests.num_known_before_np[req_indices_np])
+        num_tokens_np = num_tokens_np.astype(np.int32)
+        return DraftRequest(
+            requests.token_ids_np, req_indices_np, num_tokens_np, limits_np, before_np, unread
+        )
+
+
+def _within(counts_np: np.ndarray, most: int | None) -> np.ndarray:
+    """[R] of [R] int32 drafts as many as may be: the first of each, then the second, and so on."""
+    if most is None or counts_np.sum() <= most:
+        return counts_np
+    there = np.arange(counts_np.max())[:, None] < counts_np  # [K, R]
+    first = there & (np.cumsum(there).reshape(there.shape) <= most)
+    return first.sum(0, dtype=np.int32)
+
+
+def _lists(req_ids: Sequence[str], token_ids: mx.array, counts: np.ndarray) -> dict[str, list[int]]:
+    rows = zip(req_ids, np.array(token_ids).tolist(), counts.tolist(), strict=True)
+    return {req_id: row[:count] for req_id, row, count in rows}

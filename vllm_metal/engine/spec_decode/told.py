@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ToldSpeculator: a rank that samples nothing lays out the drafts that another rank has made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+
+from vllm_metal.engine.spec_decode.adaptive import DraftLengths
+from vllm_metal.engine.spec_decode.proposer import DraftRequest, Drafts, Proposer
+from vllm_metal.engine.spec_decode.speculator import Speculator
+
+if TYPE_CHECKING:
+    from vllm_metal.engine.batch.input_batch import StepDrafts
+    from vllm_metal.engine.batch.outputs import StepOutput, Unread
+    from vllm_metal.engine.batch.requests import Requests
+
+
+class ToldSpeculator(Speculator):
+    """Has all drafts of the scheduler, and learns of it which of them were kept."""
+
+    def __init__(self, requests: Requests, num_drafts: int, most_drafts: int | None) -> None:
+        """
+        Args:
+            requests: whose tokens drafts continue.
+            num_drafts: K, the most of a request in a step.
+            most_drafts: of all requests of a step; None: as many as it has rows for.
+        """
+        lengths = DraftLengths(num_drafts)
+        super().__init__(requests, _Nothing(num_drafts), lengths, num_drafts, most_drafts)
+
+    def learn(self, outputs: Sequence[StepOutput]) -> None:
+        return
+
+    def step_drafts(
+        self,
+        num_scheduled_tokens: Mapping[str, int],
+        reserved: Mapping[str, Sequence[int]],
+        unread: Unread | None = None,
+    ) -> StepDrafts:
+        for req_id, drafts in reserved.items():
+            self._requests.note_drafts(self._requests[req_id].req_idx, drafts)
+        return super().step_drafts(num_scheduled_tokens, reserved, unread)
+
+
+class _Nothing(Proposer):
+    """Makes no drafts."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self._num_drafts = num_drafts
+
+    def propose(self, request: DraftRequest) -> Drafts:
+        count = len(request.req_indices_np)
+        return Drafts(mx.zeros((count, self._num_drafts), mx.int32), np.zeros(count, np.int32))

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tower of Gemma 3: SigLIP over squares of one size, and a projector that pools patches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import ClassVar
+
+import mlx.core as mx
+
+from vllm_metal.engine.models import mlx_vlm_families
+from vllm_metal.engine.vision.tower import Config, Tower, with_projector
+
+
+class GemmaTower(Tower):
+    """mlx-vlm's vision model and projector of Gemma 3."""
+
+    parts: ClassVar[Mapping[str, str]] = with_projector("vision_tower.vision_model")
+    unread = ("vision_tower.vision_model.head.",)  # makes SigLIP's own pooled output
+
+    def __init__(self, config: Config) -> None:
+        """
+        Args:
+            config: of the whole model.
+        """
+        super().__init__()
+        module = mlx_vlm_families.family("gemma3", "an image")
+        vision = {**config["vision_config"], "model_type": "siglip_vision_model"}
+        self.check_fixed(vision, hidden_act="gelu_pytorch_tanh")
+        of_tower = module.VisionConfig.from_dict(vision)
+        self._square = of_tower.num_channels, of_tower.image_size, of_tower.image_size
+        self.vision_tower = module.VisionModel(of_tower)
+        # mlx-vlm leaves its last norm at MLX's default.
+        self.vision_tower.vision_model.post_layernorm.eps = of_tower.layer_norm_eps
+        text = SimpleNamespace(
+            hidden_size=config["text_config"]["hidden_size"],
+            mm_tokens_per_image=config["mm_tokens_per_image"],
+        )
+        of_projector = SimpleNamespace(vision_config=of_tower, text_config=text)
+        self.multi_modal_projector = module.gemma3.Gemma3MultiModalProjector(of_projector)
+
+    def encode(self, modality: str, data: Mapping[str, mx.array]) -> mx.array:
+        """See Tower; crops of an image come one after another."""
+        pixels = data["pixel_values"]  # [n, C, height, width]
+        weight = self.vision_tower.vision_model.embeddings.patch_embedding.weight
+        states, *_ = self.vision_tower(pixels.transpose(0, 2, 3, 1).astype(weight.dtype))
+        rows: mx.array = self.multi_modal_projector(states)
+        return rows.flatten(0, 1)[:, None]
+
+    def sample(self, rows: int) -> Mapping[str, mx.array]:
+        """See Tower."""
+        return {"pixel_values": mx.zeros((1, *self._square))}

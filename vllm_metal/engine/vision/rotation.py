@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotation by three positions a row, put beside the rope of a text model's layers.
+
+mlx-lm's modules of the text alone turn each row by one position: right where the three are equal,
+which they are in all text. So a step without images goes on as it did, and only in a step with
+rows of images do the layers turn their queries and keys by what is made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from vllm_metal.engine.attention.forward_inputs import optional_of_rows
+from vllm_metal.identity.model_files import ModelLoadError
+
+#: Name of the cosines and sines of a step's rows among its extras.
+ROTATION = "rotation"
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How a model's layers turn a head by several positions."""
+
+    frequencies: mx.array  # [D / 2] float32, of each pair
+    axes: mx.array  # [D / 2] int32, which position turns it
+
+    def of_rows(self, positions: mx.array) -> mx.array:
+        """[T, 2, D / 2] float32 cosines and sines of [A, T] int32 positions."""
+        angles = positions.astype(mx.float32).T[:, self.axes] * self.frequencies
+        return mx.stack([mx.cos(angles), mx.sin(angles)], axis=1)
+
+
+class RopeOfRows(nn.Module):
+    """A layer's rope, which turns by a step's ROTATION where it has one."""
+
+    def __init__(self, rope: nn.RoPE) -> None:
+        super().__init__()
+        self._rope: Any = rope
+
+    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        """[n, H, L, D] queries or keys, turned."""
+        rotation = optional_of_rows(ROTATION)
+        if rotation is not None:
+            return _turned(x, rotation)
+        plain: mx.array = self._rope(x, offset)
+        return plain
+
+
+def _turned(x: mx.array, rotation: mx.array) -> mx.array:
+    """[n, H, L, D] by [n, L, 2, d] cosines and sines; element i turns with element i + d."""
+    cos, sin = rotation[:, None, :, 0], rotation[:, None, :, 1]
+    pairs = rotation.shape[-1]
+    first, second = x[..., :pairs].astype(mx.float32), x[..., pairs : 2 * pairs].astype(mx.float32)
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    rest = [x[..., 2 * pairs :]] if x.shape[-1] > 2 * pairs else []
+    return mx.concatenate([*(part.astype(x.dtype) for part in parts), *rest], axis=-1)
+
+
+def put_in(model: nn.Module, sections: Sequence[int]) -> Rotation:
+    """Has the ropes of a text model turn by a step's ROTATION.
+
+    Args:
+        model: mlx-lm's, whose ropes are alike.
+        sections: pairs that each axis turns, of time, height and width, interleaved: the pairs
+            3i + 1 are of the height and 3i + 2 of the width, as far as each has sections, and all
+            others of the time (`apply_interleaved_mrope` of transformers' qwen3_vl).
+
+    Raises:
+        ModelLoadError: a rope is of another kind than these positions are known for.
+    """
+    ropes = [(layer, layer.rope) for _, layer in model.named_modules() if "rope" in layer]
+    kinds = {_kind(rope) for _, rope in ropes}
+    if len(kinds) != 1:
+        raise ModelLoadError(
+            f"the layers have {len(kinds)} different RoPE settings, and images need one"
+        )
+    for layer, rope in ropes:
+        layer.rope = RopeOfRows(rope)
+    ((dims, base),) = kinds
+    pairs = np.arange(dims // 2)
+    axes = np.zeros(dims // 2, np.int32)
+    for axis in (1, 2):
+        axes[(pairs % 3 == axis) & (pairs < 3 * sections[axis])] = axis
+    frequencies = (1 / float(base) ** (2 * pairs / dims)).astype(np.float32)
+    return Rotation(mx.array(frequencies), mx.array(axes))
+
+
+def _kind(rope: Any) -> tuple[int, float]:
+    """Dimensions and base of a plain rope."""
+    if type(rope) is not nn.RoPE or rope.traditional or rope.scale != 1.0:
+        raise ModelLoadError(
+            f"images need RoPE with three positions per token, and {type(rope).__name__} has one"
+        )
+    return rope.dims, rope.base

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 (E4M3) weights with scales of a tensor, of rows, or of blocks.
+
+Scales of a tensor and of rows are exact: the stored values as MLX's mxfp8, with an output scale. So
+are scales of blocks that are powers of two. Other scales of blocks change within a row, for which
+MLX has no 8-bit packing but the affine one, to which these are rounded.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from vllm_metal.engine.weights.packed import (
+    Packed,
+    Weight,
+    chunks,
+    exponents_of,
+    requantized,
+    stacked,
+)
+from vllm_metal.identity.model_files import ModelLoadError
+
+_GROUP = 32  # of mxfp8
+
+
+def of_rows(values: mx.array, scales: mx.array, dtype: mx.Dtype) -> Weight:
+    """A weight with one scale, or one a row.
+
+    Args:
+        values: [..., out, in] uint8, E4M3.
+        scales: [], [1], [out] or [..., out or 1, 1] floating point; [E] for experts.
+        dtype: of activations.
+
+    Raises:
+        ModelLoadError: the scales fit neither.
+    """
+    *outer, num_out, num_in = values.shape
+    scales = _by_row(scales, values.shape).astype(mx.float32)
+    if num_in % _GROUP:
+        dense = mx.from_fp8(values, mx.float32) * scales
+        return dense.astype(dtype)
+    exponents, left = exponents_of(scales)
+    shape = (*outer, num_out, num_in // _GROUP)
+    output_scale = mx.broadcast_to(left, (*outer, num_out, 1))[..., 0]
+    spread = mx.contiguous(mx.broadcast_to(exponents, shape))
+    return Packed(values.view(mx.uint32), spread, None, "mxfp8", 8, _GROUP, output_scale)
+
+
+def of_blocks(
+    values: mx.array,
+    scales: mx.array,
+    block: tuple[int, int],
+    powers_of_two: bool,
+    dtype: mx.Dtype,
+) -> Weight:
+    """A weight with a scale a block; blocks at the edges may be cut.
+
+    Args:
+        values: [..., out, in] uint8, E4M3.
+        scales: [..., ceil(out / block[0]), ceil(in / block[1])] floating point, or uint8: E8M0.
+        block: rows and columns of a block.
+        powers_of_two: whether scales are said to be powers of two.
+        dtype: of activations.
+
+    Raises:
+        ModelLoadError: the scales fit no such blocks, or are no powers of two.
+    """
+    *outer, num_out, num_in = values.shape
+    expected = (*outer, -(-num_out // block[0]), -(-num_in // block[1]))
+    if scales.shape != expected:
+        raise ModelLoadError(
+            f"has scales of shape {tuple(scales.shape)}, and blocks of {block[0]}x{block[1]} take "
+            f"{expected}"
+        )
+    rows = mx.arange(num_out) // block[0]
+    if powers_of_two and num_in % _GROUP == 0 and block[1] % _GROUP == 0:
+        exponents = scales if scales.dtype == mx.uint8 else _exponents(scales)
+        columns = mx.arange(0, num_in, _GROUP) // block[1]
+        spread = mx.take(mx.take(exponents, rows, axis=-2), columns, axis=-1)
+        return Packed(values.view(mx.uint32), spread, None, "mxfp8", 8, _GROUP)
+    factors = from_e8m0(scales) if scales.dtype == mx.uint8 else scales.astype(mx.float32)
+    columns = mx.arange(num_in) // block[1]
+    parts = []
+    for part in chunks(num_out, num_in):
+        by_row = mx.take(mx.take(factors, rows[part], axis=-2), columns, axis=-1)
+        parts.append(requantized(mx.from_fp8(values[..., part, :], mx.float32) * by_row, dtype))
+    return stacked(parts)
+
+
+def of_mxfp8(values: mx.array, exponents: mx.array) -> Packed:
+    """MX's own 8-bit format: a power of two for every 32 values of a row.
+
+    Args:
+        values: [..., out, in] uint8, E4M3.
+        exponents: [..., out, in / 32] uint8, E8M0.
+    """
+    return Packed(values.view(mx.uint32), exponents, None, "mxfp8", 8, _GROUP)
+
+
+def from_e8m0(exponents: mx.array) -> mx.array:
+    """Float32 powers of two of E8M0 exponents; 2**-127 becomes 0."""
+    return (exponents.astype(mx.uint32) << 23).view(mx.float32)
+
+
+def _by_row(scales: mx.array, shape: tuple[int, ...]) -> mx.array:
+    """[..., out or 1, 1] of the ways in which scales of rows are stored."""
+    *outer, num_out, _ = shape
+    if scales.size == 1:
+        return scales.reshape([1] * len(shape))
+    for fitting in ((*outer, num_out, 1), (*outer, 1, 1)):
+        if scales.size == mx.zeros(fitting).size:
+            return scales.reshape(fitting)
+    raise ModelLoadError(f"has scales of shape {tuple(scales.shape)} for a weight of {shape}")
+
+
+def _exponents(scales: mx.array) -> mx.array:
+    exponents, left = exponents_of(scales)
+    if not mx.all((left == 1) | (scales == 0)).item():
+        raise ModelLoadError(
+            "has scales that are no powers of two, though quantization_config says scale_fmt=ue8m0"
+        )
+    return exponents

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed integers with scales and zeros: compressed-tensors, GPTQ, AWQ, and AutoRound's of both.
+
+A value is `scale * (integer - zero)`, which MLX's affine mode has as `scale * integer + bias`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+
+from vllm_metal.engine.weights.packed import (
+    AFFINE_BITS,
+    Weight,
+    affine,
+    group_size_of,
+    pack,
+    unpack,
+)
+from vllm_metal.identity.model_files import ModelLoadError
+
+#: Places within an AWQ word of the columns 0 to 7.
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def gptq(
+    qweight: mx.array,
+    scales: mx.array,
+    qzeros: mx.array | None,
+    g_idx: mx.array | None,
+    bits: int,
+    zeros_are_less_one: bool,
+    symmetric: bool,
+    dtype: mx.Dtype,
+    group_size: int | None = None,
+) -> Weight:
+    """A linear layer's weight as GPTQ's tools store it.
+
+    Args:
+        qweight: [in * bits / 32, out] int32, a stream of bits down each column.
+        scales: [groups, out] floating point.
+        qzeros: [groups, out * bits / 32] int32, a stream of bits along each row; None: the middle.
+        g_idx: [in] int32, each input's group; None: in order.
+        bits: of a value.
+        zeros_are_less_one: whether `qzeros` are one less than zeros (checkpoint_format "gptq").
+        symmetric: whether zeros are said to be the middle (`sym`).
+        dtype: of activations.
+        group_size: as the folder says; None: whole rows, or what the shapes say.
+
+    Raises:
+        ModelLoadError: shapes do not fit, or zeros are not the middle though `symmetric`.
+    """
+    groups, num_out = scales.shape
+    codes = mx.contiguous(_words(qweight).T)
+    zeros: mx.array | int = 1 << (bits - 1)
+    if qzeros is not None:
+        stored = unpack(mx.contiguous(_words(qzeros)), bits)[:, :num_out]
+        read = stored.astype(mx.int32).T + int(zeros_are_less_one)
+        # Some tools leave the zeros of symmetric weights empty.
+        if symmetric and not mx.all((read == zeros) | (stored.T == 0)).item():
+            raise ModelLoadError(
+                f"has zeros that are not {zeros}, though quantization_config says sym=true: "
+                "checkpoint_format or sym is wrong"
+            )
+        zeros = zeros if symmetric else read
+    by_row = mx.contiguous(scales.T)
+    if g_idx is None or groups == 1:
+        return affine(codes, by_row, zeros, bits, dtype, group_size, packed=True)
+    return _grouped_by_index(codes, by_row, zeros, g_idx, bits, group_size, dtype)
+
+
+def awq(
+    qweight: mx.array,
+    scales: mx.array,
+    qzeros: mx.array | None,
+    dtype: mx.Dtype,
+    group_size: int | None = None,
+) -> Weight:
+    """A linear layer's weight as AWQ's tools store it (version "gemm"), in 4 bits.
+
+    Args:
+        qweight: [in, out / 8] int32.
+        scales: [groups, out] floating point.
+        qzeros: [groups, out / 8] int32; None: 8.
+        dtype: of activations.
+        group_size: as the folder says; None: whole rows, or what the shapes say.
+    """
+    codes = pack(mx.contiguous(_awq_columns(qweight).T), 4)
+    zeros = 8 if qzeros is None else _awq_columns(qzeros).T
+    return affine(codes, mx.contiguous(scales.T), zeros, 4, dtype, group_size, packed=True)
+
+
+def awq_by_rows(
+    qweight: mx.array,
+    scales: mx.array,
+    qzeros: mx.array | None,
+    dtype: mx.Dtype,
+    group_size: int | None = None,
+) -> Weight:
+    """A linear layer's weight as AWQ's tools store it for products with one row (version "gemv").
+
+    Args:
+        qweight: [out, in / 8] int32, in order.
+        scales: [out, 8 * words] floating point, of which the first are of groups.
+        qzeros: [out, words] int32, in order; None: 8.
+        dtype: of activations.
+        group_size: as the folder says; None: whole rows.
+    """
+    num_in = qweight.shape[-1] * 8
+    groups = 1 if group_size is None else num_in // group_size
+    zeros: mx.array | int = 8
+    if qzeros is not None:
+        zeros = unpack(_words(qzeros), 4)[:, :groups].astype(mx.int32)
+    scales = mx.contiguous(scales[:, :groups])
+    return affine(_words(qweight), scales, zeros, 4, dtype, group_size, packed=True)
+
+
+def compressed(
+    packed: mx.array,
+    scales: mx.array,
+    zeros: mx.array | None,
+    g_idx: mx.array | None,
+    bits: int,
+    num_in: int,
+    dtype: mx.Dtype,
+    group_size: int | None = None,
+) -> Weight:
+    """A weight as compressed-tensors stores it: "pack-quantized".
+
+    Integers are shifted to be positive, and a word holds as many as fit whole.
+
+    Args:
+        packed: [..., out, words] int32.
+        scales: [..., out, groups] floating point.
+        zeros: [..., out / values a word, groups] int32, words down each column; None: the middle.
+        g_idx: [in] int32, each input's group; None or negative: in order.
+        bits: of a value.
+        num_in: columns of the weight (`weight_shape`).
+        dtype: of activations.
+        group_size: as the folder says; None: whole rows, or what the shapes say.
+    """
+    per = 32 // bits
+    middle = 1 << (bits - 1)
+    whole = bits in (2, 4, 8) and num_in % per == 0 and bits in AFFINE_BITS
+    codes = _words(packed) if whole else _whole_values(packed, bits, num_in)
+    read: mx.array | int = middle
+    if zeros is not None:
+        num_out = scales.shape[-2]
+        down = _whole_values(zeros.swapaxes(-1, -2), bits, num_out)
+        read = down.swapaxes(-1, -2).astype(mx.int32)
+    if g_idx is None:
+        return affine(codes, scales, read, bits, dtype, group_size, packed=whole)
+    if not whole and bits in AFFINE_BITS:
+        codes = pack(codes, bits)
+    return _grouped_by_index(codes, scales, read, g_idx, bits, group_size, dtype)
+
+
+def integers(
+    values: mx.array,
+    scales: mx.array,
+    zeros: mx.array | None,
+    dtype: mx.Dtype,
+    group_size: int | None = None,
+) -> Weight:
+    """8-bit integers with scales of rows or groups ("int-quantized").
+
+    Args:
+        values: [..., out, in] int8.
+        scales: [..., out, groups] floating point, or one of the tensor.
+        zeros: as scales, int8; None: 0.
+        dtype: of activations.
+        group_size: as the folder says; None: whole rows, or what the shapes say.
+    """
+    *outer, num_out, _ = values.shape
+    if scales.size == 1:
+        scales = mx.broadcast_to(scales.reshape([1] * values.ndim), (*outer, num_out, 1))
+        zeros = (
+            None
+            if zeros is None
+            else mx.broadcast_to(zeros.reshape([1] * values.ndim), scales.shape)
+        )
+    codes = (values.view(mx.uint8) ^ 0x80).view(mx.uint32)
+    shifted = 128 if zeros is None else zeros.astype(mx.int32) + 128
+    return affine(codes, scales, shifted, 8, dtype, group_size, packed=True)
+
+
+def _words(packed: mx.array) -> mx.array:
+    return packed.view(mx.uint32)
+
+
+def _whole_values(packed: mx.array, bits: int, count: int) -> mx.array:
+    """[..., count] uint8 of words that hold 32 // bits values each."""
+    words, mask = _words(mx.contiguous(packed)), (1 << bits) - 1
+    values = [((words >> (bits * i)) & mask).astype(mx.uint8) for i in range(32 // bits)]
+    return mx.stack(values, axis=-1).flatten(-2)[..., :count]
+
+
+def _awq_columns(packed: mx.array) -> mx.array:
+    """[rows, columns] uint8 of AWQ's words along a row."""
+    nibbles = unpack(_words(packed), 4)
+    by_word = nibbles.reshape(*nibbles.shape[:-1], -1, 8)
+    return mx.take(by_word, mx.array(_AWQ_ORDER), axis=-1).flatten(-2)
+
+
+def _grouped_by_index(
+    codes: mx.array,
+    scales: mx.array,
+    zeros: mx.array | int,
+    g_idx: mx.array,
+    bits: int,
+    group_size: int | None,
+    dtype: mx.Dtype,
+) -> Weight:
+    """A weight whose inputs name their groups: columns are sorted by group, and inputs with them.
+
+    Args:
+        codes: MLX's packing, or [out, in] uint8 where it has none for `bits`.
+    """
+    is_packed = bits in AFFINE_BITS
+    num_in, count = len(g_idx), scales.shape[-1]
+    size = group_size_of(num_in, count, group_size)
+    in_order = mx.arange(num_in) // size
+    # -1 stands for no order; files of which only headers are here have zeros.
+    if mx.any(g_idx < 0).item() or not mx.any(g_idx).item() or mx.array_equal(g_idx, in_order):
+        return affine(codes, scales, zeros, bits, dtype, group_size, packed=is_packed)
+    values = unpack(codes, bits) if is_packed else codes
+    order = mx.argsort(g_idx)
+    if not mx.array_equal(mx.take(g_idx, order), in_order).item():  # groups of several sizes
+        spread = zeros if isinstance(zeros, int) else mx.take(zeros, g_idx, axis=-1)
+        dense = (values.astype(mx.float32) - spread) * mx.take(scales, g_idx, axis=-1)
+        return dense.astype(dtype)
+    values = mx.take(values, order, axis=-1)
+    weight = affine(values, scales, zeros, bits, dtype, group_size)
+    if isinstance(weight, mx.array):
+        return mx.take(weight, mx.argsort(order), axis=-1)
+    return replace(weight, input_order=order.astype(mx.int32))

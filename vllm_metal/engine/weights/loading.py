@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads a folder into a model of mlx-lm, whatever the format of its weights."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.utils import infer_quant_config
+from vllm.logger import init_logger
+
+from vllm_metal.engine.weights import files
+from vllm_metal.engine.weights.judge import plan_of
+from vllm_metal.engine.weights.placing import Placed, install, place
+from vllm_metal.engine.weights.plan import Plan
+from vllm_metal.identity import model_files
+
+logger = init_logger(__name__)
+
+Classes = Callable[[dict[str, Any]], tuple[type, type]]
+#: MLX's `global_scale` of NVFP4 is the largest magnitude; a value is this share of it (6 * 448).
+_NVFP4_LARGEST = 2688.0
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder's weights, none of which has been read."""
+
+    folder: Path
+    arrays: dict[str, mx.array]  # as stored, by name; lazy
+    plan: Plan
+
+
+def opened(folder: Path, config: dict[str, Any]) -> Checkpoint:
+    """The weights of a folder.
+
+    Args:
+        folder: with weight files.
+        config: of config.json.
+
+    Raises:
+        ModelLoadError: weights are missing, unreadable or in a format that is not served.
+    """
+    if model_files.is_gguf(folder):
+        from vllm_metal.engine.weights import gguf_model  # needs the package gguf
+
+        files.check_weight_files(folder)
+        return Checkpoint(folder, *gguf_model.opened(folder))
+    headers = files.headers(folder)
+    return Checkpoint(folder, files.arrays_of(headers), plan_of(config, headers, folder))
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    config: dict[str, Any],
+    classes: Classes,
+    dtype: mx.Dtype,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """A model with a checkpoint's weights, which are read when they are used.
+
+    Args:
+        checkpoint: see `opened`.
+        config: of config.json, as mlx-lm's module reads it.
+        classes: of the model and its arguments, by the config.
+        dtype: of activations. Weights that are not quantized keep the dtype of their files.
+        trust_remote_code: whether the folder's own code may run.
+
+    Raises:
+        ModelLoadError: weights do not fit each other.
+        ValueError: the weights do not fit the model, or the folder's own code may not run.
+    """
+    for note in checkpoint.plan.notes:
+        logger.info(note)
+    model_class, arguments = _classes(checkpoint.folder, config, classes, trust_remote_code)
+    model = model_class(arguments.from_dict(config))
+    install(model, placed(model, config, checkpoint.arrays, checkpoint.plan, dtype))
+    model.eval()
+    return model
+
+
+def placed(
+    model: nn.Module,
+    config: dict[str, Any],
+    arrays: dict[str, mx.array],
+    plan: Plan,
+    dtype: mx.Dtype,
+) -> Placed:
+    """Arrays for a model, of those of its checkpoint; lazy.
+
+    Args:
+        model: as its family makes it, without weights.
+        config: of config.json.
+        arrays: as stored, by name.
+        plan: how they are stored.
+        dtype: of activations.
+    """
+    if config.get("quantization"):
+        return _of_mlx(model, config, arrays)
+    return place(model, plan.converted(arrays, dtype), plan.weights, dtype)
+
+
+def _classes(
+    folder: Path, config: dict[str, Any], classes: Classes, trust_remote_code: bool
+) -> tuple[Any, Any]:
+    code = config.get("model_file")
+    if code is None:
+        return classes(config)
+    if not trust_remote_code:
+        raise ValueError(
+            f"model_file={code!r} in config.json is not supported without --trust-remote-code: the "
+            "model needs code of its folder. Set it if you trust the model."
+        )
+    spec = importlib.util.spec_from_file_location("custom_model", folder / code)
+    assert spec is not None and spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Model, module.ModelArgs
+
+
+def _of_mlx(model: nn.Module, config: dict[str, Any], arrays: dict[str, mx.array]) -> Placed:
+    """Arrays of a checkpoint that MLX's own tools have quantized: a family knows their names."""
+    found: dict[str, mx.array] = dict(
+        model.sanitize(arrays) if hasattr(model, "sanitize") else arrays
+    )
+    if config.get("quantize_activations"):
+        logger.info("quantize_activations is not used: weights are served as they are stored")
+    packings = packings_of_mlx(model, config["quantization"], found)
+    for name in [name for name in found if name.endswith(".global_scale")]:
+        path = name.removesuffix(".global_scale")
+        scale = found.pop(name).astype(mx.float32) / _NVFP4_LARGEST
+        rows = found[f"{path}.weight"].shape[:-1]
+        found[f"{path}.output_scale"] = mx.broadcast_to(
+            scale.reshape(*scale.shape, *[1] * (len(rows) - scale.ndim)), rows
+        )
+    return Placed(found, packings)
+
+
+def packings_of_mlx(
+    model: nn.Module, stated: Mapping[str, Any], arrays: dict[str, mx.array]
+) -> dict[str, dict[str, Any]]:
+    """How layers are packed that MLX's own tools have quantized, by path.
+
+    Args:
+        model: without weights.
+        stated: `quantization` of config.json.
+        arrays: by the names of the model's parameters.
+    """
+    default = {
+        "group_size": stated.get("group_size"),
+        "bits": stated.get("bits"),
+        "mode": stated.get("mode", "affine"),
+    }
+    packings: dict[str, dict[str, Any]] = {}
+    for path, module in model.named_modules():
+        given = stated.get(path)
+        if given is False or not hasattr(module, "to_quantized"):
+            continue
+        if isinstance(given, dict):
+            packings[path] = given
+        elif given is True:
+            packings[path] = default
+        elif f"{path}.scales" in arrays:
+            packings[path] = infer_quant_config(path, module, arrays)
+    return packings

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts weights into a model of mlx-lm, under the names and in the shapes that its family has.
+
+A family's `sanitize` knows checkpoints that are not quantized: it renames, stacks, splits and joins
+weights by rows. So it is given each part of packed weights under the name of the weight: once the
+codes of all, once their scales, and so on. A weight that it does more with than to move its rows is
+given to it dense.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from vllm_metal.engine.weights.layers import can_reorder, can_scale, make_scaled
+from vllm_metal.engine.weights.packed import Packed, Weight, requantized
+from vllm_metal.engine.weights.plan import StoredWeight
+
+_CODES, _SCALES, _BIASES, _OUTPUT_SCALE, _ORDER, _ONES = (
+    *("weight", "scales", "biases", "output_scale"),
+    *("input_order", "ones"),
+)
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+#: Modes by bits and group size of those whose scales are bytes.
+_MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
+_MOST_TRIES = 8
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Arrays by the names of a model's parameters, and how its quantized layers are packed."""
+
+    arrays: dict[str, mx.array]
+    packings: dict[str, dict[str, Any]]  # by path: group_size, bits, mode
+
+
+def place(
+    model: nn.Module,
+    weights: Mapping[str, Weight],
+    stored: Mapping[str, StoredWeight],
+    dtype: mx.Dtype,
+    sanitize: Callable[[Any, dict[str, mx.array]], Mapping[str, mx.array]] | None = None,
+) -> Placed:
+    """Arrays for a model, of weights under the names of a checkpoint; lazy.
+
+    Args:
+        model: as its family makes it, without weights. Its `sanitize` may change it.
+        weights: by name, see `Plan.converted`.
+        stored: how those are stored that are not as MLX has them.
+        dtype: of activations.
+        sanitize: from the model, or a copy, and arrays by the names of `weights` to arrays by the
+            names of its parameters; None: the model's own.
+    """
+    weights = _alike(dict(weights), dtype)
+    transposed = {name for name, each in stored.items() if each.transposed}
+    run = _Sanitize(model, transposed, sanitize or _own)
+    if not any(isinstance(weight, Packed) for weight in weights.values()):
+        return Placed(run.final(weights, _CODES), {})
+    for _ in range(_MOST_TRIES):
+        try:
+            parts = {part: run.tried(weights, part) for part in _parts(weights)}
+        except (ValueError, TypeError, IndexError):
+            odd = _in_another_packing(weights)
+            if not odd:
+                raise
+        else:
+            packings = _packings(model, weights, parts)
+            odd = _sources(weights, packings, parts[_CODES])
+            if not odd:
+                return _joined(run, weights, parts, packings)
+        for name in odd:
+            weights[name] = cast(Packed, weights[name]).dense(dtype)
+    raise ValueError("the family's sanitize does not settle on what it reads")
+
+
+def install(model: nn.Module, placed: Placed) -> None:
+    """Makes the layers of packed weights, and loads all.
+
+    Raises:
+        ValueError: the model lacks a parameter of an array, or an array for one.
+    """
+    nn.quantize(
+        model,
+        class_predicate=lambda path, module: placed.packings.get(path, False),
+    )
+    for path, module in model.named_modules():
+        if {f"{path}.{_OUTPUT_SCALE}", f"{path}.{_ORDER}"} & placed.arrays.keys():
+            make_scaled(module)
+            for name in (_OUTPUT_SCALE, _ORDER):
+                if f"{path}.{name}" in placed.arrays:
+                    module[name] = placed.arrays[f"{path}.{name}"]
+            module.freeze()
+    model.load_weights(list(_without_empty_biases(model, placed).items()), strict=True)
+
+
+def _without_empty_biases(model: nn.Module, placed: Placed) -> dict[str, mx.array]:
+    """The arrays but biases of zeros, which quantizers write for layers that have none."""
+    layers = dict(model.named_modules())
+    empty = [
+        name
+        for path in placed.packings
+        if (name := f"{path}.bias") in placed.arrays and "bias" not in layers[path]
+        if not mx.any(placed.arrays[name]).item()
+    ]
+    return {name: array for name, array in placed.arrays.items() if name not in empty}
+
+
+class _Sanitize:
+    """A family's `sanitize`, given one part of all weights at a time."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        transposed: set[str],
+        sanitize: Callable[[Any, dict[str, mx.array]], Mapping[str, mx.array]],
+    ) -> None:
+        self._model = model
+        self._transposed = transposed
+        self._sanitize = sanitize
+
+    def tried(self, weights: Mapping[str, Weight], part: str) -> dict[str, mx.array]:
+        """What it makes of a part; the model stays as it is."""
+        return self._run(_copied(self._model), weights, part)
+
+    def final(self, weights: Mapping[str, Weight], part: str) -> dict[str, mx.array]:
+        """What it makes of a part, with what it does to the model."""
+        return self._run(self._model, weights, part)
+
+    def _run(self, model: Any, weights: Mapping[str, Weight], part: str) -> dict[str, mx.array]:
+        given = {
+            name: _part(weight, part, name in self._transposed, index)
+            for index, (name, weight) in enumerate(weights.items())
+        }
+        return dict(self._sanitize(model, given))
+
+
+def _copied(node: Any) -> Any:
+    """A tree of modules whose arrays are the same: a `sanitize` may take modules away."""
+    if isinstance(node, nn.Module):
+        module = copy.copy(node)
+        for name, child in node.items():
+            dict.__setitem__(module, name, _copied(child))
+        return module
+    if isinstance(node, dict):
+        return {name: _copied(child) for name, child in node.items()}
+    if isinstance(node, list | tuple):
+        return type(node)(_copied(child) for child in node)
+    return node
+
+
+def _own(model: Any, weights: dict[str, mx.array]) -> Mapping[str, mx.array]:
+    found: Mapping[str, mx.array] = weights
+    if hasattr(model, "sanitize"):
+        found = model.sanitize(weights)
+    return found
+
+
+def _part(weight: Weight, part: str, transposed: bool, index: int) -> mx.array:
+    """[..., out, n] of a packed weight, whatever n is; a dense weight as it is.
+
+    A part that a weight has not is a column of ones in uint8, so that it can be joined with others.
+    """
+    if isinstance(weight, mx.array):
+        found = weight.swapaxes(-1, -2) if transposed else weight
+        return found.reshape(found.shape)  # another object: families compute in place
+    rows = weight.codes.shape[:-1]
+    if part == _ONES:
+        found = mx.broadcast_to(mx.array(1.0), (*rows, 1))
+    elif part == _CODES:
+        found = weight.codes
+    elif part == _SCALES:
+        found = weight.scales
+    elif part == _BIASES and weight.biases is not None:
+        found = weight.biases
+    elif part == _OUTPUT_SCALE and weight.output_scale is not None:
+        found = weight.output_scale[..., None]
+    elif part == _ORDER and weight.input_order is not None:
+        found = mx.full((*rows, 1), index, mx.int32)
+    else:
+        found = mx.broadcast_to(mx.array(1, mx.uint8), (*rows, 1))
+    found = found.swapaxes(-1, -2) if transposed else found
+    return found.reshape(found.shape)
+
+
+def _alike(weights: dict[str, Weight], dtype: mx.Dtype) -> dict[str, Weight]:
+    """The weights, those of a layer's experts in one packing, for they are stacked."""
+    experts: dict[str, list[str]] = {}
+    for name, weight in weights.items():
+        if isinstance(weight, Packed) and _EXPERT.search(name):
+            experts.setdefault(_EXPERT.sub(".experts.*.", name), []).append(name)
+    for names in experts.values():
+        packed = [cast(Packed, weights[name]) for name in names]
+        if len({_key(each) for each in packed}) > 1 or packed[0].input_order is not None:
+            for name, each in zip(names, packed, strict=True):
+                weights[name] = requantized(each.dense(mx.float32), dtype)
+    return weights
+
+
+def _key(weight: Packed) -> tuple[Any, ...]:
+    has = (weight.output_scale is not None, weight.input_order is not None)
+    return (weight.mode, weight.bits, weight.group_size, *has)
+
+
+def _in_another_packing(weights: Mapping[str, Weight]) -> list[str]:
+    """Packed weights that have not the packing of most."""
+    keys = {name: _key(each) for name, each in weights.items() if isinstance(each, Packed)}
+    if not keys:
+        return []
+    ((most, _),) = Counter(keys.values()).most_common(1)
+    return [name for name, key in keys.items() if key != most] or list(keys)
+
+
+def _parts(weights: Mapping[str, Weight]) -> list[str]:
+    """Parts that any of the weights has."""
+    packed = [each for each in weights.values() if isinstance(each, Packed)]
+    having = {
+        _SCALES: bool(packed),
+        _ONES: bool(packed),
+        _BIASES: any(each.biases is not None for each in packed),
+        _OUTPUT_SCALE: any(each.output_scale is not None for each in packed),
+        _ORDER: any(each.input_order is not None for each in packed),
+    }
+    return [_CODES, *(part for part, has in having.items() if has)]
+
+
+Parts = Mapping[str, Mapping[str, mx.array]]
+
+
+def _packings(
+    model: nn.Module, weights: Mapping[str, Weight], parts: Parts
+) -> dict[str, dict[str, Any] | None]:
+    """How the packed weights that came out of `sanitize` are packed, by path.
+
+    None stands for a weight that was changed within rows, or that no layer can have packed.
+    """
+    if _SCALES not in parts:
+        return {}
+    modules = dict(model.named_modules())
+    parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+    shapes = {name: array.shape for name, array in parameters}
+    found: dict[str, dict[str, Any] | None] = {}
+    for name, array in parts[_CODES].items():
+        shape = shapes.get(name)
+        if shape is None:
+            continue  # it is not in the model: loading says so
+        path = name.removesuffix(".weight")
+        if array.dtype == mx.uint32:
+            found[path] = _packing(modules.get(path), shape, name, parts)
+        elif array.shape != shape or isinstance(weights.get(name), Packed):
+            found[path] = None
+    # What is multiplied or added to rows is seen on rows of ones.
+    kept = {path: (parts[_ONES][f"{path}.weight"] == 1).all() for path in found if found[path]}
+    mx.eval(list(kept.values()))
+    return {path: packing if kept.get(path) else None for path, packing in found.items()}
+
+
+def _packing(module: Any, shape: tuple[int, ...], name: str, parts: Parts) -> dict[str, Any] | None:
+    codes, scales = parts[_CODES][name], parts[_SCALES].get(name)
+    if scales is None or not hasattr(module, "to_quantized"):
+        return None
+    rows, num_in = shape[:-1], shape[-1]
+    ones = parts[_ONES].get(name)
+    if ones is None or {codes.shape[:-1], scales.shape[:-1], ones.shape[:-1]} != {rows}:
+        return None
+    if num_in % scales.shape[-1]:
+        return None
+    if _extra(_OUTPUT_SCALE, name, parts) is not None and not can_scale(module):
+        return None
+    order = _extra(_ORDER, name, parts)
+    if order is not None and not (can_reorder(module) and (order == order.reshape(-1)[0]).all()):
+        return None
+    bits, left = divmod(codes.shape[-1] * 32, num_in)
+    group_size = num_in // scales.shape[-1]
+    mode = _MODES.get((bits, group_size)) if scales.dtype == mx.uint8 else "affine"
+    if left or mode is None:
+        return None
+    return {"group_size": group_size, "bits": bits, "mode": mode}
+
+
+def _extra(part: str, name: str, parts: Parts) -> mx.array | None:
+    """A part of an output; None where its weight has none."""
+    array = parts.get(part, {}).get(name)
+    return None if array is None or array.dtype == mx.uint8 else array
+
+
+def _sources(
+    weights: Mapping[str, Weight],
+    packings: Mapping[str, dict[str, Any] | None],
+    codes: Mapping[str, mx.array],
+) -> list[str]:
+    """Packed weights that outputs were made of which are changed within rows."""
+    packed = [name for name, each in weights.items() if isinstance(each, Packed)]
+    found: set[str] = set()
+    for path, packing in packings.items():
+        if packing is not None:
+            continue
+        name = f"{path}.weight" if f"{path}.weight" in codes else path
+        if name in packed:
+            found.add(name)
+            continue
+        parent = path
+        while parent:
+            parent = parent.rpartition(".")[0]
+            # Weights that are not among the outputs by their names went into others.
+            beside = [n for n in packed if n not in codes and n.startswith(f"{parent}.")]
+            if beside:
+                found.update(beside)
+                break
+        else:
+            found.update(packed)
+    return sorted(found)
+
+
+def _joined(
+    run: _Sanitize,
+    weights: Mapping[str, Weight],
+    parts: Parts,
+    packings: Mapping[str, dict[str, Any] | None],
+) -> Placed:
+    arrays = run.final(weights, _CODES)
+    by_index = list(weights.values())
+    for path, packing in packings.items():
+        assert packing is not None
+        name = f"{path}.weight"
+        arrays[f"{path}.{_SCALES}"] = parts[_SCALES][name]
+        if packing["mode"] == "affine":
+            arrays[f"{path}.{_BIASES}"] = parts[_BIASES][name]
+        if (scale := _extra(_OUTPUT_SCALE, name, parts)) is not None:
+            arrays[f"{path}.{_OUTPUT_SCALE}"] = scale[..., 0]
+        if (order := _extra(_ORDER, name, parts)) is not None:
+            source = by_index[int(cast(int, order.reshape(-1)[0].item()))]
+            assert isinstance(source, Packed) and source.input_order is not None
+            arrays[f"{path}.{_ORDER}"] = source.input_order
+    return Placed(arrays, {path: each for path, each in packings.items() if each is not None})

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Readers: each knows one way in which a weight's tensors are named, and checks them.
+
+A reader is given each tensor's name. It returns the weight if the tensor is its main one, the one
+with the values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import mlx.core as mx
+
+from vllm_metal.engine.weights import fp8, integers, mxfp4, nvfp4
+from vllm_metal.engine.weights.gptq_awq import gptq_or_awq
+from vllm_metal.engine.weights.packed import Weight
+from vllm_metal.engine.weights.plan import Arrays, StoredWeight
+from vllm_metal.engine.weights.quantization import Config, Entries, Quantization
+from vllm_metal.engine.weights.tensors import (
+    AGAIN,
+    Tensors,
+    check_groups,
+    contradiction,
+    group_size,
+)
+from vllm_metal.identity.model_files import ModelLoadError
+
+_FLOAT8, _EXPONENT = "F8_E4M3", ("U8", "F8_E8M0")
+_FLOATS = ("F32", "BF16", "F16")
+
+
+def float8(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeight | None:
+    """E4M3 values with scales of the tensor, of rows, of blocks, or of MX's groups."""
+    if len(tensors.shape(name)) < 2 or (scale := _scale_of(name, tensors)) is None:
+        return None
+    # MLX has no such dtype, and writes bytes.
+    in_bytes = tensors.dtype(name) == "U8" and scale.endswith("_scale_inv")
+    if tensors.dtype(name) != _FLOAT8 and not in_bytes:
+        return None
+    parts = {"values": name, "scales": scale}
+    shape, of_scale = tensors.shape(name), tensors.shape(scale)
+    if tensors.dtype(scale) in _EXPONENT and of_scale == (*shape[:-1], shape[-1] // 32):
+        return StoredWeight(
+            name, "MXFP8", parts, lambda a, _: fp8.of_mxfp8(a["values"], a["scales"])
+        )
+    args = _scheme(name, said)
+    block = _block(said, args)
+    by_row = _is_by_row(shape, of_scale)
+    if args.get("strategy") in ("tensor", "channel") and not by_row:
+        raise contradiction(name, f"has scales of {list(of_scale)}", f"strategy={args['strategy']}")
+    if by_row and (block is None or not _fits(shape, of_scale, block)):
+        if args.get("strategy") == "block":
+            raise contradiction(name, f"has scales of {list(of_scale)}", "strategy=block")
+        kind = "FP8, a scale a tensor" if _size(of_scale) == 1 else "FP8, a scale a row"
+        return StoredWeight(
+            name, kind, parts, lambda a, t: fp8.of_rows(a["values"], a["scales"], t)
+        )
+    if block is None:
+        raise ModelLoadError(
+            f"{name} has FP8 scales of {list(of_scale)} for a weight of {list(shape)}, and config"
+            ".json says no weight_block_size: use the config.json of the same checkpoint."
+        )
+    powers = (said is not None and said.get("scale_fmt") == "ue8m0") or (
+        tensors.dtype(scale) in _EXPONENT
+    )
+    squeezed = tuple(n for n in of_scale if n != 1) if len(of_scale) > len(shape) else of_scale
+    if not _fits(shape, squeezed, block):
+        raise contradiction(
+            name, f"has scales of {list(of_scale)}", f"blocks of {block[0]}x{block[1]}"
+        )
+
+    def convert(a: Arrays, dtype: mx.Dtype) -> Weight:
+        return fp8.of_blocks(a["values"], a["scales"].reshape(squeezed), block, powers, dtype)
+
+    kind = f"FP8, blocks of {block[0]}x{block[1]}{', powers of two' if powers else ''}"
+    return StoredWeight(name, kind, parts, convert)
+
+
+def blocks_of_gpt_oss(
+    name: str, tensors: Tensors, said: Quantization | None
+) -> StoredWeight | None:
+    """MXFP4 of experts: `X_blocks` and `X_scales` for a weight X with inputs before outputs."""
+    weight = name.removesuffix("_blocks")
+    scales = f"{weight}_scales"
+    if weight == name or scales not in tensors or tensors.dtype(name) != "U8":
+        return None
+    parts = {"values": name, "scales": scales}
+    return StoredWeight(
+        weight, "MXFP4", parts, lambda a, _: mxfp4.of_weight(a["values"], a["scales"]), True
+    )
+
+
+def float4(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeight | None:
+    """NVFP4 and MXFP4 of compressed-tensors and modelopt: two values a byte."""
+    if tensors.dtype(name) != "U8" or len(tensors.shape(name)) < 2:
+        return None
+    module = re.sub(r"(\.|_)weight_packed$", "", name)
+    weight = name if module == name else f"{module}.weight"
+    stem = _stem(name) if module == name else f"{module}.weight"
+    scales = f"{stem}_scale"
+    if scales not in tensors:
+        return None
+    args = _scheme(weight, said)
+    by, kind = (16, "NVFP4") if tensors.dtype(scales) == _FLOAT8 else (32, "MXFP4")
+    if kind == "MXFP4" and tensors.dtype(scales) not in _EXPONENT:
+        return None
+    for key, value in (("num_bits", 4), ("group_size", by)):
+        stated = args.get(key)
+        if stated is not None and stated != value:
+            raise contradiction(weight, f"is stored as {kind}", f"{key}={stated}")
+    shape, of_scale = tensors.shape(name), tensors.shape(scales)
+    if of_scale != (*shape[:-1], 2 * shape[-1] // by):
+        raise ModelLoadError(
+            f"{weight} has {kind} scales of {list(of_scale)} for values of {list(shape)}: {AGAIN}."
+        )
+    parts = {"values": name, "scales": scales}
+    if kind == "MXFP4":
+        return StoredWeight(
+            weight, kind, parts, lambda a, _: mxfp4.of_weight(a["values"], a["scales"])
+        )
+    factor, divisor = f"{stem}_scale_2", f"{stem}_global_scale"
+    if (factor in tensors) == (divisor in tensors):
+        raise ModelLoadError(f"{weight} is stored as NVFP4 without a scale of the tensor: {AGAIN}.")
+    if factor in tensors:
+        parts["factor"] = factor
+    else:
+        parts["divisor"] = divisor
+
+    def convert(a: Arrays, dtype: mx.Dtype) -> Weight:
+        factor = a["factor"] if "factor" in a else 1.0 / a["divisor"].astype(mx.float32)
+        return nvfp4.of_weight(a["values"], a["scales"], factor)
+
+    return StoredWeight(weight, kind, parts, convert)
+
+
+def packed_integers(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeight | None:
+    """compressed-tensors' packed integers."""
+    module = name.removesuffix(".weight_packed")
+    if module == name or tensors.dtype(name) not in ("I32", "U32"):
+        return None
+    weight = f"{module}.weight"
+    args = _scheme(weight, said)
+    bits = args.get("num_bits")
+    if said is None or said.method != "compressed-tensors" or not bits:
+        raise ModelLoadError(
+            f"{weight} is stored as packed integers, and quantization_config says no num_bits for "
+            "it: use the config.json of the same checkpoint."
+        )
+    parts = tensors.parts(
+        values=name,
+        scales=f"{weight}_scale",
+        shape=f"{weight}_shape",
+        zeros=f"{weight}_zero_point",
+        g_idx=f"{weight}_g_idx",
+    )
+    if not {"scales", "shape"} <= set(parts):
+        raise ModelLoadError(f"{weight} lacks its scales or its shape: download it again.")
+    _check_symmetric(weight, "zeros" in parts, args)
+    words = tensors.shape(name)[-1]
+    size, groups = group_size(args), tensors.shape(parts["scales"])[-1]
+    per = 32 // bits
+
+    def convert(a: Arrays, dtype: mx.Dtype) -> Weight:
+        num_in = (
+            int(cast(Any, a["shape"].tolist())[-1]) or words * per
+        )  # files of which only headers are here have zeros
+        if -(-num_in // per) != words:
+            raise ModelLoadError(
+                f"has {words} words a row for {num_in} inputs, which are not of {bits} bits"
+            )
+        given = (a["values"], a["scales"], a.get("zeros"), a.get("g_idx"))
+        return integers.compressed(*given, bits, num_in, dtype, size)
+
+    if args.get("strategy") == "channel" and groups != 1:
+        raise contradiction(weight, f"has {groups} scales a row", "strategy=channel")
+    return StoredWeight(weight, f"packed integers, {bits} bits", parts, convert)
+
+
+def int8(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeight | None:
+    """8-bit integers, one a byte."""
+    scales = f"{name}_scale"
+    if tensors.dtype(name) != "I8" or scales not in tensors or len(tensors.shape(name)) < 2:
+        return None
+    args = _scheme(name, said)
+    if args.get("num_bits", 8) != 8:
+        raise contradiction(name, "is stored in 8 bits", f"num_bits={args['num_bits']}")
+    parts = tensors.parts(values=name, scales=scales, zeros=f"{name}_zero_point")
+    _check_symmetric(name, "zeros" in parts, args)
+    size = group_size(args)
+    num_in, of_scale = tensors.shape(name)[-1], tensors.shape(scales)
+    if len(of_scale) > 1:
+        check_groups(name, num_in, of_scale[-1], size)
+    return StoredWeight(
+        name,
+        "8-bit integers",
+        parts,
+        lambda a, t: integers.integers(a["values"], a["scales"], a.get("zeros"), t, size),
+    )
+
+
+READERS: tuple[Callable[[str, Tensors, Quantization | None], StoredWeight | None], ...] = (
+    blocks_of_gpt_oss,
+    float8,
+    float4,
+    gptq_or_awq,
+    packed_integers,
+    int8,
+)
+
+
+def _stem(name: str) -> str:
+    """What the names of a weight's scales begin with: experts in one array have no ".weight"."""
+    return name if name.endswith(".weight") else f"{name}_weight"
+
+
+def _scale_of(name: str, tensors: Tensors) -> str | None:
+    """The name of a weight's scales, of the ways in which they are named."""
+    candidates = [f"{name}_scale_inv", f"{name}_scale"]
+    if not name.endswith(".weight"):
+        candidates += [f"{name}_weight_scale_inv", f"{name}_weight_scale"]
+    return next((each for each in candidates if each in tensors), None)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for each in shape:
+        size *= each
+    return size
+
+
+def _is_by_row(shape: tuple[int, ...], of_scale: tuple[int, ...]) -> bool:
+    """Whether scales are of the whole tensor, of each expert, or of rows."""
+    *outer, num_out, _ = shape
+    count = _size(tuple(outer))
+    return _size(of_scale) == 1 or (
+        _size(of_scale) in (count, count * num_out)
+        and of_scale[-1:] in ((1,), (num_out,), (count,))
+    )
+
+
+def _fits(shape: tuple[int, ...], of_scale: tuple[int, ...], block: tuple[int, int]) -> bool:
+    *outer, num_out, num_in = shape
+    return of_scale == (*outer, -(-num_out // block[0]), -(-num_in // block[1]))
+
+
+def _block(said: Quantization | None, args: Config) -> tuple[int, int] | None:
+    if said is None:
+        return None
+    if str(said.get("quant_algo")).lower() == "fp8_pb_wo":
+        return (128, 128)
+    stated: Any = said.get("weight_block_size") or args.get("block_structure")
+    if isinstance(stated, str):  # "128x128", as compressed-tensors once wrote it
+        stated = stated.split("x")
+    return None if not stated else (int(stated[0]), int(stated[1]))
+
+
+def _scheme(name: str, said: Quantization | None) -> Config:
+    """What compressed-tensors says of a weight: its `weights` arguments; empty for other methods.
+
+    Raises:
+        ModelLoadError: it has several groups, and none for this weight.
+    """
+    if said is None:
+        return {}
+    if said.method == "modelopt":
+        return {"group_size": said.get("group_size")} if said.get("quant_algo") == "NVFP4" else {}
+    groups = said.get("config_groups") or {}
+    schemes = [group for group in groups.values() if isinstance(group, Mapping)]
+    module = name.removesuffix(".weight")
+    exact = [
+        g for g in schemes if Entries.of(tuple(g.get("targets") or ())).naming(module) is not None
+    ]
+    by_class = [g for g in schemes if any(_is_class(t) for t in g.get("targets") or ())]
+    for group in (*exact, *by_class, *(schemes if len(schemes) == 1 else ())):
+        return {k: v for k, v in (group.get("weights") or {}).items() if v is not None}
+    if schemes:
+        raise ModelLoadError(
+            f"{name} is quantized, and no group of quantization_config targets it."
+        )
+    return {}
+
+
+def _is_class(target: str) -> bool:
+    """Whether a target is a class of modules, such as "Linear"."""
+    return "." not in target and not target.startswith("re:") and target[:1].isupper()
+
+
+def _check_symmetric(name: str, has_zeros: bool, args: Config) -> None:
+    symmetric = args.get("symmetric")
+    if symmetric is not None and bool(symmetric) == has_zeros:
+        found = "has zero points" if has_zeros else "has no zero points"
+        raise contradiction(name, found, f"symmetric={str(symmetric).lower()}")

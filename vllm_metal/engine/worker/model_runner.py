@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ModelRunner decides the order of a step: news, blocks, forward, results, hand-over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+from vllm.v1.outputs import DraftTokenIds
+
+from metal_kernels.layout import PositionLag
+from vllm_metal.engine.batch.columns import RequestColumn, RequestsRefused
+from vllm_metal.engine.batch.input_batch import InputBatch, StepDrafts, prepare
+from vllm_metal.engine.batch.outputs import StepOutput, Unread
+from vllm_metal.engine.batch.requests import Requests
+from vllm_metal.engine.batch.step_end import StepEnd
+from vllm_metal.engine.spec_decode.speculator import Speculator
+from vllm_metal.engine.worker.early_reads import EarlyReads
+from vllm_metal.engine.worker.results import Step
+from vllm_metal.engine.worker.step_hooks import NO_HOOKS, StepHooks
+from vllm_metal.metrics.figures import take_measured
+from vllm_metal.metrics.step_clock import StepClock
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+
+    from vllm_metal.engine.models.executor import ModelExecutor
+    from vllm_metal.engine.models.paged_layers import PagedLayers
+    from vllm_metal.engine.spec_decode.draft_writer import DraftWriter
+
+
+class ModelRunner:
+    """Turns one SchedulerOutput into results.
+
+    `execute` and `finish` are the order of a step; whatever raises in them is `recovery`'s.
+
+    Nothing between `take_news` and the hand-over to the device at the end of `finish` waits for
+    the device, except where the KV pool is written by MLX's scatter: the step before must then have
+    read it when the next writes are queued (see kv_cache.scatter). Custom logits processors add a
+    wait of their own: they read the tokens of the step before. With speculation `learn` waits
+    before all that, where `_needs_outcome` says so.
+    """
+
+    def __init__(
+        self,
+        model: ModelExecutor,
+        requests: Requests,
+        end: StepEnd,
+        max_num_reqs: int,
+        speculator: Speculator | None = None,
+        draft_writer: DraftWriter | None = None,
+        columns: Sequence[RequestColumn] = (),
+        hooks: StepHooks = NO_HOOKS,
+        clock: StepClock | None = None,
+    ) -> None:
+        """
+        Args:
+            model: what computes hidden states.
+            requests: all that persists of them.
+            end: makes results of hidden states.
+            max_num_reqs: rows of the per-request tables.
+            speculator: None where nothing is drafted.
+            draft_writer: keeps the K/V of a draft network that others draft from; not beside a
+                speculator.
+            columns: what else requests bring: what modules of the model read of them.
+            hooks: called around each step.
+            clock: told of the waits for the step before; None: nobody asks.
+        """
+        self._model = model
+        self._requests = requests
+        self._end = end
+        self._speculator = speculator
+        self._draft_writer = draft_writer
+        self._of_model = columns
+        speculators = () if speculator is None else (speculator,)
+        self._columns: tuple[RequestColumn, ...] = (*columns, *speculators, end)
+        self._hooks = hooks
+        self._clock = clock or StepClock()
+        self._last_token_ids = mx.zeros(max_num_reqs, mx.int32)  # by req_idx, the newest token
+        self._laid_out: InputBatch | None = None  # its forward is built, and nothing more
+        self._newest: StepOutput | None = None  # the step handed over last
+        self._early_reads = EarlyReads()
+        #: How often a step waited to know what the step before it sampled.
+        self.num_waits = 0
+        self._unlearned: list[StepOutput] = []  # with speculation; the newest last, two at most
+        self._in_flight: list[mx.array] = []  # its arrays
+        self._joining: list[mx.array] = []  # what else the device computes with the step at hand
+
+    def execute(self, step: Step) -> None:
+        """Takes the scheduler's news, and builds the forward of what it schedules.
+
+        Raises:
+            RequestsRefused: some requests could not be taken in.
+        """
+        take_measured()  # of a step that failed, or of none: not this one's
+        self.learn_outcome(step.scheduler_output)  # which drafts of earlier steps were kept
+        self.complete_leaving(step.scheduler_output)  # K/V of drafts that blocks must hold
+        self.take_news(step, sound=True)  # requests come, go, get on; K/V leave the pool
+        self.update_blocks(step.scheduler_output)  # cleared, copied
+        self._hooks.before_forward()  # K/V enter the pool
+        if step.req_ids:
+            self.forward(step.scheduler_output)
+        else:
+            self.end_step(step, computed=True)
+
+    def finish(self, step: Step, grammar_output: GrammarOutput | None) -> StepOutput:
+        """Builds the results of the forward just built, and hands the step to the device."""
+        self._hooks.before_hand_over()
+        output = self.hand_over(grammar_output)
+        self.end_step(step, computed=True)
+        return output
+
+    def take_news(self, step: Step, sound: bool) -> None:
+        """Tells hooks, requests and columns of a step, each once: also where an attempt failed.
+
+        Args:
+            step: as the scheduler sent it.
+            sound: whether the pool holds what the scheduler believes.
+
+        Raises:
+            RequestsRefused: some requests could not be taken in.
+        """
+        if not step.hooks_told:
+            step.hooks_told = True
+            self._hooks.before_step(step.scheduler_output, sound)
+        if not step.requests_told:
+            step.requests_told = True
+            self.update_requests(step.scheduler_output)
+
+    def end_step(self, step: Step, computed: bool) -> None:
+        """Tells hooks once that a step is with the device, had no rows, or has failed.
+
+        Args:
+            step: gets what the scheduler is to hear of transfers, and figures of them.
+            computed: whether the pool holds what the scheduler believes, this step included.
+        """
+        if not step.ended:
+            step.ended = True
+            step.transfers = self._hooks.after_step(computed)
+            step.figures = self._hooks.figures()
+
+    def twin(self, make_end: Callable[[ModelExecutor, Requests], StepEnd]) -> ModelRunner:
+        """A runner over the same networks, pool and requests. This one learns nothing of its steps.
+
+        It does not draft where drafts are made of text: these take no passes of a network.
+
+        Args:
+            make_end: of this runner's model and requests, makes the end of the twin's steps.
+        """
+        end = make_end(self._model, self._requests)
+        speculator = self._speculator
+        if speculator is not None:
+            speculator = None if speculator.reads_text else speculator.twin()
+        max_num_reqs = self._last_token_ids.size
+        writer, columns = self._draft_writer, self._of_model
+        return ModelRunner(
+            self._model, self._requests, end, max_num_reqs, speculator, writer, columns
+        )
+
+    @property
+    def num_drafts(self) -> int:
+        """The most drafts of a request in a step."""
+        return 0 if self._speculator is None else self._speculator.num_drafts
+
+    @property
+    def ends_at_once(self) -> bool:
+        """Whether a step is finished in the same call that begins it."""
+        return self._end.at_once
+
+    @property
+    def layers(self) -> PagedLayers:
+        """The target's layers over the pool."""
+        return self._model
+
+    def join_step(self, arrays: Sequence[mx.array]) -> None:
+        """Has the device compute these, too, when it is given the step that is being built."""
+        self._joining += arrays
+
+    def complete_draft_kv(self, ends: Mapping[str, int]) -> None:
+        """Completes what blocks hold, also of requests that will not draft again.
+
+        Args:
+            ends: by request id, how many of its tokens must have their K/V.
+        """
+        if self._model.keeps_states:
+            self.learn()  # a state is in its block once it is known which drafts were kept
+            self._model.settle()
+        if self._speculator is not None:
+            self._speculator.complete_draft_kv(ends)
+
+    def complete_leaving(self, scheduler_output: SchedulerOutput) -> None:
+        """Completes the blocks of requests that this step takes away: others may find them.
+
+        One that is taken away at the end of its turn of a session goes on behind its last token.
+        """
+        if self._speculator is None:
+            return
+        paused = scheduler_output.preempted_req_ids or set()
+        if self._model.keeps_states and paused:
+            here = [self._requests[req_id].req_idx for req_id in paused if req_id in self._requests]
+            self._model.settle(np.array(here, np.int32))
+        self._speculator.complete_draft_blocks(
+            scheduler_output.finished_req_ids, self._model.block_size
+        )
+        self._speculator.complete_draft_blocks(paused, 1)
+
+    def learn_outcome(self, scheduler_output: SchedulerOutput) -> None:
+        """Learns what the next step needs to know, and tells the clock of the wait for it."""
+        before = self.num_waits
+        with self._clock.waiting():
+            self.learn(scheduler_output)
+        if self.num_waits > before:
+            self._clock.outcome_known()
+
+    def learn(self, scheduler_output: SchedulerOutput | None = None) -> None:
+        """Takes the outcome of earlier steps where there is speculation.
+
+        All steps before the newest are read, as vLLM has read them. The newest is read, and waited
+        for, only where the host must know its outcome.
+
+        Args:
+            scheduler_output: of the step that is to be laid out; None: the host must know it.
+        """
+        if self._speculator is None or not self._unlearned:
+            return
+        newest = self._unlearned[-1]
+        needed = scheduler_output is None or self._needs_outcome(scheduler_output)
+        due = self._unlearned if needed or newest.is_read else self._unlearned[:-1]
+        self._unlearned = self._unlearned[len(due) :]
+        self.num_waits += sum(not output.is_read for output in due)
+        self._speculator.learn(due)
+        if self._model.keeps_states:
+            for output in due:
+                self._model.learn(output.batch, output.last_rows_np())
+
+    def _needs_outcome(self, scheduler_output: SchedulerOutput) -> bool:
+        """Whether a step can be laid out only when the host knows what the step before sampled.
+
+        Else it is laid out from upper bounds: how many drafts were rejected, the device knows.
+        """
+        assert self._speculator is not None
+        return (
+            self._speculator.reads_text
+            or not self._model.pipelined  # it waits in any case
+            or self._model.needs_outcome  # states are put right before they are used
+            or scheduler_output.has_structured_output_requests  # masks are made of known drafts
+            or scheduler_output.kv_connector_metadata is not None  # what is stored must be complete
+        )
+
+    def update_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Takes the scheduler's news: requests that came, went, resumed, or got on.
+
+        Raises:
+            RequestsRefused: some could not be taken. They have no row in any table; of no other
+                request anything is lost. What this runner keeps of them, a custom logits
+                processor's state say, may be anything: it is to be made anew.
+        """
+        for column in self._columns:
+            column.step_begins(scheduler_output)
+        changes = self._requests.apply(scheduler_output)
+        failed = dict(changes.failed)
+        for state in changes.left:
+            try:
+                self._model.leave(state.req_idx)
+                for column in self._columns:
+                    column.leave(state.req_idx)
+            except Exception as error:
+                failed[state.req_id] = error
+        for state in changes.entered:
+            try:
+                for column in self._columns:
+                    column.enter(state)
+            except Exception as error:
+                failed[state.req_id] = error
+                self._requests.remove_request(state.req_id)
+        if failed:
+            raise RequestsRefused(failed)
+
+    def update_blocks(self, scheduler_output: SchedulerOutput) -> None:
+        """Clears and copies blocks as the scheduler wants, also where it schedules nothing."""
+        zeroed, copied = (
+            scheduler_output.new_block_ids_to_zero,
+            scheduler_output.kv_cache_block_copies,
+        )
+        if zeroed or copied:
+            self._model.update_blocks(zeroed or (), copied or ())
+
+    def forward(self, scheduler_output: SchedulerOutput) -> None:
+        """Builds the forward pass of a step's requests; its results wait for `hand_over`."""
+        drafts, behind = self._step_drafts(scheduler_output)
+        batch = prepare(
+            self._requests,
+            scheduler_output.num_scheduled_tokens,
+            self._last_token_ids,
+            drafts,
+            behind,
+        )
+        inputs = batch.inputs
+        for column in self._columns:
+            inputs = column.inputs(batch, inputs)
+        hidden_states = self._model.forward_hidden(batch, self._requests.block_tables, inputs)
+        self._end.begin(batch, hidden_states)
+        if self._speculator is not None:
+            self._speculator.take_hidden(batch)
+        self._laid_out = batch
+
+    def _step_drafts(
+        self, scheduler_output: SchedulerOutput
+    ) -> tuple[StepDrafts | None, PositionLag | None]:
+        """The drafts that a step verifies, and how far its requests are behind the host's count."""
+        if self._speculator is None:
+            return None, None
+        if not self._model.pipelined:
+            self.wait()  # draft passes scatter at once, after the step before has read all
+        self._requests.roll_back()
+        unread = self._unread(scheduler_output)
+        drafts = self._speculator.step_drafts(
+            scheduler_output.num_scheduled_tokens,
+            scheduler_output.scheduled_spec_decode_tokens,
+            unread,
+        )
+        # vLLM's scheduler keeps this object, and reads its figures from it after the step.
+        scheduler_output.num_invalid_spec_tokens = _left_out(scheduler_output, drafts)
+        return drafts, None if unread is None else unread.behind
+
+    def _unread(self, scheduler_output: SchedulerOutput) -> Unread | None:
+        """What the host has not read of the requests of the step that is being laid out."""
+        if self._newest is None:
+            return None
+        req_ids = scheduler_output.num_scheduled_tokens
+        req_indices = [self._requests[req_id].req_idx for req_id in req_ids]
+        return self._newest.unread(np.array(req_indices, np.int32))
+
+    def hand_over(self, grammar_output: GrammarOutput | None) -> StepOutput:
+        """Builds the results of the forward just built, and hands the step to the device."""
+        assert self._laid_out is not None
+        batch, self._laid_out = self._laid_out, None
+        if self._end.needs_host_tokens and self._newest is not None:
+            self._newest.token_ids()
+        output, arrays = self._end.finish(grammar_output)
+        self._note_sampled(output)
+        if self._speculator is not None:
+            self._unlearned.append(output)
+        self._submit(arrays)
+        if self._draft_writer is not None:
+            self._submit_drafts(self._draft_writer.write(batch, self._last_token_ids))
+        output.figures |= take_measured()
+        self._newest = output
+        return output
+
+    def _note_sampled(self, output: StepOutput) -> None:
+        """Has the next step find the newest token of each request that sampled."""
+        if output.sampled is None:
+            return
+        req_indices = output.batch.req_indices_np[output.batch.sampling_np]
+        # A new array: writing into this one would make the step before stand for this step.
+        self._last_token_ids = mx.put_along_axis(
+            self._last_token_ids, mx.array(req_indices), output.sampled.last_token_ids, axis=0
+        )
+        self._requests.note_sampled(req_indices, output.span_lens_np())
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Drafts for vLLM's scheduler to reserve rows for; None without speculation.
+
+        Where it plans ahead they are those of the step already laid out, which it asks for to check
+        them against grammars; else those that follow the newest step.
+        """
+        if self._speculator is None or self._newest is None:
+            return None
+        if self._laid_out is not None:
+            drafts = self._speculator.laid_out_drafts()
+        else:
+            self.learn()
+            drafts = self._speculator.drafts_after(self._newest.batch)
+        return DraftTokenIds(list(drafts), list(drafts.values()))
+
+    def _submit(self, arrays: list[mx.array]) -> None:
+        """Hands the step to the device, where the pool wants it once the step before is over."""
+        waits = not self._model.pipelined
+        if waits:
+            self.wait()
+        self._early_reads.before_hand_over(self._newest, ended=waits)
+        self._in_flight = [*arrays, self._last_token_ids, *self._joining]
+        self._joining = []
+        mx.async_eval(self._in_flight)
+        self._early_reads.after_hand_over()
+
+    def _submit_drafts(self, arrays: list[mx.array]) -> None:
+        """Hands over what a draft network writes with the step that was handed over last.
+
+        By itself, or MLX might compute both networks side by side, with the memory of both.
+        """
+        self._in_flight += arrays
+        mx.async_eval(arrays)
+
+    def wait(self) -> None:
+        """Blocks until the device has finished every step handed to it."""
+        mx.eval(self._in_flight)
+
+
+def _left_out(scheduler_output: SchedulerOutput, drafts: StepDrafts) -> dict[str, int]:
+    """By request id, rows reserved for drafts that got none: vLLM's figures leave them out."""
+    missing = (drafts.reserved_np - drafts.counts_np).tolist()
+    req_ids = scheduler_output.num_scheduled_tokens
+    return {req_id: count for req_id, count in zip(req_ids, missing, strict=True) if count}

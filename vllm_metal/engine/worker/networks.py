@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The networks that an engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from vllm_metal.engine.attention.forward_inputs import ForwardInputs
+from vllm_metal.engine.attention.layers import attention_layers
+from vllm_metal.engine.batch.columns import RequestColumn
+from vllm_metal.engine.batch.rows import Rows
+from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
+from vllm_metal.engine.memory.planner import AdapterBytes
+from vllm_metal.engine.models import loader
+from vllm_metal.engine.models.parts import ModelParts
+from vllm_metal.engine.models.stage import Stage, check_stages
+from vllm_metal.engine.spec_decode.network import DraftNetwork
+from vllm_metal.engine.spec_decode.registry import load_network
+from vllm_metal.settings.runner import pools
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.pooler.abstract import Pooler
+
+    from vllm_metal.engine.lora.adapters import Adapters
+    from vllm_metal.engine.vision.column import ImageColumn
+    from vllm_metal.engine.vision.encoder import Encoder
+
+
+@dataclass(frozen=True)
+class Networks:
+    """The loaded networks: the target, and a draft network where there is one."""
+
+    target: ModelParts
+    layers: list[StatefulLayer]  # its own
+    draft: DraftNetwork | None
+    draft_bytes: int  # of its weights
+    #: What modules of the target read of requests, see `attention.forward_inputs.of_rows`. They
+    #: outlive a runner: a row is of whoever entered it last.
+    columns: Sequence[RequestColumn] = ()
+    adapters: Adapters | None = None  # None: without --enable-lora
+    encoder: Encoder | None = None  # of images
+    pooler: Pooler | None = None  # of the target's hidden states; None: it samples
+    elsewhere: Sequence[StatefulLayer] = ()  # the target's that other ranks have
+
+    @staticmethod
+    def load_stage(
+        config: VllmConfig,
+        stage_of: Callable[[int], Stage],
+        share: Callable[[nn.Module], None] = lambda model: None,
+    ) -> Networks:
+        """The part of the target that a rank computes; its other weights are never read.
+
+        Args:
+            config: vLLM's.
+            stage_of: from the target's number of layers.
+            share: leaves a rank's share of each layer's heads.
+
+        Raises:
+            ModelLoadError: see `loader.load`.
+            NotImplementedError: layers cannot be told apart; see `attention_layers`, too.
+        """
+        family = loader.model_type(config)
+        found: list[tuple[Stage, list[StatefulLayer]]] = []
+
+        def prepare(model: nn.Module) -> None:
+            share(model)
+            # Before layers are taken away: a page's size is made of all of them, on every rank.
+            layers = attention_layers(model, family)
+            stage = stage_of(len(model.layers))
+            if not stage.is_whole:
+                check_stages(model, layers)
+                stage.keep(model)
+            found.append((stage, layers))
+
+        model = loader.load(config, prepare=prepare)
+        ((stage, layers),) = found
+        if stage.is_whole:
+            return Networks(ModelParts(model), layers, None, 0)
+        parts = ModelParts(model, partial(stage.caches, layers=layers))
+        own = stage.own(layers)
+        elsewhere = [layer for layer in layers if layer not in own]
+        return Networks(parts, own, None, 0, elsewhere=elsewhere)
+
+    @staticmethod
+    def load(config: VllmConfig) -> Networks:
+        if pools(config):
+            from vllm_metal.engine.pooling import decoders  # imports vLLM's poolers
+
+            pooling = decoders.load(config)
+            layers = attention_layers(pooling.parts.model, loader.model_type(config))
+            return Networks(pooling.parts, layers, None, 0, pooler=pooling.pooler)
+        model = loader.load(config)
+        layers = attention_layers(model, loader.model_type(config))
+        adapters, columns = _adapters(model, config)
+        target = ModelParts(model)
+        images = _images(config, target)
+        before = mx.get_active_memory()
+        draft = load_network(config, target)
+        draft_bytes = mx.get_active_memory() - before
+        columns = columns if images is None else (*columns, images)
+        encoder = None if images is None else images.encoder
+        return Networks(target, layers, draft, draft_bytes, columns, adapters, encoder)
+
+    def variables(self, inputs: ForwardInputs) -> object:
+        """What a forward of the target reads that may be others in its next step, if anything."""
+        return None if self.adapters is None else self.adapters.updates.variables(inputs)
+
+    @property
+    def adapter_bytes(self) -> AdapterBytes | None:
+        """What LoRA adapters take at most; None: none are served."""
+        return None if self.adapters is None else self.adapters.nbytes
+
+    def heaviest_extras(self, rows: Rows) -> Mapping[str, mx.array]:
+        """What a forward of these rows reads where it takes most memory (ForwardInputs.extras)."""
+        return {} if self.adapters is None else self.adapters.updates.heaviest(rows)
+
+    @property
+    def all_layers(self) -> list[StatefulLayer]:
+        """Layers of both networks; what they keep lies in the same blocks."""
+        return [*self.layers, *(self.draft.layers if self.draft else ())]
+
+    @property
+    def layers_of_all_ranks(self) -> list[StatefulLayer]:
+        """Layers that blocks and their groups are made of: the same on every rank."""
+        return [*self.all_layers, *self.elsewhere]
+
+    def image_bytes(self, config: VllmConfig) -> int:
+        """Bytes that images take beside weights and pool, measured; 0 where none are served."""
+        if self.encoder is None:
+            return 0
+        from vllm_metal.engine.vision import room
+
+        return room.image_bytes(self.encoder, config)
+
+
+def _adapters(
+    model: nn.Module, config: VllmConfig
+) -> tuple[Adapters | None, Sequence[RequestColumn]]:
+    """What serves LoRA adapters, and their column; nothing where none are to be served."""
+    if config.lora_config is None:
+        return None, ()
+    from vllm_metal.engine.lora.adapters import Adapters
+    from vllm_metal.engine.lora.column import AdapterColumn
+
+    adapters = Adapters(model, config.lora_config, loader.mlx_dtype(config))
+    return adapters, (AdapterColumn(adapters),)
+
+
+def _images(config: VllmConfig, target: ModelParts) -> ImageColumn | None:
+    """What brings images to the target; None: its text alone is served."""
+    multimodal = config.model_config.multimodal_config
+    if multimodal is None or multimodal.language_model_only:
+        return None
+    from vllm_metal.engine.vision import loading  # nothing of it where text is served
+    from vllm_metal.patches.vllm_patches import model_info
+
+    model_info.answer_for_images()  # the scheduler, made behind this, asks for their processor
+    return loading.load(config, target)

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RankWorker: the worker of an engine whose ranks have a part of the model each."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.v1.outputs import AsyncModelRunnerOutput
+
+from vllm_metal.device import mlx_device
+from vllm_metal.engine.distributed import (
+    alike,
+    groups,
+    heartbeat,
+    machines,
+    sharding,
+    tensor_parallel,
+    tokens,
+)
+from vllm_metal.engine.distributed.hidden_states import GroupLink, HiddenIn, HiddenOut
+from vllm_metal.engine.memory.share import Share
+from vllm_metal.engine.models import loader
+from vllm_metal.engine.models.stage import Stage
+from vllm_metal.engine.spec_decode.told import ToldSpeculator
+from vllm_metal.engine.worker.networks import Networks
+from vllm_metal.engine.worker.results import LateOutput
+from vllm_metal.engine.worker.worker import MetalWorker
+from vllm_metal.identity import rank_facts
+from vllm_metal.patches.vllm_patches import memory_shares
+from vllm_metal.patches.vllm_patches.step_result import StepResult
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import mlx.nn as nn
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    from vllm_metal.engine.batch.columns import RequestColumn
+    from vllm_metal.engine.batch.step_end import StepEnd
+    from vllm_metal.engine.models.executor import ModelExecutor
+    from vllm_metal.engine.spec_decode.proposer import Proposer
+    from vllm_metal.engine.spec_decode.speculator import Speculator
+    from vllm_metal.metrics.step_clock import StepTimes
+    from vllm_metal.metrics.step_meter import StepRows
+
+logger = init_logger(__name__)
+
+#: Seconds for a connection between two ranks, once both are there.
+_CONNECT_S = 30.0
+
+
+class RankWorker(MetalWorker):
+    """Computes one rank's layers, or its heads of them; vLLM asks one rank alone for results: the
+    first tensor rank of the last stage.
+
+    A step that fails anywhere fails the engine: other ranks are in the midst of the same step.
+    """
+
+    _most_failures = 0
+    _heartbeat: heartbeat.Heartbeat | None = None
+
+    def init_device(self) -> None:
+        parallel = self.parallel_config
+        groups.join(parallel, self.rank, self.local_rank, self.distributed_init_method)
+        from vllm.distributed.parallel_state import get_pp_group
+
+        self._link = GroupLink(get_pp_group())
+        self._samples = self._link.group.is_last_rank
+        # First of all: ranks of other releases may share other things, in another order.
+        alike.check(rank_facts.releases(), groups.share)
+        machine = machines.find(parallel, self.rank, self.distributed_init_method)
+        joined = self.rank, parallel.world_size, machine.host_of_first, groups.share, _CONNECT_S
+        self._heartbeat = heartbeat.join(*joined)
+        self._heartbeat.pids = machine.pids
+        self._heartbeat.start()
+        if parallel.use_ray and (workers := len(machine.pids)) > 1:  # nobody knew before
+            memory = mlx_device.memory(self.current_platform.mlx_device)
+            memory_shares.give(parallel, Share.of(workers, memory))
+        alike.check(alike.facts_of(self.vllm_config), groups.share)
+        super().init_device()
+        self._ring = tensor_parallel.join_ring(parallel)
+        if self._ring is not None:
+            self._agreed = partial(tokens.of_first_rank, group=self._ring)
+        self._answers = self.rank == parallel.world_size - parallel.tensor_parallel_size
+
+    def _stage(self, num_layers: int) -> Stage:
+        group = self._link.group
+        stage = Stage.of(num_layers, group.rank_in_group, group.world_size)
+        logger.info(
+            "Rank %d computes layers %d to %d of %d",
+            self.rank,
+            stage.start,
+            stage.end - 1,
+            num_layers,
+        )
+        return stage
+
+    def _load_networks(self) -> Networks:
+        return Networks.load_stage(self.vllm_config, self._stage, self._share)
+
+    def _share(self, model: nn.Module) -> None:
+        """Leaves of each layer, before its weights are read, the heads that this rank computes."""
+        if self._ring is not None:
+            sharding.shard(model, self._ring, loader.model_type(self.vllm_config))
+
+    def determine_available_memory(self) -> int:
+        available = super().determine_available_memory()
+        # One rank's memory may allow fewer drafts than another's.
+        limits = [each for each in groups.share(self._memory.most_drafts) if isinstance(each, int)]
+        self._memory.most_drafts = min(limits, default=None)
+        return available
+
+    def _columns(self) -> Sequence[RequestColumn]:
+        received = () if self._link.group.is_first_rank else (HiddenIn(self._link),)
+        return (*super()._columns(), *received)
+
+    def _make_end(self, executor: ModelExecutor) -> StepEnd:
+        if self._link.group.is_last_rank:
+            return super()._make_end(executor)
+        return HiddenOut(self._link, self._requests)
+
+    def _make_speculator(self, network: Proposer | None) -> Speculator | None:
+        """On ranks that do not sample, drafts are those that the scheduler sends."""
+        speculation = self.vllm_config.speculative_config
+        if speculation is None or self._link.group.is_last_rank:
+            return super()._make_speculator(network)
+        num_drafts = speculation.num_speculative_tokens
+        return ToldSpeculator(self._requests, num_drafts, self._memory.most_drafts)
+
+    def _read(self, output: AsyncModelRunnerOutput, step: StepTimes, rows: StepRows) -> StepResult:
+        """With stages, drafts come with the results: see `drafts_with_results`."""
+        result = super()._read(output, step, rows)
+        if self._answers and self._link.group.world_size > 1:
+            result.drafts = self.take_draft_token_ids()
+        return result
+
+    def _warm_up(self) -> None:
+        """No rehearsal of a stage: its steps, and the dense check of them, are of all layers."""
+        if self._link.group.world_size == 1:
+            super()._warm_up()
+
+    def execute_model(
+        self, scheduler_output: SchedulerOutput
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        if self._answers:
+            return super().execute_model(scheduler_output)
+        with _heard():
+            result = super().execute_model(scheduler_output)
+            if isinstance(result, AsyncModelRunnerOutput):
+                result.get_output()
+        return None
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
+        if self._answers:
+            return super().sample_tokens(grammar_output)
+        if self._link.group.is_last_rank:  # it must know as much as the rank that answers
+            with _heard():
+                super().sample_tokens(grammar_output).get_output()
+        return LateOutput(partial(StepResult, [], {}))  # its step has ended, and nobody reads this
+
+    def shutdown(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+        super().shutdown()
+
+
+@contextmanager
+def _heard() -> Iterator[None]:
+    """Ends this process where a step fails; nobody would hear of the error, and others wait."""
+    try:
+        yield
+    except Exception as error:
+        logger.exception("A step failed")
+        heartbeat.end_process(f"a step failed: {error}")

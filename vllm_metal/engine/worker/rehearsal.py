@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves a request that nobody made, so that the first real one finds everything compiled.
+
+MLX compiles the fused kernels of a graph when the device is first given it, and a forward becomes a
+graph at the second step of its shapes (see models.compiled). Without this, the second token of the
+first request waits for them. What the request says of its text shows whether the model is served
+right (see models.dense_check).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+from vllm_metal.engine.models.dense_check import HiddenTold, Told
+from vllm_metal.engine.pooling.pooling_end import PoolingEnd
+from vllm_metal.engine.worker.results import Step
+from vllm_metal.engine.worker.step_end import SamplingEnd
+
+if TYPE_CHECKING:
+    from vllm.config.pooler import PoolerConfig
+
+    from vllm_metal.engine.sample import Sampler
+    from vllm_metal.engine.worker.model_runner import ModelRunner
+
+REQ_ID = "vllm-metal-rehearsal"
+#: Tokens of the prompt, which comes in two chunks where there is room for it.
+NUM_PROMPT_TOKENS, FIRST_CHUNK = 8, 5
+#: The first decode step shows a shape, the second one traces and compiles it. A draft network's
+#: passes follow a step behind.
+NUM_DECODE_STEPS, NUM_DECODE_STEPS_WITH_DRAFTS = 2, 3
+
+
+@dataclass(frozen=True)
+class Room:
+    """What there is for the request."""
+
+    num_groups: int  # KV cache groups
+    block_size: int  # tokens of a block
+    num_blocks: int  # of the pool
+    max_model_len: int  # most tokens of a request
+
+    @property
+    def num_tokens(self) -> int:
+        most = (self.num_blocks - 1) // self.num_groups * self.block_size  # block 0 is vLLM's own
+        return min(self.max_model_len, most)
+
+    def blocks(self, num_tokens: int) -> tuple[list[int], ...]:
+        """Blocks of each group, for so many tokens."""
+        count = -(-num_tokens // self.block_size)
+        starts = [1 + group * count for group in range(self.num_groups)]
+        return tuple(list(range(start, start + count)) for start in starts)
+
+
+def rehearse(
+    runner: ModelRunner,
+    sampler: Sampler,
+    sampling: Mapping[str, Any],
+    vocab_size: int,
+    room: Room,
+) -> Told:
+    """Computes a short prompt and decode steps, and leaves runner and pool as they were.
+
+    Waits for the device. Does less where there is no room for more.
+
+    Args:
+        runner: without requests; it has nothing in flight.
+        sampler: of the vocabulary, with no processors of the user's, who did not make the request,
+            and with the model's own log-probabilities.
+        sampling: of requests that set nothing themselves, by name in SamplingParams.
+        vocab_size: token ids.
+        room: of the engine.
+    """
+    with_drafts, rows = runner.num_drafts > 0, 1 + runner.num_drafts
+    num_steps = NUM_DECODE_STEPS_WITH_DRAFTS if with_drafts else NUM_DECODE_STEPS
+    num_tokens = min(NUM_PROMPT_TOKENS + num_steps * rows, room.num_tokens)
+    twin = runner.twin(partial(SamplingEnd, sampler=sampler))
+    with _request(twin, vocab_size, num_tokens, room) as request:
+        telling = {**sampling, "logprobs": 0, "prompt_logprobs": 0}
+        request.read_prompt(SamplingParams.from_optional(**telling))
+        while num_steps and request.num_computed + rows <= num_tokens:
+            request.decode(rows)
+            num_steps -= 1
+        request.runner.learn()
+    return Told(request.token_ids, request.logprobs)
+
+
+def rehearse_pooling(
+    runner: ModelRunner, config: PoolerConfig, vocab_size: int, room: Room
+) -> HiddenTold:
+    """Computes a short prompt likewise, where no token follows.
+
+    Args:
+        runner: see `rehearse`.
+        config: of the engine's pooler.
+        vocab_size, room: see `rehearse`.
+    """
+    from vllm_metal.engine.pooling.all_rows import AllRows  # imports vLLM's poolers
+
+    end = partial(PoolingEnd, AllRows(), config)
+    twin = runner.twin(lambda model, requests: end(requests))
+    num_tokens = min(NUM_PROMPT_TOKENS, room.num_tokens)
+    with _request(twin, vocab_size, num_tokens, room) as request:
+        request.read_prompt(PoolingParams(task=AllRows.TASK))
+    assert request.pooled is not None
+    return HiddenTold(request.token_ids, request.pooled)
+
+
+@contextmanager
+def _request(
+    runner: ModelRunner, vocab_size: int, num_tokens: int, room: Room
+) -> Iterator[_Request]:
+    """A request with blocks for so many tokens, which are cleared afterwards."""
+    prompt = np.random.default_rng(0).integers(0, vocab_size, NUM_PROMPT_TOKENS)[:num_tokens]
+    blocks = room.blocks(num_tokens)
+    try:
+        yield _Request(runner, prompt.tolist(), blocks)
+    finally:
+        runner.update_requests(_step({}, finished_req_ids={REQ_ID}))
+    runner.layers.update_blocks([block for group in blocks for block in group], ())
+    runner.wait()
+
+
+@dataclass
+class _Request:
+    """The request as it goes through its steps; `token_ids` and `logprobs` grow."""
+
+    runner: ModelRunner
+    token_ids: list[int]  # known
+    blocks: tuple[list[int], ...]
+    logprobs: list[float] = field(default_factory=list)  # of all but the first
+    num_computed: int = 0
+    pooled: np.ndarray | None = None  # what its pooler makes of it
+
+    def read_prompt(self, params: SamplingParams | PoolingParams) -> None:
+        """Computes the prompt in two chunks."""
+        prompt = self.token_ids
+        first = min(FIRST_CHUNK, len(prompt))
+        sampling = params if isinstance(params, SamplingParams) else None
+        pooling = params if isinstance(params, PoolingParams) else None
+        new = NewRequestData(REQ_ID, list(prompt), [], sampling, pooling, self.blocks, 0, None)
+        self._run(_step({REQ_ID: first}, scheduled_new_reqs=[new]), first)
+        if rest := len(prompt) - first:
+            self._run(_step({REQ_ID: rest}, scheduled_cached_reqs=self._running()), rest)
+
+    def decode(self, rows: int) -> None:
+        """Computes one row more, and one for each draft."""
+        drafts = {REQ_ID: [-1] * (rows - 1)} if rows > 1 else {}  # the runner proposes them
+        step = _step(
+            {REQ_ID: rows},
+            scheduled_cached_reqs=self._running(),
+            scheduled_spec_decode_tokens=drafts,
+        )
+        self._run(step, None)
+
+    def _running(self) -> CachedRequestData:
+        return CachedRequestData(
+            req_ids=[REQ_ID],
+            resumed_req_ids=set(),
+            new_token_ids=[],
+            all_token_ids={},
+            new_block_ids=[None],
+            num_computed_tokens=[self.num_computed],
+            num_output_tokens=[0],
+        )
+
+    def _run(self, step: SchedulerOutput, computed: int | None) -> None:
+        """Runs a step to its end; `computed` tokens more are known, None: as many as it sampled."""
+        at_hand = Step(step, pool=0)
+        self.runner.execute(at_hand)
+        result = self.runner.finish(at_hand, None).get_output()
+        (sampled,) = result.sampled_token_ids
+        if (told := result.prompt_logprobs_dict.get(REQ_ID)) is not None:
+            self.logprobs += told.logprobs[:, 0].tolist()
+        if result.pooler_output and (pooled := result.pooler_output[0]) is not None:
+            self.pooled = pooled.numpy()
+        if result.logprobs is not None:
+            self.logprobs += result.logprobs.logprobs[:, 0].tolist()
+        self.token_ids = self.token_ids + sampled
+        self.num_computed += len(sampled) if computed is None else computed
+
+
+def _step(num_scheduled_tokens: dict[str, int], **news: Any) -> SchedulerOutput:
+    """A step as the scheduler sends it, with these fields of news alone."""
+    num_tokens = sum(num_scheduled_tokens.values())
+    return replace(
+        SchedulerOutput.make_empty(),
+        num_scheduled_tokens=num_scheduled_tokens,
+        total_num_scheduled_tokens=num_tokens,
+        **news,
+    )

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SamplingEnd: the end of steps that makes tokens of hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+
+from vllm_metal.engine.batch import grammar
+from vllm_metal.engine.batch.outputs import StepOutput
+from vllm_metal.engine.batch.step_end import StepEnd
+from vllm_metal.engine.sample import Logprobs, Sampler, SamplerOutput, prompt_logprob_chunks
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput
+
+    from vllm_metal.engine.batch.input_batch import InputBatch
+    from vllm_metal.engine.batch.requests import Requests, RequestState
+    from vllm_metal.engine.models.executor import ModelExecutor
+
+
+@dataclass(frozen=True)
+class _PromptRows:
+    """Rows of one request whose logits are wanted as prompt logprobs."""
+
+    state: RequestState
+    start: int  # first of them in the batch
+    target_ids_np: np.ndarray  # [n] int32, the token that follows each row in the prompt; n >= 0
+    last: bool  # the request samples in this step; vLLM takes them with the first token
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A forward that is built and not yet sampled from."""
+
+    batch: InputBatch
+    logits: mx.array  # [S, V] of the rows that sample
+    prompt_rows: list[_PromptRows]
+    hidden_states: mx.array | None  # of all rows, where prompt logprobs are wanted
+
+
+class SamplingEnd(StepEnd):
+    """Samples tokens, and computes the logprobs of prompts."""
+
+    def __init__(
+        self,
+        model: ModelExecutor,
+        requests: Requests,
+        sampler: Sampler,
+        agreed: Callable[[SamplerOutput], SamplerOutput] | None = None,
+    ) -> None:
+        """
+        Args:
+            model: whose head makes logits of hidden states.
+            requests: told of tokens when the host learns them.
+            sampler: makes tokens of logits.
+            agreed: of what this rank sampled, what all go on with; None: there are no others.
+        """
+        self._agreed = agreed
+        self._model = model
+        self._requests = requests
+        self._sampler = sampler
+        self._begun: _Begun | None = None
+        #: Logprobs of prompts, chunk by chunk, by the req_idx of requests that want them.
+        self._prompt_logprobs: dict[int, list[Logprobs]] = {}
+
+    @property
+    def needs_host_tokens(self) -> bool:
+        return self._sampler.needs_host_tokens
+
+    def enter(self, state: RequestState) -> None:
+        self._sampler.add_request(
+            state.req_idx, state.sampling_params, state.prompt_token_ids, state.output_token_ids
+        )
+        # With its first token the scheduler has a request's prompt logprobs. Without, it is new, or
+        # the step that made them was dropped, and they are computed again.
+        if state.sampling_params.prompt_logprobs is not None and not state.output_token_ids:
+            self._prompt_logprobs[state.req_idx] = []
+
+    def leave(self, req_idx: int) -> None:
+        self._prompt_logprobs.pop(req_idx, None)
+        self._sampler.remove_request(req_idx)
+
+    def begin(self, batch: InputBatch, hidden_states: mx.array) -> None:
+        logits = self._model.compute_logits(batch.of_logits(hidden_states))
+        prompt_rows = self._prompt_rows(batch) if self._prompt_logprobs else []
+        self._begun = _Begun(batch, logits, prompt_rows, hidden_states if prompt_rows else None)
+
+    def finish(self, grammar_output: GrammarOutput | None) -> tuple[StepOutput, list[mx.array]]:
+        assert self._begun is not None
+        begun, self._begun = self._begun, None
+        batch, logits, sampled = begun.batch, begun.logits, None
+        if len(batch.sampling_np):
+            mask = None
+            if grammar_output is not None:
+                mask, batch = grammar.match_grammar_mask(batch, grammar_output)
+            sampled = self._sampler.sample(
+                logits,
+                batch.sample_req_indices_np,
+                batch.num_output_tokens_np,
+                mask,
+                batch.draft_spans,
+                batch.sample_behind,
+            )
+            sampled = sampled if self._agreed is None else self._agreed(sampled)
+        # A chunk that yields no token still fills the pool.
+        arrays = [logits] if sampled is None else list(sampled.arrays())
+        complete = self._take_prompt_logprobs(begun, sampled, arrays)
+        return StepOutput(batch, sampled, complete, self._requests), arrays
+
+    def _prompt_rows(self, batch: InputBatch) -> list[_PromptRows]:
+        """Rows that predict another token of a prompt whose logprobs are due."""
+        found = []
+        sampling = set(batch.sampling_np.tolist())
+        for index, state in enumerate(batch.requests):
+            if state.req_idx not in self._prompt_logprobs:
+                continue
+            start, end = batch.query_start_loc_np[index : index + 2].tolist()
+            first = int(batch.positions_np[start])
+            # The last row of a prompt predicts no other, and may be a chunk by itself.
+            count = max(min(end - start, state.num_prompt_tokens - 1 - first), 0)
+            targets = np.array(state.prompt_token_ids[first + 1 : first + 1 + count], np.int32)
+            found.append(_PromptRows(state, start, targets, index in sampling))
+        return found
+
+    def _take_prompt_logprobs(
+        self, begun: _Begun, sampled: SamplerOutput | None, arrays: list[mx.array]
+    ) -> dict[str, list[Logprobs]]:
+        """Builds the prompt logprobs of this step's rows.
+
+        Args:
+            begun: the step.
+            sampled: its tokens, which are computed first.
+            arrays: gets what the device has to compute.
+
+        Returns:
+            By request id, all chunks of those whose prompt is complete.
+        """
+        complete = {}
+        after = [] if sampled is None else list(arrays)
+        for rows in begun.prompt_rows:
+            state = rows.state
+            wanted = state.sampling_params.prompt_logprobs
+            assert wanted is not None and begun.hidden_states is not None
+            chunks = prompt_logprob_chunks(
+                begun.hidden_states[rows.start : rows.start + len(rows.target_ids_np)],
+                rows.target_ids_np,
+                wanted,
+                self._model.compute_logits,
+                self._sampler.rows_at_once,
+                after,
+                normalize=self._sampler.normalizes_logprobs,
+            )
+            arrays += [array for chunk in chunks for array in chunk.arrays()]
+            after = list(chunks[-1].arrays()) if chunks else after
+            self._prompt_logprobs[state.req_idx] += chunks
+            if rows.last and (done := self._prompt_logprobs.pop(state.req_idx)):
+                complete[state.req_id] = done  # none where the prompt is a single token
+        return complete

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routes attention calls of mlx-vlm's encoders to whatever attends in place of their mask."""
+
+from __future__ import annotations
+
+import functools
+from importlib.metadata import version
+from types import ModuleType
+from typing import Any
+
+from vllm_metal.patches.mlx_patches.seam import AttendingCache, Scoring
+
+RELEASES = ("mlx-vlm 0.7",)
+_NAME = "scaled_dot_product_attention"
+
+
+def install(module: ModuleType) -> None:
+    """Has a module's attention ask the mask where that is an `AttendingCache`; idempotent.
+
+    mlx-vlm's encoders hand one mask to all layers of a kind, and each layer hands it on with its
+    queries, keys and values.
+
+    Args:
+        module: of an encoder, which has imported mlx-vlm's attention.
+
+    Raises:
+        ValueError: mlx-vlm is of a release whose modules were not compared with transformers'.
+    """
+    release = "mlx-vlm " + ".".join(version("mlx-vlm").split(".")[:2])
+    if release not in RELEASES:
+        raise ValueError(
+            f"{release} may compute encoders as transformers does not: vllm-metal knows those of "
+            f"{' and '.join(RELEASES)}"
+        )
+    dense = getattr(module, _NAME)
+    if hasattr(dense, "__wrapped__"):
+        return
+
+    @functools.wraps(dense)
+    def dispatch(
+        queries: Any, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: Any = None
+    ) -> Any:
+        if isinstance(mask, AttendingCache):
+            return mask.attend(queries, keys, values, Scoring(scale, sinks))
+        return dense(queries, keys, values, cache, scale, mask, sinks)
+
+    setattr(module, _NAME, dispatch)

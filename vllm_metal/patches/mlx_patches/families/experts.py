@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts: which are chosen, what they weigh, and how files write them.
+
+Each function says what mlx-lm's module does otherwise than transformers' class.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+from vllm.logger import init_logger
+
+from vllm_metal.patches.mlx_patches.families.arrays import Arrays
+from vllm_metal.patches.mlx_patches.replacing import after_init, wrap
+
+logger = init_logger(__name__)
+
+_BIAS = "e_score_correction_bias"
+_LACKS = (
+    f"The folder has no {_BIAS}: mlx-lm's conversion leaves it out. The published model chooses "
+    "its experts by it, and answers otherwise: serve that folder instead"
+)
+_EXPERT = re.compile(r".*\.mlp\.experts\.(\d+)\..*")
+
+
+def grouped(name: str = "group_expert_select") -> Callable[[ModuleType], None]:
+    """Patches a module's choice among experts in groups: none of a group that was left out.
+
+    A router adds a bias to its scores, and chooses among the experts of the best groups. mlx-lm's
+    modules give the others a score of 0, which is more than that of an expert whose bias is below
+    minus its score; transformers' classes give them minus infinity (`route_tokens_to_experts`).
+
+    Args:
+        name: of the module's function that chooses.
+    """
+
+    def choosing(before: Callable[..., Any]) -> Callable[..., Any]:
+        def select(gates: mx.array, bias: mx.array, top_k: int, n_group: int, *others: Any) -> Any:
+            # Scores are positive, and the same amount on all changes no choice: with biases from 0
+            # on, a score of 0 is the least there can be. Weights are of scores without biases.
+            chosen_by = bias - bias.min() if n_group > 1 else bias
+            return before(gates, chosen_by, top_k, n_group, *others)
+
+        return select
+
+    return lambda module: wrap(module, name, choosing)
+
+
+def jamba(module: ModuleType) -> None:
+    """Weights of experts, and which layers have experts.
+
+    mlx-lm normalizes the weights of the chosen experts; the model was trained with their share of
+    all (`JambaSparseMoeBlock.route_tokens_to_experts`). It counts `expert_layer_offset` from the
+    other end of a period (`JambaConfig.layers_num_experts`), which is the same for a period of two.
+    """
+
+    def routed(self: Any, x: mx.array) -> mx.array:
+        shares = mx.softmax(self.router(x), axis=-1, precise=True)
+        count = self.num_experts_per_tok
+        chosen = mx.stop_gradient(mx.argpartition(-shares, kth=count - 1, axis=-1)[..., :count])
+        weights = mx.take_along_axis(shares, chosen, axis=-1)[..., None]
+        mixed: mx.array = (self.switch_mlp(x, chosen) * weights).sum(axis=-2)
+        return mixed
+
+    def built(before: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: Any, args: Any, layer_type: str, layer_idx: int) -> None:
+            # mlx-lm asks whether index + offset is a multiple of the period, and nothing else.
+            before(self, args, layer_type, -layer_idx)
+
+        return init
+
+    module.JambaSparseMoeBlock.__call__ = routed
+    wrap(module.JambaDecoderLayer, "__init__", built)
+
+
+def ernie4_5_moe(module: ModuleType) -> None:
+    """The bias of the choice, which mlx-lm drops (`Ernie4_5_MoeTopKRouter`).
+
+    Folders that mlx-lm has converted lack it, and are served as they are.
+    """
+
+    def add_bias(layer: Any, args: Any) -> None:
+        layer[_BIAS] = mx.zeros(args.moe_num_experts)
+
+    def routed(self: Any, x: mx.array) -> mx.array:
+        scores = self.gate_act(self.gate(x).astype(mx.float32))
+        chosen = mx.argpartition(-(scores + self[_BIAS]), kth=self.k - 1, axis=-1)[..., : self.k]
+        chosen = mx.stop_gradient(chosen)
+        weights = mx.take_along_axis(scores, chosen, axis=-1)
+        weights = weights / mx.maximum(weights.sum(axis=-1, keepdims=True), 1e-12)
+        mixed = self.switch_mlp(x, chosen)
+        out: mx.array = (mixed * weights[..., None]).sum(axis=-2).astype(mixed.dtype)
+        return out if self.shared_experts is None else out + self.shared_experts(x)
+
+    def sanitized(before: Callable[..., Arrays]) -> Callable[..., Arrays]:
+        def sanitize(self: Any, weights: Arrays) -> Arrays:
+            given = {
+                f"{name.partition('.mlp.')[0]}.mlp.{_BIAS}": bias.reshape(-1)
+                for name, bias in weights.items()
+                if name.endswith(_BIAS) and ".mlp." in name
+            }
+            found = before(self, weights)
+            for index, layer in enumerate(self.layers):
+                if isinstance(layer.mlp, module.Ernie4_5_MoeMLP):
+                    if not given:
+                        logger.warning_once(_LACKS)
+                    name = f"model.layers.{index}.mlp.{_BIAS}"
+                    found[name] = given.get(name, layer.mlp[_BIAS])
+            return found
+
+        return sanitize
+
+    after_init(module.Ernie4_5_MoeMLP, add_bias)
+    wrap(module.Model, "sanitize", sanitized)
+    module.Ernie4_5_MoeMLP.__call__ = routed
+
+
+def with_weights(model: Any, weights: Arrays) -> Arrays:
+    """LongCat-Flash's arrays without those of experts that give back what they get.
+
+    transformers makes room for them all the same in the array of gates and values
+    (`LongcatFlashExperts`), and writes it; mlx-lm's module has no place for it.
+    """
+    count = model.args.n_routed_experts
+    return {
+        name: array
+        for name, array in weights.items()
+        if (found := _EXPERT.fullmatch(name)) is None or int(found[1]) < count
+    }
+
+
+def in_full_precision(model: Any, weights: Arrays) -> Arrays:
+    """gpt-oss's experts as mlx-lm has them, of files in any floating-point dtype.
+
+    mlx-lm's module knows the names and the layout of MXFP4 files only, where rows are outputs. In
+    full precision rows are inputs, and outputs of the gate and of the values stand side by side by
+    turns (transformers' `GptOssExperts`).
+    """
+    if not any(name.endswith("experts.gate_up_proj") for name in weights):
+        return weights
+    return dict(pair for name, array in weights.items() for pair in _split(name, array))
+
+
+def _split(name: str, array: mx.array) -> list[tuple[str, mx.array]]:
+    """An array of gpt-oss under mlx-lm's names."""
+    head, _, last = name.rpartition(".")
+    if not head.endswith(".experts"):
+        return [(name, array)]
+    of_biases = last.endswith("_bias")
+    kind = "bias" if of_biases else "weight"
+    if last.startswith("gate_up_proj"):
+        halves = {"gate_proj": array[..., ::2], "up_proj": array[..., 1::2]}
+    else:
+        halves = {"down_proj": array}
+    return [
+        (f"{head}.{part}.{kind}", mx.contiguous(half if of_biases else half.swapaxes(-1, -2)))
+        for part, half in halves.items()
+    ]

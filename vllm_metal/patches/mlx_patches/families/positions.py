@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Positions: YaRN and LongRoPE as transformers computes them, and GPT-BigCode's embeddings.
+
+mlx-lm rounds YaRN's range of rotated pairs outwards, always; gpt-oss was trained without
+(`truncate`). It drops `attention_factor` (transformers' `_compute_yarn_parameters`). Of LongRoPE it
+reads the factors of long contexts alone. Its module of GPT-BigCode counts from one number, of the
+cache of a single text.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import rope_utils as module_of_ropes
+
+from vllm_metal.patches.mlx_patches.families.forwards import offset_of, through
+from vllm_metal.patches.mlx_patches.replacing import spread, wrap
+
+_NAME = "initialize_rope"
+_YARN = ("yarn", "deepseek_yarn")
+_LONG = ("longrope", "su")
+
+
+def rope_utils(module: ModuleType) -> None:
+    """Patches the function that makes ropes, which `spread_ropes` puts where it was imported, the
+    class of LongRoPE, which keeps what it was given, and that of dynamic ropes."""
+    wrap(module.SuScaledRoPE, "__init__", _keeping_short_factors)
+    wrap(module.DynamicNTKScalingRoPE, "__call__", _of_rows)
+    before = getattr(module, _NAME)
+
+    @functools.wraps(before)
+    def initialize_rope(
+        dims: int,
+        base: float,
+        traditional: bool,
+        scaling_config: Mapping[str, Any] | None = None,
+        max_position_embeddings: int | None = None,
+    ) -> Any:
+        scaling = scaling_config or {}
+        rope_type = scaling.get("type") or scaling.get("rope_type")
+        if traditional and rope_type in _LONG:
+            raise ValueError(
+                f"a rope of type {rope_type!r} of neighboring pairs, which mlx-lm does not compute"
+            )
+        rope = before(dims, base, traditional, scaling_config, max_position_embeddings)
+        if rope_type in _YARN:
+            if scaling.get("truncate") is False:
+                rope._freqs = _frequencies(dims, base, scaling)
+            if scaling.get("attention_factor") is not None:
+                rope.mscale = scaling["attention_factor"]
+        return rope
+
+    setattr(module, _NAME, initialize_rope)
+
+
+def _keeping_short_factors(before: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(before)
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        before(self, *args, **kwargs)
+        given = signature.bind(None, *args, **kwargs)
+        given.apply_defaults()
+        # In no container: the module would take it for modules of its own.
+        self.given = SimpleNamespace(**given.arguments)
+
+    return init
+
+
+def _of_rows(before: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Rotates rows of many texts, each by its position, none behind the trained context."""
+
+    def call(self: Any, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        if not isinstance(offset, mx.array):
+            return before(self, x, offset)
+        return mx.fast.rope(
+            x,
+            self.dims,
+            traditional=self.traditional,
+            base=self.base,
+            scale=1.0,
+            offset=offset,
+        )
+
+    return call
+
+
+def spread_ropes() -> None:
+    """Puts the patched function under the name that mlx-lm's modules have imported; idempotent."""
+    if original := getattr(module_of_ropes.initialize_rope, "__wrapped__", None):
+        spread(_NAME, original, module_of_ropes.initialize_rope)
+
+
+def _frequencies(dims: int, base: float, scaling: Mapping[str, Any]) -> mx.array:
+    """[dims / 2] wavelengths / 2 pi, between those of the trained context and those of the longer.
+
+    Peng et al. 2023, arXiv:2309.00071, section 3.2, with an unrounded range.
+    """
+    trained = scaling.get("original_max_position_embeddings", 4096)
+
+    def pair(rotations: float) -> float:
+        return dims * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low = max(pair(scaling.get("beta_fast") or 32), 0)
+    high = min(pair(scaling.get("beta_slow") or 1), dims - 1)
+    ramp = (mx.arange(dims // 2, dtype=mx.float32) - low) / ((high - low) or 0.001)
+    longer = mx.clip(ramp, 0, 1)
+    freqs = base ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims)
+    return freqs / (longer / scaling["factor"] + 1 - longer)
+
+
+def gpt_bigcode(module: ModuleType) -> None:
+    """Embeddings of positions that are arrays, a row each."""
+
+    def forward(self: Any, inputs: mx.array, cache: Any = None) -> mx.array:
+        offset = offset_of(None if cache is None else cache[0])
+        positions = mx.arange(inputs.shape[1]) + mx.array(offset)[..., None]
+        return through(self.h, self.wte(inputs) + self.wpe(positions), cache, self.ln_f)
+
+    module.GPTBigCodeModel.__call__ = forward

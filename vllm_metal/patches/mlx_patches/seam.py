@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routes mlx-lm models' attention calls to whichever cache they pass along."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx_lm.models import base
+
+from vllm_metal.patches.mlx_patches.replacing import spread
+
+RELEASES = ("mlx-lm 0.32",)
+_NAME = "scaled_dot_product_attention"
+_dense = getattr(base, _NAME)
+
+
+class Scoring(NamedTuple):
+    """How attention weighs a context: softmax(scale * q @ k), with what some models add."""
+
+    scale: float
+    sinks: mx.array | None = None  # [H] logits that take part in the softmax and have no value
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+
+
+class AttendingCache(ABC):
+    """A layer's cache, in mlx-lm's sense, that computes attention itself.
+
+    mlx-lm's models call `offset`, `make_mask` and `update_and_fetch`; `_dispatch` calls `attend`.
+    """
+
+    @property
+    @abstractmethod
+    def offset(self) -> mx.array:
+        """[T] int32, position of each row."""
+
+    def make_mask(self, *args: object, **kwargs: object) -> None:
+        """No dense mask: the cache itself knows which keys a row may see."""
+        return None
+
+    @abstractmethod
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Takes K and V, each [T, Hkv, 1, D]; what it returns goes on to `attend`."""
+
+    @abstractmethod
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scoring: Scoring,
+    ) -> mx.array:
+        """[T, H, 1, D] queries over each row's context; [T, H, 1, DV] back."""
+
+    def attend_latent(
+        self, queries: mx.array, values: mx.array, position_queries: mx.array, scale: float
+    ) -> mx.array | None:
+        """Attention over latents, of layers with multi-head latent attention (MLA).
+
+        Args:
+            queries: [T, H, 1, rank], to be multiplied with latents.
+            values: what `update_and_fetch` gave as latents; or made of it, of longer rows.
+            position_queries: [T, H, 1, n], what the layer would add to the scores. Of a cache of
+                latents it is the rotated part of the queries, times `scale`: see `LatentCache`.
+            scale: factor on the scores of `queries`.
+
+        Returns:
+            [T, H, 1, rank]; None: the layer keeps no latents.
+        """
+        return None
+
+
+@functools.wraps(_dense)
+def _dispatch(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: Any = None,
+    scale: float = 1.0,
+    mask: mx.array | str | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    if cache is None and isinstance(keys, AttendingCache):
+        cache = keys  # a layer that reads the K/V of another gets that layer's cache in their place
+    if isinstance(cache, AttendingCache):
+        if isinstance(mask, mx.array):
+            out = cache.attend_latent(queries, values, mask, scale)
+            if out is None:
+                raise NotImplementedError(_refusal(mask))
+            return out
+        return cache.attend(queries, keys, values, Scoring(scale, sinks))
+    return _dense(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def _refusal(mask: mx.array) -> str:
+    """Why the caller's caller is not served."""
+    call = sys._getframe(2)
+    return (
+        f"{call.f_globals.get('__name__')}.{call.f_code.co_qualname} gives attention a mask of its "
+        f"own, {mask.shape} {mask.dtype}, which attention over the paged KV cache cannot apply"
+    )
+
+
+def install() -> None:
+    """Puts the dispatching attention under the name every mlx-lm model imports; idempotent."""
+    spread(_NAME, _dense, _dispatch)

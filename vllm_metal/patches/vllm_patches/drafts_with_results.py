@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Has vLLM take drafts with the results they follow, where stages are at several steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import RequestStatus
+
+from vllm_metal.patches.vllm_patches.replacing import replace
+from vllm_metal.patches.vllm_patches.step_result import StepResult
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.outputs import ModelRunnerOutput
+
+
+def take_drafts_with_results() -> None:
+    """Has drafts come with the results of the step that they follow; call it where an engine runs.
+
+    vLLM's engine asks for drafts as soon as it has sent a step, and waits for them: with pipeline
+    parallel no second step would be under way. It also gives them to the scheduler before the
+    step's tokens, which then schedules the drafts in the places of these.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    replace(EngineCore, "post_step", _unless_staged)
+    replace(Scheduler, "update_from_output", _with_drafts)
+
+
+def _unless_staged(post_step: Callable[..., None], self: Any, model_executed: bool) -> None:
+    if self.vllm_config.parallel_config.pipeline_parallel_size == 1:
+        post_step(self, model_executed)
+
+
+def _with_drafts(
+    update: Callable[..., dict[int, EngineCoreOutputs]],
+    self: Any,
+    scheduler_output: SchedulerOutput,
+    model_runner_output: ModelRunnerOutput,
+) -> dict[int, EngineCoreOutputs]:
+    outputs = update(self, scheduler_output, model_runner_output)
+    drafts = model_runner_output.drafts if isinstance(model_runner_output, StepResult) else None
+    if drafts is None:
+        return outputs
+    # A request that was preempted meanwhile, or is in another step by now, is past them.
+    here = [index for index, id_ in enumerate(drafts.req_ids) if _waits(self.requests.get(id_))]
+    self.update_draft_token_ids(
+        DraftTokenIds(
+            [drafts.req_ids[index] for index in here],
+            [drafts.draft_token_ids[index] for index in here],
+        )
+    )
+    return outputs
+
+
+def _waits(request: Any) -> bool:
+    """Whether a request runs, and no step in flight has rows of it."""
+    return (
+        request is not None
+        and request.status == RequestStatus.RUNNING
+        and request.num_in_flight_tokens == 0
+    )

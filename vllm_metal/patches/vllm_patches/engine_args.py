@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sets defaults and choices of vLLM's engine arguments; their values are platform's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic.dataclasses import rebuild_dataclass
+
+from vllm_metal.patches.vllm_patches.replacing import replace
+
+_DRAFTS = "vllm_metal_drafts"  # of EngineArgs: num_speculative_tokens, as vLLM completes it
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+_CHECKS: list[Callable[[Path], object]] = []
+
+
+def set_batch_defaults(max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    """Sets the defaults of --max-num-batched-tokens and --max-num-seqs.
+
+    vLLM chooses them by the memory and the name of the device, for GPUs in data centers; a platform
+    cannot state its own.
+
+    Args:
+        max_num_batched_tokens: of a step, for every way to start an engine.
+        max_num_seqs: requests that run at once, likewise.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    contexts = (None, *UsageContext)
+    tokens = dict.fromkeys(contexts, max_num_batched_tokens)
+    seqs = dict.fromkeys(contexts, max_num_seqs)
+    EngineArgs.get_batch_defaults = classmethod(  # type: ignore[method-assign, assignment]
+        lambda cls, world_size: (tokens, seqs)
+    )
+
+
+def fit_the_context() -> None:
+    """Has an unset --max-model-len mean the longest context that fits, as -1 does.
+
+    vLLM takes the longest that the model is made for, and does not start where the memory does not
+    hold one such request. That is for GPUs that are chosen for a model; a Mac is there already.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    replace(EngineArgs, "create_model_config", _fitted)
+
+
+def check_folders(check: Callable[[Path], object]) -> None:
+    """Has a model's folder checked before transformers makes anything of its config.json.
+
+    Args:
+        check: called with a folder that has a config.json; raises where it cannot be served.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    _CHECKS[:] = [check]
+    replace(EngineArgs, "create_model_config", _checked)
+
+
+def check_first(check: Callable[[EngineArgs], None]) -> None:
+    """Has arguments of an engine checked before vLLM makes anything of them.
+
+    Args:
+        check: raises where one cannot be honored.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    def checked(create: Callable[..., Any], self: EngineArgs, *args: Any, **options: Any) -> Any:
+        check(self)
+        return create(self, *args, **options)
+
+    replace(EngineArgs, "create_engine_config", checked)
+
+
+def _checked(create: Callable[[EngineArgs], ModelConfig], self: EngineArgs) -> ModelConfig:
+    folder = Path(self.model).expanduser()
+    if (folder / "config.json").is_file():
+        for check in _CHECKS:
+            check(folder)
+    return create(self)
+
+
+def _fitted(create: Callable[[EngineArgs], ModelConfig], self: EngineArgs) -> ModelConfig:
+    config = create(self)
+    if self.max_model_len is None:
+        config.original_max_model_len = -1  # what vLLM notes of a -1 that its user gave
+    return config
+
+
+def fit_batches_to_drafts() -> None:
+    """Chooses batch sizes that vLLM takes where there are both adapters and drafts.
+
+    vLLM wants a step to have room for the drafts of --max-num-seqs requests, and its error names no
+    numbers. Its defaults do not have it, nor have the platform's.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    replace(EngineArgs, "create_speculative_config", _noting_drafts)
+    replace(EngineArgs, "_set_default_max_num_seqs_and_batched_tokens_args", _with_room_for_drafts)
+
+
+def _noting_drafts(create: Callable[..., Any], self: EngineArgs, *args: Any, **options: Any) -> Any:
+    config = create(self, *args, **options)
+    setattr(self, _DRAFTS, 0 if config is None else config.num_speculative_tokens)
+    return config
+
+
+def _with_room_for_drafts(
+    set_defaults: Callable[..., None], self: EngineArgs, *args: Any, **options: Any
+) -> None:
+    seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+    set_defaults(self, *args, **options)
+    drafts = getattr(self, _DRAFTS, 0)
+    if not self.enable_lora or not drafts:
+        return
+    assert self.max_num_seqs is not None and self.max_num_batched_tokens is not None
+    most_seqs = self.max_num_batched_tokens // (drafts + 1)
+    least_tokens = self.max_num_seqs * (drafts + 1)
+    if most_seqs >= self.max_num_seqs:
+        return
+    if seqs is None and most_seqs > 0:
+        self.max_num_seqs = most_seqs
+    elif tokens is None:
+        self.max_num_batched_tokens = least_tokens
+    else:
+        raise ValueError(
+            f"--max-num-batched-tokens={tokens} is not supported with --enable-lora, {drafts} "
+            f"speculative tokens and --max-num-seqs={self.max_num_seqs}: a step needs room for "
+            f"the drafts of each request. Set --max-num-batched-tokens to {least_tokens} or more"
+            + (f", or --max-num-seqs to {most_seqs} or fewer." if most_seqs else ".")
+        )
+
+
+#: What users called the models whose folders vLLM was given instead.
+_NAMES: dict[str, str] = {}
+
+
+def serve_files(
+    folder_of: Callable[[str, bool], str], draft_folder_of: Callable[[str, bool], str]
+) -> None:
+    """Replaces models that are files by folders that stand for them, before vLLM reads them.
+
+    Models keep the names that users gave them. This concerns targets and draft models.
+
+    Args:
+        folder_of: the folder for a model as its user names it, or the name as it is; given that,
+            and whether the model's own tokenizer is used.
+        draft_folder_of: likewise for a draft model, whose name may also be a class's.
+    """
+    from vllm.engine import arg_utils
+    from vllm.engine.arg_utils import EngineArgs
+
+    def with_folders(
+        override: Callable[..., Any],
+        model: str,
+        tokenizer: str | None,
+        vllm_speculative_config: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        folder = folder_of(model, tokenizer in (None, model))
+        if folder != model:
+            _NAMES[folder] = model
+            tokenizer = folder if tokenizer in (None, model) else tokenizer
+        return override(
+            model=folder,
+            tokenizer=tokenizer,
+            vllm_speculative_config=vllm_speculative_config,
+            **options,
+        )
+
+    def with_draft(create: Callable[..., Any], self: EngineArgs, *args: Any, **options: Any) -> Any:
+        given = self.speculative_config
+        if given and isinstance(given.get("model"), str):
+            self.speculative_config = {**given, "model": draft_folder_of(given["model"], True)}
+        if isinstance(self.spec_model, str):
+            self.spec_model = draft_folder_of(self.spec_model, True)
+        return create(self, *args, **options)
+
+    replace(arg_utils, "maybe_override_with_speculators", with_folders)
+    replace(EngineArgs, "create_speculative_config", with_draft)
+    replace(EngineArgs, "create_model_config", _with_name)
+
+
+def keep_names_of_files(file_of: Callable[[str], Path | None]) -> None:
+    """Keeps vLLM from looking up models in the hub's cache that are files there, or anywhere.
+
+    Args:
+        file_of: the file that a model's name means; None: it means no file.
+    """
+    from vllm.engine import arg_utils
+
+    def path_of(find: Callable[..., Any], model: str | Path, revision: str | None = None) -> Any:
+        return find(model, revision) if file_of(str(model)) is None else model
+
+    replace(arg_utils, "get_model_path", path_of)
+
+
+def _with_name(create: Callable[[EngineArgs], ModelConfig], self: EngineArgs) -> ModelConfig:
+    if self.served_model_name is None and self.model in _NAMES:
+        self.served_model_name = _NAMES[self.model]
+    return create(self)
+
+
+def accept_int8_kv_cache() -> None:
+    """Lets users write `--kv-cache-dtype int8`, as they write `fp8`; "auto" is the model's dtype.
+
+    vLLM knows the format of our int8 cache under the name `int8_per_token_head` only. Its "auto" is
+    fp8 where a checkpoint has scales of K and V, which this platform does not read.
+    """
+    from vllm.engine import arg_utils
+
+    replace(arg_utils, "resolve_kv_cache_dtype_string", _resolve_int8)
+
+
+def cache_prefixes_of_states() -> None:
+    """Has prefix caching on by default for models of states alone (Mamba), as for all others.
+
+    vLLM counts it as experimental there.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    replace(EngineArgs, "_set_default_chunked_prefill_and_prefix_caching_args", _prefixes_too)
+
+
+def _prefixes_too(
+    set_defaults: Callable[[EngineArgs, ModelConfig], None],
+    self: EngineArgs,
+    model_config: ModelConfig,
+) -> None:
+    if self.enable_prefix_caching is None and model_config.is_attention_free:
+        self.enable_prefix_caching = model_config.runner_type == "generate"
+    set_defaults(self, model_config)
+
+
+def _resolve_int8(
+    resolve: Callable[[str, ModelConfig], str], kv_cache_dtype: str, model_config: ModelConfig
+) -> str:
+    if kv_cache_dtype == "auto":
+        return kv_cache_dtype
+    name = "int8_per_token_head" if kv_cache_dtype == "int8" else kv_cache_dtype
+    return resolve(name, model_config)
+
+
+def recompute_by_default() -> None:
+    """Makes `kv_load_failure_policy` "recompute" where a user says nothing.
+
+    vLLM's default, "fail", ends a request whose blocks cannot be loaded. A configuration does not
+    tell a default from what its user wrote, so the default itself is changed: "fail" is honored
+    wherever it is written. Configurations that exist already keep theirs.
+    """
+    from vllm.config.kv_transfer import KVTransferConfig
+
+    made: Any = KVTransferConfig  # for type checkers, no pydantic dataclass has these attributes
+    if made.kv_load_failure_policy == "recompute":
+        return
+    made.kv_load_failure_policy = "recompute"
+    made.__dataclass_fields__["kv_load_failure_policy"].default = "recompute"
+    made.__pydantic_fields__["kv_load_failure_policy"].default = "recompute"
+    rebuild_dataclass(made, force=True)  # its validator was built with the class

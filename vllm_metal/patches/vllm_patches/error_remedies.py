@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors of vLLM's to a request whose remedy is another one here than vLLM names, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_metal.patches.vllm_patches.replacing import replace
+
+_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
+_WANTS_A_PARSER = "--tool-call-parser to be set"
+
+
+def name_remedies() -> None:
+    """Has them name it; call it where a server's command line is made.
+
+    vLLM keeps no responses unless a variable is set, gives each an id all the same, and answers
+    that there is none of that id. Of an image it says that the model is not multimodal. Of tools it
+    says that options are missing: here these are set wherever the model's chat template has tools.
+    """
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+    from vllm.renderers.chat_utils import BaseMultiModalItemTracker
+    from vllm.renderers.online_renderer import OnlineRenderer
+
+    replace(OpenAIServingResponses, "_make_not_found_error", _of_stored_responses)
+    replace(OnlineRenderer, "create_error_response", _of_tools)
+    replace(BaseMultiModalItemTracker, "_validate_add", _of_media)
+
+
+def _of_stored_responses(make: Callable[..., Any], self: Any, response_id: str) -> Any:
+    response = make(self, response_id)
+    if not self.enable_store:
+        response.error.message += (
+            f" This server stores no responses: start it with {_STORE}=1, or send the "
+            "whole conversation."
+        )
+    return response
+
+
+def _of_tools(make: Callable[..., Any], self: Any, message: Any, *args: Any, **options: Any) -> Any:
+    if isinstance(message, str) and message.endswith(_WANTS_A_PARSER):
+        message = (
+            "tools are not supported by this model: its chat template has none. Leave "
+            "tools out, or serve a model whose template has them; if its template formats "
+            "tool calls in an unknown way, name the parser with --tool-call-parser"
+        )
+    return make(self, message, *args, **options)
+
+
+def _of_media(validate: Callable[..., Any], self: Any, modality: str) -> Any:
+    from vllm.exceptions import VLLMValidationError
+
+    config = self.model_config
+    if modality == "prompt_embeds" or config.is_multimodal_model:
+        return validate(self, modality)
+    name = config.served_model_name or config.model
+    kind = modality.replace("_embeds", "").replace("_", " ")
+    raise VLLMValidationError(
+        f"{name} reads text alone, and no {kind}: leave it out, or serve a model that reads "
+        f"{kind} input (docs/images.md)"
+    )

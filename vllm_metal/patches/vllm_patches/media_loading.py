@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bounds the memory that a request's images take, and whose addresses a server fetches.
+
+vLLM bounds the pixels of one image. It decodes and prepares all images of a request before it
+counts tokens, so a body of some kilobytes takes gigabytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar, copy_context
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from vllm_metal.patches.vllm_patches.replacing import replace
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+#: Pixels that an image counts as at least: models enlarge small ones before they look at them.
+LEAST_PIXELS = 2**20
+#: Bytes of a file that count as a pixel: those of a decoded one.
+_BYTES_OF_A_PIXEL = 4
+#: Files of one request that are fetched at a time, each of VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB.
+_FETCHES_AT_ONCE = 4
+
+
+class _Request:
+    """The images of one request."""
+
+    def __init__(self) -> None:
+        self.pixels = 0  # of all its images so far
+        self.held = 0  # of those that are decoded and not yet garbage
+        self.open = True  # whether its client is still answered
+        self.fetches = asyncio.Semaphore(_FETCHES_AT_ONCE)
+
+
+class ImageMemory:
+    """Counts the pixels of all decoded images of a server, and lets more in when some have gone."""
+
+    def __init__(self, per_request: int) -> None:
+        """No image is there yet.
+
+        Args:
+            per_request: pixels that the images of one request may have together. All requests may
+                have as many at once, and the one that has waited longest may exceed that.
+        """
+        self.per_request = per_request
+        self.held = 0  # pixels of images that are decoded and not yet garbage
+        self._lock = Lock()
+        self._requests: dict[_Request, None] = {}  # that hold images or wait, the oldest first
+        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Counts images that are loaded within the block, and in its tasks, as one request's."""
+        made = _Request()
+        before = _REQUEST.set(made)
+        try:
+            yield
+        finally:
+            _REQUEST.reset(before)
+            with self._lock:
+                made.open = False
+                self._requests.pop(made, None)
+            self._notify()
+
+    def charge(self, pixels: int, num_bytes: int) -> int:
+        """Adds an image to this task's request, before it is decoded.
+
+        Args:
+            pixels: of the image, as its header says.
+            num_bytes: of its file.
+
+        Returns:
+            The pixels that it counts as.
+
+        Raises:
+            VLLMValidationError: the request has too many.
+        """
+        from vllm.exceptions import VLLMValidationError
+
+        pixels = max(pixels, num_bytes // _BYTES_OF_A_PIXEL, LEAST_PIXELS)
+        if (request := _REQUEST.get()) is None:
+            return pixels
+        with self._lock:
+            request.pixels += pixels
+            total = request.pixels
+        if total > self.per_request:
+            raise VLLMValidationError(
+                f"The images of a request may have {self.per_request} pixels together, where each "
+                f"counts as {LEAST_PIXELS} at least; this one's have more (max_body_pixels). Send "
+                "fewer or smaller images."
+            )
+        return pixels
+
+    async def wait_for(self, pixels: int) -> None:
+        """Waits until an image may be decoded, and counts it as held.
+
+        The oldest request never waits, so those that wait for each other go on.
+
+        Args:
+            pixels: what `charge` returned.
+        """
+        request = _REQUEST.get()
+        if request is None:
+            return
+        loop = asyncio.get_running_loop()
+        while True:
+            with self._lock:
+                if request.open:
+                    self._requests.setdefault(request)
+                oldest = next(iter(self._requests), request) is request
+                if oldest or self.held + pixels <= self.per_request:
+                    self.held += pixels
+                    request.held += pixels
+                    return
+                changed = loop.create_future()
+                self._waiting.append((loop, changed))
+            await changed
+
+    def hold(self, image: Any, pixels: int) -> None:
+        """Counts an image of this task's request until nothing refers to it any more."""
+        if (request := _REQUEST.get()) is not None:
+            weakref.finalize(image, self._release, request, pixels).atexit = False
+
+    def release(self, pixels: int) -> None:
+        """Counts an image of this task's request no longer."""
+        if (request := _REQUEST.get()) is not None:
+            self._release(request, pixels)
+
+    def _release(self, request: _Request, pixels: int) -> None:
+        """An image has gone; called in any thread."""
+        with self._lock:
+            self.held -= pixels
+            request.held -= pixels
+            if not request.held:
+                self._requests.pop(request, None)
+        self._notify()
+
+    def _notify(self) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for loop, changed in waiting:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_set, changed)
+
+
+def _set(changed: asyncio.Future[None]) -> None:
+    if not changed.done():
+        changed.set_result(None)
+
+
+_REQUEST: ContextVar[_Request | None] = ContextVar("request_images", default=None)
+MEMORY = ImageMemory(2**28)
+_FETCHES = [True]  # whether addresses of any host are fetched
+
+
+class CountImages:
+    """The ASGI class that says which images belong to one request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        with MEMORY.request():
+            await self.app(scope, receive, send)
+
+
+def around(app: ASGIApp, state: Any) -> ASGIApp:
+    """Returns the application with the images of each of its requests counted."""
+    return CountImages(app)
+
+
+def bound(per_request: int, fetch_any_host: bool) -> None:
+    """Bounds the pixels of a request's images, and names what is wrong with one to its client.
+
+    Args:
+        per_request: pixels of all images of a request of a server.
+        fetch_any_host: whether addresses may be fetched without `--allowed-media-domains`.
+    """
+    from vllm.connections import HTTPConnection
+    from vllm.entrypoints.pooling.base.io_processor import PoolingIOProcessor
+    from vllm.multimodal.media.connector import MediaConnector
+
+    MEMORY.per_request, _FETCHES[0] = per_request, fetch_any_host
+    replace(MediaConnector, "load_from_url", _load)
+    replace(MediaConnector, "load_from_url_async", _load_async)
+    replace(MediaConnector, "_assert_url_in_allowed_media_domains", _check_host)
+    replace(PoolingIOProcessor, "render", _render)
+    for name in ("get_response", "get_async_response"):
+        replace(HTTPConnection, name, _without_redirections)
+
+
+class _Encoded:
+    """Stands for vLLM's reader of images where the bytes of a file are wanted."""
+
+    def __init__(self, reader: Any) -> None:
+        self._reader = reader
+
+    def get_max_bytes(self) -> int | None:
+        limit: int | None = self._reader.get_max_bytes()
+        return limit
+
+    def load_bytes(self, data: bytes) -> bytes:
+        return data
+
+    def load_base64(self, media_type: str, data: str) -> bytes:
+        import pybase64
+
+        return pybase64.b64decode(data, validate=True)
+
+    def load_file(self, path: Path) -> bytes:
+        return path.read_bytes()
+
+
+class _CountedFrames:
+    """Stands for vLLM's reader of the frames of a video, which come as images one by one."""
+
+    def __init__(self, reader: Any) -> None:
+        self._reader, self._context = reader, copy_context()  # frames are read in another thread
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def load_base64(self, media_type: str, data: str) -> Any:
+        encoded = _Encoded(self._reader).load_base64(media_type, data)
+        self._context.run(MEMORY.charge, _num_pixels(encoded), len(encoded))
+        return self._reader.load_bytes(encoded)
+
+
+def _count_frames(reader: Any) -> None:
+    from vllm.multimodal.media.video import VideoMediaIO
+
+    if isinstance(reader, VideoMediaIO):
+        reader.image_io = _CountedFrames(reader.image_io)  # type: ignore[assignment]
+
+
+def _is_image(reader: Any) -> bool:
+    from vllm.multimodal.media.image import ImageMediaIO
+
+    return isinstance(reader, ImageMediaIO)
+
+
+def _num_pixels(encoded: bytes) -> int:
+    """Returns what the header of an image says; 0 where vLLM will reject it."""
+    from PIL import Image
+    from vllm.multimodal.media import image
+
+    try:
+        with image.open_image(io.BytesIO(encoded)) as found:
+            width, height = found.size
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return 0
+    return int(width * height)
+
+
+def _load(load: Callable[..., Any], connector: Any, url: str, reader: Any, **options: Any) -> Any:
+    with _rejecting():
+        if not _is_image(reader):
+            _count_frames(reader)
+            return load(connector, url, reader, **options)
+        encoded = load(connector, url, _Encoded(reader), **options)
+        MEMORY.charge(_num_pixels(encoded), len(encoded))
+        return reader.load_bytes(encoded)
+
+
+async def _load_async(
+    load: Callable[..., Any], connector: Any, url: str, reader: Any, **options: Any
+) -> Any:
+    from vllm.multimodal.media import connector as media
+
+    with _rejecting():
+        if not _is_image(reader):
+            _count_frames(reader)
+            return await load(connector, url, reader, **options)
+        request = _REQUEST.get()
+        async with nullcontext() if request is None else request.fetches:
+            encoded = await load(connector, url, _Encoded(reader), **options)
+        run, pool = asyncio.get_running_loop().run_in_executor, media.global_thread_pool
+        pixels = MEMORY.charge(await run(pool, _num_pixels, encoded), len(encoded))
+        await MEMORY.wait_for(pixels)
+        try:
+            image = await run(pool, reader.load_bytes, encoded)
+        except BaseException:
+            MEMORY.release(pixels)
+            raise
+        MEMORY.hold(image.media, pixels)
+        return image
+
+
+@contextmanager
+def _rejecting() -> Iterator[None]:
+    """Answers 400 or 422 where vLLM would answer 5xx, which clients try again."""
+    import aiohttp
+    import requests
+    from vllm.exceptions import VLLMUnprocessableEntityError, VLLMValidationError
+
+    try:
+        yield
+    except (aiohttp.ClientConnectionError, requests.ConnectionError, TimeoutError) as error:
+        raise VLLMUnprocessableEntityError("The address of an image cannot be reached.") from error
+    except NotImplementedError as error:  # of a data: URL
+        raise VLLMValidationError(str(error)) from error
+    except ImportError as error:
+        raise VLLMValidationError(
+            f"This server cannot read such media: the package {error.name} is not installed."
+        ) from error
+    except RuntimeError as error:
+        if "--allowed-local-media-path" not in str(error):
+            raise
+        raise VLLMValidationError(str(error)) from error
+
+
+def _check_host(check: Callable[..., None], connector: Any, url: Any) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    if not connector.allowed_media_domains and not _FETCHES[0]:
+        raise VLLMValidationError(
+            "This server does not fetch URLs: send the image itself, as a data: URL, or "
+            "start the server with --allowed-media-domains."
+        )
+    check(connector, url)
+
+
+def _without_redirections(get: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    # Where not all addresses are fetched, a redirection may not lead to all of them.
+    if not _FETCHES[0] and "VLLM_MEDIA_URL_ALLOW_REDIRECTS" not in os.environ:
+        options["allow_redirects"] = False
+    return get(*args, **options)
+
+
+def _render(render: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    # In a thread of vLLM's, which knows nothing of the request's task.
+    with MEMORY.request():
+        return render(*args, **options)

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM and transformers are told of the models that we serve, mostly without their classes."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+from dataclasses import replace as replaced
+from pathlib import Path
+from typing import Any, NoReturn
+
+from vllm.config import ModelConfig
+from vllm.model_executor.models import ModelRegistry, registry
+from vllm.model_executor.models.registry import _BaseRegisteredModel, _ModelInfo
+
+from vllm_metal.patches.vllm_patches import image_names
+from vllm_metal.patches.vllm_patches.image_processors import readable, refuse_bombs
+from vllm_metal.patches.vllm_patches.replacing import replace
+from vllm_metal.settings.architectures import (
+    BY_TRANSFORMERS,
+    DROPPED_HEADS,
+    IMAGES_ALONE,
+    MULTIMODAL,
+    TEXT_PARTS,
+    WITH_IMAGES,
+)
+
+#: vLLM's name for families that it does not list; their configurations use it.
+MLX_MODEL = "MlxForCausalLM"
+#: Families by the start of an architecture's name. All of their layers keep states, ...
+_ATTENTION_FREE = ("FalconMamba", "Mamba")
+#: ... or some of them.
+_HYBRID = (
+    "BailingMoeV2_5For",
+    "BailingMoeV3For",
+    "FalconH1",
+    "Glm5NextFor",
+    "GraniteMoeHybrid",
+    "Jamba",
+    "KimiK3For",
+    "KimiLinear",
+    "Lfm2",
+    "NemotronHFor",
+    "NemotronHPuzzle",
+    "OlmoHybrid",
+    "Qwen3NextFor",
+    "Qwen3_5For",
+    "Qwen3_5MoeFor",
+    "Qwen4ExpFor",
+    "Zamba2",
+)
+#: What a text model's architecture ends in, and in what where it embeds or classifies, ...
+_GENERATES = ("ForCausalLM", "LMHeadModel")
+_POOLS = ("Model", "ForSequenceClassification", "ForTokenClassification")
+#: ... and those among vLLM's own models that pool which are such decoders and nothing more.
+_POOLING_DECODERS = frozenset(
+    {
+        "GPT2ForSequenceClassification",
+        "Gemma2Model",
+        "JambaForSequenceClassification",
+        "LlamaModel",
+        "MistralModel",
+        "Qwen2Model",
+    }
+)
+#: Some of its blocks have no attention at all.
+_WITHOUT_SOME_LAYERS = ("DeciLMFor",)
+#: Names of transformers that vLLM asks every configuration for, and what families call the same.
+_OTHER_NAMES = {
+    "hidden_size": ("d_model", "n_embd", "model_dim", "dim"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "num_transformer_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+}
+#: Keys that say how long a text may be; the first that is there counts.
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+
+class _NoModel:
+    """What vLLM finds in the place of a model class of torch's: of one that scores, it looks at it.
+
+    It has the methods that vLLM knows a model by, and counts as one that pools: vLLM adapts others.
+    """
+
+    is_pooling_model = True
+
+    def __init__(self, vllm_config: Any, prefix: str = "") -> None:
+        raise NotImplementedError(
+            f"vllm-metal computes {type(self).__name__} with MLX, and uses no model class of vLLM"
+        )
+
+    def embed_input_ids(self, input_ids: Any) -> NoReturn:
+        raise NotImplementedError
+
+    def forward(self, input_ids: Any, positions: Any) -> NoReturn:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TextModel(_BaseRegisteredModel):
+    """A registered architecture that mlx-lm's module or a proposer of ours computes."""
+
+    architecture: str
+    decoder: str | None = None  # that pools, by the name under which it generates; None: itself
+
+    def inspect_model_cls(self) -> _ModelInfo:
+        """What `vllm.config.ModelConfig` asks of the architecture."""
+        name = self.decoder or self.architecture
+        hybrid, attention_free = name.startswith(_HYBRID), name.startswith(_ATTENTION_FREE)
+        return _ModelInfo(
+            architecture=self.architecture,
+            is_text_generation_model=self.decoder is None,
+            is_pooling_model=False,  # --convert makes it one
+            attn_type="decoder",
+            default_seq_pooling_type="LAST",
+            default_tok_pooling_type="ALL",
+            score_type="bi-encoder",
+            supports_multimodal=False,
+            supports_multimodal_raw_input_only=False,
+            requires_raw_input_tokens=False,
+            supports_multimodal_encoder_tp_data=False,
+            supports_pp=True,
+            supports_hc_sp=False,
+            supports_lora=True,  # the platform says which are not
+            has_inner_state=hybrid or attention_free,
+            is_attention_free=attention_free,
+            is_hybrid=hybrid,
+            has_noops=name.startswith(_WITHOUT_SOME_LAYERS),
+            supports_replayssm=False,
+            supports_transcription=False,
+            supports_transcription_only=False,
+            supports_kv_cache_grouping=False,
+            supported_video_pruning_methods=(),
+            supports_mm_device_do_normalize=False,
+        )
+
+    def load_model_cls(self) -> type[Any]:
+        """A class that vLLM may ask for features, of which it has none; nobody can make a model."""
+        return type(self.architecture, (_NoModel,), {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageModel(TextModel):
+    """A registered architecture that takes images too. vLLM's class has the processor of images."""
+
+    own: _BaseRegisteredModel
+
+    def inspect_model_cls(self) -> _ModelInfo:
+        """What `vllm.config.ModelConfig` asks of the architecture."""
+        return replaced(super().inspect_model_cls(), supports_multimodal=True)
+
+    def load_model_cls(self) -> Any:
+        """vLLM's class, which is asked for its processor and never for a model."""
+        refuse_bombs()
+        image_names.keep_apart()
+        with readable():
+            own: Any = self.own.load_model_cls()
+        if self.architecture in IMAGES_ALONE:
+            info = own._processor_factory.info
+            replace(info, "get_supported_mm_limits", _images_alone)
+            replace(info, "get_mm_max_tokens_per_item", _images_alone)
+        return own
+
+
+def _images_alone(
+    ask: Callable[..., Mapping[str, int | None]], self: Any, *args: Any, **options: Any
+) -> dict[str, int | None]:
+    return {name: n for name, n in ask(self, *args, **options).items() if name == "image"}
+
+
+def answer_for_models() -> None:
+    """Registers every architecture of text models and draft heads with what vLLM asks of it.
+
+    vLLM imports its own class, in a process of its own, only to ask that: seconds at a first start,
+    and a refusal where the class needs packages, or a processor, that serving text does not.
+    So are those whose images are served; text models that are published as a part of such a one
+    are text models where mlx-vlm, which has the towers, is not installed. Architectures of other
+    kinds (other images, encoders) stay vLLM's.
+    """
+    listed: dict[str, Any] = {
+        **registry._TEXT_GENERATION_MODELS,
+        **registry._TRANSFORMERS_SUPPORTED_MODELS,
+        **registry._SPECULATIVE_DECODING_MODELS,
+    }
+    ours = {*listed, *TEXT_PARTS, *BY_TRANSFORMERS, *DROPPED_HEADS.values(), MLX_MODEL} - MULTIMODAL
+    ModelRegistry.models.update({name: TextModel(name) for name in sorted(ours)})
+    _answer_for_decoders_that_pool(ours)
+    answer_for_images()
+
+
+def _answer_for_decoders_that_pool(text_models: Container[str]) -> None:
+    """Registers what checkpoints of decoders are called that embed or classify.
+
+    vLLM finds the decoder for most such names only once it has looked for a class of transformers'.
+    """
+    listed = set(ModelRegistry.models)
+    for name in sorted(listed):
+        ending = next((each for each in _GENERATES if name.endswith(each)), None)
+        if ending is None or name not in text_models:
+            continue
+        for pooling in (name.removesuffix(ending) + suffix for suffix in _POOLS):
+            if pooling not in listed or pooling in _POOLING_DECODERS:
+                ModelRegistry.models[pooling] = TextModel(pooling, name)
+
+
+def answer_for_images() -> None:
+    """Registers the architectures whose images are served.
+
+    An engine's own process, where its scheduler asks for their processor, calls this by itself.
+    """
+    for name in WITH_IMAGES:
+        if name not in TEXT_PARTS or importlib.util.find_spec("mlx_vlm") is not None:
+            module, cls = registry._MULTIMODAL_MODELS[name]
+            own = registry._LazyRegisteredModel(f"vllm.model_executor.models.{module}", cls)
+            ModelRegistry.models[name] = ImageModel(name, own=own)
+    replace(ModelConfig, "_supports_multimodal_inputs", _with_a_class_for_images_only)
+
+
+def _with_a_class_for_images_only(ask: Callable[[ModelConfig], bool], self: ModelConfig) -> bool:
+    """Spares text alone of such a model vLLM's class, which has vLLM's limits of zero looked up."""
+    config = self.multimodal_config
+    if config is not None and config.language_model_only and not config.enable_mm_embeds:
+        return False
+    return ask(self)
+
+
+def take_mlx_models() -> None:
+    """Has transformers read the config.json of families that mlx-lm alone has, as MLX_MODEL.
+
+    What the layers keep is read off the model that mlx-lm makes. So are draft heads that vLLM
+    dropped.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    known = {*CONFIG_MAPPING, *_CONFIG_REGISTRY}
+    for model_type in (*_model_types(known), *DROPPED_HEADS):
+        AutoConfig.register(model_type, _config_class(model_type))
+
+
+def _model_types(known: Container[str]) -> list[str]:
+    """Names of mlx-lm's modules that are not known, found without an import of them."""
+    found = importlib.util.find_spec("mlx_lm")
+    assert found is not None and found.submodule_search_locations is not None
+    folder = Path(found.submodule_search_locations[0]) / "models"
+    unknown = (path for path in sorted(folder.glob("*.py")) if path.stem not in known)
+    return [path.stem for path in unknown if "class ModelArgs" in path.read_text()]
+
+
+@functools.cache
+def _config_class(model_type: str) -> type:
+    from transformers import PretrainedConfig
+
+    class MlxConfig(PretrainedConfig):
+        """A configuration of which transformers knows no more than its keys."""
+
+        def __init__(self, **values: Any) -> None:
+            values.pop("layer_types", None)  # transformers takes no names that it does not know
+            # transformers asks for it while it reads a scaled rope, before it sets other keys.
+            longest = next((values[x] for x in _LENGTHS if values.get(x)), None)
+            values = {key: _with_attributes(value) for key, value in values.items()}
+            self.__dict__["max_position_embeddings"] = longest
+            super().__init__(**{**values, "max_position_embeddings": longest})
+            given = getattr(self, "architectures", None) or ()
+            if not any(name in ModelRegistry.models for name in given):
+                self.architectures = [MLX_MODEL]
+            for name, others in _OTHER_NAMES.items():
+                if getattr(self, name, None) is None:
+                    setattr(self, name, next((values[x] for x in others if x in values), 1))
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            """The engine's process makes the class anew: nobody can import it."""
+            return _restored, (model_type, self.to_dict())
+
+    MlxConfig.model_type = model_type
+    # With --trust-remote-code a checkpoint's own class goes before those of transformers' modules,
+    # but not before those that others register.
+    MlxConfig.__module__ = "transformers.models"
+    return MlxConfig
+
+
+class Keys(dict[str, Any]):
+    """A mapping whose keys are attributes, as published configuration classes have them."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def _with_attributes(value: Any, within: bool = False) -> Any:
+    """A list with each mapping in it as one whose keys are attributes; vLLM reads blocks so."""
+    if isinstance(value, list):
+        return [_with_attributes(each, within=True) for each in value]
+    if within and isinstance(value, Mapping):
+        return Keys({key: _with_attributes(each, within=True) for key, each in value.items()})
+    return value
+
+
+def _restored(model_type: str, values: dict[str, Any]) -> Any:
+    return _config_class(model_type)(**values)

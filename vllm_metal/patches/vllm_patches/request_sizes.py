@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bounds the texts and the grammars of requests before vLLM works on them.
+
+vLLM makes a request of the engine of each text of a body, and an automaton of each grammar, however
+many there are: its front end answers nobody else meanwhile, and memory grows to gigabytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from vllm_metal.patches.vllm_patches.replacing import replace
+
+#: What parts of a grammar count as. The first are those whose time and memory grow with the square
+#: of their number, as chains of rules that begin with each other do.
+_RULE, _ALTERNATIVE, _NAME, _BYTES = 16, 4, 1, 64
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+#: Fields of requests with texts, of which a request has one, or two whose texts are paired.
+_TEXTS = (
+    *("prompt", "items"),  # of completions and scores by generation
+    *("input", "data_1", "data_2", "documents", "texts", "images", "inputs"),  # of pooling
+)
+_choices = _grammar = 0
+
+
+def bound(choices: int, grammar: int) -> None:
+    """Bounds requests of this process's server.
+
+    Args:
+        choices: texts of a pooling request, or prompts times `n` of a completion.
+        grammar: the size of a grammar or schema, as `size_of_grammar` counts.
+    """
+    from vllm import SamplingParams
+    from vllm.entrypoints.generate.generative_scoring.serving import ServingGenerativeScoring
+    from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
+
+    global _choices, _grammar
+    _choices, _grammar = choices, grammar
+    replace(PoolingBaseServing, "__call__", _counted)
+    replace(OpenAIServingCompletion, "create_completion", _counted)
+    replace(OpenAIServingChat, "create_chat_completion", _counted)
+    replace(OpenAIServingChatBatch, "create_batch_chat_completion", _counted)
+    replace(ServingGenerativeScoring, "create_generative_scoring", _counted)
+    replace(SamplingParams, "_validate_structured_outputs", _validate)
+
+
+def drop_compilations() -> None:
+    """Drops the compilation of a request that ends while it waits for its grammar.
+
+    One thread, or half the cores, compile; those that nobody waits for would hold up the others.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    replace(Scheduler, "_free_request", _free)
+
+
+def _free(
+    free: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **options: Any
+) -> Any:
+    from concurrent.futures import Future
+
+    structured = request.structured_output_request
+    if structured is not None and isinstance(structured._grammar, Future):
+        structured._grammar.cancel()  # one that has begun goes on
+    return free(scheduler, request, *args, **options)
+
+
+async def _counted(
+    answer: Callable[..., Any], serving: Any, request: Any, *args: Any, **more: Any
+) -> Any:
+    from vllm.exceptions import VLLMValidationError
+
+    if (count := num_choices(request)) > _choices:
+        raise VLLMValidationError(
+            f"The body has {count} texts or choices, and {_choices} are allowed "
+            "(max_body_choices). Send several requests."
+        )
+    return await answer(serving, request, *args, **more)
+
+
+def num_choices(request: Any) -> int:
+    """Returns how many requests the engine gets of one of a client's.
+
+    Args:
+        request: as vLLM's protocols have it.
+    """
+    texts = max(num_texts(getattr(request, name, None)) for name in _TEXTS)
+    messages = getattr(request, "messages", None)
+    if isinstance(messages, list) and messages and isinstance(messages[0], list):
+        texts = max(texts, len(messages))  # conversations
+    return max(texts, 1) * max(getattr(request, "n", None) or 1, 1)
+
+
+def num_texts(field: object) -> int:
+    """Returns how many texts a field has: a list of tokens is one.
+
+    Args:
+        field: a text, its tokens, a list of either, or an object with a list as its content.
+    """
+    if isinstance(field, list | tuple):
+        return 1 if field and isinstance(field[0], int) else len(field)
+    if (content := getattr(field, "content", None)) is not None:
+        return num_texts(content)
+    if isinstance(field, Mapping) and isinstance(field.get("content"), list):
+        return len(field["content"])
+    return 0 if field is None else 1
+
+
+def _validate(validate: Callable[..., None], params: Any, *args: Any, **options: Any) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    if (structured := params.structured_outputs) is not None:
+        size = sum(
+            size_of_grammar(getattr(structured, name))
+            for name in ("json", "regex", "choice", "grammar", "structural_tag")
+        )
+        if size > _grammar:
+            raise VLLMValidationError(
+                f"The grammar or schema of a request may have a size of {_grammar}, and this one "
+                f"has {size} (max_body_grammar): a rule or reference counts {_RULE}, an "
+                f"alternative or item of a list {_ALTERNATIVE}, a name {_NAME}, and {_BYTES} bytes "
+                "1. Send fewer tools, or a smaller schema."
+            )
+    validate(params, *args, **options)
+
+
+def size_of_grammar(given: object) -> int:
+    """Estimates the work of compiling a grammar, a schema, a regular expression or choices.
+
+    Args:
+        given: as vLLM takes it; a schema may be JSON in a text.
+    """
+    if isinstance(given, str):
+        try:
+            found = json.loads(given)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict | list):
+            rules = given.count("::=") or given.count(":")  # of EBNF or of Lark
+            return len(given) // _BYTES + rules * _RULE + given.count("|") * _ALTERNATIVE
+        given = found
+    size, num_bytes, waiting = 0, 0, [given]
+    while waiting:
+        found = waiting.pop()
+        below: Iterable[Any] = ()
+        if isinstance(found, Mapping):
+            size += len(found) * _NAME
+            size += sum(_RULE for name in _REFERENCES if name in found)
+            num_bytes += sum(len(name) for name in found)
+            below = found.values()
+        elif isinstance(found, list | tuple):
+            size += len(found) * _ALTERNATIVE
+            below = found
+        elif isinstance(found, str):
+            num_bytes += len(found)
+        waiting += below
+    return size + num_bytes // _BYTES

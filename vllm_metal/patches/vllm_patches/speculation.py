@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM refuses with speculation, or ties to a package or a device, and this plugin serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from copy import copy
+from typing import TYPE_CHECKING, Any, Literal
+
+from vllm_metal.patches.vllm_patches.replacing import replace
+from vllm_metal.settings.architectures import DROPPED_HEADS
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.config import SpeculativeConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+#: What config.json of the dropped heads that are being read is to say besides.
+_KEYS: ContextVar[dict[str, Any] | None] = ContextVar("keys", default=None)
+
+
+def allow_lookup_methods() -> None:
+    """Lets vLLM take `ngram` and `suffix` as this plugin serves them.
+
+    vLLM schedules ahead with `ngram_gpu` but not with `ngram`, which are the same here, and asks
+    for the package arctic-inference with `suffix`, which this plugin does not use. Only the process
+    that reads the options calls this; for the engine's see `schedule_ahead_with_ngram`.
+    """
+    import vllm.config.speculative as speculative
+    import vllm.config.vllm as config
+
+    config.NgramGPUTypes = Literal["ngram", "ngram_gpu"]
+    speculative.has_arctic_inference = lambda: True
+
+
+def keep_dropped_heads() -> None:
+    """Lets users name the methods `medusa` and `mlp_speculator`.
+
+    vLLM makes the configuration of a draft model in their place. Where it would compare the
+    vocabularies, the method gets its name back; the heads' own arrays say which tokens they know.
+    """
+    # Remove when Medusa and MLP speculators are served no more; vLLM dropped them in 0.33.
+    from vllm.config import SpeculativeConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    replace(EngineArgs, "create_speculative_config", _as_draft_model)
+    replace(SpeculativeConfig, "compose_draft_hf_overrides", _of_heads)
+    replace(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", _named_again)
+
+
+def _as_draft_model(
+    create: Callable[..., Any], self: EngineArgs, *args: Any, **options: Any
+) -> SpeculativeConfig | None:
+    given = dict(self.speculative_config or {})
+    method = self.spec_method or given.get("method")
+    if method not in DROPPED_HEADS:
+        return create(self, *args, **options)
+    if self.spec_method is not None:
+        self.spec_method = "draft_model"
+    else:
+        self.speculative_config = given | {"method": "draft_model"}
+    # Medusa's authors publish heads without these keys.
+    token = _KEYS.set({"model_type": method, "architectures": [DROPPED_HEADS[method]]})
+    try:
+        return create(self, *args, **options)
+    finally:
+        _KEYS.reset(token)
+
+
+def _of_heads(compose: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return _KEYS.get() or compose(*args, **options)
+
+
+def _named_again(check: Callable[..., None], self: SpeculativeConfig) -> None:
+    draft = self.draft_model_config
+    kind = None if draft is None else draft.hf_config.model_type
+    if self.method == "draft_model" and kind in DROPPED_HEADS:
+        self.method = kind
+    check(self)
+
+
+def schedule_ahead_with_ngram(speculative_config: SpeculativeConfig | None) -> None:
+    """Turns `ngram` into `ngram_gpu` in the configuration that goes to the engine's process.
+
+    That process checks again whether vLLM schedules ahead with the method, with vLLM's own list.
+    """
+    if speculative_config is not None and speculative_config.method == "ngram":
+        speculative_config.method = "ngram_gpu"
+
+
+def allow_min_p_and_logit_bias() -> None:
+    """Lets requests use `min_p` and `logit_bias` where there is speculation.
+
+    vLLM refuses both (`SamplingParams._validate_spec_decode`), because its logits processors for
+    them skip the rows of drafts. Our sampler applies every transform of a request to each of its
+    rows (`engine.sample`), so tokens follow the same distribution with and without drafts.
+    Whatever else vLLM refuses there stays refused.
+
+    vLLM checks requests where an `InputProcessor` is: in the process that calls `LLM`, and in each
+    API server. Each of these makes a configuration first, and thereby calls this function.
+    """
+    from vllm import SamplingParams
+
+    replace(SamplingParams, "_validate_spec_decode", _without_min_p_and_logit_bias)
+
+
+def _without_min_p_and_logit_bias(
+    refuse: Callable[..., None], self: SamplingParams, speculative_config: SpeculativeConfig | None
+) -> None:
+    others = copy(self)
+    others.min_p, others.logit_bias = 0.0, None
+    refuse(others, speculative_config)

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Has vLLM's engine keep states as its workers do, which may be in other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+
+from vllm_metal.patches.vllm_patches.replacing import replace
+
+Specs = list[dict[str, KVCacheSpec]]
+
+
+def take_modes_of_workers() -> None:
+    """Has an engine's scheduler end chunks where workers keep states; call it where an engine runs.
+
+    vLLM chooses the mode by the architecture and by whether prefixes are cached. Its manager of
+    blocks reads it from the workers' specs, but its scheduler from the engine's configuration, of
+    which workers in other processes have copies.
+    """
+    replace(Executor, "get_kv_cache_specs", _with_their_mode)
+
+
+def _with_their_mode(get_specs: Callable[[Any], Specs], self: Any) -> Specs:
+    specs = get_specs(self)
+    for spec in (each for of_worker in specs for each in of_worker.values()):
+        if isinstance(spec, MambaSpec):
+            self.vllm_config.cache_config.mamba_cache_mode = spec.mamba_cache_mode
+    return specs
