@@ -35,7 +35,7 @@ from vllm_metal.cli.fit.graph import Graph, Operation, record, recordable
 from vllm_metal.engine.attention.layers import attention_layers
 from vllm_metal.engine.batch.requests import BlockTables
 from vllm_metal.engine.batch.rows import Rows
-from vllm_metal.engine.kv_cache.kernels import KernelKVCache
+from vllm_metal.engine.kv_cache.kernels import KERNELS, KernelBackend
 from vllm_metal.engine.models.paged_layers import PagedLayers
 from vllm_metal.patches.mlx_patches import registry, seam
 from vllm_metal.patches.mlx_patches.replacing import replaced
@@ -222,13 +222,12 @@ def graph_of(family: str, num_layers: int, rotates: bool = True) -> Graph:
     model = make_model(family, num_layers)
     model.set_dtype(mx.float16)
     layers = attention_layers(model, family)
-    kv_cache_type = KernelKVCache if rotates else KernelKVCache.limited({}, True, rotates=False)
+    backend = KERNELS if rotates else KernelBackend(rotates=False)
     rows, tables = _decodes()
     num_blocks = tables.tables_np[0].max() + 1
     size = 512 if family == "qwen3_5" else _BLOCK  # a block has room for a state
     states = {
-        layer.name: layer.allocate(int(num_blocks), size, mx.float16, kv_cache_type)
-        for layer in layers
+        layer.name: layer.allocate(int(num_blocks), size, mx.float16, backend) for layer in layers
     }
     paged = PagedLayers(layers, states, dict.fromkeys(states, 0), size, paced=False)
     names, parameters = zip(*tree_flatten(model.parameters()), strict=True)

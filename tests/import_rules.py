@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +37,7 @@ FLOORS = (
     ),
 )
 
-#: Folders that a folder leaves alone though they stand below it, and the modules excepted from that.
+#: Lower folders that a folder leaves alone, and the modules excepted from that.
 NEVER = {
     "vllm_metal/patches": (("vllm_metal/identity",), ()),
     "vllm_metal/serving": (("vllm_metal/engine", "vllm_metal/kv_transfer"), ()),
@@ -326,14 +326,12 @@ def never(tree: Tree) -> list[str]:
     return [
         use
         for folder, (others, excepted) in NEVER.items()
-        for use in uses(tree, others, lambda file: file.startswith(f"{folder}/"))
+        for use in uses(tree, others, by=f"{folder}/")
         if not use.startswith(excepted)
     ]
 
 
-def uses(
-    tree: Tree, folders: tuple[str, ...], by: Callable[[str], bool] = lambda file: True
-) -> list[str]:
+def uses(tree: Tree, folders: tuple[str, ...], by: str = "") -> list[str]:
     """What modules outside of some folders use of them, by an import or by a module's name.
 
     The package's own module is left out: it is vLLM's way in, and names the platform.
@@ -341,11 +339,11 @@ def uses(
     Args:
         tree: the checkout.
         folders: those that are used.
-        by: the files that are looked at.
+        by: what the paths of the files that are looked at begin with.
     """
     inside = tuple(f"{folder}/" for folder in folders)
     names = tuple(folder.replace("/", ".") for folder in folders)
-    outside = {file for file in tree.files if by(file) and not file.startswith(inside)}
+    outside = {file for file in tree.files if file.startswith(by) and not file.startswith(inside)}
     outside -= {"vllm_metal/__init__.py"}
     found = [
         str(item)

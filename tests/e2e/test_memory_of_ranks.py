@@ -11,7 +11,7 @@ from e2e.harness import engine
 from peaks import least_peak
 
 from vllm_metal.cli.main import main
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.memory import profile
 from vllm_metal.engine.models.loader import weight_bytes
 from vllm_metal.patches.vllm_patches import memory_shares
@@ -26,7 +26,7 @@ ROUNDED = 16 << 20  # up to a whole number of these is a peak rounded
 def found_by(worker):
     """What a rank has and measures; called in its process."""
     networks, config = worker.networks, worker.vllm_config
-    run = partial(profile.profile_step, networks.target, networks.layers, config, ScatterKVCache)
+    run = partial(profile.profile_step, networks.target, networks.layers, config, SCATTER)
     run()  # what only a first one takes
     specs = worker.get_kv_cache_spec().values()
     share = memory_shares.given(worker.parallel_config)

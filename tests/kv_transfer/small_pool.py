@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.base import make_offload_key
 
 from vllm_metal.engine.kv_cache.layer_cache import KVShape
 from vllm_metal.engine.kv_cache.pages import BlockPages
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.identity.fingerprint import Fingerprint, PoolContent
 from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
 from vllm_metal.kv_transfer.disk.limits import Limits
@@ -32,7 +32,7 @@ class SmallPool:
     """Two groups of one layer each, which share a storage as in a hybrid model."""
 
     def __init__(self, seed=0):
-        self.state = ScatterKVCache(NUM_BLOCKS, BLOCK, KVShape(1, 16, 16), mx.float32)
+        self.state = SCATTER.allocate(NUM_BLOCKS, BLOCK, KVShape(1, 16, 16), mx.float32)
         rng = np.random.default_rng(seed)
         self.state.arrays = [mx.array(rng.normal(size=a.shape)) for a in self.state.arrays]
         mx.eval(self.state.arrays)

@@ -9,7 +9,7 @@ from metal_kernels import kernel
 from metal_kernels.pace import MOST_WORK, Pace, pace_of
 from metal_kernels.paged_attention import AttentionShape
 from tests.metal_kernels.doubles import Recorder
-from vllm_metal.engine.kv_cache.kernels import KernelKVCache
+from vllm_metal.engine.kv_cache.kernels import KERNELS
 from vllm_metal.engine.kv_cache.layer_cache import AttentionKind, KVShape
 from vllm_metal.engine.kv_cache.layer_state import StepLayout
 from vllm_metal.patches.mlx_patches.seam import Scoring
@@ -86,9 +86,9 @@ def serve(queue: Queue, requests: list[tuple[int, int]]) -> list[dict[str, float
         return call
 
     with kernel.using(counting):
-        plan = KernelKVCache.plan(layout, AttentionKind(SHAPE, None))
+        plan = KERNELS.plan(layout, AttentionKind(SHAPE, None))
         for _ in range(LAYERS):
-            kv_cache = KernelKVCache(1, 16, KVShape(8, 128, 128), mx.float16)
+            kv_cache = KERNELS.allocate(1, 16, KVShape(8, 128, 128), mx.float16)
             rows = mx.zeros((starts[-1], 8, 128), mx.float16)
             queries = mx.zeros((starts[-1], 32, 128), mx.float16)
             kv_cache.write(plan, rows, rows)
@@ -140,7 +140,7 @@ def test_layers_of_all_kinds_keep_one_pace():
     starts, seq_lens = np.array([0, 2048], np.int32), np.array([2048], np.int32)
     layout = StepLayout(starts, seq_lens, rows[None, :128], rows, 16, pace=Pace())
     with kernel.using(Recorder().metal_kernel):
-        plans = [KernelKVCache.plan(layout, AttentionKind(SHAPE, window)) for window in (None, 512)]
+        plans = [KERNELS.plan(layout, AttentionKind(SHAPE, window)) for window in (None, 512)]
     assert plans[0].pace is plans[1].pace is layout.pace is not None
 
 

@@ -18,7 +18,7 @@ from vllm_metal.cli.fit.estimate import Model
 from vllm_metal.cli.fit.layout import Layout
 from vllm_metal.cli.fit.step import step_peak
 from vllm_metal.cli.main import main
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.memory import profile
 from vllm_metal.engine.models.loader import weight_bytes
 from vllm_metal.engine.models.stage import Stage
@@ -168,7 +168,7 @@ def test_a_ranks_weights_and_its_step_are_those_of_one_that_is_loaded(folder, na
     loaded = Networks.load_stage(config, partial(Stage.of, rank=rank, size=2))
 
     def run():
-        profile.profile_step(loaded.target, loaded.layers, config, ScatterKVCache)
+        profile.profile_step(loaded.target, loaded.layers, config, SCATTER)
 
     run()  # what only a first one takes
     measured = least_peak(run)
@@ -180,5 +180,5 @@ def test_a_ranks_weights_and_its_step_are_those_of_one_that_is_loaded(folder, na
     model = Model.read(path, family, torch.float32, stage_of=layout.stage_of(rank))
     assert model.weights == weight_bytes(loaded.target.model)
     assert [layer.name for layer in model.layers] == [layer.name for layer in loaded.layers]
-    found, _ = step_peak(model.parts, model.layers, config, ScatterKVCache, "cpu")
+    found, _ = step_peak(model.parts, model.layers, config, SCATTER, "cpu")
     assert found.forward == pytest.approx(measured, rel=0.15)

@@ -11,7 +11,7 @@ from peaks import least_peak
 
 from vllm_metal.cli.fit.step import step_peak
 from vllm_metal.engine.attention.layers import attention_layers
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.memory import profile
 from vllm_metal.engine.models import headless, loader
 from vllm_metal.engine.models.parts import ModelParts
@@ -40,12 +40,12 @@ def test_the_peak_of_a_step_is_within_15_percent_of_what_is_measured(folder, nam
     layers, parts = attention_layers(network, name), ModelParts(network)
 
     def run():
-        profile.profile_step(parts, layers, config, ScatterKVCache)
+        profile.profile_step(parts, layers, config, SCATTER)
 
     run()  # what only a first one takes
     measured = least_peak(run)
     model = read(folder(name), dtype)
-    found, vocab_size = step_peak(model.parts, layers, config, ScatterKVCache, "cpu")
+    found, vocab_size = step_peak(model.parts, layers, config, SCATTER, "cpu")
     assert found.forward == pytest.approx(measured, rel=0.15)
     assert vocab_size == 600
 
@@ -57,16 +57,16 @@ def test_the_peak_of_an_engine_that_pools(folder):
     layers, parts = attention_layers(network, "llama"), ModelParts(network)
 
     def run():
-        profile.profile_step(parts, layers, config, ScatterKVCache)
+        profile.profile_step(parts, layers, config, SCATTER)
 
     run()  # what only a first one takes
     measured = least_peak(run)
     model = read(folder("llama"), torch.float32, pools=True)
-    found, _ = step_peak(model.parts, layers, config, ScatterKVCache, "cpu")
+    found, _ = step_peak(model.parts, layers, config, SCATTER, "cpu")
     assert found.forward == pytest.approx(measured, rel=0.15)
     head = network.args.vocab_size * network.args.hidden_size * 4
     assert read(folder("llama"), torch.float32).weights == model.weights + head
-    calls = profile.LargestCalls.of(config, layers, ScatterKVCache, 600)
+    calls = profile.LargestCalls.of(config, layers, SCATTER, 600)
     assert (calls.sampling, calls.vocab_size) == (None, 0)
 
 
@@ -83,11 +83,11 @@ def test_the_peak_of_requests_that_verify_drafts(folder, name, drafts):
     network = loader.load(config)
     layers, parts = attention_layers(network, name), ModelParts(network)
     model = read(folder(name), torch.float32)
-    found, _ = step_peak(model.parts, layers, config, ScatterKVCache, "cpu")
+    found, _ = step_peak(model.parts, layers, config, SCATTER, "cpu")
     assert profile.drafted(config) == (2, drafts)
     for count, estimated in ((0, found.requests), (drafts, found.drafts)):
         # Steps that were run keep what they leave: each run has two of its own.
-        prepare = partial(profile.requests_profile, parts, layers, config, ScatterKVCache, count)
+        prepare = partial(profile.requests_profile, parts, layers, config, SCATTER, count)
         prepare()()  # what only a first one takes
         measured = least_peak(prepare=prepare)
         assert measured > 2 * sum(layer.state_bytes for layer in layers)
@@ -100,5 +100,5 @@ def test_nothing_is_loaded(folder):
     mx.reset_peak_memory()
     model = read(path, torch.float32)
     config = settings(path, torch.float32)
-    step_peak(model.parts, model.layers, config, ScatterKVCache, "metal")
+    step_peak(model.parts, model.layers, config, SCATTER, "metal")
     assert mx.get_peak_memory() - before < model.weights / 10

@@ -13,13 +13,13 @@ from metal_kernels import kernel
 from tests import dispatches
 from tests.metal_kernels.doubles import Digesting
 from vllm_metal.engine.attention.layers import attention_layers
-from vllm_metal.engine.kv_cache.kernels import KernelKVCache
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.kernels import KERNELS, KernelBackend
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.models.executor import ModelExecutor
 from vllm_metal.engine.models.parts import ModelParts
 from vllm_metal.patches.mlx_patches import rotations
 
-UNROTATING = KernelKVCache.limited({}, True, rotates=False)
+UNROTATING = KernelBackend(rotates=False)
 BLOCK = 16
 
 
@@ -47,9 +47,9 @@ def model_of(family, layers=2):
     return model
 
 
-def run_of(model, family, kv_cache_type, dtype=mx.float32):
+def run_of(model, family, backend, dtype=mx.float32):
     layers = attention_layers(model, family)
-    states = {layer.name: layer.allocate(40, BLOCK, dtype, kv_cache_type) for layer in layers}
+    states = {layer.name: layer.allocate(40, BLOCK, dtype, backend) for layer in layers}
     return ModelExecutor(ModelParts(model), layers, states, dict.fromkeys(states, 0), BLOCK)
 
 
@@ -72,7 +72,7 @@ def test_a_write_that_rotates_changes_no_logits(family, dims):
     """Of keys, queries, latents; by frequencies of a base and of a list."""
     model, turns = model_of(family), Turns(metal_interpreter.metal_kernel)
     with kernel.using(turns.metal_kernel):
-        found = served(run_of(model, family, KernelKVCache))
+        found = served(run_of(model, family, KERNELS))
         assert set(turns.writes) == dims
         before = turns.writes.total()
         wanted = served(run_of(model, family, UNROTATING))
@@ -86,18 +86,18 @@ def test_a_graph_that_was_traced_rotates_too(monkeypatch):
     model, turns = model_of("llama"), Turns(Digesting().metal_kernel)
     steps = (5, *[1] * 8)
     with kernel.using(turns.metal_kernel):
-        run = run_of(model, "llama", KernelKVCache)
+        run = run_of(model, "llama", KERNELS)
         found = served(run, steps)
         built = turns.writes.total()
         monkeypatch.setattr(kernel, "in_graphs", lambda: False)
-        wanted = served(run_of(model, "llama", KernelKVCache), steps)
+        wanted = served(run_of(model, "llama", KERNELS), steps)
     assert set(turns.writes) == {64}
     assert built < turns.writes.total() - built  # graphs call no Python
     np.testing.assert_allclose(found, wanted, atol=2e-4, rtol=2e-4)
 
 
 def test_nothing_is_noted_where_mlxs_operations_serve(monkeypatch):
-    run = run_of(model_of("llama"), "llama", ScatterKVCache)
+    run = run_of(model_of("llama"), "llama", SCATTER)
     monkeypatch.setattr(rotations, "noted", None)
     assert np.isfinite(served(run)).all()
 
@@ -107,7 +107,7 @@ def test_rows_that_are_changed_after_their_rotation_are_taken_as_they_are(what, 
     """A layer that does more between its rotation and its cache than it did when it was read."""
     model, turns = model_of("llama"), Turns(metal_interpreter.metal_kernel)
     with kernel.using(turns.metal_kernel):
-        rotating, plain = (run_of(model, "llama", each) for each in (KernelKVCache, UNROTATING))
+        rotating, plain = (run_of(model, "llama", each) for each in (KERNELS, UNROTATING))
         rope = type(model.layers[0].self_attn.rope)
         call = rope.__call__
         changed = {"keys": 2, "queries": 8}[what]

@@ -12,10 +12,10 @@ from engine.kv_cache.layouts import layout_of
 from metal_kernels import kernel
 from metal_kernels.paged_attention import AttentionShape
 from vllm_metal.engine.attention import seen_whole
-from vllm_metal.engine.kv_cache.kernels import KernelKVCache
+from vllm_metal.engine.kv_cache.kernels import KERNELS
 from vllm_metal.engine.kv_cache.layer_cache import AttentionKind, KVShape
 from vllm_metal.engine.kv_cache.layer_state import Run
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.patches.mlx_patches.seam import Scoring
 
 SHAPE = AttentionShape(4, 2, 64, 64)
@@ -46,13 +46,11 @@ def naive(queries, keys, values, place, window, begins):
 
 
 @pytest.mark.parametrize("window", [None, 14])
-@pytest.mark.parametrize(
-    "kv_cache_type", [pytest.param(KernelKVCache, marks=pytest.mark.more), ScatterKVCache]
-)
-def test_rows_see_all_of_their_run_and_what_is_before_it(kv_cache_type, window):
+@pytest.mark.parametrize("backend", [pytest.param(KERNELS, marks=pytest.mark.more), SCATTER])
+def test_rows_see_all_of_their_run_and_what_is_before_it(backend, window):
     kind = AttentionKind(SHAPE, window)
-    plan_of = partial(kv_cache_type.plan, kind=kind)
-    kv_cache = kv_cache_type(10, 16, KVShape(2, 64, 64), mx.float32)
+    plan_of = partial(backend.plan, kind=kind)
+    kv_cache = backend.allocate(10, 16, KVShape(2, 64, 64), mx.float32)
     kept, rng = {}, np.random.default_rng(5)
     with kernel.using(metal_interpreter.metal_kernel):
         for requests, runs in STEPS:

@@ -5,24 +5,24 @@ import mlx.core as mx
 import numpy as np
 
 from metal_kernels.paged_attention import AttentionShape
-from vllm_metal.engine.kv_cache.kernels import KernelKVCache
+from vllm_metal.engine.kv_cache.kernels import KERNELS, KernelBackend
 from vllm_metal.engine.kv_cache.layer_cache import AttentionKind, KVShape
 from vllm_metal.engine.kv_cache.layer_state import StepLayout
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.patches.mlx_patches.seam import Scoring
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_size=64, value_size=64)
 KINDS = {
-    "kernels": KernelKVCache,
-    "limited": KernelKVCache.limited({}, moves_blocks=False),
-    "scatter": ScatterKVCache,
+    "kernels": KERNELS,
+    "limited": KernelBackend(moves_blocks=False),
+    "scatter": SCATTER,
 }
 DTYPES = [mx.float32, mx.float16, mx.bfloat16, mx.uint8, mx.int8]
 BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
 
 
-def make(kv_cache_type, dtype, num_blocks=12):
-    return kv_cache_type(num_blocks, 16, KVShape(2, 64, 64), dtype)
+def make(backend, dtype, num_blocks=12):
+    return backend.allocate(num_blocks, 16, KVShape(2, 64, 64), dtype)
 
 
 def built(kv_cache, blocks, before, rows, window=None, seed=0):
@@ -41,7 +41,7 @@ def built(kv_cache, blocks, before, rows, window=None, seed=0):
         return mx.array((rng.normal(size=(rows, heads, 64)) * sizes).astype(np.float32))
 
     queries, keys, values = (draw(heads).astype(dtype) for heads in (4, 2, 2))
-    plan = kv_cache.plan(layout, AttentionKind(SHAPE, window))
+    plan = kv_cache.backend.plan(layout, AttentionKind(SHAPE, window))
     kv_cache.begin_step()
     kv_cache.write(plan, keys, values)
     return kv_cache.attend(plan, queries, Scoring(0.1))

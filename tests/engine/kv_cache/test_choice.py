@@ -23,11 +23,11 @@ from vllm_metal.engine.attention.layers import AttentionLayer, RunLayer, Sequenc
 from vllm_metal.engine.attention.paged_cache import LayerRotation
 from vllm_metal.engine.kv_cache import choice
 from vllm_metal.engine.kv_cache.gathered import ByMLX
-from vllm_metal.engine.kv_cache.kernels import KernelKVCache
+from vllm_metal.engine.kv_cache.kernels import KERNELS, KernelBackend
 from vllm_metal.engine.kv_cache.latent_prompts import LatentHeads
-from vllm_metal.engine.kv_cache.layer_cache import AttentionKind, KVShape, LayerKVCache
+from vllm_metal.engine.kv_cache.layer_cache import AttentionKind, KVBackend, KVShape, LayerKVCache
 from vllm_metal.engine.kv_cache.layer_state import StepLayout
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.kv_cache.stateful_layer import StepBounds
 from vllm_metal.engine.recurrent.recurrent_state import StateFormat
 from vllm_metal.patches.mlx_patches.seam import Scoring
@@ -58,8 +58,8 @@ def with_more(names, *by_day):
     ]
 
 
-def kv_cache_type(layers=LAYERS, dtype=mx.bfloat16) -> type[LayerKVCache]:
-    return choice.kv_cache_type("metal", layers, dtype, dtype, 16)
+def kv_backend(layers=LAYERS, dtype=mx.bfloat16) -> KVBackend:
+    return choice.kv_backend("metal", layers, dtype, dtype, 16)
 
 
 def found_where(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Case, Check], bool]) -> None:
@@ -106,7 +106,7 @@ def test_prompts_that_mlx_has_nothing_fused_for_go_by_plain_operations(monkeypat
     times_are(monkeypatch, {("prefill_way", None): 0.5})
     (case,) = choice.needed_cases([layer], BF16, BF16, 16)
     kept = tuned.Loaded(tuned.Choices(force_fused={str(case): True}))
-    chosen = choice.kv_cache_type("metal", [layer], BF16, BF16, 16, tuned=kept)
+    chosen = choice.kv_backend("metal", [layer], BF16, BF16, 16, tuned=kept)
     assert chosen.by_mlx == {layer.kind: ByMLX(False, {1: 64}, False)}
     where = StepLayout(
         np.array([0, 200], np.int32),
@@ -121,7 +121,7 @@ def test_prompts_that_mlx_has_nothing_fused_for_go_by_plain_operations(monkeypat
 
 def test_kernels_that_all_pass_serve_as_they_are(monkeypatch, warned):
     found_where(monkeypatch, lambda case, one: False)
-    assert kv_cache_type() is KernelKVCache
+    assert kv_backend() == KERNELS
     assert not warned
 
 
@@ -133,10 +133,10 @@ def test_layers_that_rotate_have_that_checked_and_do_without_it(monkeypatch, war
     kinds = [case.rotation for case in cases if "rotation" in case.kernels]
     assert kinds == [RotationKind(128), RotationKind(64, 512, True)]
     found_where(monkeypatch, lambda case, one: False)
-    assert kv_cache_type(layers) is KernelKVCache
+    assert kv_backend(layers) == KERNELS
     found_where(monkeypatch, lambda case, one: one.kernel == "rotation")
-    chosen = kv_cache_type(layers)
-    assert issubclass(chosen, KernelKVCache) and not chosen.rotates
+    chosen = kv_backend(layers)
+    assert isinstance(chosen, KernelBackend) and not chosen.rotates
     (line,) = warned
     assert "rotation" in line and REASON in line
 
@@ -145,12 +145,12 @@ def test_layers_that_rotate_have_that_checked_and_do_without_it(monkeypatch, war
 @pytest.mark.parametrize("window", [None, 512])
 def test_without_a_write_or_any_attention_mlx_serves(monkeypatch, warned, failed, window):
     found_where(monkeypatch, lambda case, one: case.window == window and one.kernel in failed)
-    assert kv_cache_type() is ScatterKVCache
+    assert kv_backend() is SCATTER
     (line,) = warned
     assert "instead of Metal kernels" in line and REASON in line and "vllm-metal doctor" in line
     monkeypatch.setenv("VLLM_METAL_KERNELS", "metal")
     with pytest.raises(ValueError, match=r"self-check.*vllm-metal doctor"):
-        kv_cache_type()
+        kv_backend()
 
 
 def test_an_interpreter_that_is_not_installed_is_said_to_be_missing(monkeypatch):
@@ -160,7 +160,7 @@ def test_an_interpreter_that_is_not_installed_is_said_to_be_missing(monkeypatch)
         ValueError,
         match=r"=interpret: the package metal_interpreter is not installed; install it by .*inter",
     ):
-        choice.kv_cache_type("cpu", LAYERS, mx.float32, mx.float32, 16)
+        choice.kv_backend("cpu", LAYERS, mx.float32, mx.float32, 16)
 
 
 def test_contexts_are_cut_as_the_machine_and_the_user_have_it(monkeypatch):
@@ -171,8 +171,8 @@ def test_contexts_are_cut_as_the_machine_and_the_user_have_it(monkeypatch):
         selfcheck, "results", lambda cases, tell: asked.extend(cases) or results(cases)
     )
     splits = Splits(slots=30, fixed=512)
-    chosen = choice.kv_cache_type("metal", LAYERS, BF16, BF16, 16, splits)
-    assert issubclass(chosen, KernelKVCache) and chosen.splits == splits
+    chosen = choice.kv_backend("metal", LAYERS, BF16, BF16, 16, splits)
+    assert isinstance(chosen, KernelBackend) and chosen.splits == splits
     # Which rows MLX's attention serves would depend on those beside them.
     assert not {name for case in asked for name in case.kernels} & set(CHOICES)
     starts, lens = np.array([0, 1], np.int32), np.array([2000], np.int32)
@@ -181,7 +181,7 @@ def test_contexts_are_cut_as_the_machine_and_the_user_have_it(monkeypatch):
     assert dispatch.num_splits == 4
     found_where(monkeypatch, lambda case, one: one.kernel == "kv_write")
     with pytest.raises(ValueError, match=r"fixed_splits needs the Metal kernels: .*self-check"):
-        choice.kv_cache_type("metal", LAYERS, BF16, BF16, 16, splits)
+        choice.kv_backend("metal", LAYERS, BF16, BF16, 16, splits)
 
 
 def test_plans_obey_the_tuners_file(monkeypatch, tmp_path):
@@ -196,13 +196,13 @@ def test_plans_obey_the_tuners_file(monkeypatch, tmp_path):
     tuned.save(kept, folder=tmp_path)
     read = tuned.load(tmp_path)
     found_where(monkeypatch, lambda case, one: False)
-    chosen = choice.kv_cache_type("metal", LAYERS, BF16, BF16, 16, Splits(slots=30), read)
+    chosen = choice.kv_backend("metal", LAYERS, BF16, BF16, 16, Splits(slots=30), read)
     assert chosen.splits == Splits(part_cost=500, slots=2000)
     assert chosen.tiles[SHAPE, None].decode == (8,)
     assert chosen.tiles[SHAPE, 512].decode == WHOLE.decode  # of none, all that are right
     starts, lens = np.array([0, 4], np.int32), np.array([4000], np.int32)
     where = StepLayout(starts, lens, np.zeros((1, 250), np.int32), np.zeros(4, np.int32), 16)
-    by_default = choice.kv_cache_type("metal", LAYERS, BF16, BF16, 16)
+    by_default = choice.kv_backend("metal", LAYERS, BF16, BF16, 16)
     for serves, decode, rows in ((chosen, False, 64), (by_default, True, 16)):
         (dispatch,) = serves.plan(where, AttentionKind(SHAPE, None)).attention.dispatches
         assert (dispatch.decode, dispatch.rows) == (decode, rows)
@@ -216,7 +216,7 @@ def test_plans_obey_the_tuners_file(monkeypatch, tmp_path):
         (dispatch,) = serves.plan(where, AttentionKind(SHAPE, None)).attention.dispatches
         assert (dispatch.shared is None) == (serves is chosen)
     fixed = Splits(fixed=512)
-    chosen = choice.kv_cache_type("metal", LAYERS, BF16, BF16, 16, fixed, read)
+    chosen = choice.kv_backend("metal", LAYERS, BF16, BF16, 16, fixed, read)
     assert chosen.splits.fixed == 512
 
 
@@ -224,7 +224,7 @@ def test_plans_obey_the_tuners_file(monkeypatch, tmp_path):
 def test_a_file_that_cannot_be_used_costs_one_line(monkeypatch, warned, failed):
     found_where(monkeypatch, lambda case, one: one.kernel == failed)
     loaded = tuned.Loaded(tuned.Choices(), "it is broken")
-    choice.kv_cache_type("metal", LAYERS, BF16, BF16, 16, tuned=loaded)
+    choice.kv_backend("metal", LAYERS, BF16, BF16, 16, tuned=loaded)
     assert warned.count("it is broken") == 1
 
 
@@ -233,13 +233,13 @@ def test_a_tile_that_is_wrong_here_does_not_serve_because_it_was_quick(monkeypat
     quick = tuned.Loaded(tuned.Choices(decode_rows={str(case): WHOLE.decode[0]}))
     wrong = Check("decode", WHOLE.decode[0])
     found_where(monkeypatch, lambda case, one: one == wrong)
-    chosen = choice.kv_cache_type("metal", LAYERS, BF16, BF16, 16, tuned=quick)
+    chosen = choice.kv_backend("metal", LAYERS, BF16, BF16, 16, tuned=quick)
     assert chosen.tiles[SHAPE, None].decode == WHOLE.decode[1:]
 
 
 def test_what_was_not_checked_is_not_used(monkeypatch):
     monkeypatch.setattr(selfcheck, "results", lambda cases, tell: [])
-    assert kv_cache_type() is ScatterKVCache
+    assert kv_backend() is SCATTER
 
 
 WHOLE = Tiles.for_layer(SHAPE)
@@ -263,24 +263,24 @@ def test_what_fails_costs_itself_only(monkeypatch, warned, name):
         return one.kernel == failing.kernel and size
 
     found_where(monkeypatch, fails)
-    chosen = kv_cache_type()
-    assert issubclass(chosen, KernelKVCache)
-    assert set(chosen.tiles.values()) == {tiles}
-    assert set(chosen.tiles) == {(SHAPE, None), (SHAPE, 512)}
+    chosen = kv_backend()
+    assert isinstance(chosen, KernelBackend)
+    kinds = (SHAPE, None), (SHAPE, 512)
+    assert chosen.tiles == ({} if tiles == WHOLE else dict.fromkeys(kinds, tiles))
     assert (chosen.moves_blocks, chosen.repeatable) == (moves_blocks, repeatable)
     (line,) = warned
     assert failing.kernel in line and REASON in line and "vllm-metal doctor" in line
     with kernel.using(metal_interpreter.metal_kernel):
         assert_right(chosen, SHAPE)
     monkeypatch.setenv("VLLM_METAL_KERNELS", "metal")
-    assert issubclass(kv_cache_type(), KernelKVCache)
+    assert isinstance(kv_backend(), KernelBackend)
 
 
 def test_without_gathers_no_keys_and_values_are_built_of_latents(monkeypatch, warned):
     found_where(monkeypatch, lambda case, one: one.kernel == "kv_gather")
-    chosen = kv_cache_type()
-    assert issubclass(chosen, KernelKVCache) and not chosen.reads_contexts
-    for type_, builds in ((chosen, False), (KernelKVCache, True), (ScatterKVCache, True)):
+    chosen = kv_backend()
+    assert isinstance(chosen, KernelBackend) and not chosen.reads_contexts
+    for type_, builds in ((chosen, False), (KERNELS, True), (SCATTER, True)):
         state = LATENTS.allocate(4, 16, mx.float32, type_)
         plan = LATENTS.scope(state).plan_of(layout([(0, 40), (0, 1)]))
         assert (plan.prompts is not None) == builds
@@ -332,18 +332,18 @@ def test_operations_compute_states_where_our_kernels_do_not(monkeypatch, warned,
     cases = choice.needed_cases(layers, BF16, BF16, 16)
     worst = [case for case in cases if Check(failed) in checks(case)][-1:]
     found_where(monkeypatch, lambda case, one: case in worst and one.kernel == failed)
-    chosen = kv_cache_type(layers)
+    chosen = kv_backend(layers)
     if not worst:
-        assert chosen is KernelKVCache and not warned
+        assert chosen == KERNELS and not warned
         return
     (line,) = warned
     assert failed in line and REASON in line
     if failed == "kv_states":
-        assert chosen is ScatterKVCache
+        assert chosen is SCATTER
         return
-    assert issubclass(chosen, KernelKVCache) and not chosen.computes_states
+    assert isinstance(chosen, KernelBackend) and not chosen.computes_states
     assert (chosen.moves_blocks, chosen.repeatable) == (True, True)
-    assert layers[-1].share(chosen.of_states(2, 1 << 20)).by_kernels is False
+    assert layers[-1].share(chosen.allocate_states(2, 1 << 20)).by_kernels is False
 
 
 def times_are(monkeypatch: pytest.MonkeyPatch, mlx: dict[tuple[str, int | None], float]) -> None:
@@ -398,8 +398,8 @@ def test_mlx_serves_the_rows_for_which_it_is_faster(monkeypatch, warned, name):
     said: list[str] = []
     monkeypatch.setattr(choice.logger, "info", lambda text, *values: said.append(text % values))
     times_are(monkeypatch, shares)
-    chosen = kv_cache_type()
-    assert issubclass(chosen, KernelKVCache) and chosen.pipelined and chosen.repeatable
+    chosen = kv_backend()
+    assert isinstance(chosen, KernelBackend) and chosen.pipelined and chosen.repeatable
     assert chosen.by_mlx == {(SHAPE, window): by_mlx for window, by_mlx in served.items()}
     assert chosen.gathers == bool(served)
     assert not warned
@@ -449,9 +449,9 @@ def test_mlx_takes_prompts_of_so_many_rows_as_it_is_faster_for(monkeypatch, shar
                 )
 
     monkeypatch.setattr(selfcheck, "results", lambda cases, tell: list(results(cases)))
-    chosen = kv_cache_type([*LAYERS, DELTA])
+    chosen = kv_backend([*LAYERS, DELTA])
     assert chosen.long_prompt == fewest and chosen.computes_states
-    assert (chosen is KernelKVCache) == (fewest is None)
+    assert (chosen == KERNELS) == (fewest is None)
     (line,) = (line for line in said if line.startswith("long prompts"))
     assert (f"MLX from {fewest} rows on" if fewest else "by our kernels") in line
     # The tuner timed more lengths. What could not be timed at all does not serve.
@@ -463,7 +463,7 @@ def test_mlx_takes_prompts_of_so_many_rows_as_it_is_faster_for(monkeypatch, shar
     for found in (256, None):
         said.clear()
         kept = tuned.Loaded(tuned.Choices(long_prompt={kind: found}))
-        chosen = choice.kv_cache_type("metal", [*LAYERS, DELTA], BF16, BF16, 16, tuned=kept)
+        chosen = choice.kv_backend("metal", [*LAYERS, DELTA], BF16, BF16, 16, tuned=kept)
         assert chosen.long_prompt == (found if shares else None)
         (line,) = (line for line in said if line.startswith("long prompts"))
         assert not shares or (f"MLX from {found} rows on" if found else "our kernels;") in line
@@ -482,7 +482,7 @@ def test_kernels_asked_for_by_name_are_not_timed(monkeypatch):
 
     monkeypatch.setattr(selfcheck, "results", results)
     monkeypatch.setenv("VLLM_METAL_KERNELS", "metal")
-    assert issubclass(kv_cache_type(), KernelKVCache)
+    assert isinstance(kv_backend(), KernelBackend)
     assert asked and not [check for check in asked if check.kernel in CHOICES]
 
 
@@ -500,7 +500,7 @@ def test_prompts_obey_the_tuners_file(monkeypatch, tmp_path):
     read = tuned.load(tmp_path)
     assert read.complaint is None and read.choices.prompt_rows == kept.prompt_rows
     times_are(monkeypatch, {("prefill_way", None): 2.0, ("prefill_way", 512): 0.5})
-    chosen = choice.kv_cache_type("metal", LAYERS, BF16, BF16, 16, tuned=read)
+    chosen = choice.kv_backend("metal", LAYERS, BF16, BF16, 16, tuned=read)
     assert chosen.by_mlx == {
         (SHAPE, None): ByMLX(False, {1024: 512, 8192: 128, 32768: None}, False)
     }
@@ -523,14 +523,14 @@ def test_prompts_obey_the_tuners_file(monkeypatch, tmp_path):
         assert (plan.gathered is not None) == by_mlx == (plan.attention is None)
         assert not by_mlx or not plan.gathered.prompts.force_fused
     found_where(monkeypatch, lambda case, one: one.kernel == "prefill_way")
-    assert choice.kv_cache_type("metal", LAYERS, BF16, BF16, 16, tuned=read) is KernelKVCache
+    assert choice.kv_backend("metal", LAYERS, BF16, BF16, 16, tuned=read) == KERNELS
 
 
 def test_the_memory_of_gathered_contexts_is_measured(monkeypatch):
     times_are(monkeypatch, {("prefill_way", None): 0.5})
-    chosen = kv_cache_type()
+    chosen = kv_backend()
     assert LAYERS[0].gathers(chosen)
-    assert not LAYERS[0].gathers(KernelKVCache)
+    assert not LAYERS[0].gathers(KERNELS)
     # Four prompts of a step in each of three layers: K and V of 2 heads.
     context, bounds = 500, StepBounds(256, 4, 16)
     of_prompt = 2 * 2 * 500 * 128 * F32.size
@@ -547,11 +547,11 @@ def test_the_memory_of_what_is_built_of_latents_is_measured():
     mx.synchronize()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    assert LATENTS.gathers(KernelKVCache)
-    LATENTS.profile(3000, StepBounds(256, 4, 16), F32, F32, KernelKVCache)
+    assert LATENTS.gathers(KERNELS)
+    LATENTS.profile(3000, StepBounds(256, 4, 16), F32, F32, KERNELS)
     built = 3000 * LATENTS.num_heads * (32 + 64 + 32) * F32.size
     assert built < mx.get_peak_memory() - before < 2**28
-    assert not LATENTS.gathers(KernelKVCache.limited({}, True, reads_contexts=False))
+    assert not LATENTS.gathers(KernelBackend(reads_contexts=False))
 
 
 TABLES = np.array([range(40), [40, 41] * 20], np.int32)  # of two requests
@@ -577,7 +577,7 @@ def layout(requests: list[tuple[int, int]]) -> StepLayout:
 def assert_right(chosen: type[LayerKVCache], shape: AttentionShape) -> None:
     """Decodes, windows, prompts, contexts in parts, whole blocks: all as by MLX's operations."""
     rows = KVShape(shape.num_kv_heads, shape.head_size, shape.head_size)
-    kv_caches = [kind(48, 16, rows, mx.float32) for kind in (chosen, ScatterKVCache)]
+    kv_caches = [kind.allocate(48, 16, rows, mx.float32) for kind in (chosen, SCATTER)]
     rng = np.random.default_rng(0)
     for requests in STEPS:
         where, heads = layout(requests), (shape.num_heads, *[shape.num_kv_heads] * 2)
@@ -591,7 +591,7 @@ def assert_right(chosen: type[LayerKVCache], shape: AttentionShape) -> None:
             kv_cache.begin_step()
             kv_cache.copy_blocks(np.array([0, 40]), np.array([46, 47]))
             kv_cache.clear_blocks(np.array([44, 39]))
-            plan = kv_cache.plan(where, AttentionKind(shape, None))
+            plan = kv_cache.backend.plan(where, AttentionKind(shape, None))
             kv_cache.write(plan, keys, values)
             out = kv_cache.attend(plan, queries, Scoring(0.1))
             mx.eval(out)
@@ -630,12 +630,12 @@ def test_a_pipeline_that_takes_fewer_threads_costs_its_tile_only(
     monkeypatch.setattr(selfcheck, "results", results)
     monkeypatch.setattr(timing, "compare", lambda *case: {})
     try:
-        chosen = kv_cache_type(layers, mx.float32)
+        chosen = kv_backend(layers, mx.float32)
         whole = Tiles.for_layer(layers[0].shape)
         if lost is None:
-            assert chosen is ScatterKVCache
+            assert chosen is SCATTER
         elif not lost:
-            assert chosen is KernelKVCache and not warned
+            assert chosen == KERNELS and not warned
         else:
             (tiles,) = chosen.tiles.values()
             kept = tuple(rows for rows in whole.prefill if rows not in lost)

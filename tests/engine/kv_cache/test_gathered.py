@@ -16,9 +16,9 @@ from tests.metal_kernels.hazards import Logger, prove_always
 from tests.metal_kernels.paged_attention.whole_tiles import WholeTiles
 from vllm_metal.engine.kv_cache import gathered
 from vllm_metal.engine.kv_cache.gathered import ByMLX
-from vllm_metal.engine.kv_cache.kernels import KernelKVCache
+from vllm_metal.engine.kv_cache.kernels import KernelBackend
 from vllm_metal.engine.kv_cache.layer_cache import AttentionKind, KVShape
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.patches.mlx_patches.seam import Scoring
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_size=64, value_size=64)
@@ -33,8 +33,8 @@ def interpreted():
         yield
 
 
-def serving(by_mlx: ByMLX) -> type[KernelKVCache]:
-    return KernelKVCache.limited({}, True, by_mlx=dict.fromkeys(KINDS, by_mlx))
+def serving(by_mlx: ByMLX) -> KernelBackend:
+    return KernelBackend(by_mlx=dict.fromkeys(KINDS, by_mlx))
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ STEPS = [
 def test_nan_in_what_is_nobodys_changes_no_output(monkeypatch, by_mlx, kind, dtype):
     """Past each request's end, in freed blocks and beyond windows; MLX reads whole tiles."""
     shape = KVShape(2, 64, 64)
-    clean = ScatterKVCache(BLOCKS, 16, shape, dtype)
-    ours = serving(by_mlx)(BLOCKS, 16, shape, dtype)
+    clean = SCATTER.allocate(BLOCKS, 16, shape, dtype)
+    ours = serving(by_mlx).allocate(BLOCKS, 16, shape, dtype)
     wanted = [attended(clean, kind, seed) for seed in range(len(STEPS))]
     double = WholeTiles()
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", double.attend)
@@ -114,7 +114,7 @@ def attended(kv_cache, kind, seed):
     queries, keys, values = (
         mx.array(rng.normal(size=(num_rows, heads, 64)).astype(np.float32)) for heads in (4, 2, 2)
     )
-    plan = kv_cache.plan(where, kind)
+    plan = kv_cache.backend.plan(where, kind)
     kv_cache.begin_step()
     kv_cache.write(plan, keys, values)
     return np.array(kv_cache.attend(plan, queries, Scoring(0.1)))
@@ -125,7 +125,7 @@ def test_heads_in_turns_are_read_in_order(monkeypatch):
     monkeypatch.setattr(prompts, "GATHERED_AT_ONCE", 1)
     logger = Logger(metal_interpreter.metal_kernel)
     with kernel.using(logger.metal_kernel):
-        ours = serving(ByMLX(prompts={1: 17}))(BLOCKS, 16, KVShape(2, 64, 64), mx.float32)
+        ours = serving(ByMLX(prompts={1: 17})).allocate(BLOCKS, 16, KVShape(2, 64, 64), mx.float32)
         for seed in range(len(STEPS)):
             attended(ours, KINDS[0], seed)
     assert [dispatch.name for dispatch in logger.log].count("kv_gather") == 4 + 0 + 8

@@ -7,7 +7,7 @@ import pytest
 from engine.kv_cache.planned import planned
 
 from vllm_metal.engine.attention.layers import AttentionLayer, SequenceLayer
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.kv_cache.specs import allocate_kv_caches, block_size_for, kv_cache_specs
 from vllm_metal.engine.memory.needs import Needs
 from vllm_metal.engine.recurrent.recurrent_state import StateFormat
@@ -70,7 +70,7 @@ def test_the_pool_takes_what_was_planned(config):
     specs = kv_cache_specs(layers, block_size, BF16)
     memory = 1 << 30
     placed = planned(config, specs, memory)
-    states = allocate_kv_caches(placed, layers, block_size, BF16, ScatterKVCache)
+    states = allocate_kv_caches(placed, layers, block_size, BF16, SCATTER)
     storages = {state.storage for state in states.values()}
     used = sum(array.nbytes for storage in storages for array in storage.arrays)
     assert 0.9 * memory < used <= memory

@@ -16,9 +16,9 @@ from metal_kernels.paged_attention import AttentionShape
 from tests.metal_kernels.hazards import Logger, prove_always
 from vllm_metal.engine.kv_cache import kernels
 from vllm_metal.engine.kv_cache.gathered import ByMLX
-from vllm_metal.engine.kv_cache.kernels import KernelKVCache
+from vllm_metal.engine.kv_cache.kernels import KERNELS, KernelBackend
 from vllm_metal.engine.kv_cache.layer_cache import AttentionKind, KVShape
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.patches.mlx_patches.seam import Scoring
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_size=64, value_size=64)
@@ -32,8 +32,8 @@ def interpreted():
         yield
 
 
-def make(kv_cache_type, dtype=mx.float32):
-    return kv_cache_type(NUM_BLOCKS, 16, KVShape(2, 64, 64), dtype)
+def make(backend, dtype=mx.float32):
+    return backend.allocate(NUM_BLOCKS, 16, KVShape(2, 64, 64), dtype)
 
 
 def layout(requests):
@@ -55,7 +55,7 @@ def step(kv_cache, requests, seed, window=None):
 
 def attended(kv_cache, where, queries, keys, values, window=None):
     """[T, H, D]"""
-    plan = kv_cache.plan(where, AttentionKind(SHAPE, window))
+    plan = kv_cache.backend.plan(where, AttentionKind(SHAPE, window))
     kv_cache.begin_step()
     kv_cache.write(plan, keys, values)
     return np.array(kv_cache.attend(plan, queries, Scoring(0.1)))
@@ -70,8 +70,8 @@ STEPS = [
 
 
 BY_MLX = {  # MLX attends to what a kernel gathers: to all rows, or to prompts alone
-    name: KernelKVCache.limited(
-        {}, True, True, dict.fromkeys([(SHAPE, None), (SHAPE, 10)], ByMLX(decodes, {1024: 17}))
+    name: KernelBackend(
+        by_mlx=dict.fromkeys([(SHAPE, None), (SHAPE, 10)], ByMLX(decodes, {1024: 17}))
     )
     for name, decodes in (("all", True), ("prompts", False))
 }
@@ -79,7 +79,7 @@ BY_MLX = {  # MLX attends to what a kernel gathers: to all rows, or to prompts a
 
 @valuewise(dtype=DTYPES, window=[None, 10], rows=list(BY_MLX))
 def test_gathered_rows_answer_as_scatter_does_and_are_read_in_order(rows, window, dtype):
-    ours, other = make(BY_MLX[rows], dtype), make(ScatterKVCache, dtype)
+    ours, other = make(BY_MLX[rows], dtype), make(SCATTER, dtype)
     arrays = ours.arrays
     logger = Logger(metal_interpreter.metal_kernel)
     with kernel.using(logger.metal_kernel):
@@ -92,7 +92,7 @@ def test_gathered_rows_answer_as_scatter_does_and_are_read_in_order(rows, window
 
 @valuewise(dtype=DTYPES, window=[None, 10])
 def test_kernels_answer_as_scatter_does_and_hold_the_same(window, dtype):
-    ours, other = make(KernelKVCache, dtype), make(ScatterKVCache, dtype)
+    ours, other = make(KERNELS, dtype), make(SCATTER, dtype)
     arrays = ours.arrays
     assert len(arrays) == (2 if dtype == mx.float32 else 4)
     for seed, requests in enumerate(STEPS):
@@ -109,8 +109,7 @@ def test_queries_may_come_in_float32():
     heads = ((4, mx.float32), (2, mx.float16), (2, mx.float16))
     rows = [mx.array(rng.normal(size=(29, num, 64))).astype(dtype) for num, dtype in heads]
     found, wanted = (
-        attended(make(kv_cache_type, mx.float16), where, *rows)
-        for kv_cache_type in (KernelKVCache, ScatterKVCache)
+        attended(make(backend, mx.float16), where, *rows) for backend in (KERNELS, SCATTER)
     )
     assert found.dtype == wanted.dtype == np.float32
     np.testing.assert_allclose(found, wanted, atol=2e-3)  # queries are rounded to 11 bits
@@ -120,10 +119,10 @@ def test_writes_and_reads_are_in_order_whatever_their_number():
     """Two writes in a row, two reads of one, whole blocks between: by fences alone."""
     logger = Logger(metal_interpreter.metal_kernel)
     with kernel.using(logger.metal_kernel):
-        kv_cache = make(KernelKVCache)
+        kv_cache = make(KERNELS)
         for requests, reads in ((STEPS[0], 0), (STEPS[1], 2), (STEPS[2], 0), (STEPS[3], 1)):
             where = layout(requests)
-            plan = kv_cache.plan(where, AttentionKind(SHAPE, None))
+            plan = kv_cache.backend.plan(where, AttentionKind(SHAPE, None))
             rows = [mx.ones((len(where.slot_mapping_np), heads, 64)) for heads in (4, 2, 2)]
             kv_cache.write(plan, *rows[1:])
             for _ in range(reads):
@@ -140,13 +139,13 @@ def test_work_spread_over_dispatches_answers_the_same_in_order(monkeypatch):
     steps = [[([3, 1, 6, 7], 0, 60), ([5], 0, 9)], [([3, 1, 6, 7], 60, 1), ([5, 2], 9, 12)]]
     ends = []
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: ends.append(mx.eval(*arrays)))
-    together = make(KernelKVCache)
+    together = make(KERNELS)
     whole = [step(together, requests, seed) for seed, requests in enumerate(steps)]
     assert not ends
     spread = functools.partial(paged_attention.plan, most_work=1)
     monkeypatch.setattr(paged_attention, "plan", spread)
     monkeypatch.setattr(kernels, "pace_of", lambda pace, rows, work: Pace(most_work=1))
-    logger, apart = Logger(metal_interpreter.metal_kernel), make(KernelKVCache)
+    logger, apart = Logger(metal_interpreter.metal_kernel), make(KERNELS)
     with kernel.using(logger.metal_kernel):
         found = [step(apart, requests, seed) for seed, requests in enumerate(steps)]
     np.testing.assert_allclose(np.concatenate(found), np.concatenate(whole), atol=1e-6)
@@ -156,15 +155,15 @@ def test_work_spread_over_dispatches_answers_the_same_in_order(monkeypatch):
     assert prove_always(logger.log) == []
 
 
-@valuewise(dtype=DTYPES, kv_cache_type=[KernelKVCache, ScatterKVCache])
-def test_a_row_counts_the_same_in_its_own_step_and_from_the_pool(kv_cache_type, dtype):
+@valuewise(dtype=DTYPES, backend=[KERNELS, SCATTER])
+def test_a_row_counts_the_same_in_its_own_step_and_from_the_pool(backend, dtype):
     rng = np.random.default_rng(0)
     sizes = 10.0 ** rng.uniform(-3, 0, (40, 1, 1))  # so that scales differ
     queries = mx.array(rng.normal(size=(40, 4, 64)).astype(np.float32))
     keys, values = mx.array((rng.normal(size=(2, 40, 2, 64)) * sizes).astype(np.float32))
 
     def answers(*chunks):
-        kv_cache, out, start = make(kv_cache_type, dtype), [], 0
+        kv_cache, out, start = make(backend, dtype), [], 0
         for chunk in chunks:
             rows = slice(start, start + chunk)
             where = layout([([3, 1, 6], start, chunk)])
@@ -179,14 +178,14 @@ def test_a_row_counts_the_same_in_its_own_step_and_from_the_pool(kv_cache_type, 
 
 @valuewise(
     dtype=DTYPES,
-    kv_cache_type=[
-        ScatterKVCache,
-        KernelKVCache,
-        KernelKVCache.limited({}, moves_blocks=False),
+    backend=[
+        SCATTER,
+        KERNELS,
+        KernelBackend(moves_blocks=False),
     ],
 )
-def test_blocks_are_copied_and_cleared(kv_cache_type, dtype):
-    kv_cache = make(kv_cache_type, dtype)
+def test_blocks_are_copied_and_cleared(backend, dtype):
+    kv_cache = make(backend, dtype)
     step(kv_cache, STEPS[0], 0)
     kv_cache.begin_step()
     before = [np.array(array.astype(mx.float32)) for array in kv_cache.arrays]

@@ -15,10 +15,10 @@ from metal_kernels.layout import PositionLag
 from metal_kernels.pace import Pace
 from metal_kernels.paged_attention import AttentionShape
 from tests.metal_kernels.hazards import Logger, prove_always
-from vllm_metal.engine.kv_cache.kernels import KernelKVCache
+from vllm_metal.engine.kv_cache.kernels import KERNELS
 from vllm_metal.engine.kv_cache.latent_prompts import LatentHeads, planned
 from vllm_metal.engine.kv_cache.layer_cache import AttentionKind, KVShape
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.patches.mlx_patches.seam import Scoring
 
 HEADS = LatentHeads(num_heads=2, rank=512, rotated=64, key=4, value=4)  # worth it from 17 rows on
@@ -54,20 +54,20 @@ def _absorbed_work(heads, num_rows, context):
     return 2 * num_rows * context * heads.num_heads * (2 * heads.rank + heads.rotated)
 
 
-def plan_of(kv_cache_type, step):
-    return planned(step, HEADS, partial(kv_cache_type.plan, kind=KIND))
+def plan_of(backend, step):
+    return planned(step, HEADS, partial(backend.plan, kind=KIND))
 
 
-@pytest.mark.parametrize("kv_cache_type", [KernelKVCache, ScatterKVCache])
-def test_prompts_are_picked_and_the_others_keep_their_order(kv_cache_type):
-    plan = plan_of(kv_cache_type, layout_of(STEPS[1])).prompts
+@pytest.mark.parametrize("backend", [KERNELS, SCATTER])
+def test_prompts_are_picked_and_the_others_keep_their_order(backend):
+    plan = plan_of(backend, layout_of(STEPS[1])).prompts
     (prompt,) = plan.prompts
     assert (prompt.first, prompt.num_rows, prompt.context) == (3, 21, 41)
     assert plan.others.tolist() == [0, 1, 2, 24]
     behind_others = [*plan.others.tolist(), *range(3, 24)]
     assert [behind_others[place] for place in plan.order.tolist()] == list(range(25))
-    assert plan_of(kv_cache_type, layout_of(STEPS[3])).prompts is None
-    alone = plan_of(kv_cache_type, layout_of([([3, 1], 0, 20)])).prompts
+    assert plan_of(backend, layout_of(STEPS[3])).prompts is None
+    alone = plan_of(backend, layout_of([([3, 1], 0, 20)])).prompts
     assert (alone.others, alone.order) == (None, None)
 
 
@@ -75,34 +75,34 @@ def test_what_only_the_device_knows_attends_to_latents():
     behind = PositionLag(mx.array([0, 2]), np.array([0, 3], np.int32))
     requests = [([3, 1], 0, 20), ([5, 8], 4, 20)]
     slots = mx.array(layout_of(requests).slot_mapping_np)
-    plan = plan_of(KernelKVCache, layout_of(requests, behind=behind, slot_mapping=slots))
+    plan = plan_of(KERNELS, layout_of(requests, behind=behind, slot_mapping=slots))
     assert [prompt.first for prompt in plan.prompts.prompts] == [0]
 
 
 def test_a_layer_without_such_heads_has_no_prompts():
-    step, plan = layout_of(STEPS[0]), partial(ScatterKVCache.plan, kind=KIND)
+    step, plan = layout_of(STEPS[0]), partial(SCATTER.plan, kind=KIND)
     assert planned(step, None, plan).prompts is None
     assert planned(step, HEADS._replace(key=512, value=512), plan).prompts is None
 
 
 def test_long_prompts_end_command_buffers():
     pace = Pace()
-    long = plan_of(ScatterKVCache, layout_of([(list(range(1, 65)), 0, 1024)], pace=pace))
+    long = plan_of(SCATTER, layout_of([(list(range(1, 65)), 0, 1024)], pace=pace))
     assert long.pace is long.prompts.pace is pace
-    short = plan_of(ScatterKVCache, layout_of(STEPS[0], pace=pace))
+    short = plan_of(SCATTER, layout_of(STEPS[0], pace=pace))
     assert short.pace is None
     assert short.prompts.pace is None
 
 
 @valuewise(
     elements=[mx.int8, mx.float32, mx.float16, mx.uint8],
-    kv_cache_type=[ScatterKVCache, KernelKVCache],
+    backend=[SCATTER, KERNELS],
 )
-def test_contexts_are_what_the_steps_have_written(kv_cache_type, elements):
+def test_contexts_are_what_the_steps_have_written(backend, elements):
     codes = elements in (mx.uint8, mx.int8)
     dtype = mx.float32 if codes else elements
-    kv_cache = kv_cache_type(10, 16, KVShape(1, 576, 512, latent=True), elements)
-    whole = kv_cache_type(10, 16, KVShape(1, 576, 512, latent=True), elements)
+    kv_cache = backend.allocate(10, 16, KVShape(1, 576, 512, latent=True), elements)
+    whole = backend.allocate(10, 16, KVShape(1, 576, 512, latent=True), elements)
     kept, rng = {}, np.random.default_rng(5)
     logger = Logger(metal_interpreter.metal_kernel)
     with kernel.using(logger.metal_kernel):
@@ -111,7 +111,7 @@ def test_contexts_are_what_the_steps_have_written(kv_cache_type, elements):
             rows = rng.normal(size=(len(step.slot_mapping_np), 1, 576)).astype(np.float16)
             kept |= dict(zip(step.slot_mapping_np.tolist(), rows[:, 0], strict=True))
             queries = mx.array(rng.normal(size=(len(rows), 2, 576)).astype(np.float32), dtype)
-            plan, latents = plan_of(kv_cache_type, step), mx.array(rows, dtype)
+            plan, latents = plan_of(backend, step), mx.array(rows, dtype)
             kv_cache.begin_step()
             kv_cache.write(plan, latents, latents)
             others = queries if plan.prompts is None else queries[plan.prompts.others]
@@ -120,7 +120,7 @@ def test_contexts_are_what_the_steps_have_written(kv_cache_type, elements):
             contexts = [keys[0] for keys, _ in read]
             mx.eval(found, contexts)
 
-            of_all = kv_cache_type.plan(step, KIND)
+            of_all = backend.plan(step, KIND)
             whole.begin_step()
             whole.write(of_all, latents, latents)
             wanted = whole.attend(of_all, queries, Scoring(0.1))

@@ -14,10 +14,10 @@ from vllm_metal.engine.attention.layers import AttentionLayer, RunLayer, attenti
 from vllm_metal.engine.attention.paged_cache import LayerRotation
 from vllm_metal.engine.batch.requests import BlockTables
 from vllm_metal.engine.batch.rows import Rows
-from vllm_metal.engine.kv_cache.kernels import KernelKVCache
+from vllm_metal.engine.kv_cache.kernels import KERNELS
 from vllm_metal.engine.kv_cache.layer_state import Storage
 from vllm_metal.engine.kv_cache.pages import BlockPages, page_rows
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.kv_cache.specs import allocate_kv_caches, kv_cache_specs
 from vllm_metal.engine.memory import profile
 from vllm_metal.engine.models.paged_layers import PagedLayers
@@ -36,7 +36,7 @@ def model():
     return HybridModel(VOCAB)
 
 
-@pytest.fixture(params=[ScatterKVCache, KernelKVCache])
+@pytest.fixture(params=[SCATTER, KERNELS])
 def pool(request):
     """The class of the storages of K and V."""
     with kernel.using(metal_interpreter.metal_kernel):
@@ -46,7 +46,7 @@ def pool(request):
 class Server:
     """The model over a pool that vLLM's own planner laid out."""
 
-    def __init__(self, model, config, pool=ScatterKVCache, memory=MEMORY):
+    def __init__(self, model, config, pool=SCATTER, memory=MEMORY):
         self.model = model
         self.layers = attention_layers(model, "hybrid")
         self.specs = kv_cache_specs(self.layers, BLOCK, mx.float32)
@@ -206,12 +206,12 @@ def test_a_request_goes_on_in_another_engine_from_pages(model, config, pool):
 
 def test_the_largest_step_runs_layers_of_every_kind(model, config):
     layers = attention_layers(model, "hybrid")
-    largest = profile.LargestStep.of(layers, config, ScatterKVCache)
+    largest = profile.LargestStep.of(layers, config, SCATTER)
     with largest.caches() as caches:
         logits = model(largest.rows.input_ids[:, None], cache=caches)
     assert len(logits) == len(largest.rows.positions_np) == profile.largest_step(config)[0]
     mx.eval(logits)
-    profile.profile_layers(layers, config, ScatterKVCache, 100)
+    profile.profile_layers(layers, config, SCATTER, 100)
 
 
 def test_no_layer_has_a_step_once_its_forward_is_built(model, config):

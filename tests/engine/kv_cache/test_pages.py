@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from pairs import pairwise, valuewise
 
 from metal_kernels import kernel
-from vllm_metal.engine.kv_cache.kernels import KernelKVCache
+from vllm_metal.engine.kv_cache.kernels import KERNELS
 from vllm_metal.engine.kv_cache.layer_cache import KVShape
 from vllm_metal.engine.kv_cache.pages import BlockPages, PagePart, finite_rows, page_rows
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.kv_cache.specs import allocate_kv_caches, kv_cache_specs
 
 NAMES = ["layers.0", "draft.layers.0"]
@@ -52,11 +52,11 @@ def fill(state, seed):
     return state
 
 
-def two_layers(kv_cache_type, dtype, seed=0):
+def two_layers(backend, dtype, seed=0):
     """A target's layer, and one of a draft network of another shape, filled."""
-    draft = kv_cache_type(12, 16, KVShape(3, 32, 32), dtype)
+    draft = backend.allocate(12, 16, KVShape(3, 32, 32), dtype)
     return {
-        NAMES[0]: fill(make(kv_cache_type, dtype), seed),
+        NAMES[0]: fill(make(backend, dtype), seed),
         NAMES[1]: fill(draft, seed + 1),
     }
 
@@ -106,8 +106,8 @@ class Steps:
 
 @valuewise(dtype=DTYPES, kind=list(KINDS))
 def test_pages_are_the_pools_bytes_and_enter_another_bit_by_bit(kind, dtype):
-    kv_cache_type = KINDS[kind]
-    here, there = two_layers(kv_cache_type, dtype), two_layers(kv_cache_type, dtype, seed=2)
+    backend = KINDS[kind]
+    here, there = two_layers(backend, dtype), two_layers(backend, dtype, seed=2)
     ours, theirs = BlockPages(here, [NAMES]), BlockPages(there, [NAMES])
     target = here[NAMES[0]]
     steps = Steps(target)
@@ -143,7 +143,7 @@ def test_pages_are_the_pools_bytes_and_enter_another_bit_by_bit(kind, dtype):
 
 
 def test_parts_are_a_blocks_share_of_each_array_in_order():
-    pages = BlockPages(two_layers(ScatterKVCache, mx.int8), [NAMES, NAMES[1:]])
+    pages = BlockPages(two_layers(SCATTER, mx.int8), [NAMES, NAMES[1:]])
     wide = [PagePart((2, 16, 64), mx.int8, 2048), PagePart((2, 16), mx.bfloat16, 64)]
     narrow = [PagePart((3, 16, 32), mx.int8, 1536), PagePart((3, 16), mx.bfloat16, 96)]
     assert pages.parts(0) == (*wide, *wide, *narrow, *narrow)
@@ -154,16 +154,14 @@ def test_parts_are_a_blocks_share_of_each_array_in_order():
 @valuewise(
     case=["windows, one shape", "windows in both", "two windows"],
     dtype=[mx.bfloat16, mx.int8],
-    kv_cache_type=[KernelKVCache, ScatterKVCache],
+    backend=[KERNELS, SCATTER],
 )
-def test_groups_that_share_storages_have_pages_of_their_own(config, case, dtype, kv_cache_type):
+def test_groups_that_share_storages_have_pages_of_their_own(config, case, dtype, backend):
     """Layers of windows and full ones, with a draft network's, as vLLM's planner places them."""
     layers, _ = CASES[case]
     specs = kv_cache_specs(layers, BLOCK, dtype)
     placed = planned(config, specs, 8 << 20)
-    here, there = (
-        allocate_kv_caches(placed, layers, BLOCK, dtype, kv_cache_type) for _ in range(2)
-    )
+    here, there = (allocate_kv_caches(placed, layers, BLOCK, dtype, backend) for _ in range(2))
     for index, state in enumerate(dict.fromkeys(here.values())):
         fill(state, index)
     groups = [group.layer_names for group in placed.kv_cache_groups]
@@ -209,8 +207,8 @@ def import_others(target, draft, pages):
     later=[overwrite, clear, copy, import_others], dtype=[mx.bfloat16, mx.uint8], kind=list(KINDS)
 )
 def test_queued_copies_see_the_steps_before_and_nothing_later(kind, dtype, later):
-    kv_cache_type = KINDS[kind]
-    states = two_layers(kv_cache_type, dtype)
+    backend = KINDS[kind]
+    states = two_layers(backend, dtype)
     target, draft = (states[name] for name in NAMES)
     pages, steps = BlockPages(states, [NAMES]), Steps(target)
     steps.hand_over(built(target, [7, 1, 9], 0, 33))
@@ -227,9 +225,9 @@ def test_queued_copies_see_the_steps_before_and_nothing_later(kind, dtype, later
     assert naive(states, NAMES[:1], 7) not in expected[0]
 
 
-@pytest.mark.parametrize("kv_cache_type", KINDS.values(), ids=KINDS)
-def test_copies_of_several_exports_of_a_step_are_all_before_the_next_write(kv_cache_type):
-    states = two_layers(kv_cache_type, mx.float16)
+@pytest.mark.parametrize("backend", KINDS.values(), ids=KINDS)
+def test_copies_of_several_exports_of_a_step_are_all_before_the_next_write(backend):
+    states = two_layers(backend, mx.float16)
     target = states[NAMES[0]]
     pages, steps = BlockPages(states, [NAMES, NAMES[:1]]), Steps(target)
     expected = [naive(states, NAMES, 7), naive(states, NAMES[:1], 1)]
@@ -243,10 +241,10 @@ def test_copies_of_several_exports_of_a_step_are_all_before_the_next_write(kv_ca
 
 
 @pytest.mark.parametrize("later", [overwrite, clear, copy])
-@pytest.mark.parametrize("kv_cache_type", [KINDS["kernels"], KINDS["limited"]])
-def test_fences_order_a_write_behind_copies_that_are_not_handed_over_yet(kv_cache_type, later):
+@pytest.mark.parametrize("backend", [KINDS["kernels"], KINDS["limited"]])
+def test_fences_order_a_write_behind_copies_that_are_not_handed_over_yet(backend, later):
     """The interpreter runs a write when it is built: only its fence has copies made before."""
-    states = two_layers(kv_cache_type, mx.float16)
+    states = two_layers(backend, mx.float16)
     target, draft = (states[name] for name in NAMES)
     pages = BlockPages(states, [NAMES])
     expected = [naive(states, NAMES, block) for block in (7, 1)]
@@ -283,7 +281,7 @@ def test_on_a_gpu_a_copy_binds_what_writes_left_and_the_next_write_what_copies_l
 
     `mx.depends` gives out its inputs' buffers, so it orders what MLX hands over, not the GPU.
     """
-    states = two_layers(KernelKVCache, mx.int8)
+    states = two_layers(KERNELS, mx.int8)
     target, draft = (states[name] for name in NAMES)
     mx.eval(built(target, [7, 1], 0, 20))
     draft.clear_blocks(np.array([3], np.int32))
@@ -307,10 +305,9 @@ def test_on_a_gpu_a_copy_binds_what_writes_left_and_the_next_write_what_copies_l
 
 @valuewise(kind=list(KINDS), dtype=[mx.bfloat16, mx.int8])
 def test_pages_move_amid_steps_without_a_copy_of_the_pool(kind, dtype):
-    kv_cache_type = KINDS[kind]
+    backend = KINDS[kind]
     states = {
-        f"layers.{index}": make(kv_cache_type, dtype, num_blocks=8192 // dtype.size)
-        for index in range(2)
+        f"layers.{index}": make(backend, dtype, num_blocks=8192 // dtype.size) for index in range(2)
     }
     names, layers = list(states), list(states.values())
     mx.eval([state.arrays for state in layers])
@@ -353,14 +350,14 @@ def test_pages_move_amid_steps_without_a_copy_of_the_pool(kind, dtype):
     most = 3 * moved + one_array / 4
     assert any(peak_from(first) < most for first in range(2, 62, 12))
     assert 3 * moved < one_array / 4
-    if kv_cache_type.pipelined:  # kernels hold them as inputs
+    if backend.pipelined:  # kernels hold them as inputs
         now = [array for state in layers for array in state.arrays]
         assert all(array is then for array, then in zip(now, arrays, strict=True))
 
 
-@pytest.mark.parametrize("kv_cache_type", KINDS.values(), ids=KINDS)
-def test_an_idle_engine_keeps_no_copies(kv_cache_type):
-    states = two_layers(kv_cache_type, mx.float16)
+@pytest.mark.parametrize("backend", KINDS.values(), ids=KINDS)
+def test_an_idle_engine_keeps_no_copies(backend):
+    states = two_layers(backend, mx.float16)
     pages = BlockPages(states, [NAMES])
     mx.eval(built(states[NAMES[0]], [3, 1], 0, 20))
     mx.eval([state.arrays for state in states.values()])
@@ -379,7 +376,7 @@ def rows_of(pages, group, count):
 
 
 def test_rows_that_are_not_the_groups_pages_are_refused_by_what_they_are():
-    pages = BlockPages(two_layers(ScatterKVCache, mx.bfloat16), [NAMES, NAMES[1:]])
+    pages = BlockPages(two_layers(SCATTER, mx.bfloat16), [NAMES, NAMES[1:]])
     few, size = rows_of(pages, 1, 2), pages.page_bytes(1)
     blocks = np.array([1, 2, 3])
     with pytest.raises(ValueError, match=rf"rows: expected \(3, {size}\).* found \(2, {size}\)"):
@@ -398,7 +395,7 @@ def test_rows_that_are_not_the_groups_pages_are_refused_by_what_they_are():
 
 @pytest.mark.parametrize("block", [-1, 12])
 def test_blocks_that_the_pool_has_not_are_refused(block):
-    pages = BlockPages(two_layers(ScatterKVCache, mx.float16), [NAMES])
+    pages = BlockPages(two_layers(SCATTER, mx.float16), [NAMES])
     blocks, message = np.array([3, block]), f"block {block} is not one of the pool's 12"
     for call in (pages.queue_export, pages.export):
         with pytest.raises(ValueError, match=message):
@@ -462,7 +459,7 @@ def test_a_page_is_finite_if_all_its_numbers_are(data):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_number_that_is_none_is_found_wherever_it_lies_in_a_page(dtype):
-    pages = BlockPages(two_layers(ScatterKVCache, dtype), [NAMES])
+    pages = BlockPages(two_layers(SCATTER, dtype), [NAMES])
     rows, parts = rows_of(pages, 0, 3), pages.parts(0)
     assert finite_rows(parts, rows).all()
     rng, start = np.random.default_rng(0), 0

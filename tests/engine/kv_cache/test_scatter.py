@@ -8,7 +8,7 @@ import pytest
 from metal_kernels.paged_attention import AttentionShape
 from vllm_metal.engine.kv_cache.layer_cache import AttentionKind, KVShape
 from vllm_metal.engine.kv_cache.layer_state import StepLayout
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 
 
 def plan_for(slots, num_heads=2):
@@ -17,12 +17,12 @@ def plan_for(slots, num_heads=2):
     starts, ones = np.arange(count + 1, dtype=np.int32), np.ones(count, np.int32)
     layout = StepLayout(starts, ones, slots[:, None] // 16, slots, 16)
     shape = AttentionShape(num_heads, num_heads, head_size=4, value_size=4)
-    return ScatterKVCache.plan(layout, AttentionKind(shape, None))
+    return SCATTER.plan(layout, AttentionKind(shape, None))
 
 
 def test_begin_step_puts_rows_into_their_slots():
     rng = np.random.default_rng(0)
-    kv_cache = ScatterKVCache(5, 16, KVShape(2, 4, 4), mx.float32)
+    kv_cache = SCATTER.allocate(5, 16, KVShape(2, 4, 4), mx.float32)
     expected_keys = np.zeros((80, 2, 4), np.float32)
     expected_values = expected_keys.copy()
     for _ in range(3):  # steps
@@ -46,7 +46,7 @@ def test_begin_step_puts_rows_into_their_slots():
 )
 def test_two_steps_in_flight_never_copy_the_pool(dtype):
     shape = KVShape(4, 64, 64)
-    kv_caches = [ScatterKVCache(8192 // dtype.size, 16, shape, dtype) for _ in range(4)]
+    kv_caches = [SCATTER.allocate(8192 // dtype.size, 16, shape, dtype) for _ in range(4)]
     mx.eval([array for kv_cache in kv_caches for array in kv_cache.arrays])
     one_pool = kv_caches[0].keys.elements.nbytes
     table = mx.arange(16, dtype=mx.int32)

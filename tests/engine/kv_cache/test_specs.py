@@ -7,7 +7,7 @@ from engine.kv_cache.planned import planned
 from pairs import valuewise
 
 from vllm_metal.engine.attention.layers import AttentionLayer
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.kv_cache.specs import allocate_kv_caches, kv_cache_specs
 
 BLOCK = 16
@@ -45,7 +45,7 @@ def test_every_layer_gets_its_own_memory_within_the_budget(config, case, dtype):
     found, num_groups = CASES[case]
     specs = kv_cache_specs(found, BLOCK, dtype)
     placed = planned(config, specs, MEMORY)
-    kv_caches = allocate_kv_caches(placed, found, BLOCK, dtype, ScatterKVCache)
+    kv_caches = allocate_kv_caches(placed, found, BLOCK, dtype, SCATTER)
 
     assert kv_caches.keys() == specs.keys()
     groups = [set(group.layer_names) for group in placed.kv_cache_groups]

@@ -19,11 +19,11 @@ from tests.metal_kernels.doubles import Recorder
 from vllm_metal.engine.attention.layers import AttentionLayer, attention_layers
 from vllm_metal.engine.attention.paged_cache import LayerRotation
 from vllm_metal.engine.kv_cache.gathered import ByMLX
-from vllm_metal.engine.kv_cache.kernels import KernelKVCache
+from vllm_metal.engine.kv_cache.kernels import KERNELS, KernelBackend
 from vllm_metal.engine.kv_cache.latent_prompts import LatentHeads
 from vllm_metal.engine.kv_cache.layer_cache import AttentionKind
 from vllm_metal.engine.kv_cache.layer_state import StepLayout
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.kv_cache.specs import block_size_for, host_of_states
 from vllm_metal.engine.kv_cache.warm_up import compile_kernels
 from vllm_metal.patches.mlx_patches import rotations
@@ -52,13 +52,13 @@ def layout(requests):
     return StepLayout(starts, seq_lens, tables, slots, BLOCK_SIZE)
 
 
-def serve(kv_cache_type, layer, dtype, pool_dtype, steps):
+def serve(backend, layer, dtype, pool_dtype, steps):
     shape = layer.shape
-    kv_cache = kv_cache_type(NUM_BLOCKS, BLOCK_SIZE, layer.storage_key, pool_dtype)
+    kv_cache = backend.allocate(NUM_BLOCKS, BLOCK_SIZE, layer.storage_key, pool_dtype)
     kv_cache.copy_blocks(np.array([3]), np.array([4]))
     kv_cache.clear_blocks(np.array([5, 6]))
     for requests in steps:
-        plan = kv_cache_type.plan(layout(requests), AttentionKind(shape, layer.window))
+        plan = backend.plan(layout(requests), AttentionKind(shape, layer.window))
         keys, values = (
             mx.zeros((plan.num_tokens, shape.num_kv_heads, size), dtype)
             for size in (shape.head_size, shape.value_size)
@@ -89,7 +89,7 @@ def test_no_step_asks_for_what_was_not_compiled(layers, pool_dtype, steps, fewer
         )
         for index, (shape, window, sinks, softcap) in enumerate(layers)
     ]
-    kv_cache_type = KernelKVCache
+    backend = KERNELS
     if fewer:  # some failed their self-check
         tiles = {}
         for shape, window in {(layer.shape, layer.window) for layer in layers}:
@@ -100,13 +100,13 @@ def test_no_step_asks_for_what_was_not_compiled(layers, pool_dtype, steps, fewer
                 tuple(rows for rows in sizes.prefill if rows in kept),
                 drawn.draw(st.booleans()) and sizes.split,
             )
-        kv_cache_type = KernelKVCache.limited(tiles, moves_blocks=True)
+        backend = KernelBackend(tiles=tiles)
     recorder = Recorder()
     with kernel.using(recorder.metal_kernel):
-        compile_kernels(kv_cache_type, layers, mx.float16, pool_dtype, BLOCK_SIZE)
+        compile_kernels(backend, layers, mx.float16, pool_dtype, BLOCK_SIZE)
         compiled = set(recorder.pipelines)
         for layer in layers:
-            serve(kv_cache_type, layer, mx.float16, pool_dtype, steps)
+            serve(backend, layer, mx.float16, pool_dtype, steps)
     assert recorder.pipelines - compiled == set()
     assert {"kv_write", "kv_blocks"} <= {pipeline.kernel for pipeline in compiled}
     assert recorder.threads.pop("decode", 0) <= 512
@@ -124,12 +124,12 @@ def test_contexts_of_prompts_by_mlx_are_gathered_before_any_comes(
 ):
     """By one pipeline for each size of head, and none more."""
     layer = AttentionLayer("layers.0", 4, 2, 96, window, mx.float16, value_size=64, softcap=softcap)
-    kv_cache_type = KernelKVCache.limited({}, True, by_mlx={layer.kind: by_mlx})
+    backend = KernelBackend(by_mlx={layer.kind: by_mlx})
     recorder = Recorder()
     with kernel.using(recorder.metal_kernel):
-        compile_kernels(kv_cache_type, [layer], mx.float16, pool_dtype, BLOCK_SIZE)
+        compile_kernels(backend, [layer], mx.float16, pool_dtype, BLOCK_SIZE)
         compiled = set(recorder.pipelines)
-        serve(kv_cache_type, layer, mx.float16, pool_dtype, [[(0, 70), (700, 300), (3, 1)]])
+        serve(backend, layer, mx.float16, pool_dtype, [[(0, 70), (700, 300), (3, 1)]])
     assert recorder.pipelines - compiled == set()
     gathers = [pipeline for pipeline in compiled if pipeline.kernel == "kv_gather"]
     assert len(gathers) == 2  # K of 96, V of 64
@@ -141,9 +141,9 @@ def test_contexts_of_latents_are_gathered_once_before_any_prompt(pool_dtype):
     layer = AttentionLayer("layers.0", 2, 1, 576, None, value_size=512, latent=True, heads=heads)
     recorder = Recorder()
     with kernel.using(recorder.metal_kernel):
-        compile_kernels(KernelKVCache, [layer], mx.float16, pool_dtype, BLOCK_SIZE)
+        compile_kernels(KERNELS, [layer], mx.float16, pool_dtype, BLOCK_SIZE)
         compiled = set(recorder.pipelines)
-        state = layer.allocate(NUM_BLOCKS, BLOCK_SIZE, pool_dtype, KernelKVCache)
+        state = layer.allocate(NUM_BLOCKS, BLOCK_SIZE, pool_dtype, KERNELS)
         plan = layer.scope(state).plan_of(layout([(300, 50), (3, 60), (7, 1)]))
         fresh = mx.zeros((111, 1, 576), mx.float16)
         state.write(plan, fresh, fresh)
@@ -158,12 +158,12 @@ def test_nothing_is_compiled_that_no_step_asks_for():
     layer = AttentionLayer("layers.0", 8, 2, 128, None)
     recorder = Recorder()
     with kernel.using(recorder.metal_kernel):
-        compile_kernels(KernelKVCache, [layer], mx.float16, mx.float16, BLOCK_SIZE)
+        compile_kernels(KERNELS, [layer], mx.float16, mx.float16, BLOCK_SIZE)
         compiled, recorder.pipelines = recorder.pipelines, set()
         queries = (2, 4, 8, 16)  # packed rows 8 to 64, the sizes of tiles
         steps = [[(before, rows)] for before in (0, MOST) for rows in queries]
         steps.append([(0, 2)] * 40)  # more tiles than go by 512 threads
-        serve(KernelKVCache, layer, mx.float16, mx.float16, steps)
+        serve(KERNELS, layer, mx.float16, mx.float16, steps)
     assert recorder.pipelines == compiled
     assert len(compiled) == 2 * len(queries) + 5  # in 512 threads; reduce, write, copy and clear
 
@@ -184,7 +184,7 @@ def test_a_layer_compiles_one_write_with_its_rotation_or_without(layer, queries)
     for layers in ([layer], rotating[:1], rotating):
         recorder = Recorder()
         with kernel.using(recorder.metal_kernel):
-            compile_kernels(KernelKVCache, layers, mx.float16, mx.float16, BLOCK_SIZE)
+            compile_kernels(KERNELS, layers, mx.float16, mx.float16, BLOCK_SIZE)
             found.append(set(recorder.pipelines))
             for each in layers[: len(layers) if layers[0].rotation else 0]:
                 rotate(each, [1, 7, 8, 40])
@@ -196,7 +196,7 @@ def test_a_layer_compiles_one_write_with_its_rotation_or_without(layer, queries)
 
 def rotate(layer, counts):
     """Writes of so many rows, as the layer's cache has them."""
-    kv_cache = layer.allocate(NUM_BLOCKS, BLOCK_SIZE, mx.float16, KernelKVCache)
+    kv_cache = layer.allocate(NUM_BLOCKS, BLOCK_SIZE, mx.float16, KERNELS)
     for count in counts:
         scope = layer.scope(kv_cache)
         plan = scope.plan_of(layout([(0, count)]))
@@ -242,7 +242,7 @@ def test_no_more_is_compiled_than_when_decode_and_prefill_shared_the_sizes(model
     ]
     recorder = Recorder()
     with kernel.using(recorder.metal_kernel):
-        compile_kernels(KernelKVCache, layers, BF16, pool_dtype, BLOCK_SIZE)
+        compile_kernels(KERNELS, layers, BF16, pool_dtype, BLOCK_SIZE)
     most += 2 * (pool_dtype == mx.uint8) + LATENTS_SINCE * (model == "deepseek_v3")
     most += WIDE_SINCE * any(64 < kind[2] <= 256 for kind in kinds)
     assert len(recorder.pipelines) <= most
@@ -251,7 +251,7 @@ def test_no_more_is_compiled_than_when_decode_and_prefill_shared_the_sizes(model
 def test_it_says_how_far_it_is(capsys: pytest.CaptureFixture[str]):
     layer = AttentionLayer("layers.0", 8, 2, 128, None)
     with kernel.using(Recorder().metal_kernel):
-        compile_kernels(KernelKVCache, [layer], mx.float16, mx.float16, BLOCK_SIZE)
+        compile_kernels(KERNELS, [layer], mx.float16, mx.float16, BLOCK_SIZE)
     assert "Compiling Metal kernels: 100%" in (said := capsys.readouterr().err)
     assert "9/9" in said  # four sizes of tiles, in parts and not, and one in 512 threads
 
@@ -260,7 +260,7 @@ def test_a_region_without_kernels_has_nothing_to_compile(capsys: pytest.CaptureF
     layer = AttentionLayer("layers.0", 8, 2, 128, None)
     recorder = Recorder()
     with kernel.using(recorder.metal_kernel):
-        compile_kernels(ScatterKVCache, [layer], mx.float16, mx.float16, BLOCK_SIZE)
+        compile_kernels(SCATTER, [layer], mx.float16, mx.float16, BLOCK_SIZE)
     assert not recorder.pipelines and not capsys.readouterr().err
 
 
@@ -268,13 +268,13 @@ def test_parts_of_one_row_and_head_launch_what_parts_of_many_do():
     """Though their statistics are too few for a buffer by themselves."""
     layer = AttentionLayer("layers.0", 1, 1, 64, None, None)
     tiles = {layer.kind: Tiles((8,), (), True)}
-    kv_cache_type = KernelKVCache.limited(tiles, moves_blocks=True)
+    backend = KernelBackend(tiles=tiles)
     recorder = Recorder()
     with kernel.using(recorder.metal_kernel):
-        compile_kernels(kv_cache_type, [layer], mx.float16, mx.float16, BLOCK_SIZE)
+        compile_kernels(backend, [layer], mx.float16, mx.float16, BLOCK_SIZE)
         compiled = set(recorder.pipelines)
         for rows in (1, 9):
-            serve(kv_cache_type, layer, mx.float16, mx.float16, [[(248, rows)]])
+            serve(backend, layer, mx.float16, mx.float16, [[(248, rows)]])
     assert recorder.pipelines - compiled == set()
 
 
@@ -290,10 +290,10 @@ HYBRIDS = {
 }
 
 
-def serve_states(model, layers, kv_cache_type, dtype, pool_dtype, block_size):
+def serve_states(model, layers, backend, dtype, pool_dtype, block_size):
     """Prompts, decodes and drafts of which some are accepted, through the model's own modules."""
     host = host_of_states(layers, block_size, pool_dtype)
-    size = NUM_BLOCKS, block_size, pool_dtype, kv_cache_type
+    size = NUM_BLOCKS, block_size, pool_dtype, backend
     tables = np.arange(1, 41, dtype=np.int32).reshape(2, 20)
     for layer, module_of in zip(layers, model.layers, strict=True):
         if not layer.state_bytes:
@@ -332,14 +332,12 @@ def test_no_step_of_a_recurrent_layer_asks_for_what_was_not_compiled(name, ways,
     model.set_dtype(mx.bfloat16)
     layers = attention_layers(model, name)
     block_size = block_size_for(layers, BLOCK_SIZE, pool_dtype)
-    kv_cache_type = KernelKVCache.limited(
-        {}, True, computes_states=by_kernels, long_prompt=long_prompt
-    )
+    backend = KernelBackend(computes_states=by_kernels, long_prompt=long_prompt)
     recorder = Recorder()
     with kernel.using(recorder.metal_kernel):
-        compile_kernels(kv_cache_type, layers, mx.bfloat16, pool_dtype, block_size)
+        compile_kernels(backend, layers, mx.bfloat16, pool_dtype, block_size)
         compiled, recorder.pipelines = set(recorder.pipelines), set()
-        serve_states(model, layers, kv_cache_type, mx.bfloat16, pool_dtype, block_size)
+        serve_states(model, layers, backend, mx.bfloat16, pool_dtype, block_size)
     assert recorder.pipelines and recorder.pipelines <= compiled
     launched = {pipeline.kernel for pipeline in recorder.pipelines}
     ours = {"convolution"} if name == "lfm2" else {"convolution", "recurrence"}

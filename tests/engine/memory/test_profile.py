@@ -14,8 +14,8 @@ from engine.models.recurrent import FAMILIES, write_model
 from metal_kernels import kernel
 from vllm_metal.engine.attention.layers import RunLayer, attention_layers
 from vllm_metal.engine.attention.recurrent_layer import SequenceLayer
-from vllm_metal.engine.kv_cache.kernels import KernelKVCache
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.kernels import KERNELS
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.memory import planner, profile
 from vllm_metal.engine.memory.profile import LargestCalls, Peaks
 from vllm_metal.engine.models import loader
@@ -62,13 +62,13 @@ def served(tmp_path_factory):
 @pytest.mark.parametrize(
     "storage",
     [
-        pytest.param(ScatterKVCache, marks=pytest.mark.more),
-        pytest.param(KernelKVCache, marks=pytest.mark.slow),
+        pytest.param(SCATTER, marks=pytest.mark.more),
+        pytest.param(KERNELS, marks=pytest.mark.slow),
     ],
 )
 def test_five_drafts_take_no_more_than_one_but_for_their_rows(served, storage):
     """Within 5 percent, with the states that the requests have in the pool."""
-    kernels = kernel.using(metal_interpreter.metal_kernel) if storage is KernelKVCache else None
+    kernels = kernel.using(metal_interpreter.metal_kernel) if storage == KERNELS else None
     held = {}
     with kernels or nullcontext():
         for drafts in (1, 5):
@@ -94,10 +94,10 @@ def test_a_draft_is_a_state_only_where_modules_are_called_by_runs(served):
     found = []
     for asked in (layers, by_runs):
         without, drafting = (
-            planner.peak_of(profile.requests_profile(parts, asked, config, ScatterKVCache, count))
+            planner.peak_of(profile.requests_profile(parts, asked, config, SCATTER, count))
             for count in (0, drafts)
         )
-        calls = LargestCalls.of(config, asked, ScatterKVCache, 64)
+        calls = LargestCalls.of(config, asked, SCATTER, 64)
         assert calls.drafted == (REQUESTS, drafts)
         found.append(
             calls.step_states(Peaks(0, without, drafting), config.scheduler_config.max_num_seqs)

@@ -26,7 +26,7 @@ from vllm_metal.engine.attention.layers import AttentionLayer, attention_layers
 from vllm_metal.engine.config_json import published_config
 from vllm_metal.engine.kv_cache.formats import OFFERED
 from vllm_metal.engine.kv_cache.pages import BlockPages, page_rows
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.models.mtp_families import MTP_FAMILIES
 from vllm_metal.engine.models.parts import ModelParts
 from vllm_metal.patches.mlx_patches import registry, seam
@@ -133,7 +133,7 @@ def drafts(model: Any, module: str) -> str:
 
 def moves(layers: list[Any]) -> bool:
     """Whether a block leaves the pool as rows of a page and comes back, as to disk and to peers."""
-    states = {layer.name: layer.allocate(3, _BLOCK, mx.float32, ScatterKVCache) for layer in layers}
+    states = {layer.name: layer.allocate(3, _BLOCK, mx.float32, SCATTER) for layer in layers}
     pages = BlockPages(states, [[name] for name in states])
     block = np.array([1], np.int32)
     for group in range(len(states)):

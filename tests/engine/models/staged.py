@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_metal.engine.attention.layers import attention_layers
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.models.executor import ModelExecutor
 from vllm_metal.engine.models.parts import ModelParts
 from vllm_metal.engine.models.stage import HIDDEN, Stage, check_stages
@@ -52,9 +52,7 @@ def stage(module: str, weights: Any, start: int, end: int | None) -> ModelExecut
     part = Stage(start, count if end is None else end, count)
     part.keep(model)
     own = part.own(layers)
-    states = {
-        each.name: each.allocate(NUM_BLOCKS, BLOCK, mx.float32, ScatterKVCache) for each in own
-    }
+    states = {each.name: each.allocate(NUM_BLOCKS, BLOCK, mx.float32, SCATTER) for each in own}
     parts = ModelParts(model, partial(part.caches, layers=layers))
     return ModelExecutor(parts, own, states, dict.fromkeys(states, 0), BLOCK)
 

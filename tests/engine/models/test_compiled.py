@@ -18,7 +18,7 @@ from vllm_metal.engine.batch.input_batch import prepare
 from vllm_metal.engine.batch.requests import BlockTables, Requests
 from vllm_metal.engine.batch.rows import Rows
 from vllm_metal.engine.kv_cache.gathered import ByMLX
-from vllm_metal.engine.kv_cache.kernels import KernelKVCache
+from vllm_metal.engine.kv_cache.kernels import KERNELS, KernelBackend
 from vllm_metal.engine.models.executor import ModelExecutor
 from vllm_metal.engine.models.parts import HiddenStates, ModelParts
 
@@ -152,9 +152,9 @@ def test_steps_over_kernels_are_those_built_in_python(elements, rows, monkeypatc
     found, made = [], calls(model, monkeypatch)
     with kernel.using(mx.fast.metal_kernel):
         for repeatable in (True, False):
-            kv_cache_type = KernelKVCache.limited({}, True, repeatable, by_mlx)
+            backend = KernelBackend(repeatable=repeatable, by_mlx=by_mlx)
             # The first block is nobody's.
-            texts = Texts(executor(model, "llama", 7, elements, kv_cache_type), tokens, 3)
+            texts = Texts(executor(model, "llama", 7, elements, backend), tokens, 3)
             made.clear()
             found.append(np.stack([texts.step(1) for _ in range(36)] + [texts.step(2)]))
             found_calls = len(made) - len(found[-1])  # logits take one a step
@@ -174,27 +174,27 @@ def test_steps_with_states_over_kernels_are_those_built_in_python(monkeypatch):
     tokens = np.random.default_rng(8).integers(0, 64, (2, 40)).tolist()
     found, made = [], calls(model, monkeypatch)
     with kernel.using(mx.fast.metal_kernel):
-        for kv_cache_type in (KernelKVCache, KernelKVCache.limited({}, True, repeatable=False)):
-            texts = Texts(sharing_executor(model, 7, kv_cache_type), tokens, 3)
+        for backend in (KERNELS, KernelBackend(repeatable=False)):
+            texts = Texts(sharing_executor(model, 7, backend), tokens, 3)
             made.clear()
             found.append(np.stack([texts.step(1) for _ in range(36)] + [texts.step(2)]))
             found_calls = len(made) - len(found[-1])  # logits take one a step
-            assert found_calls <= 6 if kv_cache_type is KernelKVCache else found_calls == 37
+            assert found_calls <= 6 if backend == KERNELS else found_calls == 37
     np.testing.assert_allclose(*found, atol=2e-4, rtol=2e-4)
 
 
-def sharing_executor(model, num_blocks, kv_cache_type):
+def sharing_executor(model, num_blocks, backend):
     """The first two of its recurrent layers in the memory of the layer that attends.
 
     All go by one block table: what they store overlaps, in a pool that stores nothing.
     """
     layers = attention_layers(model, "qwen3_next")
     (host,) = (layer for layer in layers if not layer.state_bytes)
-    memory = host.allocate(num_blocks, BLOCK, mx.float32, kv_cache_type)
+    memory = host.allocate(num_blocks, BLOCK, mx.float32, backend)
     states = {host.name: memory}
     for layer in layers[:2]:
         states[layer.name] = layer.share(memory)
-    states[layers[2].name] = layers[2].allocate(num_blocks, BLOCK, mx.float32, kv_cache_type)
+    states[layers[2].name] = layers[2].allocate(num_blocks, BLOCK, mx.float32, backend)
     group_of = {layer.name: 0 for layer in layers}
     return ModelExecutor(ModelParts(model), layers, states, group_of, BLOCK)
 

@@ -15,7 +15,7 @@ from vllm import SamplingParams
 from vllm_metal.engine.attention.layers import attention_layers
 from vllm_metal.engine.batch.input_batch import prepare
 from vllm_metal.engine.batch.requests import BlockTables, Requests
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.models.executor import ModelExecutor
 from vllm_metal.engine.models.parts import ModelParts
 from vllm_metal.patches.mlx_patches import registry, seam
@@ -89,12 +89,10 @@ def build(model_type: str):
     return model
 
 
-def executor(
-    model, model_type: str, num_blocks: int, elements=mx.float32, kv_cache_type=ScatterKVCache
-):
+def executor(model, model_type: str, num_blocks: int, elements=mx.float32, backend=SCATTER):
     layers = attention_layers(model, model_type)
     kv_caches = {
-        layer.name: layer.allocate(num_blocks, BLOCK, elements, kv_cache_type) for layer in layers
+        layer.name: layer.allocate(num_blocks, BLOCK, elements, backend) for layer in layers
     }
     group_of = {layer.name: 0 for layer in layers}
     return ModelExecutor(ModelParts(model), layers, kv_caches, group_of, BLOCK)

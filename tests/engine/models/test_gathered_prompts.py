@@ -16,7 +16,7 @@ from metal_kernels import kernel
 from metal_kernels.paged_attention import prompts
 from vllm_metal.engine.attention.layers import attention_layers
 from vllm_metal.engine.kv_cache.gathered import ByMLX
-from vllm_metal.engine.kv_cache.kernels import KernelKVCache
+from vllm_metal.engine.kv_cache.kernels import KernelBackend
 
 pytestmark = pytest.mark.usefixtures("unfused")
 
@@ -52,7 +52,7 @@ def test_chunks_equal_the_dense_forward(name, turns, monkeypatch):
     kinds = dict.fromkeys(layer.kind for layer in attention_layers(model, name))
     by_mlx = dict.fromkeys(kinds, ByMLX(prompts={1: 64}))
     with kernel.using(metal_interpreter.metal_kernel):
-        served = Served(model, name, texts, KernelKVCache.limited({}, True, by_mlx=by_mlx))
+        served = Served(model, name, texts, KernelBackend(by_mlx=by_mlx))
         done, found = [0, 0], [[], []]
         for counts in STEPS:
             for index, logits in served.step(done, counts).items():

@@ -20,8 +20,8 @@ from metal_kernels import kernel
 from vllm_metal.engine.attention import latent_heads
 from vllm_metal.engine.batch.input_batch import prepare
 from vllm_metal.engine.batch.requests import BlockTables, Requests
-from vllm_metal.engine.kv_cache.kernels import KernelKVCache
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.kernels import KERNELS
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 
 #: Of each prompt its length, and how it is cut up: the last chunk is what remains.
 PROMPTS = [(520, (512,)), (300, (33, 200)), (90, (31, 32)), (150, (1, 1, 100)), (40, (7,) * 5)]
@@ -61,9 +61,9 @@ def texts():
 class Served:
     """Requests over a pool of one model."""
 
-    def __init__(self, model, name, prompts, kv_cache_type=ScatterKVCache):
+    def __init__(self, model, name, prompts, backend=SCATTER):
         num_blocks = 1 + WIDTH * len(prompts)
-        self.run = executor(model, name, num_blocks, kv_cache_type=kv_cache_type)
+        self.run = executor(model, name, num_blocks, backend=backend)
         self.requests = Requests(len(prompts), 640, BlockTables(1, len(prompts), WIDTH))
         order = np.random.default_rng(2).permutation(np.arange(1, 1 + WIDTH * len(prompts)))
         self.blocks = order.reshape(len(prompts), WIDTH).tolist()
@@ -154,7 +154,7 @@ def test_our_kernels_write_what_is_built_of(built):
     prompts = [text[:length] for text, length in zip(texts(), (75, 40), strict=False)]
     dense = [np.array(model(mx.array([p]), cache=make_prompt_cache(model))[0]) for p in prompts]
     with kernel.using(metal_interpreter.metal_kernel):
-        served = Served(model, "deepseek_v3", prompts, KernelKVCache)
+        served = Served(model, "deepseek_v3", prompts, KERNELS)
         done, found = [0, 0], [[], []]
         for counts in ({0: 36, 1: 3}, {1: 36}, {0: 38, 1: 1}, {0: 1}):
             for index, logits in served.step(done, counts).items():

@@ -8,10 +8,10 @@ import pytest
 from pairs import valuewise
 
 from metal_kernels import kernel
-from vllm_metal.engine.kv_cache.kernels import KernelKVCache
+from vllm_metal.engine.kv_cache.kernels import KERNELS
 from vllm_metal.engine.kv_cache.layer_cache import KVShape
 from vllm_metal.engine.kv_cache.layer_state import StepLayout
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.recurrent.recurrent_state import StateFormat
 from vllm_metal.engine.recurrent.run_plan import RunPlan
 from vllm_metal.engine.recurrent.run_state import RunState
@@ -20,11 +20,11 @@ BLOCK, NUM_BLOCKS, NUM_REQS = 8, 64, 5
 MODULUS = 8191.0  # so that float32 has all numbers
 FORM = StateFormat(((3, 5), (2,)), (mx.float32, mx.bfloat16))
 MEMORIES = {
-    "alone": lambda of: of.of_states(NUM_BLOCKS, FORM.nbytes),
-    "float32": lambda of: of(NUM_BLOCKS, 16, KVShape(2, 8, 8), mx.float32),
-    "bfloat16": lambda of: of(NUM_BLOCKS, 48, KVShape(1, 16, 16), mx.bfloat16),
-    "float16, in K and V": lambda of: of(NUM_BLOCKS, 16, KVShape(1, 2, 2), mx.float16),
-    "codes": lambda of: of(NUM_BLOCKS, 16, KVShape(2, 16, 16), mx.int8),
+    "alone": lambda of: of.allocate_states(NUM_BLOCKS, FORM.nbytes),
+    "float32": lambda of: of.allocate(NUM_BLOCKS, 16, KVShape(2, 8, 8), mx.float32),
+    "bfloat16": lambda of: of.allocate(NUM_BLOCKS, 48, KVShape(1, 16, 16), mx.bfloat16),
+    "float16, in K and V": lambda of: of.allocate(NUM_BLOCKS, 16, KVShape(1, 2, 2), mx.float16),
+    "codes": lambda of: of.allocate(NUM_BLOCKS, 16, KVShape(2, 16, 16), mx.int8),
 }
 
 
@@ -34,7 +34,7 @@ def interpreted():
         yield
 
 
-@pytest.fixture(params=[ScatterKVCache, KernelKVCache])
+@pytest.fixture(params=[SCATTER, KERNELS])
 def pool(request):
     """The class of memories."""
     return request.param
@@ -74,10 +74,10 @@ class Text:
         return out[start:]
 
 
-@valuewise(memory=list(MEMORIES), kv_cache_type=[KernelKVCache, ScatterKVCache])
-def test_random_steps_with_drafts_equal_the_recurrence(memory, kv_cache_type):
+@valuewise(memory=list(MEMORIES), backend=[KERNELS, SCATTER])
+def test_random_steps_with_drafts_equal_the_recurrence(memory, backend):
     rng = np.random.default_rng(3)
-    state = RunState(MEMORIES[memory](kv_cache_type), FORM)
+    state = RunState(MEMORIES[memory](backend), FORM)
     texts = [Text(rng) for _ in range(NUM_REQS)]
     tables = np.zeros((NUM_REQS, 40), np.int32)
     free = rng.permutation(np.arange(1, NUM_BLOCKS)).tolist()
@@ -151,12 +151,12 @@ def test_numbers_of_a_span():
 
 def test_a_block_without_room_is_refused():
     with pytest.raises(ValueError, match="32 bytes has no room for a state of 80"):
-        RunState(ScatterKVCache(4, 16, KVShape(1, 1, 1), mx.int8), FORM)
+        RunState(SCATTER.allocate(4, 16, KVShape(1, 1, 1), mx.int8), FORM)
 
 
 def test_a_block_of_states_is_a_page_of_their_numbers():
     shape = KVShape(1, 4, 4)
-    host = ScatterKVCache(NUM_BLOCKS, 16, shape, mx.float16)  # 128 bytes of K: V is not used
+    host = SCATTER.allocate(NUM_BLOCKS, 16, shape, mx.float16)  # 128 bytes of K: V is not used
     state = RunState(host, FORM)
     assert [array is host.keys.elements for array in state.page_arrays] == [True]
     assert state.page_numbers == [((mx.float32, 64), (mx.bfloat16, 16))]
@@ -179,7 +179,7 @@ def test_a_long_prompt_leaves_its_state_and_nothing_else(pool):
     """Also where the module cuts the state out of all its inputs, as convolutions do."""
     length, width = 4096, 64
     form = StateFormat(((3, width),), (mx.float32,))
-    state = RunState(pool.of_states(8, form.nbytes), form)
+    state = RunState(pool.allocate_states(8, form.nbytes), form)
     inputs = mx.array(np.random.default_rng(1).normal(size=(length, width)).astype(np.float32))
     mx.eval(inputs, state.page_arrays)
 

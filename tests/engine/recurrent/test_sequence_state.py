@@ -12,10 +12,10 @@ from metal_kernels import kernel
 from metal_kernels.layout import PositionLag
 from metal_kernels.sequences import RecurrenceInputs
 from vllm_metal.engine.attention.inside import Convolution, Inside, Recurrence
-from vllm_metal.engine.kv_cache.kernels import KernelKVCache
+from vllm_metal.engine.kv_cache.kernels import KERNELS, KernelBackend
 from vllm_metal.engine.kv_cache.layer_cache import KVShape
 from vllm_metal.engine.kv_cache.layer_state import StepLayout
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.recurrent.recurrent_state import StateFormat
 from vllm_metal.engine.recurrent.sequence_plan import SequenceScope
 from vllm_metal.engine.recurrent.sequence_state import SequenceState
@@ -28,8 +28,8 @@ INSIDE = Inside(
     Recurrence((1, KEY, HEADS, VALUE), mx.float32, mx.float32, decays=2, delta=True),
 )
 MEMORIES = {
-    "alone": lambda of: of.of_states(NUM_BLOCKS, FORM.nbytes),
-    "bfloat16": lambda of: of(NUM_BLOCKS, 48, KVShape(1, 16, 16), mx.bfloat16),
+    "alone": lambda of: of.allocate_states(NUM_BLOCKS, FORM.nbytes),
+    "bfloat16": lambda of: of.allocate(NUM_BLOCKS, 48, KVShape(1, 16, 16), mx.bfloat16),
 }
 #: By day those that K and V share.
 IN_MEMORIES = pytest.mark.parametrize(
@@ -207,12 +207,12 @@ class Play:
             np.testing.assert_allclose(np.array(found)[0], expected, atol=2e-5)
 
 
-IN_CHUNKS = KernelKVCache.limited({}, True, long_prompt=9)
+IN_CHUNKS = KernelBackend(long_prompt=9)
 #: Classes of memories, and whether the host knows of a step's outcome one step later.
 POOLS = {
-    "ops": (ScatterKVCache, False),  # which wait for it
-    "kernels": (KernelKVCache, False),
-    "kernels, late": (KernelKVCache, True),
+    "ops": (SCATTER, False),  # which wait for it
+    "kernels": (KERNELS, False),
+    "kernels, late": (KERNELS, True),
     "chunks": (IN_CHUNKS, True),
 }
 
@@ -273,7 +273,7 @@ def test_nothing_of_its_last_owner_stays_in_a_block(pool):
 def test_long_prompts_give_what_the_kernel_gives(memory):
     """Results, and states in all blocks: amid a text, at its end, and where one ends a block."""
     found = []
-    for kind in (KernelKVCache, IN_CHUNKS):
+    for kind in (KERNELS, IN_CHUNKS):
         with kernel.using(metal_interpreter.metal_kernel):
             play = Play(memory, kind, lagging=False)
             for rows in ([20, 9, 3], [1, 8, 11], [16, 1, 12], [9, 30, 10]):

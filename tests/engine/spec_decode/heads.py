@@ -24,7 +24,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_metal.engine.attention.layers import attention_layers
 from vllm_metal.engine.batch.requests import BlockTables
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.models import loader, parts
 from vllm_metal.engine.models.compiled import Graphs
 from vllm_metal.engine.models.executor import ModelExecutor
@@ -217,7 +217,7 @@ class Bench:
         network = load_network(config, target)
         everything = [*layers, *network.layers]
         kv_caches = {
-            layer.name: layer.allocate(NUM_BLOCKS, BLOCK, mx.float32, ScatterKVCache)
+            layer.name: layer.allocate(NUM_BLOCKS, BLOCK, mx.float32, SCATTER)
             for layer in everything
         }
         group_of = dict.fromkeys(kv_caches, 0)

@@ -12,8 +12,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from metal_kernels import kernel
 from vllm_metal.engine.attention.layers import attention_layers
 from vllm_metal.engine.batch.requests import BlockTables
-from vllm_metal.engine.kv_cache.kernels import KernelKVCache
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.kernels import KERNELS
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.models.compiled import Graphs
 from vllm_metal.engine.models.paged_layers import PagedLayers
 from vllm_metal.engine.models.parts import ModelParts
@@ -62,7 +62,7 @@ class Bench:
         self,
         windowed=False,
         max_len=MAX_LEN,
-        kv_cache_type=ScatterKVCache,
+        backend=SCATTER,
         allowed=True,
         num_blocks=80,
         num_layers=4,
@@ -83,7 +83,7 @@ class Bench:
         mx.eval(self.model.parameters())
         layers = attention_layers(self.model, "test")
         pools = {
-            layer.name: kv_cache_type(num_blocks, BLOCK, layer.storage_key, mx.float32)
+            layer.name: backend.allocate(num_blocks, BLOCK, layer.storage_key, mx.float32)
             for layer in layers
         }
         group_of = dict.fromkeys(pools, 0)
@@ -136,17 +136,17 @@ class Bench:
 
 
 @pytest.mark.parametrize(
-    ("kv_cache_type", "windowed"),
+    ("backend", "windowed"),
     [
-        (ScatterKVCache, False),
-        (ScatterKVCache, True),
-        pytest.param(KernelKVCache, True, marks=pytest.mark.more),
-        pytest.param(KernelKVCache, False, marks=pytest.mark.slow),
+        (SCATTER, False),
+        (SCATTER, True),
+        pytest.param(KERNELS, True, marks=pytest.mark.more),
+        pytest.param(KERNELS, False, marks=pytest.mark.slow),
     ],
 )
-def test_drafts_equal_greedy_generation_after_any_pattern_of_acceptance(kv_cache_type, windowed):
+def test_drafts_equal_greedy_generation_after_any_pattern_of_acceptance(backend, windowed):
     with kernel.using(metal_kernel):
-        generate(Bench(windowed, kv_cache_type=kv_cache_type))
+        generate(Bench(windowed, backend=backend))
 
 
 def generate(bench):

@@ -20,7 +20,7 @@ from vllm_metal.engine.spec_decode.spans import Spans
 NUM_STEPS = 14
 LENGTHS = (3, 15, 33)
 #: What kernels return here takes time by the size of their pool.
-OVER_KERNELS = {"kv_cache_type": KernelKVCache, "num_blocks": 32, "num_layers": 2}
+OVER_KERNELS = {"backend": KernelKVCache, "num_blocks": 32, "num_layers": 2}
 
 
 def begin_all(bench):

@@ -59,8 +59,8 @@ class AllLogits(StepEnd):
 class ByHand:
     """A runner over a text model; each request has blocks of its own."""
 
-    def __init__(self, model, model_type, column_of, kv_cache_type=None):
-        kinds = {} if kv_cache_type is None else {"kv_cache_type": kv_cache_type}
+    def __init__(self, model, model_type, column_of, backend=None):
+        kinds = {} if backend is None else {"backend": backend}
         self.model = executor(model, model_type, 1 + MOST * BLOCKS_EACH, **kinds)
         self.column = column_of(self.model.parts)
         tables = BlockTables(1, MOST, BLOCKS_EACH)

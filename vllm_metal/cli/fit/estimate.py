@@ -25,9 +25,9 @@ from vllm_metal.engine.attention.layers import attention_layers
 from vllm_metal.engine.distributed.sharding import shard
 from vllm_metal.engine.kv_cache import formats
 from vllm_metal.engine.kv_cache.formats import MLX_DTYPES
-from vllm_metal.engine.kv_cache.kernels import KernelKVCache
-from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.kernels import KERNELS
+from vllm_metal.engine.kv_cache.layer_cache import KVBackend
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.kv_cache.specs import choose_block_size, kv_cache_specs
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.engine.lora.updates import adapter_bytes
@@ -193,8 +193,8 @@ def estimate(
     needs = Needs.of(config, specs, [layer.name for layer in model.elsewhere])
     settings = settings_of(config, machine.kind, needs, machine.total)
     quantized = quantized_share(model.layers, pool_dtype)
-    kv_cache_type = _kv_cache_type(model, machine, block_size)
-    found, vocab_size = step_peak(model.parts, model.layers, config, kv_cache_type, machine.kind)
+    backend = _backend(model, machine, block_size)
+    found, vocab_size = step_peak(model.parts, model.layers, config, backend, machine.kind)
     rows_of_a_step = config.scheduler_config.max_num_batched_tokens
     at_rest = Measured(
         source=machine.source,
@@ -209,7 +209,7 @@ def estimate(
         at_rest,
         settings,
         Request(needs, quantized),
-        LargestCalls.of(config, model.layers, kv_cache_type, vocab_size if model.samples else 0),
+        LargestCalls.of(config, model.layers, backend, vocab_size if model.samples else 0),
         found if peaks is None else peaks,
     )
     attending = [layer for layer in model.layers if not layer.state_bytes]
@@ -226,8 +226,8 @@ def _adapter_bytes(model: Model, config: VllmConfig) -> int:
     return found.slots + found.kept
 
 
-def _kv_cache_type(model: Model, machine: Machine, block_size: int) -> type[LayerKVCache]:
+def _backend(model: Model, machine: Machine, block_size: int) -> KVBackend:
     """What the engine takes (kv_cache.choice) where its kernels pass their self-check."""
     dtype = MLX_DTYPES[model.dtype]
     refused = any(layer.unsupported(dtype, block_size) for layer in model.layers_of_all_ranks)
-    return ScatterKVCache if refused or machine.kind == "cpu" else KernelKVCache
+    return SCATTER if refused or machine.kind == "cpu" else KERNELS

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from vllm_metal.cli.fit.graph import record_with_weights, recordable
 from vllm_metal.cli.fit.peak import peak
-from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.engine.kv_cache.layer_cache import KVBackend
 from vllm_metal.engine.kv_cache.layer_state import Traceable
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.engine.memory.profile import LargestStep, Peaks, drafted
@@ -26,7 +26,7 @@ def step_peak(
     parts: ModelParts,
     layers: Sequence[StatefulLayer],
     config: VllmConfig,
-    kv_cache_type: type[LayerKVCache],
+    backend: KVBackend,
     kind: envs.Device,
 ) -> tuple[Peaks, int]:
     """What `memory.profile.profile_step` and `requests_profile` take beside the weights, where MLX
@@ -37,7 +37,7 @@ def step_peak(
 
     Args:
         parts: of a model whose parameters may be lazy; they stay so.
-        layers, config, kv_cache_type: as for `profile_step`.
+        layers, config, backend: as for `profile_step`.
         kind: of the device that the engine runs on.
 
     Returns:
@@ -48,13 +48,13 @@ def step_peak(
     """
     with recordable(metal=kind == "metal"):
         # Without a pace: the graph is recorded as a whole.
-        prompts = LargestStep.of(layers, config, kv_cache_type, paced=False)
+        prompts = LargestStep.of(layers, config, backend, paced=False)
         forward, vocab_size = _recorded(parts, prompts)
         peaks = Peaks(forward)
         if any(layer.state_bytes for layer in layers):
             _, most = drafted(config)
             requests, drafts = (
-                _of_two(parts, LargestStep.of(layers, config, kv_cache_type, count, paced=False))
+                _of_two(parts, LargestStep.of(layers, config, backend, count, paced=False))
                 for count in (0, most)
             )
             peaks = Peaks(forward, requests, drafts)

@@ -34,6 +34,7 @@ from vllm_metal.engine.kv_cache import formats
 from vllm_metal.engine.kv_cache.latent_prompts import LatentHeads, planned
 from vllm_metal.engine.kv_cache.layer_cache import (
     AttentionKind,
+    KVBackend,
     KVShape,
     LayerKVCache,
     Scoring,
@@ -118,17 +119,17 @@ class AttentionLayer(StatefulLayer):
         num_blocks: int,
         block_size: int,
         elements: mx.Dtype,
-        kv_cache_type: type[LayerKVCache],
+        backend: KVBackend,
     ) -> LayerKVCache:
-        return kv_cache_type(num_blocks, block_size, self.storage_key, elements)
+        return backend.allocate(num_blocks, block_size, self.storage_key, elements)
 
     def room(self, block_size: int, elements: mx.Dtype) -> int:
         return block_size * self.num_kv_heads * sum(self._row_sizes) * elements.size
 
     def scope(self, state: LayerState) -> StepScope:
         assert isinstance(state, LayerKVCache)
-        plan_of = partial(type(state).plan, kind=self.kind)
-        heads = self._built_over(type(state))
+        plan_of = partial(state.backend.plan, kind=self.kind)
+        heads = self._built_over(state.backend)
 
         def of_step(layout: StepLayout) -> Any:
             layout = layout.split(state.split)
@@ -138,11 +139,11 @@ class AttentionLayer(StatefulLayer):
 
         return StepScope(of_step)
 
-    def _built_over(self, kv_cache_type: type[LayerKVCache]) -> LatentHeads | None:
+    def _built_over(self, backend: KVBackend) -> LatentHeads | None:
         """Heads whose keys and values are built for prompts; None: for none."""
         if self.heads is None or self.heads.fewest_rows is None or self.window is not None:
             return None
-        return self.heads if kv_cache_type.reads_contexts else None
+        return self.heads if backend.reads_contexts else None
 
     def cache(self, state: LayerState, scope: StepScope) -> PagedCache:
         assert isinstance(state, LayerKVCache)
@@ -181,19 +182,19 @@ class AttentionLayer(StatefulLayer):
         dtype: mx.Dtype,
         elements: mx.Dtype,
         block_size: int,
-        kv_cache_type: type[LayerKVCache],
+        backend: KVBackend,
         host: StatefulLayer | None = None,
     ) -> Iterator[tuple[Hashable, Callable[[], mx.array]]]:
         kv_cache: LayerKVCache | None = None
         size = block_size // parts_of(block_size)
-        for trial in kv_cache_type.trials(self.kind, size):
+        for trial in backend.trials(self.kind, size):
             first = kv_cache is None
             if kv_cache is None:
-                kv_cache = self.allocate(_TRIAL_BLOCKS, size, elements, kv_cache_type)
+                kv_cache = self.allocate(_TRIAL_BLOCKS, size, elements, backend)
             written = self.rotation if first else None  # all others write alike
             pipeline = (self.shape, self.sinks, self.softcap is None, trial.pipeline, written)
             yield pipeline, partial(self._attend_once, kv_cache, trial, dtype, first)
-        if kv_cache is not None and (heads := self._built_over(kv_cache_type)):
+        if kv_cache is not None and (heads := self._built_over(backend)):
             yield (self.shape, heads), partial(self._build_once, kv_cache, heads, dtype, size)
 
     def _attend_once(
@@ -232,7 +233,7 @@ class AttentionLayer(StatefulLayer):
         self, kv_cache: LayerKVCache, heads: LatentHeads, dtype: mx.Dtype, block_size: int
     ) -> mx.array:
         layout = _layout_of_long_contexts(1, block_size, block_size, block_size)
-        plan = kv_cache.plan(layout, self.kind)
+        plan = kv_cache.backend.plan(layout, self.kind)
         self._write_once(kv_cache, plan, block_size, dtype)
         prompts = PromptsApart.of(layout, np.ones(1, bool))
         (((context,), _),) = kv_cache.contexts(plan, prompts)
@@ -240,8 +241,8 @@ class AttentionLayer(StatefulLayer):
         made = Projections.of_zeros(heads, dtype)
         return latent_heads.attend(rows, context, made, 1.0)
 
-    def gathers(self, kv_cache_type: type[LayerKVCache]) -> bool:
-        return kv_cache_type.gathers or self._built_over(kv_cache_type) is not None
+    def gathers(self, backend: KVBackend) -> bool:
+        return backend.gathers or self._built_over(backend) is not None
 
     def profile(
         self,
@@ -249,7 +250,7 @@ class AttentionLayer(StatefulLayer):
         bounds: StepBounds,
         dtype: mx.Dtype,
         elements: mx.Dtype,
-        kv_cache_type: type[LayerKVCache],
+        backend: KVBackend,
     ) -> None:
         """A chunk of one long context, then decodes of many; and what is built of latents.
 
@@ -258,11 +259,11 @@ class AttentionLayer(StatefulLayer):
         Calls that gather are bounded (metal_kernels.paged_attention.buckets), so this finds the
         most of any.
         """
-        if heads := self._built_over(kv_cache_type):
+        if heads := self._built_over(backend):
             mx.eval(latent_heads.largest_call(heads, context, bounds.num_tokens, dtype))
-        if not kv_cache_type.gathers:
+        if not backend.gathers:
             return
-        nbytes, rows = kv_cache_type.waiting(self.kind, context, bounds.num_tokens, dtype)
+        nbytes, rows = backend.waiting(self.kind, context, bounds.num_tokens, dtype)
         waiting = mx.zeros(nbytes, mx.uint8)
         mx.eval(waiting)  # while the calls below are measured
         chunk = max(buckets.MAX_SCORES // context, buckets.MIN_ROWS, rows)
@@ -273,8 +274,8 @@ class AttentionLayer(StatefulLayer):
         ):
             layout = _layout_of_long_contexts(num_reqs, num_rows, context, bounds.block_size)
             num_blocks = int(layout.block_tables_np.max()) + 1
-            kv_cache = self.allocate(num_blocks, bounds.block_size, elements, kv_cache_type)
-            plan = kv_cache.plan(layout.split(kv_cache.split), self.kind)
+            kv_cache = self.allocate(num_blocks, bounds.block_size, elements, backend)
+            plan = kv_cache.backend.plan(layout.split(kv_cache.split), self.kind)
             self._write_once(kv_cache, plan, num_reqs * num_rows, dtype)
             queries = mx.zeros((num_reqs * num_rows, self.num_heads, self.head_size), dtype)
             mx.eval(kv_cache.attend(plan, queries, Scoring(1.0, None, self.softcap)))

@@ -28,10 +28,9 @@ from metal_kernels.selfcheck import Case
 from vllm_metal.engine.attention import forward_inputs
 from vllm_metal.engine.attention.inside import Inside, inside_of
 from vllm_metal.engine.kv_cache import formats
-from vllm_metal.engine.kv_cache.kernels import KernelKVCache
-from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.engine.kv_cache.kernels import KernelBackend, KernelKVCache
+from vllm_metal.engine.kv_cache.layer_cache import KVBackend, LayerKVCache
 from vllm_metal.engine.kv_cache.layer_state import (
-    Fenced,
     LayerState,
     PlanT,
     StepLayout,
@@ -97,9 +96,9 @@ class RecurrentLayer(StatefulLayer):
         num_blocks: int,
         block_size: int,
         elements: mx.Dtype,
-        kv_cache_type: type[LayerKVCache],
+        backend: KVBackend,
     ) -> RecurrentState:
-        return self.share(kv_cache_type.of_states(num_blocks, self.form.nbytes))
+        return self.share(backend.allocate_states(num_blocks, self.form.nbytes))
 
     @property
     def state_bytes(self) -> int:
@@ -124,11 +123,11 @@ class RecurrentLayer(StatefulLayer):
         self,
         elements: mx.Dtype,
         block_size: int,
-        kv_cache_type: type[LayerKVCache],
+        backend: KVBackend,
         host: StatefulLayer | None,
     ) -> RecurrentState:
         """A state of the layer in storage as the pool's."""
-        pool = _TRIAL_BLOCKS, block_size, elements, kv_cache_type
+        pool = _TRIAL_BLOCKS, block_size, elements, backend
         if host is None:
             return self.allocate(*pool)
         return self.share(host.allocate(*pool).storage)
@@ -138,11 +137,11 @@ class RecurrentLayer(StatefulLayer):
         dtype: mx.Dtype,
         elements: mx.Dtype,
         block_size: int,
-        kv_cache_type: type[LayerKVCache],
+        backend: KVBackend,
         host: StatefulLayer | None = None,
     ) -> Iterator[tuple[Hashable, Callable[[], mx.array]]]:
-        if issubclass(kv_cache_type, Fenced):
-            state = partial(self._trial_state, elements, block_size, kv_cache_type, host)
+        if backend.pipelined:
+            state = partial(self._trial_state, elements, block_size, backend, host)
             place = None if host is None else host.storage_key
             yield (place, self.form.nbytes), lambda: state().move(0, 1)
 
@@ -197,15 +196,15 @@ class SequenceLayer(RecurrentLayer):
         dtype: mx.Dtype,
         elements: mx.Dtype,
         block_size: int,
-        kv_cache_type: type[LayerKVCache],
+        backend: KVBackend,
         host: StatefulLayer | None = None,
     ) -> Iterator[tuple[Hashable, Callable[[], mx.array]]]:
-        computes = issubclass(kv_cache_type, KernelKVCache) and kv_cache_type.computes_states
-        in_chunks = issubclass(kv_cache_type, KernelKVCache) and kv_cache_type.long_prompt
+        computes = isinstance(backend, KernelBackend) and backend.computes_states
+        in_chunks = isinstance(backend, KernelBackend) and backend.long_prompt
         if in_chunks or not computes:
-            yield from super().trials(dtype, elements, block_size, kv_cache_type, host)
+            yield from super().trials(dtype, elements, block_size, backend, host)
         if computes and self.inside != Inside():
-            state = partial(self._trial_state, elements, block_size, kv_cache_type, host)
+            state = partial(self._trial_state, elements, block_size, backend, host)
             place = None if host is None else host.storage_key
             yield (
                 (place, self.form, self.inside),

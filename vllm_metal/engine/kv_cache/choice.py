@@ -18,9 +18,9 @@ from metal_kernels.selfcheck import CHOICES, WAYS, Case, Check, Outcome, checks,
 from vllm_metal.device import selfcheck
 from vllm_metal.device.tuned import UNTUNED, Choices, Loaded
 from vllm_metal.engine.kv_cache.gathered import ByMLX
-from vllm_metal.engine.kv_cache.kernels import KernelKVCache
-from vllm_metal.engine.kv_cache.layer_cache import AttentionKind, LayerKVCache
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.kernels import KERNELS, KernelBackend
+from vllm_metal.engine.kv_cache.layer_cache import AttentionKind, KVBackend
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.kv_cache.specs import host_of_states
 from vllm_metal.patches.mlx_patches import library_kernels
 from vllm_metal.settings import envs, extras, log_files
@@ -35,7 +35,7 @@ _ADVICE = "`vllm-metal doctor --again` checks anew and writes a report to attach
 _ROWS = {"decode_way": "decode", "prefill_way": "prompts", "recurrence_way": "long prompts"}
 
 
-def kv_cache_type(
+def kv_backend(
     device: envs.Device,
     layers: Sequence[StatefulLayer],
     dtype: mx.Dtype,
@@ -43,7 +43,7 @@ def kv_cache_type(
     block_size: int,
     splits: Splits = DEFAULT,
     tuned: Loaded = UNTUNED,
-) -> type[LayerKVCache]:
+) -> KVBackend:
     """What VLLM_METAL_KERNELS asks for; with `auto`, what is right and quickest on this machine.
 
     Args:
@@ -66,11 +66,11 @@ def kv_cache_type(
     choices = tuned.choices if device == "metal" else UNTUNED.choices
     fixed = splits.fixed is not None
     chosen = _chosen(device, layers, dtype, pool_dtype, block_size, fixed, choices)
-    if not issubclass(chosen, KernelKVCache):
+    if not isinstance(chosen, KernelBackend):
         return chosen
     found = {"part_cost": choices.part_cost, "slots": choices.slots}
     known = {name: value for name, value in found.items() if value is not None}
-    return chosen.cutting(replace(splits, **known))
+    return replace(chosen, splits=replace(splits, **known))
 
 
 def _chosen(
@@ -81,11 +81,11 @@ def _chosen(
     block_size: int,
     fixed: bool,
     tuned: Choices,
-) -> type[LayerKVCache]:
+) -> KVBackend:
     """Returns the same, whose contexts are cut by default."""
     wanted = envs.kernels()
     if wanted == "mlx" or (wanted == "auto" and device == "cpu"):
-        return ScatterKVCache
+        return SCATTER
     if wanted == "metal" and device == "cpu":
         raise ValueError("VLLM_METAL_KERNELS=metal needs a Metal device; on a CPU: mlx, interpret")
     if wanted == "interpret" and device == "metal":
@@ -122,14 +122,14 @@ def _chosen(
             return chosen
         reasons = {f"they fail their self-check: {'; '.join(failed)}. {_ADVICE}"}
     if not reasons:
-        return KernelKVCache
+        return KERNELS
     reason = "; ".join(sorted(str(reason) for reason in reasons))
     if wanted != "auto":
         raise ValueError(f"VLLM_METAL_KERNELS={wanted}: {reason}")
     if fixed:
         raise ValueError(f"--additional-config fixed_splits needs the Metal kernels: {reason}")
     logger.warning("Attention uses MLX's own operations instead of Metal kernels: %s", reason)
-    return ScatterKVCache
+    return SCATTER
 
 
 def _tell(line: str) -> None:
@@ -174,8 +174,8 @@ def _check_library_kernels(layers: Sequence[StatefulLayer]) -> None:
 
 def _of_what_works(
     cases: Sequence[Case], found: Sequence[Outcome], tuned: Choices
-) -> type[KernelKVCache] | None:
-    """A KernelKVCache that uses only what passed its check, and of it what the tuner chose.
+) -> KernelBackend | None:
+    """A KernelBackend that uses only what passed its check, and of it what the tuner chose.
 
     Tiles stand in for each other: those of prefill for decode's, and the reverse. Without `reduce`
     contexts are not split, without `kv_blocks` MLX moves blocks, and without `graph` the model's
@@ -205,16 +205,16 @@ def _of_what_works(
         return None
     if not all(sizes.decode or sizes.prefill for sizes in tiles.values()):
         return None
-    moves_blocks, repeatable, reads = works("kv_blocks"), works("graph"), works("kv_gather")
-    rotates = works("rotation")
-    computes_states = works("convolution") and works("recurrence")
     every_size = all(sizes == Tiles.for_layer(*kind) for kind, sizes in tiles.items())
-    by_mlx, long = _faster_by_mlx(found, tuned), _long_prompt(found, tuned)
-    whole = moves_blocks and repeatable and computes_states and every_size and reads and rotates
-    if whole and not by_mlx and long is None:
-        return KernelKVCache
-    return KernelKVCache.limited(
-        tiles, moves_blocks, repeatable, by_mlx, computes_states, long, reads, rotates
+    return KernelBackend(
+        tiles={} if every_size else tiles,
+        by_mlx=_faster_by_mlx(found, tuned),
+        moves_blocks=works("kv_blocks"),
+        repeatable=works("graph"),
+        computes_states=works("convolution") and works("recurrence"),
+        long_prompt=_long_prompt(found, tuned),
+        reads_contexts=works("kv_gather"),
+        rotates=works("rotation"),
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -27,7 +27,7 @@ from metal_kernels.paged_attention import AttentionPlan, Splits, Tiles, prompts
 from metal_kernels.paged_attention.splits import DEFAULT
 from vllm_metal.engine.kv_cache import gathered
 from vllm_metal.engine.kv_cache.gathered import ByMLX, GatheredPlan
-from vllm_metal.engine.kv_cache.layer_cache import AttentionKind, LayerKVCache
+from vllm_metal.engine.kv_cache.layer_cache import AttentionKind, KVBackend, KVShape, LayerKVCache
 from vllm_metal.engine.kv_cache.layer_state import Fenced, Pending, StepLayout
 from vllm_metal.engine.kv_cache.prompts_apart import PromptsApart
 from vllm_metal.patches.mlx_patches.seam import Scoring
@@ -67,117 +67,11 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
     """
 
     pipelined = True
-    gathers = False
-    rotates = True
-    #: Rows that MLX's attention serves, over gathered contexts, by kind of layer.
-    by_mlx: ClassVar[Mapping[AttentionKind, ByMLX]] = {}
-    #: Tiles that attention may use, by kind of layer; all, for one that is not here.
-    tiles: ClassVar[Mapping[AttentionKind, Tiles]] = {}
-    #: How contexts are cut into parts.
-    splits: ClassVar[Splits] = DEFAULT
-    #: Whether whole blocks are moved by the kernel; else by MLX's operations.
-    moves_blocks: ClassVar[bool] = True
-    #: Whether kernels compute recurrent layers, in the blocks of their states.
-    computes_states: ClassVar[bool] = True
-    #: Rows of a prompt from which on MLX's chunked delta rule is faster than those; None: never.
-    long_prompt: ClassVar[int | None] = None
-    #: Whether graphs that hold the kernels give the same when MLX builds them again.
-    repeatable: ClassVar[bool] = True
+    backend: KernelBackend
 
     _written: mx.array | None = None  # fence of the last write
     _since: Sequence[mx.array] = ()  # fences of what the next write must come after
     _newest_plan: object = None  # of the forward that is being built
-
-    @classmethod
-    def limited(
-        cls,
-        tiles: Mapping[AttentionKind, Tiles],
-        moves_blocks: bool,
-        repeatable: bool = True,
-        by_mlx: Mapping[AttentionKind, ByMLX] | None = None,
-        computes_states: bool = True,
-        long_prompt: int | None = None,
-        reads_contexts: bool = True,
-        rotates: bool = True,
-    ) -> type[KernelKVCache]:
-        """Layer caches that keep to what works on this machine, and to what is fastest."""
-        works = {
-            "tiles": tiles,
-            "moves_blocks": moves_blocks,
-            "repeatable": repeatable,
-            "computes_states": computes_states,
-            "reads_contexts": reads_contexts,
-            "rotates": rotates,
-        }
-        faster = {
-            "by_mlx": by_mlx or {},
-            "gathers": any((by_mlx or {}).values()),
-            "long_prompt": long_prompt,
-        }
-        return type(cls.__name__, (cls,), works | faster)
-
-    @classmethod
-    def cutting(cls, splits: Splits) -> type[KernelKVCache]:
-        """Layer caches that cut contexts so."""
-        return cls if splits == cls.splits else type(cls.__name__, (cls,), {"splits": splits})
-
-    @classmethod
-    def plan(cls, layout: StepLayout, kind: AttentionKind) -> KernelPlan:
-        attention, split = None, None
-        parts = layout.query_start_loc_np, layout.seq_lens_np, layout.block_tables_np
-        behind, work = layout.behind, 0
-        by_mlx = cls.by_mlx.get(kind)
-        if by_mlx and (requests := gathered.chosen(layout, by_mlx)).any():
-            split = gathered.plan(layout, requests, kind, by_mlx.force_fused)
-            parts, work = layout.others_than(requests), split.work(kind)
-            behind = behind and behind.of(np.flatnonzero(~requests))
-        if len(parts[1]):
-            tiles = cls._tiles_of(kind)
-            attention = paged_attention.plan(
-                *parts,
-                *kind,
-                tiles,
-                behind=behind,
-                splits=cls.splits,
-                block_size=layout.block_size,
-            )
-            work += attention.work
-        pace = layout.pace
-        # Layers that share a command buffer would have all of their contexts gathered at once.
-        if pace is not None and (split is None or split.prompts is None):
-            pace = pace_of(pace, int(layout.query_start_loc_np[-1]), work)
-        slots = layout.slot_mapping
-        if slots is None:
-            return KernelPlan(_padded(layout.slot_mapping_np), attention, split, pace)
-        missing = max(0, MIN_ELEMENTS - slots.size)
-        return KernelPlan(mx.pad(slots, (0, missing), constant_values=-1), attention, split, pace)
-
-    @classmethod
-    def trials(cls, kind: AttentionKind, block_size: int) -> Iterator[KernelPlan]:
-        for trial in paged_attention.trials(*kind, cls._tiles_of(kind)):
-            slots = _padded(np.arange(trial.num_tokens, dtype=np.int32))
-            yield KernelPlan(slots, trial, None, None)
-        by_mlx = cls.by_mlx.get(kind, ByMLX())
-        counts = (1 if by_mlx.decodes else None, by_mlx.fewest_rows)
-        for num_rows in (count for count in counts if count is not None):
-            layout = _trial_of(num_rows, block_size)
-            split = gathered.plan(layout, np.ones(1, bool), kind, by_mlx.force_fused)
-            yield KernelPlan(_padded(layout.slot_mapping_np), None, split, None)
-
-    @classmethod
-    def waiting(
-        cls, kind: AttentionKind, context: int, num_tokens: int, dtype: mx.Dtype
-    ) -> tuple[int, int]:
-        fewest_rows = cls.by_mlx.get(kind, ByMLX()).fewest_rows
-        if fewest_rows is None:
-            return 0, 0
-        slots = context if kind.window is None else min(context, kind.window + num_tokens)
-        most = max(num_tokens // fewest_rows, 1)
-        return prompts.waiting_bytes(kind.shape, slots, most, dtype), fewest_rows
-
-    @classmethod
-    def _tiles_of(cls, kind: AttentionKind) -> Tiles:
-        return cls.tiles.get(kind) or Tiles.for_layer(*kind)
 
     def wait_for_device(self) -> None:
         mx.eval(list(self._since))  # MLX knows nothing of kernels in flight
@@ -191,7 +85,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         self._since = [fence]
 
     def copy_blocks(self, sources_np: np.ndarray, targets_np: np.ndarray) -> None:
-        if self.moves_blocks:
+        if self.backend.moves_blocks:
             sources_np, targets_np = map(self.rows_of_blocks, (sources_np, targets_np))
             self._since = [kv_blocks.copy(self.arrays, sources_np, targets_np, after=self._since)]
             return
@@ -199,7 +93,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         mx.eval(self.arrays)  # kernels know nothing of MLX's operations in flight
 
     def clear_blocks(self, blocks_np: np.ndarray) -> None:
-        if self.moves_blocks:
+        if self.backend.moves_blocks:
             rows_np = self.rows_of_blocks(blocks_np)
             self._since = [kv_blocks.zero(self.arrays, rows_np, after=self._since)]
             return
@@ -208,8 +102,12 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         mx.eval(self.arrays)
 
     @property
+    def rotates(self) -> bool:
+        return self.backend.rotates
+
+    @property
     def traceable(self) -> bool:
-        return self.repeatable and kernel.in_graphs()
+        return self.backend.repeatable and kernel.in_graphs()
 
     @property
     def inputs(self) -> list[mx.array]:
@@ -354,6 +252,95 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
             found.append((parts[0], parts[-1]))
         self._since = [*(fence for fence in self._since if fence is not written), *reads]
         return found
+
+
+@dataclass(frozen=True)
+class KernelBackend(KVBackend[KernelPlan]):
+    """Our kernels, as far as they work on this machine and are fastest there."""
+
+    pipelined = True
+
+    #: Tiles that attention may use, by kind of layer; all, for one that is not here.
+    tiles: Mapping[AttentionKind, Tiles] = field(default_factory=dict)
+    #: Rows that MLX's attention serves, over gathered contexts, by kind of layer.
+    by_mlx: Mapping[AttentionKind, ByMLX] = field(default_factory=dict)
+    splits: Splits = DEFAULT  # how contexts are cut into parts
+    #: Whether whole blocks are moved by the kernel; else by MLX's operations.
+    moves_blocks: bool = True
+    #: Whether graphs that hold the kernels give the same when MLX builds them again.
+    repeatable: bool = True
+    #: Whether kernels compute recurrent layers, in the blocks of their states.
+    computes_states: bool = True
+    #: Rows of a prompt from which on MLX's chunked delta rule is faster than those; None: never.
+    long_prompt: int | None = None
+    reads_contexts: bool = True
+    rotates: bool = True
+
+    @property
+    def gathers(self) -> bool:
+        return any(self.by_mlx.values())
+
+    def allocate(
+        self, num_blocks: int, block_size: int, shape: KVShape, dtype: mx.Dtype
+    ) -> KernelKVCache:
+        return KernelKVCache(self, num_blocks, block_size, shape, dtype)
+
+    def plan(self, layout: StepLayout, kind: AttentionKind) -> KernelPlan:
+        attention, split = None, None
+        parts = layout.query_start_loc_np, layout.seq_lens_np, layout.block_tables_np
+        behind, work = layout.behind, 0
+        by_mlx = self.by_mlx.get(kind)
+        if by_mlx and (requests := gathered.chosen(layout, by_mlx)).any():
+            split = gathered.plan(layout, requests, kind, by_mlx.force_fused)
+            parts, work = layout.others_than(requests), split.work(kind)
+            behind = behind and behind.of(np.flatnonzero(~requests))
+        if len(parts[1]):
+            tiles = self._tiles_of(kind)
+            attention = paged_attention.plan(
+                *parts,
+                *kind,
+                tiles,
+                behind=behind,
+                splits=self.splits,
+                block_size=layout.block_size,
+            )
+            work += attention.work
+        pace = layout.pace
+        # Layers that share a command buffer would have all of their contexts gathered at once.
+        if pace is not None and (split is None or split.prompts is None):
+            pace = pace_of(pace, int(layout.query_start_loc_np[-1]), work)
+        slots = layout.slot_mapping
+        if slots is None:
+            return KernelPlan(_padded(layout.slot_mapping_np), attention, split, pace)
+        missing = max(0, MIN_ELEMENTS - slots.size)
+        return KernelPlan(mx.pad(slots, (0, missing), constant_values=-1), attention, split, pace)
+
+    def trials(self, kind: AttentionKind, block_size: int) -> Iterator[KernelPlan]:
+        for trial in paged_attention.trials(*kind, self._tiles_of(kind)):
+            slots = _padded(np.arange(trial.num_tokens, dtype=np.int32))
+            yield KernelPlan(slots, trial, None, None)
+        by_mlx = self.by_mlx.get(kind, ByMLX())
+        counts = (1 if by_mlx.decodes else None, by_mlx.fewest_rows)
+        for num_rows in (count for count in counts if count is not None):
+            layout = _trial_of(num_rows, block_size)
+            split = gathered.plan(layout, np.ones(1, bool), kind, by_mlx.force_fused)
+            yield KernelPlan(_padded(layout.slot_mapping_np), None, split, None)
+
+    def waiting(
+        self, kind: AttentionKind, context: int, num_tokens: int, dtype: mx.Dtype
+    ) -> tuple[int, int]:
+        fewest_rows = self.by_mlx.get(kind, ByMLX()).fewest_rows
+        if fewest_rows is None:
+            return 0, 0
+        slots = context if kind.window is None else min(context, kind.window + num_tokens)
+        most = max(num_tokens // fewest_rows, 1)
+        return prompts.waiting_bytes(kind.shape, slots, most, dtype), fewest_rows
+
+    def _tiles_of(self, kind: AttentionKind) -> Tiles:
+        return self.tiles.get(kind) or Tiles.for_layer(*kind)
+
+
+KERNELS = KernelBackend()
 
 
 def _trial_of(num_rows: int, block_size: int) -> StepLayout:

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -90,6 +90,77 @@ def row_bytes(head_size: int, dtype: mx.Dtype) -> int:
     return head_size * dtype.size + (SCALE_DTYPE.size if dtype in CODE_DTYPES else 0)
 
 
+class KVBackend(ABC, Generic[PlanT]):
+    """How a pool's K and V are kept and attended over: by our kernels, or by MLX's operations.
+
+    One value for a whole pool; equal ones serve alike.
+    """
+
+    pipelined: ClassVar[bool]  # see Storage
+
+    @property
+    @abstractmethod
+    def gathers(self) -> bool:
+        """Whether attention makes a dense copy of a context first, memory that a step needs."""
+
+    @property
+    @abstractmethod
+    def reads_contexts(self) -> bool:
+        """Whether `LayerKVCache.contexts` may be asked for."""
+
+    @abstractmethod
+    def allocate(
+        self, num_blocks: int, block_size: int, shape: KVShape, dtype: mx.Dtype
+    ) -> LayerKVCache[PlanT]:
+        """K and V of a layer, all zeros.
+
+        Args:
+            num_blocks: of the pool.
+            block_size: tokens of a block.
+            shape: of a token's K and V.
+            dtype: of the pool's elements: the model's, or uint8 (fp8 e4m3) or int8 for quantized
+                values.
+        """
+
+    def allocate_states(self, num_blocks: int, nbytes: int) -> LayerKVCache[PlanT]:
+        """Memory for states alone: a block is one row of one head.
+
+        Args:
+            num_blocks: of the pool.
+            nbytes: of a state, a multiple of 4.
+        """
+        width = nbytes // mx.float32.size
+        return self.allocate(num_blocks, 1, KVShape(1, width, width, latent=True), mx.float32)
+
+    @abstractmethod
+    def plan(self, layout: StepLayout, kind: AttentionKind) -> PlanT:
+        """What `write` and `attend` need of a step, for layers of one group and kind."""
+
+    def trials(self, kind: AttentionKind, block_size: int) -> Iterable[TrialPlan]:
+        """Small plans that launch, between them, every pipeline such layers may ever launch.
+
+        None where there are no kernels.
+        """
+        return ()
+
+    def waiting(
+        self, kind: AttentionKind, context: int, num_tokens: int, dtype: mx.Dtype
+    ) -> tuple[int, int]:
+        """What prompts have gathered in several layers while the device is at the first of them.
+
+        Args:
+            kind: of the layers.
+            context: tokens of a request, at most.
+            num_tokens: of a step, at most.
+            dtype: of their queries.
+
+        Returns:
+            Bytes, beside what one prompt gathers in one layer, and the rows of the shortest prompt
+            that does.
+        """
+        return 0, 0
+
+
 class LayerKVCache(Storage, Traceable, Generic[PlanT]):
     """K and V of one layer, or of one layer of each KV cache group, for every block of the pool.
 
@@ -98,22 +169,22 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
     rejected drafts before it reads them.
     """
 
-    #: Whether attention makes a dense copy of a context first, memory that a step needs on top.
-    gathers: ClassVar[bool]
-    #: Whether `rotate_and_write` may be called.
-    rotates: ClassVar[bool] = False
-    #: Whether `contexts` may be asked for.
-    reads_contexts: ClassVar[bool] = True
     block_axis = 1
 
-    def __init__(self, num_blocks: int, block_size: int, shape: KVShape, dtype: mx.Dtype) -> None:
+    def __init__(
+        self,
+        backend: KVBackend[PlanT],
+        num_blocks: int,
+        block_size: int,
+        shape: KVShape,
+        dtype: mx.Dtype,
+    ) -> None:
         """
         Args:
-            num_blocks: of the pool.
-            block_size: tokens of a block.
-            shape: of a token's K and V.
-            dtype: of the pool's elements: the model's, or uint8 (fp8 e4m3) or int8 for codes.
+            backend: that makes it, and its plans.
+            num_blocks, block_size, shape, dtype: see `KVBackend.allocate`.
         """
+        self.backend = backend
         self.split = parts_of(block_size)
         self.value_size = shape.value_size
         blocks = (shape.num_heads, num_blocks * self.split, block_size // self.split)
@@ -148,16 +219,10 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
         [Hkv, B * split, rows, D]."""
         return list(arrays[:: len(self.keys.arrays)])
 
-    @classmethod
-    def of_states(cls, num_blocks: int, nbytes: int) -> Self:
-        """Memory for states alone: a block is one row of one head.
-
-        Args:
-            num_blocks: of the pool.
-            nbytes: of a state, a multiple of 4.
-        """
-        width = nbytes // mx.float32.size
-        return cls(num_blocks, 1, KVShape(1, width, width, latent=True), mx.float32)
+    @property
+    def rotates(self) -> bool:
+        """Whether `rotate_and_write` may be called."""
+        return False
 
     @property
     def block_bytes(self) -> list[int]:
@@ -181,37 +246,6 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
     @abstractmethod
     def write_states(self, blocks_np: np.ndarray, states: mx.array) -> None:
         """Puts states as `read_states` gives them into [n] blocks, none twice, between forwards."""
-
-    @classmethod
-    @abstractmethod
-    def plan(cls, layout: StepLayout, kind: AttentionKind) -> PlanT:
-        """What `write` and `attend` need of a step, for layers of one group and kind."""
-
-    @classmethod
-    def trials(cls, kind: AttentionKind, block_size: int) -> Iterable[TrialPlan]:
-        """Small plans that launch, between them, every pipeline such layers may ever launch.
-
-        Of the class's own plans; none where there are no kernels.
-        """
-        return ()
-
-    @classmethod
-    def waiting(
-        cls, kind: AttentionKind, context: int, num_tokens: int, dtype: mx.Dtype
-    ) -> tuple[int, int]:
-        """What prompts have gathered in several layers while the device is at the first of them.
-
-        Args:
-            kind: of the layers.
-            context: tokens of a request, at most.
-            num_tokens: of a step, at most.
-            dtype: of their queries.
-
-        Returns:
-            Bytes, beside what one prompt gathers in one layer, and the rows of the shortest prompt
-            that does.
-        """
-        return 0, 0
 
     @abstractmethod
     def write(self, plan: PlanT, keys: mx.array, values: mx.array) -> None:

@@ -18,7 +18,13 @@ from metal_kernels.op_common import CODE_DTYPES
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import buckets, reference
 from metal_kernels.paged_attention.buckets import Places
-from vllm_metal.engine.kv_cache.layer_cache import AttentionKind, KVArray, LayerKVCache
+from vllm_metal.engine.kv_cache.layer_cache import (
+    AttentionKind,
+    KVArray,
+    KVBackend,
+    KVShape,
+    LayerKVCache,
+)
 from vllm_metal.engine.kv_cache.layer_state import Pending, StepLayout, joined
 from vllm_metal.engine.kv_cache.prompts_apart import Prompt, PromptsApart
 from vllm_metal.patches.mlx_patches.seam import Scoring
@@ -60,36 +66,7 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
     """
 
     pipelined = False
-    gathers = True
     _pending: tuple[Pending[ScatterPlan], ...] = ()  # rows of K and V for the slots of their plans
-
-    @classmethod
-    def plan(cls, layout: StepLayout, kind: AttentionKind) -> ScatterPlan:
-        on_gpu = mx.default_device().type == mx.DeviceType.gpu
-        attention = buckets.plan(
-            layout.query_start_loc_np,
-            layout.seq_lens_np,
-            layout.block_tables_np,
-            layout.slot_mapping_np,
-            layout.block_size,
-            kind.window,
-            share=not on_gpu,
-            causal=on_gpu,
-            earlier_slots=layout.earlier_slots_np,
-        )
-        pace = None
-        if layout.pace is not None and on_gpu:
-            sizes = kind.shape.head_size + kind.shape.value_size
-            work = sum(bucket.work(kind.shape.num_heads, sizes) for bucket in attention.buckets)
-            pace = pace_of(layout.pace, attention.num_tokens, work)
-        earlier_np, slots_np = layout.earlier_slots_np, layout.slot_mapping_np
-        num_earlier = 0 if earlier_np is None else len(earlier_np)
-        if earlier_np is not None:
-            slots_np = np.concatenate([earlier_np, slots_np])
-        # Rows that are not kept go to block 0, which vLLM gives to no request.
-        slots, num_heads = mx.array(np.maximum(slots_np, 0)), kind.shape.num_kv_heads
-        placed = layout.block_size, layout.group, num_earlier
-        return ScatterPlan(slots, attention, pace, num_heads, *placed)
 
     def begin_step(self) -> None:
         if not self._pending:
@@ -211,6 +188,50 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         if self.dtype not in CODE_DTYPES:
             return encoded[0]
         return decode(*encoded).astype(self._row_dtype)
+
+
+@dataclass(frozen=True)
+class ScatterBackend(KVBackend[ScatterPlan]):
+    """MLX's operations for the whole pool."""
+
+    pipelined = False
+    gathers = True
+    reads_contexts = True
+
+    def allocate(
+        self, num_blocks: int, block_size: int, shape: KVShape, dtype: mx.Dtype
+    ) -> ScatterKVCache:
+        return ScatterKVCache(self, num_blocks, block_size, shape, dtype)
+
+    def plan(self, layout: StepLayout, kind: AttentionKind) -> ScatterPlan:
+        on_gpu = mx.default_device().type == mx.DeviceType.gpu
+        attention = buckets.plan(
+            layout.query_start_loc_np,
+            layout.seq_lens_np,
+            layout.block_tables_np,
+            layout.slot_mapping_np,
+            layout.block_size,
+            kind.window,
+            share=not on_gpu,
+            causal=on_gpu,
+            earlier_slots=layout.earlier_slots_np,
+        )
+        pace = None
+        if layout.pace is not None and on_gpu:
+            sizes = kind.shape.head_size + kind.shape.value_size
+            work = sum(bucket.work(kind.shape.num_heads, sizes) for bucket in attention.buckets)
+            pace = pace_of(layout.pace, attention.num_tokens, work)
+        earlier_np, slots_np = layout.earlier_slots_np, layout.slot_mapping_np
+        num_earlier = 0 if earlier_np is None else len(earlier_np)
+        if earlier_np is not None:
+            slots_np = np.concatenate([earlier_np, slots_np])
+        # Rows that are not kept go to block 0, which vLLM gives to no request.
+        slots, num_heads = mx.array(np.maximum(slots_np, 0)), kind.shape.num_kv_heads
+        placed = layout.block_size, layout.group, num_earlier
+        return ScatterPlan(slots, attention, pace, num_heads, *placed)
+
+
+SCATTER = ScatterBackend()
 
 
 def _context(prompt: Prompt, rows: mx.array, pool: KVArray) -> mx.array:

@@ -11,7 +11,7 @@ import mlx.core as mx
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from metal_kernels.layout import BLOCK_SIZES
-from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.engine.kv_cache.layer_cache import KVBackend
 from vllm_metal.engine.kv_cache.layer_state import LayerState
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
 
@@ -124,7 +124,7 @@ def allocate_kv_caches(
     layers: Sequence[StatefulLayer],
     block_size: int,
     dtype: mx.Dtype,
-    kv_cache_type: type[LayerKVCache],
+    backend: KVBackend,
 ) -> dict[str, LayerState]:
     """The pool: a storage for each layer name, the same one for layers that vLLM overlays.
 
@@ -148,7 +148,7 @@ def allocate_kv_caches(
 
     def storage(layer: StatefulLayer, key: tuple[int, Hashable]) -> LayerState:
         if key not in shared:
-            shared[key] = layer.allocate(config.num_blocks, block_size, dtype, kv_cache_type)
+            shared[key] = layer.allocate(config.num_blocks, block_size, dtype, backend)
         return shared[key]
 
     first_keys: dict[int, Hashable] = {}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.engine.kv_cache.layer_cache import KVBackend
 from vllm_metal.engine.kv_cache.layer_state import LayerState, StepScope, Storage
 
 if TYPE_CHECKING:
@@ -68,9 +68,9 @@ class StatefulLayer(ABC):
         num_blocks: int,
         block_size: int,
         elements: mx.Dtype,
-        kv_cache_type: type[LayerKVCache],
+        backend: KVBackend,
     ) -> LayerState:
-        """The storage, of zeros; only layers of K/V make it a `kv_cache_type`."""
+        """The storage, of zeros; only layers of K/V make it a `backend`."""
 
     @property
     def state_bytes(self) -> int:
@@ -132,7 +132,7 @@ class StatefulLayer(ABC):
         dtype: mx.Dtype,
         elements: mx.Dtype,
         block_size: int,
-        kv_cache_type: type[LayerKVCache],
+        backend: KVBackend,
         host: StatefulLayer | None = None,
     ) -> Iterable[tuple[Hashable, Callable[[], mx.array]]]:
         """Small launches that compile, between them, all kernels that the layer may ever launch.
@@ -142,7 +142,7 @@ class StatefulLayer(ABC):
         """
         return ()
 
-    def gathers(self, kv_cache_type: type[LayerKVCache]) -> bool:
+    def gathers(self, backend: KVBackend) -> bool:
         """Whether a longer context takes more memory in a step, beside the pool: see `profile`."""
         return False
 
@@ -152,7 +152,7 @@ class StatefulLayer(ABC):
         bounds: StepBounds,
         dtype: mx.Dtype,
         elements: mx.Dtype,
-        kv_cache_type: type[LayerKVCache],
+        backend: KVBackend,
     ) -> None:
         """Runs the layer's largest calls over so long a context, for the peak of MLX's memory.
 
@@ -161,7 +161,7 @@ class StatefulLayer(ABC):
             bounds: of a step.
             dtype: of the model's queries.
             elements: dtype of K and V in the pool.
-            kv_cache_type: see `allocate`.
+            backend: see `allocate`.
         """
         return
 

@@ -13,12 +13,12 @@ from tqdm import tqdm
 from vllm_metal.engine.kv_cache.specs import host_of_states
 
 if TYPE_CHECKING:
-    from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache
+    from vllm_metal.engine.kv_cache.layer_cache import KVBackend
     from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
 
 
 def compile_kernels(
-    kv_cache_type: type[LayerKVCache],
+    backend: KVBackend,
     layers: Sequence[StatefulLayer],
     dtype: mx.Dtype,
     pool_dtype: mx.Dtype,
@@ -27,7 +27,7 @@ def compile_kernels(
     """Shows its progress; does nothing for layers without kernels.
 
     Args:
-        kv_cache_type: that will serve.
+        backend: that will serve.
         layers: all that the pool is for.
         dtype: of their queries, keys and values.
         pool_dtype: of the pool's elements.
@@ -36,7 +36,7 @@ def compile_kernels(
     host = host_of_states(layers, block_size, pool_dtype)
     launches: dict[Hashable, Callable[[], mx.array]] = {}
     for layer in dict.fromkeys(replace(layer, name="") for layer in layers):
-        for key, launch in layer.trials(dtype, pool_dtype, block_size, kv_cache_type, host):
+        for key, launch in layer.trials(dtype, pool_dtype, block_size, backend, host):
             launches.setdefault(key, launch)
     if not launches:
         return

@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm_metal.engine.batch.requests import BlockTables
 from vllm_metal.engine.batch.rows import Rows
 from vllm_metal.engine.kv_cache.formats import pool_dtype
-from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.engine.kv_cache.layer_cache import KVBackend
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer, StepBounds
 from vllm_metal.engine.memory.budget import StepStates
 from vllm_metal.engine.models.loader import mlx_dtype
@@ -37,7 +37,7 @@ def profile_step(
     parts: ModelParts,
     layers: Sequence[StatefulLayer],
     config: VllmConfig,
-    kv_cache_type: type[LayerKVCache],
+    backend: KVBackend,
     extras: Callable[[Rows], Mapping[str, mx.array]] = lambda rows: {},
 ) -> None:
     """Runs prompts of max_num_batched_tokens rows, with logits of all that may be sampled.
@@ -45,7 +45,7 @@ def profile_step(
     The figure of interest is the peak of MLX's memory while it runs; the small pool it needs is
     part of that and gone afterwards. `extras` gives what modules of the model read of rows besides.
     """
-    step = LargestStep.of(layers, config, kv_cache_type)
+    step = LargestStep.of(layers, config, backend)
     _run(parts, step, extras(step.rows))
 
 
@@ -53,7 +53,7 @@ def requests_profile(
     parts: ModelParts,
     layers: Sequence[StatefulLayer],
     config: VllmConfig,
-    kv_cache_type: type[LayerKVCache],
+    backend: KVBackend,
     drafts: int,
 ) -> Callable[[], None]:
     """What runs two steps of the requests of `drafted`, with so many drafts each.
@@ -61,7 +61,7 @@ def requests_profile(
     The second step has what the first one leaves for it, and leaves as much itself. The pool of
     both is there already.
     """
-    step = LargestStep.of(layers, config, kv_cache_type, drafts)
+    step = LargestStep.of(layers, config, backend, drafts)
     mx.eval(step.layers.pool_arrays())
 
     def run() -> None:
@@ -84,7 +84,7 @@ def _run(
 def profile_layers(
     layers: Sequence[StatefulLayer],
     config: VllmConfig,
-    kv_cache_type: type[LayerKVCache],
+    backend: KVBackend,
     context: int,
 ) -> None:
     """Runs one layer of each kind over `context` tokens, in the largest calls a step is made of.
@@ -98,8 +98,8 @@ def profile_layers(
     dtype = mlx_dtype(config)
     elements = pool_dtype(config.cache_config.cache_dtype, dtype)
     for layer in {layer.kind: layer for layer in layers}.values():
-        if layer.gathers(kv_cache_type):
-            layer.profile(context, bounds, dtype, elements, kv_cache_type)
+        if layer.gathers(backend):
+            layer.profile(context, bounds, dtype, elements, backend)
 
 
 def profile_sampling(config: VllmConfig, vocab_size: int, rows: int) -> None:
@@ -160,7 +160,7 @@ class LargestStep:
     def of(
         layers: Sequence[StatefulLayer],
         config: VllmConfig,
-        kv_cache_type: type[LayerKVCache],
+        backend: KVBackend,
         drafts: int | None = None,
         paced: bool = True,
     ) -> LargestStep:
@@ -169,7 +169,7 @@ class LargestStep:
         Args:
             layers: the network's.
             config: vLLM's.
-            kv_cache_type: see StatefulLayer.allocate.
+            backend: see StatefulLayer.allocate.
             drafts: of each request, behind a context of a token; None: all rows are of prompts,
                 from their beginning.
             paced: see PagedLayers.
@@ -207,7 +207,7 @@ class LargestStep:
         )
         elements = pool_dtype(config.cache_config.cache_dtype, mlx_dtype(config))
         states = {
-            layer.name: layer.allocate(num_blocks, block_size, elements, kv_cache_type)
+            layer.name: layer.allocate(num_blocks, block_size, elements, backend)
             for layer in layers
         }
         paged = PagedLayers(layers, states, dict.fromkeys(states, 0), block_size, paced)
@@ -260,7 +260,7 @@ class LargestCalls:
     def of(
         config: VllmConfig,
         layers: Sequence[StatefulLayer],
-        kv_cache_type: type[LayerKVCache],
+        backend: KVBackend,
         vocab_size: int,
     ) -> LargestCalls:
         """What an engine with these settings and layers is asked for.
@@ -268,13 +268,13 @@ class LargestCalls:
         Args:
             config: vLLM's.
             layers: that the process computes.
-            kv_cache_type: see StatefulLayer.allocate.
+            backend: see StatefulLayer.allocate.
             vocab_size: of logits; 0: the process samples nothing.
         """
         samples = vocab_size > 0 and not pools(config)
-        gathers = any(layer.gathers(kv_cache_type) for layer in layers)
+        gathers = any(layer.gathers(backend) for layer in layers)
         return LargestCalls(
-            partial(profile_layers, layers, config, kv_cache_type) if gathers else None,
+            partial(profile_layers, layers, config, backend) if gathers else None,
             partial(profile_sampling, config, vocab_size) if samples else None,
             vocab_size if samples else 0,
             most_sampled(config),

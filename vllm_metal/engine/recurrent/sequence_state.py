@@ -39,7 +39,11 @@ class SequenceState(RecurrentState[SequencePlan]):
     def _kernels(self) -> KernelKVCache | None:
         """The storage, if kernels compute the states where they lie."""
         storage = self._storage
-        return storage if isinstance(storage, KernelKVCache) and storage.computes_states else None
+        return (
+            storage
+            if isinstance(storage, KernelKVCache) and storage.backend.computes_states
+            else None
+        )
 
     @property
     def by_kernels(self) -> bool:
@@ -49,7 +53,7 @@ class SequenceState(RecurrentState[SequencePlan]):
     @property
     def long_prompt(self) -> int | None:
         """Rows from which on a prompt may go by MLX's function in chunks; None: none does."""
-        return None if self._kernels is None else self._kernels.long_prompt
+        return None if self._kernels is None else self._kernels.backend.long_prompt
 
     def begin_step(self) -> None:
         pending, self._pending = self._pending, []

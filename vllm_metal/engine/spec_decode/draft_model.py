@@ -13,7 +13,7 @@ from vllm_metal.engine.attention.forward_inputs import ForwardInputs
 from vllm_metal.engine.attention.layers import attention_layers
 from vllm_metal.engine.batch.requests import Requests
 from vllm_metal.engine.batch.rows import Rows
-from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.engine.kv_cache.layer_cache import KVBackend
 from vllm_metal.engine.kv_cache.layer_state import LayerState, Restorable
 from vllm_metal.engine.memory.profile import profile_step
 from vllm_metal.engine.models import loader
@@ -63,8 +63,8 @@ class DraftModel(DraftNetwork):
         ]
         self._parts = ModelParts(model)
 
-    def profile(self, kv_cache_type: type[LayerKVCache]) -> None:
-        profile_step(self._parts, self.layers, self._config, kv_cache_type)
+    def profile(self, backend: KVBackend) -> None:
+        profile_step(self._parts, self.layers, self._config, backend)
 
     def proposer(self, pool: DraftPool) -> Proposer:
         placed = self._own(pool), pool.group_of, self._config.cache_config.block_size

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_metal.engine.batch.requests import BlockTables
-from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.engine.kv_cache.layer_cache import KVBackend
 from vllm_metal.engine.kv_cache.layer_state import LayerState
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.engine.models.compiled import Graphs
@@ -39,7 +39,7 @@ class DraftNetwork(ABC):
     layers: Sequence[StatefulLayer]  # its share of the KV cache; may be empty
 
     @abstractmethod
-    def profile(self, kv_cache_type: type[LayerKVCache]) -> None:
+    def profile(self, backend: KVBackend) -> None:
         """Runs its largest pass once, so that MLX's peak memory is measured."""
 
     @abstractmethod

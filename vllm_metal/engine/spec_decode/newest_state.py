@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vllm_metal.engine.batch.rows import Rows
-from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.engine.kv_cache.layer_cache import KVBackend
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.engine.memory.profile import largest_step
 from vllm_metal.engine.models import loader
@@ -95,7 +95,7 @@ class StateNetwork(DraftNetwork):
         self._states = HiddenStates(target)
         self._num_drafts = config.speculative_config.num_speculative_tokens
 
-    def profile(self, kv_cache_type: type[LayerKVCache]) -> None:
+    def profile(self, backend: KVBackend) -> None:
         _, sampled = largest_step(self._config)
         shape = (len(sampled), self._heads.hidden_size)
         hidden = mx.zeros(shape, mlx_dtype(self._config))

@@ -13,7 +13,7 @@ import numpy as np
 from vllm_metal.engine.batch.input_batch import following_ids
 from vllm_metal.engine.batch.requests import Requests
 from vllm_metal.engine.batch.rows import Rows
-from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.engine.kv_cache.layer_cache import KVBackend
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.engine.memory.profile import LargestStep
 from vllm_metal.engine.models.loader import mlx_dtype
@@ -55,8 +55,8 @@ class HeadNetwork(DraftNetwork):
         self._states = states
         self._num_drafts = config.speculative_config.num_speculative_tokens
 
-    def profile(self, kv_cache_type: type[LayerKVCache]) -> None:
-        largest = LargestStep.of(self.layers, self._config, kv_cache_type)
+    def profile(self, backend: KVBackend) -> None:
+        largest = LargestStep.of(self.layers, self._config, backend)
         rows = largest.rows
         hidden = mx.zeros((len(rows.positions), self._head.input_size), mlx_dtype(self._config))
         with largest.caches() as caches:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.core as mx
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.models import loader
 from vllm_metal.engine.models.compiled import Graphs
 from vllm_metal.engine.pooling import poolers
@@ -59,7 +59,7 @@ class EncoderWorker(MetalWorker):
         # Of the target, MetalWorker asks nothing but the model in what is not overridden here.
         target = cast(Any, encoder)
         self._networks = Networks(target, [], None, 0, columns=(types,), pooler=pooler)
-        self._kv_cache_type = ScatterKVCache  # of which there are none
+        self._backend = SCATTER  # of which there are none
 
     def _pooler(self, served: Architecture, head: torch.nn.Module | None) -> Pooler:
         """vLLM's pooler, by the rows that the family's head is for.

@@ -149,7 +149,7 @@ class MetalWorker(WorkerBase):
         dtype = loader.mlx_dtype(self.vllm_config)
         self._pool_dtype = formats.pool_dtype(self.cache_config.cache_dtype, dtype)
         self._choose_block_size()
-        self._kv_cache_type = choice.kv_cache_type(
+        self._backend = choice.kv_backend(
             self.current_platform.mlx_device,
             self.networks.layers_of_all_ranks,
             dtype,
@@ -202,7 +202,7 @@ class MetalWorker(WorkerBase):
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV pool."""
-        networks, config, kv_cache = self.networks, self.vllm_config, self._kv_cache_type
+        networks, config, kv_cache = self.networks, self.vllm_config, self._backend
         layers = networks.all_layers
         elsewhere = [layer.name for layer in networks.elsewhere]
         return self._memory.pool_size(
@@ -224,11 +224,11 @@ class MetalWorker(WorkerBase):
             networks.target,
             networks.layers,
             self.vllm_config,
-            self._kv_cache_type,
+            self._backend,
             networks.heaviest_extras,
         )
         if networks.draft is not None:
-            networks.draft.profile(self._kv_cache_type)
+            networks.draft.profile(self._backend)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self._kv_cache_config = kv_cache_config
@@ -238,7 +238,7 @@ class MetalWorker(WorkerBase):
         max_blocks = -(-max_len // self.cache_config.block_size) + 1
         tables = BlockTables(len(kv_cache_config.kv_cache_groups), max_num_reqs, max_blocks)
         self._requests = Requests(max_num_reqs, max_len, tables)
-        pool = "kernels" if self._kv_cache_type.pipelined else "scatter"
+        pool = "kernels" if self._backend.pipelined else "scatter"
         self.transfers.open(kv_cache_config, pool)
         self._clock = StepClock()
         self._wiring.weights(self._most_arrays)
@@ -269,7 +269,7 @@ class MetalWorker(WorkerBase):
             networks.all_layers,
             block_size,
             self._pool_dtype,
-            self._kv_cache_type,
+            self._backend,
         )
         groups = self._kv_cache_config.kv_cache_groups
         group_of = {name: g for g, group in enumerate(groups) for name in group.layer_names}
@@ -332,7 +332,7 @@ class MetalWorker(WorkerBase):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         started = time.perf_counter()
         warm_up.compile_kernels(
-            self._kv_cache_type,
+            self._backend,
             self.networks.all_layers,
             loader.mlx_dtype(self.vllm_config),
             self._pool_dtype,
