@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
@@ -22,6 +22,7 @@ from vllm_metal.engine.pooling.encoders.token_types import TokenTypes
 from vllm_metal.engine.pooling.pooling_end import PoolingEnd
 from vllm_metal.engine.worker.model_runner import ModelRunner
 from vllm_metal.engine.worker.networks import Networks
+from vllm_metal.engine.worker.served_model import RunnerParts, ServedModel
 from vllm_metal.engine.worker.worker import MetalWorker
 from vllm_metal.identity import model_files
 from vllm_metal.identity.model_files import ModelLoadError
@@ -32,20 +33,28 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.pooler.abstract import Pooler
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
+    from vllm_metal.engine.memory.planner import MemoryPlanner
 
-class EncoderWorker(MetalWorker):
-    """Owns an encoder and its runner. A step's texts are there from beginning to end."""
+
+class EncoderModel(ServedModel):
+    """An encoder and its pooler; there is no pool."""
+
+    samples = False
+    backend = SCATTER  # of which there are no layers
 
     @property
     def _encoder(self) -> Encoder:
         return cast(Encoder, self.networks.target)
 
-    def _load(self) -> None:
-        model = self.model_config
-        served = of_config(self.vllm_config)
+    def load(self) -> None:
+        self._networks = self.load_networks()
+
+    def load_networks(self) -> Networks:
+        model, config = self._config.model_config, self._config
+        served = of_config(config)
         assert served is not None
-        dtype = loader.mlx_dtype(self.vllm_config)
-        path = model_files.model_folder(model, self.vllm_config)
+        dtype = loader.mlx_dtype(config)
+        path = model_files.model_folder(model, config)
         overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {}
         encoder, head = lazy_encoder(path, served, dtype, overrides)
         try:
@@ -54,58 +63,64 @@ class EncoderWorker(MetalWorker):
             raise ModelLoadError(f"weights in {path} are unreadable: {error}") from error
         pooler = self._pooler(served, head)
         types = TokenTypes(
-            self.scheduler_config.max_num_seqs, getattr(model.hf_config, "type_vocab_size", 1)
+            config.scheduler_config.max_num_seqs, getattr(model.hf_config, "type_vocab_size", 1)
         )
-        # Of the target, MetalWorker asks nothing but the model in what is not overridden here.
+        # Of the target, a worker asks nothing but the model in what is not overridden here.
         target = cast(Any, encoder)
-        self._networks = Networks(target, [], None, 0, columns=(types,), pooler=pooler)
-        self._backend = SCATTER  # of which there are none
+        return Networks(target, [], None, 0, columns=(types,), pooler=pooler)
 
     def _pooler(self, served: Architecture, head: torch.nn.Module | None) -> Pooler:
         """vLLM's pooler, by the rows that the family's head is for.
 
         `token_classify` is left out: in vLLM it is the head's last layer alone.
         """
-        config = self.model_config.pooler_config
+        model = self._config.model_config
+        config = model.pooler_config
         assert config is not None
         if head is None:
-            return poolers.make(self.vllm_config, None)
+            return poolers.make(self._config, None)
         if served.family is MODERNBERT:  # its file names the rows, and vLLM follows it alone
-            named = str(self.model_config.hf_config.classifier_pooling).upper()
+            named = str(model.hf_config.classifier_pooling).upper()
             config.seq_pooling_type = cast(Any, named)
-        pooler: Any = poolers.make(self.vllm_config, head.to(self.model_config.head_dtype))
+        pooler: Any = poolers.make(self._config, head.to(model.head_dtype))
         del pooler.poolers_by_task["token_classify"]
         return cast("Pooler", pooler)
 
-    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+    def specs(self) -> dict[str, KVCacheSpec]:
         return {}
 
-    def determine_available_memory(self) -> int:
+    def pool_size(self, memory: MemoryPlanner, transfer_bytes: int) -> int:
         """No bytes: there is no pool. vLLM does not ask."""
         return 0
 
-    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        executor = self._executor()
-        self._memory.without_pool(
-            self.vllm_config, partial(profile_step, executor, self.vllm_config)
-        )
-        super().initialize_from_config(kv_cache_config)
+    def executor(self) -> EncoderExecutor:
+        return EncoderExecutor(self._encoder, self._config.cache_config.block_size)
 
-    def _executor(self) -> EncoderExecutor:
-        return EncoderExecutor(self._encoder, self.cache_config.block_size)
-
-    def _make_runner(self, graphs: Graphs) -> ModelRunner:
-        networks, config = self.networks, self.model_config.pooler_config
+    def make_runner(self, parts: RunnerParts, graphs: Graphs) -> ModelRunner:
+        networks, config = self.networks, self._config.model_config.pooler_config
         assert networks.pooler is not None and config is not None
         return ModelRunner(
-            cast(Any, self._executor()),
-            self._requests,
-            PoolingEnd(networks.pooler, config, self._requests),
-            self.scheduler_config.max_num_seqs,
+            cast(Any, self.executor()),
+            parts.requests,
+            PoolingEnd(networks.pooler, config, parts.requests),
+            self._config.scheduler_config.max_num_seqs,
             columns=networks.columns,
-            hooks=self.transfers.hooks,
-            clock=self._clock,
+            hooks=parts.hooks,
+            clock=parts.clock,
         )
+
+
+class EncoderWorker(MetalWorker):
+    """Owns an encoder and its runner. A step's texts are there from beginning to end."""
+
+    @cached_property
+    def served(self) -> EncoderModel:
+        return EncoderModel(self.vllm_config, self.current_platform.mlx_device)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        step = partial(profile_step, self.served.executor(), self.vllm_config)
+        self._memory.without_pool(self.vllm_config, step)
+        super().initialize_from_config(kv_cache_config)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         self._seed()  # the largest step has run

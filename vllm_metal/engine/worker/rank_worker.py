@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -27,6 +27,7 @@ from vllm_metal.engine.models.stage import Stage
 from vllm_metal.engine.spec_decode.told import ToldSpeculator
 from vllm_metal.engine.worker.networks import Networks
 from vllm_metal.engine.worker.results import LateOutput
+from vllm_metal.engine.worker.served_model import RunnerParts, ServedModel
 from vllm_metal.engine.worker.worker import MetalWorker
 from vllm_metal.identity import rank_facts
 from vllm_metal.patches.vllm_patches import memory_shares
@@ -35,22 +36,89 @@ from vllm_metal.patches.vllm_patches.step_result import StepResult
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import mlx.core as mx
     import mlx.nn as nn
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
 
     from vllm_metal.engine.batch.columns import RequestColumn
+    from vllm_metal.engine.batch.requests import Requests
     from vllm_metal.engine.batch.step_end import StepEnd
     from vllm_metal.engine.models.executor import ModelExecutor
     from vllm_metal.engine.spec_decode.proposer import Proposer
     from vllm_metal.engine.spec_decode.speculator import Speculator
     from vllm_metal.metrics.step_clock import StepTimes
     from vllm_metal.metrics.step_meter import StepRows
+    from vllm_metal.settings import envs
 
 logger = init_logger(__name__)
 
 #: Seconds for a connection between two ranks, once both are there.
 _CONNECT_S = 30.0
+
+
+class StageModel(ServedModel):
+    """One rank's layers, or its heads of them."""
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        device: envs.Device,
+        rank: int,
+        link: GroupLink,
+        ring: mx.distributed.Group | None,
+    ) -> None:
+        """
+        Args:
+            config: vLLM's.
+            device: that computes.
+            rank: of this process.
+            link: to the stages before and after.
+            ring: ranks that share each layer's heads; None: there is one.
+        """
+        super().__init__(config, device)
+        self._rank, self._link, self._ring = rank, link, ring
+        self.samples = link.group.is_last_rank
+        if ring is not None:
+            self.agreed = partial(tokens.of_first_rank, group=ring)
+
+    def load_networks(self) -> Networks:
+        return Networks.load_stage(self._config, self._stage, self._share)
+
+    def _stage(self, num_layers: int) -> Stage:
+        group = self._link.group
+        stage = Stage.of(num_layers, group.rank_in_group, group.world_size)
+        logger.info(
+            "Rank %d computes layers %d to %d of %d",
+            self._rank,
+            stage.start,
+            stage.end - 1,
+            num_layers,
+        )
+        return stage
+
+    def _share(self, model: nn.Module) -> None:
+        """Leaves of each layer, before its weights are read, the heads that this rank computes."""
+        if self._ring is not None:
+            sharding.shard(model, self._ring, loader.model_type(self._config))
+
+    def columns(self) -> Sequence[RequestColumn]:
+        received = () if self._link.group.is_first_rank else (HiddenIn(self._link),)
+        return (*super().columns(), *received)
+
+    def make_end(self, executor: ModelExecutor, requests: Requests) -> StepEnd:
+        if self._link.group.is_last_rank:
+            return super().make_end(executor, requests)
+        return HiddenOut(self._link, requests)
+
+    def make_speculator(self, parts: RunnerParts, network: Proposer | None) -> Speculator | None:
+        """On ranks that do not sample, drafts are those that the scheduler sends."""
+        speculation = self._config.speculative_config
+        if speculation is None or self._link.group.is_last_rank:
+            return super().make_speculator(parts, network)
+        num_drafts = speculation.num_speculative_tokens
+        return ToldSpeculator(parts.requests, num_drafts, parts.memory.most_drafts)
 
 
 class RankWorker(MetalWorker):
@@ -69,7 +137,6 @@ class RankWorker(MetalWorker):
         from vllm.distributed.parallel_state import get_pp_group
 
         self._link = GroupLink(get_pp_group())
-        self._samples = self._link.group.is_last_rank
         # First of all: ranks of other releases may share other things, in another order.
         alike.check(rank_facts.releases(), groups.share)
         machine = machines.find(parallel, self.rank, self.distributed_init_method)
@@ -83,29 +150,12 @@ class RankWorker(MetalWorker):
         alike.check(alike.facts_of(self.vllm_config), groups.share)
         super().init_device()
         self._ring = tensor_parallel.join_ring(parallel)
-        if self._ring is not None:
-            self._agreed = partial(tokens.of_first_rank, group=self._ring)
         self._answers = self.rank == parallel.world_size - parallel.tensor_parallel_size
 
-    def _stage(self, num_layers: int) -> Stage:
-        group = self._link.group
-        stage = Stage.of(num_layers, group.rank_in_group, group.world_size)
-        logger.info(
-            "Rank %d computes layers %d to %d of %d",
-            self.rank,
-            stage.start,
-            stage.end - 1,
-            num_layers,
-        )
-        return stage
-
-    def _load_networks(self) -> Networks:
-        return Networks.load_stage(self.vllm_config, self._stage, self._share)
-
-    def _share(self, model: nn.Module) -> None:
-        """Leaves of each layer, before its weights are read, the heads that this rank computes."""
-        if self._ring is not None:
-            sharding.shard(model, self._ring, loader.model_type(self.vllm_config))
+    @cached_property
+    def served(self) -> StageModel:
+        device = self.current_platform.mlx_device
+        return StageModel(self.vllm_config, device, self.rank, self._link, self._ring)
 
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()
@@ -113,23 +163,6 @@ class RankWorker(MetalWorker):
         limits = [each for each in groups.share(self._memory.most_drafts) if isinstance(each, int)]
         self._memory.most_drafts = min(limits, default=None)
         return available
-
-    def _columns(self) -> Sequence[RequestColumn]:
-        received = () if self._link.group.is_first_rank else (HiddenIn(self._link),)
-        return (*super()._columns(), *received)
-
-    def _make_end(self, executor: ModelExecutor) -> StepEnd:
-        if self._link.group.is_last_rank:
-            return super()._make_end(executor)
-        return HiddenOut(self._link, self._requests)
-
-    def _make_speculator(self, network: Proposer | None) -> Speculator | None:
-        """On ranks that do not sample, drafts are those that the scheduler sends."""
-        speculation = self.vllm_config.speculative_config
-        if speculation is None or self._link.group.is_last_rank:
-            return super()._make_speculator(network)
-        num_drafts = speculation.num_speculative_tokens
-        return ToldSpeculator(self._requests, num_drafts, self._memory.most_drafts)
 
     def _read(self, output: AsyncModelRunnerOutput, step: StepTimes, rows: StepRows) -> StepResult:
         """With stages, drafts come with the results: see `drafts_with_results`."""

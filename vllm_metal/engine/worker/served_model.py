@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ServedModel: the networks of a process, how their K/V are kept, and the runner on both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from vllm.logger import init_logger
+
+from metal_kernels.paged_attention import Splits
+from vllm_metal.device import gpu_cores, mlx_device, tuned
+from vllm_metal.engine.kv_cache import choice, formats, warm_up
+from vllm_metal.engine.kv_cache.specs import (
+    allocate_kv_caches,
+    choose_block_size,
+    kv_cache_specs,
+)
+from vllm_metal.engine.memory.needs import Needs
+from vllm_metal.engine.memory.planner import quantized_share
+from vllm_metal.engine.memory.profile import LargestCalls, profile_step, requests_profile
+from vllm_metal.engine.memory.wiring import MOST_POOL_ARRAYS
+from vllm_metal.engine.models import dense_check, loader
+from vllm_metal.engine.models.dense_check import HiddenTold, Told
+from vllm_metal.engine.models.executor import ModelExecutor
+from vllm_metal.engine.pooling.pooling_end import PoolingEnd
+from vllm_metal.engine.sample import CustomProcessors, Sampler
+from vllm_metal.engine.spec_decode.network import DraftPool
+from vllm_metal.engine.spec_decode.registry import drafts_for_others, make_speculator
+from vllm_metal.engine.worker.model_runner import ModelRunner
+from vllm_metal.engine.worker.networks import Networks
+from vllm_metal.engine.worker.rehearsal import Room, rehearse, rehearse_pooling
+from vllm_metal.engine.worker.step_end import SamplingEnd
+from vllm_metal.settings.additional_config import AdditionalConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+    from vllm_metal.engine.batch.columns import RequestColumn
+    from vllm_metal.engine.batch.requests import Requests
+    from vllm_metal.engine.batch.step_end import StepEnd
+    from vllm_metal.engine.kv_cache.layer_cache import KVBackend
+    from vllm_metal.engine.memory.planner import MemoryPlanner
+    from vllm_metal.engine.models.compiled import Graphs
+    from vllm_metal.engine.sample import SamplerOutput
+    from vllm_metal.engine.spec_decode.proposer import Proposer
+    from vllm_metal.engine.spec_decode.speculator import Speculator
+    from vllm_metal.engine.worker.step_hooks import StepHooks
+    from vllm_metal.metrics.step_clock import StepClock
+    from vllm_metal.settings import envs
+
+logger = init_logger(__name__)
+
+
+@dataclass(frozen=True)
+class RunnerParts:
+    """What a worker gives to each runner that it makes; it outlives them."""
+
+    kv_cache_config: KVCacheConfig
+    requests: Requests
+    hooks: StepHooks
+    clock: StepClock
+    memory: MemoryPlanner
+
+
+class ServedModel:
+    """The networks of one process, how their K/V are kept, and the runner on both.
+
+    Ranks and encoders derive from it: they load, begin or end a forward in another way.
+    """
+
+    samples = True  # whether it makes tokens of what it computes
+    #: Maps this rank's samples to those that all ranks agreed on; None for a single rank.
+    agreed: Callable[[SamplerOutput], SamplerOutput] | None = None
+    backend: KVBackend  # known once the networks are loaded
+    _pool_dtype: mx.Dtype
+
+    def __init__(self, config: VllmConfig, device: envs.Device) -> None:
+        self._config = config
+        self._device = device
+        self._networks: Networks | None = None
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._networks is not None
+
+    @property
+    def networks(self) -> Networks:
+        if self._networks is None:
+            raise RuntimeError("the weights are not loaded: call wake_up first")
+        return self._networks
+
+    def load(self) -> None:
+        """Loads the networks, and chooses the blocks and the backend of their pool."""
+        self._networks = self.load_networks()
+        dtype = loader.mlx_dtype(self._config)
+        self._pool_dtype = formats.pool_dtype(self._config.cache_config.cache_dtype, dtype)
+        self._choose_block_size()
+        self.backend = choice.kv_backend(
+            self._device,
+            self.networks.layers_of_all_ranks,
+            dtype,
+            self._pool_dtype,
+            self._block_size,
+            Splits.of_gpu(gpu_cores.count(), AdditionalConfig.of(self._config).fixed_splits),
+            tuned.current(),
+        )
+
+    def load_networks(self) -> Networks:
+        return Networks.load(self._config)
+
+    def release(self) -> None:
+        """Gives the weights back."""
+        self._networks = None
+        mlx_device.give_back()
+
+    @property
+    def _block_size(self) -> int:
+        return self._config.cache_config.block_size
+
+    @property
+    def _vocab_size(self) -> int:
+        return self._config.model_config.get_vocab_size()
+
+    @property
+    def _max_num_seqs(self) -> int:
+        return self._config.scheduler_config.max_num_seqs
+
+    def _choose_block_size(self) -> None:
+        """Blocks have room for a state, where layers keep any."""
+        cache = self._config.cache_config
+        state_bytes = choose_block_size(cache, self.networks.layers_of_all_ranks, self._pool_dtype)
+        if not state_bytes:
+            return
+        logger.info(
+            "Each request keeps %.1f MiB of recurrent state besides K/V; blocks have %d "
+            "tokens to make room for it, and prefix-cache hits end at whole blocks",
+            state_bytes / 2**20,
+            cache.block_size,
+        )
+
+    def specs(self) -> dict[str, KVCacheSpec]:
+        """This rank's layers as vLLM's scheduler sees them."""
+        specs, draft = self._specs_of_all_ranks(), self.networks.draft
+        # Of a loaded prompt, vLLM would leave out the last block of layers that it knows as a
+        # draft network's; here their K/V came complete (`spec_decode.draft_writer`).
+        known = self._config.kv_transfer_config is None
+        of_draft = {layer.name for layer in draft.layers} if draft and known else ()
+        return {
+            layer.name: replace(specs[layer.name], is_draft=layer.name in of_draft)
+            for layer in self.networks.all_layers
+        }
+
+    def _specs_of_all_ranks(self) -> dict[str, KVCacheSpec]:
+        return kv_cache_specs(self.networks.layers_of_all_ranks, self._block_size, self._pool_dtype)
+
+    def pool_size(self, memory: MemoryPlanner, transfer_bytes: int) -> int:
+        """Bytes for the KV pool, beside the weights and the largest step, which is run.
+
+        Args:
+            memory: of this process.
+            transfer_bytes: that moving K/V takes at most.
+        """
+        networks, config, backend = self.networks, self._config, self.backend
+        layers = networks.all_layers
+        elsewhere = [layer.name for layer in networks.elsewhere]
+        return memory.pool_size(
+            config,
+            Needs.of(config, self._specs_of_all_ranks(), elsewhere),
+            networks.draft_bytes,
+            quantized_share(layers, self._pool_dtype),
+            LargestCalls.of(config, layers, backend, self._vocab_size if self.samples else 0),
+            self._largest_step,
+            partial(requests_profile, networks.target, networks.layers, config, backend),
+            transfer_bytes,
+            networks.adapter_bytes,
+            networks.image_bytes(config),
+        )
+
+    def _largest_step(self) -> None:
+        networks = self.networks
+        profile_step(
+            networks.target,
+            networks.layers,
+            self._config,
+            self.backend,
+            networks.heaviest_extras,
+        )
+        if networks.draft is not None:
+            networks.draft.profile(self.backend)
+
+    @property
+    def most_arrays(self) -> int:
+        """Arrays of weights and pool at most: a draft network and adapters have fewer."""
+        networks = self.networks
+        weights = len(tree_flatten(networks.target.model.parameters()))
+        return 2 * weights + MOST_POOL_ARRAYS * len(networks.all_layers)
+
+    def make_runner(self, parts: RunnerParts, graphs: Graphs) -> ModelRunner:
+        """Allocates the pool, and makes all that works on it.
+
+        Args:
+            parts: the worker's.
+            graphs: whether forwards may be built by graphs, and where such are counted.
+        """
+        networks, block_size, requests = self.networks, self._block_size, parts.requests
+        kv_caches = allocate_kv_caches(
+            parts.kv_cache_config, networks.all_layers, block_size, self._pool_dtype, self.backend
+        )
+        groups = parts.kv_cache_config.kv_cache_groups
+        group_of = {name: g for g, group in enumerate(groups) for name in group.layer_names}
+        executor = ModelExecutor(
+            networks.target,
+            networks.layers,
+            kv_caches,
+            group_of,
+            block_size,
+            graphs,
+            networks.variables,
+        )
+        mx.eval(executor.pool_arrays())
+        proposer, writer = None, None
+        pool = DraftPool(kv_caches, group_of, requests.block_tables, graphs)
+        if networks.draft is not None and drafts_for_others(self._config):
+            writer = networks.draft.writer(pool, requests)
+        elif networks.draft is not None:
+            proposer = networks.draft.proposer(pool)
+        return ModelRunner(
+            executor,
+            requests,
+            self.make_end(executor, requests),
+            self._max_num_seqs,
+            self.make_speculator(parts, proposer),
+            writer,
+            self.columns(),
+            hooks=parts.hooks,
+            clock=parts.clock,
+        )
+
+    def make_speculator(self, parts: RunnerParts, network: Proposer | None) -> Speculator | None:
+        """What drafts for requests.
+
+        Args:
+            parts: the worker's.
+            network: the proposer of the draft network; None: there is none.
+        """
+        return make_speculator(self._config, parts.requests, network, parts.memory.most_drafts)
+
+    def columns(self) -> Sequence[RequestColumn]:
+        """What modules of the target read of requests."""
+        return self.networks.columns
+
+    def make_end(self, executor: ModelExecutor, requests: Requests) -> StepEnd:
+        """What makes results of hidden states."""
+        model = self._config.model_config
+        if (pooler := self.networks.pooler) is not None:
+            assert model.pooler_config is not None
+            return PoolingEnd(pooler, model.pooler_config, requests)
+        sampler = Sampler(
+            self._vocab_size,
+            self._max_num_seqs,
+            model.logprobs_mode,
+            model.seed,
+            CustomProcessors(self._config),
+        )
+        return SamplingEnd(executor, requests, sampler, self.agreed)
+
+    def compile_kernels(self) -> None:
+        warm_up.compile_kernels(
+            self.backend,
+            self.networks.all_layers,
+            loader.mlx_dtype(self._config),
+            self._pool_dtype,
+            self._block_size,
+        )
+
+    def rehearse(self, pool: KVCacheConfig, runner: ModelRunner) -> Told | HiddenTold:
+        """Runs steps of made-up requests.
+
+        Returns:
+            Their tokens and what the paged model made of them, for `check`.
+        """
+        model = self._config.model_config
+        room = Room(
+            len(pool.kv_cache_groups), self._block_size, pool.num_blocks, model.max_model_len
+        )
+        if (pooler := model.pooler_config) is not None:
+            return rehearse_pooling(runner, pooler, self._vocab_size, room)
+        sampler = Sampler(self._vocab_size, self._max_num_seqs)
+        defaults = model.get_diff_sampling_param()
+        return rehearse(runner, sampler, defaults, self._vocab_size, room)
+
+    def check(self, told: Told | HiddenTold) -> None:
+        """Raises if paged and dense forwards disagree.
+
+        Skipped for quantized pools, whose rounding would mask it.
+        """
+        dtype = loader.mlx_dtype(self._config)
+        if AdditionalConfig.of(self._config).dense_check and self._pool_dtype == dtype:
+            family, target = loader.model_type(self._config), self.networks.target
+            if isinstance(told, HiddenTold):
+                dense_check.check_hidden(target, told, dtype, family)
+            else:
+                dense_check.check(target.model, told, dtype, family)
