@@ -88,18 +88,10 @@ def prepare(
     input_ids = _input_ids(requests, row_req_indices, positions, beyond)
 
     sampling = np.flatnonzero(seq_lens - num_drafts == num_tokens_before).astype(np.int32)
-    span_lens = 1 + num_drafts[sampling]
-    span = np.repeat(np.arange(len(sampling)), span_lens)
-    starts = np.cumsum(span_lens) - span_lens
-    in_span = (np.arange(len(span)) - starts[span]).astype(np.int32)
-    sample_rows = (query_start_loc[sampling + 1] - span_lens)[span] + in_span
-    draft_spans = None
-    if drafts is not None and num_drafts.any():
-        verified = _draft_of(drafts, sampling[span], in_span)
-        draft_spans = _draft_spans(starts, span_lens, in_span == span_lens[span] - 1, verified)
-    sample_req_indices = req_indices[sampling][span]
-    num_outputs = (num_tokens_before - requests.num_prompt_tokens_np[req_indices])[sampling][span]
-    everything = len(sample_rows) == num_tokens
+    sampled = _SampledRows.of(sampling, query_start_loc[sampling + 1], num_drafts, drafts)
+    owners = sampled.owners
+    num_outputs = num_tokens_before - requests.num_prompt_tokens_np[req_indices]
+    everything = len(sampled.rows) == num_tokens
     return InputBatch(
         requests=scheduled_requests,
         req_indices_np=req_indices,
@@ -109,29 +101,47 @@ def prepare(
         positions=device_positions(positions, owner, behind),
         input_ids=input_ids,
         sampling_np=sampling,
-        sample_req_indices_np=sample_req_indices,
-        num_output_tokens_np=(num_outputs + in_span).astype(np.int32),
-        sample_behind=None if behind is None else behind.of(sampling[span]),
-        draft_spans=draft_spans,
+        sample_req_indices_np=req_indices[owners],
+        num_output_tokens_np=(num_outputs[owners] + sampled.in_span).astype(np.int32),
+        sample_behind=None if behind is None else behind.of(owners),
+        draft_spans=sampled.draft_spans,
         drafts=drafts,
-        logits_indices=None if everything else mx.array(sample_rows.astype(np.int32)),
+        logits_indices=None if everything else mx.array(sampled.rows.astype(np.int32)),
         num_drafts_np=num_drafts if num_drafts.any() else None,
         behind=behind,
     )
 
 
-def _draft_spans(
-    starts: np.ndarray, lens: np.ndarray, last: np.ndarray, verified: mx.array
-) -> DraftSpans:
-    """
-    Args:
-        starts: [N] first row of each span.
-        lens: [N] rows of each.
-        last: [S] bool, the last rows, which verify nothing.
-        verified: [S] int32, the draft after each other row.
-    """
-    tokens = mx.where(mx.array(last), -1, verified)
-    return DraftSpans(starts.astype(np.int32), lens.astype(np.int32), tokens)
+@dataclass(frozen=True)
+class _SampledRows:
+    """The S rows that sample: the last of each request that samples, and those of its drafts."""
+
+    owners: np.ndarray  # [S] indices of their requests in the step
+    in_span: np.ndarray  # [S] int32, index of a row in its request's draft span
+    rows: np.ndarray  # [S] indices of the step's rows
+    draft_spans: DraftSpans | None  # None: one row each
+
+    @staticmethod
+    def of(
+        sampling: np.ndarray, ends: np.ndarray, num_drafts: np.ndarray, drafts: StepDrafts | None
+    ) -> _SampledRows:
+        """
+        Args:
+            sampling: [N] requests that sample.
+            ends: [N] the row behind the last one of each.
+            num_drafts: [R] drafts of each request.
+            drafts: of the step.
+        """
+        lens = 1 + num_drafts[sampling]
+        span = np.repeat(np.arange(len(sampling)), lens)
+        starts = np.cumsum(lens) - lens
+        in_span = (np.arange(len(span)) - starts[span]).astype(np.int32)
+        owners, draft_spans = sampling[span], None
+        if drafts is not None and num_drafts.any():
+            last = mx.array(in_span == lens[span] - 1)  # verifies nothing
+            tokens = mx.where(last, -1, _draft_of(drafts, owners, in_span))
+            draft_spans = DraftSpans(starts.astype(np.int32), lens.astype(np.int32), tokens)
+        return _SampledRows(owners, in_span, (ends - lens)[span] + in_span, draft_spans)
 
 
 def _input_ids(

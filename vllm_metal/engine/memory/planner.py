@@ -130,13 +130,7 @@ class MemoryPlanner:
             self._warn_of_much(measured, settings)
             self._hold_to(measured.total - budget.margin(measured.total))
             return settings.asked.nbytes
-        # On a CPU, waiting makes a step twice as slow, and MLX is few operations ahead.
-        waiting = self._kind == "metal"
-        peaks = Peaks(peak_of(forward, waiting))
-        if calls.keeps_states:
-            _, most = calls.drafted
-            without, drafting = (peak_of(requests(drafts), waiting) for drafts in (0, most))
-            peaks = replace(peaks, requests=without, drafts=drafting)
+        peaks = self._peaks(calls, forward, requests)
         measured = at_work(measured, settings, request, calls, peaks)
         found = advice.check(measured, settings, request)
         logger.info("Memory for the KV cache:\n%s", found.table())
@@ -154,6 +148,22 @@ class MemoryPlanner:
             states = budget.set_aside_for_states(measured, settings, found.left)
             mx.set_cache_limit(self._cache + budget.peak_of_a_step(measured) + states)
         return found.left
+
+    def _peaks(
+        self,
+        calls: LargestCalls,
+        forward: Callable[[], None],
+        requests: Callable[[int], Callable[[], None]],
+    ) -> Peaks:
+        """Runs the largest steps; see `pool_size`."""
+        # On a CPU, waiting makes a step twice as slow, and MLX is few operations ahead.
+        waiting = self._kind == "metal"
+        peaks = Peaks(peak_of(forward, waiting))
+        if calls.keeps_states:
+            _, most = calls.drafted
+            without, drafting = (peak_of(requests(drafts), waiting) for drafts in (0, most))
+            peaks = replace(peaks, requests=without, drafts=drafting)
+        return peaks
 
     def without_pool(self, config: VllmConfig, forward: Callable[[], None]) -> None:
         """Logs the sum of an engine that keeps no K/V, and holds MLX to it.

@@ -212,15 +212,18 @@ class _Step:
         ends = np.maximum(begins + rows - 1, 0)
         numbers = np.arange(len(rows))
         table_np = np.zeros((len(rows), sequences.COLUMNS), np.int32)
-        table_np[:, sequences.FIRST_ROW] = starts
-        table_np[:, sequences.NUM_ROWS] = rows
-        table_np[:, sequences.NUM_CERTAIN] = rows - drafts
-        table_np[:, sequences.FIRST_KEPT] = first
-        table_np[:, sequences.NUM_KEPT] = begins - since
-        table_np[:, sequences.POSITION] = since
-        table_np[:, sequences.READ] = blocks[numbers, np.maximum(last, 0) // self.size]
-        table_np[:, sequences.WRITE] = blocks[numbers, ends // self.size]
-        table_np[:, sequences.KEEP_AT] = keep_at
+        for column, values in {
+            sequences.FIRST_ROW: starts,
+            sequences.NUM_ROWS: rows,
+            sequences.NUM_CERTAIN: rows - drafts,
+            sequences.FIRST_KEPT: first,
+            sequences.NUM_KEPT: begins - since,
+            sequences.POSITION: since,
+            sequences.READ: blocks[numbers, np.maximum(last, 0) // self.size],
+            sequences.WRITE: blocks[numbers, ends // self.size],
+            sequences.KEEP_AT: keep_at,
+        }.items():
+            table_np[:, column] = values
         if self._lags:
             table = self._exact(table_np, blocks, begins, since, last, ends)
         else:
@@ -237,18 +240,17 @@ class _Step:
         long = None
         if scope.long_prompt is not None and not self._lags:
             long = long_prompts.chosen(step, table_np, blocks, scope.long_prompt)
+        groups = None
+        if not scope.by_kernels:
+            sizes = self.size, num_rows, num_fresh, num_before, most
+            groups = sequence_groups.plan(table_np, blocks, *sizes, num_taps=scope.num_taps)
         plan = SequencePlan(
             scope.number,
             step,
             applies=applies,
             keeps=keeps,
             carried=_rows_of(self.carried) if num_carried else None,
-            groups=None
-            if scope.by_kernels
-            else sequence_groups.plan(
-                *(table_np, blocks, self.size, num_rows, num_fresh, num_before, most),
-                num_taps=scope.num_taps,
-            ),
+            groups=groups,
             reads=None if scope.by_kernels else mx.array(table_np[:, sequences.READ]),
             long=long,
         )
