@@ -167,16 +167,16 @@ class FileBench:
         started = time.perf_counter()
         for first in range(0, len(self._keys), self._per_piece):
             last = min(first + self._per_piece, len(self._keys))
-            lot = self._copies[first // self._per_piece % len(self._copies)]
-            for number, row in enumerate(self._made_rows(lot, last - first), first):
+            batch = self._copies[first // self._per_piece % len(self._copies)]
+            for number, row in enumerate(self._made_rows(batch, last - first), first):
                 written = self._blocks.write(self._keys[number], row, 1e9, number)
                 assert written is Written.STORED, written
         return time.perf_counter() - started
 
-    def _made_rows(self, lot: Sequence[mx.array], count: int) -> Iterator[memoryview]:
+    def _made_rows(self, batch: Sequence[mx.array], count: int) -> Iterator[memoryview]:
         parts = self._page.parts
         for first in range(0, count, len(self._memory)):
-            rows = page_rows(lot, first, min(first + len(self._memory), count), self._memory)
+            rows = page_rows(batch, first, min(first + len(self._memory), count), self._memory)
             assert finite_rows(parts, rows).all()
             yield from map(memoryview, rows)
 

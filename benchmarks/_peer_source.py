@@ -15,8 +15,8 @@ from contextlib import suppress
 
 import vllm.config  # noqa: F401  # before vllm.distributed: they import each other
 
+from vllm_metal.kv_transfer.peer.export_cache import ExportCache
 from vllm_metal.kv_transfer.peer.handshake import Terms
-from vllm_metal.kv_transfer.peer.outbox import Outbox
 from vllm_metal.kv_transfer.peer.server import PageServer
 from vllm_metal.settings.address import Address
 
@@ -54,11 +54,11 @@ def _send(sock: socket.socket, pages: list[bytes]) -> None:
 def main() -> None:
     page_bytes, num_pages = map(int, sys.argv[1:])
     pages = [os.urandom(page_bytes) for _ in range(num_pages)]
-    outbox = Outbox(2 * page_bytes * num_pages)
+    export_cache = ExportCache(2 * page_bytes * num_pages)
     for number, page in enumerate(pages):
-        assert outbox.put(key(number), memoryview(page))
+        assert export_cache.put(key(number), memoryview(page))
     own = terms(page_bytes, "source")
-    server = PageServer(Address(LOOPBACK, 0), b"", outbox, lambda: own)
+    server = PageServer(Address(LOOPBACK, 0), b"", export_cache, lambda: own)
     listener = socket.create_server((LOOPBACK, 0))
     threading.Thread(target=serve_plainly, args=(listener, pages), daemon=True).start()
     print(server.port, listener.getsockname()[1], flush=True)

@@ -167,12 +167,12 @@ class _Step:
         """
         at = np.arange(length)
         first_rows, first_kept = self.first_rows_np[members], self.first_kept_np[members]
-        behind = at - self.bounds_np[members, None]
-        own = (behind >= 0) & (behind < self.counts_np[members, None])
+        lag = at - self.bounds_np[members, None]
+        own = (lag >= 0) & (lag < self.counts_np[members, None])
         kept = at < self.kept_np[members, None]
         padding = np.where(self.bounds_np[members] > 0, first_kept, 0)
         padding = np.where(self.counts_np[members] > 0, first_rows, padding)
-        rows = np.where(own, first_rows[:, None] + behind, padding[:, None])
+        rows = np.where(own, first_rows[:, None] + lag, padding[:, None])
         return np.where(kept, first_kept[:, None] + at, rows), own, kept
 
 
@@ -322,7 +322,7 @@ def _taps(step: _Step, ends_np: np.ndarray, applied_np: np.ndarray, num_taps: in
     zero = step.num_rows + step.num_kept_before
     before = zero + 1 + (-1 - at) * len(step.counts_np) + sequences
     before = np.where(step.table_np[sequences, POSITION] == 0, zero, before)
-    behind = at - step.kept_np[sequences]
+    lag = at - step.kept_np[sequences]
     kept = step.first_kept_np[sequences] + at
-    rows = np.where(behind < 0, kept, step.first_rows_np[sequences] + behind)
+    rows = np.where(lag < 0, kept, step.first_rows_np[sequences] + lag)
     return np.where(at < 0, before, rows).astype(np.int32)

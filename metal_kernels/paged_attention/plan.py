@@ -49,7 +49,7 @@ def plan(
     window: int | None = None,
     tiles: Tiles | None = None,
     most_work: int = MOST_WORK,
-    behind: PositionLag | None = None,
+    lag: PositionLag | None = None,
     splits: Splits = DEFAULT,
     block_size: int | None = None,
 ) -> AttentionPlan:
@@ -77,8 +77,8 @@ def plan(
         seq_lens,
         query_lens,
         first_positions,
-        np.zeros_like(seq_lens) if behind is None else behind.most_np,
-        None if behind is None else _shift(behind.counts),
+        np.zeros_like(seq_lens) if lag is None else lag.most_np,
+        None if lag is None else _shift(lag.counts),
         shape,
         window or NO_WINDOW,
     )

@@ -138,8 +138,8 @@ def _replayed(
                 if number >= accepted:
                     outputs.append(output)
                 if number < accepted + certain:
-                    block, behind = divmod(position + number + 1, block_size)
-                    if behind == 0:
+                    block, lag = divmod(position + number + 1, block_size)
+                    if lag == 0:
                         states[int(step.blocks_np[request, block - 1])] = state
                     states[write] = state
             if accepted + certain == 0:

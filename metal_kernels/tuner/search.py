@@ -41,8 +41,8 @@ class Duel:
     @property
     def gains(self) -> tuple[float, float]:
         """Time of A over B's, with A before B and behind it."""
-        before, behind = zip(self.first, self.second, strict=True)
-        return before[0].seconds / before[1].seconds, behind[0].seconds / behind[1].seconds
+        before, lag = zip(self.first, self.second, strict=True)
+        return before[0].seconds / before[1].seconds, lag[0].seconds / lag[1].seconds
 
     @property
     def gain(self) -> float:
@@ -64,8 +64,8 @@ def is_clear(first: Sequence[Timing], second: Sequence[Timing]) -> bool:
 
 def duel(measure: Measure[ValueT], first: ValueT, second: ValueT) -> Duel:
     """Times two values, so that a machine which slows down slows both alike."""
-    before, one, two, behind = (measure(value) for value in (first, second, second, first))
-    return Duel((before, behind), (one, two))
+    before, one, two, lag = (measure(value) for value in (first, second, second, first))
+    return Duel((before, lag), (one, two))
 
 
 def best_of(measure: Measure[ValueT], values: Sequence[ValueT], current: ValueT) -> Found[ValueT]:

@@ -47,12 +47,12 @@ class FailingDevice:
         self._failing: StepOutput | None = None  # the step of that command buffer
         self._by_graph = self._spoiling = False
         self._evaluate = mx.eval
-        hand_over, synchronize, make_graph = mx.async_eval, mx.synchronize, mx.compile
-        sample, read, make_rows = ModelRunner.hand_over, StepOutput.token_ids, store_jobs.page_rows
+        submit, synchronize, make_graph = mx.async_eval, mx.synchronize, mx.compile
+        sample, read, make_rows = ModelRunner.submit, StepOutput.token_ids, store_jobs.page_rows
 
         def async_eval(*arrays: Any) -> None:
             self._ask("async_eval")
-            hand_over(*arrays)
+            submit(*arrays)
             if self._spoiling:
                 self._spoil(arrays)
 
@@ -112,7 +112,7 @@ class FailingDevice:
             "compile": compiled,
         }.items():
             monkeypatch.setattr(mx, name, call)
-        monkeypatch.setattr(ModelRunner, "hand_over", hand_over_step)
+        monkeypatch.setattr(ModelRunner, "submit", hand_over_step)
         monkeypatch.setattr(StepOutput, "token_ids", token_ids)
         monkeypatch.setattr(store_jobs, "page_rows", page_rows)
 

@@ -131,7 +131,7 @@ def test_nor_where_tokens_are_read_after_the_next_hand_over(
     tiny, dense, prompts, device, monkeypatch
 ):
     """As on a GPU that is slower than its host: the check of a step is an evaluation of its own."""
-    monkeypatch.setattr(EarlyReads, "before_hand_over", lambda *_, **__: None)
+    monkeypatch.setattr(EarlyReads, "before_submit", lambda *_, **__: None)
     with engine(tiny, max_model_len=128, max_num_seqs=2, async_scheduling=True) as llm:
         for number, ends in enumerate(ENDS, 1):
             device.fail_step(3, ends)

@@ -100,7 +100,7 @@ def test_no_fewer_checks_than_steps_that_are_told(
 ):
     """The next hand-over is the check where the tokens were read before it."""
     if not early:
-        monkeypatch.setattr(EarlyReads, "before_hand_over", lambda *_, **__: None)
+        monkeypatch.setattr(EarlyReads, "before_submit", lambda *_, **__: None)
     settings = {"skip_tokenizer_init": True, "max_model_len": 256}
     with engine(tiny, async_scheduling=async_scheduling, **settings) as llm:
         core = llm.llm_engine

@@ -16,7 +16,7 @@ from e2e.peers import consumer, decode, free_port, peer_store, prefill, producer
 from vllm import TokensPrompt
 
 from vllm_metal.kv_transfer.peer import client, view
-from vllm_metal.kv_transfer.peer import outbox as outbox_module
+from vllm_metal.kv_transfer.peer import export_cache as outbox_module
 from vllm_metal.kv_transfer.peer.messages import Page
 from vllm_metal.kv_transfer.peer.server import PageServer
 from vllm_metal.settings.salts import derive
@@ -132,7 +132,7 @@ def it_trickles(p):
 
 @contextmanager
 def it_sends_other_bytes(p):
-    get = outbox_module.Outbox.get
+    get = outbox_module.ExportCache.get
 
     def changed(self, key):
         page = get(self, key)
@@ -141,7 +141,7 @@ def it_sends_other_bytes(p):
         return Page(memoryview(bytes(data)), page.checksum)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outbox_module.Outbox, "get", changed)
+        patch.setattr(outbox_module.ExportCache, "get", changed)
         yield
 
 

@@ -12,7 +12,7 @@ from e2e.harness import greedy, run_out
 from e2e.peers import consumer, decode, free_port, peer_store, prefill, producer, role_engine
 from vllm import TokensPrompt
 
-from vllm_metal.kv_transfer.peer import outbox as outbox_module
+from vllm_metal.kv_transfer.peer import export_cache as outbox_module
 from vllm_metal.kv_transfer.peer.client import Peer
 from vllm_metal.kv_transfer.peer.limits import TIMEOUTS
 from vllm_metal.kv_transfer.peer.messages import Page
@@ -51,7 +51,7 @@ def dies(p):
 
 
 def forgets(p):
-    peer_store(p).outbox.clear()
+    peer_store(p).export_cache.clear()
 
 
 def check(p, d, prompts, alone, trouble=lambda: None):
@@ -97,7 +97,7 @@ def test_a_producer_that_is_gone_once_it_was_asked(pair, prompts, alone, monkeyp
 def test_a_producer_that_is_gone_amid_a_page(pair, prompts, alone, monkeypatch):
     p, d = pair()
     params = prefill(p, prompts[0])
-    sent, get = [], outbox_module.Outbox.get
+    sent, get = [], outbox_module.ExportCache.get
 
     def second_page(self, key):
         sent.append(key)
@@ -107,7 +107,7 @@ def test_a_producer_that_is_gone_amid_a_page(pair, prompts, alone, monkeypatch):
             threading.Event().wait(0.2)
         return get(self, key)
 
-    monkeypatch.setattr(outbox_module.Outbox, "get", second_page)
+    monkeypatch.setattr(outbox_module.ExportCache, "get", second_page)
     assert decode(d, prompts[0], params).tokens == alone[0]
     assert len(sent) >= 2
 
@@ -116,7 +116,7 @@ def test_a_producer_that_is_gone_amid_a_page(pair, prompts, alone, monkeypatch):
 def test_bytes_that_changed_on_their_way(pair, prompts, alone, monkeypatch):
     p, d = pair()
     params = prefill(p, prompts[0])
-    get = outbox_module.Outbox.get
+    get = outbox_module.ExportCache.get
 
     def changed(self, key):
         page = get(self, key)
@@ -124,7 +124,7 @@ def test_bytes_that_changed_on_their_way(pair, prompts, alone, monkeypatch):
         data[len(data) // 2] ^= 4
         return Page(memoryview(bytes(data)), page.checksum)
 
-    monkeypatch.setattr(outbox_module.Outbox, "get", changed)
+    monkeypatch.setattr(outbox_module.ExportCache, "get", changed)
     found = decode(d, prompts[0], params)
     assert found.tokens == alone[0]
     assert peer_store(d).figures().bad_checksums == 1

@@ -35,7 +35,7 @@ def clean(request):
         for each in engines.engines:
             assert pins(each) == 0 and figures(each).shared_leases == 0
             assert each.reset_prefix_cache()
-            peer_store(each).outbox.clear()
+            peer_store(each).export_cache.clear()
 
 
 @pytest.fixture(scope="module")

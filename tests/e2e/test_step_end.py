@@ -5,18 +5,18 @@ import pytest
 from e2e.harness import Dense, engine, generate, greedy
 
 from vllm_metal.engine.worker import worker
-from vllm_metal.engine.worker.step_end import SamplingEnd
+from vllm_metal.engine.worker.sampling_head import SamplingHead
 
 NUM_TOKENS = 6
 
 
-class AtOnce(SamplingEnd):
+class AtOnce(SamplingHead):
     at_once = True
 
 
-@pytest.mark.parametrize("end", [AtOnce, SamplingEnd])
+@pytest.mark.parametrize("end", [AtOnce, SamplingHead])
 def test_a_step_that_ends_at_once_is_one_call(tiny, tiny_text, monkeypatch, end):
-    monkeypatch.setattr(worker, "SamplingEnd", end)
+    monkeypatch.setattr(worker, "SamplingHead", end)
     prompts, asked = [tiny_text[:80], tiny_text[5:30]], []
     with engine(
         tiny, max_model_len=128, max_num_batched_tokens=32, max_num_seqs=4, async_scheduling=False
@@ -32,4 +32,4 @@ def test_a_step_that_ends_at_once_is_one_call(tiny, tiny_text, monkeypatch, end)
     for prompt, output in zip(prompts, outputs, strict=True):
         Dense(tiny).check(prompt, output)
         assert len(output) == NUM_TOKENS
-    assert bool(asked) == (end is SamplingEnd)
+    assert bool(asked) == (end is SamplingHead)

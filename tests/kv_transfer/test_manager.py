@@ -15,7 +15,7 @@ from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.space import Written
 from vllm_metal.kv_transfer.disk.view import DiskView
 from vllm_metal.kv_transfer.manager import MAX_FAILED_LOADS, PageManager
-from vllm_metal.kv_transfer.messages import TransferNews
+from vllm_metal.kv_transfer.messages import TransferUpdate
 from vllm_metal.kv_transfer.page_store import TRANSFERS
 from vllm_metal.settings import salts
 
@@ -66,7 +66,7 @@ def exchange(manager, store):
     for use in uses:
         store.touch(use)
     store.writer.submit(lambda: None).result()
-    news = TransferNews()
+    news = TransferUpdate()
     store.tell(news)
     manager.hear(news)
     return news
@@ -207,7 +207,7 @@ def test_after_other_weights_were_loaded_pages_are_others(manager, store):
     assert found(manager, keys[0], context) is HIT
     other = replace(CONTENT, fingerprint=Fingerprint("cd34", {"model": "test"}))
     assert store.use(other) and not store.use(other)
-    manager.hear(TransferNews(content=other))
+    manager.hear(TransferUpdate(content=other))
     context = request(manager, "s")
     assert found(manager, keys[0], context) is MISS
     write(store, keys)

@@ -41,7 +41,7 @@ def made(store, pool, **options):
 
 def step(stores, num_left=0):
     """A step that takes a lot along; how many pages that was."""
-    arrays = stores.queue_lot()
+    arrays = stores.queue_batch()
     mx.async_eval(arrays)
     stores.handed_over()
     stores.end_step()
@@ -223,7 +223,7 @@ def test_jobs_end_though_their_blocks_cannot_be_copied(store, pool, monkeypatch,
     stores.add(0, "r", keys_of("a"), [5])
     stores.add(1, "s", keys_of("b", group=1), [3])
     with pytest.raises(RuntimeError):
-        stores.queue_lot() if method == "queue_export" else stores.copy_now()
+        stores.queue_batch() if method == "queue_export" else stores.copy_now()
     stores.lose_pool()
     assert {job.job_id for job in stores.finished()} == {0, 1} and not stores.busy
 
@@ -249,7 +249,7 @@ class Machine:
         elif action == "step":
             step(stores, num_left=number % 3)
         elif action == "fails":
-            stores.queue_lot()
+            stores.queue_batch()
             stores.lose_pool()
             stores.use(self.pool.pages)
             stores.handed_over()
@@ -257,7 +257,7 @@ class Machine:
         elif action == "export fails":
             export, self.pool.pages.queue_export = self.pool.pages.queue_export, None
             try:
-                stores.queue_lot()
+                stores.queue_batch()
             except TypeError:
                 stores.lose_pool()
                 stores.use(self.pool.pages)

@@ -83,7 +83,7 @@ def step(hooks, stores=(), loads=(), new=(), scheduled=(), computed=True, sound=
     if sound:
         hooks.before_forward()
     if scheduled and computed:
-        hooks.before_hand_over()
+        hooks.before_submit()
     outcome = hooks.after_step(computed)
     if scheduled and computed and known:
         hooks.steps_computed(0)

@@ -186,7 +186,7 @@ class Runner(ModelRunner):
             self.pool.broken = True
         self._step = step
 
-    def hand_over(self, grammar_output):
+    def submit(self, grammar_output):
         if self._fate == RAISES_IN_SAMPLE:
             raise RuntimeError("the sampling failed")
         step, starts = self._step, {}

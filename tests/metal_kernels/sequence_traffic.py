@@ -130,8 +130,8 @@ def play(step: Step, cell: Cell, rows: list[Row]) -> tuple[list[np.ndarray], dic
             state, output = cell.apply(state, row)
             if at >= turn.accepted:
                 outputs.append(output)
-            column, behind = divmod(position + at + 1, step.block_size)
-            if behind == 0 and step.blocks_np[index, column - 1]:
+            column, lag = divmod(position + at + 1, step.block_size)
+            if lag == 0 and step.blocks_np[index, column - 1]:
                 ends[int(step.blocks_np[index, column - 1])] = state
         if write:
             ends[write] = state

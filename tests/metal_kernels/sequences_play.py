@@ -124,8 +124,8 @@ def play(
             if count > num_kept + certain:
                 played.kept[keep_at + count - num_kept - certain - 1] = row
                 continue
-            where, behind = divmod(position + count, BLOCK_SIZE)
-            if behind == 0 and step.blocks[request, where - 1]:
+            where, lag = divmod(position + count, BLOCK_SIZE)
+            if lag == 0 and step.blocks[request, where - 1]:
                 played.states[step.blocks[request, where - 1]] = state
             if count == num_kept + certain and write:
                 played.states[write] = state

@@ -70,9 +70,9 @@ def check_attention(
     tiles: Tiles | None = None,
     block_size: int | None = None,
 ) -> None:
-    seq_lens, tables, behind = batch.seq_lens, batch.tables, None
+    seq_lens, tables, lag = batch.seq_lens, batch.tables, None
     if most_behind:
-        seq_lens, tables, behind = overstated(batch, most_behind)
+        seq_lens, tables, lag = overstated(batch, most_behind)
     plan = paged_attention.plan(
         batch.starts,
         seq_lens,
@@ -80,7 +80,7 @@ def check_attention(
         batch.shape,
         window,
         tiles,
-        behind=behind,
+        lag=lag,
         splits=DEFAULT if block_size is None else ALWAYS,
         block_size=block_size,
     )

@@ -18,22 +18,22 @@ class Play:
 
     def lay_out(self, seconds, waiting=None):
         """The worker's first call; None: it does not wait for the step before."""
-        with self.clock.laying_out():
+        with self.clock.preparing():
             if waiting is not None:
                 with self.clock.waiting():
                     self.wait(waiting)
-                self.clock.outcome_known()
+                self.clock.accepted_known()
             self.wait(seconds)
 
-    def hand_over(self, seconds):
-        with self.clock.handing_over() as step:
+    def submit(self, seconds):
+        with self.clock.submitting() as step:
             self.wait(seconds)
         return step
 
     def step(self):
         """A step of 3 s on the host, the last 2 s of it beside the device."""
         self.lay_out(1)
-        return self.hand_over(2)
+        return self.submit(2)
 
 
 def test_one_step_at_a_time():
@@ -62,7 +62,7 @@ def test_the_wait_for_drafts_tokens_is_the_devices_time():
     play = Play()
     first = play.step()
     play.lay_out(1, waiting=8)
-    second = play.hand_over(2)
+    second = play.submit(2)
     assert (first.host_seconds, second.host_seconds) == (3, 3)
     assert play.clock.end(first, sampled=True) == 10
     play.wait(4)
@@ -73,7 +73,7 @@ def test_without_drafts_no_call_tells_when_a_step_is_over():
     play = Play()
     first = play.step()
     play.lay_out(1)
-    second = play.hand_over(2)
+    second = play.submit(2)
     play.wait(3)
     assert play.clock.end(first, sampled=True) == 8
     assert play.clock.end(second, sampled=True) == 0
@@ -96,9 +96,9 @@ def test_a_layout_with_nothing_scheduled_is_no_steps_time():
 
 def test_a_call_that_raises_is_timed_and_leaves_no_step():
     play = Play()
-    with pytest.raises(RuntimeError), play.clock.handing_over():
+    with pytest.raises(RuntimeError), play.clock.submitting():
         raise RuntimeError
-    play.clock.outcome_known()  # there is no step whose tokens could be
+    play.clock.accepted_known()  # there is no step whose tokens could be
     assert play.step().host_seconds == 3
 
 

@@ -41,7 +41,7 @@ class Engine:
         self.meter = StepMeter(self.clock, None, lambda: 0)
 
     def step(self, result, prefill, decode):
-        with self.clock.laying_out(), self.clock.handing_over() as times:
+        with self.clock.preparing(), self.clock.submitting() as times:
             self.now += 1
         self.now += 3
         made = self.meter.measured(Output(result), times, StepRows(prefill, decode))

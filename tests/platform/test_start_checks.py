@@ -12,7 +12,7 @@ from vllm.entrypoints.common.cli_args import make_arg_parser
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_metal.cli.fit.source import write_hollow
+from vllm_metal.cli.fit.source import write_stub
 from vllm_metal.cli.main import main
 from vllm_metal.patches.vllm_patches import start_failures
 from vllm_metal.patches.vllm_patches.start_failures import ERROR_PREFIX, cause
@@ -58,7 +58,7 @@ def write(folder, **changes):
     shapes |= {f"{name}.weight": (96,) for name in norms}
     shapes["model.embed_tokens.weight"] = (64, 96)
     nbytes = {96: 384, 64: 24576}
-    write_hollow(
+    write_stub(
         folder / NAME,
         {
             name: ("F32", shape, nbytes.get(shape[0], 0) if len(shape) == 1 else 4 * shape[0] * 96)

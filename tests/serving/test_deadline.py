@@ -162,11 +162,13 @@ def test_an_aborted_answer_is_not_kept_and_its_twins_end_in_time(tmp_path):
         clock, app = Clock(), App(gate=asyncio.Event())
         gate, keys = make(app, tmp_path, timeout_s=10.0, sleep=clock.sleep)
         await ready(gate)
-        twins = [asyncio.create_task(ask(gate, fields=CHAT, key=keys["acme"])) for _ in range(4)]
+        coalesced = [
+            asyncio.create_task(ask(gate, fields=CHAT, key=keys["acme"])) for _ in range(4)
+        ]
         while app.asked == 0:
             await asyncio.sleep(0.001)
         await clock.pass_by(10.1)
-        replies = await asyncio.gather(*twins)
+        replies = await asyncio.gather(*coalesced)
         app.gate.set()
         again = await ask(gate, fields=CHAT, key=keys["acme"])
         return replies, again

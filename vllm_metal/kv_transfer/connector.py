@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from vllm_metal.kv_transfer.config import SPEC, TransferConfig
 from vllm_metal.kv_transfer.manager import PageManager
-from vllm_metal.kv_transfer.messages import TransferHandshake, TransferMetadata, TransferNews
+from vllm_metal.kv_transfer.messages import TransferHandshake, TransferMetadata, TransferUpdate
 from vllm_metal.kv_transfer.pins import Pins
 from vllm_metal.metrics.figures import STEP
 from vllm_metal.patches.vllm_patches.cached_blocks import CachedBlocks
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from vllm_metal.kv_transfer.bell import Bell
+    from vllm_metal.kv_transfer.wake_event import WakeEvent
     from vllm_metal.patches.vllm_patches.cached_blocks import CacheChanges
     from vllm_metal.patches.vllm_patches.step_result import Figures
 
@@ -62,7 +62,7 @@ class MetalKVConnector(OffloadingConnector):
         self._cancelled: set[str] = set()
         self._clock = time.monotonic
         self._waiting_since: dict[str, float] = {}  # by request id, for writes of its own
-        self._bell: Bell | None = None  # rung where others want pages of the pool
+        self._bell: WakeEvent | None = None  # rung where others want pages of the pool
         self._cached: CachedBlocks | None = None  # what others may have of the pool
         self.pins: Pins | None = None
 
@@ -206,7 +206,7 @@ class MetalKVConnector(OffloadingConnector):
         return replace(scheduler_output, preempted_req_ids=preempted - loading)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        if isinstance(news := connector_output.kv_connector_worker_meta, TransferNews):
+        if isinstance(news := connector_output.kv_connector_worker_meta, TransferUpdate):
             self._manager.hear(news)
             for req_id in news.loaded_in_part:
                 self._load_failed(req_id)

@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from vllm_metal.kv_transfer.messages import Discard, PageKeys, TransferNews, Use
+from vllm_metal.kv_transfer.messages import Discard, PageKeys, TransferUpdate, Use
 from vllm_metal.kv_transfer.store import Lookup, View, view_of
 from vllm_metal.settings import salts
 
@@ -201,7 +201,7 @@ class PageManager(OffloadingManager):
         self._untold_discards, self._untold_uses = [], []
         return told
 
-    def hear(self, news: TransferNews) -> None:
+    def hear(self, news: TransferUpdate) -> None:
         """Takes what the worker tells."""
         if news.content is not None:
             self.asks_content = False

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler's side of the connector and the worker's tell each other, all of it picklable.
 
-Down, with each step: `TransferMetadata`. Up, with its result: `TransferNews`; and once, at the
+Down, with each step: `TransferMetadata`. Up, with its result: `TransferUpdate`; and once, at the
 start: `TransferHandshake`. Stores' own words go along in them, by the store's name.
 """
 
@@ -20,8 +20,8 @@ from vllm.v1.kv_offload.base import LoadStoreSpec
 
 if TYPE_CHECKING:
     from vllm_metal.identity.fingerprint import PoolContent
-    from vllm_metal.kv_transfer.bell import Bell
     from vllm_metal.kv_transfer.shared_pool import PinChanges
+    from vllm_metal.kv_transfer.wake_event import WakeEvent
     from vllm_metal.patches.vllm_patches.cached_blocks import CacheChanges
 
 
@@ -85,7 +85,7 @@ class TransferMetadata(OffloadingConnectorMetadata):
 
 
 @dataclass
-class TransferNews(OffloadingWorkerMetadata):
+class TransferUpdate(OffloadingWorkerMetadata):
     """Jobs that ended since the step before, and what else the scheduler's side must know."""
 
     content: PoolContent | None = None  # what pages are now; None: not asked, and as before
@@ -102,4 +102,4 @@ class TransferHandshake(KVConnectorHandshakeMetadata):
 
     content: PoolContent
     stores: dict[str, Any]  # handshakes by store
-    bell: Bell | None = None  # rung where pages of the pool are wanted; None: they never are
+    bell: WakeEvent | None = None  # rung where pages of the pool are wanted; None: they never are

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_metal.kv_transfer.messages import Discard, TransferHandshake, TransferNews, Use
+from vllm_metal.kv_transfer.messages import Discard, TransferHandshake, TransferUpdate, Use
 from vllm_metal.kv_transfer.store import Shelf, Store
 from vllm_metal.metrics.metric import Metric
 
@@ -169,7 +169,7 @@ class PageStore:
         bell = None if self.shared_pool is None else self.shared_pool.bell
         return TransferHandshake(self.content, stores, bell)
 
-    def tell(self, news: TransferNews) -> None:
+    def tell(self, news: TransferUpdate) -> None:
         """Adds what the scheduler's side must hear since the last call."""
         while not self._discarded.empty():
             news.discarded.append(self._discarded.get())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_metal.kv_transfer.bell import Bell
+from vllm_metal.kv_transfer.wake_event import WakeEvent
 
 if TYPE_CHECKING:
     from vllm_metal.patches.vllm_patches.cached_blocks import CacheChanges
@@ -45,7 +45,7 @@ class SharedPool:
             on_end: told of pages that were wanted: they have left, or will not; each once.
             clock: seconds.
         """
-        self.bell = Bell()
+        self.bell = WakeEvent()
         self._on_end = on_end
         self._clock = clock
         self._lock = threading.Lock()

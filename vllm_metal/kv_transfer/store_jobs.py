@@ -58,7 +58,7 @@ class _Page:
 
 
 @dataclass(frozen=True)
-class _Lot:
+class _Batch:
     """Pages of one group, copied together."""
 
     pages: Sequence[_Page]
@@ -110,12 +110,12 @@ class StoreJobs:
         self._clock = clock
         self._lot_steps = lot_steps
         self._due: deque[_Page] = deque()
-        self._lots: list[_Lot] = []  # copies queued, but not handed to the device
-        self._unproven: deque[list[_Lot]] = deque()  # by step that has them, the oldest first
+        self._lots: list[_Batch] = []  # copies queued, but not handed to the device
+        self._unproven: deque[list[_Batch]] = deque()  # by step that has them, the oldest first
         self._due_bytes = self._staged_bytes = 0
         self._step = 0
         self._ended: list[Ended] = []
-        self._written: SimpleQueue[tuple[_Lot, list[int]]] = SimpleQueue()
+        self._written: SimpleQueue[tuple[_Batch, list[int]]] = SimpleQueue()
         self._memory = np.empty(0, np.uint8)  # of rows; the store's thread makes it
 
     def use(self, pages: BlockPages) -> None:
@@ -195,9 +195,9 @@ class StoreJobs:
         self._step += 1
 
     def due_ends(self) -> dict[str, int]:
-        """By request id how many tokens of it the pages of the next lot complete.
+        """By request id how many tokens of it the pages of the next batch complete.
 
-        Makes room for that lot as well, where others have been written: call it before `queue_lot`.
+        Makes room for that batch as well, where others are written: call it before `queue_batch`.
         """
         self._take_written()
         return _ends(islice(self._due, self._num_fitting() if self._worthwhile() else 0))
@@ -207,15 +207,15 @@ class StoreJobs:
         due = self._due
         return _ends(page for page in due if job_ids is None or page.job.job_id in job_ids)
 
-    def queue_lot(self) -> list[mx.array]:
+    def queue_batch(self) -> list[mx.array]:
         """Copies of due pages, to be handed to the device with the step that is being built."""
         if not self._worthwhile():
             return []
         self._lots += self._copied(None, self._pages.queue_export)
-        return [array for lot in self._lots for array in lot.arrays]
+        return [array for batch in self._lots for array in batch.arrays]
 
     def handed_over(self) -> None:
-        """The device has a step, with the copies that `queue_lot` gave."""
+        """The device has a step, with the copies that `queue_batch` gave."""
         self._unproven.append(self._lots)
         self._lots = []
 
@@ -224,11 +224,11 @@ class StoreJobs:
         while len(self._unproven) > num_left:
             self._submit(self._unproven.popleft())
 
-    def _submit(self, lots: Iterable[_Lot]) -> None:
-        for lot in lots:
-            memory = [memoryview(array) for array in lot.arrays]  # type: ignore[arg-type]
-            lot.arrays.clear()
-            self._store.writer.submit(self._write, lot, memory)
+    def _submit(self, batches: Iterable[_Batch]) -> None:
+        for batch in batches:
+            memory = [memoryview(array) for array in batch.arrays]  # type: ignore[arg-type]
+            batch.arrays.clear()
+            self._store.writer.submit(self._write, batch, memory)
 
     def copy_now(self, job_ids: Collection[int] | None = None) -> None:
         """Copies due pages of some jobs, or of all; waits for the device, between steps.
@@ -236,10 +236,10 @@ class StoreJobs:
         Pages of `job_ids` that have no room are dropped, for their blocks are about to change.
         """
         self._take_written()
-        lots = self._copied(job_ids, self._export)
-        if lots:
+        batches = self._copied(job_ids, self._export)
+        if batches:
             self.steps_computed(0)  # they have ended as well
-        self._submit(lots)
+        self._submit(batches)
         if job_ids is not None:
             dropped = self.drop(lambda page: page.job.job_id in job_ids)
             self._store.count_dropped(dropped)
@@ -254,26 +254,26 @@ class StoreJobs:
             return False
         return self._due_bytes >= LOT_BYTES or self._step - self._due[0].step >= self._lot_steps
 
-    def _copied(self, job_ids: Collection[int] | None, export: Export) -> list[_Lot]:
+    def _copied(self, job_ids: Collection[int] | None, export: Export) -> list[_Batch]:
         """Copies due pages for which there is room; where that fails, their jobs end all the same.
 
         Raises:
             what `export` raises: a step on the device failed, or memory ran out.
         """
         taken = self._take_fitting(job_ids)
-        lots = []
+        batches = []
         try:
             for group, pages in taken.items():
                 blocks_np = np.array([page.block for page in pages], np.int32)
                 num_bytes = sum(page.size for page in pages)
                 arrays = export(group, blocks_np)
-                lots.append(_Lot(pages, self._pages.parts(group), arrays, num_bytes))
+                batches.append(_Batch(pages, self._pages.parts(group), arrays, num_bytes))
         except Exception:
             for page in (page for pages in taken.values() for page in pages):
                 self._count_off(page)
             raise
-        self._staged_bytes += sum(lot.num_bytes for lot in lots)
-        return lots
+        self._staged_bytes += sum(batch.num_bytes for batch in batches)
+        return batches
 
     def _num_fitting(self) -> int:
         """How many due pages there is room for, oldest first; one where nothing is staged.
@@ -303,28 +303,32 @@ class StoreJobs:
             self._due_bytes -= page.size
         return taken
 
-    def _write(self, lot: _Lot, copies: list[memoryview]) -> None:
+    def _write(self, batch: _Batch, copies: list[memoryview]) -> None:
         """Keeps the pages of a lot; runs in the store's thread, and never raises."""
-        sizes = [0] * len(lot.pages)
+        sizes = [0] * len(batch.pages)
         try:
-            count = max(1, ROWS_BYTES // lot.pages[0].size)
-            if self._memory.nbytes < count * lot.pages[0].size:
-                self._memory = np.empty(count * lot.pages[0].size, np.uint8)
+            count = max(1, ROWS_BYTES // batch.pages[0].size)
+            if self._memory.nbytes < count * batch.pages[0].size:
+                self._memory = np.empty(count * batch.pages[0].size, np.uint8)
             for first in range(0, len(sizes), count):
-                sizes[first : first + count] = self._write_pages(lot, copies, first, first + count)
+                sizes[first : first + count] = self._write_pages(
+                    batch, copies, first, first + count
+                )
         except Exception:
             logger.exception("Blocks that left the KV pool could not be stored")
         copies.clear()  # before the room they took is given to others
-        self._written.put((lot, sizes))
+        self._written.put((batch, sizes))
 
-    def _write_pages(self, lot: _Lot, copies: list[memoryview], start: int, stop: int) -> list[int]:
-        """Keeps some pages of a lot; how many bytes of each."""
-        pages, sizes = lot.pages[start:stop], []
+    def _write_pages(
+        self, batch: _Batch, copies: list[memoryview], start: int, stop: int
+    ) -> list[int]:
+        """Keeps some pages of a batch; how many bytes of each."""
+        pages, sizes = batch.pages[start:stop], []
         memory = self._memory[: len(pages) * pages[0].size].reshape(len(pages), -1)
         rows = page_rows(copies, start, stop, memory)
-        for page, row, finite in zip(pages, rows, finite_rows(lot.parts, rows), strict=True):
+        for page, row, finite in zip(pages, rows, finite_rows(batch.parts, rows), strict=True):
             sizes.append(0)
-            if page in lot.unwanted:
+            if page in batch.unwanted:
                 continue
             if not finite:
                 logger.warning_once("A block with NaN or infinity is not stored")
@@ -336,9 +340,9 @@ class StoreJobs:
 
     def _take_written(self) -> None:
         while not self._written.empty():
-            lot, sizes = self._written.get()
-            self._staged_bytes -= lot.num_bytes
-            for page, size in zip(lot.pages, sizes, strict=True):
+            batch, sizes = self._written.get()
+            self._staged_bytes -= batch.num_bytes
+            for page, size in zip(batch.pages, sizes, strict=True):
                 page.job.num_bytes += size
                 self._count_off(page)
 
@@ -374,15 +378,15 @@ class StoreJobs:
 
     def _give_up(self, which: Callable[[_Page], bool]) -> None:
         self.drop(which)
-        for lot in (lot for lots in self._unproven for lot in lots):
-            lot.unwanted.update(page for page in lot.pages if which(page))
+        for batch in (batch for batches in self._unproven for batch in batches):
+            batch.unwanted.update(page for page in batch.pages if which(page))
 
     def lose_pool(self) -> None:
         """Gives up all copies that are not known to be right: what the pool held is lost."""
         self.drop()
-        for lot in (lot for lots in (*self._unproven, self._lots) for lot in lots):
-            self._staged_bytes -= lot.num_bytes
-            for page in lot.pages:
+        for batch in (batch for batches in (*self._unproven, self._lots) for batch in batches):
+            self._staged_bytes -= batch.num_bytes
+            for page in batch.pages:
                 self._count_off(page)
         self._lots = []
         self._unproven.clear()

@@ -13,7 +13,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm_metal.engine.worker.step_hooks import HookedRunner, StepHooks
 from vllm_metal.identity.fingerprint import Fingerprint, PoolContent
 from vllm_metal.kv_transfer.load_jobs import PIECE_BYTES, LoadJobs
-from vllm_metal.kv_transfer.messages import PageKeys, TransferMetadata, TransferNews
+from vllm_metal.kv_transfer.messages import PageKeys, TransferMetadata, TransferUpdate
 from vllm_metal.kv_transfer.page_store import PageStore
 from vllm_metal.kv_transfer.store_jobs import LOT_STEPS, StoreJobs
 
@@ -208,10 +208,10 @@ class TransferHooks(StepHooks):
     def _read_on(self) -> None:
         self.load_jobs.read_on(PIECES_AHEAD_BESIDE if self._decoding else None)
 
-    def before_hand_over(self) -> None:
+    def before_submit(self) -> None:
         assert self._runner is not None
         self._runner.complete_draft_kv(self._draft_ends(self.store_jobs.due_ends()))
-        self._runner.join_step(self.store_jobs.queue_lot())
+        self._runner.join_step(self.store_jobs.queue_batch())
 
     def after_step(self, computed: bool) -> KVConnectorOutput | None:
         metadata = self._metadata
@@ -239,7 +239,7 @@ class TransferHooks(StepHooks):
 
     def _outcome(self) -> KVConnectorOutput | None:
         """What has ended since the step before."""
-        news = TransferNews()
+        news = TransferUpdate()
         loaded = self.load_jobs.finished()
         for store in self.store_jobs.finished():
             if store.job_id in self._exports:
@@ -258,7 +258,7 @@ class TransferHooks(StepHooks):
         news.loaded_in_part = in_part
         self.store.tell(news)
         news.content, self._untold_content = self._untold_content, None
-        if news == TransferNews():
+        if news == TransferUpdate():
             return None
         return KVConnectorOutput(
             finished_recving={load.req_id for load in loaded},

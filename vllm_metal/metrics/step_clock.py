@@ -15,7 +15,7 @@ class StepTimes:
 
     handed_over: float  # when its hand-over to the device began
     host_seconds: float = 0.0  # of laying it out and handing it over
-    outcome_known: float | None = None  # when the host had its tokens
+    accepted_known: float | None = None  # when the host had its tokens
 
 
 class StepClock:
@@ -44,7 +44,7 @@ class StepClock:
         self._last_end = float("-inf")
 
     @contextmanager
-    def laying_out(self) -> Iterator[None]:
+    def preparing(self) -> Iterator[None]:
         """Stands around the layout of a step, which may turn out to have nothing scheduled."""
         self._host = 0.0
         with self._on_host():
@@ -59,13 +59,13 @@ class StepClock:
         finally:
             self._waited += self._now() - began
 
-    def outcome_known(self) -> None:
+    def accepted_known(self) -> None:
         """The host has the tokens of the step that was handed over last."""
-        if self._newest is not None and self._newest.outcome_known is None:
-            self._newest.outcome_known = self._now()
+        if self._newest is not None and self._newest.accepted_known is None:
+            self._newest.accepted_known = self._now()
 
     @contextmanager
-    def handing_over(self) -> Iterator[StepTimes]:
+    def submitting(self) -> Iterator[StepTimes]:
         """Stands around the hand-over of the step that was laid out last."""
         step = StepTimes(self._now())
         with self._on_host():
@@ -95,7 +95,7 @@ class StepClock:
         if not sampled:
             self._unseen = began
             return None
-        ended = self._now() if step.outcome_known is None else step.outcome_known
+        ended = self._now() if step.accepted_known is None else step.accepted_known
         seconds = max(0.0, ended - max(began, self._last_end))
         self._unseen, self._last_end = None, ended
         return seconds

@@ -23,7 +23,7 @@ from vllm_metal.platform.refused_options import refused_options
 from vllm_metal.platform.refused_variables import refused_variables
 from vllm_metal.platform.replica_refusals import replica_refusals
 from vllm_metal.serving import start
-from vllm_metal.serving.idle import spells
+from vllm_metal.serving.idle import idle_period
 from vllm_metal.settings import cache_dtypes, envs
 from vllm_metal.settings.additional_config import AdditionalConfig
 from vllm_metal.settings.runner import pools
@@ -54,7 +54,7 @@ def refuse_unsupported(config: VllmConfig) -> None:
         | pooling.refusals(config, served.of_config(config) is not None, served.ARCHITECTURES)
         | _serving_refusals(config)
         | rank_refusals.refusals(config)
-        | spells.refusals(config)
+        | idle_period.refusals(config)
         | encoders.refusals(config)
     )
     refusals["--additional-config wire_memory (it needs a Mac's GPU, and macOS 15 or newer)"] = (

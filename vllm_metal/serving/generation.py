@@ -161,7 +161,7 @@ class Generation:
         """Looks the answer up, waits for a twin's, or asks, for others too."""
         cache = self._shared.cache
         assert cache is not None
-        while (waiting := cache.twins.join(found)) is not None:
+        while (waiting := cache.coalesced.join(found)) is not None:
             try:
                 await self._replay(await self._wait(waiting, receive), receive, send)
             except Abandoned:
@@ -169,7 +169,7 @@ class Generation:
             except NotKept:
                 await self._ask(receive, send, "miss")
             return
-        lead = cache.twins.lead(found)
+        lead = cache.coalesced.lead(found)
         outcome: Entry | Exception = Abandoned()
         try:
             kept = await cache.get(found, self._request.owner)

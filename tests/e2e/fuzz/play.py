@@ -164,8 +164,8 @@ def _blocks_of_one(setting: Setting) -> int:
     blocks = -(-rows // setting.block_tokens) + 1
     if setting.model == "windowed":  # two more groups, which hold what a step's rows look back on
         in_flight = setting.max_num_batched_tokens * (1 + setting.async_scheduling)
-        behind = min(WINDOW - 1 + in_flight, rows)
-        blocks += 2 * (-(-behind // setting.block_size) + 1)
+        lag = min(WINDOW - 1 + in_flight, rows)
+        blocks += 2 * (-(-lag // setting.block_size) + 1)
     # Of a state, the one before a step and the one after it; a hit adds the block that it is in.
     return blocks + 3 * NUM_STATE_GROUPS.get(setting.model, 0)
 

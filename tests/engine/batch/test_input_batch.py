@@ -62,17 +62,17 @@ def test_rows_lie_as_far_before_as_the_device_says():
     requests.num_computed_tokens_np[short.req_idx] = 6
     requests.num_computed_tokens_np[requests["long"].req_idx] = 12
     requests.block_tables.append(short.req_idx, ([6],))
-    behind = PositionLag(mx.array([0, 2], mx.int32), np.array([0, 3], np.int32))
+    lag = PositionLag(mx.array([0, 2], mx.int32), np.array([0, 3], np.int32))
     drafts = StepDrafts(
         mx.array([[0, 0], [80, 81]]), np.array([0, 2], np.int32), np.array([0, 2], np.int32)
     )
     newest = mx.array([70, 71, 72, 73], mx.int32)
-    batch = prepare(requests, {"long": 2, "short": 3}, newest, drafts, behind)
+    batch = prepare(requests, {"long": 2, "short": 3}, newest, drafts, lag)
     assert np.array(batch.positions).tolist() == [12, 13, 4, 5, 6]
     assert batch.positions_np.tolist() == [12, 13, 6, 7, 8]  # at most
     assert np.array(batch.input_ids).tolist() == [112, 113, 70 + short.req_idx, 80, 81]
     assert batch.sampling_np.tolist() == [1]
-    too_many = batch.num_output_tokens_np - np.array(batch.sample_behind.counts)
+    too_many = batch.num_output_tokens_np - np.array(batch.sample_lag.counts)
     assert too_many.tolist() == [2, 3, 4]
     layout = step_layout(batch, requests.block_tables.tables_np[0], 4, None)
     # Blocks of four: "long" has 5, 3, 8, 1; "short" 2 and 6.

@@ -60,7 +60,7 @@ def test_requests_go_by_their_rows_and_context(by_mlx, served):
 def test_lengths_that_the_device_alone_knows_stay_with_the_kernels():
     layout = layout_of(
         [([1, 2, 3, 4, 5], 0, 70), ([6, 7, 8, 9, 10], 0, 70)],
-        behind=PositionLag(mx.array([0, 1], mx.int32), np.array([0, 2], np.int32)),
+        lag=PositionLag(mx.array([0, 1], mx.int32), np.array([0, 2], np.int32)),
     )
     assert gathered.chosen(layout, ByMLX(True, {1: 64})).tolist() == [True, False]
 

@@ -72,10 +72,10 @@ def test_prompts_are_picked_and_the_others_keep_their_order(backend):
 
 
 def test_what_only_the_device_knows_attends_to_latents():
-    behind = PositionLag(mx.array([0, 2]), np.array([0, 3], np.int32))
+    lag = PositionLag(mx.array([0, 2]), np.array([0, 3], np.int32))
     requests = [([3, 1], 0, 20), ([5, 8], 4, 20)]
     slots = mx.array(layout_of(requests).slot_mapping_np)
-    plan = plan_of(KERNELS, layout_of(requests, behind=behind, slot_mapping=slots))
+    plan = plan_of(KERNELS, layout_of(requests, lag=lag, slot_mapping=slots))
     assert [prompt.first for prompt in plan.prompts.prompts] == [0]
 
 

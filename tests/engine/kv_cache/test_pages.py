@@ -97,7 +97,7 @@ class Steps:
     def __init__(self, kv_cache):
         self.kv_cache, self.in_flight = kv_cache, []
 
-    def hand_over(self, *arrays):
+    def submit(self, *arrays):
         if not self.kv_cache.pipelined:
             mx.eval(self.in_flight)
         self.in_flight = list(arrays)
@@ -111,12 +111,12 @@ def test_pages_are_the_pools_bytes_and_enter_another_bit_by_bit(kind, dtype):
     ours, theirs = BlockPages(here, [NAMES]), BlockPages(there, [NAMES])
     target = here[NAMES[0]]
     steps = Steps(target)
-    steps.hand_over(built(target, [3, 1, 7, 9], 0, 40))
+    steps.submit(built(target, [3, 1, 7, 9], 0, 40))
     sources, targets = np.array([7, 1, 3], np.int32), np.array([8, 2, 4], np.int32)
 
     following = built(target, [3, 1, 7, 9], 48, 1)
     queued = ours.queue_export(0, sources)
-    steps.hand_over(following, *queued)
+    steps.submit(following, *queued)
     rows = np.full((4, ours.page_bytes(0)), 7, np.uint8)  # room for one more
     rows[:3] = in_thread(lambda: page_rows(queued))
     settled = ours.export(0, sources)
@@ -211,15 +211,15 @@ def test_queued_copies_see_the_steps_before_and_nothing_later(kind, dtype, later
     states = two_layers(backend, dtype)
     target, draft = (states[name] for name in NAMES)
     pages, steps = BlockPages(states, [NAMES]), Steps(target)
-    steps.hand_over(built(target, [7, 1, 9], 0, 33))
+    steps.submit(built(target, [7, 1, 9], 0, 33))
     target.begin_step()  # so that numpy sees what that step has written
     expected = [naive(states, NAMES, block) for block in (7, 1)]
 
     following = built(target, [7, 1, 9], 33, 1)
     queued = pages.queue_export(0, np.array([7, 1], np.int32))
-    steps.hand_over(following, *queued)
+    steps.submit(following, *queued)
     out = later(target, draft, pages)
-    steps.hand_over(built(target, [5], 0, 3) if out is None else out)
+    steps.submit(built(target, [5], 0, 3) if out is None else out)
     assert pages_of(queued) == expected
     target.wait_for_device()
     assert naive(states, NAMES[:1], 7) not in expected[0]
@@ -235,8 +235,8 @@ def test_copies_of_several_exports_of_a_step_are_all_before_the_next_write(backe
     first, second = (
         pages.queue_export(group, np.array([block], np.int32)) for group, block in ((0, 7), (1, 1))
     )
-    steps.hand_over(following, *first, *second)
-    steps.hand_over(built(target, [7, 1], 0, 32))
+    steps.submit(following, *first, *second)
+    steps.submit(built(target, [7, 1], 0, 32))
     assert pages_of(first) + pages_of(second) == expected
 
 
@@ -322,7 +322,7 @@ def test_pages_move_amid_steps_without_a_copy_of_the_pool(kind, dtype):
     def step(start, exports=False):
         out = [built(state, [*range(1, 9)], start, 1) for state in layers]
         queued = pages.queue_export(0, blocks) if exports else []
-        steps.hand_over(*out, *queued)
+        steps.submit(*out, *queued)
         return queued
 
     def peak_from(first):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_metal.engine.models import dense_check
-from vllm_metal.engine.models.dense_check import Told
+from vllm_metal.engine.models.dense_check import PagedLogits
 from vllm_metal.identity.model_files import ModelLoadError
 
 
@@ -26,7 +26,7 @@ def test_float32_may_be_multiplied_as_tf32_on_a_gpu(device, tf32, difference, re
     monkeypatch.delenv("MLX_ENABLE_TF32", raising=False)
     if tf32 is not None:
         monkeypatch.setenv("MLX_ENABLE_TF32", tf32)
-    told = Told([1, 2, 3], [-np.log(8) - difference] * 2)
+    told = PagedLogits([1, 2, 3], [-np.log(8) - difference] * 2)
 
     def check():
         dense_check.check(lambda ids, cache: mx.zeros((1, 3, 8)), told, mx.float32, "llama")

@@ -150,9 +150,9 @@ class Play:
                     self.tables[index, block] = self.free.pop(0)
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         late = self.rejected[who] if self.lagging else np.zeros(len(who), np.int32)
-        behind = None
+        lag = None
         if late.any():
-            behind = PositionLag(mx.array(late), late)
+            lag = PositionLag(mx.array(late), late)
         layout = StepLayout(
             starts,
             (begins + late + counts).astype(np.int32),
@@ -161,7 +161,7 @@ class Play:
             BLOCK,
             req_indices_np=np.array(who, np.int32),
             num_drafts_np=drafts.astype(np.int32) if drafts.any() else None,
-            behind=behind,
+            lag=lag,
         )
         self.state.begin_step()
         plan = self.scope.plan_of(layout)

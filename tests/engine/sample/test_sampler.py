@@ -271,8 +271,8 @@ def test_counts_that_only_the_device_knows(span):
     counts = np.minimum(rng.integers(0, 4, 16, np.int32), most)[req_indices]
     logits = mx.array(rng.normal(size=(16 * span, V)).astype(np.float32) + LOGITS)
     wanted = sampler.sample(logits, req_indices, exact, None, spans)
-    behind = PositionLag(mx.array(counts), most[req_indices])
-    found = sampler.sample(logits, req_indices, exact + counts, None, spans, behind)
+    lag = PositionLag(mx.array(counts), most[req_indices])
+    found = sampler.sample(logits, req_indices, exact + counts, None, spans, lag)
     assert found.token_ids.tolist() == wanted.token_ids.tolist()
     wrong = sampler.sample(logits, req_indices, exact + counts, None, spans)
     assert wrong.token_ids.tolist() != wanted.token_ids.tolist()

@@ -221,12 +221,12 @@ def test_nothing_runs_while_nobody_wants_drafts_until_enough_has_gathered():
 
 
 @pytest.mark.parametrize("behind", [3, MAX_BEHIND])
-def test_a_completed_request_leaves_whole_blocks_to_others(behind):
+def test_a_completed_request_leaves_whole_blocks_to_others(lag):
     bench = Bench(allowed=False)
-    start = 2 * BLOCK + 1 - behind
+    start = 2 * BLOCK + 1 - lag
     bench.begin(0, bench.prompt(start))
     bench.propose([0], [2])
-    for _ in range(behind):
+    for _ in range(lag):
         bench.learn(0, bench.prompt(1))
         bench.propose([0], [0])
     before = bench.network.passes

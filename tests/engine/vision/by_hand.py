@@ -19,7 +19,7 @@ from vllm_metal.engine.batch.outputs import StepOutput
 from vllm_metal.engine.batch.requests import BlockTables, Requests
 from vllm_metal.engine.worker.model_runner import ModelRunner
 from vllm_metal.engine.worker.results import Step
-from vllm_metal.engine.worker.step_end import StepEnd
+from vllm_metal.engine.worker.sampling_head import OutputHead
 
 BLOCK, MOST, BLOCKS_EACH = 16, 4, 8
 
@@ -34,7 +34,7 @@ def feature(data, offset, length, identifier, is_embed=None, modality="image"):
     return MultiModalFeatureSpec(item, modality, identifier, place)
 
 
-class AllLogits(StepEnd):
+class AllLogits(OutputHead):
     """Hands out the logits of all rows."""
 
     at_once = True

@@ -10,7 +10,7 @@ from engine.vision.by_hand import BLOCK
 from engine.vision.toys import Prompt, Toy
 from mlx.utils import tree_flatten, tree_unflatten
 
-from vllm_metal.engine.batch.columns import RequestsRefused
+from vllm_metal.engine.batch.per_request_state import RequestsRefused
 from vllm_metal.engine.vision.families import FAMILIES as FAMILIES_SERVED
 from vllm_metal.engine.vision.images import images_of
 from vllm_metal.engine.vision.tower import load_weights

@@ -26,9 +26,9 @@ class Run:
 
     def step(self, seconds):
         """Whether the step before was read early; the new one's tokens take so long."""
-        self.reads.before_hand_over(self.newest, ended=False)
+        self.reads.before_submit(self.newest, ended=False)
         early = self.newest is not None and self.newest.wait_s is not None
-        self.reads.after_hand_over()
+        self.reads.after_submit()
         if self.newest is not None:
             assert self.newest.checked == early
             self.newest.token_ids()
@@ -61,15 +61,15 @@ def test_after_an_early_read_that_waited_twice_as_many_must_be_quick():
 
 def test_what_was_waited_for_in_any_case_is_read():
     reads, output = EarlyReads(), Output(SLOW)
-    reads.before_hand_over(output, ended=True)
+    reads.before_submit(output, ended=True)
     assert output.wait_s and not output.checked
-    reads.after_hand_over()
+    reads.after_submit()
     assert output.checked
 
 
 def test_a_step_without_tokens_is_not_known_to_have_ended():
     reads, output = EarlyReads(), Output(QUICK)
     output.sampled = None
-    reads.before_hand_over(output, ended=True)
-    reads.after_hand_over()
+    reads.before_submit(output, ended=True)
+    reads.after_submit()
     assert not output.checked

@@ -9,14 +9,14 @@ from engine.models.test_executor import BLOCK, COMMON, build, executor
 from mlx_lm.models.cache import make_prompt_cache
 from vllm.v1.core.sched.output import CachedRequestData
 
-from vllm_metal.engine.batch.columns import RequestColumn
+from vllm_metal.engine.batch.output_head import OutputHead
 from vllm_metal.engine.batch.outputs import StepOutput
+from vllm_metal.engine.batch.per_request_state import PerRequestState
 from vllm_metal.engine.batch.requests import BlockTables, Requests
-from vllm_metal.engine.batch.step_end import StepEnd
 from vllm_metal.engine.sample import Sampler
 from vllm_metal.engine.worker.model_runner import ModelRunner
-from vllm_metal.engine.worker.rehearsal import Room, rehearse
 from vllm_metal.engine.worker.results import Step
+from vllm_metal.engine.worker.warm_up_steps import Room, run_warm_up
 from vllm_metal.metrics.figures import STEP, measure
 from vllm_metal.patches.vllm_patches.step_result import has_results
 
@@ -24,7 +24,7 @@ VOCAB, MOST = COMMON["vocab_size"], 4
 PROMPT = np.random.default_rng(3).integers(0, VOCAB, 40).tolist()
 
 
-class States(StepEnd):
+class States(OutputHead):
     """Hands out the last hidden states of prompts; it measures how many rows it saw."""
 
     at_once = True
@@ -48,7 +48,7 @@ class States(StepEnd):
         return StepOutput(batch, None, {}, self.requests), [self.states]
 
 
-class Gains(RequestColumn):
+class Gains(PerRequestState):
     """Brings one number a request."""
 
     def __init__(self):
@@ -123,7 +123,7 @@ def test_a_modules_values_are_there_in_a_rehearsal_too():
     column = Gains()
     runner, _, model = make([column], "mlp")
     room = Room(1, BLOCK, 20, 64)
-    told = rehearse(runner, Sampler(VOCAB, MOST), {"temperature": 0}, VOCAB, room)
+    told = run_warm_up(runner, Sampler(VOCAB, MOST), {"temperature": 0}, VOCAB, room)
     tokens = mx.array([told.token_ids])
     model.model.layers[1].mlp.given = mx.full(tokens.shape, 0.5)
     logits = model(tokens, cache=make_prompt_cache(model))[0, :-1]

@@ -8,7 +8,7 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_metal.device import errors
-from vllm_metal.engine.batch.columns import RequestsRefused
+from vllm_metal.engine.batch.per_request_state import RequestsRefused
 from vllm_metal.engine.worker import recovery
 from vllm_metal.engine.worker.model_runner import ModelRunner
 from vllm_metal.engine.worker.recovery import RecoveringRunner
@@ -50,7 +50,7 @@ class Runner(ModelRunner):
         self._req_ids = list(scheduler_output.num_scheduled_tokens)
         self.graphs.num_built += self.allowed and self.uses_graphs
 
-    def hand_over(self, grammar_output):
+    def submit(self, grammar_output):
         self.device.ask()
         ids, tokens = self._req_ids, [7] * self.samples
         return SimpleNamespace(

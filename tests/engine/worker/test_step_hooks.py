@@ -32,7 +32,7 @@ class Connector(StepHooks):
     def before_forward(self):
         self.calls.append("before forward")
 
-    def before_hand_over(self):
+    def before_submit(self):
         self.calls.append("before hand-over")
 
     def after_step(self, computed):
@@ -70,7 +70,7 @@ class Runner(ModelRunner):
     def forward(self, scheduler_output):
         self._call("forward")
 
-    def hand_over(self, grammar_output):
+    def submit(self, grammar_output):
         self._call("sample")
         return SimpleNamespace(
             always_waits=False,
@@ -200,12 +200,10 @@ def test_transfers_end_before_an_engine_sleeps():
     assert calls[-1] == ("pool made", 1)
 
 
-@pytest.mark.parametrize(
-    "hook", ["before_step", "before_forward", "before_hand_over", "after_step"]
-)
+@pytest.mark.parametrize("hook", ["before_step", "before_forward", "before_submit", "after_step"])
 @pytest.mark.parametrize("req_ids", [["a"], []], ids=["step", "empty"])
 def test_a_hook_that_raises_fails_the_step_and_not_the_engine(hook, req_ids, monkeypatch):
-    if hook == "before_hand_over" and not req_ids:
+    if hook == "before_submit" and not req_ids:
         return  # there is nothing to hand over
     runner, calls = make()
     original = getattr(Connector, hook)

@@ -17,7 +17,7 @@ from kv_transfer.peer.engines import CALM, SECRET, Proxy, make_terms
 
 from vllm_metal.kv_transfer.peer import wire
 from vllm_metal.kv_transfer.peer.client import Peer
-from vllm_metal.kv_transfer.peer.outbox import Outbox
+from vllm_metal.kv_transfer.peer.export_cache import ExportCache
 from vllm_metal.kv_transfer.peer.server import PageServer
 from vllm_metal.settings.address import Address
 
@@ -126,16 +126,18 @@ def ends():
 
 
 @pytest.fixture
-def outbox(clock):
+def export_cache(clock):
     """Its leases end only when a test moves the clock."""
-    return Outbox(1 << 24, clock)
+    return ExportCache(1 << 24, clock)
 
 
 @pytest.fixture
-def make_server(ends, outbox):
-    def make(secret=SECRET, terms=make_terms, port=0, outbox=outbox, timeouts=CALM, **others):
+def make_server(ends, export_cache):
+    def make(
+        secret=SECRET, terms=make_terms, port=0, export_cache=export_cache, timeouts=CALM, **others
+    ):
         address = Address("127.0.0.1", port)
-        server = PageServer(address, secret, outbox, terms, timeouts, **others)
+        server = PageServer(address, secret, export_cache, terms, timeouts, **others)
         ends.append(server)
         return server
 

@@ -25,9 +25,9 @@ if __name__ == "__main__":
 
 from vllm_metal.kv_transfer.peer import handshake
 from vllm_metal.kv_transfer.peer.client import Peer
+from vllm_metal.kv_transfer.peer.export_cache import ExportCache
 from vllm_metal.kv_transfer.peer.handshake import Terms
 from vllm_metal.kv_transfer.peer.limits import Timeouts
-from vllm_metal.kv_transfer.peer.outbox import Outbox
 from vllm_metal.kv_transfer.peer.server import PageServer
 from vllm_metal.kv_transfer.peer.wire import Link
 from vllm_metal.settings.address import Address
@@ -58,9 +58,9 @@ def views(buffers):
     return [memoryview(buffer) for buffer in buffers]
 
 
-def fill(outbox, pages):
+def fill(export_cache, pages):
     for key, page in pages.items():
-        assert outbox.put(key, memoryview(page))
+        assert export_cache.put(key, memoryview(page))
 
 
 def pull(peer, pages, wanted=lambda: True):
@@ -194,10 +194,10 @@ def main():
     role, *numbers = sys.argv[1:]
     if role == "serve":
         seed, count, size = map(int, numbers)
-        outbox = Outbox(count * size)
-        fill(outbox, make_pages(count, size, seed))
+        export_cache = ExportCache(count * size)
+        fill(export_cache, make_pages(count, size, seed))
         terms = make_terms(f"process-{os.getpid()}")
-        server = PageServer(Address("127.0.0.1", 0), SECRET, outbox, lambda: terms)
+        server = PageServer(Address("127.0.0.1", 0), SECRET, export_cache, lambda: terms)
         print(server.port, flush=True)
     else:
         port, seed, count, size = map(int, numbers)

@@ -21,8 +21,8 @@ from kv_transfer.peer.engines import (
 
 from vllm_metal.kv_transfer.peer import handshake, limits
 from vllm_metal.kv_transfer.peer.client import Peer
+from vllm_metal.kv_transfer.peer.export_cache import ExportCache
 from vllm_metal.kv_transfer.peer.messages import Found
-from vllm_metal.kv_transfer.peer.outbox import Outbox
 from vllm_metal.settings.address import Address
 
 
@@ -44,9 +44,9 @@ class Terms:
         *(pytest.param(size, b"", marks=pytest.mark.slow) for size in (0, 1, 17, 4096, 3 << 20)),
     ],
 )
-def test_pages_come_bit_by_bit_the_same(make_server, make_peer, outbox, secret, size):
+def test_pages_come_bit_by_bit_the_same(make_server, make_peer, export_cache, secret, size):
     pages = make_pages(3, size)
-    fill(outbox, pages)
+    fill(export_cache, pages)
     peer = make_peer(make_server(secret).port, secret)
     others = [b"x" * 36, b"y", b"z" * 64]
     assert peer.ask([*others, *pages]) == set(pages)
@@ -57,45 +57,45 @@ def test_pages_come_bit_by_bit_the_same(make_server, make_peer, outbox, secret, 
     stats = peer.stats()
     assert (stats.num_asked, stats.num_found, stats.fetched_pages) == (6, 3, 6)
     assert stats.fetched_bytes == 6 * size
-    wait_until(lambda: outbox.stats().sent_pages == 6)  # counted when they are sent
-    assert outbox.stats().sent_bytes == 6 * size
+    wait_until(lambda: export_cache.stats().sent_pages == 6)  # counted when they are sent
+    assert export_cache.stats().sent_bytes == 6 * size
     assert stats.failed_fetches == stats.bad_checksums == 0
 
 
-def test_sizes_may_differ_within_a_fetch(make_server, make_peer, outbox):
+def test_sizes_may_differ_within_a_fetch(make_server, make_peer, export_cache):
     pages = {
         **make_pages(20, 100, seed=1),
         **make_pages(2, 1 << 20, seed=2),
         **make_pages(20, 5, seed=3),
     }
-    fill(outbox, pages)
+    fill(export_cache, pages)
     assert pull(make_peer(make_server().port), pages)
 
 
-def test_more_keys_than_a_message_may_have(monkeypatch, make_server, make_peer, outbox):
+def test_more_keys_than_a_message_may_have(monkeypatch, make_server, make_peer, export_cache):
     from vllm_metal.kv_transfer.peer import client
 
     monkeypatch.setattr(client, "MAX_KEYS", 7)
     pages = make_pages(50, 10)
-    fill(outbox, pages)
+    fill(export_cache, pages)
     peer = make_peer(make_server().port)
     assert peer.ask(pages) == set(pages)
     assert pull(peer, pages)
 
 
-def test_a_message_takes_as_many_keys_as_it_may(make_server, make_peer, outbox):
+def test_a_message_takes_as_many_keys_as_it_may(make_server, make_peer, export_cache):
     there = make_pages(1, 10)
-    fill(outbox, there)
+    fill(export_cache, there)
     keys = [number.to_bytes(limits.MAX_KEY_BYTES, "big") for number in range(limits.MAX_KEYS - 1)]
     assert make_peer(make_server().port).ask([*keys, *there]) == set(there)
 
 
-def test_a_page_that_is_not_there_is_no_fetch(make_server, make_peer, outbox):
+def test_a_page_that_is_not_there_is_no_fetch(make_server, make_peer, export_cache):
     pages = make_pages(5, 1000)
-    fill(outbox, pages)
+    fill(export_cache, pages)
     peer = make_peer(make_server().port)
     peer.ask(pages)
-    outbox.discard(list(pages)[3:4])
+    export_cache.discard(list(pages)[3:4])
     assert not pull(peer, pages)
     del pages[list(pages)[3]]
     assert pull(peer, pages)
@@ -103,18 +103,18 @@ def test_a_page_that_is_not_there_is_no_fetch(make_server, make_peer, outbox):
 
 
 @pytest.mark.parametrize("other", [999, 1001, 0])
-def test_memory_of_another_size_gets_nothing(make_server, make_peer, outbox, other):
+def test_memory_of_another_size_gets_nothing(make_server, make_peer, export_cache, other):
     pages = make_pages(2, 1000)
-    fill(outbox, pages)
+    fill(export_cache, pages)
     peer = make_peer(make_server().port)
     into = [bytearray(1000), bytearray(other)]
     assert not peer.fetch(list(pages), views(into), lambda: True)
     assert into[1] == bytes(other)
 
 
-def test_memory_that_cannot_be_written_is_no_fetch(make_server, make_peer, outbox, log):
+def test_memory_that_cannot_be_written_is_no_fetch(make_server, make_peer, export_cache, log):
     pages = make_pages(1, 8)
-    fill(outbox, pages)
+    fill(export_cache, pages)
     peer = make_peer(make_server().port)
     assert not peer.fetch(list(pages), [memoryview(bytes(8))], lambda: True)
     assert not peer.fetch(list(pages), [], lambda: True)
@@ -122,9 +122,9 @@ def test_memory_that_cannot_be_written_is_no_fetch(make_server, make_peer, outbo
     log.lines.clear()  # these are a caller's mistakes, and have their tracebacks there
 
 
-def test_fetches_in_parallel(make_server, make_peer, outbox):
+def test_fetches_in_parallel(make_server, make_peer, export_cache):
     pages = make_pages(64, 50_000)
-    fill(outbox, pages)
+    fill(export_cache, pages)
     proxy_free = make_server()
     peer = make_peer(proxy_free.port)
     good = []
@@ -141,12 +141,12 @@ def test_fetches_in_parallel(make_server, make_peer, outbox):
     for thread in threads:
         thread.join()
     assert good == [True] * 8
-    wait_until(lambda: outbox.stats().leased_bytes == 0)
+    wait_until(lambda: export_cache.stats().leased_bytes == 0)
 
 
-def test_it_uses_so_many_connections_at_most(make_server, make_proxy, make_peer, outbox):
+def test_it_uses_so_many_connections_at_most(make_server, make_proxy, make_peer, export_cache):
     pages = make_pages(30, 20_000)
-    fill(outbox, pages)
+    fill(export_cache, pages)
     proxy = make_proxy(make_server().port)
     peer = make_peer(proxy.port)
     threads = [threading.Thread(target=pull, args=(peer, pages)) for _ in range(9)]
@@ -158,9 +158,9 @@ def test_it_uses_so_many_connections_at_most(make_server, make_proxy, make_peer,
     assert 1 <= proxy.num_connections <= limits.CONNECTIONS_OF_A_PEER
 
 
-def test_nobody_wants_it_any_more(make_server, make_proxy, make_peer, outbox):
+def test_nobody_wants_it_any_more(make_server, make_proxy, make_peer, export_cache):
     pages = make_pages(3, 1 << 20)
-    fill(outbox, pages)
+    fill(export_cache, pages)
     proxy = make_proxy(make_server().port)
     peer = make_peer(proxy.port)
     peer.ask(())
@@ -171,27 +171,27 @@ def test_nobody_wants_it_any_more(make_server, make_proxy, make_peer, outbox):
     assert not peer.is_down and peer.stats().fetched_pages == 0
 
 
-def test_asking_waits_for_pages_that_are_being_made(make_server, make_peer, outbox):
+def test_asking_waits_for_pages_that_are_being_made(make_server, make_peer, export_cache):
     pages = make_pages(3, 100)
     first, _, third = pages
-    outbox.expect(pages)
+    export_cache.expect(pages)
     peer = make_peer(make_server().port)
     assert peer.ask(pages, wait_s=0) == set()
     found = []
     asking = threading.Thread(target=lambda: found.append(peer.ask(pages)))
     asking.start()
-    fill(outbox, {first: pages[first], third: pages[third]})
-    outbox.expect_no_more(pages)
+    fill(export_cache, {first: pages[first], third: pages[third]})
+    export_cache.expect_no_more(pages)
     asking.join()
     assert found == [{first, third}]
 
 
 @pytest.mark.more
-def test_asking_does_not_wait_for_ever(make_server, make_peer, outbox):
+def test_asking_does_not_wait_for_ever(make_server, make_peer, export_cache):
     """Longer than nothing may move on a connection, and no longer than the server's limit."""
     pages = make_pages(2, 100)
-    fill(outbox, dict([next(iter(pages.items()))]))
-    outbox.expect(pages)
+    fill(export_cache, dict([next(iter(pages.items()))]))
+    export_cache.expect(pages)
     server = make_server(timeouts=replace(CALM, wait=12.0, waiting_sign=0.1))
     peer = make_peer(server.port, timeouts=replace(CALM, no_progress=8.0))
     assert peer.ask(pages, wait_s=1000) == {next(iter(pages))}
@@ -201,17 +201,17 @@ def test_asking_does_not_wait_for_ever(make_server, make_peer, outbox):
 # -- leases
 
 
-def test_found_pages_are_leased_until_they_are_released(make_server, make_peer, outbox):
+def test_found_pages_are_leased_until_they_are_released(make_server, make_peer, export_cache):
     pages = make_pages(4, 1000)
-    fill(outbox, pages)
+    fill(export_cache, pages)
     peer = make_peer(make_server().port)
     asked = list(pages)
     assert peer.ask(asked[:2]) and peer.ask(asked[1:3])
-    assert outbox.stats().leased_bytes == 3000
+    assert export_cache.stats().leased_bytes == 3000
     peer.release(asked[:2])  # the second was asked for twice
-    wait_until(lambda: outbox.stats().leased_bytes == 2000)
+    wait_until(lambda: export_cache.stats().leased_bytes == 2000)
     peer.release(asked[1:4])
-    wait_until(lambda: outbox.stats().leased_bytes == 0)
+    wait_until(lambda: export_cache.stats().leased_bytes == 0)
     peer.release(asked)
     assert peer.ask(asked) == set(asked)
 
@@ -220,22 +220,24 @@ def test_leases_are_renewed_while_pages_are_wanted(make_server, make_peer, clock
     """By the clocks of both sides, which the test moves; the keeper's pace is real."""
     renewed_at = []
 
-    class NotingOutbox(Outbox):
+    class NotingOutbox(ExportCache):
         def renew(self, holder, seconds):
             super().renew(holder, seconds)
             renewed_at.append(clock.now)
 
-    outbox = NotingOutbox(1 << 20, clock)
+    export_cache = NotingOutbox(1 << 20, clock)
     pages = make_pages(1, 1000)
-    fill(outbox, pages)
-    peer = make_peer(make_server(outbox=outbox).port, timeouts=replace(CALM, renew=0.05))
+    fill(export_cache, pages)
+    peer = make_peer(
+        make_server(export_cache=export_cache).port, timeouts=replace(CALM, renew=0.05)
+    )
     peer.ask(pages)
     for _ in range(12):  # 240 s, of leases of 30 s
         clock.now += 20
         wait_until(lambda: clock.now in renewed_at)
-        assert outbox.stats().leased_bytes == 1000
+        assert export_cache.stats().leased_bytes == 1000
     clock.now += 61  # nobody loads for five minutes: it was forgotten
-    wait_until(lambda: outbox.stats().leased_bytes == 0)
+    wait_until(lambda: export_cache.stats().leased_bytes == 0)
 
 
 # -- peers to take nothing from
@@ -244,16 +246,16 @@ def test_leases_are_renewed_while_pages_are_wanted(make_server, make_peer, clock
 @pytest.mark.parametrize(
     ("servers", "clients"), [(SECRET, b"x" * 16), (SECRET, b""), (b"", SECRET)]
 )
-def test_another_secret_gets_nothing(make_server, make_peer, outbox, log, servers, clients):
+def test_another_secret_gets_nothing(make_server, make_peer, export_cache, log, servers, clients):
     pages = make_pages(1, 100)
-    fill(outbox, pages)
+    fill(export_cache, pages)
     peer = make_peer(make_server(servers).port, clients)
     assert peer.ask(pages) == set() and not pull(peer, pages)
     assert peer.ask(pages) == set()
     wait_until(lambda: len(log.warnings()) == 2)  # one on each side
     assert all("secret" in text for text in log.warnings())
     assert any(f"127.0.0.1:{peer.address.port} is not used" in text for text in log.warnings())
-    assert peer.engine_id is None and outbox.stats().sent_pages == 0
+    assert peer.engine_id is None and export_cache.stats().sent_pages == 0
 
 
 @pytest.mark.parametrize("there", [[], [True] * 3])
@@ -303,9 +305,9 @@ def test_a_proof_of_another_version_is_none(monkeypatch, make_server, make_peer,
     assert make_peer(server.port).ask(()) == set()
 
 
-def test_other_terms_are_refused_by_name_and_once(make_server, make_peer, outbox, log, clock):
+def test_other_terms_are_refused_by_name_and_once(make_server, make_peer, export_cache, log, clock):
     pages = make_pages(1, 100)
-    fill(outbox, pages)
+    fill(export_cache, pages)
     terms = Terms(fingerprint="beef", dtype="float16")
     server = make_server(terms=terms)
     peer = make_peer(server.port, difference=lambda facts: f"dtype\n{facts['dtype']}, not float32")
@@ -318,9 +320,9 @@ def test_other_terms_are_refused_by_name_and_once(make_server, make_peer, outbox
     assert peer.ask(pages) == set(pages)  # tried again after a minute
 
 
-def test_refusal_ends_when_own_terms_change(make_server, make_peer, outbox, log):
+def test_refusal_ends_when_own_terms_change(make_server, make_peer, export_cache, log):
     pages = make_pages(1, 100)
-    fill(outbox, pages)
+    fill(export_cache, pages)
     own = Terms(fingerprint="beef")
     server = make_server()
     peer = make_peer(server.port, terms=own)
@@ -334,10 +336,12 @@ def test_refusal_ends_when_own_terms_change(make_server, make_peer, outbox, log)
     assert pull(peer, pages)
 
 
-def test_an_engine_that_is_named_to_itself_is_no_peer(make_server, make_peer, outbox, log, clock):
+def test_an_engine_that_is_named_to_itself_is_no_peer(
+    make_server, make_peer, export_cache, log, clock
+):
     """One file may name all engines to each of them."""
     pages = make_pages(1, 100)
-    fill(outbox, pages)
+    fill(export_cache, pages)
     server = make_server()
     peer = make_peer(server.port, terms=make_terms)
     assert peer.ask(pages) == set() and not peer.hello() and peer.is_in_trouble
@@ -377,23 +381,25 @@ def test_facts_may_be_too_long_to_be_sent(make_server, make_peer, log):
     assert log.warnings()[0].endswith("not used: {}")
 
 
-def test_a_server_that_loads_other_weights_gives_no_more_pages(make_server, make_peer, outbox):
+def test_a_server_that_loads_other_weights_gives_no_more_pages(
+    make_server, make_peer, export_cache
+):
     pages = make_pages(2, 100)
-    fill(outbox, pages)
+    fill(export_cache, pages)
     terms = Terms()
     peer = make_peer(make_server(terms=terms).port)
     assert peer.ask(pages) == set(pages) and pull(peer, pages)
-    outbox.clear()
+    export_cache.clear()
     terms.now = make_terms(fingerprint="beef")
-    fill(outbox, {key: page[::-1] for key, page in pages.items()})
+    fill(export_cache, {key: page[::-1] for key, page in pages.items()})
     assert not pull(peer, pages)
     assert peer.ask(pages) == set()
 
 
-def test_pages_that_came_too_late_are_no_fetch(make_server, make_peer, outbox):
+def test_pages_that_came_too_late_are_no_fetch(make_server, make_peer, export_cache):
     """Own weights changed while they came."""
     pages = make_pages(2, 100)
-    fill(outbox, pages)
+    fill(export_cache, pages)
     own = Terms()
     peer = make_peer(make_server().port, terms=own)
     peer.ask(pages)
@@ -408,9 +414,11 @@ def test_pages_that_came_too_late_are_no_fetch(make_server, make_peer, outbox):
 # -- peers that are down
 
 
-def test_a_peer_that_is_not_there_is_down_for_a_while(make_server, make_peer, outbox, clock, log):
+def test_a_peer_that_is_not_there_is_down_for_a_while(
+    make_server, make_peer, export_cache, clock, log
+):
     pages = make_pages(1, 100)
-    fill(outbox, pages)
+    fill(export_cache, pages)
     server = make_server()
     port = server.port
     server.close()
@@ -432,9 +440,9 @@ def test_a_name_that_nobody_has_is_down(ends, log):
     assert peer.ask([b"key"]) == set() and peer.is_down
 
 
-def test_a_restarted_peer_is_found_again_silently(make_server, make_peer, outbox, log):
+def test_a_restarted_peer_is_found_again_silently(make_server, make_peer, export_cache, log):
     pages = make_pages(2, 100)
-    fill(outbox, pages)
+    fill(export_cache, pages)
     server = make_server()
     peer = make_peer(server.port)
     assert peer.ask(pages) == set(pages)
@@ -508,9 +516,9 @@ def test_a_replayed_conversation_proves_nothing(ends, make_server, make_peer, lo
     listener.close()
 
 
-def test_closing_wakes_calls_and_ends_all(make_server, make_peer, outbox):
+def test_closing_wakes_calls_and_ends_all(make_server, make_peer, export_cache):
     pages = make_pages(1, 100)
-    outbox.expect(pages)
+    export_cache.expect(pages)
     peer = make_peer(make_server().port)
     results = []
     asking = threading.Thread(target=lambda: results.append(peer.ask(pages, wait_s=1000)))
@@ -519,8 +527,8 @@ def test_closing_wakes_calls_and_ends_all(make_server, make_peer, outbox):
     peer.close()
     asking.join()
     assert results == [frozenset()]
-    outbox.expect_no_more(pages)
-    fill(outbox, pages)
+    export_cache.expect_no_more(pages)
+    fill(export_cache, pages)
     assert peer.ask(pages) == set()
     assert not peer.fetch(list(pages), views(blank(pages.values())), lambda: True)
     peer.release(pages)

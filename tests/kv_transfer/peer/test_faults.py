@@ -59,10 +59,10 @@ def test_a_server_that_is_killed(start_engine, make_proxy, make_peer, clock, wir
 )
 @pytest.mark.parametrize("fault", ["cut", "stall"])
 def test_a_line_that_breaks_in_a_fetch(
-    make_server, make_proxy, make_peer, outbox, wire_clock, fault, after
+    make_server, make_proxy, make_peer, export_cache, wire_clock, fault, after
 ):
     pages = make_pages(4, SIZE)
-    fill(outbox, pages)
+    fill(export_cache, pages)
     server = make_server()
     proxy = make_proxy(server.port)
     peer = make_peer(proxy.port)
@@ -82,10 +82,10 @@ def test_a_line_that_breaks_in_a_fetch(
     "after", [30, *(pytest.param(n, marks=pytest.mark.more) for n in (0, 5, 100))]
 )
 def test_a_line_that_breaks_in_the_first_words(
-    make_server, make_proxy, make_peer, outbox, clock, wire_clock, fault, after
+    make_server, make_proxy, make_peer, export_cache, clock, wire_clock, fault, after
 ):
     pages = make_pages(2, 100)
-    fill(outbox, pages)
+    fill(export_cache, pages)
     server = make_server()
     proxy = make_proxy(server.port)
     proxy.arm(after, fault)
@@ -100,11 +100,11 @@ def test_a_line_that_breaks_in_the_first_words(
 
 
 def test_a_line_that_broke_while_nobody_used_it_is_replaced(
-    make_server, make_proxy, make_peer, outbox, log
+    make_server, make_proxy, make_peer, export_cache, log
 ):
     """When a request is on its way already: only the answer does not come."""
     pages = make_pages(2, 100)
-    fill(outbox, pages)
+    fill(export_cache, pages)
     proxy = make_proxy(make_server().port)
     peer = make_peer(proxy.port)
     assert peer.ask(pages) == set(pages)
@@ -128,10 +128,10 @@ def test_a_line_that_broke_while_nobody_used_it_is_replaced(
     ],
 )
 def test_a_bit_that_flips_on_the_way_is_found(
-    make_server, make_proxy, make_peer, outbox, clock, log, size, place
+    make_server, make_proxy, make_peer, export_cache, clock, log, size, place
 ):
     pages = make_pages(1, size)
-    fill(outbox, pages)
+    fill(export_cache, pages)
     proxy = make_proxy(make_server().port)
     peer = make_peer(proxy.port)
     assert peer.ask(pages) == set(pages)
@@ -153,10 +153,10 @@ def test_a_bit_that_flips_on_the_way_is_found(
     ],
 )
 def test_a_bit_that_flips_anywhere_gives_no_wrong_page(
-    make_server, make_proxy, make_peer, outbox, clock, log, seed
+    make_server, make_proxy, make_peer, export_cache, clock, log, seed
 ):
     pages = make_pages(3, 40, seed)
-    fill(outbox, pages)
+    fill(export_cache, pages)
     proxy = make_proxy(make_server().port)
     peer = make_peer(proxy.port, timeouts=QUICK)  # a length that changed is waited for
     proxy.arm(seed * 17, "flip")  # `pull` compares

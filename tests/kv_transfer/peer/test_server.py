@@ -61,14 +61,14 @@ def framed(message):
 # -- where it listens
 
 
-def test_without_a_secret_it_listens_on_loopback_only(outbox):
+def test_without_a_secret_it_listens_on_loopback_only(export_cache):
     for host in ("0.0.0.0", "::"):
         with pytest.raises(ValueError, match=r"'listen': .*'secret'.*127\.0\.0\.1"):
-            PageServer(Address(host, 0), b"", outbox, make_terms)
+            PageServer(Address(host, 0), b"", export_cache, make_terms)
 
 
-def test_with_a_secret_it_listens_anywhere(ends, make_peer, outbox):
-    server = PageServer(Address("0.0.0.0", 0), SECRET, outbox, make_terms, CALM)
+def test_with_a_secret_it_listens_anywhere(ends, make_peer, export_cache):
+    server = PageServer(Address("0.0.0.0", 0), SECRET, export_cache, make_terms, CALM)
     ends.append(server)
     peer = make_peer(server.port)
     peer.ask(())
@@ -83,14 +83,14 @@ def test_a_client_from_elsewhere_needs_a_secret(monkeypatch, make_server):
     assert is_over(connect(server.port))
 
 
-def test_an_address_that_is_taken_or_another_machines_is_named(make_server, outbox):
+def test_an_address_that_is_taken_or_another_machines_is_named(make_server, export_cache):
     server = make_server()
     with pytest.raises(OSError, match=f"cannot listen on 'listen': 127.0.0.1:{server.port}"):
         make_server(port=server.port)
     with pytest.raises(OSError, match=r"cannot listen on 'listen': 192\.0\.2\.1:9"):
-        PageServer(Address("192.0.2.1", 9), SECRET, outbox, make_terms)
+        PageServer(Address("192.0.2.1", 9), SECRET, export_cache, make_terms)
     with pytest.raises(OSError, match=r"'listen': no-such-host.invalid:9 is not an address"):
-        PageServer(Address("no-such-host.invalid", 9), SECRET, outbox, make_terms)
+        PageServer(Address("no-such-host.invalid", 9), SECRET, export_cache, make_terms)
 
 
 # -- too many, too late, too slow
@@ -157,9 +157,9 @@ def test_who_knows_the_secret_may_be_silent(make_server, wire_clock):
         wire_clock.skip()
 
 
-def test_who_does_not_read_is_dropped(make_server, make_peer, outbox, wire_clock):
+def test_who_does_not_read_is_dropped(make_server, make_peer, export_cache, wire_clock):
     pages = make_pages(12, 1 << 20)
-    fill(outbox, pages)
+    fill(export_cache, pages)
     server = make_server()
     stuck = introduced(server.port)
     stuck.send(Fetch(list(pages)))
@@ -190,54 +190,54 @@ def test_who_has_other_terms_hears_these_and_no_more(make_server, other):
 # -- sessions
 
 
-def test_leases_end_with_the_last_connection_of_a_session(make_server, outbox):
+def test_leases_end_with_the_last_connection_of_a_session(make_server, export_cache):
     pages = make_pages(4, 1000)
     keys = list(pages)
-    fill(outbox, pages)
+    fill(export_cache, pages)
     server = make_server()
     first, second, other = (introduced(server.port, session * 16) for session in (b"a", b"a", b"b"))
     for link, asked in ((first, keys[:2]), (second, keys[2:3]), (other, keys[3:])):
         link.send(Ask(asked, 0))
         decode(link.receive(100), Found)
-    assert outbox.stats().leased_bytes == 4000
+    assert export_cache.stats().leased_bytes == 4000
     first.sock.close()
     wait_until(lambda: server.num_connections == 2)
-    assert outbox.stats().leased_bytes == 4000
+    assert export_cache.stats().leased_bytes == 4000
     other.send(Release(keys))  # of others' leases it ends none
     decode(other.receive(100), Done)
-    assert outbox.stats().leased_bytes == 3000
+    assert export_cache.stats().leased_bytes == 3000
     second.sock.close()
-    wait_until(lambda: outbox.stats().leased_bytes == 0)
+    wait_until(lambda: export_cache.stats().leased_bytes == 0)
     other.sock.close()
 
 
-def test_a_client_that_is_killed_holds_nothing(make_server, outbox, start_engine):
-    fill(outbox, make_pages(5, 1000, seed=9))
+def test_a_client_that_is_killed_holds_nothing(make_server, export_cache, start_engine):
+    fill(export_cache, make_pages(5, 1000, seed=9))
     server = make_server()
     child = start_engine("hold", server.port, 9, 5, 1000)
     assert child.stdout.readline() == "5\n"
-    assert outbox.stats().leased_bytes == 5000
+    assert export_cache.stats().leased_bytes == 5000
     child.send_signal(signal.SIGKILL)
-    wait_until(lambda: outbox.stats().leased_bytes == 0 and not server.num_connections)
+    wait_until(lambda: export_cache.stats().leased_bytes == 0 and not server.num_connections)
 
 
-def test_who_waits_hears_of_it(make_server, outbox):
-    outbox.expect([b"key"])
+def test_who_waits_hears_of_it(make_server, export_cache):
+    export_cache.expect([b"key"])
     link = introduced(make_server().port)
     link.send(Ask([b"key"], 60_000))
     assert isinstance(decode(link.receive(100), Found, Waiting), Waiting)
-    outbox.expect_no_more([b"key"])
+    export_cache.expect_no_more([b"key"])
     while isinstance(answer := decode(link.receive(100), Found, Waiting), Waiting):
         pass
     assert answer.there == [False]
-    outbox.expect([b"key"])
+    export_cache.expect([b"key"])
     link.send(Ask([b"key"], 60_000))
     link.sock.close()
 
 
-def test_closing_ends_connections_in_any_state(make_server, outbox):
-    outbox.expect([b"key"])
-    fill(outbox, pages := make_pages(12, 1 << 20))
+def test_closing_ends_connections_in_any_state(make_server, export_cache):
+    export_cache.expect([b"key"])
+    fill(export_cache, pages := make_pages(12, 1 << 20))
     server = make_server(timeouts=Timeouts(waiting_sign=0.05))
     links = [connect(server.port), *(introduced(server.port) for _ in range(3))]
     links[1].send(Ask([b"key"], 60_000))
@@ -377,11 +377,11 @@ def throw(link, garbage):
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_frames_of_garbage(make_server, make_peer, outbox, log, count):
+def test_frames_of_garbage(make_server, make_peer, export_cache, log, count):
     """The server stays up and small, and a good client beside it notices nothing."""
     rng = random.Random(12)
     pages = make_pages(4, 4096)
-    fill(outbox, pages)
+    fill(export_cache, pages)
     server = make_server(timeouts=Timeouts())
     peer = make_peer(server.port)
     assert peer.ask(pages) == set(pages)
@@ -397,7 +397,7 @@ def test_frames_of_garbage(make_server, make_peer, outbox, log, count):
             throw(link, spoiled(rng, client_says(bytes(32), list(pages))[3:]))
         if number % 100 == 0:
             assert pull(peer, pages)
-            assert outbox.stats().leased_bytes >= 4 * 4096
+            assert export_cache.stats().leased_bytes >= 4 * 4096
         if number == 100:
             before = peak_bytes()
     assert peak_bytes() - before < 32 << 20

@@ -30,11 +30,11 @@ MORE = pytest.mark.more
 
 
 def attend(batch, window=None, softcap=None, sinks=None, most_behind=0, splits=DEFAULT):
-    seq_lens, tables, behind = batch.seq_lens, batch.tables, None
+    seq_lens, tables, lag = batch.seq_lens, batch.tables, None
     if most_behind:
-        seq_lens, tables, behind = overstated(batch, most_behind)
+        seq_lens, tables, lag = overstated(batch, most_behind)
     plan = paged_attention.plan(
-        *(batch.starts, seq_lens, tables, batch.shape, window), behind=behind, splits=splits
+        *(batch.starts, seq_lens, tables, batch.shape, window), lag=lag, splits=splits
     )
     out, fences = paged_attention.run(
         plan,

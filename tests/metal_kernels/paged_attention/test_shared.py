@@ -30,9 +30,9 @@ SCHEDULES = ("forward", "reverse", "random:1")
 
 def plan_of(batch, block_size=16, most_behind=0, shared=0, **options):
     """A plan that shares whatever saves `shared` keys."""
-    seq_lens, tables, behind = batch.seq_lens, batch.tables, None
+    seq_lens, tables, lag = batch.seq_lens, batch.tables, None
     if most_behind:
-        seq_lens, tables, behind = overstated(batch, most_behind)
+        seq_lens, tables, lag = overstated(batch, most_behind)
     tiles = replace(Tiles.for_layer(batch.shape, options.get("window")), shared=shared)
     return plan(
         batch.starts,
@@ -40,7 +40,7 @@ def plan_of(batch, block_size=16, most_behind=0, shared=0, **options):
         tables,
         batch.shape,
         tiles=tiles,
-        behind=behind,
+        lag=lag,
         block_size=block_size,
         **options,
     )
@@ -272,13 +272,13 @@ def test_a_row_is_part_of_what_a_request_shares_only_where_all_its_rows_see_it()
     assert np.array(made.shared.tiles)[:, 4].max() == 37 * 16
     batch = replace(batch, seq_lens=batch.seq_lens - 9)  # the last row's position is 591
     assert np.array(plan_of(batch).dispatches[0].shared.tiles)[:, 4].max() == 36 * 16
-    behind = PositionLag(mx.zeros(8, mx.int32), np.full(8, 16, np.int32))
+    lag = PositionLag(mx.zeros(8, mx.int32), np.full(8, 16, np.int32))
     made = plan(
         batch.starts,
         batch.seq_lens,
         batch.tables,
         SHAPE,
-        behind=behind,
+        lag=lag,
         block_size=16,
         tiles=replace(Tiles.for_layer(SHAPE), shared=0),
     )

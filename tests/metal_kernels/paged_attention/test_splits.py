@@ -264,12 +264,12 @@ def test_fixed_parts_of_a_request_are_the_same_alone_and_in_company(
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     tables, shape = np.zeros((len(lens), 1), np.int32), AttentionShape(*heads, 64, 64)
     options = {"window": window, "splits": Splits(fixed=fixed)}
-    behind = PositionLag(mx.zeros(len(lens), mx.int32), np.full(len(lens), most_behind))
-    together = plan(starts, lens + most_behind, tables, shape, behind=behind, **options)
+    lag = PositionLag(mx.zeros(len(lens), mx.int32), np.full(len(lens), most_behind))
+    together = plan(starts, lens + most_behind, tables, shape, lag=lag, **options)
     for index, (_, rows) in enumerate(requests):
         own, begins = np.array([index]), np.array([0, rows], np.int32)
-        lag = behind.of(own)
-        alone = plan(begins, lens[own] + most_behind, tables[own], shape, behind=lag, **options)
+        lag = lag.of(own)
+        alone = plan(begins, lens[own] + most_behind, tables[own], shape, lag=lag, **options)
         parts = parts_of(alone, 0)
         assert parts == parts_of(together, index)
         if rows <= 16:

@@ -28,7 +28,7 @@ class Core:
         return answer
 
 
-class Keeper:
+class SleepManager:
     """Wakes the engine up for whoever comes."""
 
     def __init__(self, core):
@@ -64,7 +64,7 @@ def test_a_call_wakes_an_idle_engine(call, args):
     engine = AsyncLLM.__new__(AsyncLLM)
     engine.engine_core = Core()
     engine.profiler = None
-    engine.vllm_metal_keeper = Keeper(engine.engine_core)
+    engine.vllm_metal_keeper = SleepManager(engine.engine_core)
     asyncio.run(getattr(engine, call)(*args))
     assert engine.engine_core.asked and not engine.vllm_metal_keeper.num_inside
     engine.shutdown = lambda: None  # which `AsyncLLM.__del__` calls

@@ -10,11 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_metal.serving.idle.idle_period import IdlePeriod
 from vllm_metal.serving.idle.sleeper import Sleeper
-from vllm_metal.serving.idle.spells import Spell
 from vllm_metal.serving.idle.unavailable import EXCHANGE, CannotWake, Exchange
 
-SPELLS = [Spell(10.0, level=1), Spell(20.0, level=2)]  # the second 30 s after the last request
+SPELLS = [
+    IdlePeriod(10.0, level=1),
+    IdlePeriod(20.0, level=2),
+]  # the second 30 s after the last request
 #: Seconds that the double takes.
 FALLS, WAKES = 3.0, 2.0
 

@@ -290,12 +290,14 @@ def test_64_twins_make_one_generation(tmp_path, stream):
     async def scenario(gate, keys, app):
         app.gate = asyncio.Event()
         fields = CHAT | {"stream": stream}
-        twins = [asyncio.create_task(ask(gate, fields=fields, key=keys["acme"])) for _ in range(64)]
+        coalesced = [
+            asyncio.create_task(ask(gate, fields=fields, key=keys["acme"])) for _ in range(64)
+        ]
         while app.asked == 0:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0)
         app.gate.set()
-        replies = await asyncio.gather(*twins)
+        replies = await asyncio.gather(*coalesced)
         assert app.asked == 1
         assert sorted(reply.x_cache for reply in replies) == ["HIT"] * 63 + ["MISS"]
         assert len({reply.body for reply in replies}) == 1
@@ -371,12 +373,14 @@ def test_a_twin_that_goes_away_does_not_disturb_the_others(tmp_path):
 def test_twins_of_an_answer_that_is_not_kept_ask_for_themselves(tmp_path):
     async def scenario(gate, keys, app):
         app.gate, app.status = asyncio.Event(), 500
-        twins = [asyncio.create_task(ask(gate, fields=CHAT, key=keys["acme"])) for _ in range(4)]
+        coalesced = [
+            asyncio.create_task(ask(gate, fields=CHAT, key=keys["acme"])) for _ in range(4)
+        ]
         while app.asked == 0:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.01)
         app.gate.set()
-        assert {reply.status for reply in await asyncio.gather(*twins)} == {500}
+        assert {reply.status for reply in await asyncio.gather(*coalesced)} == {500}
         assert app.asked == 4
 
     play(tmp_path, scenario)

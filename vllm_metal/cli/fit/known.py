@@ -24,7 +24,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import quantize_model
 
-from vllm_metal.cli.fit.source import write_hollow
+from vllm_metal.cli.fit.source import write_stub
 
 #: When the list was made. Its names and sizes are the hub's.
 AS_OF = "November 2026"
@@ -169,7 +169,7 @@ class KnownModel:
         tensors, config = self._tensors()
         with TemporaryDirectory(prefix="vllm-metal-fit-") as scratch:
             (Path(scratch) / "config.json").write_text(json.dumps(config))
-            write_hollow(Path(scratch) / "model.safetensors", tensors)
+            write_stub(Path(scratch) / "model.safetensors", tensors)
             yield Path(scratch)
 
     def _tensors(self) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], dict[str, Any]]:

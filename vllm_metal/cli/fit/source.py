@@ -90,7 +90,7 @@ def _fetch(model: str, out: Path) -> None:
                 tensor: (told.dtype, told.shape, told.data_offsets[1] - told.data_offsets[0])
                 for tensor, told in header.tensors.items()
             }
-            write_hollow(out / name, tensors)
+            write_stub(out / name, tensors)
     except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
         raise ModelLoadError(f"{model} has no safetensors files to read: {error}") from error
     except (LocalEntryNotFoundError, httpx.TransportError, ConnectionError) as error:
@@ -109,7 +109,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n", 1)[0]
 
 
-def write_hollow(path: Path, tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> None:
+def write_stub(path: Path, tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> None:
     """Writes a safetensors file with a header, and a hole in place of the tensors.
 
     Args:

@@ -22,7 +22,7 @@ from metal_kernels.kernel import MIN_ELEMENTS
 from metal_kernels.kv_write import Rotation, RotationKind
 from metal_kernels.paged_attention import AttentionShape, buckets
 from metal_kernels.selfcheck import CHOICES, Case
-from vllm_metal.engine.attention import latent_heads, seen_whole
+from vllm_metal.engine.attention import bidirectional, latent_heads
 from vllm_metal.engine.attention.latent_heads import Projections
 from vllm_metal.engine.attention.paged_cache import (
     LatentCache,
@@ -43,7 +43,7 @@ from vllm_metal.engine.kv_cache.layer_cache import (
     row_bytes,
 )
 from vllm_metal.engine.kv_cache.layer_state import LayerState, PlanT, StepLayout, StepScope
-from vllm_metal.engine.kv_cache.prompts_apart import PromptsApart
+from vllm_metal.engine.kv_cache.separate_prompts import SeparatePrompts
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer, StepBounds
 
 #: The kernels that serve attention layers, and where MLX's operations may be faster.
@@ -133,8 +133,8 @@ class AttentionLayer(StatefulLayer):
 
         def of_step(layout: StepLayout) -> Any:
             layout = layout.split(state.split)
-            if seen_whole.has_runs(layout, self.window):
-                return seen_whole.planned(layout, self.window, plan_of)
+            if bidirectional.has_runs(layout, self.window):
+                return bidirectional.planned(layout, self.window, plan_of)
             return planned(layout, heads, plan_of)
 
         return StepScope(of_step)
@@ -235,7 +235,7 @@ class AttentionLayer(StatefulLayer):
         layout = _layout_of_long_contexts(1, block_size, block_size, block_size)
         plan = kv_cache.backend.plan(layout, self.kind)
         self._write_once(kv_cache, plan, block_size, dtype)
-        prompts = PromptsApart.of(layout, np.ones(1, bool))
+        prompts = SeparatePrompts.of(layout, np.ones(1, bool))
         (((context,), _),) = kv_cache.contexts(plan, prompts)
         rows = mx.zeros((block_size, heads.num_heads, heads.key + heads.rotated), dtype)
         made = Projections.of_zeros(heads, dtype)

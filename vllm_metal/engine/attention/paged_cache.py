@@ -10,11 +10,11 @@ from typing import Any, Generic, NamedTuple, cast
 import mlx.core as mx
 
 from metal_kernels.kv_write import RotationKind
-from vllm_metal.engine.attention import latent_heads, seen_whole
+from vllm_metal.engine.attention import bidirectional, latent_heads
 from vllm_metal.engine.attention.latent_heads import Projections
 from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.engine.kv_cache.layer_state import PlanT, StepScope, joined
-from vllm_metal.engine.kv_cache.prompts_apart import PlanWithPrompts, PromptsApart
+from vllm_metal.engine.kv_cache.separate_prompts import PlanWithPrompts, SeparatePrompts
 from vllm_metal.patches.mlx_patches import multi_linear, rotations
 from vllm_metal.patches.mlx_patches.module_calls import CallingCache
 from vllm_metal.patches.mlx_patches.rotations import OfLayer
@@ -99,7 +99,7 @@ class PagedCache(AttendingCache, Generic[PlanT]):
             queries = turned[1]
         plan, rows = self._scope.plan, queries[:, :, 0]
         if (apart := cast(PlanWithPrompts, plan).prompts) is not None:
-            return seen_whole.attend(self._kv_cache, plan, apart, rows, scoring)[:, :, None]
+            return bidirectional.attend(self._kv_cache, plan, apart, rows, scoring)[:, :, None]
         return self._kv_cache.attend(plan, rows, scoring)[:, :, None]
 
 
@@ -177,14 +177,14 @@ class LatentCache(PagedCache[PlanT], CallingCache):
         if self._prompts is None:
             return self.attend(rows, rows, rows, Scoring(scale))
         key_size = queries.shape[-1]
-        return self._attend_apart(self._prompts, rows[:, :, 0], key_size, scale)[:, :, None]
+        return self._attend_separately(self._prompts, rows[:, :, 0], key_size, scale)[:, :, None]
 
     @property
-    def _prompts(self) -> PromptsApart | None:
+    def _prompts(self) -> SeparatePrompts | None:
         return cast(PlanWithPrompts, self._scope.plan).prompts
 
-    def _attend_apart(
-        self, plan: PromptsApart, queries: mx.array, key_size: int, scale: float
+    def _attend_separately(
+        self, plan: SeparatePrompts, queries: mx.array, key_size: int, scale: float
     ) -> mx.array:
         """[T, H, value] of [T, H, key + rotated] queries that no projection was applied to."""
         outputs = []

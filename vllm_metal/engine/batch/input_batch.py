@@ -38,7 +38,7 @@ class InputBatch(Rows):
     sample_req_indices_np: np.ndarray  # [S] int32, of each row that samples
     # [S] int32, generated before that row, drafts included; an upper bound as positions are.
     num_output_tokens_np: np.ndarray
-    sample_behind: PositionLag | None  # of each of those rows; None: they are exact
+    sample_lag: PositionLag | None  # of each of those rows; None: they are exact
     draft_spans: DraftSpans | None  # of the rows that sample; None: one row each
     drafts: StepDrafts | None  # of all requests; None: without speculation
 
@@ -48,7 +48,7 @@ def prepare(
     num_scheduled_tokens: dict[str, int],
     last_token_ids: mx.array,
     drafts: StepDrafts | None = None,
-    behind: PositionLag | None = None,
+    lag: PositionLag | None = None,
 ) -> InputBatch:
     """Lays the scheduled requests out as one ragged batch.
 
@@ -98,17 +98,17 @@ def prepare(
         query_start_loc_np=query_start_loc,
         seq_lens_np=seq_lens,
         positions_np=positions,
-        positions=device_positions(positions, owner, behind),
+        positions=device_positions(positions, owner, lag),
         input_ids=input_ids,
         sampling_np=sampling,
         sample_req_indices_np=req_indices[owners],
         num_output_tokens_np=(num_outputs[owners] + sampled.in_span).astype(np.int32),
-        sample_behind=None if behind is None else behind.of(owners),
+        sample_lag=None if lag is None else lag.of(owners),
         draft_spans=sampled.draft_spans,
         drafts=drafts,
         logits_indices=None if everything else mx.array(sampled.rows.astype(np.int32)),
         num_drafts_np=num_drafts if num_drafts.any() else None,
-        behind=behind,
+        lag=lag,
     )
 
 

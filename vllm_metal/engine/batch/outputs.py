@@ -31,7 +31,7 @@ class Unread:
     num_rejected: mx.array  # [R] int32, how many at the end of each one's tokens are not kept
 
     @cached_property
-    def behind(self) -> PositionLag | None:
+    def lag(self) -> PositionLag | None:
         """By how many rejected drafts the host's token counts are too high; None if exact."""
         most_np = np.maximum(self.counts_np - 1, 0)
         return PositionLag(self.num_rejected, most_np) if most_np.any() else None

@@ -171,9 +171,9 @@ class Requests:
         if (block_ids := cached.new_block_ids[index]) is not None:
             self.block_tables.append(req_idx, block_ids)
         if cached.new_token_ids:
-            self._learn_of_scheduler(cached, index)
+            self._take_scheduled(cached, index)
 
-    def _learn_of_scheduler(self, cached: CachedRequestData, index: int) -> None:
+    def _take_scheduled(self, cached: CachedRequestData, index: int) -> None:
         """Takes tokens that another rank has sampled: the scheduler sends what follows those that
         are computed where several ranks have a part of the model.
 

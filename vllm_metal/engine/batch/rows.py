@@ -29,7 +29,7 @@ class Rows:
     input_ids: mx.array  # [T] int32, on the device
     logits_indices: mx.array | None  # [N] int32, rows to compute logits of; None: all
     num_drafts_np: np.ndarray | None = None  # [R] int32, drafts at a request's end; None: no drafts
-    behind: PositionLag | None = None  # None: the host's positions are exact
+    lag: PositionLag | None = None  # None: the host's positions are exact
     stored_np: np.ndarray | None = None  # [T] bool, rows whose K/V are kept; None: all
 
     @property
@@ -43,7 +43,7 @@ class Rows:
 
 
 def device_positions(
-    positions_np: np.ndarray, requests_np: np.ndarray, behind: PositionLag | None
+    positions_np: np.ndarray, requests_np: np.ndarray, lag: PositionLag | None
 ) -> mx.array:
     """[T] int32, where rows lie.
 
@@ -53,7 +53,7 @@ def device_positions(
         behind: of these requests; None: the host's positions are exact.
     """
     positions = mx.array(positions_np)
-    return positions if behind is None else positions - behind.counts[mx.array(requests_np)]
+    return positions if lag is None else positions - lag.counts[mx.array(requests_np)]
 
 
 def step_layout(
@@ -82,7 +82,7 @@ def step_layout(
     blocks = tables[requests, rows.positions_np // block_size]
     slot_mapping_np = blocks * block_size + rows.positions_np % block_size
     slot_mapping = None
-    if rows.behind is not None:
+    if rows.lag is not None:
         pages, offsets = mx.divmod(rows.positions, block_size)
         slot_mapping = mx.array(tables)[mx.array(requests), pages] * block_size + offsets
     if rows.stored_np is not None:
@@ -98,7 +98,7 @@ def step_layout(
         req_indices_np=rows.req_indices_np,
         num_drafts_np=rows.num_drafts_np,
         pace=pace,
-        behind=rows.behind,
+        lag=rows.lag,
         slot_mapping=slot_mapping,
         group=group,
         earlier_slots_np=earlier_slots_np,

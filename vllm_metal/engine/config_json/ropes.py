@@ -15,7 +15,7 @@ from vllm_metal.engine.config_json.rope_parameters import rotated_share, scaling
 from vllm_metal.identity.model_files import ModelLoadError
 
 
-def mend_ropes(model: nn.Module, config: Mapping[str, Any]) -> None:
+def fix_ropes(model: nn.Module, config: Mapping[str, Any]) -> None:
     """Replaces plain ropes where the config asks for others: scaled, or of a share of each head.
 
     The new ones are those that mlx-lm's other modules have for such a configuration.

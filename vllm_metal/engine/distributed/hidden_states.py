@@ -10,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 import torch
 
-from vllm_metal.engine.batch.columns import RequestColumn
+from vllm_metal.engine.batch.output_head import OutputHead
 from vllm_metal.engine.batch.outputs import StepOutput
-from vllm_metal.engine.batch.step_end import StepEnd
+from vllm_metal.engine.batch.per_request_state import PerRequestState
 from vllm_metal.engine.models.stage import HIDDEN
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def to_mlx(tensor: torch.Tensor) -> mx.array:
     return mx.array(tensor.numpy())
 
 
-class HiddenIn(RequestColumn):
+class HiddenIn(PerRequestState):
     """Has the forward of a step begin with the hidden states of the rank before."""
 
     def __init__(self, link: Link) -> None:
@@ -108,7 +108,7 @@ class HiddenIn(RequestColumn):
         return inputs.with_extras({HIDDEN: hidden})
 
 
-class HiddenOut(StepEnd):
+class HiddenOut(OutputHead):
     """The end of a step on a rank that has others behind it: its hidden states are sent."""
 
     at_once: ClassVar[bool] = True

@@ -83,8 +83,8 @@ def chosen(layout: StepLayout, by_mlx: ByMLX) -> np.ndarray:
     out.
     """
     requests = by_mlx.serves(np.diff(layout.query_start_loc_np), layout.seq_lens_np)
-    if layout.behind is not None:
-        requests &= layout.behind.most_np == 0
+    if layout.lag is not None:
+        requests &= layout.lag.most_np == 0
     return requests
 
 

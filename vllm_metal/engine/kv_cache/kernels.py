@@ -29,7 +29,7 @@ from vllm_metal.engine.kv_cache import gathered
 from vllm_metal.engine.kv_cache.gathered import ByMLX, GatheredPlan
 from vllm_metal.engine.kv_cache.layer_cache import AttentionKind, KVBackend, KVShape, LayerKVCache
 from vllm_metal.engine.kv_cache.layer_state import Fenced, Pending, StepLayout
-from vllm_metal.engine.kv_cache.prompts_apart import PromptsApart
+from vllm_metal.engine.kv_cache.separate_prompts import SeparatePrompts
 from vllm_metal.patches.mlx_patches.seam import Scoring
 
 ResultT = TypeVar("ResultT")
@@ -44,7 +44,7 @@ class KernelPlan:
     attention: AttentionPlan | None  # of the rows that the kernels serve; None: of none
     gathered: GatheredPlan | None  # of those that MLX's attention serves
     pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
-    prompts: PromptsApart | None = None  # of latents, which the two before leave out
+    prompts: SeparatePrompts | None = None  # of latents, which the two before leave out
 
     @property
     def num_tokens(self) -> int:
@@ -229,7 +229,9 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
             out = out[split.order]
         return out.astype(queries.dtype)
 
-    def contexts(self, plan: KernelPlan, prompts: PromptsApart) -> list[tuple[mx.array, mx.array]]:
+    def contexts(
+        self, plan: KernelPlan, prompts: SeparatePrompts
+    ) -> list[tuple[mx.array, mx.array]]:
         written = self._written
         assert written is not None
         if prompts.pace is not None and prompts.others is None:
@@ -288,19 +290,19 @@ class KernelBackend(KVBackend[KernelPlan]):
     def plan(self, layout: StepLayout, kind: AttentionKind) -> KernelPlan:
         attention, split = None, None
         parts = layout.query_start_loc_np, layout.seq_lens_np, layout.block_tables_np
-        behind, work = layout.behind, 0
+        lag, work = layout.lag, 0
         by_mlx = self.by_mlx.get(kind)
         if by_mlx and (requests := gathered.chosen(layout, by_mlx)).any():
             split = gathered.plan(layout, requests, kind, by_mlx.force_fused)
             parts, work = layout.others_than(requests), split.work(kind)
-            behind = behind and behind.of(np.flatnonzero(~requests))
+            lag = lag and lag.of(np.flatnonzero(~requests))
         if len(parts[1]):
             tiles = self._tiles_of(kind)
             attention = paged_attention.plan(
                 *parts,
                 *kind,
                 tiles,
-                behind=behind,
+                lag=lag,
                 splits=self.splits,
                 block_size=layout.block_size,
             )

@@ -19,7 +19,7 @@ import numpy as np
 from metal_kernels.pace import pace_of
 from metal_kernels.paged_attention import buckets
 from vllm_metal.engine.kv_cache.layer_state import StepLayout
-from vllm_metal.engine.kv_cache.prompts_apart import PromptsApart, without
+from vllm_metal.engine.kv_cache.separate_prompts import SeparatePrompts, without
 
 
 class LatentHeads(NamedTuple):
@@ -62,7 +62,7 @@ def planned(
     if heads is None or not requests.any():
         return plan_of(layout)
     plan, pace = plan_of(without(layout, requests)), layout.pace
-    found = PromptsApart.of(layout, requests)
+    found = SeparatePrompts.of(layout, requests)
     if pace is not None:
         work = sum(heads.work(prompt.num_rows, prompt.context) for prompt in found.prompts)
         pace = plan.pace or pace_of(pace, int(layout.query_start_loc_np[-1]), work)
@@ -75,6 +75,6 @@ def _chosen(layout: StepLayout, fewest_rows: int | None) -> np.ndarray:
     if fewest_rows is None:
         return np.zeros(len(lens), bool)
     requests = lens >= fewest_rows
-    if layout.behind is not None:
-        requests &= layout.behind.most_np == 0
+    if layout.lag is not None:
+        requests &= layout.lag.most_np == 0
     return requests

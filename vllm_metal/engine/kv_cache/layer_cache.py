@@ -19,7 +19,7 @@ from vllm_metal.engine.kv_cache.layer_state import PlanT, StepLayout, Storage, T
 from vllm_metal.patches.mlx_patches.seam import Scoring
 
 if TYPE_CHECKING:
-    from vllm_metal.engine.kv_cache.prompts_apart import PromptsApart
+    from vllm_metal.engine.kv_cache.separate_prompts import SeparatePrompts
 
 
 class KVShape(NamedTuple):
@@ -284,7 +284,7 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
         """
 
     @abstractmethod
-    def contexts(self, plan: PlanT, prompts: PromptsApart) -> list[tuple[mx.array, mx.array]]:
+    def contexts(self, plan: PlanT, prompts: SeparatePrompts) -> list[tuple[mx.array, mx.array]]:
         """[Hkv, S, D] keys and [Hkv, S, DV] values of each prompt's context; one, of latents.
 
         Of a layer that has just written its rows. As `attend` counts them. The step's other rows

@@ -44,7 +44,7 @@ class StepLayout(RaggedLayout):
     num_drafts_np: np.ndarray | None = None  # [R] int32, rows at a request's end; None: no drafts
     pace: Pace | None = None  # of the network, for all its groups; None: MLX ends command buffers
     # Where this is there, the lengths are upper bounds, and only the device knows the slots.
-    behind: PositionLag | None = None
+    lag: PositionLag | None = None
     slot_mapping: mx.array | None = None  # [T] int32
     group: int = 0  # whose block tables these are
     #: Where this forward is one of several that are handed over together, each of the same requests

@@ -26,7 +26,7 @@ from vllm_metal.engine.kv_cache.layer_cache import (
     LayerKVCache,
 )
 from vllm_metal.engine.kv_cache.layer_state import Pending, StepLayout, joined
-from vllm_metal.engine.kv_cache.prompts_apart import Prompt, PromptsApart
+from vllm_metal.engine.kv_cache.separate_prompts import Prompt, SeparatePrompts
 from vllm_metal.patches.mlx_patches.seam import Scoring
 
 
@@ -41,7 +41,7 @@ class ScatterPlan:
     block_size: int
     group: int  # whose block tables these are
     num_earlier: int  # E
-    prompts: PromptsApart | None = None  # of latents, which `attention` leaves out
+    prompts: SeparatePrompts | None = None  # of latents, which `attention` leaves out
 
     @cached_property
     def places(self) -> Places:
@@ -93,10 +93,10 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         encoded = [part for rows in both for part in encode(rows, self.dtype)]
         rows = [part for part in encoded if part is not None]
         if plan.num_earlier:
-            rows = self._behind_earlier(plan, rows)
+            rows = self._after_earlier(plan, rows)
         self._pending += (Pending(plan, rows),)
 
-    def _behind_earlier(self, plan: ScatterPlan, rows: list[mx.array]) -> list[mx.array]:
+    def _after_earlier(self, plan: ScatterPlan, rows: list[mx.array]) -> list[mx.array]:
         """[E + T, ...] rows that the layer wrote in forwards before, then these [T, ...].
 
         Shapes are the same in all forwards of a hand-over but the first, so one graph serves them.
@@ -164,7 +164,9 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         )
         return out[..., : self.value_size]
 
-    def contexts(self, plan: ScatterPlan, prompts: PromptsApart) -> list[tuple[mx.array, mx.array]]:
+    def contexts(
+        self, plan: ScatterPlan, prompts: SeparatePrompts
+    ) -> list[tuple[mx.array, mx.array]]:
         newest, held = self._newest(plan).arrays, (self.keys, self.values)
         count = len(self.keys.arrays)
         rows = self._as_held(newest[:count]), self._as_held(newest[count:] or newest[:count])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.engine.batch.columns import RequestColumn
+from vllm_metal.engine.batch.per_request_state import PerRequestState
 from vllm_metal.engine.lora.adapters import Adapters
 from vllm_metal.engine.lora.versions import of_content
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm_metal.engine.batch.rows import Rows
 
 
-class AdapterColumn(RequestColumn):
+class AdapterColumn(PerRequestState):
     """By req_idx, the digest of the adapter that a request named."""
 
     def __init__(self, adapters: Adapters) -> None:

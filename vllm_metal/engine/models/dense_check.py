@@ -31,7 +31,7 @@ _REPORT = (
 
 
 @dataclass(frozen=True)
-class Told:
+class PagedLogits:
     """What an engine said of a text. logprobs: of each token but the first."""
 
     token_ids: Sequence[int]
@@ -39,14 +39,14 @@ class Told:
 
 
 @dataclass(frozen=True)
-class HiddenTold:
+class PagedHidden:
     """What an engine that pools computed of a text. hidden_states: [n, H] float32."""
 
     token_ids: Sequence[int]
     hidden_states: np.ndarray
 
 
-def check_hidden(parts: ModelParts, told: HiddenTold, dtype: mx.Dtype, model_type: str) -> None:
+def check_hidden(parts: ModelParts, told: PagedHidden, dtype: mx.Dtype, model_type: str) -> None:
     """Computes the hidden states once more, at once and with mlx-lm's own cache.
 
     Args:
@@ -70,7 +70,7 @@ def check_hidden(parts: ModelParts, told: HiddenTold, dtype: mx.Dtype, model_typ
         )
 
 
-def check(model: nn.Module, told: Told, dtype: mx.Dtype, model_type: str) -> None:
+def check(model: nn.Module, told: PagedLogits, dtype: mx.Dtype, model_type: str) -> None:
     """Computes the text once more, at once and with mlx-lm's own cache.
 
     Args:

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from vllm.logger import init_logger
 
 from vllm_metal.engine.config_json import published_config
-from vllm_metal.engine.config_json.ropes import fit_context, mend_ropes
+from vllm_metal.engine.config_json.ropes import fit_context, fix_ropes
 from vllm_metal.engine.config_json.stored_head import Head, head_of, is_head
 from vllm_metal.engine.kv_cache.formats import MLX_DTYPES
 from vllm_metal.engine.models.leftovers import accounted
@@ -186,7 +186,7 @@ def dense_model(
     checkpoint = opened(path, config)
     read = config | _as_read(config, checkpoint)
     model = load_model(checkpoint, read, accounted(classes), dtype, trust_remote_code)
-    mend_ropes(model, config)
+    fix_ropes(model, config)
     return model
 
 

@@ -129,7 +129,7 @@ class _Step:
         drafts_np = layout.num_drafts_np
         self.drafts_np = np.zeros_like(self.counts_np) if drafts_np is None else drafts_np
         self.begins_np = layout.seq_lens_np - self.counts_np
-        exact = layout.behind is None and entries.lag is None
+        exact = layout.lag is None and entries.lag is None
         has_np = found_np >= 0
         if exact and has_np.any():
             # Another request's row, or one that was taken elsewhere: its state lies as usual.
@@ -178,8 +178,8 @@ class _Step:
 
     def _shifts(self) -> tuple[mx.array, mx.array]:
         """[N] int32 each: how much too high `begin` is, and `settled` and `last`."""
-        behind, num_reqs = self.layout.behind, len(self.counts_np)
-        now = lag_of(None if behind is None else behind.counts, num_reqs)
+        lag, num_reqs = self.layout.lag, len(self.counts_np)
+        now = lag_of(None if lag is None else lag.counts, num_reqs)
         before = now
         if self.before is not None and self.before.lag is not None:
             before = mx.where(mx.array(self.has_np), self.before.lag, now)
@@ -298,7 +298,7 @@ class _Step:
         assert layout.req_indices_np is not None
         counts, drafts = self.counts_np[drafting], self.drafts_np[drafting]
         ends = layout.seq_lens_np[drafting]
-        behind = None if layout.behind is None else layout.behind.of(drafting.astype(np.int32))
+        lag = None if layout.lag is None else layout.lag.of(drafting.astype(np.int32))
         new = Entries(
             req_indices_np=layout.req_indices_np[drafting].astype(np.int32),
             steps_np=np.full(len(drafting), -1, np.int64),
@@ -309,7 +309,7 @@ class _Step:
             last_np=ends - 1,
             accepted_np=np.full(len(drafting), -1, np.int32),
             tables_np=layout.block_tables_np[drafting],
-            lag=None if behind is None else behind.counts,
+            lag=None if lag is None else lag.counts,
         )
         return new.joined(carried)
 

@@ -73,8 +73,8 @@ class MinTokens(SamplingStage):
         rows = step.rows_using(self)
         least = (
             step.num_output_tokens
-            if step.behind is None
-            else (step.num_output_tokens - step.behind.most_np)
+            if step.lag is None
+            else (step.num_output_tokens - step.lag.most_np)
         )
         rows = rows[least[rows] < self._min_tokens[step.req_indices[rows]]]
         if len(rows) == 0:
@@ -86,7 +86,7 @@ class MinTokens(SamplingStage):
             logits,
             np.repeat(rows, num_stops),
             np.concatenate(stops),
-            NEG_INF if step.behind is None else self._edits(step, np.repeat(rows, num_stops)),
+            NEG_INF if step.lag is None else self._edits(step, np.repeat(rows, num_stops)),
         )
         structured = [req_idx in self._structured for req_idx in req_indices]
         if not any(structured):
@@ -98,9 +98,9 @@ class MinTokens(SamplingStage):
 
     def _edits(self, step: Step, rows: np.ndarray) -> mx.array:
         """float32 [E]: -inf for the rows that are too short, by what the device counts; else 0."""
-        assert step.behind is not None
+        assert step.lag is not None
         over = step.num_output_tokens[rows] - self._min_tokens[step.req_indices[rows]]
-        return mx.where(mx.array(over) < step.behind.of(rows).counts, NEG_INF, 0.0)
+        return mx.where(mx.array(over) < step.lag.of(rows).counts, NEG_INF, 0.0)
 
 
 class LogitBias(SamplingStage):

@@ -59,19 +59,19 @@ class RandomSampling(RequestParameters):
         seeded = self._seeded[step.req_indices]
         if not seeded.any():
             return self._unseeded(num_rows)
-        if step.behind is None:
+        if step.lag is None:
             keys = _seeded(self._seeds[step.req_indices], step.num_output_tokens)
             if not seeded.all():
                 keys[~seeded] = self._unseeded(num_rows - int(seeded.sum()))
             return keys
         # The keys of every count that there may be; the device picks the right one.
-        width = 1 + int(step.behind.most_np.max())
+        width = 1 + int(step.lag.most_np.max())
         counts = np.maximum(step.num_output_tokens[:, None] - np.arange(width), 0)
         seeds = np.repeat(self._seeds[step.req_indices], width)
         keys = _seeded(seeds, counts.ravel()).reshape(num_rows, width, 2)
         if not seeded.all():
             keys[~seeded] = self._unseeded(num_rows - int(seeded.sum()))[:, None]
-        return mx.array(keys)[mx.arange(num_rows), step.behind.counts]
+        return mx.array(keys)[mx.arange(num_rows), step.lag.counts]
 
     def _unseeded(self, num_rows: int) -> np.ndarray:
         return self._generator.integers(0, 2**32, size=(num_rows, 2), dtype=np.uint32)

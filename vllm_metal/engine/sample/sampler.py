@@ -193,7 +193,7 @@ class Sampler:
         num_output_tokens: np.ndarray,
         grammar: GrammarMask | None = None,
         draft_spans: DraftSpans | None = None,
-        behind: PositionLag | None = None,
+        lag: PositionLag | None = None,
     ) -> SamplerOutput:
         """Samples the next token of each row and records what is output in the requests' device
         state.
@@ -218,7 +218,7 @@ class Sampler:
             none = mx.zeros((0,), dtype=mx.int32)
             empty = none.astype(mx.bool_)
             return SamplerOutput(none, empty, None, none, None if draft_spans is None else none)
-        step = self._request_bits.step(req_indices, num_output_tokens, draft_spans, behind)
+        step = self._request_bits.step(req_indices, num_output_tokens, draft_spans, lag)
         width = self._logprobs.width(step)
         # Custom processors take a step as a whole.
         if len(req_indices) <= self.rows_at_once or self._has_custom:
@@ -233,7 +233,7 @@ class Sampler:
                 req_indices[rows],
                 num_output_tokens[rows],
                 of_rows,
-                None if behind is None else behind.of(np.arange(rows.start, rows.stop)),
+                None if lag is None else lag.of(np.arange(rows.start, rows.stop)),
             )
             done.append(self._sample_chunk(chunk, of_chunk, mask, width))
         return SamplerOutput.joined(done)

@@ -101,7 +101,7 @@ class Step:
     draft_spans: DraftSpans | None
     used_np: np.ndarray
     bit_of: Mapping[RequestParameters, int]
-    behind: PositionLag | None = None
+    lag: PositionLag | None = None
 
     @cached_property
     def _used_by_any(self) -> int:
@@ -146,7 +146,7 @@ class RequestBits:
         req_indices: np.ndarray,
         num_output_tokens: np.ndarray,
         draft_spans: DraftSpans | None,
-        behind: PositionLag | None = None,
+        lag: PositionLag | None = None,
     ) -> Step:
         used = self._used[req_indices]
-        return Step(req_indices, num_output_tokens, draft_spans, used, self._bit_of, behind)
+        return Step(req_indices, num_output_tokens, draft_spans, used, self._bit_of, lag)

@@ -203,8 +203,8 @@ class DraftModelProposer(PagedProposer):
             starts_np, ends_np: [R] int32, positions to write; none empty.
             limits_np: [R] int32, drafts of each.
         """
-        spans, behind = Spans(request.req_indices_np, starts_np, ends_np), request.behind
-        drafts = self._draft(spans, spans.tokens(request), None, limits_np, behind)
+        spans, lag = Spans(request.req_indices_np, starts_np, ends_np), request.lag
+        drafts = self._draft(spans, spans.tokens(request), None, limits_np, lag)
         self._written_np[spans.req_indices_np] = ends_np + np.maximum(limits_np - 1, 0)
-        self._doubtful_np[spans.req_indices_np] = 0 if behind is None else behind.most_np
+        self._doubtful_np[spans.req_indices_np] = 0 if lag is None else lag.most_np
         return drafts

@@ -181,7 +181,7 @@ class HeadProposer(PagedProposer):
             spans = Spans(of_here.req_indices_np, starts[here], ends[here])
             following = spans.tokens(of_here, ahead=1)
             hidden = self._head.combine(_rows_of([kept[index] for index in here], spans))
-            drafts = self._draft(spans, following, hidden, limits[here], of_here.behind)
+            drafts = self._draft(spans, following, hidden, limits[here], of_here.lag)
             token_ids[mx.array(here)] = drafts
             self._written |= zip(spans.req_indices_np.tolist(), spans.ends_np.tolist(), strict=True)
         return Drafts(token_ids, limits)
@@ -193,9 +193,9 @@ class HeadProposer(PagedProposer):
 def _first_positions(rows: Rows) -> np.ndarray:
     """[R] int32, position of each request's first row; _UNKNOWN where only the device knows it."""
     starts_np = rows.positions_np[rows.query_start_loc_np[:-1]]
-    if rows.behind is None:
+    if rows.lag is None:
         return starts_np
-    return np.where(rows.behind.most_np > 0, np.int32(_UNKNOWN), starts_np)
+    return np.where(rows.lag.most_np > 0, np.int32(_UNKNOWN), starts_np)
 
 
 def _rows_of(kept: list[_Kept], spans: Spans) -> mx.array:

@@ -42,7 +42,7 @@ class PagedProposer(Proposer):
         input_ids: mx.array,
         hidden: mx.array | None,
         limits_np: np.ndarray,
-        behind: PositionLag | None = None,
+        lag: PositionLag | None = None,
     ) -> mx.array:
         """[R, K] int32 drafts that follow the spans; past a request's limit: arbitrary.
 
@@ -54,11 +54,11 @@ class PagedProposer(Proposer):
             behind: how many rows at the end of each span are of tokens that are not kept; None:
                 all are kept.
         """
-        exact = behind is None or not behind.most_np.any()
+        exact = lag is None or not lag.most_np.any()
         if exact and len(spans.index_np) == len(limits_np) and limits_np.all():
             return self._together(spans, limits_np, input_ids, hidden, None)
         drafting = np.flatnonzero(limits_np)
-        tokens, hidden = self._first(spans, input_ids, hidden, drafting, behind)
+        tokens, hidden = self._first(spans, input_ids, hidden, drafting, lag)
         drafts = mx.zeros((len(limits_np), self._num_drafts), mx.int32)
         if not len(drafting):
             return drafts
@@ -69,7 +69,7 @@ class PagedProposer(Proposer):
                 kept = mx.array(going_on)
                 tokens, hidden = tokens[kept], None if hidden is None else hidden[kept]
             drafting = drafting[going_on]
-            of_these = None if behind is None else behind.of(drafting)
+            of_these = None if lag is None else lag.of(drafting)
             ends_np = spans.ends_np[drafting]
             single = Spans(spans.req_indices_np[drafting], ends_np, ends_np + 1)
             more = self._together(single, limits_np[drafting] - 1, tokens, hidden, of_these)
@@ -82,7 +82,7 @@ class PagedProposer(Proposer):
         input_ids: mx.array,
         hidden: mx.array | None,
         drafting: np.ndarray,
-        behind: PositionLag | None,
+        lag: PositionLag | None,
     ) -> tuple[mx.array, mx.array | None]:
         """Tokens and hidden states after the spans of the requests at `drafting`."""
         even, places_np = evened(spans)
@@ -93,8 +93,8 @@ class PagedProposer(Proposer):
         last_rows = even.query_start_loc_np[1:] - 1
         # A pass without drafts only writes K/V; its one row of logits costs next to nothing.
         wanted = mx.array(last_rows[drafting] if len(drafting) else last_rows[:1])
-        if behind is not None and len(drafting):
-            wanted = wanted - behind.counts[mx.array(drafting)]
+        if lag is not None and len(drafting):
+            wanted = wanted - lag.counts[mx.array(drafting)]
         return self._passes.first(even.rows(input_ids, wanted, None, stored_np), hidden)
 
     def _together(
@@ -103,9 +103,9 @@ class PagedProposer(Proposer):
         limits_np: np.ndarray,
         input_ids: mx.array,
         hidden: mx.array | None,
-        behind: PositionLag | None,
+        lag: PositionLag | None,
     ) -> mx.array:
         """[R, K] int32 drafts of requests that all want some, after spans of one row each."""
-        rows = single_rows(spans, limits_np, input_ids, behind)
+        rows = single_rows(spans, limits_np, input_ids, lag)
         drafts = self._passes.together(rows, hidden)
         return mx.pad(drafts, [(0, 0), (0, self._num_drafts - len(rows))])

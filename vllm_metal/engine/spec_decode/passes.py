@@ -92,7 +92,7 @@ class Passes:
         """
         self._paged.begin_step()
         found = self._pass(rows, rows.input_ids, hidden, None)
-        self._hand_over(found)
+        self._submit(found)
         return _parted(found)
 
     def together(self, forwards: Sequence[Rows], hidden: mx.array | None) -> mx.array:
@@ -111,7 +111,7 @@ class Passes:
             tokens, hidden = _parted(self._pass(rows, tokens, hidden, earlier))
             columns.append(tokens)
         drafts = mx.stack(columns, axis=1)
-        self._hand_over([drafts])
+        self._submit([drafts])
         return drafts
 
     def _pass(
@@ -130,7 +130,7 @@ class Passes:
             tokens, hidden = self._network.next_tokens(inputs, caches)
         return [tokens] if hidden is None else [tokens, hidden]
 
-    def _hand_over(self, arrays: list[mx.array]) -> None:
+    def _submit(self, arrays: list[mx.array]) -> None:
         if self._paged.pipelined:
             mx.async_eval(arrays)  # the device works while the host lays out what follows
         else:
@@ -144,7 +144,7 @@ def _parted(found: list[mx.array]) -> tuple[mx.array, mx.array | None]:
 
 
 def single_rows(
-    spans: Spans, limits_np: np.ndarray, tokens: mx.array, behind: PositionLag | None
+    spans: Spans, limits_np: np.ndarray, tokens: mx.array, lag: PositionLag | None
 ) -> list[Rows]:
     """Rows of passes one after the other: of each request one, for each of its drafts.
 
@@ -164,7 +164,7 @@ def single_rows(
         single = Spans(spans.req_indices_np, positions_np, positions_np + 1)
         wanted_np = number < limits_np
         stored_np = None if wanted_np.all() else wanted_np
-        found.append(single.rows(tokens, None, behind, stored_np))
+        found.append(single.rows(tokens, None, lag, stored_np))
     return found
 
 

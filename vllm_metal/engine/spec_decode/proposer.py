@@ -41,9 +41,9 @@ class DraftRequest:
         return self.num_tokens_np if unread is None else self.num_tokens_np + unread.counts_np
 
     @property
-    def behind(self) -> PositionLag | None:
+    def lag(self) -> PositionLag | None:
         """How far before its most tokens each request is; None: all have as many."""
-        return None if self.unread is None else self.unread.behind
+        return None if self.unread is None else self.unread.lag
 
     def limits_within(self, num_drafts: int, max_len: int | None = None) -> np.ndarray:
         """[R] int32 drafts of each: what is wanted, up to `num_drafts`, while its text has room.

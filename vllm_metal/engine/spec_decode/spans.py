@@ -63,7 +63,7 @@ class Spans:
         self,
         input_ids: mx.array,
         logits_indices: mx.array | None,
-        behind: PositionLag | None = None,
+        lag: PositionLag | None = None,
         stored_np: np.ndarray | None = None,
     ) -> Rows:
         """
@@ -78,9 +78,9 @@ class Spans:
             query_start_loc_np=self.query_start_loc_np,
             seq_lens_np=self.ends_np,
             positions_np=self.positions_np,
-            positions=device_positions(self.positions_np, self.index_np, behind),
+            positions=device_positions(self.positions_np, self.index_np, lag),
             input_ids=input_ids,
             logits_indices=logits_indices,
-            behind=behind,
+            lag=lag,
             stored_np=stored_np,
         )

@@ -11,8 +11,8 @@ import mlx.core as mx
 import numpy as np
 from vllm.logger import init_logger
 
-from vllm_metal.engine.batch.columns import RequestColumn
 from vllm_metal.engine.batch.input_batch import StepDrafts
+from vllm_metal.engine.batch.per_request_state import PerRequestState
 from vllm_metal.engine.batch.requests import Requests, RequestState
 from vllm_metal.engine.spec_decode.adaptive import DraftLengths
 from vllm_metal.engine.spec_decode.proposer import DraftRequest, Drafts, Proposer
@@ -29,7 +29,7 @@ logger = init_logger(__name__)
 LOW_ACCEPTANCE, MIN_JUDGED = 0.2, 1000
 
 
-class Speculator(RequestColumn):
+class Speculator(PerRequestState):
     """Asks one proposer for drafts, and one policy for how many are worth verifying.
 
     With async scheduling the scheduler reserves rows for K drafts of every request; rows that get

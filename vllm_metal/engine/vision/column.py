@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from vllm_metal.engine.attention.forward_inputs import ForwardInputs
-from vllm_metal.engine.batch.columns import RequestColumn, RequestsRefused
+from vllm_metal.engine.batch.per_request_state import PerRequestState, RequestsRefused
 from vllm_metal.engine.kv_cache.layer_state import Run
 from vllm_metal.engine.vision.deepstack import DEEPSTACK
 from vllm_metal.engine.vision.encoder import Encoder
@@ -52,7 +52,7 @@ class _Span:
     places_np: np.ndarray  # [n] int32, of its rows
 
 
-class ImageColumn(RequestColumn):
+class ImageColumn(PerRequestState):
     """Keeps the images of requests, and puts what a tower makes of them in their rows' place.
 
     A step whose rows are all of text gets nothing but the positions of those behind an image: it is

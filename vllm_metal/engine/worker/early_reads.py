@@ -31,7 +31,7 @@ class EarlyReads:
         """Whether the next read comes before the next hand-over."""
         return self._quick >= self._needed
 
-    def before_hand_over(self, newest: StepOutput | None, ended: bool) -> None:
+    def before_submit(self, newest: StepOutput | None, ended: bool) -> None:
         """Reads the tokens of the step that was handed over last, where that is due.
 
         Args:
@@ -44,7 +44,7 @@ class EarlyReads:
         if newest is not None and newest.sampled is not None and (ended or self.due):
             newest.token_ids()
 
-    def after_hand_over(self) -> None:
+    def after_submit(self) -> None:
         """A hand-over has succeeded: a step whose tokens were read before it has not failed."""
         if self._newest is not None and self._newest.wait_s is not None:
             self._newest.checked = True

@@ -19,7 +19,7 @@ from vllm_metal.engine.pooling.encoders.networks import Encoder
 from vllm_metal.engine.pooling.encoders.profile import profile_step
 from vllm_metal.engine.pooling.encoders.served import MODERNBERT, Architecture, of_config
 from vllm_metal.engine.pooling.encoders.token_types import TokenTypes
-from vllm_metal.engine.pooling.pooling_end import PoolingEnd
+from vllm_metal.engine.pooling.pooling_head import PoolingHead
 from vllm_metal.engine.worker.model_runner import ModelRunner
 from vllm_metal.engine.worker.networks import Networks
 from vllm_metal.engine.worker.served_model import RunnerParts, ServedModel
@@ -102,7 +102,7 @@ class EncoderModel(ServedModel):
         return ModelRunner(
             cast(Any, self.executor()),
             parts.requests,
-            PoolingEnd(networks.pooler, config, parts.requests),
+            PoolingHead(networks.pooler, config, parts.requests),
             self._config.scheduler_config.max_num_seqs,
             columns=networks.columns,
             hooks=parts.hooks,

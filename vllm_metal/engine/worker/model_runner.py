@@ -11,11 +11,11 @@ import numpy as np
 from vllm.v1.outputs import DraftTokenIds
 
 from metal_kernels.layout import PositionLag
-from vllm_metal.engine.batch.columns import RequestColumn, RequestsRefused
 from vllm_metal.engine.batch.input_batch import InputBatch, StepDrafts, prepare
+from vllm_metal.engine.batch.output_head import OutputHead
 from vllm_metal.engine.batch.outputs import StepOutput, Unread
+from vllm_metal.engine.batch.per_request_state import PerRequestState, RequestsRefused
 from vllm_metal.engine.batch.requests import Requests
-from vllm_metal.engine.batch.step_end import StepEnd
 from vllm_metal.engine.spec_decode.speculator import Speculator
 from vllm_metal.engine.worker.early_reads import EarlyReads
 from vllm_metal.engine.worker.results import Step
@@ -36,22 +36,22 @@ class ModelRunner:
 
     `execute` and `finish` are the order of a step; whatever raises in them is `recovery`'s.
 
-    Nothing between `take_news` and the hand-over to the device at the end of `finish` waits for
+    Nothing between `update_states` and the hand-over to the device at the end of `finish` waits for
     the device, except where the KV pool is written by MLX's scatter: the step before must then have
     read it when the next writes are queued (see kv_cache.scatter). Custom logits processors add a
     wait of their own: they read the tokens of the step before. With speculation `learn` waits
-    before all that, where `_needs_outcome` says so.
+    before all that, where `_needs_accepted` says so.
     """
 
     def __init__(
         self,
         model: ModelExecutor,
         requests: Requests,
-        end: StepEnd,
+        end: OutputHead,
         max_num_reqs: int,
         speculator: Speculator | None = None,
         draft_writer: DraftWriter | None = None,
-        columns: Sequence[RequestColumn] = (),
+        columns: Sequence[PerRequestState] = (),
         hooks: StepHooks = NO_HOOKS,
         clock: StepClock | None = None,
     ) -> None:
@@ -75,7 +75,7 @@ class ModelRunner:
         self._draft_writer = draft_writer
         self._of_model = columns
         speculators = () if speculator is None else (speculator,)
-        self._columns: tuple[RequestColumn, ...] = (*columns, *speculators, end)
+        self._columns: tuple[PerRequestState, ...] = (*columns, *speculators, end)
         self._hooks = hooks
         self._clock = clock or StepClock()
         self._last_token_ids = mx.zeros(max_num_reqs, mx.int32)  # by req_idx, the newest token
@@ -84,7 +84,7 @@ class ModelRunner:
         self._early_reads = EarlyReads()
         #: How often a step waited to know what the step before it sampled.
         self.num_waits = 0
-        self._unlearned: list[StepOutput] = []  # with speculation; the newest last, two at most
+        self._pending: list[StepOutput] = []  # with speculation; the newest last, two at most
         self._in_flight: list[mx.array] = []  # its arrays
         self._joining: list[mx.array] = []  # what else the device computes with the step at hand
 
@@ -95,9 +95,9 @@ class ModelRunner:
             RequestsRefused: some requests could not be taken in.
         """
         take_measured()  # of a step that failed, or of none: not this one's
-        self.learn_outcome(step.scheduler_output)  # which drafts of earlier steps were kept
-        self.complete_leaving(step.scheduler_output)  # K/V of drafts that blocks must hold
-        self.take_news(step, sound=True)  # requests come, go, get on; K/V leave the pool
+        self.process_accepted(step.scheduler_output)  # which drafts of earlier steps were kept
+        self.finalize_blocks(step.scheduler_output)  # K/V of drafts that blocks must hold
+        self.update_states(step, sound=True)  # requests come, go, get on; K/V leave the pool
         self.update_blocks(step.scheduler_output)  # cleared, copied
         self._hooks.before_forward()  # K/V enter the pool
         if step.req_ids:
@@ -107,12 +107,12 @@ class ModelRunner:
 
     def finish(self, step: Step, grammar_output: GrammarOutput | None) -> StepOutput:
         """Builds the results of the forward just built, and hands the step to the device."""
-        self._hooks.before_hand_over()
-        output = self.hand_over(grammar_output)
+        self._hooks.before_submit()
+        output = self.submit(grammar_output)
         self.end_step(step, computed=True)
         return output
 
-    def take_news(self, step: Step, sound: bool) -> None:
+    def update_states(self, step: Step, sound: bool) -> None:
         """Tells hooks, requests and columns of a step, each once: also where an attempt failed.
 
         Args:
@@ -141,7 +141,7 @@ class ModelRunner:
             step.transfers = self._hooks.after_step(computed)
             step.figures = self._hooks.figures()
 
-    def twin(self, make_end: Callable[[ModelExecutor, Requests], StepEnd]) -> ModelRunner:
+    def twin(self, make_head: Callable[[ModelExecutor, Requests], OutputHead]) -> ModelRunner:
         """A runner over the same networks, pool and requests. This one learns nothing of its steps.
 
         It does not draft where drafts are made of text: these take no passes of a network.
@@ -149,7 +149,7 @@ class ModelRunner:
         Args:
             make_end: of this runner's model and requests, makes the end of the twin's steps.
         """
-        end = make_end(self._model, self._requests)
+        end = make_head(self._model, self._requests)
         speculator = self._speculator
         if speculator is not None:
             speculator = None if speculator.reads_text else speculator.twin()
@@ -190,7 +190,7 @@ class ModelRunner:
         if self._speculator is not None:
             self._speculator.complete_draft_kv(ends)
 
-    def complete_leaving(self, scheduler_output: SchedulerOutput) -> None:
+    def finalize_blocks(self, scheduler_output: SchedulerOutput) -> None:
         """Completes the blocks of requests that this step takes away: others may find them.
 
         One that is taken away at the end of its turn of a session goes on behind its last token.
@@ -206,13 +206,13 @@ class ModelRunner:
         )
         self._speculator.complete_draft_blocks(paused, 1)
 
-    def learn_outcome(self, scheduler_output: SchedulerOutput) -> None:
+    def process_accepted(self, scheduler_output: SchedulerOutput) -> None:
         """Learns what the next step needs to know, and tells the clock of the wait for it."""
         before = self.num_waits
         with self._clock.waiting():
             self.learn(scheduler_output)
         if self.num_waits > before:
-            self._clock.outcome_known()
+            self._clock.accepted_known()
 
     def learn(self, scheduler_output: SchedulerOutput | None = None) -> None:
         """Takes the outcome of earlier steps where there is speculation.
@@ -223,19 +223,19 @@ class ModelRunner:
         Args:
             scheduler_output: of the step that is to be laid out; None: the host must know it.
         """
-        if self._speculator is None or not self._unlearned:
+        if self._speculator is None or not self._pending:
             return
-        newest = self._unlearned[-1]
-        needed = scheduler_output is None or self._needs_outcome(scheduler_output)
-        due = self._unlearned if needed or newest.is_read else self._unlearned[:-1]
-        self._unlearned = self._unlearned[len(due) :]
+        newest = self._pending[-1]
+        needed = scheduler_output is None or self._needs_accepted(scheduler_output)
+        due = self._pending if needed or newest.is_read else self._pending[:-1]
+        self._pending = self._pending[len(due) :]
         self.num_waits += sum(not output.is_read for output in due)
         self._speculator.learn(due)
         if self._model.keeps_states:
             for output in due:
                 self._model.learn(output.batch, output.last_rows_np())
 
-    def _needs_outcome(self, scheduler_output: SchedulerOutput) -> bool:
+    def _needs_accepted(self, scheduler_output: SchedulerOutput) -> bool:
         """Whether a step can be laid out only when the host knows what the step before sampled.
 
         Else it is laid out from upper bounds: how many drafts were rejected, the device knows.
@@ -288,14 +288,14 @@ class ModelRunner:
             self._model.update_blocks(zeroed or (), copied or ())
 
     def forward(self, scheduler_output: SchedulerOutput) -> None:
-        """Builds the forward pass of a step's requests; its results wait for `hand_over`."""
-        drafts, behind = self._step_drafts(scheduler_output)
+        """Builds the forward pass of a step's requests; its results wait for `submit`."""
+        drafts, lag = self._step_drafts(scheduler_output)
         batch = prepare(
             self._requests,
             scheduler_output.num_scheduled_tokens,
             self._last_token_ids,
             drafts,
-            behind,
+            lag,
         )
         inputs = batch.inputs
         for column in self._columns:
@@ -323,7 +323,7 @@ class ModelRunner:
         )
         # vLLM's scheduler keeps this object, and reads its figures from it after the step.
         scheduler_output.num_invalid_spec_tokens = _left_out(scheduler_output, drafts)
-        return drafts, None if unread is None else unread.behind
+        return drafts, None if unread is None else unread.lag
 
     def _unread(self, scheduler_output: SchedulerOutput) -> Unread | None:
         """What the host has not read of the requests of the step that is being laid out."""
@@ -333,7 +333,7 @@ class ModelRunner:
         req_indices = [self._requests[req_id].req_idx for req_id in req_ids]
         return self._newest.unread(np.array(req_indices, np.int32))
 
-    def hand_over(self, grammar_output: GrammarOutput | None) -> StepOutput:
+    def submit(self, grammar_output: GrammarOutput | None) -> StepOutput:
         """Builds the results of the forward just built, and hands the step to the device."""
         assert self._laid_out is not None
         batch, self._laid_out = self._laid_out, None
@@ -342,7 +342,7 @@ class ModelRunner:
         output, arrays = self._end.finish(grammar_output)
         self._note_sampled(output)
         if self._speculator is not None:
-            self._unlearned.append(output)
+            self._pending.append(output)
         self._submit(arrays)
         if self._draft_writer is not None:
             self._submit_drafts(self._draft_writer.write(batch, self._last_token_ids))
@@ -381,11 +381,11 @@ class ModelRunner:
         waits = not self._model.pipelined
         if waits:
             self.wait()
-        self._early_reads.before_hand_over(self._newest, ended=waits)
+        self._early_reads.before_submit(self._newest, ended=waits)
         self._in_flight = [*arrays, self._last_token_ids, *self._joining]
         self._joining = []
         mx.async_eval(self._in_flight)
-        self._early_reads.after_hand_over()
+        self._early_reads.after_submit()
 
     def _submit_drafts(self, arrays: list[mx.array]) -> None:
         """Hands over what a draft network writes with the step that was handed over last.

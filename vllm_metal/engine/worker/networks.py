@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from vllm_metal.engine.attention.forward_inputs import ForwardInputs
 from vllm_metal.engine.attention.layers import attention_layers
-from vllm_metal.engine.batch.columns import RequestColumn
+from vllm_metal.engine.batch.per_request_state import PerRequestState
 from vllm_metal.engine.batch.rows import Rows
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.engine.memory.planner import AdapterBytes
@@ -43,7 +43,7 @@ class Networks:
     draft_bytes: int  # of its weights
     #: What modules of the target read of requests, see `attention.forward_inputs.of_rows`. They
     #: outlive a runner: a row is of whoever entered it last.
-    columns: Sequence[RequestColumn] = ()
+    columns: Sequence[PerRequestState] = ()
     adapters: Adapters | None = None  # None: without --enable-lora
     encoder: Encoder | None = None  # of images
     pooler: Pooler | None = None  # of the target's hidden states; None: it samples
@@ -142,7 +142,7 @@ class Networks:
 
 def _adapters(
     model: nn.Module, config: VllmConfig
-) -> tuple[Adapters | None, Sequence[RequestColumn]]:
+) -> tuple[Adapters | None, Sequence[PerRequestState]]:
     """What serves LoRA adapters, and their column; nothing where none are to be served."""
     if config.lora_config is None:
         return None, ()

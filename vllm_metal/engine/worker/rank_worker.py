@@ -12,7 +12,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from vllm_metal.device import mlx_device
 from vllm_metal.engine.distributed import (
-    alike,
+    consistency,
     groups,
     heartbeat,
     machines,
@@ -24,7 +24,7 @@ from vllm_metal.engine.distributed.hidden_states import GroupLink, HiddenIn, Hid
 from vllm_metal.engine.memory.share import Share
 from vllm_metal.engine.models import loader
 from vllm_metal.engine.models.stage import Stage
-from vllm_metal.engine.spec_decode.told import ToldSpeculator
+from vllm_metal.engine.spec_decode.scheduled_drafts import ScheduledDrafts
 from vllm_metal.engine.worker.networks import Networks
 from vllm_metal.engine.worker.results import LateOutput
 from vllm_metal.engine.worker.served_model import RunnerParts, ServedModel
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
 
-    from vllm_metal.engine.batch.columns import RequestColumn
+    from vllm_metal.engine.batch.output_head import OutputHead
+    from vllm_metal.engine.batch.per_request_state import PerRequestState
     from vllm_metal.engine.batch.requests import Requests
-    from vllm_metal.engine.batch.step_end import StepEnd
     from vllm_metal.engine.models.executor import ModelExecutor
     from vllm_metal.engine.spec_decode.proposer import Proposer
     from vllm_metal.engine.spec_decode.speculator import Speculator
@@ -103,13 +103,13 @@ class StageModel(ServedModel):
         if self._ring is not None:
             sharding.shard(model, self._ring, loader.model_type(self._config))
 
-    def columns(self) -> Sequence[RequestColumn]:
+    def columns(self) -> Sequence[PerRequestState]:
         received = () if self._link.group.is_first_rank else (HiddenIn(self._link),)
         return (*super().columns(), *received)
 
-    def make_end(self, executor: ModelExecutor, requests: Requests) -> StepEnd:
+    def make_head(self, executor: ModelExecutor, requests: Requests) -> OutputHead:
         if self._link.group.is_last_rank:
-            return super().make_end(executor, requests)
+            return super().make_head(executor, requests)
         return HiddenOut(self._link, requests)
 
     def make_speculator(self, parts: RunnerParts, network: Proposer | None) -> Speculator | None:
@@ -118,7 +118,7 @@ class StageModel(ServedModel):
         if speculation is None or self._link.group.is_last_rank:
             return super().make_speculator(parts, network)
         num_drafts = speculation.num_speculative_tokens
-        return ToldSpeculator(parts.requests, num_drafts, parts.memory.most_drafts)
+        return ScheduledDrafts(parts.requests, num_drafts, parts.memory.most_drafts)
 
 
 class RankWorker(MetalWorker):
@@ -138,7 +138,7 @@ class RankWorker(MetalWorker):
 
         self._link = GroupLink(get_pp_group())
         # First of all: ranks of other releases may share other things, in another order.
-        alike.check(rank_facts.releases(), groups.share)
+        consistency.check(rank_facts.releases(), groups.share)
         machine = machines.find(parallel, self.rank, self.distributed_init_method)
         joined = self.rank, parallel.world_size, machine.host_of_first, groups.share, _CONNECT_S
         self._heartbeat = heartbeat.join(*joined)
@@ -147,7 +147,7 @@ class RankWorker(MetalWorker):
         if parallel.use_ray and (workers := len(machine.pids)) > 1:  # nobody knew before
             memory = mlx_device.memory(self.current_platform.mlx_device)
             memory_shares.give(parallel, Share.of(workers, memory))
-        alike.check(alike.facts_of(self.vllm_config), groups.share)
+        consistency.check(consistency.facts_of(self.vllm_config), groups.share)
         super().init_device()
         self._ring = tensor_parallel.join_ring(parallel)
         self._answers = self.rank == parallel.world_size - parallel.tensor_parallel_size

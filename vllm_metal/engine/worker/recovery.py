@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_metal.device import errors, mlx_device
-from vllm_metal.engine.batch.columns import RequestsRefused
+from vllm_metal.engine.batch.per_request_state import RequestsRefused
 from vllm_metal.engine.models.compiled import Graphs
 from vllm_metal.engine.worker.model_runner import ModelRunner
 from vllm_metal.engine.worker.results import LateOutput, Step
@@ -142,7 +142,7 @@ class RecoveringRunner:
         self._attempt(lambda runner: runner.execute(step))
         # Whatever failed, and while the scheduler has not heard of it, its news are taken.
         while not step.requests_told:
-            self._in_any_case(lambda runner: runner.take_news(step, sound=False))
+            self._in_any_case(lambda runner: runner.update_states(step, sound=False))
         if step.req_ids:
             return None
         self._in_any_case(lambda runner: runner.end_step(step, computed=False))

@@ -24,16 +24,16 @@ from vllm_metal.engine.memory.planner import quantized_share
 from vllm_metal.engine.memory.profile import LargestCalls, profile_step, requests_profile
 from vllm_metal.engine.memory.wiring import MOST_POOL_ARRAYS
 from vllm_metal.engine.models import dense_check, loader
-from vllm_metal.engine.models.dense_check import HiddenTold, Told
+from vllm_metal.engine.models.dense_check import PagedHidden, PagedLogits
 from vllm_metal.engine.models.executor import ModelExecutor
-from vllm_metal.engine.pooling.pooling_end import PoolingEnd
+from vllm_metal.engine.pooling.pooling_head import PoolingHead
 from vllm_metal.engine.sample import CustomProcessors, Sampler
 from vllm_metal.engine.spec_decode.network import DraftPool
 from vllm_metal.engine.spec_decode.registry import drafts_for_others, make_speculator
 from vllm_metal.engine.worker.model_runner import ModelRunner
 from vllm_metal.engine.worker.networks import Networks
-from vllm_metal.engine.worker.rehearsal import Room, rehearse, rehearse_pooling
-from vllm_metal.engine.worker.step_end import SamplingEnd
+from vllm_metal.engine.worker.sampling_head import SamplingHead
+from vllm_metal.engine.worker.warm_up_steps import Room, run_pooling_warm_up, run_warm_up
 from vllm_metal.settings.additional_config import AdditionalConfig
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-    from vllm_metal.engine.batch.columns import RequestColumn
+    from vllm_metal.engine.batch.output_head import OutputHead
+    from vllm_metal.engine.batch.per_request_state import PerRequestState
     from vllm_metal.engine.batch.requests import Requests
-    from vllm_metal.engine.batch.step_end import StepEnd
     from vllm_metal.engine.kv_cache.layer_cache import KVBackend
     from vllm_metal.engine.memory.planner import MemoryPlanner
     from vllm_metal.engine.models.compiled import Graphs
@@ -234,7 +234,7 @@ class ServedModel:
         return ModelRunner(
             executor,
             requests,
-            self.make_end(executor, requests),
+            self.make_head(executor, requests),
             self._max_num_seqs,
             self.make_speculator(parts, proposer),
             writer,
@@ -252,16 +252,16 @@ class ServedModel:
         """
         return make_speculator(self._config, parts.requests, network, parts.memory.most_drafts)
 
-    def columns(self) -> Sequence[RequestColumn]:
+    def columns(self) -> Sequence[PerRequestState]:
         """What modules of the target read of requests."""
         return self.networks.columns
 
-    def make_end(self, executor: ModelExecutor, requests: Requests) -> StepEnd:
+    def make_head(self, executor: ModelExecutor, requests: Requests) -> OutputHead:
         """What makes results of hidden states."""
         model = self._config.model_config
         if (pooler := self.networks.pooler) is not None:
             assert model.pooler_config is not None
-            return PoolingEnd(pooler, model.pooler_config, requests)
+            return PoolingHead(pooler, model.pooler_config, requests)
         sampler = Sampler(
             self._vocab_size,
             self._max_num_seqs,
@@ -269,7 +269,7 @@ class ServedModel:
             model.seed,
             CustomProcessors(self._config),
         )
-        return SamplingEnd(executor, requests, sampler, self.agreed)
+        return SamplingHead(executor, requests, sampler, self.agreed)
 
     def compile_kernels(self) -> None:
         warm_up.compile_kernels(
@@ -280,7 +280,7 @@ class ServedModel:
             self._block_size,
         )
 
-    def rehearse(self, pool: KVCacheConfig, runner: ModelRunner) -> Told | HiddenTold:
+    def run_warm_up(self, pool: KVCacheConfig, runner: ModelRunner) -> PagedLogits | PagedHidden:
         """Runs steps of made-up requests.
 
         Returns:
@@ -291,12 +291,12 @@ class ServedModel:
             len(pool.kv_cache_groups), self._block_size, pool.num_blocks, model.max_model_len
         )
         if (pooler := model.pooler_config) is not None:
-            return rehearse_pooling(runner, pooler, self._vocab_size, room)
+            return run_pooling_warm_up(runner, pooler, self._vocab_size, room)
         sampler = Sampler(self._vocab_size, self._max_num_seqs)
         defaults = model.get_diff_sampling_param()
-        return rehearse(runner, sampler, defaults, self._vocab_size, room)
+        return run_warm_up(runner, sampler, defaults, self._vocab_size, room)
 
-    def check(self, told: Told | HiddenTold) -> None:
+    def check(self, told: PagedLogits | PagedHidden) -> None:
         """Raises if paged and dense forwards disagree.
 
         Skipped for quantized pools, whose rounding would mask it.
@@ -304,7 +304,7 @@ class ServedModel:
         dtype = loader.mlx_dtype(self._config)
         if AdditionalConfig.of(self._config).dense_check and self._pool_dtype == dtype:
             family, target = loader.model_type(self._config), self.networks.target
-            if isinstance(told, HiddenTold):
+            if isinstance(told, PagedHidden):
                 dense_check.check_hidden(target, told, dtype, family)
             else:
                 dense_check.check(target.model, told, dtype, family)

@@ -77,7 +77,7 @@ class StepHooks:
         The moment to copy blocks in. Not called where the step's pool is lost by then.
         """
 
-    def before_hand_over(self) -> None:
+    def before_submit(self) -> None:
         """The step's forward is built, and the device will be given it next.
 
         The moment to have the device copy blocks out that earlier steps completed: `join_step` of

@@ -168,13 +168,13 @@ class MetalWorker(WorkerBase):
         return CompilationTimes(language_model=seconds, encoder=0.0)
 
     def _warm_up(self) -> None:
-        rehearse = partial(self.served.rehearse, self._parts.kv_cache_config)
-        self.served.check(self.runner.warm_up(rehearse))
+        run_warm_up = partial(self.served.run_warm_up, self._parts.kv_cache_config)
+        self.served.check(self.runner.warm_up(run_warm_up))
 
     def execute_model(
         self, scheduler_output: SchedulerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        with self._turn, self._clock.laying_out():
+        with self._turn, self._clock.preparing():
             self._pressure.poll()
             result = self.runner.execute_model(scheduler_output)
             if self._awake is not None:
@@ -188,7 +188,7 @@ class MetalWorker(WorkerBase):
         return self._finish(grammar_output)
 
     def _finish(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
-        with self._turn, self._clock.handing_over() as step:
+        with self._turn, self._clock.submitting() as step:
             output = self.runner.sample_tokens(grammar_output)
         read = partial(self._read, output, step, self._rows)
         return LateOutput(read, output.get_kv_connector_output())

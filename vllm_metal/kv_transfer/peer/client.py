@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from vllm_metal.kv_transfer.peer import handshake
 from vllm_metal.kv_transfer.peer.connections import Connections, Unavailable
 from vllm_metal.kv_transfer.peer.handshake import Terms
-from vllm_metal.kv_transfer.peer.lease_keeper import LeaseKeeper
+from vllm_metal.kv_transfer.peer.lease_manager import LeaseManager
 from vllm_metal.kv_transfer.peer.limits import (
     CONNECTIONS_OF_A_PEER,
     MAX_KEYS,
@@ -121,7 +121,7 @@ class Peer:
             timeouts,
             CONNECTIONS_OF_A_PEER,
         )
-        self._leases = LeaseKeeper(self._tell, timeouts, clock)
+        self._leases = LeaseManager(self._tell, timeouts, clock)
 
     @property
     def engine_id(self) -> str | None:

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 from blake3 import blake3
 
+from vllm_metal.kv_transfer.peer.export_cache import ExportCache
 from vllm_metal.kv_transfer.peer.limits import Timeouts
 from vllm_metal.kv_transfer.peer.messages import Page, checksum
-from vllm_metal.kv_transfer.peer.outbox import Outbox
 from vllm_metal.kv_transfer.shared_pool import SharedPool
 from vllm_metal.kv_transfer.store import OfferedPages
 
@@ -25,14 +25,16 @@ class ServedPages:
     #: What is in other stores, and is read there when it is fetched.
     offered: Sequence[OfferedPages] = ()
 
-    def __init__(self, outbox: Outbox, pool: SharedPool | None, timeouts: Timeouts) -> None:
+    def __init__(
+        self, export_cache: ExportCache, pool: SharedPool | None, timeouts: Timeouts
+    ) -> None:
         """
         Args:
             outbox: pages in memory.
             pool: where the others are; None: there are none.
             timeouts: of waits and leases.
         """
-        self.outbox = outbox
+        self.export_cache = export_cache
         self._pool = pool
         self._timeouts = timeouts
 
@@ -51,11 +53,11 @@ class ServedPages:
         others = [key for key in keys if key not in in_pool]
         stored = self._stored(others)
         self._wait([key for key in others if key not in stored], seconds, sign)
-        found = in_pool | stored | {key for key in others if self.outbox.contains(key)}
+        found = in_pool | stored | {key for key in others if self.export_cache.contains(key)}
         # Before the outbox: what leaves the pool meanwhile is in the outbox, or is computed.
         if self._pool is not None:
             self._pool.lease(holder, (key for key in keys if key in in_pool), self._timeouts.lease)
-        self.outbox.lease(holder, (key for key in keys if key in found), self._timeouts.lease)
+        self.export_cache.lease(holder, (key for key in keys if key in found), self._timeouts.lease)
         return found
 
     @contextmanager
@@ -70,29 +72,29 @@ class ServedPages:
             holder, sign: see `find`.
             keys: of pages.
         """
-        missing = [key for key in keys if not self.outbox.contains(key)]
+        missing = [key for key in keys if not self.export_cache.contains(key)]
         if self._pool is not None and missing:
-            self._pool.want(missing, self.outbox.expect)
+            self._pool.want(missing, self.export_cache.expect)
             self._wait(missing, self._timeouts.wait, sign)
-            self.outbox.lease(holder, missing, self._timeouts.lease)
+            self.export_cache.lease(holder, missing, self._timeouts.lease)
         came = set(missing)
 
         def give(key: bytes) -> Page | None:
-            page = self.outbox.get(key)
+            page = self.export_cache.get(key)
             if page is None:
                 return self._read(key)
             if key in came:
-                self.outbox.release(holder, [key])
+                self.export_cache.release(holder, [key])
             return page
 
         try:
             yield give
         finally:
-            self.outbox.release(holder, missing)
+            self.export_cache.release(holder, missing)
 
     def has_all(self, keys: Sequence[bytes]) -> bool:
         """Whether pages can be given, as far as is known."""
-        others = [key for key in keys if not self.outbox.contains(key)]
+        others = [key for key in keys if not self.export_cache.contains(key)]
         return self._stored(others) == set(others)
 
     def _stored(self, keys: Sequence[bytes]) -> set[bytes]:
@@ -111,18 +113,18 @@ class ServedPages:
         deadline = time.monotonic() + seconds
         while True:
             left = deadline - time.monotonic()
-            self.outbox.await_pages(keys, min(left, self._timeouts.waiting_sign))
-            if left <= 0 or not self.outbox.any_expected(keys) or not sign():
+            self.export_cache.await_pages(keys, min(left, self._timeouts.waiting_sign))
+            if left <= 0 or not self.export_cache.any_expected(keys) or not sign():
                 return
 
     def renew(self, holder: int) -> None:
         """All leases of a holder go on."""
-        self.outbox.renew(holder, self._timeouts.lease)
+        self.export_cache.renew(holder, self._timeouts.lease)
         if self._pool is not None:
             self._pool.renew(holder, self._timeouts.lease)
 
     def release(self, holder: int, keys: Collection[bytes] | None) -> None:
         """Ends leases of a holder: on some pages, or None: on all."""
-        self.outbox.release(holder, keys)
+        self.export_cache.release(holder, keys)
         if self._pool is not None:
             self._pool.release(holder, keys)

@@ -13,6 +13,7 @@ from functools import partial
 from vllm.logger import init_logger
 
 from vllm_metal.kv_transfer.peer import handshake
+from vllm_metal.kv_transfer.peer.export_cache import ExportCache
 from vllm_metal.kv_transfer.peer.handshake import Terms
 from vllm_metal.kv_transfer.peer.limits import (
     MAX_CONNECTIONS,
@@ -35,7 +36,6 @@ from vllm_metal.kv_transfer.peer.messages import (
     Waiting,
     decode,
 )
-from vllm_metal.kv_transfer.peer.outbox import Outbox
 from vllm_metal.kv_transfer.peer.served_pages import ServedPages
 from vllm_metal.kv_transfer.peer.wire import Link, shut_down
 from vllm_metal.kv_transfer.shared_pool import SharedPool
@@ -54,7 +54,7 @@ class PageServer:
         self,
         address: Address,
         secret: bytes,
-        outbox: Outbox,
+        export_cache: ExportCache,
         terms: Callable[[], Terms],
         timeouts: Timeouts = TIMEOUTS,
         max_connections: int = MAX_CONNECTIONS,
@@ -77,7 +77,7 @@ class PageServer:
             OSError: it cannot be listened on.
         """
         self._secret = secret
-        self.pages = ServedPages(outbox, pool, timeouts)
+        self.pages = ServedPages(export_cache, pool, timeouts)
         self._terms = terms
         self._timeouts = timeouts
         self._max_connections = max_connections
@@ -244,7 +244,7 @@ class PageServer:
 
     def send_pages(self, link: Link, session: int, terms: Terms, keys: list[bytes]) -> None:
         """Sends page by page, so that a connection keeps one evicted page in memory at most."""
-        outbox = self.pages.outbox
+        export_cache = self.pages.export_cache
         with self.pages.brought(session, keys, partial(self._sign, link)) as give:
             if not self.pages.has_all(keys):
                 self._check(terms)
@@ -257,7 +257,7 @@ class PageServer:
                     link.send(NoPage())
                     return
                 link.send(Row(page.data.nbytes, page.checksum), raw=page.data)
-                outbox.count_sent(page.data.nbytes)
+                export_cache.count_sent(page.data.nbytes)
 
     def _check(self, terms: Terms) -> None:
         if self._terms().identity != terms.identity:

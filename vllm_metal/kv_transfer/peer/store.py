@@ -15,8 +15,8 @@ import numpy as np
 from vllm_metal.identity.fingerprint import PoolContent
 from vllm_metal.kv_transfer.peer.client import PeerStats
 from vllm_metal.kv_transfer.peer.clients import Clients
+from vllm_metal.kv_transfer.peer.export_cache import ExportCache, ExportStats
 from vllm_metal.kv_transfer.peer.limits import TIMEOUTS, Timeouts
-from vllm_metal.kv_transfer.peer.outbox import Outbox, OutboxStats
 from vllm_metal.kv_transfer.peer.pulls import Patience, PullHint
 from vllm_metal.kv_transfer.peer.server import PageServer
 from vllm_metal.kv_transfer.shared_pool import SharedPool
@@ -26,7 +26,7 @@ from vllm_metal.settings.address import Address
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerFigures(OutboxStats, PeerStats):
+class PeerFigures(ExportStats, PeerStats):
     """Figures of this process: of its outbox and pool, and of all peers that it asks."""
 
     shared_leases: int = Metric(
@@ -43,17 +43,17 @@ class PeerShelf(Shelf):
     A text's namespace has no part: whoever has its hash knows the text and its salt.
     """
 
-    outbox: Outbox
+    export_cache: ExportCache
     generation: int  # of the outbox: once it was cleared, pages of before do not go there
     clients: Clients
 
     keeps: bool  # whether pages go into the outbox that nobody has asked for
 
     def wants(self, key: bytes) -> bool:
-        return self.keeps and not self.outbox.contains(key)
+        return self.keeps and not self.export_cache.contains(key)
 
     def write(self, key: bytes, row: np.ndarray, used_at: float, depth: int) -> bool:
-        return self.keeps and self.outbox.put(key, row.data, used_at, self.generation)
+        return self.keeps and self.export_cache.put(key, row.data, used_at, self.generation)
 
     def read(
         self,
@@ -79,10 +79,10 @@ class PeerShelf(Shelf):
         return filled
 
     def touch(self, keys: Sequence[bytes], used_at: float) -> None:
-        self.outbox.touch(keys, used_at)
+        self.export_cache.touch(keys, used_at)
 
     def withdraw(self, keys: Iterable[bytes]) -> None:
-        self.outbox.discard(keys)
+        self.export_cache.discard(keys)
 
     def discard(self, keys: Iterable[bytes]) -> None:
         self.withdraw(keys)
@@ -96,14 +96,14 @@ def _goes_on(wanted: Callable[[], bool], patience: Patience) -> bool:
 class SharedShelf(Shelf):
     """The outbox, for pages of the pool that others have asked for."""
 
-    outbox: Outbox
+    export_cache: ExportCache
     generation: int  # of the outbox, see `PeerShelf`
     pool: SharedPool
 
     def write(self, key: bytes, row: np.ndarray, used_at: float, depth: int) -> bool:
-        kept = self.outbox.put(key, row.data, used_at, self.generation)
+        kept = self.export_cache.put(key, row.data, used_at, self.generation)
         if kept:
-            self.outbox.count_shared(row.nbytes)
+            self.export_cache.count_shared(row.nbytes)
         self.pool.ended([key])  # whoever waits need not wait for the next step
         return kept
 
@@ -134,9 +134,9 @@ class PeerStore(Store):
         """
         self._listen = listen
         self._secret = secret
-        self.outbox = Outbox(outbox_bytes)  # of no bytes where nobody may ask
+        self.export_cache = ExportCache(outbox_bytes)  # of no bytes where nobody may ask
         if shares_pool:
-            self.shared_pool = SharedPool(self.outbox.expect_no_more)
+            self.shared_pool = SharedPool(self.export_cache.expect_no_more)
         self._server: PageServer | None = None  # until there is a pool
         self.clients = Clients(engine_id, secret, timeouts)
         self._down: set[Address] = set()  # peers that were, when the news were told last
@@ -156,12 +156,12 @@ class PeerStore(Store):
         """
         # Before the terms change, or pages would go out under the new ones.
         self.serve(())
-        self.outbox.clear()
+        self.export_cache.clear()
         self.clients.use(content)
         if self._server is None and self._listen is not None:
             terms = self.clients.terms
             self._server = PageServer(
-                self._listen, self._secret, self.outbox, terms, pool=self.shared_pool
+                self._listen, self._secret, self.export_cache, terms, pool=self.shared_pool
             )
 
     @property
@@ -174,23 +174,23 @@ class PeerStore(Store):
 
     @property
     def _keeps_all(self) -> bool:
-        return self.shared_pool is None and self.outbox.max_bytes > 0
+        return self.shared_pool is None and self.export_cache.max_bytes > 0
 
     def shelf(self, namespace: str | None) -> PeerShelf:
-        outbox = self.outbox
-        return PeerShelf(outbox, outbox.generation, self.clients, self._keeps_all)
+        export_cache = self.export_cache
+        return PeerShelf(export_cache, export_cache.generation, self.clients, self._keeps_all)
 
     def shared_shelf(self) -> SharedShelf:
         assert self.shared_pool is not None
-        return SharedShelf(self.outbox, self.outbox.generation, self.shared_pool)
+        return SharedShelf(self.export_cache, self.export_cache.generation, self.shared_pool)
 
     def expect(self, keys: Iterable[bytes]) -> None:
         if self._keeps_all:
-            self.outbox.expect(keys)
+            self.export_cache.expect(keys)
 
     def expect_no_more(self, keys: Iterable[bytes]) -> None:
         if self._keeps_all:
-            self.outbox.expect_no_more(keys)
+            self.export_cache.expect_no_more(keys)
 
     def news(self) -> list[Address] | None:
         down = {peer.address for peer in self.clients.peers if peer.is_down}
@@ -200,7 +200,7 @@ class PeerStore(Store):
     def figures(self) -> PeerFigures:
         fetched = vars(self.clients.stats())
         shared = 0 if self.shared_pool is None else self.shared_pool.num_leased
-        return PeerFigures(**vars(self.outbox.stats()), **fetched, shared_leases=shared)
+        return PeerFigures(**vars(self.export_cache.stats()), **fetched, shared_leases=shared)
 
     def close(self) -> None:
         if self._server is not None:

@@ -25,7 +25,7 @@ _ENGINE_CALLS = (
 )
 
 
-class Keeper(Protocol):
+class SleepManager(Protocol):
     """Whoever puts an engine to sleep when it is idle, and wakes it up."""
 
     def begin(self) -> None:
@@ -85,7 +85,7 @@ class Engine:
 
 
 def keep(
-    make: Callable[[VllmConfig, Engine], Keeper | None],
+    make: Callable[[VllmConfig, Engine], SleepManager | None],
     refuse: Callable[[VllmConfig], None],
 ) -> None:
     """Gives every engine of a server, or of `AsyncLLM`, its keeper.
@@ -152,11 +152,13 @@ def _generate(
     generate: Callable[..., AsyncGenerator[Any, None]], engine: Any, *args: Any, **options: Any
 ) -> AsyncGenerator[Any, None]:
     outputs = generate(engine, *args, **options)
-    keeper: Keeper | None = getattr(engine, _KEEPER, None)
+    keeper: SleepManager | None = getattr(engine, _KEEPER, None)
     return outputs if keeper is None else _kept(outputs, keeper)
 
 
-async def _kept(outputs: AsyncGenerator[Any, None], keeper: Keeper) -> AsyncGenerator[Any, None]:
+async def _kept(
+    outputs: AsyncGenerator[Any, None], keeper: SleepManager
+) -> AsyncGenerator[Any, None]:
     keeper.begin()
     async with keeper.request(), aclosing(outputs):
         async for output in outputs:
@@ -167,7 +169,7 @@ async def _call(
     call: Callable[..., Awaitable[Any]], engine: Any, *args: Any, **options: Any
 ) -> Any:
     """A call by a route or a user, which finds the engine awake."""
-    keeper: Keeper | None = getattr(engine, _KEEPER, None)
+    keeper: SleepManager | None = getattr(engine, _KEEPER, None)
     if keeper is None:
         return await call(engine, *args, **options)
     keeper.begin()
@@ -178,7 +180,7 @@ async def _call(
 async def _sleep(
     sleep: Callable[..., Awaitable[None]], engine: Any, level: int = 1, *args: Any, **options: Any
 ) -> None:
-    keeper: Keeper | None = getattr(engine, _KEEPER, None)
+    keeper: SleepManager | None = getattr(engine, _KEEPER, None)
     if keeper is None:
         await sleep(engine, level, *args, **options)
     else:
@@ -188,7 +190,7 @@ async def _sleep(
 async def _wake_up(
     wake_up: Callable[..., Awaitable[bool]], engine: Any, *args: Any, **options: Any
 ) -> bool:
-    keeper: Keeper | None = getattr(engine, _KEEPER, None)
+    keeper: SleepManager | None = getattr(engine, _KEEPER, None)
     if keeper is None:
         return await wake_up(engine, *args, **options)
     return await keeper.wake_up(lambda: wake_up(engine, *args, **options))

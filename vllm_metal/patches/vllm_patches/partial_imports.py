@@ -70,7 +70,7 @@ def plan_only() -> None:
     vLLM is imported already, nothing changes.
     """
     if "vllm" not in sys.modules:
-        sys.meta_path.insert(0, _HollowFinder())
+        sys.meta_path.insert(0, _StubFinder())
 
 
 class _Missing(type):
@@ -85,7 +85,7 @@ class _Missing(type):
         raise AttributeError(f"{cls.__module__}.{cls.__name__} is a stub and has no {name}")
 
 
-class _HollowModule(ModuleType):
+class _StubModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -93,7 +93,7 @@ class _HollowModule(ModuleType):
         return said or _Missing(name, (), {"__module__": self.__name__})
 
 
-class _HollowFinder:
+class _StubFinder:
     """Finds hollow modules, and leaves those of _WHOLE to Python's own finder."""
 
     def find_spec(
@@ -112,7 +112,7 @@ class _HollowFinder:
         return hollow
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _HollowModule(spec.name)
+        return _StubModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         """Leaves the module hollow."""

@@ -16,7 +16,7 @@ from typing import Protocol
 from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_metal.serving.idle.spells import Spell
+from vllm_metal.serving.idle.idle_period import IdlePeriod
 from vllm_metal.serving.idle.unavailable import CannotWake
 
 logger = init_logger(__name__)
@@ -43,7 +43,7 @@ class Sleeper:
     def __init__(
         self,
         engine: SleepingEngine,
-        spells: Sequence[Spell],
+        spells: Sequence[IdlePeriod],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -164,7 +164,7 @@ class Sleeper:
                 wait.cancel()
         return not self._came.is_set()
 
-    async def _fall(self, spell: Spell) -> bool:
+    async def _fall(self, spell: IdlePeriod) -> bool:
         """Falls asleep; returns whether it did: a request, or the user, may have been first."""
         async with self._turn:
             if spell.level <= self._level:  # it did not wake up for the last request

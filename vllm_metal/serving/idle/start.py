@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_metal.patches.vllm_patches import engine_sleep
+from vllm_metal.serving.idle.idle_period import SETTING, spells
 from vllm_metal.serving.idle.sleeper import Sleeper
-from vllm_metal.serving.idle.spells import SETTING, spells
 from vllm_metal.serving.idle.unavailable import Unavailable
 from vllm_metal.settings.additional_config import AdditionalConfig
 

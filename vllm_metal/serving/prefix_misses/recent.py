@@ -77,7 +77,7 @@ class RecentPrompts:
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def has_beginning(self, prompt: Prompt) -> bool:
+    def has_prefix(self, prompt: Prompt) -> bool:
         """Whether one has the first chunk of this one."""
         return prompt.tokens[:CHUNK].tobytes() in self._root.following
 

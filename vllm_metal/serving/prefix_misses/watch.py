@@ -94,7 +94,7 @@ class Watch:
         self._owners.move_to_end(salt)
         remembered, closest = recent.add(prompt)
         others = (other for key, other in self._owners.items() if key != salt)
-        elsewhere = any(other.has_beginning(prompt) for other in others)
+        elsewhere = any(other.has_prefix(prompt) for other in others)
         self._make_room()
         return Question(prompt, remembered, closest, elsewhere)
 

@@ -28,7 +28,7 @@ class Abandoned(Exception):
     """The first one went away before its answer was whole: one of the others asks instead."""
 
 
-class Twins:
+class Coalesced:
     """Requests of one key at one time: the first asks, the others wait for its answer.
 
     It belongs to one event loop.
@@ -96,7 +96,7 @@ class ResponseCache:
             "The response cache cannot store responses (%s): new ones are not cached until it can."
         )
         self._clock = clock
-        self.twins = Twins()
+        self.coalesced = Coalesced()
 
     async def get(self, key: str, owner: str = "") -> Entry | None:
         """The answer of a key; None: there is none, or nobody can say.

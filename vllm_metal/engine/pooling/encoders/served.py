@@ -63,7 +63,7 @@ _INERT = names(
 )
 
 
-def _behind_padding(config: Config) -> int:
+def _after_padding(config: Config) -> int:
     """Positions of RoBERTa's table: the first ones, to the padding's own, are no token's."""
     return int(config["max_position_embeddings"]) - int(config.get("pad_token_id", 1)) - 1
 
@@ -76,7 +76,7 @@ BERT = Family(
     _INERT,
     lambda config: int(config["max_position_embeddings"]),
 )
-ROBERTA = Family("xlm_roberta", True, _BERT_READ, _BERT_FIXED, _INERT, _behind_padding)
+ROBERTA = Family("xlm_roberta", True, _BERT_READ, _BERT_FIXED, _INERT, _after_padding)
 MODERNBERT = Family(
     "modernbert",
     True,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.engine.batch.columns import RequestColumn
+from vllm_metal.engine.batch.per_request_state import PerRequestState
 from vllm_metal.engine.pooling.encoders.networks import TOKEN_TYPES
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _SECOND_TEXT = "compressed_token_type_ids"
 _NOWHERE = np.iinfo(np.int32).max
 
 
-class TokenTypes(RequestColumn):
+class TokenTypes(PerRequestState):
     """Where the second text begins and ends in the prompt of each request."""
 
     def __init__(self, max_num_reqs: int, num_types: int) -> None:

@@ -8,7 +8,7 @@ import blake3
 import pytest
 from kv_transfer.peer.engines import fill, make_pages
 
-from vllm_metal.kv_transfer.peer.outbox import Outbox
+from vllm_metal.kv_transfer.peer.export_cache import ExportCache
 
 
 class Naive:
@@ -99,7 +99,7 @@ class Naive:
 def test_an_outbox_does_what_a_naive_one_does(seed, clock):
     rng = random.Random(seed)
     most = rng.choice([1000, 4000, 20000])
-    outbox, naive = Outbox(most, clock), Naive(most)
+    export_cache, naive = ExportCache(most, clock), Naive(most)
     start = clock.now
     keys = [rng.randbytes(rng.choice([1, 36, 64])) + bytes([i]) for i in range(40)]
     data = [rng.randbytes(rng.choice([0, 1, 100, 700, 1000, 4001])) for _ in keys]
@@ -110,142 +110,151 @@ def test_an_outbox_does_what_a_naive_one_does(seed, clock):
         match rng.choice("ppppggggllrxdt"):
             case "p":
                 page = memoryview(data[number])
-                assert outbox.put(keys[number], page) == naive.put(keys[number], data[number])
+                assert export_cache.put(keys[number], page) == naive.put(keys[number], data[number])
             case "g":
-                page, expected = outbox.get(keys[number]), naive.get(keys[number])
+                page, expected = export_cache.get(keys[number]), naive.get(keys[number])
                 assert (page and bytes(page.data)) == expected or expected == b""
             case "l":
-                assert outbox.lease(holder, some, seconds) == naive.lease(holder, some, seconds)
+                assert export_cache.lease(holder, some, seconds) == naive.lease(
+                    holder, some, seconds
+                )
             case "r":
-                outbox.renew(holder, seconds)
+                export_cache.renew(holder, seconds)
                 naive.renew(holder, seconds)
             case "x":
-                outbox.release(holder, some)
+                export_cache.release(holder, some)
                 naive.release(holder, some)
             case "d":
-                outbox.discard(some[:1])
+                export_cache.discard(some[:1])
                 naive.discard(some[:1])
             case "t":
                 clock.now += rng.choice([0.5, 4.0, 29.0])
                 naive.now = clock.now - start
         naive.pass_time()
-        stats = outbox.stats()
+        stats = export_cache.stats()
         assert stats.outbox_bytes == naive.held() <= stats.outbox_limit_bytes == most
         assert stats.leased_bytes == naive.held(leased=True) <= most * 3 // 4
         assert stats.num_evicted == naive.evicted and stats.num_refused == naive.refused
         there = [page[0] for page in naive.pages]
         assert stats.pages == len(there)
-        assert [key for key in keys if outbox.contains(key)] == [k for k in keys if k in there]
+        assert [key for key in keys if export_cache.contains(key)] == [
+            k for k in keys if k in there
+        ]
     assert naive.evicted > 10
 
 
-def test_a_checksum_is_of_page_and_key(outbox):
-    outbox.put(b"key", memoryview(b"data"))
+def test_a_checksum_is_of_page_and_key(export_cache):
+    export_cache.put(b"key", memoryview(b"data"))
     expected = blake3.blake3(b"datakey").digest()[:16]
-    assert outbox.get(b"key").checksum == expected
+    assert export_cache.get(b"key").checksum == expected
 
 
 def test_a_page_is_a_copy_and_outlives_its_eviction(clock):
-    outbox = Outbox(10, clock)
+    export_cache = ExportCache(10, clock)
     source = bytearray(b"0123456789")
-    outbox.put(b"a", memoryview(source))
-    held = outbox.get(b"a")
+    export_cache.put(b"a", memoryview(source))
+    held = export_cache.get(b"a")
     source[:] = b"x" * 10
-    outbox.put(b"b", memoryview(source))
-    assert not outbox.contains(b"a") and bytes(held.data) == b"0123456789"
+    export_cache.put(b"b", memoryview(source))
+    assert not export_cache.contains(b"a") and bytes(held.data) == b"0123456789"
     with pytest.raises(TypeError):
         held.data[0] = 1
 
 
 def test_leases_end_by_the_clock_and_by_renewals(clock):
-    outbox = Outbox(40, clock)
-    fill(outbox, {b"a": b"a" * 10, b"b": b"b" * 10, b"c": b"c" * 10, b"d": b"d" * 10})
-    assert outbox.lease(7, [b"a", b"b", b"c", b"d"], 30) == 3  # three quarters
-    assert outbox.put(b"e", memoryview(b"e" * 10)) and not outbox.contains(b"d")
-    assert not outbox.put(b"f", memoryview(b"f" * 11))
+    export_cache = ExportCache(40, clock)
+    fill(export_cache, {b"a": b"a" * 10, b"b": b"b" * 10, b"c": b"c" * 10, b"d": b"d" * 10})
+    assert export_cache.lease(7, [b"a", b"b", b"c", b"d"], 30) == 3  # three quarters
+    assert export_cache.put(b"e", memoryview(b"e" * 10)) and not export_cache.contains(b"d")
+    assert not export_cache.put(b"f", memoryview(b"f" * 11))
     clock.now += 20
-    outbox.renew(7, 30)
-    outbox.release(7, [b"b", b"d", b"none"])
+    export_cache.renew(7, 30)
+    export_cache.release(7, [b"b", b"d", b"none"])
     clock.now += 29
-    assert outbox.put(b"f", memoryview(b"f" * 20))  # in place of b and e
-    assert [outbox.contains(key) for key in (b"a", b"b", b"c", b"e")] == [True, False, True, False]
+    assert export_cache.put(b"f", memoryview(b"f" * 20))  # in place of b and e
+    assert [export_cache.contains(key) for key in (b"a", b"b", b"c", b"e")] == [
+        True,
+        False,
+        True,
+        False,
+    ]
     clock.now += 1
-    assert outbox.stats().leased_bytes == 0
-    assert outbox.put(b"g", memoryview(b"g" * 40)) and outbox.stats().pages == 1
-    outbox.renew(7, 30)  # of nothing
-    outbox.release(8, None)
+    assert export_cache.stats().leased_bytes == 0
+    assert export_cache.put(b"g", memoryview(b"g" * 40)) and export_cache.stats().pages == 1
+    export_cache.renew(7, 30)  # of nothing
+    export_cache.release(8, None)
 
 
-def test_waiting_ends_when_all_is_settled(outbox):
-    outbox.expect([b"a", b"b", b"c"])
-    outbox.expect([b"a"])  # two requests make it
+def test_waiting_ends_when_all_is_settled(export_cache):
+    export_cache.expect([b"a", b"b", b"c"])
+    export_cache.expect([b"a"])  # two requests make it
     found, begun = [], threading.Event()
 
     def wait():
         begun.set()
-        found.extend(outbox.await_pages([b"c", b"a", b"x"], 30))
+        found.extend(export_cache.await_pages([b"c", b"a", b"x"], 30))
 
     waiter = threading.Thread(target=wait)
     waiter.start()
     begun.wait()
-    outbox.put(b"a", memoryview(b"page"))
-    outbox.expect_no_more([b"a"])
-    assert outbox.any_expected([b"a"]) and waiter.is_alive()
-    outbox.expect_no_more([b"c"])  # it will not come
+    export_cache.put(b"a", memoryview(b"page"))
+    export_cache.expect_no_more([b"a"])
+    assert export_cache.any_expected([b"a"]) and waiter.is_alive()
+    export_cache.expect_no_more([b"c"])  # it will not come
     waiter.join(0.05)
     assert waiter.is_alive()
-    outbox.expect_no_more([b"a"])
+    export_cache.expect_no_more([b"a"])
     waiter.join()
     assert found == [b"a"]
-    assert outbox.any_expected([b"b"]) and not outbox.any_expected([b"a", b"c"])
-    outbox.expect_no_more([b"a", b"a", b"b"])
-    outbox.expect([b"a"])
-    assert outbox.any_expected([b"a"])  # settling too often does not count ahead
+    assert export_cache.any_expected([b"b"]) and not export_cache.any_expected([b"a", b"c"])
+    export_cache.expect_no_more([b"a", b"a", b"b"])
+    export_cache.expect([b"a"])
+    assert export_cache.any_expected([b"a"])  # settling too often does not count ahead
 
 
-def test_waiting_ends_by_time_and_by_clearing(outbox):
-    outbox.expect([b"a"])
-    outbox.put(b"b", memoryview(b"page"))
-    assert outbox.await_pages([b"a", b"b"], 0.01) == [b"b"]
-    waiter = threading.Thread(target=outbox.await_pages, args=([b"a"], 30))
+def test_waiting_ends_by_time_and_by_clearing(export_cache):
+    export_cache.expect([b"a"])
+    export_cache.put(b"b", memoryview(b"page"))
+    assert export_cache.await_pages([b"a", b"b"], 0.01) == [b"b"]
+    waiter = threading.Thread(target=export_cache.await_pages, args=([b"a"], 30))
     waiter.start()
-    outbox.clear()
+    export_cache.clear()
     waiter.join()
-    assert outbox.stats().pages == 0 and not outbox.any_expected([b"a"])
+    assert export_cache.stats().pages == 0 and not export_cache.any_expected([b"a"])
 
 
 @pytest.mark.parametrize("end", ["discard", "clear"])
-def test_what_is_discarded_while_it_is_copied_does_not_come(monkeypatch, outbox, end):
+def test_what_is_discarded_while_it_is_copied_does_not_come(monkeypatch, export_cache, end):
     """A page of lost weights must not appear after them."""
-    from vllm_metal.kv_transfer.peer import outbox as module
+    from vllm_metal.kv_transfer.peer import export_cache as module
 
     original = module.checksum
 
     def interrupted(key, data):
-        outbox.discard([key]) if end == "discard" else outbox.clear()
+        export_cache.discard([key]) if end == "discard" else export_cache.clear()
         return original(key, data)
 
     monkeypatch.setattr(module, "checksum", interrupted)
-    assert not outbox.put(b"a", memoryview(b"page"))
-    assert not outbox.contains(b"a") and outbox.stats().outbox_bytes == 0
+    assert not export_cache.put(b"a", memoryview(b"page"))
+    assert not export_cache.contains(b"a") and export_cache.stats().outbox_bytes == 0
     monkeypatch.undo()
-    assert outbox.put(b"a", memoryview(b"page"))
+    assert export_cache.put(b"a", memoryview(b"page"))
 
 
-def test_a_copy_that_fails_takes_no_room(monkeypatch, outbox):
-    from vllm_metal.kv_transfer.peer import outbox as module
+def test_a_copy_that_fails_takes_no_room(monkeypatch, export_cache):
+    from vllm_metal.kv_transfer.peer import export_cache as module
 
     def fails(key, data):
         raise MemoryError
 
     monkeypatch.setattr(module, "checksum", fails)
     with pytest.raises(MemoryError):
-        outbox.put(b"a", memoryview(b"page"))
-    assert outbox.stats().outbox_bytes == 0 and not outbox.contains(b"a")
+        export_cache.put(b"a", memoryview(b"page"))
+    assert export_cache.stats().outbox_bytes == 0 and not export_cache.contains(b"a")
 
 
 def test_threads_together_keep_the_limit():
-    outbox = Outbox(64 << 10)
+    export_cache = ExportCache(64 << 10)
     pages = make_pages(64, 4096)
     keys = list(pages)
     errors = []
@@ -255,13 +264,13 @@ def test_threads_together_keep_the_limit():
         try:
             for _ in range(400):
                 key = rng.choice(keys)
-                outbox.put(key, memoryview(pages[key]))
-                outbox.lease(seed, rng.sample(keys, 5), 0.0005)
-                if (page := outbox.get(key)) is not None and bytes(page.data) != pages[key]:
+                export_cache.put(key, memoryview(pages[key]))
+                export_cache.lease(seed, rng.sample(keys, 5), 0.0005)
+                if (page := export_cache.get(key)) is not None and bytes(page.data) != pages[key]:
                     errors.append("other bytes")
-                if outbox.stats().outbox_bytes > 64 << 10:
+                if export_cache.stats().outbox_bytes > 64 << 10:
                     errors.append("too many bytes")
-                outbox.release(seed, None)
+                export_cache.release(seed, None)
         except Exception as error:
             errors.append(error)
 
@@ -271,4 +280,4 @@ def test_threads_together_keep_the_limit():
     for thread in threads:
         thread.join()
     assert errors == []
-    assert outbox.stats().leased_bytes == 0 and outbox.stats().outbox_bytes == 64 << 10
+    assert export_cache.stats().leased_bytes == 0 and export_cache.stats().outbox_bytes == 64 << 10

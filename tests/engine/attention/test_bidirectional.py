@@ -11,7 +11,7 @@ from engine.kv_cache.layouts import layout_of
 
 from metal_kernels import kernel
 from metal_kernels.paged_attention import AttentionShape
-from vllm_metal.engine.attention import seen_whole
+from vllm_metal.engine.attention import bidirectional
 from vllm_metal.engine.kv_cache.kernels import KERNELS
 from vllm_metal.engine.kv_cache.layer_cache import AttentionKind, KVShape
 from vllm_metal.engine.kv_cache.layer_state import Run
@@ -59,10 +59,12 @@ def test_rows_see_all_of_their_run_and_what_is_before_it(backend, window):
             keys, values = rng.normal(size=(2, len(slots), 2, 64)).astype(np.float32)
             queries = rng.normal(size=(len(slots), 4, 64)).astype(np.float32)
             kept |= {slot: (keys[row], values[row]) for row, slot in enumerate(slots)}
-            plan = seen_whole.planned(step, window, plan_of)
+            plan = bidirectional.planned(step, window, plan_of)
             kv_cache.begin_step()
             kv_cache.write(plan, mx.array(keys), mx.array(values))
-            found = seen_whole.attend(kv_cache, plan, plan.prompts, mx.array(queries), Scoring(0.2))
+            found = bidirectional.attend(
+                kv_cache, plan, plan.prompts, mx.array(queries), Scoring(0.2)
+            )
             mx.eval(found)
             row = 0
             for blocks, before, count in requests:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 
-class Bell:
+class WakeEvent:
     """Rung by the worker's side, heard by the scheduler's; every method is for any thread.
 
     Both sides hold the same one where they are in one process. Pickled it becomes another, which
@@ -19,8 +19,8 @@ class Bell:
         self._wake: Callable[[], bool] | None = None
         self._rung = False
 
-    def __reduce__(self) -> tuple[type[Bell], tuple[()]]:
-        return Bell, ()
+    def __reduce__(self) -> tuple[type[WakeEvent], tuple[()]]:
+        return WakeEvent, ()
 
     def connect(self, wake: Callable[[], bool]) -> None:
         """Somebody hears it from now on.

@@ -6,14 +6,14 @@ from engine.batch.test_requests import new_request, word
 from vllm.v1.core.sched.output import CachedRequestData
 
 from vllm_metal.engine.batch.requests import BlockTables, Requests
-from vllm_metal.engine.spec_decode.told import ToldSpeculator
+from vllm_metal.engine.spec_decode.scheduled_drafts import ScheduledDrafts
 
 
 def test_drafts_are_those_that_the_scheduler_sent():
     requests = Requests(3, 64, BlockTables(1, 3, 5))
     for name in "abc":
         requests.add_request(new_request(name, [5, 6, 7], ([1],), num_computed_tokens=2))
-    speculator = ToldSpeculator(requests, num_drafts=3, most_drafts=None)
+    speculator = ScheduledDrafts(requests, num_drafts=3, most_drafts=None)
     drafts = speculator.step_drafts({"b": 3, "a": 1, "c": 4}, {"b": [8, 9], "c": [4, 3, 2]})
     assert drafts.counts_np.tolist() == drafts.reserved_np.tolist() == [2, 0, 3]
     found = np.array(drafts.token_ids)
@@ -30,6 +30,6 @@ def test_no_more_are_laid_out_than_every_rank_has_memory_for():
     requests = Requests(2, 64, BlockTables(1, 2, 5))
     for name in "ab":
         requests.add_request(new_request(name, [5, 6, 7], ([1],), num_computed_tokens=2))
-    speculator = ToldSpeculator(requests, num_drafts=3, most_drafts=3)
+    speculator = ScheduledDrafts(requests, num_drafts=3, most_drafts=3)
     drafts = speculator.step_drafts({"a": 4, "b": 4}, {"a": [8, 9, 1], "b": [4, 3, 2]})
     assert drafts.counts_np.tolist() == [2, 1] and drafts.reserved_np.tolist() == [3, 3]

@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from vllm_metal.engine.batch.input_batch import prepare
 from vllm_metal.engine.batch.requests import BlockTables, Requests
 from vllm_metal.engine.sample import Sampler
-from vllm_metal.engine.worker.step_end import SamplingEnd
+from vllm_metal.engine.worker.sampling_head import SamplingHead
 
 VOCAB, CHUNK = 40, 16
 MODEL = SimpleNamespace(compute_logits=lambda hidden: hidden[:, 0])
@@ -29,7 +29,7 @@ class Steps:
 
     def __init__(self, data):
         self.requests = Requests(2, 64, BlockTables(1, 2, 5))
-        self.end = SamplingEnd(MODEL, self.requests, Sampler(VOCAB, 2))
+        self.end = SamplingHead(MODEL, self.requests, Sampler(VOCAB, 2))
         self.end.enter(self.requests.add_request(data))
         self.logits_np = np.random.default_rng(1).normal(size=(64, VOCAB)).astype(np.float32)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm_metal.engine.batch.requests import Requests
 
 
-class ToldSpeculator(Speculator):
+class ScheduledDrafts(Speculator):
     """Has all drafts of the scheduler, and learns of it which of them were kept."""
 
     def __init__(self, requests: Requests, num_drafts: int, most_drafts: int | None) -> None:

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from vllm import LLM
 
-from vllm_metal.serving.idle import spells
-from vllm_metal.serving.idle.spells import Spell
+from vllm_metal.serving.idle import idle_period
+from vllm_metal.serving.idle.idle_period import IdlePeriod
 from vllm_metal.settings.additional_config import AdditionalConfig
 
 
@@ -21,18 +21,18 @@ def config(num_servers=1, **settings):
     ("settings", "found"),
     [
         ({}, []),
-        ({"idle_sleep": "10m"}, [Spell(600, 1), Spell(600, 2)]),
-        ({"idle_sleep": 30, "idle_sleep_weights": "2h"}, [Spell(30, 1), Spell(7170, 2)]),
-        ({"idle_sleep": "5s", "idle_sleep_weights": 5}, [Spell(5, 1), Spell(0, 2)]),
-        ({"idle_sleep": "1.5h", "idle_sleep_weights": "never"}, [Spell(5400, 1)]),
+        ({"idle_sleep": "10m"}, [IdlePeriod(600, 1), IdlePeriod(600, 2)]),
+        ({"idle_sleep": 30, "idle_sleep_weights": "2h"}, [IdlePeriod(30, 1), IdlePeriod(7170, 2)]),
+        ({"idle_sleep": "5s", "idle_sleep_weights": 5}, [IdlePeriod(5, 1), IdlePeriod(0, 2)]),
+        ({"idle_sleep": "1.5h", "idle_sleep_weights": "never"}, [IdlePeriod(5400, 1)]),
     ],
 )
 def test_weights_go_after_the_pool(settings, found):
-    assert spells.spells(AdditionalConfig.of(config(**settings))) == found
+    assert idle_period.spells(AdditionalConfig.of(config(**settings))) == found
 
 
 def refused(num_servers=1, environment=None, **settings):
-    found = spells.refusals(config(num_servers, **settings), environment or {})
+    found = idle_period.refusals(config(num_servers, **settings), environment or {})
     return [setting for setting, asked in found.items() if asked]
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.engine.kv_cache.layer_state import PlanT, Run, StepLayout, joined
-from vllm_metal.engine.kv_cache.prompts_apart import Prompt, PromptsApart, without
+from vllm_metal.engine.kv_cache.separate_prompts import Prompt, SeparatePrompts, without
 from vllm_metal.patches.mlx_patches.seam import Scoring
 
 
@@ -39,7 +39,7 @@ def planned(layout: StepLayout, window: int | None, plan_of: Callable[[StepLayou
         plan_of: makes a plan for some of a step's requests; it writes the rows of all.
     """
     cut, whole = _cut(layout)
-    found = PromptsApart.of(cut, whole)
+    found = SeparatePrompts.of(cut, whole)
     by_row = {run.first: run for run in layout.runs}
     runs = tuple(_placed(each, by_row[each.first]) for each in found.prompts)
     apart = replace(found, prompts=runs, window=window)
@@ -52,15 +52,15 @@ def _cut(layout: StepLayout) -> tuple[StepLayout, np.ndarray]:
     of_runs = np.array([(run.first, run.end) for run in layout.runs]).ravel()
     edges = np.unique(np.concatenate([starts, of_runs]))
     owner = np.searchsorted(starts, edges[:-1], side="right") - 1
-    behind = starts[owner + 1] - edges[1:]  # rows of the request that come later
+    lag = starts[owner + 1] - edges[1:]  # rows of the request that come later
     cut = replace(
         layout,
         query_start_loc_np=edges.astype(np.int32),
-        seq_lens_np=(layout.seq_lens_np[owner] - behind).astype(np.int32),
+        seq_lens_np=(layout.seq_lens_np[owner] - lag).astype(np.int32),
         block_tables_np=layout.block_tables_np[owner],
         req_indices_np=None if layout.req_indices_np is None else layout.req_indices_np[owner],
         num_drafts_np=None,
-        behind=None if layout.behind is None else layout.behind.of(owner),
+        lag=None if layout.lag is None else layout.lag.of(owner),
         runs=(),
     )
     return cut, np.isin(edges[:-1], [run.first for run in layout.runs])
@@ -74,7 +74,7 @@ def _placed(prompt: Prompt, run: Run) -> Prompt:
 def attend(
     kv_cache: LayerKVCache[PlanT],
     plan: PlanT,
-    apart: PromptsApart,
+    apart: SeparatePrompts,
     queries: mx.array,
     scoring: Scoring,
 ) -> mx.array:

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_metal.engine.distributed import alike
+from vllm_metal.engine.distributed import consistency
 
 FACTS = {"vllm": "0.32.0", "weights": "aa"}
 
 
 def test_ranks_that_have_the_same_go_on():
-    alike.check(FACTS, lambda mine: [mine, dict(FACTS), dict(FACTS)])
+    consistency.check(FACTS, lambda mine: [mine, dict(FACTS), dict(FACTS)])
 
 
 @pytest.mark.parametrize(
@@ -22,18 +22,19 @@ def test_ranks_that_have_the_same_go_on():
 def test_what_differs_is_named_on_every_rank(name, value, said):
     everyone = [FACTS, FACTS, FACTS | {name: value}]
     for mine in everyone:
-        with pytest.raises(alike.RanksDiffer) as refused:
-            alike.check(mine, lambda _: everyone)
+        with pytest.raises(consistency.RanksDiffer) as refused:
+            consistency.check(mine, lambda _: everyone)
         assert str(refused.value) == f"ranks 0 and 2 of the engine differ: {said}"
 
 
 def test_a_setting_is_compared_by_its_option():
-    values = dict.fromkeys((place.partition(".")[2] for place in alike.SETTINGS.values()), 1)
+    values = dict.fromkeys((place.partition(".")[2] for place in consistency.SETTINGS.values()), 1)
     parts = {
-        place.partition(".")[0]: SimpleNamespace(**values) for place in alike.SETTINGS.values()
+        place.partition(".")[0]: SimpleNamespace(**values)
+        for place in consistency.SETTINGS.values()
     }
     config = SimpleNamespace(**parts)
-    first = alike.settings_of(config)
+    first = consistency.settings_of(config)
     config.cache_config = SimpleNamespace(**values | {"block_size": 32})
-    with pytest.raises(alike.RanksDiffer, match="differ: --block-size 32, rank 0 has 1"):
-        alike.check(first, lambda mine: [mine, alike.settings_of(config)])
+    with pytest.raises(consistency.RanksDiffer, match="differ: --block-size 32, rank 0 has 1"):
+        consistency.check(first, lambda mine: [mine, consistency.settings_of(config)])

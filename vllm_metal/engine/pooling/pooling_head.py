@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from vllm.v1.pool.metadata import PoolingMetadata, PoolingStates
 
+from vllm_metal.engine.batch.output_head import OutputHead
 from vllm_metal.engine.batch.outputs import StepOutput
-from vllm_metal.engine.batch.step_end import StepEnd
 from vllm_metal.patches.vllm_patches.step_result import NOT_A_NUMBER, StepResult
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class _Share:
     done: bool  # the prompt ends here
 
 
-class PoolingEnd(StepEnd):
+class PoolingHead(OutputHead):
     """Pools the rows of prompts as vLLM's pooler says.
 
     Only rows that the pooler reads leave the device: of a text whose last token counts, one row.

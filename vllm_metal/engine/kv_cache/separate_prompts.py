@@ -26,7 +26,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class PromptsApart:
+class SeparatePrompts:
     """Prompts of a step that attend over their context as it is read; the others as ever."""
 
     prompts: tuple[Prompt, ...]
@@ -36,13 +36,13 @@ class PromptsApart:
     window: int | None = None  # of rows that see each other: what each sees before them
 
     @staticmethod
-    def of(layout: StepLayout, requests: np.ndarray) -> PromptsApart:
+    def of(layout: StepLayout, requests: np.ndarray) -> SeparatePrompts:
         """These of a step's requests, [R] bool."""
         prompts = tuple(_prompt(layout, index) for index in np.flatnonzero(requests).tolist())
         ours, others = layout.rows_of(requests), layout.rows_of(~requests)
         order = np.argsort(np.concatenate([others, ours])).astype(np.int32)
         in_order = (order == np.arange(len(order))).all()
-        return PromptsApart(
+        return SeparatePrompts(
             prompts,
             mx.array(others) if len(others) else None,
             None if in_order else mx.array(order),
@@ -53,7 +53,7 @@ class PlanWithPrompts(Protocol):
     """A step's plan, of which some prompts may be left out."""
 
     @property
-    def prompts(self) -> PromptsApart | None:
+    def prompts(self) -> SeparatePrompts | None:
         """None: nothing is left out."""
 
 
@@ -82,5 +82,5 @@ def without(layout: StepLayout, requests: np.ndarray) -> StepLayout:
         block_tables_np=tables,
         req_indices_np=None if layout.req_indices_np is None else layout.req_indices_np[others],
         num_drafts_np=None if layout.num_drafts_np is None else layout.num_drafts_np[others],
-        behind=layout.behind.of(others) if layout.behind is not None and len(others) else None,
+        lag=layout.lag.of(others) if layout.lag is not None and len(others) else None,
     )

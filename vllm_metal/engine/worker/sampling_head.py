@@ -11,8 +11,8 @@ import mlx.core as mx
 import numpy as np
 
 from vllm_metal.engine.batch import grammar
+from vllm_metal.engine.batch.output_head import OutputHead
 from vllm_metal.engine.batch.outputs import StepOutput
-from vllm_metal.engine.batch.step_end import StepEnd
 from vllm_metal.engine.sample import Logprobs, Sampler, SamplerOutput, prompt_logprob_chunks
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class _Begun:
     hidden_states: mx.array | None  # of all rows, where prompt logprobs are wanted
 
 
-class SamplingEnd(StepEnd):
+class SamplingHead(OutputHead):
     """Samples tokens, and computes the logprobs of prompts."""
 
     def __init__(
@@ -104,7 +104,7 @@ class SamplingEnd(StepEnd):
                 batch.num_output_tokens_np,
                 mask,
                 batch.draft_spans,
-                batch.sample_behind,
+                batch.sample_lag,
             )
             sampled = sampled if self._agreed is None else self._agreed(sampled)
         # A chunk that yields no token still fills the pool.

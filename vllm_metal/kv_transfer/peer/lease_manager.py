@@ -18,7 +18,7 @@ class _Wish:
     asked_at: float  # by the clock, the last time
 
 
-class LeaseKeeper:
+class LeaseManager:
     """Counts who wants which page, and tells the server from a thread of its own."""
 
     def __init__(

@@ -6,8 +6,8 @@ import threading
 import pytest
 from kv_transfer.peer.engines import wait_until
 
-from vllm_metal.kv_transfer.peer import lease_keeper
-from vllm_metal.kv_transfer.peer.lease_keeper import LeaseKeeper
+from vllm_metal.kv_transfer.peer import lease_manager
+from vllm_metal.kv_transfer.peer.lease_manager import LeaseManager
 from vllm_metal.kv_transfer.peer.limits import Timeouts
 from vllm_metal.kv_transfer.peer.messages import Release, Renew
 
@@ -37,9 +37,9 @@ def server():
 
 
 @pytest.fixture
-def make_keeper(ends, server, clock):
+def make_manager(ends, server, clock):
     def make(renew):
-        keeper = LeaseKeeper(server, Timeouts(renew=renew, held=300.0), clock)
+        keeper = LeaseManager(server, Timeouts(renew=renew, held=300.0), clock)
         ends.append(keeper)
         return keeper
 
@@ -51,8 +51,8 @@ def ask(keeper, *keys):
     keeper.found()
 
 
-def test_a_page_is_released_when_the_last_who_asked_lets_go(make_keeper, server):
-    keeper = make_keeper(renew=60)
+def test_a_page_is_released_when_the_last_who_asked_lets_go(make_manager, server):
+    keeper = make_manager(renew=60)
     ask(keeper, b"a", b"b", b"c")
     ask(keeper, b"a")
     keeper.not_found([b"c"])
@@ -64,8 +64,8 @@ def test_a_page_is_released_when_the_last_who_asked_lets_go(make_keeper, server)
     assert server.num_renewed() == 0
 
 
-def test_what_is_wanted_again_is_not_released(make_keeper, server):
-    keeper = make_keeper(renew=60)
+def test_what_is_wanted_again_is_not_released(make_manager, server):
+    keeper = make_manager(renew=60)
     server.goes_on.clear()
     ask(keeper, b"a", b"b", b"c")
     keeper.release([b"a"])
@@ -76,8 +76,8 @@ def test_what_is_wanted_again_is_not_released(make_keeper, server):
     wait_until(lambda: server.released() == [[b"a"], [b"c"]])
 
 
-def test_leases_are_renewed_only_while_something_is_wanted(make_keeper, server, clock):
-    keeper = make_keeper(renew=0.01)
+def test_leases_are_renewed_only_while_something_is_wanted(make_manager, server, clock):
+    keeper = make_manager(renew=0.01)
     ask(keeper, b"a", b"b")
     wait_until(lambda: server.num_renewed() >= 3)
     clock.now += 299
@@ -95,9 +95,9 @@ def test_leases_are_renewed_only_while_something_is_wanted(make_keeper, server, 
     assert server.num_renewed() <= renewed + 1  # one may have been on its way
 
 
-def test_releases_are_cut_into_messages(monkeypatch, make_keeper, server):
-    monkeypatch.setattr(lease_keeper, "MAX_KEYS", 4)
-    keeper = make_keeper(renew=60)
+def test_releases_are_cut_into_messages(monkeypatch, make_manager, server):
+    monkeypatch.setattr(lease_manager, "MAX_KEYS", 4)
+    keeper = make_manager(renew=60)
     keys = [bytes([number]) for number in range(10)]
     keeper.want(keys)
     keeper.release(keys)
@@ -107,8 +107,8 @@ def test_releases_are_cut_into_messages(monkeypatch, make_keeper, server):
     assert sorted(key for part in server.released() for key in part) == keys
 
 
-def test_closing_without_a_thread_is_nothing(make_keeper, server):
-    keeper = make_keeper(renew=0.01)
+def test_closing_without_a_thread_is_nothing(make_manager, server):
+    keeper = make_manager(renew=0.01)
     keeper.want([b"a"])
     keeper.not_found([b"a"])
     keeper.close()

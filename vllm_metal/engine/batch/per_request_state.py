@@ -27,7 +27,7 @@ class RequestsRefused(Exception):
         self.errors = errors
 
 
-class RequestColumn(Protocol):
+class PerRequestState(Protocol):
     """Keeps by req_idx what requests ask of one part of a step.
 
     The runner has a list of them, and tells each of every request that enters or leaves its row. A

@@ -20,10 +20,10 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from vllm_metal.engine.models.dense_check import HiddenTold, Told
-from vllm_metal.engine.pooling.pooling_end import PoolingEnd
+from vllm_metal.engine.models.dense_check import PagedHidden, PagedLogits
+from vllm_metal.engine.pooling.pooling_head import PoolingHead
 from vllm_metal.engine.worker.results import Step
-from vllm_metal.engine.worker.step_end import SamplingEnd
+from vllm_metal.engine.worker.sampling_head import SamplingHead
 
 if TYPE_CHECKING:
     from vllm.config.pooler import PoolerConfig
@@ -60,13 +60,13 @@ class Room:
         return tuple(list(range(start, start + count)) for start in starts)
 
 
-def rehearse(
+def run_warm_up(
     runner: ModelRunner,
     sampler: Sampler,
     sampling: Mapping[str, Any],
     vocab_size: int,
     room: Room,
-) -> Told:
+) -> PagedLogits:
     """Computes a short prompt and decode steps, and leaves runner and pool as they were.
 
     Waits for the device. Does less where there is no room for more.
@@ -82,7 +82,7 @@ def rehearse(
     with_drafts, rows = runner.num_drafts > 0, 1 + runner.num_drafts
     num_steps = NUM_DECODE_STEPS_WITH_DRAFTS if with_drafts else NUM_DECODE_STEPS
     num_tokens = min(NUM_PROMPT_TOKENS + num_steps * rows, room.num_tokens)
-    twin = runner.twin(partial(SamplingEnd, sampler=sampler))
+    twin = runner.twin(partial(SamplingHead, sampler=sampler))
     with _request(twin, vocab_size, num_tokens, room) as request:
         telling = {**sampling, "logprobs": 0, "prompt_logprobs": 0}
         request.read_prompt(SamplingParams.from_optional(**telling))
@@ -90,28 +90,28 @@ def rehearse(
             request.decode(rows)
             num_steps -= 1
         request.runner.learn()
-    return Told(request.token_ids, request.logprobs)
+    return PagedLogits(request.token_ids, request.logprobs)
 
 
-def rehearse_pooling(
+def run_pooling_warm_up(
     runner: ModelRunner, config: PoolerConfig, vocab_size: int, room: Room
-) -> HiddenTold:
+) -> PagedHidden:
     """Computes a short prompt likewise, where no token follows.
 
     Args:
-        runner: see `rehearse`.
+        runner: see `run_warm_up`.
         config: of the engine's pooler.
-        vocab_size, room: see `rehearse`.
+        vocab_size, room: see `run_warm_up`.
     """
     from vllm_metal.engine.pooling.all_rows import AllRows  # imports vLLM's poolers
 
-    end = partial(PoolingEnd, AllRows(), config)
+    end = partial(PoolingHead, AllRows(), config)
     twin = runner.twin(lambda model, requests: end(requests))
     num_tokens = min(NUM_PROMPT_TOKENS, room.num_tokens)
     with _request(twin, vocab_size, num_tokens, room) as request:
         request.read_prompt(PoolingParams(task=AllRows.TASK))
     assert request.pooled is not None
-    return HiddenTold(request.token_ids, request.pooled)
+    return PagedHidden(request.token_ids, request.pooled)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from vllm_metal.engine.batch.columns import RequestColumn
+from vllm_metal.engine.batch.per_request_state import PerRequestState
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm_metal.engine.batch.outputs import StepOutput
 
 
-class StepEnd(RequestColumn, Protocol):
+class OutputHead(PerRequestState, Protocol):
     """Turns the hidden states of a step into its results; a column, for what requests ask of it."""
 
     #: Whether `finish` needs nothing more of the scheduler, a grammar's mask say. vLLM then gets

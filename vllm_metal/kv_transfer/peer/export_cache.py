@@ -19,7 +19,7 @@ _LEASED_SHARE = (3, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutboxStats:
+class ExportStats:
     """Figures of an outbox. Pages and bytes are what it holds now, counters of all its time."""
 
     pages: int
@@ -67,7 +67,7 @@ class _Entry:
         return self.page.data.nbytes
 
 
-class Outbox:
+class ExportCache:
     """Pages by key, the least recently used of which give way; every method is for any thread.
 
     Pages of a text give way to those of a later one, and never to others of their own: the first
@@ -329,11 +329,11 @@ class Outbox:
         with self._changed:
             self._counts.update(shared_pages=1, shared_bytes=num_bytes)
 
-    def stats(self) -> OutboxStats:
+    def stats(self) -> ExportStats:
         """Figures, at one time."""
         with self._changed:
             self._end_leases()
-            return OutboxStats(
+            return ExportStats(
                 pages=len(self._unleased) + len(self._leased),
                 outbox_bytes=self._bytes,
                 outbox_limit_bytes=self.max_bytes,

@@ -18,20 +18,22 @@ SETTING = f"{OPTION} idle_sleep"
 
 
 @dataclass(frozen=True)
-class Spell:
+class IdlePeriod:
     """How long no request may have come, and what happens then."""
 
     seconds: float  # after the last request, or the spell before
     level: int  # of sleep
 
 
-def spells(settings: AdditionalConfig) -> list[Spell]:
+def spells(settings: AdditionalConfig) -> list[IdlePeriod]:
     """How long an engine is idle before it sleeps, and how deep; none: it does not."""
     pool, weights = settings.idle_sleep, settings.idle_sleep_weights
     if pool is None:
         return []
     weights = 2 * pool if weights is None else weights
-    return [Spell(pool, level=1)] + [Spell(weights - pool, level=2)] * (weights < math.inf)
+    return [IdlePeriod(pool, level=1)] + [IdlePeriod(weights - pool, level=2)] * (
+        weights < math.inf
+    )
 
 
 def refusals(config: VllmConfig, environment: Mapping[str, str] | None = None) -> dict[str, bool]:

@@ -12,7 +12,7 @@ from vllm.config.pooler import PoolerConfig
 from vllm_metal.engine.batch.input_batch import prepare
 from vllm_metal.engine.batch.requests import BlockTables, Requests
 from vllm_metal.engine.pooling.all_rows import AllRows
-from vllm_metal.engine.pooling.pooling_end import PoolingEnd
+from vllm_metal.engine.pooling.pooling_head import PoolingHead
 from vllm_metal.patches.vllm_patches.step_result import NOT_A_NUMBER
 
 HIDDEN = 8
@@ -41,7 +41,7 @@ class Steps:
         self.requests = Requests(4, 64, BlockTables(1, 4, 5))
         self.pooler = pooler or Named()
         config = PoolerConfig(seq_pooling_type=pooling, tok_pooling_type="ALL")
-        self.end = PoolingEnd(self.pooler, config, self.requests)
+        self.end = PoolingHead(self.pooler, config, self.requests)
         for name, (task, num_tokens) in tasks.items():
             data = new_request(name, list(range(num_tokens)), ([2, 4, 6],))
             data.sampling_params, data.pooling_params = None, PoolingParams(task=task)
