@@ -36,11 +36,12 @@ class ModelRunner:
 
     `execute` and `finish` are the order of a step; whatever raises in them is `recovery`'s.
 
-    Nothing between `update_states` and the hand-over to the device at the end of `finish` waits for
-    the device, except where the KV pool is written by MLX's scatter: the step before must then have
-    read it when the next writes are queued (see kv_cache.scatter). Custom logits processors add a
-    wait of their own: they read the tokens of the step before. With speculation `learn` waits
-    before all that, where `_needs_accepted` says so.
+    Nothing from `update_states` to `submit`, the end of `finish`, waits for the device, except where:
+    - the KV pool is written by MLX's scatter: the step before must then have read it when the next
+      writes are queued (see kv_cache.scatter);
+    - a new image's tower, or a new adapter's weights, are computed while the batch is laid out;
+    - custom logits processors read the tokens of the step before.
+    With speculation `process_accepted` waits before all that, where `_needs_accepted` says so.
     """
 
     def __init__(

@@ -9,8 +9,8 @@ behind one server, which asks how long their queues are.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
+from dataclasses import field, make_dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 _RANK = "vllm_metal_rank"  # of a ParallelConfig, which goes to the engine's process
-_FACTS = "vllm_metal_facts"  # of a server's client: what its first rank has said of itself
+#: In the message of an engine that is ready: its facts. In a server's client: those of its first
+#: rank.
+_FACTS = "vllm_metal_facts"
 
 
 def run_in_their_processes() -> None:
@@ -96,14 +98,20 @@ def tell_facts(facts: Callable[[VllmConfig], Mapping[str, Any]]) -> None:
     Args:
         facts: of the configuration of an engine whose weights are loaded; JSON has them unchanged.
     """
-    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.engine.core import EngineCoreProc, EngineCoreReadyResponse
+
+    # vLLM's server ignores a field that it does not know.
+    of_rank = make_dataclass(
+        "RankReadyResponse",
+        [(_FACTS, Mapping[str, Any], field(kw_only=True))],
+        bases=(EngineCoreReadyResponse,),
+    )
 
     def telling(make: Callable[[Any], Any], self: Any) -> Any:
         response = make(self)
-        if is_rank(self.vllm_config.parallel_config):
-            # The field that says least: vLLM's server does not read it.
-            response.vllm_version = json.dumps(dict(facts(self.vllm_config)))
-        return response
+        if not is_rank(self.vllm_config.parallel_config):
+            return response
+        return of_rank(**vars(response) | {_FACTS: dict(facts(self.vllm_config))})
 
     replace(EngineCoreProc, "_make_ready_response", telling)
 
@@ -121,9 +129,9 @@ def refuse_other_ranks(difference: Callable[[Mapping[str, Any], Mapping[str, Any
     def comparing(apply: Callable[[Any, bytes], None], self: Any, payload: bytes) -> None:
         apply(self, payload)
         told = msgspec.msgpack.decode(payload) if payload else {}
-        if not str(told.get("vllm_version", "")).startswith("{"):  # an engine without others
+        if (facts := told.get(_FACTS)) is None:  # an engine without others
             return
-        rank, facts = told["data_parallel_rank"], json.loads(told["vllm_version"])
+        rank = told["data_parallel_rank"]
         first, ours = self.__dict__.setdefault(_FACTS, (rank, facts))
         if found := difference(ours, facts):
             raise ValueError(
