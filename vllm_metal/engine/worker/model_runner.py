@@ -36,7 +36,7 @@ class ModelRunner:
 
     `execute` and `finish` are the order of a step; whatever raises in them is `recovery`'s.
 
-    Nothing from `update_states` to `submit`, the end of `finish`, waits for the device, except where:
+    Nothing from `update_states` to `submit`, the end of `finish`, waits for the device, except if:
     - the KV pool is written by MLX's scatter: the step before must then have read it when the next
       writes are queued (see kv_cache.scatter);
     - a new image's tower, or a new adapter's weights, are computed while the batch is laid out;
