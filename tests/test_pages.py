@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from metal_kernels.cache import cache_dir
-from vllm_metal.cli import cli, fit
+from vllm_metal.cli import fit
+from vllm_metal.cli import main as cli
 from vllm_metal.settings import envs
 
 ROOT = Path(__file__).parents[1]

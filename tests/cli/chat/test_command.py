@@ -7,7 +7,8 @@ import socket
 import pytest
 import uvicorn
 
-from vllm_metal.cli import cli, local_server
+from vllm_metal.cli import local_server
+from vllm_metal.cli import main as cli
 from vllm_metal.cli.chat import command
 
 

@@ -24,7 +24,8 @@ from types import SimpleNamespace
 import pytest
 from cli.vllm_double import write_vllm
 
-from vllm_metal.cli import cli, listeners
+from vllm_metal.cli import listeners
+from vllm_metal.cli import main as cli
 from vllm_metal.cli.fit.known import KNOWN
 from vllm_metal.cli.fit.machine import Machine
 from vllm_metal.cli.launch import planning
