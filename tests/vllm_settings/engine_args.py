@@ -7,7 +7,8 @@ from vllm_metal.platform.image_refusals import REFUSED_OF_IMAGES
 from vllm_metal.platform.refused_options import REFUSED_OPTIONS
 
 _PROCESSORS = (
-    "sample/test_custom.py::test_processor_follows_requests_through_adds_removes_and_reorderings"
+    "engine/sample/test_custom.py::"
+    "test_processor_follows_requests_through_adds_removes_and_reorderings"
 )
 _HONORED = honored(
     {
@@ -29,23 +30,24 @@ _HONORED = honored(
         "e2e/test_rank_hosts.py::test_a_rank_on_each_of_two_hosts": (
             "nnodes node_rank master_addr master_port"
         ),
-        "distributed/test_groups.py::test_timeouts_are_the_users_or_minutes": (
+        "engine/distributed/test_groups.py::test_timeouts_are_the_users_or_minutes": (
             "distributed_timeout_seconds cpu_distributed_timeout_seconds"
         ),
-        "models/test_loader.py::test_an_explicit_dtype_is_honored": "dtype",
-        "models/test_loader.py::test_overrides_of_the_configuration_reach_the_model": (
+        "engine/models/test_loader.py::test_an_explicit_dtype_is_honored": "dtype",
+        "engine/models/test_loader.py::test_overrides_of_the_configuration_reach_the_model": (
             "hf_overrides"
         ),
         "e2e/test_quantized_cache.py::test_a_token_takes_its_codes_and_two_bytes_a_row": (
             "kv_cache_dtype"
         ),
         "e2e/test_scores.py::test_a_reranker_compares_two_tokens_of_its_head": "runner",
-        "pooling/test_refusals.py::test_an_architecture_says_what_a_decoder_is_for": "convert",
-        "pooling/test_refusals.py::test_a_way_of_pooling_that_its_user_names_counts": (
+        "engine/pooling/test_refusals.py::"
+        "test_an_architecture_says_what_a_decoder_is_for": "convert",
+        "engine/pooling/test_refusals.py::test_a_way_of_pooling_that_its_user_names_counts": (
             "pooler_config"
         ),
-        "sample/test_sampler.py::test_engine_seed_decides_unseeded_draws": "seed",
-        _PROCESSORS: ("logits_processors"),
+        "engine/sample/test_sampler.py::test_engine_seed_decides_unseeded_draws": "seed",
+        _PROCESSORS: "logits_processors",
         "e2e/test_prefix_cache.py::test_every_prompt_length_around_block_boundaries": (
             "block_size enable_prefix_caching"
         ),
@@ -81,10 +83,9 @@ _HONORED = honored(
         "e2e/test_lora.py::test_drafts_are_lossless_and_more_adapters_than_slots_take_turns": (
             "max_loras max_cpu_loras"
         ),
-        "lora/test_adapter.py::test_a_rank_above_the_largest_is_refused": "max_lora_rank",
-        "lora/test_updates.py::test_only_named_modules_are_adapted_and_memory_is_what_is_said": (
-            "lora_target_modules"
-        ),
+        "engine/lora/test_adapter.py::test_a_rank_above_the_largest_is_refused": "max_lora_rank",
+        "engine/lora/test_updates.py::"
+        "test_only_named_modules_are_adapted_and_memory_is_what_is_said": "lora_target_modules",
         "e2e/test_replicas.py::test_two_hosts_answer_as_one_process": (
             "data_parallel_size data_parallel_size_local data_parallel_start_rank "
             "data_parallel_address data_parallel_rpc_port"
@@ -161,8 +162,8 @@ _READ_BEFORE = read_by_vllm(
 
 _WITHOUT_MEANING = without_meaning(
     {
-        "it refines --decode-context-parallel-size, which is refused above 1, or what ranks do in "
-        "step": (
+        "only used with --decode-context-parallel-size, which is rejected, or by ranks "
+        "that run in lockstep": (
             "dcp_comm_backend dcp_q_replicate "
             "dcp_kv_cache_interleave_size cp_kv_cache_interleave_size dp_sync_interval "
             "disable_nccl_for_dp_synchronization disable_custom_all_reduce "
@@ -175,7 +176,7 @@ _WITHOUT_MEANING = without_meaning(
             "enable_eplb expert_placement_strategy"
         ),
         "a Mac has one memory node": "numa_bind numa_bind_nodes numa_bind_cpus",
-        "it chooses among vLLM's kernels, and none of them runs here": (
+        "it selects one of vLLM's kernels, which do not run here": (
             "moe_backend linear_backend sparse_indexer_topk_backend attention_backend "
             "attention_config kernel_config monokernel enable_flashinfer_autotune mamba_backend "
             "mamba_ssu_algorithm mamba_config gdn_prefill_backend kda_prefill_backend "
@@ -183,53 +184,45 @@ _WITHOUT_MEANING = without_meaning(
             "disable_cascade_attn enable_dbo ubatch_size dbo_decode_token_threshold "
             "dbo_prefill_token_threshold"
         ),
-        "it is for torch's compiler and CUDA's graphs; MLX compiles by itself": (
+        "for torch.compile and CUDA graphs; MLX compiles by itself": (
             "cudagraph_capture_sizes max_cudagraph_capture_size ir_op_priority enforce_eager "
             "compilation_config optimization_level cudagraph_metrics "
             "enable_layerwise_nvtx_tracing jit_monitor_mode jit_monitor_verbose "
             "sleep_mode_offload_cudagraph collect_detailed_traces"
         ),
-        "vLLM takes `align` with prefix caching and `none` without, whatever is given": (
-            "mamba_cache_mode"
-        ),
-        "it says in which memory tables of embeddings lie, and there is one": "engram_config",
-        "it is for CUDA's allocator, or NCCL": (
+        "vLLM always uses `align` with prefix caching and `none` without": "mamba_cache_mode",
+        "unified memory: there is one place for embedding tables": "engram_config",
+        "for CUDA's allocator, or NCCL": (
             "sleep_mode_backend enable_cumem_allocator enable_nccl_comm_suspend"
         ),
-        "mlx-lm reads the weights, and the same ones": (
+        "mlx-lm reads the weights": (
             "safetensors_load_strategy safetensors_prefetch_num_threads "
             "safetensors_prefetch_block_size use_tqdm_on_load pt_load_map_location"
         ),
-        "it refines --mm-processor-cache-type shm, which is refused": (
+        "only used with --mm-processor-cache-type shm, which is rejected": (
             "mm_shm_cache_max_object_size_mb"
         ),
-        "it refines --mm-encoder-attn-dtype, which is refused": (
+        "only used with --mm-encoder-attn-dtype, which is rejected": (
             "mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path "
             "mm_encoder_fp8_scale_save_margin"
         ),
-        "it refines --video-pruning-rate, which is refused": "video_pruning_method",
-        "vLLM knows no tower of ours that could be spread, and there is one device": (
-            "mm_encoder_tp_mode"
-        ),
-        "vLLM turns it off, with a warning, where the engine gets pixels as they are to be": (
-            "mm_device_do_normalize"
-        ),
-        "it refines --ec-transfer-config, which is refused": "ec_manager_config",
-        "it refines --cpu-offload-gb and --offload-group-size, which are refused": (
+        "only used with --video-pruning-rate, which is rejected": "video_pruning_method",
+        "one device computes the vision tower": "mm_encoder_tp_mode",
+        "vLLM turns it off with a warning: pixels arrive normalized": "mm_device_do_normalize",
+        "only used with --ec-transfer-config, which is rejected": "ec_manager_config",
+        "only used with --cpu-offload-gb and --offload-group-size, which are rejected": (
             "offload_backend cpu_offload_params offload_num_in_group offload_prefetch_step "
             "offload_params"
         ),
-        "it refines --kv-offloading-size, which is refused": "kv_offloading_backend",
-        "it refines --quantization, which is refused": "allow_deprecated_quantization",
-        "it refines --use-replayssm, which is refused": "replayssm_buffer_len",
-        "it refines --enable-mamba-cache-stochastic-rounding, which is refused": (
+        "only used with --kv-offloading-size, which is rejected": "kv_offloading_backend",
+        "only used with --quantization, which is rejected": "allow_deprecated_quantization",
+        "only used with --use-replayssm, which is rejected": "replayssm_buffer_len",
+        "only used with --enable-mamba-cache-stochastic-rounding, which is rejected": (
             "mamba_cache_philox_rounds"
         ),
-        "it refines --enable-return-routed-experts, which is refused": "aux_output_config",
-        "it is for models that pool, and refused with --runner pooling": "io_processor_plugin",
-        "`thinking_token_budget` alone reads it, which requests are refused for": (
-            "reasoning_config"
-        ),
+        "only used with --enable-return-routed-experts, which is rejected": "aux_output_config",
+        "for pooling models, and rejected with --runner pooling": "io_processor_plugin",
+        "only used by `thinking_token_budget`, which is rejected": "reasoning_config",
     }
 )
 
@@ -237,29 +230,28 @@ _REFUSED = union(
     (
         refused(
             {
-                "there is one device": (
-                    "decode_context_parallel_size distributed_executor_backend"
+                "there is one device": "decode_context_parallel_size",
+                "leave it out; with pipeline parallel, `mp` and `ray` are accepted": (
+                    "distributed_executor_backend"
                 ),
                 "a rank is a whole engine: start independent servers": (
                     "data_parallel_rank data_parallel_external_lb"
                 ),
-                "ranks of other machines are started there, with --headless": (
-                    "data_parallel_backend"
-                ),
-                "vLLM has it for its second model runner, which is refused": (
+                "start remote ranks on their machines, with --headless": "data_parallel_backend",
+                "for vLLM's second model runner, which is rejected": (
                     "return_sampling_mask enable_trace_replay"
                 ),
                 "mlx-lm reads the config.json beside the weights": "hf_config_path",
                 "use a checkpoint that is quantized, of any format": "quantization",
-                "inputs are tokens": "enable_prompt_embeds ec_transfer_config",
+                "only tokens are accepted as input": "enable_prompt_embeds ec_transfer_config",
                 "adapters have the model's dtype": "lora_dtype",
-                "it is for adapters of other parts than a text model's linear layers": (
+                "adapters are supported for linear layers of the text model only": (
                     "default_mm_loras enable_tower_connector_lora max_lora_cls_labels"
                 ),
-                "it is for kernels of vLLM's": "fully_sharded_loras specialize_active_lora",
+                "for vLLM's kernels": "fully_sharded_loras specialize_active_lora",
                 "both formats are read without it": "enable_mixed_moe_lora_format",
                 "each expert has matrices of its own": "enable_moe_shared_loras",
-                "states lie in blocks of --block-size": "mamba_block_size",
+                "recurrent states are stored in blocks of --block-size": "mamba_block_size",
                 "all layers of a model share one format": "kv_cache_dtype_skip_layers",
                 "memory is unified; `prefix_cache_dir` keeps K/V on disk": "kv_offloading_size",
             }

@@ -5,11 +5,8 @@
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from textwrap import wrap
-from typing import get_args
 
 from vllm_settings.engine_args import TABLE as ENGINE_ARGS
 from vllm_settings.requests import TABLES as REQUESTS
@@ -23,60 +20,65 @@ TABLES: dict[str, Table] = {
     "`SamplingParams`": SAMPLING_PARAMS,
     "`PoolingParams`": POOLING_PARAMS,
     **{f"`{kind.__name__}`": table for kind, table in REQUESTS.items()},
-    "Variables of the environment": VARIABLES,
+    "Environment variables": VARIABLES,
 }
 
+_REQUEST_TITLES = {f"`{kind.__name__}`" for kind in REQUESTS}
 _ATTRIBUTE = re.compile(r"^as (`\w+)\.\w+`$")
 _INTRODUCTION = """\
-# vLLM's settings: which are supported
+# vLLM settings
 
-Every engine option, request field and environment variable of vLLM is one of three:
+Engine options, request fields and environment variables of vLLM 0.33 that are rejected or have no
+effect here. **Every other one is honored**, as vLLM documents it.
 
-- **honored**: a test shows that it changes a result or that a limit holds (`tests/vllm_settings/`
-  names it), or vLLM's own code reads it unchanged (server, scheduler, tokenizers, grammars, logs);
-- **without meaning**: it has no effect here, for the reason given;
-- **refused**: an error names it, before a model loads or as the response to the request.
+- **Rejected**: an error names the setting, before the model loads or in response to the request.
+- **No effect**: accepted, and ignored for the reason given.
 
-`--kv-cache-dtype`, `--speculative-config` and `--kv-transfer-config` accept some values only: see
+`--kv-cache-dtype`, `--speculative-config` and `--kv-transfer-config` accept only some values: see
 [settings.md](settings.md), [speculation.md](speculation.md),
 [prefix-cache-on-disk.md](prefix-cache-on-disk.md) and
-[disaggregated-prefill.md](disaggregated-prefill.md). `python -m vllm_settings.page` in `tests/`
-writes this page from the tables in `tests/vllm_settings/`.
+[disaggregated-prefill.md](disaggregated-prefill.md). `tests/vllm_settings/` has these tables, and
+the tests of honored settings; `python -m vllm_settings.page` in `tests/` writes this page.
 """
+_HEADINGS: dict[Kind, str] = {"refused": "Rejected", "without meaning": "No effect"}
 
 
 def lines() -> Iterator[str]:
     """Lines of Markdown."""
     yield from _INTRODUCTION.splitlines()
-    yield ""
-    yield "| | honored | without meaning | refused |"
-    yield "| --- | ---: | ---: | ---: |"
-    for title, table in TABLES.items():
-        counts = Counter(row.kind for row in table.values())
-        yield f"| {title} | " + " | ".join(str(counts[kind]) for kind in get_args(Kind)) + " |"
-    for title, table in TABLES.items():
+    for title, table in (TABLES | {"Request bodies": _requests()}).items():
+        if title in _REQUEST_TITLES:
+            continue
         yield ""
         yield f"## {title}"
-        for kind in get_args(Kind):
-            yield from _of_kind(kind, table)
+        for kind, heading in _HEADINGS.items():
+            yield from _of_kind(kind, heading, table)
 
 
-def _of_kind(kind: Kind, table: Table) -> Iterator[str]:
-    """The settings of one kind; without those that are honored, by their reason."""
-    said: dict[str, list[str]] = {}
+def _requests() -> Table:
+    """One table of all request classes; a name is qualified where classes differ about it."""
+    merged: Table = {}
+    for kind, table in REQUESTS.items():
+        for name, row in table.items():
+            others = [other[name].kind for other in REQUESTS.values() if name in other]
+            same = len(set(others)) == 1
+            merged.setdefault(name if same else f"{name}` of `{kind.__name__}", row)
+    return merged
+
+
+def _of_kind(kind: Kind, heading: str, table: Table) -> Iterator[str]:
+    """Yields the table of one kind, grouped by reason."""
+    names_by_reason: dict[str, list[str]] = {}
     for name, row in table.items():
         if row.kind == kind:
             reason = _ATTRIBUTE.sub(r"as in \1`", row.said)
-            said.setdefault("" if kind == "honored" else reason, []).append(f"`{name}`")
-    if not said:
+            names_by_reason.setdefault(reason, []).append(f"`{name}`")
+    if not names_by_reason:
         return
     yield ""
-    if kind == "honored":
-        yield from wrap(f"Honored: {', '.join(said[''])}.", 118, break_on_hyphens=False)
-        return
-    yield f"| {kind} | because |"
+    yield f"| {heading} | Reason |"
     yield "| --- | --- |"
-    for reason, names in said.items():
+    for reason, names in names_by_reason.items():
         yield f"| {', '.join(names)} | {reason} |"
 
 

@@ -65,8 +65,8 @@ _EVERYWHERE = union(
         ),
         without_meaning(
             {
-                "it refines --ec-transfer-config, which is refused": "ec_transfer_params",
-                "vLLM's own server takes it and does nothing with it": "user",
+                "only used with --ec-transfer-config, which is rejected": "ec_transfer_params",
+                "vLLM's server ignores it, too": "user",
             }
         ),
     )
@@ -119,7 +119,7 @@ COMPLETION = union(
         ),
         _BOTH,
         read_by_vllm({_SERVER: "prompt suffix"}),
-        refused({"inputs are tokens": "prompt_embeds"}),
+        refused({"only tokens are accepted as input": "prompt_embeds"}),
     )
 )
 
@@ -140,15 +140,16 @@ RESPONSES = union(
         ),
         without_meaning(
             {
-                "vLLM's own server repeats it in its answer, and does no more": (
+                "vLLM's server only repeats it in the response": (
                     "metadata service_tier user safety_identifier prompt_cache_options "
                     "prompt_cache_retention"
                 ),
-                "vLLM's own server repeats it in its answer, and does no more: `cache_salt` keeps "
-                "prompts apart": "prompt_cache_key",
+                "vLLM's server only repeats it in the response; `cache_salt` separates prompts": (
+                    "prompt_cache_key"
+                ),
             }
         ),
-        refused({"vLLM's own server has no stored templates": "prompt"}),
+        refused({"vLLM's server stores no prompt templates": "prompt"}),
     )
 )
 

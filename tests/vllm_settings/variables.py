@@ -7,10 +7,10 @@ from vllm_metal.platform.refused_variables import REFUSED_VARIABLES
 
 _HONORED = honored(
     {
-        "vllm_patches/test_processes.py::test_macos_spawns_unless_told_otherwise": (
+        "patches/vllm_patches/test_processes.py::test_macos_spawns_unless_told_otherwise": (
             "VLLM_WORKER_MULTIPROC_METHOD VLLM_ENABLE_V1_MULTIPROCESSING"
         ),
-        "vllm_patches/test_environment.py::test_defaults_give_way_to_what_a_user_sets": (
+        "patches/vllm_patches/test_environment.py::test_defaults_give_way_to_what_a_user_sets": (
             "VLLM_COMPUTE_NANS_IN_LOGITS"
         ),
         "e2e/test_images.py::test_redirections_are_not_followed": "VLLM_MEDIA_URL_ALLOW_REDIRECTS",
@@ -19,6 +19,7 @@ _HONORED = honored(
             "VLLM_MAX_N_SEQUENCES VLLM_MAX_NUM_BAD_WORDS VLLM_MAX_COMPLETION_PROMPTS "
             "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
         ),
+        "e2e/test_memory_of_ranks.py::test_each_rank": "VLLM_PP_LAYER_PARTITION",
         "e2e/test_serve_lora.py::test_load_unload_and_404_under_traffic": (
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
         ),
@@ -79,30 +80,28 @@ _READ_BY_VLLM = read_by_vllm(
 
 _WITHOUT_MEANING = without_meaning(
     {
-        "it is read while vLLM is built or installed": (
+        "read only when vLLM is built or installed": (
             "VLLM_TARGET_DEVICE VLLM_MAIN_CUDA_VERSION MAX_JOBS NVCC_THREADS VLLM_USE_PRECOMPILED "
             "VLLM_USE_PRECOMPILED_RUST VLLM_SKIP_PRECOMPILED_VERSION_SUFFIX "
             "VLLM_DOCKER_BUILD_CONTEXT VLLM_BUILD_COMMIT VLLM_BUILD_PIPELINE VLLM_BUILD_URL "
             "VLLM_IMAGE_TAG CMAKE_BUILD_TYPE VERBOSE VLLM_USE_RUST_BENCH VLLM_RUST_FRONTEND_PATH "
             "VLLM_SKIP_VERSION_SUFFIX"
         ),
-        "vLLM's front end in Rust reads it, which is refused": (
+        "for vLLM's Rust front end, which is rejected": (
             "VLLM_CHAT_TEMPLATE_FUEL VLLM_HTTP_MAX_REQUEST_BODY_SIZE"
         ),
-        "it is for sound, which no served model takes": (
+        "for audio, which no supported model accepts": (
             "VLLM_AUDIO_FETCH_TIMEOUT VLLM_MAX_AUDIO_CLIP_FILESIZE_MB "
             "VLLM_MAX_AUDIO_DECODE_DURATION_S VLLM_MAX_AUDIO_DECODE_BYTES "
             "VLLM_MAX_AUDIO_PREPROCESS_WORKERS"
         ),
-        "it refines --enable-mm-embeds, which is refused": "VLLM_MAX_EMBED_DECODE_BYTES",
-        "it refines --mm-processor-cache-type shm, which is refused": (
+        "only used with --enable-mm-embeds, which is rejected": "VLLM_MAX_EMBED_DECODE_BYTES",
+        "only used with --mm-processor-cache-type shm, which is rejected": (
             "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME"
         ),
-        "it is for kernels of vLLM's for adapters": (
-            "VLLM_LORA_DISABLE_PDL VLLM_LORA_ENABLE_DUAL_STREAM"
-        ),
-        "it is for several workers, which are refused: one has the one device": (
-            "VLLM_REPLICATE_EMBED VLLM_NCCL_SO_PATH LOCAL_RANK VLLM_PP_LAYER_PARTITION "
+        "for vLLM's LoRA kernels": ("VLLM_LORA_DISABLE_PDL VLLM_LORA_ENABLE_DUAL_STREAM"),
+        "for vLLM's own collectives and multi-GPU workers": (
+            "VLLM_REPLICATE_EMBED VLLM_NCCL_SO_PATH LOCAL_RANK "
             "VLLM_XPU_PP_MICROBATCH "
             "VLLM_DISTRIBUTED_USE_SPLIT_GROUP VLLM_SKIP_P2P_CHECK VLLM_DISABLE_PYNCCL "
             "VLLM_DP_RANK VLLM_DP_RANK_LOCAL VLLM_DP_SIZE VLLM_DP_MASTER_IP VLLM_DP_MASTER_PORT "
@@ -123,7 +122,7 @@ _WITHOUT_MEANING = without_meaning(
             "VLLM_USE_DIRECT_DCP_KV_GATHER VLLM_USE_SPINLOOP_EXT VLLM_GPU_NIC_PCIE_MAPPING "
             "VLLM_NIC_SELECTION_VARS"
         ),
-        "it is for other connectors of K/V, which are refused": (
+        "for other KV connectors, which are rejected": (
             "VLLM_NIXL_SIDE_CHANNEL_HOST VLLM_NIXL_SIDE_CHANNEL_PORT VLLM_P2P_SIDE_CHANNEL_HOST "
             "VLLM_P2P_SIDE_CHANNEL_PORT VLLM_P2P_MAX_PEERS VLLM_P2P_HANDSHAKE_TIMEOUT_S "
             "VLLM_P2P_IDLE_TIMEOUT_S VLLM_MOONCAKE_CONNECTOR_TIMEOUT VLLM_MOONCAKE_BOOTSTRAP_PORT "
@@ -132,15 +131,15 @@ _WITHOUT_MEANING = without_meaning(
             "MOONCAKE_REQUESTER_LOCAL_HOSTNAME VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT "
             "VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS VLLM_USE_SIMPLE_KV_OFFLOAD"
         ),
-        "it is for other ways to read weights, which are refused": (
+        "for other weight loaders, which are rejected": (
             "S3_ACCESS_KEY_ID S3_SECRET_ACCESS_KEY S3_ENDPOINT_URL VLLM_TEST_FORCE_LOAD_FORMAT "
             "VLLM_FASTSAFETENSORS_QUEUE_SIZE"
         ),
-        "it is for offloading weights, which is refused": (
+        "for weight offloading, which is rejected": (
             "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY VLLM_WEIGHT_OFFLOADING_DISABLE_UVA "
             "VLLM_WSL2_ENABLE_PIN_MEMORY"
         ),
-        "it is for AMD's, Intel's and Google's devices": (
+        "for AMD, Intel and Google devices": (
             "VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE VLLM_XLA_CACHE_PATH VLLM_XLA_CHECK_RECOMPILATION "
             "VLLM_XLA_USE_SPMD VLLM_ROCM_USE_AITER VLLM_ROCM_USE_AITER_CUSTOM_AR "
             "VLLM_ROCM_USE_AITER_LINEAR VLLM_ROCM_USE_AITER_LINEAR_HIPBMM VLLM_ROCM_USE_AITER_MOE "
@@ -159,11 +158,11 @@ _WITHOUT_MEANING = without_meaning(
             "VLLM_ROCM_FP8_MFMA_PAGE_ATTN VLLM_XPU_FORCE_N_CONTIG_WEIGHT "
             "VLLM_XPU_USE_SAMPLER_KERNEL VLLM_XPU_INC_WNA16_BACKEND"
         ),
-        "it is for vLLM's own CPU backend": (
+        "for vLLM's CPU backend": (
             "VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_NUM_OF_RESERVED_CPU VLLM_CPU_CI_ENV "
             "VLLM_CPU_ATTN_SPLIT_KV VLLM_ZENTORCH_WEIGHT_PREPACK VLLM_CPU_INT4_W4A8"
         ),
-        "it is for torch's compiler and CUDA's graphs; MLX compiles by itself": (
+        "for torch.compile and CUDA graphs; MLX compiles by itself": (
             "VLLM_USE_STANDALONE_COMPILE VLLM_ENABLE_PREGRAD_PASSES VLLM_USE_BREAKABLE_CUDAGRAPH "
             "VLLM_PATTERN_MATCH_DEBUG VLLM_DEBUG_DUMP_PATH VLLM_USE_AOT_COMPILE "
             "VLLM_USE_BYTECODE_HOOK VLLM_FORCE_AOT_LOAD VLLM_USE_MEGA_AOT_ARTIFACT "
@@ -172,20 +171,20 @@ _WITHOUT_MEANING = without_meaning(
             "VLLM_ENABLE_INDUCTOR_MAX_AUTOTUNE VLLM_ENABLE_INDUCTOR_COORDINATE_DESCENT_TUNING "
             "VLLM_COMPILE_CACHE_SAVE_FORMAT VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS"
         ),
-        "it is for CUDA's libraries and debuggers": (
+        "for CUDA libraries and debuggers": (
             "VLLM_GPU_SYNC_CHECK CUDA_HOME LD_LIBRARY_PATH CUDA_VISIBLE_DEVICES "
             "VLLM_LOG_BATCHSIZE_INTERVAL VLLM_CUDART_SO_PATH VLLM_HAS_FLASHINFER_CUBIN "
             "VLLM_TUNED_CONFIG_FOLDER VLLM_ENABLE_STARTUP_PLAN VLLM_NVTX_SCOPES_FOR_PROFILING "
             "VLLM_DEBUG_WORKSPACE VLLM_LOG_MODEL_INSPECTION VLLM_ENABLE_CUDA_COMPATIBILITY "
             "VLLM_CUDA_COMPATIBILITY_PATH"
         ),
-        "it bounds a buffer of vLLM's second model runner, which is refused": (
+        "limits a buffer of vLLM's second model runner, which is rejected": (
             "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS"
         ),
-        "a request whose logits are no numbers always ends with an error": (
+        "a request whose logits contain NaN always ends with an error": (
             "VLLM_RAISE_ON_LOGIT_NANS"
         ),
-        "it chooses among vLLM's kernels, and none of them runs here": (
+        "it selects one of vLLM's kernels, which do not run here": (
             "VLLM_TRITON_USE_TD VLLM_USE_FLASHINFER_SAMPLER VLLM_SPARSE_INDEXER_MAX_LOGITS_MB "
             "VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN VLLM_USE_TRITON_AWQ "
             "VLLM_DISABLED_KERNELS VLLM_USE_HW_AGNOSTIC VLLM_ENABLE_FLA_PACKED_RECURRENT_DECODE "
@@ -211,7 +210,7 @@ _WITHOUT_MEANING = without_meaning(
 
 _REFUSED = union(
     (
-        refused({"the worker speaks the contract of vLLM's first": "VLLM_USE_V2_MODEL_RUNNER"}),
+        refused({"the worker implements vLLM's first runner": "VLLM_USE_V2_MODEL_RUNNER"}),
         *(refused({why: name}) for name, (_, why) in REFUSED_VARIABLES.items()),
     )
 )
