@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables of docs/kernels.md of what the proxy finds.
+"""Writes the tables of proxy.md: what the proxy finds.
 
     PYTHONPATH=. .venv/bin/python -m tests.metal_kernels.proxy_page
 
@@ -19,7 +19,7 @@ from tests.metal_kernels import mlx_attention
 from tests.metal_kernels.budgets import Budget, keys_of, measured
 from tests.metal_kernels.proxy_uses import Use, uses
 
-PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
+PAGE = Path(__file__).with_name("proxy.md")
 _COLUMNS = "registers, loop / all | loads before each wait | slots a key, at 4 / 10.5"
 _ALIGNED = "| --- | --- | ---: | --- | ---: | --- | ---: |"
 _OURS = f"| launched for | size | bits | kernel | {_COLUMNS} |"
