@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the dispatches of a decode step on a GPU, and writes the table of docs/performance.md.
+"""Counts the dispatches of a decode step on a GPU, and writes the table of benchmarks/README.md.
 
     PYTHONPATH=$PWD:$PWD/tests .venv/bin/python -m tests.dispatches
 
@@ -40,7 +40,7 @@ from vllm_metal.engine.models.paged_layers import PagedLayers
 from vllm_metal.patches.mlx_patches import registry, seam
 from vllm_metal.patches.mlx_patches.replacing import replaced
 
-PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+PAGE = Path(__file__).parents[1] / "benchmarks" / "README.md"
 HEAD = "| model | rotation | a layer | a step | command buffers |"
 _ALIGNED = "| --- | --- | ---: | ---: | ---: |"
 _LAYERS, _REQUESTS, _BLOCK = 32, 16, 16

@@ -16,7 +16,7 @@ from vllm_metal.patches.vllm_patches.shutdown import remembering_the_stop
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-#: Seconds after which clients may ask again: a server starts in 10 to 15 (docs/performance.md).
+#: Seconds after which clients may ask again: a server starts in 10 to 15 (benchmarks/README.md).
 RETRY_AFTER_S = 15
 _STOPPING = {
     "error": {
