@@ -16,7 +16,7 @@ def methods_table() -> str:
     lines = ["| `method` | drafts come from | needs |", "| --- | --- | --- |"]
     for method in METHODS:
         names = ", ".join(f"`{name}`" for name in method.names)
-        note = "" if method.schedules_ahead else " (async scheduling goes off)"
+        note = "" if method.schedules_ahead else " (turns off async scheduling)"
         lines.append(f"| {names} | {method.drafts_come_from}{note} | {method.needs} |")
     return "\n".join(lines)
 

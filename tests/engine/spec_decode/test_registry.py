@@ -221,6 +221,6 @@ def test_renewing_the_page_changes_nothing_around_the_table():
 def test_the_table_tells_what_the_rows_say():
     rows = [line.strip("| ").split(" | ") for line in methods_table().splitlines()[2:]]
     assert [row[0].replace("`", "").split(", ") for row in rows] == [[*m.names] for m in METHODS]
-    off = ["(async scheduling goes off)" in row[1] for row in rows]
+    off = ["(turns off async scheduling)" in row[1] for row in rows]
     assert off == [not method.schedules_ahead for method in METHODS]
     assert all(row[2] == method.needs for row, method in zip(rows, METHODS, strict=True))
