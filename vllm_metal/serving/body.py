@@ -13,7 +13,7 @@ import re
 from typing import Any, NoReturn
 
 from starlette.requests import Request
-from starlette.types import Receive
+from starlette.types import Message, Receive
 
 from vllm_metal.serving.config import BodyLimits
 from vllm_metal.serving.refusal import Refusal
@@ -52,6 +52,26 @@ async def _read(receive: Receive, limits: BodyLimits) -> bytes:
         if total > limits.max_body_bytes:
             raise _too_long(limits)
     return b"".join(parts)
+
+
+def replayed(written: bytes, receive: Receive) -> Receive:
+    """Gives vLLM a body, and after it the end of the connection.
+
+    Args:
+        written: the body.
+        receive: of the client, whose body has been read or is not to be.
+    """
+    given = False
+
+    async def messages() -> Message:
+        nonlocal given
+        if not given:
+            given = True
+            return {"type": "http.request", "body": written, "more_body": False}
+        await until_gone(receive)
+        return {"type": "http.disconnect"}
+
+    return messages
 
 
 async def until_gone(receive: Receive) -> None:

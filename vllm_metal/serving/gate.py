@@ -15,11 +15,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.logger import init_logger
 
 from vllm_metal.patches.vllm_patches.engine_outputs import watch
-from vllm_metal.patches.vllm_patches.image_names import set_owner
-from vllm_metal.serving import body, headers, media, metrics, response_ids, routes
+from vllm_metal.serving import body, headers, metrics, response_ids, routes, tenant_request
 from vllm_metal.serving.config import ServingConfig, required
 from vllm_metal.serving.deadline import Sleep
-from vllm_metal.serving.generation import ClientRequest, Generation, Shared, client_salt
+from vllm_metal.serving.generation import Generation
 from vllm_metal.serving.headers import Headers
 from vllm_metal.serving.meter import Meter
 from vllm_metal.serving.metrics import NOBODY, Figures
@@ -27,16 +26,14 @@ from vllm_metal.serving.refusal import Refusal
 from vllm_metal.serving.response_cache.cache import ResponseCache
 from vllm_metal.serving.response_cache.key import Render
 from vllm_metal.serving.response_cache.stores import open_store, secret_of
-from vllm_metal.serving.routes import Match, Style
+from vllm_metal.serving.routes import Match, Route
+from vllm_metal.serving.tenant_request import Shared
 from vllm_metal.serving.tenants_file import Key, KeyFile
-from vllm_metal.settings import salts
 
 logger = init_logger(__name__)
 
 #: What makes prompts' tokens, and what says what an answer depends on; of vLLM's application.
 Model = tuple[Callable[[Any], Render], Callable[[Any, Path | None], str]]
-#: Fields of requests that are not generated for: their salt is the server's, and so is their id.
-_NOT_PASSED_ON = {"cache_salt", "request_id"}
 _UNLISTED = Refusal(404, "This server has no such route for this key.")
 _SECOND_KEY = (
     "vLLM's own --api-key (VLLM_API_KEY) is not supported with "
@@ -163,49 +160,84 @@ class Tenants:
             refused = _UNLISTED
         except Refusal as error:
             refused = error
-        self._count(NOBODY, refused.status)
+        _count(self.figures, NOBODY, refused.status)
         if "websocket.http.response" in scope.get("extensions", {}):
             await refused.response()(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Finds a request's route, tenant and body, and has it answered."""
         self._begin(scope["app"].state)
+        client = _Client(send, None if self.keys is None else self.figures)
         root = scope.get("root_path", "")
         match = routes.find(scope["method"], scope["path"].removeprefix(root))
-        started = False
-
-        async def watched(message: Message) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                self._count(tenant, message["status"])
-            await send(message)
-
-        tenant = NOBODY
+        sent = headers.read(scope)
+        key = None
         try:
-            if self.keys is None:
-                await self._open(match, scope, receive, send)
-                return
-            if match is not None and self._needs_no_key(match):
-                await self._bring_figures_up_to_date(match)
-                await self.app(_inner(scope, root, match), receive, send)
-                return
-            read = headers.read(scope)
-            key = _key_of(read, self.keys)
-            tenant = key.tenant
-            if match is None or match.route.asks != key.purpose:
-                raise _UNLISTED
-            await self._serve(match, key, read, _inner(scope, root, match), receive, watched)
+            if self.keys is not None:
+                match, key = self._admit(self.keys, match, sent, client)
+                scope = _inner(scope, root, match)
+                if key is not None:
+                    scope["headers"] = [*sent.passed_on]
+                    self._check_response_id(match, key)
+            await self._serve(match, key, sent, scope, receive, client)
         except Refusal as refused:
-            if not started:
-                await refused.response()(scope, receive, watched if self.keys else send)
+            if not client.started:
+                await refused.response()(scope, receive, client)
         except ClientDisconnect:
             return
 
-    async def _bring_figures_up_to_date(self, match: Match | None) -> None:
+    def _admit(
+        self, keys: KeyFile, match: Match | None, sent: Headers, client: _Client
+    ) -> tuple[Match, Key | None]:
+        """Returns a listed route, and the key it is open to; None: to all.
+
+        Raises:
+            Refusal: the request has no key, or not one for this route.
+        """
+        if match is not None and self._needs_no_key(match):
+            return match, None
+        key = _key_of(sent, keys)
+        client.tenant = key.tenant
+        if match is None or match.route.asks != key.purpose:
+            raise _UNLISTED
+        return match, key
+
+    def _check_response_id(self, match: Match, key: Key) -> None:
+        if match.response_id is not None and not response_ids.belongs(
+            self._shared.secret, key.identity, match.response_id
+        ):
+            raise Refusal(404, "There is no response with this id.")
+
+    async def _serve(
+        self,
+        match: Match | None,
+        key: Key | None,
+        sent: Headers,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Answers an admitted request. Without a tenant, only bodies that generate are read."""
+        route = None if match is None else match.route
+        if route is None or not (route.style if key is None else route.body):
+            await self._update_cache_size(route)
+            # What was not looked at does not reach vLLM.
+            receive = receive if key is None else body.replayed(b"", receive)
+            await self.app(scope, receive, send)
+            return
+        if route.style is not None:
+            self._refuse_second_key(scope)
+        request = await tenant_request.read(self._shared, route, key, sent, scope, receive)
+        if route.style is not None:
+            await Generation(self._shared, request, route.style).run(receive, send)
+        else:
+            await self.app(request.scope, body.replayed(request.body, receive), send)
+
+    async def _update_cache_size(self, route: Route | None) -> None:
         """Asks the store, for whoever may read /metrics and nobody else."""
-        if match is not None and match.route.asks == "metrics" and self._shared.cache is not None:
+        if route is not None and route.asks == "metrics" and self._shared.cache is not None:
             await self._shared.cache.count_bytes()
 
     def _needs_no_key(self, match: Match) -> bool:
@@ -213,84 +245,47 @@ class Tenants:
         open_metrics = tenants is not None and tenants.open_metrics
         return match.route.asks == "nothing" or (match.route.asks == "metrics" and open_metrics)
 
-    async def _serve(
-        self, match: Match, key: Key, read: Headers, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        """Answers a tenant's request of a listed route."""
-        if match.response_id is not None and not response_ids.belongs(
-            self._shared.secret, key.identity, match.response_id
-        ):
-            raise Refusal(404, "There is no response with this id.")
-        scope["headers"] = [*read.passed_on]
-        if match.route.style is not None:
-            await self._generate(match.route.style, key, read, scope, receive, send)
-        elif match.route.body:
-            fields = await self._fields(read, receive)
-            media.check(fields)
-            salt = salts.derive(self._shared.secret, key.identity, client_salt(fields))
-            set_owner(salt)
-            fields = {name: each for name, each in fields.items() if name not in _NOT_PASSED_ON}
-            if match.route.pools:
-                fields["cache_salt"] = salt
-                if self._shared.meter is not None:
-                    self._shared.meter.introduce(key, salt)
-            written = body.write(fields)
-            scope["headers"] = headers.with_body(read.passed_on, len(written))
-            await self.app(scope, _with_body(written, receive), send)
-        else:
-            await self._bring_figures_up_to_date(match)
-            await self.app(scope, _with_body(b"", receive), send)
-
-    async def _open(self, match: Match | None, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request where there are no tenants: only one that generates is looked into."""
-        if match is None or match.route.style is None:
-            await self._bring_figures_up_to_date(match)
-            await self.app(scope, receive, send)
-        else:
-            read = headers.read(scope)
-            await self._generate(match.route.style, None, read, dict(scope), receive, send)
-
-    async def _generate(
-        self,
-        style: Style,
-        key: Key | None,
-        read: Headers,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
-        self._refuse_second_key(scope)
-        fields = await self._fields(read, receive)
-        if key is not None:
-            media.check(fields)
-        request = ClientRequest(style, key, fields, read.fresh)
-        await Generation(self._shared, request, scope).run(receive, send)
-
-    async def _fields(self, read: Headers, receive: Receive) -> dict[str, Any]:
-        if read.body is not None:
-            raise read.body
-        limits = self._config.body
-        return body.parse(await body.read(receive, limits, read.length), limits)
-
     def _refuse_second_key(self, scope: Scope) -> None:
         """Where vLLM checks keys, too, an answer from the cache would go past it."""
         arguments = getattr(scope["app"].state, "args", None)
         if getattr(arguments, "api_key", None) or os.environ.get("VLLM_API_KEY"):
             raise Refusal(500, f"{_SECOND_KEY}.")
 
-    def _count(self, tenant: str, status: int) -> None:
-        self.figures.requests.labels(tenant, str(status)).inc()
+
+class _Client:
+    """A client's `send`, which counts the answer's status for its tenant."""
+
+    def __init__(self, send: Send, figures: Figures | None) -> None:
+        """
+        Args:
+            send: of the connection.
+            figures: where to count; None: nowhere, there are no tenants.
+        """
+        self._send, self._figures = send, figures
+        self.tenant = NOBODY
+        self.started = False  # whether an answer has begun
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.started = True
+            if self._figures is not None:
+                _count(self._figures, self.tenant, message["status"])
+        await self._send(message)
 
 
-def _key_of(read: Headers, keys: KeyFile) -> Key:
+def _count(figures: Figures, tenant: str, status: int) -> None:
+    figures.requests.labels(tenant, str(status)).inc()
+
+
+def _key_of(sent: Headers, keys: KeyFile) -> Key:
     """Whose key a request has.
 
     Raises:
         Refusal: it has none that is in the file, or headers that could be read in two ways.
     """
-    if read.has_controls:
+    if sent.has_controls:
         raise Refusal(400, "A header has control characters in it.")
-    key = None if read.api_key is None else keys.find(read.api_key)
+    key = None if sent.api_key is None else keys.find(sent.api_key)
     if key is None:
         raise headers.NO_KEY
     return key
@@ -303,18 +298,3 @@ def _inner(scope: Scope, root: str, match: Match) -> Scope:
         scope["query_string"] = b""
     path = root + match.path
     return {**scope, "path": path, "raw_path": path.encode()}
-
-
-def _with_body(written: bytes, receive: Receive) -> Receive:
-    """Gives vLLM a body, and after it the end of the connection."""
-    given = False
-
-    async def messages() -> Message:
-        nonlocal given
-        if not given:
-            given = True
-            return {"type": "http.request", "body": written, "more_body": False}
-        await body.until_gone(receive)
-        return {"type": "http.disconnect"}
-
-    return messages

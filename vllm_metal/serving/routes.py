@@ -27,7 +27,12 @@ class Route:
     body: bool = False  # whether it takes a JSON object
     style: Style | None = None  # of routes that generate; None: it generates nothing
     query: bool = False  # whether vLLM reads its query
-    pools: bool = False  # whether it reaches the engine, which embeds, scores or classifies
+    pools: bool = False  # whether the engine embeds, scores or classifies
+
+    @property
+    def reaches_engine(self) -> bool:
+        """Whether the engine computes tokens for it."""
+        return self.style is not None or self.pools
 
 
 _RESPONSE = "/v1/responses/{id}"

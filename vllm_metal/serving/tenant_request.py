@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TenantRequest: a request with a body, read and checked once, and rewritten for vLLM."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope
+
+from vllm_metal.patches.vllm_patches.image_names import set_owner
+from vllm_metal.serving import body, fields, headers, media, response_ids
+from vllm_metal.serving.config import ServingConfig
+from vllm_metal.serving.deadline import Sleep
+from vllm_metal.serving.fields import Fields
+from vllm_metal.serving.headers import Headers
+from vllm_metal.serving.meter import Meter
+from vllm_metal.serving.metrics import Figures
+from vllm_metal.serving.refusal import Refusal
+from vllm_metal.serving.response_cache.cache import ResponseCache
+from vllm_metal.serving.response_cache.key import Render
+from vllm_metal.serving.routes import Route
+from vllm_metal.serving.tenants_file import Key
+from vllm_metal.settings import salts
+
+#: vLLM's own limits of a salt (vllm/entrypoints/generate/base/protocol.py).
+_MAX_SALT, _NOT_IN_SALTS = 128, frozenset("@/\\\0")
+#: They name K/V of other engines, which are not kept apart by tenant.
+_TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
+
+
+@dataclass
+class Shared:
+    """State that all requests of a server share."""
+
+    app: ASGIApp  # vLLM's
+    config: ServingConfig
+    figures: Figures
+    sleep: Sleep
+    secret: bytes = b""  # b"" where there are no tenants
+    meter: Meter | None = None  # None: there are no tenants
+    cache: ResponseCache | None = None
+    model: str | None = None  # the fingerprint; None: not known yet, or it cannot be
+    render: Callable[[Any], Render] | None = None  # of the application's state
+
+
+@dataclass(frozen=True)
+class TenantRequest:
+    """A checked request: whose it is, what its client sent, and what vLLM gets.
+
+    Without tenants, only requests that generate become one, and `key` is None.
+    """
+
+    route: Route
+    key: Key | None
+    fields: dict[str, Any]  # of the body, as the client sent them
+    asked: Fields  # what vLLM reads in them
+    fresh: bool  # whether the client rejects cached responses
+    request_id: str  # the server's; every id that the engine gives the request contains it
+    body: bytes  # for vLLM
+    scope: Scope  # for vLLM, with the headers of that body
+
+    @property
+    def owner(self) -> str:
+        """Owner of its cached responses; "" without tenants."""
+        return "" if self.key is None else self.key.tenant
+
+    @property
+    def identity(self) -> str:
+        """Distinguishes its tenant from all others, past ones included; "" without tenants."""
+        return "" if self.key is None else self.key.identity
+
+
+async def read(
+    shared: Shared, route: Route, key: Key | None, sent: Headers, scope: Scope, receive: Receive
+) -> TenantRequest:
+    """Reads a request's body, and isolates the request from other tenants.
+
+    Args:
+        shared: state of the server.
+        route: takes a body.
+        key: of the tenant; None: there are no tenants.
+        sent: the client's headers.
+        scope: for vLLM; its headers are those that vLLM may see.
+        receive: of the client.
+
+    Raises:
+        Refusal: the body may not be served.
+        ClientDisconnect: the client went away before the end of the body.
+    """
+    if sent.body is not None:
+        raise sent.body
+    limits = shared.config.body
+    found = body.parse(await body.read(receive, limits, sent.length), limits)
+    if key is not None:
+        media.check(found)
+    asked = Fields() if route.style is None else fields.read(route.style, found)
+    if asked.choices > limits.max_body_choices:
+        most = limits.max_body_choices
+        raise Refusal(400, f"The body asks for more than {most} choices (max_body_choices).")
+    outgoing = dict(found)
+    if key is not None:
+        _isolate(shared, route, key, outgoing)
+    outgoing.pop("request_id", None)
+    request_id = secrets.token_hex(16)
+    if route.style == "responses":  # vLLM stores the response under this id
+        if key is not None:
+            request_id = response_ids.make(shared.secret, key.identity).removeprefix("resp_")
+        outgoing["request_id"] = f"resp_{request_id}"
+    written = body.write(outgoing)
+    passed_on = headers.with_body(scope["headers"], len(written))
+    if route.style is not None:
+        passed_on.append((b"x-request-id", request_id.encode()))
+    scope = {**scope, "headers": passed_on}
+    return TenantRequest(route, key, found, asked, sent.fresh, request_id, written, scope)
+
+
+def _isolate(shared: Shared, route: Route, key: Key, outgoing: dict[str, Any]) -> None:
+    """Replaces the client's salt with the tenant's, which owns images and pays for tokens.
+
+    Raises:
+        Refusal: the request would reach another tenant's data, or its salt is invalid.
+    """
+    if route.style is not None:
+        _check_references(shared.secret, key, outgoing)
+    salt = salts.derive(shared.secret, key.identity, _client_salt(outgoing))
+    set_owner(salt)
+    outgoing.pop("cache_salt", None)
+    if route.reaches_engine:
+        outgoing["cache_salt"] = salt
+        if shared.meter is not None:
+            shared.meter.introduce(key, salt)
+
+
+def _check_references(secret: bytes, key: Key, outgoing: dict[str, Any]) -> None:
+    """Refuses names of other engines' K/V, and of responses that are not the tenant's."""
+    more = outgoing.get("vllm_xargs")  # vLLM reads both from there, too
+    for name in _TRANSFERS:
+        if outgoing.pop(name, None) is not None or (isinstance(more, dict) and name in more):
+            raise Refusal(400, f"{name!r} is not for tenants.")
+    earlier = outgoing.get("previous_response_id")
+    if earlier is not None and not (
+        isinstance(earlier, str) and response_ids.belongs(secret, key.identity, earlier)
+    ):
+        raise Refusal(404, "There is no response with the id in 'previous_response_id'.")
+
+
+def _client_salt(outgoing: dict[str, Any]) -> str:
+    """Returns the salt that a client sent; "" for none.
+
+    Raises:
+        Refusal: vLLM would refuse it, or it looks like one of the server's.
+    """
+    salt = outgoing.get("cache_salt")
+    if salt is None:
+        return ""
+    if not isinstance(salt, str) or not 0 < len(salt) <= _MAX_SALT or _NOT_IN_SALTS & set(salt):
+        raise Refusal(
+            400, f"'cache_salt' must be 1 to {_MAX_SALT} characters, without @, / and \\."
+        )
+    if salt.startswith("vm1-"):
+        raise Refusal(400, "'cache_salt' may not begin with 'vm1-', as the server's own do.")
+    return salt
