@@ -58,7 +58,7 @@ def store_on(folder, limits=None, **options):
 
 def folder_of(store, namespace="shared"):
     """The BlockFolder of a namespace."""
-    return store.shelf(namespace).of["disk"].folder
+    return store.stores["disk"].folder_of(store.namespace(namespace))
 
 
 def keys_of(names, namespace="shared", group=0, used_at=1e9):

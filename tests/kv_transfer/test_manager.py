@@ -135,12 +135,14 @@ def test_a_day_s_writes_stop_and_go_on_the_next_day_while_reads_go_on(tmp_path, 
     outcomes = [folder_of(store).write(key, PAGE, 1e9, 0) for key in keys]
     num_stored = outcomes.count(Written.STORED)
     assert 0 < num_stored < 4 and set(outcomes[num_stored:]) == {Written.OVER_BUDGET}
-    shelves = store.shelf("shared")  # no step copies what nobody would write
-    assert not any(shelves.wants(key) for key in keys)
+    shared = store.namespace("shared")  # no step copies what nobody would write
+    assert not any(store.wants(shared, key) for key in keys)
     assert found(manager, keys[0], context) is HIT
     assert folder_of(store).read(keys[0], memoryview(bytearray(PAGE_BYTES)))
     now[0] += 2 * 86400
-    assert [shelves.wants(key) for key in keys] == [False] * num_stored + [True] * (4 - num_stored)
+    assert [store.wants(shared, key) for key in keys] == [False] * num_stored + [True] * (
+        4 - num_stored
+    )
     assert stored(manager, keys, context) == keys[num_stored:]
     assert folder_of(store).write(keys[-1], PAGE, 1e9, 0) is Written.STORED
     store.close()

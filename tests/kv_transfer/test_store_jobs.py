@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_transfer.small_pool import (
+    CONTENT,
     PAGE_BYTES,
     SmallPool,
     all_ended,
@@ -18,8 +19,12 @@ from kv_transfer.small_pool import (
     store_on,
 )
 
+from vllm_metal.identity.fingerprint import Fingerprint, PoolContent
 from vllm_metal.kv_transfer import store_jobs as module
-from vllm_metal.kv_transfer.page_store import TRANSFERS
+from vllm_metal.kv_transfer.disk.limits import Limits
+from vllm_metal.kv_transfer.disk.store import DiskStore
+from vllm_metal.kv_transfer.page_store import TRANSFERS, PageStore
+from vllm_metal.kv_transfer.peer.store import PeerStore
 from vllm_metal.kv_transfer.store_jobs import StoreJobs
 
 
@@ -309,21 +314,33 @@ def test_closing_does_not_wait_for_what_is_queued(tmp_path, pool, blocked):
     assert len(written) <= 5 and all(np.frombuffer(c, np.float32).any() for c in written)
 
 
-def test_what_others_wait_for_goes_first_and_with_the_step_at_hand(stores, store, pool):
-    """Its blocks are complete; and a page that the step does not take along is never copied."""
+def test_what_others_wait_for_goes_first_and_with_the_step_at_hand(tmp_path, pool):
+    """It goes to them alone; and a page that the step does not take along is never copied."""
+    disk = DiskStore(tmp_path / "cache", Limits(10**8, None))
+    peers = PeerStore("one", None, b"", 10**6, shares_pool=True)
+    store = PageStore({"disk": disk, "peer": peers})
+    store.use(CONTENT)
+    stores = made(store, pool)
     stores.add(0, "r", keys_of("ab"), [5, 3])
     wanted = dict(zip(keys_of("cd").keys, [7, 8], strict=True))
     assert stores.room(10 * PAGE_BYTES) == 4 * PAGE_BYTES
-    stores.add_urgent(-1, store.shelf("shared"), wanted)
+    stores.add_urgent(-1, wanted)
     assert step(stores, num_left=1) == 4
     assert stores.room(10 * PAGE_BYTES) == 0
     stores.steps_computed(0)
     finish(stores, -1, 0)
-    assert on_disk(store, keys_of("abcd")) == [pool.block(block) for block in (5, 3, 7, 8)]
-    stores.add_urgent(-2, store.shelf("shared"), dict(zip(keys_of("e").keys, [9], strict=True)))
+    assert on_disk(store, keys_of("abcd")) == [pool.block(5), pool.block(3), None, None]
+    found = [bytes(peers.export_cache.get(key).data) for key in wanted]
+    assert found == [pool.block(block) for block in (7, 8)]
+    assert not any(peers.export_cache.contains(key) for key in keys_of("ab").keys)
+    stores.add_urgent(-2, dict(zip(keys_of("e").keys, [9], strict=True)))
     stores.drop_urgent()
     assert finish(stores, -2)[-2].num_bytes == 0
     assert step(stores) == 0 and not stores.busy
+    stale = store.namespace(None)
+    store.use(PoolContent(Fingerprint("cd34", {"model": "other"}), CONTENT.page_bytes))
+    assert not store.write_shared(stale, keys_of("c").keys[0], np.zeros(PAGE_BYTES, np.uint8), 1e9)
+    store.close()
 
 
 def test_a_page_that_is_larger_than_staging_leaves_alone(store, pool):

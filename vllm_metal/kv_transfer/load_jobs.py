@@ -19,7 +19,8 @@ from vllm_metal.engine.kv_cache.pages import BlockPages
 from vllm_metal.kv_transfer.messages import Ended, PageKeys
 
 if TYPE_CHECKING:
-    from vllm_metal.kv_transfer.page_store import PageStore, Shelves
+    from vllm_metal.kv_transfer.page_store import PageStore
+    from vllm_metal.kv_transfer.store import Namespace
 
 logger = init_logger(__name__)
 
@@ -35,7 +36,7 @@ class _Job:
     job_id: int
     req_id: str
     keys: PageKeys
-    shelves: Shelves  # of when it came: pages of other weights must not come in its place
+    namespace: Namespace  # of when it came: pages of other weights must not come in its place
     started: float
     blocks: Sequence[int]  # of the pool, in the order of the keys
     loaded: set[int] = field(default_factory=set)  # those that are filled
@@ -170,8 +171,8 @@ class LoadJobs:
             blocks: of the pool, in the order of the keys.
         """
         pages = list(zip(keys.keys, blocks, strict=True))
-        shelves = self._store.shelf(keys.namespace)
-        job = _Job(job_id, req_id, keys, shelves, self._clock(), [block for _, block in pages])
+        namespace = self._store.namespace(keys.namespace)
+        job = _Job(job_id, req_id, keys, namespace, self._clock(), [block for _, block in pages])
         self._of_requests[req_id] = job
         if not pages:
             self._end(job)
@@ -239,7 +240,7 @@ class LoadJobs:
         try:
             rows, job = list(piece.rows[: len(piece.keys)]), piece.job
             hints = job.keys.hints
-            good = job.shelves.read(piece.keys, rows, hints, lambda: not job.stopped)
+            good = self._store.read(job.namespace, piece.keys, rows, hints, lambda: not job.stopped)
         except Exception:
             logger.exception("Blocks could not be loaded into the KV pool")
             good = False

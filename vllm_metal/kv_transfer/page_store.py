@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_metal.kv_transfer.messages import Discard, TransferHandshake, TransferUpdate, Use
-from vllm_metal.kv_transfer.store import Shelf, Store
+from vllm_metal.kv_transfer.store import Namespace, Store
 from vllm_metal.metrics.metric import Metric
 
 if TYPE_CHECKING:
@@ -36,52 +36,12 @@ class TransferStats:
     ).field()
 
 
-@dataclass(frozen=True)
-class Shelves:
-    """A namespace's pages in all stores, of the weights of when they were taken.
+class PageStore:
+    """The pages outside the pool, in any number of stores; threads may call what `Store` says.
 
     Stores are read in the order of the registry. They are written in the other one: whoever waits
-    for pages stands last there.
-    """
-
-    of: Mapping[str, Shelf]  # by store
-
-    def wants(self, key: bytes) -> bool:
-        """See `Shelf.wants`."""
-        return any(shelf.wants(key) for shelf in self.of.values())
-
-    def write(self, key: bytes, row: np.ndarray, used_at: float, depth: int) -> bool:
-        """Keeps a page wherever it is missing; see `Shelf.write`."""
-        shelves = reversed(list(self.of.values()))
-        return any([shelf.write(key, row, used_at, depth) for shelf in shelves])
-
-    def read(
-        self,
-        keys: Sequence[bytes],
-        rows: Sequence[np.ndarray],
-        hints: Mapping[str, Any],
-        wanted: Callable[[], bool],
-    ) -> bool:
-        """Fills all rows; blocking.
-
-        Args:
-            keys, rows, wanted: see `Shelf.read`.
-            hints: by store.
-        """
-        left = list(range(len(keys)))
-        for name, shelf in self.of.items():
-            if not left or not wanted():
-                break
-            places = [keys[index] for index in left], [rows[index] for index in left]
-            filled = shelf.read(*places, hints.get(name), wanted)
-            left = [index for place, index in enumerate(left) if place not in filled]
-        return not left
-
-
-class PageStore:
-    """The pages outside the pool, in any number of stores; methods are the engine's thread's.
-
-    What may wait runs in `writer`, one thread, so that it is done in the order it was asked for.
+    for pages stands last there. What may wait runs in `writer`, one thread, so that it is done in
+    the order it was asked for.
     """
 
     def __init__(self, stores: Mapping[str, Store]) -> None:
@@ -92,7 +52,6 @@ class PageStore:
         self.stores = stores
         self.writer = ThreadPoolExecutor(1, "kv-store")
         self.content: PoolContent | None = None  # until there is a pool
-        self._shelves: dict[str | None, Shelves] = {}
         sharing = {name: store for name, store in stores.items() if store.shared_pool is not None}
         assert len(sharing) <= 1  # of our stores one can
         self._sharing = sharing
@@ -107,43 +66,77 @@ class PageStore:
         self.content = content
         for store in self.stores.values():
             store.use(content)
-        self._shelves = {}
         for serving in [store for store in self.stores.values() if store.serves_others]:
             offered = [store.offered() for store in self.stores.values() if store is not serving]
             serving.serve([pages for pages in offered if pages is not None])
         return True
 
-    def shelf(self, namespace: str | None) -> Shelves:
-        """Where pages of a namespace go from now on, and come from."""
-        if namespace not in self._shelves:
-            found = {name: store.shelf(namespace) for name, store in self.stores.items()}
-            shelves = {name: shelf for name, shelf in found.items() if shelf is not None}
-            self._shelves[namespace] = Shelves(shelves)
-        return self._shelves[namespace]
+    def namespace(self, name: str | None) -> Namespace:
+        """A namespace of the weights that are loaded now; see `Namespace.name`."""
+        assert self.content is not None  # there is a pool
+        return Namespace(name, self.content)
+
+    def wants(self, namespace: Namespace, key: bytes) -> bool:
+        """See `Store.wants`."""
+        return any(store.wants(namespace, key) for store in self.stores.values())
+
+    def write(
+        self, namespace: Namespace, key: bytes, row: np.ndarray, used_at: float, depth: int
+    ) -> bool:
+        """Keeps a page wherever it is missing; see `Store.write`."""
+        stores = reversed(list(self.stores.values()))
+        return any([store.write(namespace, key, row, used_at, depth) for store in stores])
+
+    def write_shared(
+        self, namespace: Namespace, key: bytes, row: np.ndarray, used_at: float
+    ) -> bool:
+        """Keeps a page that `shared_pool` says is wanted."""
+        stores = self._sharing.values()
+        return any([store.write_shared(namespace, key, row, used_at) for store in stores])
+
+    def read(
+        self,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        rows: Sequence[np.ndarray],
+        hints: Mapping[str, Any],
+        wanted: Callable[[], bool],
+    ) -> bool:
+        """Fills all rows; blocking.
+
+        Args:
+            namespace, keys, rows, wanted: see `Store.read`.
+            hints: by store.
+        """
+        left = list(range(len(keys)))
+        for name, store in self.stores.items():
+            if not left or not wanted():
+                break
+            pages = [keys[index] for index in left], [rows[index] for index in left]
+            filled = store.read(namespace, *pages, hints.get(name), wanted)
+            left = [index for place, index in enumerate(left) if place not in filled]
+        return not left
 
     @property
     def shared_pool(self) -> SharedPool | None:
         """Which pages of the pool others may have, and want; None: nobody may."""
         return next((store.shared_pool for store in self._sharing.values()), None)
 
-    def shared_shelves(self) -> Shelves:
-        """Where pages go from now on that `shared_pool` says are wanted."""
-        return Shelves({name: store.shared_shelf() for name, store in self._sharing.items()})
-
     def touch(self, use: Use) -> None:
         """Marks pages as used; returns at once."""
-        for shelf in self.shelf(use.namespace).of.values():
-            self.writer.submit(shelf.touch, use.keys, use.at)
+        namespace = self.namespace(use.namespace)
+        for store in self.stores.values():
+            self.writer.submit(store.touch, namespace, use.keys, use.at)
 
     def discard(self, discard: Discard) -> None:
         """Removes pages once all that was handed to the writer before is written."""
-        shelves = self.shelf(discard.namespace).of.values()
-        for shelf in shelves:
-            shelf.withdraw(discard.keys)
+        namespace = self.namespace(discard.namespace)
+        for store in self.stores.values():
+            store.withdraw(discard.keys)
 
         def remove() -> None:
-            for shelf in shelves:
-                shelf.discard(discard.keys)
+            for store in self.stores.values():
+                store.discard(namespace, discard.keys)
             self._discarded.put(discard.number)
 
         self.writer.submit(remove)

@@ -7,5 +7,5 @@ from vllm_metal.kv_transfer.disk.config import DiskConfig
 from vllm_metal.kv_transfer.peer.config import PeerConfig
 from vllm_metal.kv_transfer.store import StoreConfig
 
-#: A store that others wait for stands behind those that nobody does: see `page_store.Shelves`.
+#: A store that others wait for stands behind those that nobody does: see `page_store.PageStore`.
 STORES: tuple[type[StoreConfig], ...] = (DiskConfig, PeerConfig)

@@ -9,6 +9,7 @@ travels with a step, pickled if need be: see `messages.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -20,53 +21,12 @@ if TYPE_CHECKING:
     from vllm_metal.settings import values
 
 
-class Shelf:
-    """A namespace's pages in a store, of the weights that were loaded when it was taken.
+@dataclass(frozen=True)
+class Namespace:
+    """Where pages belong; those of another namespace, or of other weights, are kept apart."""
 
-    Methods are for any thread and never raise. All may block but `wants` and `withdraw`, which the
-    engine's thread calls.
-    """
-
-    def wants(self, key: bytes) -> bool:
-        """Whether a page is missing, and would be kept now."""
-        return False
-
-    def write(self, key: bytes, row: np.ndarray, used_at: float, depth: int) -> bool:
-        """Keeps a page; whether it was kept.
-
-        Args:
-            key: 1 to 64 bytes, a hash.
-            row: [bytes of the page] uint8; it does not change meanwhile.
-            used_at: when its text came, seconds since the epoch.
-            depth: number of blocks before it in its text. Those behind are of no use without it.
-        """
-        return False
-
-    def read(
-        self,
-        keys: Sequence[bytes],
-        rows: Sequence[np.ndarray],
-        hint: Any,
-        wanted: Callable[[], bool],
-    ) -> set[int]:
-        """Fills rows; returns the indices of those that it could fill.
-
-        Args:
-            keys: of pages.
-            rows: [bytes of the page] uint8 each; undefined where not filled.
-            hint: what `Lookup.hint` gave for the load; None: nothing.
-            wanted: asked now and then; reading ends where it is false.
-        """
-        return set()
-
-    def touch(self, keys: Sequence[bytes], used_at: float) -> None:
-        """Marks the pages of a text, from its first block on, as used."""
-
-    def withdraw(self, keys: Iterable[bytes]) -> None:
-        """Serves pages to nobody from now on; returns at once. `discard` follows."""
-
-    def discard(self, keys: Iterable[bytes]) -> None:
-        """Removes pages."""
+    name: str | None  # see `salts.namespace`; None: the text is not to be kept on any disk
+    content: PoolContent  # of the weights that were loaded when this was made
 
 
 class OfferedPages:
@@ -86,7 +46,11 @@ class OfferedPages:
 
 
 class Store:
-    """The worker's side of a store; all methods are the engine thread's, and return soon."""
+    """The worker's side of a store.
+
+    Methods that take a namespace are for any thread and never raise. All of them may block but
+    `wants`, which the engine's thread calls, as it does all others: those return soon.
+    """
 
     #: What the scheduler's side must know beside the settings; can be pickled.
     handshake: Any = None
@@ -96,17 +60,57 @@ class Store:
     def use(self, content: PoolContent) -> None:
         """From now on pages are of this content: there is a pool, or other weights were loaded."""
 
-    def shelf(self, namespace: str | None) -> Shelf | None:
-        """Where pages of a namespace go from now on; None: they are not kept.
+    def wants(self, namespace: Namespace, key: bytes) -> bool:
+        """Whether a page is missing, and would be kept now."""
+        return False
+
+    def write(
+        self, namespace: Namespace, key: bytes, row: np.ndarray, used_at: float, depth: int
+    ) -> bool:
+        """Keeps a page; whether it was kept.
 
         Args:
-            namespace: see `salts.namespace`; None: the text is not to be kept on any disk.
+            namespace: of the page.
+            key: 1 to 64 bytes, a hash.
+            row: [bytes of the page] uint8; it does not change meanwhile.
+            used_at: when its text came, seconds since the epoch.
+            depth: number of blocks before it in its text. Those behind are of no use without it.
         """
-        raise NotImplementedError
+        return False
 
-    def shared_shelf(self) -> Shelf:
-        """Where pages go from now on that `shared_pool` says are wanted."""
-        raise NotImplementedError
+    def write_shared(
+        self, namespace: Namespace, key: bytes, row: np.ndarray, used_at: float
+    ) -> bool:
+        """Keeps a page that `shared_pool` says is wanted; see `write`."""
+        return False
+
+    def read(
+        self,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        rows: Sequence[np.ndarray],
+        hint: Any,
+        wanted: Callable[[], bool],
+    ) -> set[int]:
+        """Fills rows; returns the indices of those that it could fill.
+
+        Args:
+            namespace: of the pages.
+            keys: of pages.
+            rows: [bytes of the page] uint8 each; undefined where not filled.
+            hint: what `Lookup.hint` gave for the load; None: nothing.
+            wanted: asked now and then; reading ends where it is false.
+        """
+        return set()
+
+    def touch(self, namespace: Namespace, keys: Sequence[bytes], used_at: float) -> None:
+        """Marks the pages of a text, from its first block on, as used."""
+
+    def withdraw(self, keys: Iterable[bytes]) -> None:
+        """Serves pages to nobody from now on; `discard` follows."""
+
+    def discard(self, namespace: Namespace, keys: Iterable[bytes]) -> None:
+        """Removes pages."""
 
     @property
     def serves_others(self) -> bool:
@@ -187,7 +191,7 @@ class View:
         """Asks what is there for a request.
 
         Args:
-            namespace: see `Store.shelf`.
+            namespace: see `Namespace.name`.
             keys: gives those of the pages that the request could begin with.
             params: the request's `kv_transfer_params`.
         """

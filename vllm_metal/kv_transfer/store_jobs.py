@@ -21,7 +21,8 @@ from vllm_metal.engine.kv_cache.pages import BlockPages, PagePart, finite_rows, 
 from vllm_metal.kv_transfer.messages import Ended, PageKeys
 
 if TYPE_CHECKING:
-    from vllm_metal.kv_transfer.page_store import PageStore, Shelves
+    from vllm_metal.kv_transfer.page_store import PageStore
+    from vllm_metal.kv_transfer.store import Namespace
 
 logger = init_logger(__name__)
 
@@ -38,7 +39,7 @@ Export = Callable[[int, np.ndarray], list[mx.array]]
 class _Job:
     job_id: int
     req_id: str
-    shelves: Shelves  # of when it came: pages of these weights must not go where the next ones' do
+    namespace: Namespace  # of when it came: these weights' pages must not go where others' do
     used_at: float
     pages_left: int
     started: float
@@ -156,31 +157,40 @@ class StoreJobs:
             keys: where they go.
             blocks: of the pool, in the order of the keys.
         """
-        shelves = self._store.shelf(keys.namespace)
+        namespace = self._store.namespace(keys.namespace)
         found = zip(keys.keys, keys.ends, blocks, strict=True)
-        pages = [(key, end, block) for key, end, block in found if shelves.wants(key)]
+        pages = [
+            (key, end, block) for key, end, block in found if self._store.wants(namespace, key)
+        ]
         if not pages:
             self.refuse(job_id, req_id)
             return
-        job = _Job(job_id, req_id, shelves, keys.used_at, len(pages), self._clock())
+        job = _Job(job_id, req_id, namespace, keys.used_at, len(pages), self._clock())
         for key, end, block in pages:
             group = get_offload_group_idx(OffloadKey(key))
             size = self._pages.page_bytes(group)
             self._due.append(_Page(job, group, block, key, end, self._step, size))
             self._due_bytes += size
 
-    def add_urgent(self, job_id: int, shelves: Shelves, blocks: Mapping[bytes, int]) -> None:
-        """Takes a job of complete blocks, which goes before all others, with the step at hand.
+    def add_urgent(self, job_id: int, blocks: Mapping[bytes, int]) -> None:
+        """Takes a job of complete blocks that others want: it goes first, with the step at hand.
 
         `drop_urgent` drops what is not copied with it: later steps may write to these blocks.
 
         Args:
             job_id: no other job's.
-            shelves: where they go.
             blocks: of the pool, by key; one at least, and no more than there is `room` for.
         """
         started, step = self._clock(), self._step - self._lot_steps  # so it waits for no others
-        job = _Job(job_id, "", shelves, time.time(), len(blocks), started, is_urgent=True)
+        job = _Job(
+            job_id,
+            "",
+            self._store.namespace(None),
+            time.time(),
+            len(blocks),
+            started,
+            is_urgent=True,
+        )
         for key, block in reversed([*blocks.items()]):
             group, size = get_offload_group_idx(OffloadKey(key)), self.page_bytes(key)
             self._due.appendleft(_Page(job, group, block, key, 0, step, size))
@@ -333,10 +343,16 @@ class StoreJobs:
             if not finite:
                 logger.warning_once("A block with NaN or infinity is not stored")
                 continue
-            depth = page.end // self._block_size
-            if page.job.shelves.write(page.key, row, page.job.used_at, depth):
+            if self._keep(page, row):
                 sizes[-1] = page.size
         return sizes
+
+    def _keep(self, page: _Page, row: np.ndarray) -> bool:
+        job = page.job
+        if job.is_urgent:
+            return self._store.write_shared(job.namespace, page.key, row, job.used_at)
+        depth = page.end // self._block_size
+        return self._store.write(job.namespace, page.key, row, job.used_at, depth)
 
     def _take_written(self) -> None:
         while not self._written.empty():

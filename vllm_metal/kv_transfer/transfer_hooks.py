@@ -182,7 +182,7 @@ class TransferHooks(StepHooks):
             self._num_exports += 1
             number = -self._num_exports  # the scheduler's jobs count up from 0
             self._exports[number] = wanted.keys()
-            self.store_jobs.add_urgent(number, self.store.shared_shelves(), wanted)
+            self.store_jobs.add_urgent(number, wanted)
 
     def _draft_ends(self, ends: dict[str, int]) -> dict[str, int]:
         """Up to where drafts' K/V must be there before blocks are copied, by request id.

@@ -22,7 +22,7 @@ from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.scan import FoundBlock
 from vllm_metal.kv_transfer.disk.space import Space, Written
 from vllm_metal.kv_transfer.disk.stats import Counters, DiskStats
-from vllm_metal.kv_transfer.store import OfferedPages, Shelf, Store
+from vllm_metal.kv_transfer.store import Namespace, OfferedPages, Store
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,36 +51,6 @@ class DiskPages(OfferedPages):
             if folder.read(key, page):
                 return page.toreadonly()
         return None
-
-
-@dataclass(frozen=True)
-class DiskShelf(Shelf):
-    """The pages of a namespace's folder."""
-
-    folder: BlockFolder
-    space: Space
-
-    def wants(self, key: bytes) -> bool:
-        return self.space.takes_files() and not self.folder.contains(key)
-
-    def write(self, key: bytes, row: np.ndarray, used_at: float, depth: int) -> bool:
-        return self.folder.write(key, row.data, used_at, depth) is Written.STORED
-
-    def read(
-        self,
-        keys: Sequence[bytes],
-        rows: Sequence[np.ndarray],
-        hint: Any,
-        wanted: Callable[[], bool],
-    ) -> set[int]:
-        pages = enumerate(zip(keys, rows, strict=True))
-        return {i for i, (key, row) in pages if wanted() and self.folder.read(key, row.data)}
-
-    def touch(self, keys: Sequence[bytes], used_at: float) -> None:
-        self.folder.touch(keys, used_at)
-
-    def discard(self, keys: Iterable[bytes]) -> None:
-        self.folder.discard(keys)
 
 
 class DiskStore(Store):
@@ -169,13 +139,46 @@ class DiskStore(Store):
             logger.info("%s", reason)
         self._content = content
 
-    def shelf(self, namespace: str | None) -> DiskShelf | None:
-        assert self._content is not None
-        if namespace is None:
+    def folder_of(self, namespace: Namespace) -> BlockFolder | None:
+        """The folder of a namespace; None: its pages are not kept."""
+        if namespace.name is None:
             return None
-        fingerprint = self._content.fingerprint
-        folder = self.blocks(fingerprint.digest, fingerprint.facts, namespace)
-        return DiskShelf(folder, self._space)
+        fingerprint = namespace.content.fingerprint
+        # Without a lock: the engine's thread asks for every page.
+        if (known := self._folders.get((fingerprint.digest, namespace.name))) is not None:
+            return known
+        return self.blocks(fingerprint.digest, fingerprint.facts, namespace.name)
+
+    def wants(self, namespace: Namespace, key: bytes) -> bool:
+        folder = self.folder_of(namespace)
+        return folder is not None and self._space.takes_files() and not folder.contains(key)
+
+    def write(
+        self, namespace: Namespace, key: bytes, row: np.ndarray, used_at: float, depth: int
+    ) -> bool:
+        folder = self.folder_of(namespace)
+        return folder is not None and folder.write(key, row.data, used_at, depth) is Written.STORED
+
+    def read(
+        self,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        rows: Sequence[np.ndarray],
+        hint: Any,
+        wanted: Callable[[], bool],
+    ) -> set[int]:
+        if (folder := self.folder_of(namespace)) is None:
+            return set()
+        pages = enumerate(zip(keys, rows, strict=True))
+        return {i for i, (key, row) in pages if wanted() and folder.read(key, row.data)}
+
+    def touch(self, namespace: Namespace, keys: Sequence[bytes], used_at: float) -> None:
+        if (folder := self.folder_of(namespace)) is not None:
+            folder.touch(keys, used_at)
+
+    def discard(self, namespace: Namespace, keys: Iterable[bytes]) -> None:
+        if (folder := self.folder_of(namespace)) is not None:
+            folder.discard(keys)
 
     def offered(self) -> DiskPages:
         """Pages of all namespaces: whoever has a page's hash knows its text, and its salt."""

@@ -20,7 +20,7 @@ from vllm_metal.kv_transfer.peer.limits import TIMEOUTS, Timeouts
 from vllm_metal.kv_transfer.peer.pulls import Patience, PullHint
 from vllm_metal.kv_transfer.peer.server import PageServer
 from vllm_metal.kv_transfer.shared_pool import SharedPool
-from vllm_metal.kv_transfer.store import OfferedPages, Shelf, Store
+from vllm_metal.kv_transfer.store import Namespace, OfferedPages, Store
 from vllm_metal.metrics.metric import Metric
 from vllm_metal.settings.address import Address
 
@@ -36,82 +36,15 @@ class PeerFigures(ExportStats, PeerStats):
     ).field()
 
 
-@dataclass(frozen=True)
-class PeerShelf(Shelf):
-    """Pages that others may ask for, and pages that were found at others.
-
-    A text's namespace has no part: whoever has its hash knows the text and its salt.
-    """
-
-    export_cache: ExportCache
-    generation: int  # of the outbox: once it was cleared, pages of before do not go there
-    clients: Clients
-
-    keeps: bool  # whether pages go into the outbox that nobody has asked for
-
-    def wants(self, key: bytes) -> bool:
-        return self.keeps and not self.export_cache.contains(key)
-
-    def write(self, key: bytes, row: np.ndarray, used_at: float, depth: int) -> bool:
-        return self.keeps and self.export_cache.put(key, row.data, used_at, self.generation)
-
-    def read(
-        self,
-        keys: Sequence[bytes],
-        rows: Sequence[np.ndarray],
-        hint: PullHint | None,
-        wanted: Callable[[], bool],
-    ) -> set[int]:
-        if hint is None:
-            return set()
-        places: dict[Address, list[int]] = {}
-        for index, key in enumerate(keys):
-            if key in hint.places:
-                places.setdefault(hint.places[key], []).append(index)
-        filled: set[int] = set()
-        patience = hint.patience or Patience(float("inf"))
-        for address, indices in places.items():
-            pages = [keys[i] for i in indices], [rows[i].data for i in indices]
-            with patience.fetching(len(indices)):
-                goes_on = partial(_goes_on, wanted, patience)
-                if self.clients.at(address).fetch(*pages, goes_on):
-                    filled.update(indices)
-        return filled
-
-    def touch(self, keys: Sequence[bytes], used_at: float) -> None:
-        self.export_cache.touch(keys, used_at)
-
-    def withdraw(self, keys: Iterable[bytes]) -> None:
-        self.export_cache.discard(keys)
-
-    def discard(self, keys: Iterable[bytes]) -> None:
-        self.withdraw(keys)
-
-
 def _goes_on(wanted: Callable[[], bool], patience: Patience) -> bool:
     return wanted() and not patience.is_over
-
-
-@dataclass(frozen=True)
-class SharedShelf(Shelf):
-    """The outbox, for pages of the pool that others have asked for."""
-
-    export_cache: ExportCache
-    generation: int  # of the outbox, see `PeerShelf`
-    pool: SharedPool
-
-    def write(self, key: bytes, row: np.ndarray, used_at: float, depth: int) -> bool:
-        kept = self.export_cache.put(key, row.data, used_at, self.generation)
-        if kept:
-            self.export_cache.count_shared(row.nbytes)
-        self.pool.ended([key])  # whoever waits need not wait for the next step
-        return kept
 
 
 class PeerStore(Store):
     """The outbox and who serves it, and the peers that pages are fetched from.
 
-    Its news are the addresses of peers that failed.
+    Its news are the addresses of peers that failed. The names of namespaces have no part: whoever
+    has a text's hash knows the text and its salt.
     """
 
     def __init__(
@@ -135,6 +68,7 @@ class PeerStore(Store):
         self._listen = listen
         self._secret = secret
         self.export_cache = ExportCache(outbox_bytes)  # of no bytes where nobody may ask
+        self._content: PoolContent | None = None  # of the outbox's pages
         if shares_pool:
             self.shared_pool = SharedPool(self.export_cache.expect_no_more)
         self._server: PageServer | None = None  # until there is a pool
@@ -156,6 +90,7 @@ class PeerStore(Store):
         """
         # Before the terms change, or pages would go out under the new ones.
         self.serve(())
+        self._content = content
         self.export_cache.clear()
         self.clients.use(content)
         if self._server is None and self._listen is not None:
@@ -176,13 +111,63 @@ class PeerStore(Store):
     def _keeps_all(self) -> bool:
         return self.shared_pool is None and self.export_cache.max_bytes > 0
 
-    def shelf(self, namespace: str | None) -> PeerShelf:
-        export_cache = self.export_cache
-        return PeerShelf(export_cache, export_cache.generation, self.clients, self._keeps_all)
+    def wants(self, namespace: Namespace, key: bytes) -> bool:
+        return self._keeps_all and not self.export_cache.contains(key)
 
-    def shared_shelf(self) -> SharedShelf:
+    def write(
+        self, namespace: Namespace, key: bytes, row: np.ndarray, used_at: float, depth: int
+    ) -> bool:
+        return self._keeps_all and self._put(namespace, key, row, used_at)
+
+    def write_shared(
+        self, namespace: Namespace, key: bytes, row: np.ndarray, used_at: float
+    ) -> bool:
         assert self.shared_pool is not None
-        return SharedShelf(self.export_cache, self.export_cache.generation, self.shared_pool)
+        kept = self._put(namespace, key, row, used_at)
+        if kept:
+            self.export_cache.count_shared(row.nbytes)
+        self.shared_pool.ended([key])  # whoever waits need not wait for the next step
+        return kept
+
+    def _put(self, namespace: Namespace, key: bytes, row: np.ndarray, used_at: float) -> bool:
+        # In this order: pages of before must not go into an outbox that was cleared since.
+        generation = self.export_cache.generation
+        if namespace.content is not self._content:
+            return False
+        return self.export_cache.put(key, row.data, used_at, generation)
+
+    def read(
+        self,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        rows: Sequence[np.ndarray],
+        hint: PullHint | None,
+        wanted: Callable[[], bool],
+    ) -> set[int]:
+        if hint is None:
+            return set()
+        places: dict[Address, list[int]] = {}
+        for index, key in enumerate(keys):
+            if key in hint.places:
+                places.setdefault(hint.places[key], []).append(index)
+        filled: set[int] = set()
+        patience = hint.patience or Patience(float("inf"))
+        for address, indices in places.items():
+            pages = [keys[i] for i in indices], [rows[i].data for i in indices]
+            with patience.fetching(len(indices)):
+                goes_on = partial(_goes_on, wanted, patience)
+                if self.clients.at(address).fetch(*pages, goes_on):
+                    filled.update(indices)
+        return filled
+
+    def touch(self, namespace: Namespace, keys: Sequence[bytes], used_at: float) -> None:
+        self.export_cache.touch(keys, used_at)
+
+    def withdraw(self, keys: Iterable[bytes]) -> None:
+        self.export_cache.discard(keys)
+
+    def discard(self, namespace: Namespace, keys: Iterable[bytes]) -> None:
+        self.withdraw(keys)
 
     def expect(self, keys: Iterable[bytes]) -> None:
         if self._keeps_all:
