@@ -22,12 +22,12 @@ import numpy as np
 import vllm.config  # noqa: F401  # before vllm.distributed: they import each other
 
 from vllm_metal.engine.kv_cache.pages import PagePart, finite_rows, page_rows
+from vllm_metal.kv_transfer.batch_writer import ROWS_BYTES
 from vllm_metal.kv_transfer.disk import layout
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.space import Written
 from vllm_metal.kv_transfer.disk.store import DiskStore
 from vllm_metal.kv_transfer.load_jobs import NUM_READERS, PIECE_BYTES
-from vllm_metal.kv_transfer.store_jobs import ROWS_BYTES
 
 _FINGERPRINT = "00" * 16
 _NAMESPACE = "shared"

@@ -19,7 +19,7 @@ import pytest
 
 from vllm_metal.engine.batch.outputs import StepOutput
 from vllm_metal.engine.worker.model_runner import ModelRunner
-from vllm_metal.kv_transfer import store_jobs
+from vllm_metal.kv_transfer import batch_writer
 
 MESSAGE = "[METAL] Command buffer execution failed: Caused GPU Timeout Error"
 #: When the command buffers of a step that fails end.
@@ -48,7 +48,7 @@ class FailingDevice:
         self._by_graph = self._spoiling = False
         self._evaluate = mx.eval
         submit, synchronize, make_graph = mx.async_eval, mx.synchronize, mx.compile
-        sample, read, make_rows = ModelRunner.submit, StepOutput.token_ids, store_jobs.page_rows
+        sample, read, make_rows = ModelRunner.submit, StepOutput.token_ids, batch_writer.page_rows
 
         def async_eval(*arrays: Any) -> None:
             self._ask("async_eval")
@@ -114,7 +114,7 @@ class FailingDevice:
             monkeypatch.setattr(mx, name, call)
         monkeypatch.setattr(ModelRunner, "submit", hand_over_step)
         monkeypatch.setattr(StepOutput, "token_ids", token_ids)
-        monkeypatch.setattr(store_jobs, "page_rows", page_rows)
+        monkeypatch.setattr(batch_writer, "page_rows", page_rows)
 
     def fail_step(self, number: int, ends: str = ENDS[0]) -> None:
         """Has the step fail that is handed over after so many others from now on."""

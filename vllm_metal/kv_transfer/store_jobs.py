@@ -5,71 +5,30 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
-from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
-from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
 
 from vllm_metal.device import errors
-from vllm_metal.engine.kv_cache.pages import BlockPages, PagePart, finite_rows, page_rows
+from vllm_metal.engine.kv_cache.pages import BlockPages
+from vllm_metal.kv_transfer.batch_writer import BatchWriter, PageBatch, PoolPage, StoreJob
 from vllm_metal.kv_transfer.messages import Ended, PageKeys
 
 if TYPE_CHECKING:
     from vllm_metal.kv_transfer.page_store import PageStore
-    from vllm_metal.kv_transfer.store import Namespace
-
-logger = init_logger(__name__)
 
 #: Pages are copied out of the pool in lots of so many bytes, or when the oldest has waited for so
 #: many steps: a copy costs the host some 5 µs an array, whatever its size.
 LOT_BYTES, LOT_STEPS = 8 << 20, 16
-#: Rows are made of so many bytes of copies at a time, of one page at least.
-ROWS_BYTES = 4 << 20
 #: Copies some blocks of a group out of the pool.
 Export = Callable[[int, np.ndarray], list[mx.array]]
 
 
-@dataclass(eq=False)
-class _Job:
-    job_id: int
-    req_id: str
-    namespace: Namespace  # of when it came: these weights' pages must not go where others' do
-    used_at: float
-    pages_left: int
-    started: float
-    num_bytes: int = 0  # kept
-    is_urgent: bool = False  # goes before all that are not
-
-
-@dataclass(frozen=True)
-class _Page:
-    job: _Job
-    group: int
-    block: int
-    key: bytes
-    end: int  # tokens of the text that it completes
-    step: int  # number of the step that completed it
-    size: int  # bytes
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Pages of one group, copied together."""
-
-    pages: Sequence[_Page]
-    parts: Sequence[PagePart]
-    arrays: list[mx.array]
-    num_bytes: int
-    unwanted: set[_Page] = field(default_factory=set)  # given up before they were written
-
-
-def _ends(pages: Iterable[_Page]) -> dict[str, int]:
+def _ends(pages: Iterable[PoolPage]) -> dict[str, int]:
     """By request id how many tokens of it the pages complete."""
     ends: dict[str, int] = {}
     for page in pages:
@@ -82,8 +41,7 @@ class StoreJobs:
 
     A page is due once the step that completes it is with the device: the step after takes it along.
     Copies are written once it is known that this step, and with it all before, was computed: what a
-    step leaves that fails must not be found later. The thread gets memory, not MLX's arrays, so it
-    cannot be the one that MLX tells of an error.
+    step leaves that fails must not be found later.
     Copies that are not written yet take `staging_bytes` at most, and the rows that are made of them
     ROWS_BYTES, or a page, more. A block whose memory is wanted for another request before there is
     room for its copy is dropped. No step ever waits for a store.
@@ -106,18 +64,16 @@ class StoreJobs:
             clock: seconds.
         """
         self._store = store
-        self._block_size = block_size
         self._staging_bytes = staging_bytes
         self._clock = clock
         self._lot_steps = lot_steps
-        self._due: deque[_Page] = deque()
-        self._lots: list[_Batch] = []  # copies queued, but not handed to the device
-        self._unproven: deque[list[_Batch]] = deque()  # by step that has them, the oldest first
+        self._due: deque[PoolPage] = deque()
+        self._lots: list[PageBatch] = []  # copies queued, but not handed to the device
+        self._unproven: deque[list[PageBatch]] = deque()  # by step that has them, the oldest first
         self._due_bytes = self._staged_bytes = 0
         self._step = 0
         self._ended: list[Ended] = []
-        self._written: SimpleQueue[tuple[_Batch, list[int]]] = SimpleQueue()
-        self._memory = np.empty(0, np.uint8)  # of rows; the store's thread makes it
+        self._writer = BatchWriter(store, block_size)
 
     def use(self, pages: BlockPages) -> None:
         """There is a pool, and these are its blocks."""
@@ -165,11 +121,11 @@ class StoreJobs:
         if not pages:
             self.refuse(job_id, req_id)
             return
-        job = _Job(job_id, req_id, namespace, keys.used_at, len(pages), self._clock())
+        job = StoreJob(job_id, req_id, namespace, keys.used_at, len(pages), self._clock())
         for key, end, block in pages:
             group = get_offload_group_idx(OffloadKey(key))
             size = self._pages.page_bytes(group)
-            self._due.append(_Page(job, group, block, key, end, self._step, size))
+            self._due.append(PoolPage(job, group, block, key, end, self._step, size))
             self._due_bytes += size
 
     def add_urgent(self, job_id: int, blocks: Mapping[bytes, int]) -> None:
@@ -182,7 +138,7 @@ class StoreJobs:
             blocks: of the pool, by key; one at least, and no more than there is `room` for.
         """
         started, step = self._clock(), self._step - self._lot_steps  # so it waits for no others
-        job = _Job(
+        job = StoreJob(
             job_id,
             "",
             self._store.namespace(None),
@@ -193,7 +149,7 @@ class StoreJobs:
         )
         for key, block in reversed([*blocks.items()]):
             group, size = get_offload_group_idx(OffloadKey(key)), self.page_bytes(key)
-            self._due.appendleft(_Page(job, group, block, key, 0, step, size))
+            self._due.appendleft(PoolPage(job, group, block, key, 0, step, size))
             self._due_bytes += size
 
     def refuse(self, job_id: int, req_id: str) -> None:
@@ -232,13 +188,8 @@ class StoreJobs:
     def steps_computed(self, num_left: int) -> None:
         """All steps handed over, but for the last so many, were computed: copies can be written."""
         while len(self._unproven) > num_left:
-            self._submit(self._unproven.popleft())
-
-    def _submit(self, batches: Iterable[_Batch]) -> None:
-        for batch in batches:
-            memory = [memoryview(array) for array in batch.arrays]  # type: ignore[arg-type]
-            batch.arrays.clear()
-            self._store.writer.submit(self._write, batch, memory)
+            for batch in self._unproven.popleft():
+                self._writer.submit(batch)
 
     def copy_now(self, job_ids: Collection[int] | None = None) -> None:
         """Copies due pages of some jobs, or of all; waits for the device, between steps.
@@ -249,7 +200,8 @@ class StoreJobs:
         batches = self._copied(job_ids, self._export)
         if batches:
             self.steps_computed(0)  # they have ended as well
-        self._submit(batches)
+        for batch in batches:
+            self._writer.submit(batch)
         if job_ids is not None:
             dropped = self.drop(lambda page: page.job.job_id in job_ids)
             self._store.count_dropped(dropped)
@@ -264,7 +216,7 @@ class StoreJobs:
             return False
         return self._due_bytes >= LOT_BYTES or self._step - self._due[0].step >= self._lot_steps
 
-    def _copied(self, job_ids: Collection[int] | None, export: Export) -> list[_Batch]:
+    def _copied(self, job_ids: Collection[int] | None, export: Export) -> list[PageBatch]:
         """Copies due pages for which there is room; where that fails, their jobs end all the same.
 
         Raises:
@@ -277,7 +229,7 @@ class StoreJobs:
                 blocks_np = np.array([page.block for page in pages], np.int32)
                 num_bytes = sum(page.size for page in pages)
                 arrays = export(group, blocks_np)
-                batches.append(_Batch(pages, self._pages.parts(group), arrays, num_bytes))
+                batches.append(PageBatch(pages, self._pages.parts(group), arrays, num_bytes))
         except Exception:
             for page in (page for pages in taken.values() for page in pages):
                 self._count_off(page)
@@ -298,7 +250,7 @@ class StoreJobs:
             number += 1
         return number
 
-    def _take_fitting(self, job_ids: Collection[int] | None) -> dict[int, list[_Page]]:
+    def _take_fitting(self, job_ids: Collection[int] | None) -> dict[int, list[PoolPage]]:
         """Takes due pages for which there is room, oldest first; by group."""
         if job_ids is not None:  # those first
             wanted = [page for page in self._due if page.job.job_id in job_ids]
@@ -307,69 +259,27 @@ class StoreJobs:
             number = min(self._num_fitting(), len(wanted))
         else:
             number = self._num_fitting()
-        taken: dict[int, list[_Page]] = {}
+        taken: dict[int, list[PoolPage]] = {}
         for page in [self._due.popleft() for _ in range(number)]:
             taken.setdefault(page.group, []).append(page)
             self._due_bytes -= page.size
         return taken
 
-    def _write(self, batch: _Batch, copies: list[memoryview]) -> None:
-        """Keeps the pages of a lot; runs in the store's thread, and never raises."""
-        sizes = [0] * len(batch.pages)
-        try:
-            count = max(1, ROWS_BYTES // batch.pages[0].size)
-            if self._memory.nbytes < count * batch.pages[0].size:
-                self._memory = np.empty(count * batch.pages[0].size, np.uint8)
-            for first in range(0, len(sizes), count):
-                sizes[first : first + count] = self._write_pages(
-                    batch, copies, first, first + count
-                )
-        except Exception:
-            logger.exception("Blocks that left the KV pool could not be stored")
-        copies.clear()  # before the room they took is given to others
-        self._written.put((batch, sizes))
-
-    def _write_pages(
-        self, batch: _Batch, copies: list[memoryview], start: int, stop: int
-    ) -> list[int]:
-        """Keeps some pages of a batch; how many bytes of each."""
-        pages, sizes = batch.pages[start:stop], []
-        memory = self._memory[: len(pages) * pages[0].size].reshape(len(pages), -1)
-        rows = page_rows(copies, start, stop, memory)
-        for page, row, finite in zip(pages, rows, finite_rows(batch.parts, rows), strict=True):
-            sizes.append(0)
-            if page in batch.unwanted:
-                continue
-            if not finite:
-                logger.warning_once("A block with NaN or infinity is not stored")
-                continue
-            if self._keep(page, row):
-                sizes[-1] = page.size
-        return sizes
-
-    def _keep(self, page: _Page, row: np.ndarray) -> bool:
-        job = page.job
-        if job.is_urgent:
-            return self._store.write_shared(job.namespace, page.key, row, job.used_at)
-        depth = page.end // self._block_size
-        return self._store.write(job.namespace, page.key, row, job.used_at, depth)
-
     def _take_written(self) -> None:
-        while not self._written.empty():
-            batch, sizes = self._written.get()
+        for batch, sizes in self._writer.written():
             self._staged_bytes -= batch.num_bytes
             for page, size in zip(batch.pages, sizes, strict=True):
                 page.job.num_bytes += size
                 self._count_off(page)
 
-    def _count_off(self, page: _Page) -> None:
+    def _count_off(self, page: PoolPage) -> None:
         job = page.job
         job.pages_left -= 1
         if job.pages_left == 0:
             seconds = self._clock() - job.started
             self._ended.append(Ended(job.job_id, job.req_id, job.num_bytes, seconds))
 
-    def drop(self, which: Callable[[_Page], bool] = lambda page: True) -> int:
+    def drop(self, which: Callable[[PoolPage], bool] = lambda page: True) -> int:
         """Gives up due pages; how many."""
         dropped = [page for page in self._due if which(page)]
         self._due = deque(page for page in self._due if not which(page))
@@ -392,7 +302,7 @@ class StoreJobs:
         """Gives up pages of some keys likewise, whosever they are."""
         self._give_up(lambda page: page.key in keys)
 
-    def _give_up(self, which: Callable[[_Page], bool]) -> None:
+    def _give_up(self, which: Callable[[PoolPage], bool]) -> None:
         self.drop(which)
         for batch in (batch for batches in self._unproven for batch in batches):
             batch.unwanted.update(page for page in batch.pages if which(page))

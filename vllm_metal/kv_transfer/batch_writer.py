@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BatchWriter: writes copies of blocks to the stores, in their thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+from vllm.logger import init_logger
+
+from vllm_metal.engine.kv_cache.pages import PagePart, finite_rows, page_rows
+
+if TYPE_CHECKING:
+    from vllm_metal.kv_transfer.page_store import PageStore
+    from vllm_metal.kv_transfer.store import Namespace
+
+logger = init_logger(__name__)
+
+#: Rows are made of so many bytes of copies at a time, of one page at least.
+ROWS_BYTES = 4 << 20
+
+
+@dataclass(eq=False)
+class StoreJob:
+    """Pages of one request that are to be stored."""
+
+    job_id: int
+    req_id: str
+    namespace: Namespace  # of when it came: these weights' pages must not go where others' do
+    used_at: float
+    pages_left: int
+    started: float
+    num_bytes: int = 0  # kept
+    is_urgent: bool = False  # goes before all that are not
+
+
+@dataclass(frozen=True)
+class PoolPage:
+    """A page in a block of the pool."""
+
+    job: StoreJob
+    group: int
+    block: int
+    key: bytes
+    end: int  # tokens of the text that it completes
+    step: int  # number of the step that completed it
+    size: int  # bytes
+
+
+@dataclass(frozen=True)
+class PageBatch:
+    """Pages of one group, copied together."""
+
+    pages: Sequence[PoolPage]
+    parts: Sequence[PagePart]
+    arrays: list[mx.array]
+    num_bytes: int
+    unwanted: set[PoolPage] = field(default_factory=set)  # given up before they were written
+
+
+class BatchWriter:
+    """Writes batches of pages to the stores; methods are the engine's thread's.
+
+    The stores' thread gets memory, not MLX's arrays, so it cannot be the one that MLX tells of an
+    error.
+    """
+
+    def __init__(self, store: PageStore, block_size: int) -> None:
+        """
+        Args:
+            store: where pages go.
+            block_size: tokens of a block.
+        """
+        self._store = store
+        self._block_size = block_size
+        self._written: SimpleQueue[tuple[PageBatch, list[int]]] = SimpleQueue()
+        self._memory = np.empty(0, np.uint8)  # of rows; the stores' thread makes it
+
+    def submit(self, batch: PageBatch) -> None:
+        """Has a batch written; it loses its arrays, which were computed."""
+        memory = [memoryview(array) for array in batch.arrays]  # type: ignore[arg-type]
+        batch.arrays.clear()
+        self._store.writer.submit(self._write, batch, memory)
+
+    def written(self) -> Iterator[tuple[PageBatch, list[int]]]:
+        """Yields batches that were written since the last call, and bytes kept of each page."""
+        while not self._written.empty():
+            yield self._written.get()
+
+    def _write(self, batch: PageBatch, copies: list[memoryview]) -> None:
+        """Keeps the pages of a batch; runs in the store's thread, and never raises."""
+        sizes = [0] * len(batch.pages)
+        try:
+            count = max(1, ROWS_BYTES // batch.pages[0].size)
+            if self._memory.nbytes < count * batch.pages[0].size:
+                self._memory = np.empty(count * batch.pages[0].size, np.uint8)
+            for first in range(0, len(sizes), count):
+                sizes[first : first + count] = self._write_pages(
+                    batch, copies, first, first + count
+                )
+        except Exception:
+            logger.exception("Blocks that left the KV pool could not be stored")
+        copies.clear()  # before the room they took is given to others
+        self._written.put((batch, sizes))
+
+    def _write_pages(
+        self, batch: PageBatch, copies: list[memoryview], start: int, stop: int
+    ) -> list[int]:
+        """Keeps some pages of a batch; how many bytes of each."""
+        pages, sizes = batch.pages[start:stop], []
+        memory = self._memory[: len(pages) * pages[0].size].reshape(len(pages), -1)
+        rows = page_rows(copies, start, stop, memory)
+        for page, row, finite in zip(pages, rows, finite_rows(batch.parts, rows), strict=True):
+            sizes.append(0)
+            if page in batch.unwanted:
+                continue
+            if not finite:
+                logger.warning_once("A block with NaN or infinity is not stored")
+                continue
+            if self._keep(page, row):
+                sizes[-1] = page.size
+        return sizes
+
+    def _keep(self, page: PoolPage, row: np.ndarray) -> bool:
+        job = page.job
+        if job.is_urgent:
+            return self._store.write_shared(job.namespace, page.key, row, job.used_at)
+        depth = page.end // self._block_size
+        return self._store.write(job.namespace, page.key, row, job.used_at, depth)
