@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of each `vllm-metal` command, with the words of its help."""
+"""The options of each `vllm-metal` command, with the words of its help.
+
+Those of `fit` and `doctor`, which have most, are in the commands' folders.
+"""
 
 import argparse
 import re
@@ -9,6 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from vllm_metal.cli import units
+from vllm_metal.cli.doctor import options as doctor_options
+from vllm_metal.cli.fit import options as fit_options
 from vllm_metal.patches.vllm_patches import refused_arguments
 
 #: Commands of other programs, and what does the same here.
@@ -57,9 +62,11 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(metavar="COMMAND", dest="command")
     _add_convert(commands.add_parser("convert", help="turn a GGUF file into a model directory"))
     _add_model(commands.add_parser("model", help="print the path of the embedded default model"))
-    _add_fit(commands.add_parser("fit", help="estimate a model's memory and check whether it fits"))
+    fit_options.add(
+        commands.add_parser("fit", help="estimate a model's memory and check whether it fits")
+    )
     _add_launch(commands.add_parser("launch", help="start a coding agent on a local model"))
-    _add_doctor(
+    doctor_options.add(
         commands.add_parser("doctor", help="check this machine, the engine and every kernel")
     )
     _add_chat(commands.add_parser("chat", help="chat with a model in the browser"))
@@ -131,105 +138,6 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_fit(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Estimate how much memory a model needs and how many requests fit. Only "
-        "config.json and the headers of the weight files are read. The exit status is "
-        "0 if the requests fit and 1 if they do not."
-    )
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs="?",
-        help="a folder, or a name on the Hugging Face hub; default: the largest that fits of a few "
-        "well-known models, without asking the hub",
-    )
-    parser.add_argument(
-        "--memory",
-        type=units.memory,
-        metavar="SIZE",
-        help=(
-            "memory of the Mac to serve on, such as 24GB; default: what is available on "
-            "this machine now"
-        ),
-    )
-    parser.add_argument(
-        "--context",
-        type=units.tokens,
-        metavar="TOKENS",
-        help="longest request (prompt and output) in tokens, such as 32k; default: the "
-        "longest that fits, up to the model's maximum",
-    )
-    parser.add_argument(
-        "--requests",
-        type=units.count,
-        metavar="N",
-        help="requests that must fit at once, each of --context tokens; default: 1",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON; sizes are bytes")
-    _add_served(parser.add_argument_group("options of `vllm serve`, with its defaults"))
-
-
-def _add_served(served: argparse._ArgumentGroup) -> None:
-    served.add_argument("--kv-cache-dtype", default="auto", metavar="auto|fp8|int8")
-    served.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"))
-    served.add_argument(
-        "--runner",
-        choices=("generate", "pooling"),
-        help="pooling: the model embeds, scores or classifies; default: generate",
-    )
-    served.add_argument("--max-num-seqs", type=units.count, metavar="N", help="default: --requests")
-    served.add_argument(
-        "--num-speculative-tokens",
-        type=units.count,
-        metavar="N",
-        help="num_speculative_tokens of --speculative-config; weights of a draft model are "
-        "not counted",
-    )
-    served.add_argument("--max-num-batched-tokens", type=units.tokens, metavar="N")
-    served.add_argument(
-        "--language-model-only",
-        action="store_true",
-        help="count only the text model of a multimodal model",
-    )
-    served.add_argument("--gpu-memory-utilization", type=units.share, metavar="SHARE")
-    served.add_argument(
-        "--data-parallel-size-local",
-        type=units.count,
-        metavar="N",
-        help="data-parallel ranks on this machine, each with its own weights and an equal "
-        "share of the memory; the estimate is for one of them",
-    )
-    served.add_argument("--block-size", type=int, metavar="16|32")
-    served.add_argument(
-        "--pipeline-parallel-size",
-        type=units.count,
-        metavar="N",
-        help="pipeline-parallel ranks; layers are split evenly or by "
-        "VLLM_PP_LAYER_PARTITION; the estimate is for each rank",
-    )
-    served.add_argument(
-        "--tensor-parallel-size",
-        type=units.count,
-        metavar="N",
-        help="tensor-parallel ranks; the estimate is for one of them",
-    )
-    served.add_argument(
-        "--nnodes",
-        type=units.count,
-        metavar="N",
-        help=(
-            "number of machines that run these ranks, all with the same memory; default: "
-            "one per rank"
-        ),
-    )
-    served.add_argument(
-        "--max-loras", type=units.count, metavar="N", help="with --enable-lora; default: none"
-    )
-    served.add_argument("--max-cpu-loras", type=units.count, metavar="N")
-    served.add_argument("--max-lora-rank", type=units.count, metavar="N")
-
-
 def _add_launch(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Start a coding agent on a local model. If no server runs on the port, one is "
@@ -276,79 +184,6 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         metavar="OPTION",
         help="must come last: pass the remaining arguments to the `vllm serve` that is "
         "started, such as --serve --kv-cache-dtype fp8",
-    )
-
-
-def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Check the whole installation, quick checks first: versions, macOS and "
-        "memory; the platform that vLLM chooses; an engine and a server that each "
-        "generate ten tokens and shut down; and the Metal kernels against their "
-        "references, for a few shapes and the models that this machine has served, "
-        "with times. This takes three to seven minutes. Results of kernel checks are "
-        "kept for servers and for the next run, which resumes where this one stopped. "
-        "Each problem is printed with advice. The report is written to a file, "
-        "without the names of the user, the home folder and the machine. The exit "
-        "status is 1 if a check fails. Without a Metal device, an interpreter runs "
-        "the kernels for a few shapes. With --tune, no checks run: in some three "
-        "minutes it finds the fastest kernel settings for this Mac and keeps them for "
-        "servers."
-    )
-    parser.add_argument(
-        "--report",
-        type=Path,
-        metavar="PATH",
-        default=Path("vllm-metal-doctor.json"),
-        help="JSON file to write; default: %(default)s",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="use a small KV cache, and check the kernels for a few shapes",
-    )
-    parser.add_argument(
-        "--all",
-        action="store_true",
-        help="check the kernels for all dtypes, head sizes, block sizes and caches, too "
-        "(up to half an hour the first time; an interrupted run resumes)",
-    )
-    parser.add_argument(
-        "--again",
-        action="store_true",
-        help="repeat checks that this machine has already passed",
-    )
-    parser.add_argument(
-        "--model",
-        metavar="NAME",
-        help="model to test: a folder, or a name on Hugging Face; default: the embedded "
-        "model if it is installed, else a tiny one with random weights",
-    )
-    parser.add_argument(
-        "--only",
-        choices=("machine", "engine", "kernels"),
-        help="check the machine and this part; default: all parts",
-    )
-    parser.add_argument(
-        "--master-addr",
-        metavar="ADDRESS",
-        help="address of the first of several machines that share a model, as passed to "
-        "`vllm serve`: check that this machine reaches it, and from which address; "
-        "VLLM_HOST_IP and GLOO_SOCKET_IFNAME are checked if they are set",
-    )
-    parser.add_argument(
-        "--master-port", type=units.port, metavar="PORT", default=29501, help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--tune",
-        action="store_true",
-        help="tune the kernels on this Mac's GPU and keep the fastest settings for "
-        "servers; plug the Mac in and do not use it meanwhile",
-    )
-    parser.add_argument(
-        "--full",
-        action="store_true",
-        help="with --tune: tune all kinds of layer that this machine has served, without a "
-        "time limit",
     )
 
 
