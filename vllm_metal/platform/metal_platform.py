@@ -208,40 +208,47 @@ class MetalPlatform(Platform):
         engine_args.check_first(start_checks.check_engine)
         start_failures.name_causes()
         if parser is not None:  # a command, which has uvicorn loaded; `LLM` has no use for it
-            from vllm_metal.patches.vllm_patches import (
-                adapters,
-                error_remedies,
-                first_mistake,
-                http_protocol,
-                serve_arguments,
-                server_app,
-                server_end,
-                start_log,
-                unknown_fields,
-            )
-            from vllm_metal.serving import limits, ready
-            from vllm_metal.serving.parsers.serve import set_parsers
-            from vllm_metal.serving.prefix_misses import start as misses
+            cls._change_servers()
 
-            http_protocol.limit_connections()
-            first_mistake.stop_at_the_first_mistake()
-            unknown_fields.tell_of_unknown_fields()
-            error_remedies.name_remedies()
-            adapters.answer_for_bad_adapters()
-            server_app.around_servers(misses.around)
-            server_app.around_servers(idle.around)
-            server_app.around_servers(limits.around)
-            server_app.around_servers(ready.around)
-            server_app.around_servers(unknown_fields.around)
-            server_end.tell_how_servers_end()
-            server_end.let_starts_be_interrupted()
-            start_log.to_a_file()
-            start_failures.end_commands_with_one_line(start_checks.SERVED)
-            serve_arguments.complete(
-                start_checks.check_server,
-                partial(set_parsers, folder_of=folders.folder_of),
-                replicas.answer_with_one_front_end,
-            )
+    @staticmethod
+    def _change_servers() -> None:
+        """Changes vLLM's server and its command line."""
+        from vllm_metal.patches.vllm_patches import (
+            adapters,
+            error_remedies,
+            first_mistake,
+            http_protocol,
+            serve_arguments,
+            server_app,
+            server_end,
+            start_log,
+            unknown_fields,
+        )
+        from vllm_metal.platform import start_checks
+        from vllm_metal.serving import limits, ready
+        from vllm_metal.serving.idle import start as idle
+        from vllm_metal.serving.parsers.serve import set_parsers
+        from vllm_metal.serving.prefix_misses import start as misses
+
+        http_protocol.limit_connections()
+        first_mistake.stop_at_the_first_mistake()
+        unknown_fields.tell_of_unknown_fields()
+        error_remedies.name_remedies()
+        adapters.answer_for_bad_adapters()
+        server_app.around_servers(misses.around)
+        server_app.around_servers(idle.around)
+        server_app.around_servers(limits.around)
+        server_app.around_servers(ready.around)
+        server_app.around_servers(unknown_fields.around)
+        server_end.tell_how_servers_end()
+        server_end.let_starts_be_interrupted()
+        start_log.to_a_file()
+        start_failures.end_commands_with_one_line(start_checks.SERVED)
+        serve_arguments.complete(
+            start_checks.check_server,
+            partial(set_parsers, folder_of=folders.folder_of),
+            replicas.answer_with_one_front_end,
+        )
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
