@@ -15,12 +15,16 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from vllm_metal.cli import early_checks, local_server
 from vllm_metal.cli.chat import surroundings
 from vllm_metal.cli.chat.upstream import Upstream
 from vllm_metal.cli.local_server import HOST, KEY_OF_SERVER
 from vllm_metal.settings.extras import install_advice
+
+if TYPE_CHECKING:
+    import uvicorn
 
 _POLL = 1.0  # seconds
 _START_POLL = 0.02
@@ -132,22 +136,13 @@ def _show(
     token = secrets.token_urlsafe()
     address = f"http://{HOST}:{listener.getsockname()[1]}/?token={token}"
 
-    ends: list[SystemExit] = []
-
-    async def serve() -> bool:
+    async def serve() -> tuple[bool, SystemExit | None]:
         server = uvicorn.Server(
             uvicorn.Config(
                 page.app(upstream, token), log_level="warning", timeout_graceful_shutdown=1
             )
         )
-
-        async def serve_page() -> None:
-            try:
-                await server.serve(sockets=[listener])
-            except SystemExit as end:  # uvicorn passes SIGTERM on, in a task of the loop
-                ends.append(end)
-
-        serving = asyncio.create_task(serve_page())
+        serving = asyncio.create_task(_serve_page(server, listener))
         while not server.started and not serving.done():
             await asyncio.sleep(_START_POLL)
         print(f"Chat: {address}   (Ctrl-C ends it)", flush=True)
@@ -157,19 +152,27 @@ def _show(
             await asyncio.wait((serving,), timeout=_POLL)
         ended = serving.done()
         server.should_exit = True
-        await serving
-        return ended
+        return ended, await serving
 
     with TemporaryDirectory(prefix="vllm-metal-page-") as scratch:
         try:
-            by_user = asyncio.run(serve())
+            by_user, exit_asked = asyncio.run(serve())
         except KeyboardInterrupt:  # uvicorn has shut down, and passes it on
             return 0
-    if ends:
-        raise ends[0]
+    if exit_asked is not None:
+        raise exit_asked
     if not by_user:
         print("vllm-metal: error: the server has ended: start the chat again", file=sys.stderr)
     return 0 if by_user else 1
+
+
+async def _serve_page(server: uvicorn.Server, listener: socket.socket) -> SystemExit | None:
+    """Serves the page; returns the exit that a signal asked for."""
+    try:
+        await server.serve(sockets=[listener])
+    except SystemExit as end:  # uvicorn passes SIGTERM on, in a task of the loop
+        return end
+    return None
 
 
 def _open(address: str, folder: str) -> None:
