@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_kernels.paged_attention.common_prefix import common_prefixes
+from metal_kernels.paged_attention.padded_rows import PaddedQueries, PaddedTable, StepWrites
 
 #: The most scores of a head, and the most gathered slots, of one attention call: a step's memory
 #: does not grow with the context. A request that needs more gets calls of its own, of MIN_ROWS rows
@@ -142,35 +143,14 @@ def plan(
     query_lens = np.diff(query_start_loc)
     first_block = np.zeros_like(seq_lens)
     num_tokens = int(query_start_loc[-1])
-    writes = _Writes(slot_mapping, block_size, earlier_slots)
+    writes = StepWrites(slot_mapping, block_size, earlier_slots)
     shared = _Calls(num_tokens)
     if window is not None:
         first_block = np.maximum(seq_lens - query_lens - window + 1, 0) // block_size
     elif share and len(query_lens) > 1:
         whole = (seq_lens - query_lens) // block_size  # blocks that all rows of a request see
         first_block = _add_shared(shared, query_lens, whole, block_tables, writes, block_size)
-    num_blocks = -(-seq_lens // block_size) - first_block
-    decodes = query_lens <= DECODE_ROWS
-    widths = num_blocks
-    if earlier_slots is not None:  # one slot more, which no row sees
-        widths = -(-(seq_lens + 1) // block_size) - first_block
-    widths = np.where(decodes, _stable(widths, decodes.sum()), widths)
-    own = _Calls(num_tokens)
-    shapes = _log2_ceil(query_lens) * 64 + _log2_ceil(widths)  # 2**64 blocks are enough
-    shapes = _joined(shapes, widths * block_size)
-    for members in _alike(shapes, query_lens, widths * block_size):
-        table = _Table.padded(
-            block_tables[members], first_block[members], num_blocks[members], widths[members].max()
-        )
-        queries = _padded_queries(query_start_loc[members], query_lens[members])
-        first_query = (seq_lens - query_lens - first_block * block_size)[members]
-        bucket = _bucket(table, queries, first_query, writes, block_size, num_tokens, window)
-        if causal and window is None and len(members) == 1 and not decodes[members[0]]:
-            bucket = replace(bucket, causal_len=int(seq_lens[members[0]]))
-        if bounded:
-            bounds = _bounds(first_query, query_lens[members], window)
-            bucket = replace(bucket, bounds=bounds)
-        own.add(bucket, queries)
+    own = _own_calls(pieces, first_block, writes, block_size, window, causal, bounded)
     return BucketPlan(
         num_tokens, tuple(own.buckets), own.order(), tuple(shared.buckets), shared.order()
     )
@@ -184,7 +164,7 @@ class _Calls:
         self._places = np.full(num_tokens, -1, np.int32)
         self._size = 0
 
-    def add(self, bucket: Bucket, queries: "_Queries") -> None:
+    def add(self, bucket: Bucket, queries: PaddedQueries) -> None:
         self._places[queries.rows[queries.real]] = self._size + np.flatnonzero(queries.real)
         self._size += queries.rows.size
         self.buckets.append(bucket)
@@ -205,84 +185,12 @@ def _shared_rows(rows: np.ndarray, num_requests: int, context_len: int) -> list[
     return calls if pays else []
 
 
-@dataclass(frozen=True)
-class _Queries:
-    """A bucket's query rows, padded to the longest."""
-
-    rows: np.ndarray  # [n, Q] int32, batch row; padding repeats the first
-    real: np.ndarray  # [n, Q] bool, False for padding
-
-
-@dataclass(frozen=True)
-class _Table:
-    """A bucket's block tables, padded to the widest."""
-
-    blocks: np.ndarray  # [n, W] int32; padding repeats the last
-    real: np.ndarray  # [n, W] bool, False for padding
-
-    @staticmethod
-    def padded(
-        tables: np.ndarray, first: np.ndarray, count: np.ndarray | list[int], width: int
-    ) -> "_Table":
-        """`count` blocks of each request from `first` on, in `width` columns."""
-        columns, count = np.arange(width), np.asarray(count)[:, None]
-        places = first[:, None] + np.minimum(columns, count - 1)
-        blocks = np.take_along_axis(tables, places, axis=1).astype(np.int32)
-        return _Table(blocks, columns < count)
-
-
-class _Writes:
-    """Which batch row writes a pool slot in this step, if any."""
-
-    def __init__(
-        self, slot_mapping: np.ndarray, block_size: int, earlier: np.ndarray | None = None
-    ) -> None:
-        self.left_out = bool((slot_mapping < 0).any())  # some rows
-        self.follow = earlier is not None  # rows of steps before
-        self._num_tokens = len(slot_mapping)
-        if earlier is not None:
-            slot_mapping = np.concatenate([earlier, slot_mapping])
-        self._all_slots = slot_mapping
-        self._rows = np.argsort(slot_mapping).astype(np.int32)
-        self._slots = slot_mapping[self._rows]
-        self._blocks = np.unique(slot_mapping // block_size)
-        self._offsets = np.arange(block_size)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def into(self, table: "_Table") -> tuple[np.ndarray, np.ndarray]:
-        """Places in the flat context of a table, and the rows that write there."""
-        touched = np.flatnonzero(np.isin(table.blocks, self._blocks) & table.real)
-        slots = (table.blocks.ravel()[touched, None] * len(self._offsets) + self._offsets).ravel()
-        places = (touched[:, None] * len(self._offsets) + self._offsets).ravel()
-        nearest = np.minimum(np.searchsorted(self._slots, slots), len(self._slots) - 1)
-        written = self._slots[nearest] == slots
-        return places[written].astype(np.int32), self._rows[nearest[written]]
-
-    def in_order(self, table: "_Table", members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """As `into`, of one row of each member in every step: all rows, in the order of steps.
-
-        Those that nobody reads go to the last slot of their request, which is padding.
-        """
-        (n, width), size = table.blocks.shape, len(self._offsets)
-        num_requests = self._num_tokens
-        slots = self._all_slots.reshape(-1, num_requests)[:, members]  # [steps, n]
-        here = (table.blocks == (slots // size)[:, :, None]) & table.real
-        places = np.where(
-            here.any(axis=2), here.argmax(axis=2) * size + slots % size, width * size - 1
-        )
-        rows = np.arange(len(slots))[:, None] * num_requests + members
-        places = places + np.arange(n) * width * size
-        return places.ravel().astype(np.int32), rows.ravel().astype(np.int32)
-
-
 def _add_shared(
     shared: _Calls,
     query_lens: np.ndarray,
     whole: np.ndarray,
     block_tables: np.ndarray,
-    writes: _Writes,
+    writes: StepWrites,
     block_size: int,
 ) -> np.ndarray:
     """Adds calls over blocks that requests begin with in common.
@@ -303,11 +211,56 @@ def _add_shared(
         members = np.flatnonzero(group == number)
         rows = np.flatnonzero(np.isin(requests, members)).astype(np.int32)
         for of_call in _shared_rows(rows, len(members), length * block_size):
-            table = _Table.padded(block_tables[members[:1]], np.zeros(1, int), [length], length)
-            queries = _Queries(of_call[None], np.ones((1, len(of_call)), bool))
+            table = PaddedTable.padded(
+                block_tables[members[:1]], np.zeros(1, int), [length], length
+            )
+            queries = PaddedQueries(of_call[None], np.ones((1, len(of_call)), bool))
             shared.add(_bucket(table, queries, None, writes, block_size, len(requests)), queries)
             first_block[members] = length
     return first_block
+
+
+def _own_calls(
+    requests: tuple[np.ndarray, np.ndarray, np.ndarray],
+    first_block: np.ndarray,
+    writes: StepWrites,
+    block_size: int,
+    window: int | None,
+    causal: bool,
+    bounded: bool,
+) -> _Calls:
+    """Calls over what each request has of its own.
+
+    Args beyond the plan's:
+        requests: `query_start_loc`, `seq_lens` and `block_tables`.
+        first_block: [R] of each request that these calls gather.
+        writes: of this step.
+    """
+    query_start_loc, seq_lens, block_tables = requests
+    query_lens, num_tokens = np.diff(query_start_loc), int(query_start_loc[-1])
+    own = _Calls(num_tokens)
+    num_blocks = -(-seq_lens // block_size) - first_block
+    decodes = query_lens <= DECODE_ROWS
+    widths = num_blocks
+    if writes.follow:  # one slot more, which no row sees
+        widths = -(-(seq_lens + 1) // block_size) - first_block
+    widths = np.where(decodes, _stable(widths, decodes.sum()), widths)
+    shapes = _log2_ceil(query_lens) * 64 + _log2_ceil(widths)  # 2**64 blocks are enough
+    shapes = _joined(shapes, widths * block_size)
+    for members in _alike(shapes, query_lens, widths * block_size):
+        table = PaddedTable.padded(
+            block_tables[members], first_block[members], num_blocks[members], widths[members].max()
+        )
+        queries = PaddedQueries.padded(query_start_loc[members], query_lens[members])
+        first_query = (seq_lens - query_lens - first_block * block_size)[members]
+        bucket = _bucket(table, queries, first_query, writes, block_size, num_tokens, window)
+        if causal and window is None and len(members) == 1 and not decodes[members[0]]:
+            bucket = replace(bucket, causal_len=int(seq_lens[members[0]]))
+        if bounded:
+            bounds = _bounds(first_query, query_lens[members], window)
+            bucket = replace(bucket, bounds=bounds)
+        own.add(bucket, queries)
+    return own
 
 
 def _bounds(first_query: np.ndarray, query_lens: np.ndarray, window: int | None) -> mx.array:
@@ -386,17 +339,11 @@ def _stable(num_blocks: np.ndarray, num_requests: int) -> np.ndarray:
     return -(-num_blocks // unit) * unit
 
 
-def _padded_queries(starts: np.ndarray, query_lens: np.ndarray) -> _Queries:
-    offsets = np.arange(int(query_lens.max()), dtype=np.int32)
-    real = offsets < query_lens[:, None]
-    return _Queries(rows=np.where(real, starts[:, None] + offsets, starts[:, None]), real=real)
-
-
 def _bucket(
-    table: _Table,
-    queries: _Queries,
+    table: PaddedTable,
+    queries: PaddedQueries,
     first_query: np.ndarray | None,
-    writes: _Writes,
+    writes: StepWrites,
     block_size: int,
     num_tokens: int,
     window: int | None = None,
