@@ -97,12 +97,9 @@ def run(
     """
     _check(plan, queries, key_pool, value_pool, sinks, key_scales, value_scales)
     sinks = _no_sinks(queries.shape[1]) if sinks is None else padded(sinks, fill=0)
-    pools = [
-        key_pool,
-        value_pool,
-        NO_SCALES if key_scales is None else key_scales,
-        NO_SCALES if value_scales is None else value_scales,
-    ]
+    key_scales = NO_SCALES if key_scales is None else key_scales
+    value_scales = NO_SCALES if value_scales is None else value_scales
+    pools = key_pool, value_pool, key_scales, value_scales
     outputs: list[mx.array] = []
     fences: list[mx.array] = []
     for dispatch in plan.dispatches:
@@ -112,16 +109,9 @@ def run(
             pace.before(work, *fences[::-1], *outputs[::-1])
         parts = []
         for launch in dispatch.launches:
-            buffers = [
-                queries,
-                *pools,
-                plan.block_tables,
-                launch.requests,
-                launch.tiles,
-                _scoring(scale, softcap, launch.window, launch.listed),
-                sinks,
-                after,
-            ]
+            scoring = _scoring(scale, softcap, launch.window, launch.listed)
+            lists = plan.block_tables, launch.requests, launch.tiles
+            buffers = [queries, *pools, *lists, scoring, sinks, after]
             out, stats, fence = _launch(plan, launch, buffers, softcap is not None)
             parts.append((out, stats))
             fences.append(fence)

@@ -71,28 +71,19 @@ def plan(
     """
     tiles = tiles or Tiles.for_layer(shape, window)
     query_lens = query_start_loc[1:] - query_start_loc[:-1]
-    first_positions = seq_lens - query_lens
     batch = Batch(
         query_start_loc,
         seq_lens,
         query_lens,
-        first_positions,
+        seq_lens - query_lens,
         np.zeros_like(seq_lens) if lag is None else lag.most_np,
         None if lag is None else _shift(lag.counts),
         shape,
         window or NO_WINDOW,
     )
     packed = query_lens * shape.group
-    decodes = _decoded(packed, shape, tiles)
-    if splits.fixed is not None and tiles.decode:
-        # By the arithmetic of a row alone, in several tiles if need be.
-        decodes |= query_lens <= MOST_FIXED_ROWS
-    kinds = [
-        (decode, members)
-        for decode, members in ((True, np.flatnonzero(decodes)), (False, np.flatnonzero(~decodes)))
-        if len(members)
-    ]
-    dispatches, pieces, may_split = [], [], splits if tiles.split else None
+    kinds = _kinds(packed, shape, tiles, splits)
+    dispatches, pieces = [], []
     for decode, members in kinds:
         sizes, most = tiles.decode if decode else tiles.prefill, packed[members].max()
         rows = next((size for size in sizes if size >= most), sizes[-1])
@@ -100,29 +91,52 @@ def plan(
             common = None
             if decode and block_size is not None and splits.fixed is None:
                 common = beginnings(batch, piece, rows, tiles, block_tables, block_size)
-            made = dispatch_of(decode, rows, batch, piece, may_split, common)
-            if tiles.wide and decode and rows == WIDE_ROWS and not made.part_rows:
-                most = made.num_tiles * shape.num_kv_heads
-                made = replace(made, wide=splits.has_room_for_wide(most))
-            dispatches.append(made)
+            made = dispatch_of(decode, rows, batch, piece, splits if tiles.split else None, common)
+            dispatches.append(_widened(made, shape, tiles, splits))
             pieces.append(piece)
-    width = power_of_two(max(block_tables.shape[1], MIN_ELEMENTS))
-    table = np.zeros((len(seq_lens), width), np.int32)
-    table[:, : block_tables.shape[1]] = block_tables
     return AttentionPlan(
         shape=shape,
         num_tokens=int(query_start_loc[-1]),
         dispatches=tuple(dispatches),
-        block_tables=mx.array(table),
+        block_tables=_padded(block_tables),
         order=output_order(batch, pieces) if len(kinds) > 1 else None,
     )
 
 
-def _decoded(packed: np.ndarray, shape: AttentionShape, tiles: Tiles) -> np.ndarray:
-    """[R] bool, requests that the decode kernel serves; `packed` has the rows of each."""
+def _kinds(
+    packed: np.ndarray, shape: AttentionShape, tiles: Tiles, splits: Splits
+) -> list[tuple[bool, np.ndarray]]:
+    """Requests that the decode kernel serves (True), and the prefill kernel, where there are any.
+
+    Args:
+        packed: [R] packed rows of each request.
+        shape, tiles, splits: as in `plan`.
+    """
     if not tiles.decode or not tiles.prefill:
-        return np.full(len(packed), bool(tiles.decode))
-    return packed <= tiles.decode[-1] * (shape.decode_rows // shape.decode_tile_rows)
+        decodes = np.full(len(packed), bool(tiles.decode))
+    else:
+        decodes = packed <= tiles.decode[-1] * (shape.decode_rows // shape.decode_tile_rows)
+        if splits.fixed is not None:
+            # By the arithmetic of a row alone, in several tiles if need be.
+            decodes |= packed <= MOST_FIXED_ROWS * shape.group
+    kinds = (True, np.flatnonzero(decodes)), (False, np.flatnonzero(~decodes))
+    return [(decode, members) for decode, members in kinds if len(members)]
+
+
+def _widened(dispatch: Dispatch, shape: AttentionShape, tiles: Tiles, splits: Splits) -> Dispatch:
+    """The dispatch, in wider threadgroups where it may have them and the GPU has room."""
+    if not (tiles.wide and dispatch.decode) or dispatch.rows != WIDE_ROWS or dispatch.part_rows:
+        return dispatch
+    most = dispatch.num_tiles * shape.num_kv_heads
+    return replace(dispatch, wide=splits.has_room_for_wide(most))
+
+
+def _padded(block_tables: np.ndarray) -> mx.array:
+    """[R, a power of two, 8 at least] int32."""
+    num_requests, width = block_tables.shape
+    table = np.zeros((num_requests, power_of_two(max(width, MIN_ELEMENTS))), np.int32)
+    table[:, :width] = block_tables
+    return mx.array(table)
 
 
 def _shift(counts: mx.array) -> mx.array:

@@ -65,8 +65,7 @@ def run(
     Returns:
         [T, H, DV], the dtype of `queries`.
     """
-    if fused is None:
-        fused = mx.default_device().type == mx.DeviceType.gpu
+    fused = mx.default_device().type == mx.DeviceType.gpu if fused is None else fused
     num_heads, sizes = queries.shape[1], queries.shape[2] + value_pool.shape[3]
     outputs: list[mx.array] = []
     log_sums: list[mx.array] = []
@@ -75,9 +74,8 @@ def run(
             pace.before(bucket.work(num_heads, sizes), *outputs[::-1])
         picked = queries if bucket.rows is None else queries[bucket.rows]
         k = context(bucket, keys, key_pool, key_scales, queries.dtype, gather)
-        if value_pool is key_pool:  # latents, of which the caller takes what are values
-            v = k
-        else:
+        v = k  # of latents, of which the caller takes what are values
+        if value_pool is not key_pool:
             v = context(bucket, values, value_pool, value_scales, queries.dtype, gather)
         if fused and softcap is None and not plan.shared:
             out = _attend_fused(picked, k, v, bucket, scale, sinks)
@@ -86,18 +84,22 @@ def run(
             out, log_sum = _attend_grouped(picked, k, v, bucket, scale, sinks_here, softcap)
             log_sums.append(log_sum)
         outputs.append(out)
-    count = len(plan.buckets)
-    merged = _in_order(outputs[:count], plan.order)
-    if plan.shared:
-        log_sum = _in_order(log_sums[:count], plan.order)
-        more, more_sums = outputs[count:], log_sums[count:]
-        if plan.shared_order is not None:  # a row of nothing, for those that share nothing
-            more.append(mx.zeros_like(merged[:1]))
-            more_sums.append(mx.full_like(log_sum[:1], -mx.inf))
-        lead = _in_order(more_sums, plan.shared_order) - log_sum
-        share = mx.sigmoid(lead * math.log(2.0))  # of the softmax's whole sum
-        merged = merged + (_in_order(more, plan.shared_order) - merged) * share
+    merged = _joined(plan, outputs, log_sums) if plan.shared else _in_order(outputs, plan.order)
     return merged.astype(queries.dtype)
+
+
+def _joined(plan: BucketPlan, outputs: list[mx.array], log_sums: list[mx.array]) -> mx.array:
+    """[T, H, DV] float32: each row's own result, joined with that of what it shares."""
+    count = len(plan.buckets)
+    own = _in_order(outputs[:count], plan.order)
+    log_sum = _in_order(log_sums[:count], plan.order)
+    more, more_sums = outputs[count:], log_sums[count:]
+    if plan.shared_order is not None:  # a row of nothing, for those that share nothing
+        more.append(mx.zeros_like(own[:1]))
+        more_sums.append(mx.full_like(log_sum[:1], -mx.inf))
+    lead = _in_order(more_sums, plan.shared_order) - log_sum
+    share = mx.sigmoid(lead * math.log(2.0))  # of the softmax's whole sum
+    return own + (_in_order(more, plan.shared_order) - own) * share
 
 
 def _in_order(parts: list[mx.array], order: mx.array | None) -> mx.array:
