@@ -69,24 +69,11 @@ def run(
     Raises:
         ValueError: shapes or dtypes are not as above.
     """
-    table, blocks = token_ops.step_inputs(sequences)
-    num_channels = _check(sequences, inputs, kept, weight, bias)
-    template = _template(sequences, inputs.dtype, weight, bias, pools, part, split, state_bytes)
-    num_rows = len(inputs)
+    bound = _checked(sequences, inputs, kept, weight, bias)
+    num_rows, num_channels = inputs.shape
     out, next_kept, fence = _KERNEL(
-        inputs=[
-            table,
-            blocks,
-            token_ops.padded(sequences.tiles),
-            token_ops.padded(inputs),
-            token_ops.NO_ROWS[inputs.dtype] if kept is None else kept,
-            weight,
-            token_ops.NO_ROWS[inputs.dtype] if bias is None else bias,
-            pools[0],
-            pools[-1],
-            *op_common.fences(after),
-        ],
-        template=template,
+        inputs=[*bound, pools[0], pools[-1], *op_common.fences(after)],
+        template=_template(sequences, inputs.dtype, weight, bias, pools, part, split, state_bytes),
         grid=(num_channels, len(sequences.tiles), 1),
         threadgroup=(min(_THREADS, num_channels), 1, 1),
         output_shapes=[
@@ -133,14 +120,19 @@ def _used(pools: Sequence[mx.array], state_bytes: int, split: int) -> int:
     return sizes[0] if state_bytes <= sizes[0] else sum(sizes)
 
 
-def _check(
+def _checked(
     sequences: Sequences,
     inputs: mx.array,
     kept: mx.array | None,
     weight: mx.array,
     bias: mx.array | None,
-) -> int:
-    """C."""
+) -> list[mx.array]:
+    """What the kernel binds of a step, its rows and weights.
+
+    Raises:
+        ValueError: shapes or dtypes are not those that `run` expects.
+    """
+    table, blocks = token_ops.step_inputs(sequences)
     floats = op_common.VALUE_DTYPES
     token_ops.check_rows("inputs", inputs, (sequences.num_rows, -1), floats)
     lag = (1,) if weight.ndim == 3 else ()
@@ -155,4 +147,12 @@ def _check(
         token_ops.check_rows("kept", kept, (-1, num_channels), (inputs.dtype,))
     if bias is not None:
         token_ops.check_rows("bias", bias, (num_channels,), floats)
-    return num_channels
+    return [
+        table,
+        blocks,
+        token_ops.padded(sequences.tiles),
+        token_ops.padded(inputs),
+        token_ops.NO_ROWS[inputs.dtype] if kept is None else kept,
+        weight,
+        token_ops.NO_ROWS[inputs.dtype] if bias is None else bias,
+    ]

@@ -49,19 +49,13 @@ def gather(
     Raises:
         ValueError: shapes or dtypes are not as above.
     """
-    _check(pool, block_table, dtype)
-    op_common.check_scales("scales", scales, pool)
-    (num_heads, _, block_size, head_size), (n, w) = pool.shape, block_table.shape
-    first, count = heads or (0, num_heads)
-    if first < 0 or count < 1 or first + count > num_heads:
-        raise ValueError(f"heads: expected some of {num_heads}, found {count} from {first} on")
+    first, count = heads or (0, len(pool))
+    _check(pool, block_table, dtype, scales, bounds, (first, count))
+    (_, _, block_size, head_size), (n, w) = pool.shape, block_table.shape
     shape = (count, n, w * block_size, head_size)
     if n * w == 0:
         return mx.zeros(shape, dtype), op_common.merged(after)
-    if bounds is None:
-        bounds = mx.array(np.tile(np.array([0, w * block_size], np.int32), (n, 1)))
-    if bounds.shape != (n, 2) or bounds.dtype != mx.int32:
-        raise ValueError(f"bounds: expected ({n}, 2) int32, found {bounds.shape} {bounds.dtype}")
+    bounds = _whole(n, w * block_size) if bounds is None else bounds
     run = _BYTES // pool.dtype.size
     runs = block_size * head_size // run
     context, fence = _KERNEL(
@@ -88,13 +82,25 @@ def gather(
     return context, fence
 
 
+def _whole(n: int, num_slots: int) -> mx.array:
+    """[n, 2] int32, bounds of contexts that are read whole."""
+    return mx.array(np.tile(np.array([0, num_slots], np.int32), (n, 1)))
+
+
 @functools.lru_cache(maxsize=256)
 def _heads(first: int, count: int) -> mx.array:
     """What the kernel is told of them, made once."""
     return mx.array(np.array([first, count] + [0] * (kernel.MIN_ELEMENTS - 2), np.int32))
 
 
-def _check(pool: mx.array, block_table: mx.array, dtype: mx.Dtype) -> None:
+def _check(
+    pool: mx.array,
+    block_table: mx.array,
+    dtype: mx.Dtype,
+    scales: mx.array | None,
+    bounds: mx.array | None,
+    heads: tuple[int, int],
+) -> None:
     if pool.ndim != 4 or pool.dtype not in op_common.POOL_DTYPES:
         raise ValueError(
             "pool: expected [Hkv, B, block_size, D] floats, uint8 or int8, "
@@ -111,3 +117,10 @@ def _check(pool: mx.array, block_table: mx.array, dtype: mx.Dtype) -> None:
         )
     if dtype not in op_common.VALUE_DTYPES:
         raise ValueError(f"dtype: expected float16, bfloat16 or float32, found {dtype}")
+    op_common.check_scales("scales", scales, pool)
+    (first, count), num_heads = heads, len(pool)
+    if first < 0 or count < 1 or first + count > num_heads:
+        raise ValueError(f"heads: expected some of {num_heads}, found {count} from {first} on")
+    n = len(block_table)
+    if bounds is not None and (bounds.shape != (n, 2) or bounds.dtype != mx.int32):
+        raise ValueError(f"bounds: expected ({n}, 2) int32, found {bounds.shape} {bounds.dtype}")

@@ -67,26 +67,16 @@ def run(
     Raises:
         ValueError: shapes or dtypes are not as above.
     """
-    table, blocks = token_ops.step_inputs(sequences)
     decays = _check(sequences, queries, inputs, kept, log_rates)
     num_rows, (num_heads, value_size) = len(queries), inputs.values.shape[1:]
     pipeline = _template(sequences, queries, inputs, pools, part, split, delta, decays)
     threads = -(-num_heads * value_size * pipeline["LANES"] // 32) * 32
     dtypes = [queries.dtype, inputs.values.dtype, inputs.rates.dtype, inputs.rates.dtype]
-    y, *next_kept, fence = _KERNEL(
-        inputs=[
-            table,
-            blocks,
-            token_ops.padded(queries),
-            *_bound(inputs, dtypes),
-            *_bound(kept, dtypes),
-            token_ops.NO_ROWS[mx.float32] if log_rates is None else token_ops.padded(log_rates),
-            pools[0],
-            pools[-1],
-            *op_common.fences(after),
-        ],
+    bound = _bound(sequences, queries, (inputs, kept), dtypes, log_rates)
+    y, keys, values, rates, found, fence = _KERNEL(
+        inputs=[*bound, pools[0], pools[-1], *op_common.fences(after)],
         template=list(pipeline.items()),
-        grid=(threads, len(table), 1),
+        grid=(threads, len(sequences.table), 1),
         threadgroup=(min(_THREADS, threads), 1, 1),
         output_shapes=[
             (max(num_rows, 1), num_heads, value_size),
@@ -95,7 +85,6 @@ def run(
         ],
         output_dtypes=[inputs.values.dtype, *dtypes, op_common.FENCE_DTYPE],
     )
-    keys, values, rates, found = next_kept
     drafts = RecurrenceInputs(keys, values, rates, None if inputs.decays is None else found)
     return (y if num_rows else y[:0]), drafts, fence
 
@@ -144,13 +133,24 @@ def _lanes(runs: int) -> int:
     return int(min(32, 1 << (wanted - 1).bit_length()))
 
 
-def _bound(rows: RecurrenceInputs | None, dtypes: Sequence[mx.Dtype]) -> list[mx.array]:
-    """Rows as kernels bind them; something in the place of what there is none of."""
-    arrays = [None] * 4 if rows is None else [getattr(rows, name) for name in _KINDS]
-    return [
-        token_ops.NO_ROWS[dtype] if array is None else token_ops.padded(array)
-        for array, dtype in zip(arrays, dtypes, strict=True)
-    ]
+def _bound(
+    sequences: Sequences,
+    queries: mx.array,
+    rows: Sequence[RecurrenceInputs | None],
+    dtypes: Sequence[mx.Dtype],
+    log_rates: mx.array | None,
+) -> list[mx.array]:
+    """A step and its rows as kernels bind them; something in the place of what there is none of."""
+    table, blocks = token_ops.step_inputs(sequences)
+    bound = [table, blocks, token_ops.padded(queries)]
+    for each in rows:
+        for name, dtype in zip(_KINDS, dtypes, strict=True):
+            array = None if each is None else getattr(each, name)
+            bound.append(token_ops.NO_ROWS[dtype] if array is None else token_ops.padded(array))
+    bound.append(
+        token_ops.NO_ROWS[mx.float32] if log_rates is None else token_ops.padded(log_rates)
+    )
+    return bound
 
 
 def _check(

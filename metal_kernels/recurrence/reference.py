@@ -58,26 +58,35 @@ def run(
             assert log_rates is not None
             rows = replace(rows, decays=mx.exp(rows.rates * log_rates))
         state = _states(group, states).reshape(-1, *rows.values.shape[1:3], *states.shape[2:])
-        of_chunks = []
-        for chunk in group.chunks:
-            part = rows.part(chunk.start, chunk.stop)
-            found: ChunkStates | RowStates
-            if part.decays is None:
-                assert log_rates is not None
-                output, found = through_rows(part, state, log_rates)
-            else:
-                output, found = through_chunk(part, state, delta)
-            of_chunks.append(output)
-            if chunk.endings is not None:
-                ended.append(found.after(chunk.endings))
-            if chunk is not group.chunks[-1]:
-                state = found.after(None)
-        outputs.append(_joined(of_chunks, -2))
+        output, ends = _through(group, rows, state, delta, log_rates)
+        outputs.append(output)
+        ended += ends
     return (
         _outputs(plan, outputs, inputs.values),
         _ended(ended, states),
         _drafts(plan, inputs),
     )
+
+
+def _through(
+    group: Group, rows: Rows, state: mx.array, delta: bool, log_rates: mx.array | None
+) -> tuple[mx.array, list[mx.array]]:
+    """A group's outputs, [n, HK, G, Q, DV], and the states that end in it, chunk by chunk."""
+    outputs, ended = [], []
+    for chunk in group.chunks:
+        part = rows.part(chunk.start, chunk.stop)
+        found: ChunkStates | RowStates
+        if part.decays is None:
+            assert log_rates is not None
+            output, found = through_rows(part, state, log_rates)
+        else:
+            output, found = through_chunk(part, state, delta)
+        outputs.append(output)
+        if chunk.endings is not None:
+            ended.append(found.after(chunk.endings))
+        if chunk is not group.chunks[-1]:
+            state = found.after(None)
+    return _joined(outputs, -2), ended
 
 
 def _joined(parts: list[mx.array], axis: int) -> mx.array:
