@@ -5,12 +5,10 @@ PLATFORM = "vllm_metal.platform.metal_platform.MetalPlatform"
 
 
 def register() -> str | None:
-    """Entry point of the group ``vllm.platform_plugins``.
+    """Entry point of the group ``vllm.platform_plugins``: the platform's qualified name.
 
-    Returns the platform's qualified name where it applies: on Apple silicon, or on any machine
-    where ``VLLM_METAL_DEVICE=cpu`` asks for MLX's CPU backend. None leaves vLLM to its own
-    platforms. vLLM swallows what is raised here, so a bad setting or an untested vLLM is left to
-    the platform's own module, whose errors reach the user.
+    Returns None, which leaves the choice to vLLM, unless this is Apple silicon or
+    ``VLLM_METAL_DEVICE=cpu`` requests MLX's CPU backend.
     """
     import gc
     import multiprocessing
@@ -27,29 +25,30 @@ def register() -> str | None:
     try:
         device = requested_device()
     except ValueError:
-        return PLATFORM
+        return PLATFORM  # vLLM swallows errors raised here; importing the platform raises it again
     if device is None:
         if serves:
-            _tell_who_serves()
+            _report_unused_plugin()
         return None
     if device == "metal":
-        command_buffers.raise_limit()  # before anything of this process makes an array
+        command_buffers.raise_limit()  # before this process creates its first array
         from vllm_metal.device import tuned
 
         tuned.apply()
-    # vLLM asks amid its imports, with torch's half a million objects made. Without them the
-    # collector takes a tenth less of a start's time; they stay for as long as the process anyway.
+    # vLLM calls this in the middle of its imports, when torch has created half a million objects
+    # that live as long as the process. Excluding them from garbage collection cuts a tenth of the
+    # start-up time.
     gc.freeze()
     return PLATFORM
 
 
-def _tell_who_serves() -> None:
-    """Says that this plugin does not serve, where nobody has decided that."""
+def _report_unused_plugin() -> None:
     import os
     import sys
 
     from vllm_metal.settings.envs import is_left_to_cpus
 
+    # Only if the user has not chosen a device and vLLM finds no accelerator of its own.
     if "VLLM_METAL_DEVICE" not in os.environ and is_left_to_cpus():
         print(
             "vllm-metal: this is no Mac, so vLLM's own CPU platform serves: set "
@@ -59,12 +58,7 @@ def _tell_who_serves() -> None:
 
 
 def change_vllm() -> None:
-    """Entry point of the group ``vllm.general_plugins``: what the platform is too late for.
-
-    vLLM calls it within `EngineArgs()`, before it looks a model up in the hub's cache, where GGUF
-    files have other names; and where an engine begins. An engine in a process of its own checks its
-    configuration after it has made its executor and its scheduler, which must be changed before.
-    """
+    """Entry point of the group ``vllm.general_plugins``: changes vLLM before its platform loads."""
     import sys
 
     from vllm_metal.settings.envs import requested_device
@@ -72,8 +66,10 @@ def change_vllm() -> None:
     try:
         if requested_device() is None:
             return
-    except ValueError:  # the platform says so
+    except ValueError:  # the platform reports it
         return
+    # vLLM calls this where an engine starts. An engine in its own process checks its configuration
+    # after it has created its executor and scheduler, which must be changed before.
     if "vllm.v1.engine.core" in sys.modules:
         from vllm_metal.patches.vllm_patches import processes
 
@@ -83,8 +79,10 @@ def change_vllm() -> None:
 
             shutdown.end_with_sigterm()
             MetalPlatform.change_schedulers()
-            model_info.answer_for_models()  # which that check asks about
-    if "vllm.engine.arg_utils" in sys.modules:  # else a process that takes no names
+            model_info.answer_for_models()  # the check inspects them
+    # vLLM also calls this within `EngineArgs()`, before it looks a model up in the Hugging Face
+    # cache, where GGUF files have other names. Other processes take no model names.
+    if "vllm.engine.arg_utils" in sys.modules:
         from vllm_metal.identity import gguf_names
         from vllm_metal.patches.vllm_patches import engine_args, start_failures
         from vllm_metal.platform import start_checks

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user sets: environment variables and options; how optional parts are installed."""
+"""User settings: environment variables, options, and how optional parts are installed."""

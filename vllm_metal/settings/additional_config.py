@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the plugin's own settings, the keys of --additional-config, and has their defaults."""
+"""Parses the plugin's own settings, the keys of --additional-config, and defines their defaults."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 OPTION = "--additional-config"
-#: Keys under which vLLM passes on options of its own, for attention that this plugin does not
-#: serve: --gdn-prefill-backend, --kda-prefill-backend, --kda-decode-backend.
+#: Keys that vLLM itself adds for attention backends that this plugin does not use:
+#: --gdn-prefill-backend, --kda-prefill-backend, --kda-decode-backend.
 VLLM_KEYS = ("gdn_prefill_backend", "kda_prefill_backend", "kda_decode_backend")
-#: Milliseconds that a step beside streams may take on the CPU device: there each chunk copies the
-#: context before it, and so short a chunk as fits into 60 ms spends most of its time on that.
+#: Default of max_step_ms on the CPU device. Each chunk there copies the context before it, which
+#: would take most of the time of a chunk short enough for 60 ms.
 _CPU_STEP_MS = 200.0
-_METAL_STEP_MS = 60.0  # 16 tokens a second and stream: as fast as people read
+_METAL_STEP_MS = 60.0  # 16 tokens/s per stream, about reading speed
 
-#: The shortest parts of contexts that can be asked for, and what their lengths are a multiple of:
-#: the kernels walk contexts in strips of up to 16 keys.
+#: Minimum of fixed_splits, and the step of its values: the kernels walk contexts in strips of up to
+#: 16 keys.
 LEAST_SPLIT = 256
 _SPLIT_STEP = 16
 
@@ -38,12 +38,11 @@ def _default_max_step_ms() -> float:
 
 
 def _milliseconds(value: Any) -> float | None:
-    """A time, or None for no bound. 0 is refused, as it could be taken for either."""
+    # 0 is rejected: it could mean either no bound or no time.
     return None if value is None else values.positive(value, "milliseconds, or null for no bound")
 
 
 def _fixed_splits(value: Any) -> int | None:
-    """Keys of a part of a context, or None for what fits each step."""
     wanted = f"a multiple of {_SPLIT_STEP} from {LEAST_SPLIT} on, or null for what fits each step"
     whole = isinstance(value, int) and not isinstance(value, bool)
     if value is None or (whole and value >= LEAST_SPLIT and value % _SPLIT_STEP == 0):
@@ -51,19 +50,17 @@ def _fixed_splits(value: Any) -> int | None:
     raise ValueError(f"must be {wanted}, not {value!r}")
 
 
-#: What can be taken out of system messages; serving/prefix_misses/normalize.py says how.
+#: Parts that can be removed from system messages; see serving/prefix_misses/normalize.py.
 NORMALIZED = ("billing_header", "token_countdown", "times", "uuids")
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """Names of NORMALIZED, in its order."""
     if not isinstance(value, list) or not set(map(str, value)) <= set(NORMALIZED):
         raise ValueError(f"must be a list of {', '.join(NORMALIZED)}, not {value!r}")
     return tuple(name for name in NORMALIZED if name in value)
 
 
 def _duration_or_never(value: Any) -> float:
-    """Seconds; infinity for "never"."""
     if value == "never":
         return math.inf
     try:
@@ -89,56 +86,56 @@ _READERS: Mapping[str, values.Reader] = {
     "prefix_cache_daily_writes": values.daily_size,
     "prefix_cache_salt_key": values.path,
 }
-#: Keys by their names of before, which are accepted with a warning.
+#: Maps deprecated key names, accepted with a warning, to current ones.
 RENAMED = {"normalise_prompts": "normalize_prompts"}
-#: Keys that say something of the cache on disk.
+#: Keys that configure the cache on disk.
 PREFIX_CACHE_KEYS = tuple(key for key in _READERS if key.startswith("prefix_cache"))
 
 
 @dataclass(frozen=True)
 class AdditionalConfig:
-    """A field for each key, under the names users give."""
+    """One field per key, named as users type it."""
 
-    #: Always draft num_speculative_tokens tokens, whatever verifying them costs.
+    #: Always draft num_speculative_tokens tokens, regardless of the cost of verifying them.
     fixed_draft_length: bool = False
-    #: Keys of each part that attention cuts contexts into; None: what fits each step.
+    #: Keys per part when attention splits contexts; None: chosen for each step.
     fixed_splits: int | None = None
-    #: Milliseconds that a step may take where it delays streams; None: any time.
+    #: Time limit in milliseconds of a step that delays streams; None: no limit.
     max_step_ms: float | None = field(default_factory=_default_max_step_ms)
-    #: Keep weights and KV pool from being moved out of the GPU's reach after a pause; None: weights
-    #: alone, where they are large (memory/wiring.py).
+    #: Wire weights and KV pool, so that macOS does not move them out of the GPU's reach after a
+    #: pause; None: only weights, if they are large (engine/memory/wiring.py).
     wire_memory: bool | None = None
     #: Keep a Mac awake while there are requests.
     keep_awake: bool = True
-    #: Refuse a model whose own dense forward computes something else than the engine does.
+    #: Reject a model if its own dense forward and the engine's paged forward disagree.
     dense_check: bool = True
-    #: Say of each request why it was not found in the prefix cache, if one like it came before.
+    #: Explain why a request missed the prefix cache although a similar one came before.
     explain_prefix_misses: bool = True
-    #: What is taken out of system messages before templating, as it changes with each request.
+    #: Parts removed from system messages before templating because they change with each request.
     normalize_prompts: tuple[str, ...] = ()
-    #: Choose the parsers of tool calls and thoughts by the model's files, where no flag says them.
+    #: Choose the tool-call and reasoning parsers by the model's files, unless flags name them.
     #: `vllm serve` reads it before there is an engine: serving/parsers/serve.py.
     choose_parsers: bool = True
-    #: Seconds without a request after which the KV pool's memory is given back; None: it stays.
+    #: Idle seconds before the KV pool's memory is freed; None: never.
     idle_sleep: float | None = None
-    #: Likewise the weights', from the same moment on; None: twice as many seconds as the pool's.
+    #: The same for the weights, counted from the same moment; None: twice `idle_sleep`.
     idle_sleep_weights: float | None = None
-    #: Folder of the prefix cache on disk; None: there is none, or --kv-transfer-config names it.
+    #: Folder of the prefix cache on disk; None: no such cache, or --kv-transfer-config names it.
     prefix_cache_dir: Path | None = None
-    #: Most bytes of that folder; None: the default, which depends on the free space.
+    #: Maximum bytes of that folder; None: the default, which depends on the free space.
     prefix_cache_bytes: int | None = None
-    #: Most bytes written in a calendar day; None: the default.
+    #: Maximum bytes written per calendar day; None: the default.
     prefix_cache_daily_writes: int | Literal["unlimited"] | None = None
-    #: File of the secret that `cache_salt`s are derived from; None: no request with a salt is kept.
+    #: File with the secret that `cache_salt`s are derived from; None: requests with a salt are not
+    #: cached on disk.
     prefix_cache_salt_key: Path | None = None
 
     @staticmethod
     def of(vllm_config: VllmConfig) -> AdditionalConfig:
-        """What the user gave, defaults elsewhere.
+        """Returns what the user set, with defaults for the rest.
 
-        Raises:
-            ValueError: it is no JSON object, has a key that nobody reads, a value of another type
-                than the key's, or a key that needs prefix_cache_dir without it.
+        Raises ValueError for anything but a JSON object, an unknown key, a value of the wrong type,
+        or a key that needs prefix_cache_dir without it.
         """
         given = vllm_config.additional_config
         if given is None:

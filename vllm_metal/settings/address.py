@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an engine listens: a host and a TCP port."""
+"""The host and TCP port that an engine listens on."""
 
 from __future__ import annotations
 
@@ -13,18 +13,14 @@ _FORM = "write host:port, such as 127.0.0.1:9100, [::1]:9100 or mac.local:9100"
 
 @dataclass(frozen=True)
 class Address:
-    """A host, by name or number, and a port; 0 lets the system choose one to listen on."""
+    """A host (name or IP) and a port; with port 0 the system chooses one to listen on."""
 
     host: str
     port: int
 
     @staticmethod
     def parse(text: str) -> Address:
-        """From "127.0.0.1:9100", "[::1]:9100" or "mac.local:9100".
-
-        Raises:
-            ValueError: it is none of these; the message says what is wrong.
-        """
+        """Parses "127.0.0.1:9100", "[::1]:9100" or "mac.local:9100"; else raises ValueError."""
         if not isinstance(text, str):
             raise ValueError(f"must be an address, not {text!r}: {_FORM}")
         host, colon, port = text.rpartition(":")
@@ -52,40 +48,33 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can be meant. Asks for what a name stands for; may block.
-
-        A name that stands for nothing, or cannot be asked for, is not loopback.
-        """
+        """Whether every IP of the host is loopback. Resolves names, so it may block."""
         try:
-            return all(is_loopback_ip(str(place[0])) for _, place in self.resolve())
-        except OSError:
+            return all(is_loopback_ip(str(address[0])) for _, address in self.resolve())
+        except OSError:  # a name that cannot be resolved is not loopback
             return False
 
     def resolve(self) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
-        """Families and socket addresses that it stands for, IPv4 first; at least one.
-
-        Raises:
-            OSError: the name is not known.
-        """
+        """Returns families and socket addresses, IPv4 first, at least one; may raise OSError."""
         try:
             found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except UnicodeError as error:  # a label that is empty or too long
             raise OSError(f"{self.host} is not the name of a host") from error
-        places: list[tuple[socket.AddressFamily, tuple[Any, ...]]] = [
-            (family, place)
-            for family, _, _, _, place in found
+        addresses: list[tuple[socket.AddressFamily, tuple[Any, ...]]] = [
+            (family, address)
+            for family, _, _, _, address in found
             if family in (socket.AF_INET, socket.AF_INET6)
         ]
-        if not places:
+        if not addresses:
             raise OSError(f"{self.host} has no IP address")
-        return sorted(places, key=lambda each: each[0] != socket.AF_INET)
+        return sorted(addresses, key=lambda each: each[0] != socket.AF_INET)
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def is_loopback_ip(text: str) -> bool:
-    """Whether a number is of this machine's own network; False for what is no number."""
+    """Whether a text is a loopback IP; False if it is no IP."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:

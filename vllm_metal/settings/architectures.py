@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of models in `architectures` of config.json that are served beside vLLM's text models."""
+"""Architecture names of config.json that are served in addition to vLLM's text models."""
 
 from __future__ import annotations
 
-#: Text models that are published as a part of a multimodal one, and MTP layers of such, by name.
+#: Multimodal models whose text part (or its MTP layers) can be served by itself.
 TEXT_PARTS = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
@@ -18,7 +18,7 @@ TEXT_PARTS = (
     "KimiK3ForConditionalGeneration",
     "MiniMaxM3SparseForConditionalGeneration",
 )
-#: Models whose images are served, where mlx-vlm is installed.
+#: Models served with images if mlx-vlm is installed.
 WITH_IMAGES = (
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
@@ -30,16 +30,17 @@ WITH_IMAGES = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
-#: Those of which vLLM takes videos and sound, too; with a tower here for images alone.
+#: Models for which vLLM also accepts video and audio; this plugin has a tower for images only.
 IMAGES_ALONE = frozenset({"Gemma4ForConditionalGeneration"})
-#: vLLM's stand-ins for text models that transformers has and its own list has not.
+#: vLLM's generic classes for text models that only transformers implements.
 BY_TRANSFORMERS = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
-#: Draft heads that vLLM dropped in 0.33, by the method, which is also their `model_type`.
+#: Maps method (also the `model_type`) to architecture of the draft heads that vLLM 0.33 dropped.
 DROPPED_HEADS = {
     "medusa": "MedusaModel",
     "mlp_speculator": "MLPSpeculatorPreTrainedModel",
 }
-#: What vLLM lists among text models although they take images or sound: its own classes answer.
+#: Models that vLLM lists as text models although they take images or audio; vLLM's own classes
+#: describe them.
 MULTIMODAL = frozenset(
     {
         "HCXVisionV2ForCausalLM",

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the commands that messages advise to install optional parts of the plugin.
-
-Advice names packages of other projects, or a folder of the clone. It never names
-``vllm-metal[...]`` or ``vllm-metal-interpreter``: an installer would ask a package index for them,
-and take what somebody else has released there under that name.
-"""
+"""Makes the commands that messages recommend for installing optional parts of the plugin."""
 
 import shlex
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-#: Packages of the extras that messages advise, as pyproject.toml declares them.
+#: Packages of the extras that messages recommend, as pyproject.toml declares them. Commands name
+#: these, or a folder of the clone, never ``vllm-metal[...]`` or ``vllm-metal-interpreter``: an
+#: installer would look those up in a package index and take whatever somebody else released there.
 PACKAGES = {
     "gguf": ("gguf>=0.19", "filelock>=3.20.3"),
     "redis": ("redis>=6",),
@@ -24,22 +21,19 @@ PACKAGES = {
     ),
     "vlm": ("mlx-vlm>=0.7.10,<0.8",),
 }
-#: Extras whose packages declare far more than the modules used here import: installed alone.
+#: Extras installed with --no-deps: their packages declare far more than the modules used here
+#: import.
 ALONE = ("vlm",)
-#: Extras that are folders of the clone, and no part of the wheel.
+#: Extras that are folders of the clone and not part of the wheel.
 FOLDERS = {"interpreter": "interpreter"}
-#: What the extra `interpreter` brings: the compiler that runs kernels on a CPU.
+#: The compiler that runs kernels on a CPU, from the extra `interpreter`.
 INTERPRETER = "metal_interpreter:metal_kernel"
 
 CLONE = Path(__file__).parents[2]  # or site-packages, which holds no such folder
 
 
 def install_advice(extra: str) -> str:
-    """The command that installs what an extra stands for beside this interpreter.
-
-    Raises:
-        KeyError: it is in neither `PACKAGES` nor `FOLDERS`.
-    """
+    """Returns the command that installs an extra, a key of `PACKAGES` or `FOLDERS`."""
     if extra not in FOLDERS:
         return pip_install(*(["--no-deps"] if extra in ALONE else []), *PACKAGES[extra])
     folder = CLONE / FOLDERS[extra]
@@ -49,9 +43,9 @@ def install_advice(extra: str) -> str:
 
 
 def pip_install(*arguments: str) -> str:
-    """The command that installs into this interpreter's environment, with pip or, without, uv."""
-    # Of the path alone: setuptools' own finder takes a look for pip as a wish for Python's
-    # distutils, and the next import of setuptools in the process, as torch's, would fail.
+    """Returns an install command for this environment, with pip or, if it is missing, uv."""
+    # PathFinder alone: setuptools' finder reacts to a lookup of pip by restoring Python's
+    # distutils, and the next import of setuptools in this process (by torch, say) would fail.
     if PathFinder.find_spec("pip") is None:
         command = ["uv", "pip", "install", "--python", sys.executable]
     else:

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advises what to do where macOS keeps a server from other machines of its network.
-
-Since macOS 15 a program needs leave to reach the local network. One without it gets EHOSTUNREACH,
-as if the other machine were off. Daemons of launchd, root, and what is started from Terminal or
-over SSH are exempt; agents of launchd are not (Apple, TN3179, "Understanding local network
-privacy").
-"""
+"""Gives advice when macOS blocks a server from other machines on the local network."""
 
 from __future__ import annotations
 
 import errno
 import sys
 
+# Since macOS 15 programs need permission to reach the local network. Without it they get
+# EHOSTUNREACH, as if the other machine were off. launchd daemons, root, and programs started from
+# Terminal or over SSH are exempt; launchd agents are not (Apple, TN3179, "Understanding local
+# network privacy").
 _ADVICE = (
     "macOS 15 and newer say this, too, where a program may not reach the local network: allow it "
     "in System Settings > Privacy & Security > Local Network, or start the server from Terminal or "
@@ -20,14 +18,13 @@ _ADVICE = (
 
 
 def advice(error: BaseException) -> str:
-    """What a user may do about a connection that could not be made; empty where nothing is known.
+    """Returns what to do about a failed connection; empty if nothing is known.
 
-    Args:
-        error: an OSError, or what a library raised in its place.
+    `error` is an OSError, or a library's exception that was raised from one.
     """
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno == errno.EHOSTUNREACH:
-            return _ADVICE if sys.platform == "darwin" else ""
+            return _ADVICE if sys.platform == "darwin" else ""  # elsewhere the cause is unknown
         seen = seen.__cause__ or seen.__context__
     return ""

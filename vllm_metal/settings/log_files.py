@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs of servers, and of starts that failed: where they lie, who can read them, when they go."""
+"""Log files of servers and failed starts: where they are, who can read them, when they expire."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pathlib import Path
 
 from metal_kernels.cache import cache_dir
 
-KEPT = 10  # logs, the latest
-_EARLIER = ".old"  # in place of .log: what was logged before it began anew
-_MOST_BYTES = 50_000_000  # of a log, before it begins anew: some 500,000 requests
+KEPT = 10  # number of most recent logs
+_EARLIER = ".old"  # replaces .log in the name of a rotated log
+_MOST_BYTES = 50_000_000  # of a log before it is rotated: some 500,000 requests
 
 
 def folder() -> Path:
-    """Where logs lie."""
+    """Returns the folder of all logs."""
     return cache_dir() / "logs"
 
 
 def current() -> Path | None:
-    """The file that this process logs to, if it is one of ours."""
+    """Returns the file that this process logs to, if it is one of ours."""
     for handler in logging.getLogger("vllm").handlers:
         if isinstance(handler, LogFile):
             return Path(handler.baseFilename)
@@ -31,7 +31,7 @@ def current() -> Path | None:
 
 
 class LogFile(logging.handlers.WatchedFileHandler):
-    """A log that several processes write; the one that it is named after begins it anew."""
+    """A log that several processes write; only the process it is named after rotates it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         path = Path(self.baseFilename)
@@ -44,7 +44,7 @@ class LogFile(logging.handlers.WatchedFileHandler):
 
 
 def begin(kind: str) -> Path:
-    """Makes an empty log, which its user alone can read; the oldest ones go."""
+    """Creates an empty log that only its owner can read, and deletes the oldest ones."""
     folder().mkdir(mode=0o700, parents=True, exist_ok=True)
     logs = sorted(folder().glob("*-*.log"), key=lambda path: path.stat().st_mtime)
     for log in [log for log in logs if not _is_written(log)][: -KEPT + 1 or None]:
@@ -56,18 +56,18 @@ def begin(kind: str) -> Path:
 
 
 def _is_written(log: Path) -> bool:
-    """Whether the process that a log is named after still runs."""
+    # The name ends with the process's id; signal 0 only checks that the process exists.
     try:
         os.kill(int(log.stem.rpartition("-")[2]), 0)
     except (ValueError, ProcessLookupError):
         return False
-    except PermissionError:
+    except PermissionError:  # it exists, and belongs to another user
         pass
     return True
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a file that its user alone can read."""
+    """Writes a file that only its owner can read."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _create(path)
     path.write_text(text)
@@ -78,11 +78,7 @@ def _create(path: Path) -> None:
 
 
 def append(record: logging.LogRecord) -> Path | None:
-    """Writes what is not to be seen on the terminal to the log, or to one that is made for it.
-
-    Returns:
-        The log; None where none can be written.
-    """
+    """Writes a record to the current log, or to a new one; returns the log, or None on failure."""
     with suppress(OSError):
         log = current() or begin("failed")
         with log.open("a") as file:
@@ -92,6 +88,8 @@ def append(record: logging.LogRecord) -> Path | None:
 
 
 def append_error(error: BaseException) -> Path | None:
-    """As `append`, of an error and where it comes from."""
-    told = (type(error), error, error.__traceback__)
-    return append(logging.LogRecord(__name__, logging.ERROR, "", 0, "Failed to start", (), told))
+    """Like `append`, for an error and its traceback."""
+    exc_info = (type(error), error, error.__traceback__)
+    return append(
+        logging.LogRecord(__name__, logging.ERROR, "", 0, "Failed to start", (), exc_info)
+    )

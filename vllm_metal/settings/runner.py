@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says what --runner makes of an engine: one that generates text, or one that pools."""
+"""Tells what --runner selects: an engine that generates text, or one that pools."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ if TYPE_CHECKING:
 
 
 def pools(config: VllmConfig) -> bool:
-    """Whether an engine embeds, scores or classifies, and makes no tokens."""
+    """Whether an engine embeds, scores or classifies instead of generating tokens."""
     model = config.model_config
     return model is not None and model.runner_type == "pooling"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads secrets that users keep in files, and writes files that only their owner may read."""
+"""Reads secrets from files, and writes files that only their owner may read."""
 
 from __future__ import annotations
 
@@ -10,20 +10,15 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-#: Bytes that a secret must have; 128 bits where they are random. RFC 2104, section 3, advises 32.
+#: Minimum bytes of a secret: 128 bits if they are random. RFC 2104, section 3, advises 32 bytes.
 MIN_BYTES = 16
 
 
 def read(path: Path, setting: str) -> bytes:
-    """The secret in a file, white space around it left out.
+    """Returns the secret in a file, stripped of white space.
 
-    Args:
-        path: of the file.
-        setting: that names it, for messages.
-
-    Raises:
-        ValueError: the file cannot be read, others than its owner may read or write it, or it holds
-            fewer than 16 bytes. The message names the setting.
+    Raises ValueError, naming `setting`, if the file cannot be read, holds fewer than 16 bytes, or
+    users other than its owner may read or write it.
     """
     named = f"{setting}: {path}"
     try:
@@ -46,29 +41,18 @@ def read(path: Path, setting: str) -> bytes:
 
 
 def read_or_make(path: Path, setting: str) -> bytes:
-    """The secret in a file, as `read`; where there is none, one is made, of 256 random bits.
-
-    Raises:
-        ValueError: as `read`.
-        OSError: the file cannot be made.
-    """
+    """Like `read`, but creates a missing file with 256 random bits; may raise OSError."""
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Another process may make it at the same time.
+        # Another process may create it at the same time; the first file stays.
         write_private(path, f"{secrets.token_hex(32)}\n", replace=False)
     return read(path, setting)
 
 
 def write_private(path: Path, text: str, replace: bool = True) -> None:
-    """Writes a file for its owner alone. Whoever reads it finds all of it, or none.
+    """Writes a file for its owner alone, atomically: readers find all of it, or none.
 
-    Args:
-        path: of the file.
-        text: its content.
-        replace: whether a file that is there makes room; else it stays, and nothing is written.
-
-    Raises:
-        OSError: the file cannot be written.
+    If `replace` is false, an existing file stays. Raises OSError if the file cannot be written.
     """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
     try:
@@ -79,7 +63,7 @@ def write_private(path: Path, text: str, replace: bool = True) -> None:
         if replace:
             os.replace(name, path)
         else:
-            with suppress(FileExistsError):
+            with suppress(FileExistsError):  # unlike a rename, a link never overwrites
                 os.link(name, path)
     finally:
         Path(name).unlink(missing_ok=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads JSON objects of settings: each key by its reader, mistakes named.
+"""Parses JSON objects of settings, one reader per key.
 
-Sizes and numbers are read as people write them: 24GB of memory, 50GB of a disk. A reader refuses
-what it does not understand by a ValueError, whose text goes on after the key's name.
+Sizes and numbers are accepted as people write them: 24GB of memory, 50GB of a disk. A reader
+rejects a value with a ValueError whose text continues after the key's name.
 """
 
 from __future__ import annotations
@@ -15,31 +15,22 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-#: The daily budget of writes that is none. 0 is refused, as it could be taken for either.
+#: Lifts the daily limit on writes. 0 is rejected because it could mean no limit or no writes.
 UNLIMITED: Literal["unlimited"] = "unlimited"
 
-#: Disks are sold, and macOS's Finder counts, in powers of 1000; GiB and its kind say 1024.
+#: Powers of 1000, as disks are sold and macOS's Finder counts; GiB and the like are powers of 1024.
 _DISK = {"": 1, "B": 1} | {
     unit: factor**power
     for power, letter in enumerate("KMGT", 1)
     for unit, factor in ((letter, 1000), (f"{letter}B", 1000), (f"{letter}IB", 1024))
 }
 _TIMES = {"S": 1, "M": 60, "MIN": 60, "H": 3600, "D": 24 * 3600}
-#: Turns the value of a key into what the plugin uses.
+#: Converts a key's value to what the plugin uses.
 Reader = Callable[[Any], Any]
 
 
 def read(given: Mapping[str, Any], readers: Mapping[str, Reader], where: str) -> dict[str, Any]:
-    """Every value, read.
-
-    Args:
-        given: what the user wrote.
-        readers: by key.
-        where: the option, for messages.
-
-    Raises:
-        ValueError: a key has no reader, or its reader refuses the value.
-    """
+    """Applies each key's reader; raises ValueError, naming the option `where`, for invalid keys."""
     return {key: _read_one(key, value, readers, where) for key, value in given.items()}
 
 
@@ -54,25 +45,25 @@ def _read_one(key: str, value: Any, readers: Mapping[str, Reader], where: str) -
 
 
 def nearest(given: str, names: Iterable[str]) -> str:
-    """Asks whether the name was meant that is most like what was given; "" where none is."""
+    """Returns a "did you mean" suffix with the most similar name; "" if none is similar."""
     close = get_close_matches(given, list(names), n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def known(readers: Mapping[str, Reader]) -> str:
-    """The keys, for messages."""
+    """Lists the keys, for messages."""
     return ", ".join(map(repr, readers))
 
 
 def flag(value: Any) -> bool:
-    """A Boolean."""
+    """Reads a Boolean."""
     if not isinstance(value, bool):
         raise ValueError(f"must be true or false, not {value!r}")
     return value
 
 
 def path(value: Any) -> Path:
-    """An absolute path, of a text that is not empty; `~` stands for the home of a user."""
+    """Reads a path and makes it absolute; `~` is expanded."""
     if not isinstance(value, str | Path) or not str(value).strip() or "\0" in str(value):
         raise ValueError(f"must be a path, not {value!r}")
     try:
@@ -82,19 +73,14 @@ def path(value: Any) -> Path:
 
 
 def positive(value: Any, of: str) -> float:
-    """A finite number above 0.
-
-    Args:
-        value: to read.
-        of: what it counts, and what else may be written; for the message.
-    """
+    """Reads a finite number above 0; `of` is the unit and the alternatives, for the message."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"must be a number of {of}, not {value!r}")
     return float(value)
 
 
 def count(value: Any, most: int | None = None) -> int:
-    """A whole number above 0, and at most `most`."""
+    """Reads a whole number above 0, and at most `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"must be a whole number above 0, not {value!r}")
     if most is not None and value > most:
@@ -103,25 +89,20 @@ def count(value: Any, most: int | None = None) -> int:
 
 
 def parse_size(text: str, units: Mapping[str, int], example: str) -> int:
-    """The number that a text such as `1.5GB` stands for, rounded down.
+    """Parses a number with a unit, such as `1.5GB`, rounding down.
 
-    Args:
-        text: a decimal number and a unit of letters, in either case, with or without a space.
-        units: factors by unit in capitals; "" for a number alone.
-        example: for the message, of what may be written.
-
-    Raises:
-        ValueError: it is no such text, or less than 1.
+    `units` maps units in capitals to factors ("" is a bare number); `example` lists valid texts.
+    Raises ValueError for another format, or a result below 1.
     """
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)", text.strip())
-    unit = None if found is None else units.get(found[2].upper())
-    if found is None or unit is None or not (size := int(Decimal(found[1]) * unit)):
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)", text.strip())
+    unit = None if match is None else units.get(match[2].upper())
+    if match is None or unit is None or not (size := int(Decimal(match[1]) * unit)):
         raise ValueError(f"{text!r} is not understood; write for example {example}")
     return size
 
 
 def size(value: Any) -> int:
-    """Bytes of a disk: a whole number, or a text such as "50GB", "50 GiB" or "500MB"."""
+    """Reads bytes on disk: a whole number, or a text such as "50GB", "50 GiB" or "500MB"."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     if not isinstance(value, str):
@@ -133,7 +114,7 @@ def size(value: Any) -> int:
 
 
 def duration(value: Any) -> float:
-    """Seconds: a number above 0, or a text such as "90s", "10m" or "1.5h"."""
+    """Reads seconds: a number above 0, or a text such as "90s", "10m" or "1.5h"."""
     if not isinstance(value, str):
         return positive(value, 'seconds, or a time such as "10m"')
     try:
@@ -143,7 +124,7 @@ def duration(value: Any) -> float:
 
 
 def daily_size(value: Any) -> int | Literal["unlimited"]:
-    """Bytes of a disk, or "unlimited"."""
+    """Reads bytes on disk, or "unlimited"."""
     if value == UNLIMITED:
         return UNLIMITED
     try:
