@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine: its memory, its MLX device, and whether the kernels work there."""
+"""The machine: its memory, its MLX device, and whether the kernels work on it."""

@@ -13,17 +13,10 @@ from vllm_metal.device import openmp
 
 @cache
 def load() -> str | None:
-    """Loads a fast BLAS for MLX to use; call it before ``mlx.core`` is first imported.
+    """Loads a fast BLAS on Linux for MLX to use; call it before ``mlx.core`` is first imported.
 
-    Called later it only warns; called again it does nothing.
-
-    MLX's Linux wheel carries the reference BLAS (~3 GFLOP/s). The loader prefers symbols that were
-    loaded globally before it. PyTorch's library has MKL's or OpenBLAS's ``sgemm_`` (measured 60x
-    faster than the reference, 6x faster than Debian's OpenBLAS on AVX-512); without PyTorch, a
-    system's OpenBLAS is tried.
-
-    Returns:
-        Name of the library that MLX now uses; None where none was found or needed (macOS).
+    A later call only warns; a repeated call does nothing. Returns the name of the library that MLX
+    now uses, or None if none was found or needed (macOS).
     """
     if sys.platform != "linux":
         return None
@@ -34,7 +27,11 @@ def load() -> str | None:
             stacklevel=2,
         )
         return None
-    openmp.set_defaults()
+    openmp.set_defaults()  # before a library that reads its settings is loaded
+    # MLX's Linux wheel contains the reference BLAS (about 3 GFLOP/s). The loader prefers symbols
+    # that were loaded globally before it. PyTorch's library has the ``sgemm_`` of MKL or OpenBLAS
+    # (measured 60x faster than the reference, 6x faster than Debian's OpenBLAS, with AVX-512);
+    # without PyTorch, try the system's OpenBLAS.
     candidates = ["libopenblas.so.0"]
     spec = importlib.util.find_spec("torch")
     if spec is not None and spec.origin is not None:

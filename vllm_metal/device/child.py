@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs processes that may hang or die, hears what they say, and says how they ended.
+"""Runs processes that may hang or crash, reads their messages, and reports how they ended.
 
-A child's messages are lines of JSON with a mark, among all that it prints.
+Messages are marked lines of JSON among everything else that a child prints.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-#: Lines of a process's output that are kept for the report: all of a start, and some traces.
+#: Lines of output kept for the report: enough for all of a start, and some tracebacks.
 KEPT_LINES = 2000
-#: Seconds for each stage of a child. A disk may take minutes over a large model, a hub longer.
+#: Time limits in seconds per stage of a child. Reading a large model may take minutes, a download
+#: longer.
 LIMITS: Mapping[str, float] = MappingProxyType(
     {
         "starting": 300.0,
@@ -33,24 +34,25 @@ LIMITS: Mapping[str, float] = MappingProxyType(
         "leaving": 60.0,
     }
 )
-#: Has the doctor's children send no usage statistics, and log to it.
+#: Disables usage statistics in the doctor's children, and makes them log.
 _VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "INFO"}
 _POLL = 0.2  # seconds
 _MARK = "vllm-metal-doctor: "
 _ERROR = re.compile(r"\b(?:\w+\.)*(\w*(?:Error|Exception)\b: \S.*)")  # without its module
-_OTHERS_FAULT = "Engine core initialization failed"  # the parent says so after the real error
+#: The engine's parent process prints this after the real error.
+_OTHERS_FAULT = "Engine core initialization failed"
 
 Progress = Callable[[str], None]
 
 
 def say(**fields: Any) -> None:
-    """Sends the doctor a message; the fields must be JSON. `stage` names what begins now."""
-    # Begins a new line: what was printed before may not end with one.
+    """Sends the parent a message; `fields` must be JSON. `stage` names what starts now."""
+    # Starts a new line: earlier output may not end with one.
     print(f"\n{_MARK}{json.dumps(fields)}", flush=True)
 
 
 def heard(line: str) -> dict[str, Any] | None:
-    """The fields of a line that `say` printed; None for any other."""
+    """Parses a line that `say` printed; None for any other line."""
     _, mark, text = line.partition(_MARK)
     if not mark:
         return None
@@ -69,10 +71,10 @@ class TookTooLong(Exception):
 class Ended:
     """How a process ended, and what it printed."""
 
-    status: int | None  # exit status; -n: ended by signal n; None: it hung, and we ended it
+    status: int | None  # exit status; -n: ended by signal n; None: it hung and was killed
     seconds: float
-    lines: tuple[str, ...]  # the last it printed, on stdout and stderr, without messages
-    #: Fields of its messages; later ones replace earlier ones.
+    lines: tuple[str, ...]  # last lines of stdout and stderr, without messages
+    #: Merged fields of its messages; later ones replace earlier ones.
     told: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -81,10 +83,7 @@ class Ended:
 
     @property
     def how(self) -> str:
-        """The end in words, with the error if there was one.
-
-        Such as ``ended by signal 11 (SIGSEGV) while shutting down``.
-        """
+        """The end in words, such as ``ended by signal 11 (SIGSEGV) while shutting down``."""
         stage = f" while {self.told['stage']}" if "stage" in self.told else ""
         if self.status is None:
             return f"hung{stage} and was ended after {self.seconds:.0f} s"
@@ -95,14 +94,14 @@ class Ended:
 
     @property
     def error(self) -> str:
-        """The last error it printed, or else its last line; empty if it printed nothing."""
+        """The last error it printed, else its last line; empty if it printed nothing."""
         found = [match[1] for line in self.lines if (match := _ERROR.search(line))]
         causes = [error for error in found if _OTHERS_FAULT not in error]
         return (causes or found or self.lines or ("",))[-1]
 
 
 class Child:
-    """A process and all that it starts; leaving the block ends those that still run."""
+    """A process group; leaving the block kills what still runs."""
 
     def __init__(
         self,
@@ -112,13 +111,14 @@ class Child:
         parse: Callable[[str], dict[str, Any] | None] = heard,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """
+        """Starts the process.
+
         Args:
             command: program and arguments.
-            environment: variables added to this process's; None leaves a variable out.
-            request: what the process finds on stdin; None: nothing.
-            parse: finds the message in a line; None: it has none.
-            pass_fds: descriptors that the process inherits.
+            environment: variables added to this process's; None removes a variable.
+            request: text for the process's stdin.
+            parse: extracts the message of a line; None if it has none.
+            pass_fds: file descriptors that the process inherits.
         """
         self._parse = parse
         self._started = time.monotonic()
@@ -134,13 +134,13 @@ class Child:
             text=True,
             errors="replace",
             env={name: value for name, value in changed.items() if value is not None},
-            start_new_session=True,  # so that all it starts can be ended as one group
+            start_new_session=True,  # so that it can be killed together with its children
             pass_fds=pass_fds,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         if self.process.stdin is not None:
-            with suppress(BrokenPipeError), self.process.stdin as stdin:  # it may be dead already
+            with suppress(BrokenPipeError), self.process.stdin as stdin:  # it may have died already
                 stdin.write(request or "")
 
     def __enter__(self) -> Child:
@@ -154,32 +154,31 @@ class Child:
         return self.process.poll() is None
 
     def message(self, limit: float) -> dict[str, Any] | None:
-        """The next message, or None when the process has ended.
+        """Returns the next message, or None once the process has ended.
 
-        Raises:
-            TookTooLong: neither happened within `limit` seconds.
+        Raises TookTooLong if neither happens within `limit` seconds.
         """
         deadline = time.monotonic() + limit
         while True:
-            left = self.alive
-            if not left:
-                self._reader.join(timeout=5)  # the reader may still hold lines
+            is_alive = self.alive
+            if not is_alive:
+                self._reader.join(timeout=5)  # the reader may not have delivered all lines yet
             with suppress(queue.Empty):
-                found = self._messages.get(timeout=_POLL if left else 0)
-                self.told |= found
-                return found
-            if not left:
+                message = self._messages.get(timeout=_POLL if is_alive else 0)
+                self.told |= message
+                return message
+            if not is_alive:
                 return None
             if time.monotonic() > deadline:
                 raise TookTooLong
 
     def interrupt(self) -> None:
-        """Sends Ctrl-C as a terminal does: to the whole process group."""
+        """Sends Ctrl-C like a terminal, to the whole process group."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGINT)
 
     def wait(self, limit: float) -> Ended:
-        """Waits for the end; ends the process itself after `limit` seconds."""
+        """Waits for the end; kills the process after `limit` seconds."""
         try:
             status: int | None = self.process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -187,7 +186,7 @@ class Child:
         return self.ended(status)
 
     def ended(self, status: int | None) -> Ended:
-        """How the process ended: with `status`, or, if that is None, ended here and now."""
+        """Describes how the process ended: with `status`, or, if None, killed now."""
         seconds = time.monotonic() - self._started
         self._end()
         while not self._messages.empty():
@@ -195,7 +194,8 @@ class Child:
         return Ended(status, seconds, tuple(self._lines[-KEPT_LINES:]), self.told)
 
     def _end(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # macOS refuses where all are zombies
+        # macOS raises PermissionError if only zombies are left in the group.
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self._reader.join(timeout=5)
@@ -203,11 +203,11 @@ class Child:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if (found := self._parse(line)) is not None:
-                self._messages.put(found)
+            if (message := self._parse(line)) is not None:
+                self._messages.put(message)
             elif text := line.rstrip():
                 self._lines.append(text)
-                del self._lines[: -2 * KEPT_LINES]
+                del self._lines[: -2 * KEPT_LINES]  # bounds memory; `ended` keeps half of these
 
 
 def run(
@@ -218,29 +218,24 @@ def run(
 ) -> Ended:
     """Runs a process to its end, or until a stage takes too long.
 
-    Args:
-        command: to run.
-        progress: called with the name of each stage.
-        environment: see `Child`.
-        limits: seconds by stage; the first limit holds until the first message.
+    `progress` is called with the name of each stage. `limits` maps stages to seconds; the first
+    limit applies until the first message.
     """
-    longest = next(iter(limits.values()))
+    limit = next(iter(limits.values()))
     with Child(command, environment) as child:
         try:
-            while (told := child.message(longest)) is not None:
-                if (stage := told.get("stage")) is not None:
+            while (message := child.message(limit)) is not None:
+                if (stage := message.get("stage")) is not None:
                     progress(stage)
-                    longest = limits.get(stage, longest)
+                    limit = limits.get(stage, limit)
         except TookTooLong:
             return child.ended(None)
-        return child.wait(longest)
+        return child.wait(limit)
 
 
 def python(module: str, *arguments: str) -> tuple[str, ...]:
-    """The command that runs a module with this interpreter.
-
-    Like the commands that users type, it does not import from the current folder (-P).
-    """
+    """Returns the command that runs a module with this interpreter."""
+    # -P: no imports from the current folder, like the commands that users type.
     return (sys.executable, "-P", "-m", module, *arguments)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names what a finding on this machine depends on: chip, system and sources; without MLX."""
+"""Identifies what measurements on this machine depend on: chip, system, sources. No MLX needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KERNELS_FOLDER = Path(metal_kernels.__file__).parent
 
 
 def software() -> dict[str, str]:
-    """The system, MLX, mlx-lm, and a digest of the kernels' sources."""
+    """Returns the system, the releases of MLX and mlx-lm, and a digest of the kernels' sources."""
     return {
         "system": platform.platform(),
         "mlx": version("mlx"),
@@ -27,7 +27,7 @@ def software() -> dict[str, str]:
 
 
 def chip() -> str | None:
-    """The chip as MLX names a Mac's GPU, such as ``Apple M3 Max``; None: this is no Mac."""
+    """Returns the chip as MLX names a Mac's GPU, such as ``Apple M3 Max``; None elsewhere."""
     return sysctl.read_text("machdep.cpu.brand_string") if sys.platform == "darwin" else None
 
 

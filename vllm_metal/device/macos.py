@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Knows which build of MLX suits a release of macOS and a chip; without MLX."""
+"""Knows which build of MLX suits a macOS release and a chip. No MLX needed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 from vllm_metal.device import identity
 
 #: MLX's wheel for macOS 26 is built for 26.2 (LC_BUILD_VERSION of libmlx.dylib and the target of
-#: mlx.metallib in mlx-metal 0.32.4), but tags know whole releases only, so that installers give it
-#: to 26.0 and 26.1 too: https://github.com/ml-explore/mlx/issues/4525.
+#: mlx.metallib in mlx-metal 0.32.4), but wheel tags have major releases only, so installers select
+#: it on 26.0 and 26.1 too: https://github.com/ml-explore/mlx/issues/4525.
 WHEEL_BUILT_FOR = (26, 2)
-#: First generation of chips whose GPU has matrix units; only that wheel has kernels for them.
+#: First chip generation whose GPU has matrix units; only that wheel has kernels for them.
 MATRIX_UNITS = 5
 SLOW_PROMPTS = (
     "M5 or newer, macOS 26.2 or newer, but MLX's wheel is one for macOS {built}: prompts are 2 to "
@@ -29,15 +29,15 @@ TRUE_RELEASE = {"SYSTEM_VERSION_COMPAT": "0"}
 
 
 def release() -> tuple[int, ...]:
-    """The release of macOS, such as ``(26, 1)``; empty elsewhere, and where it is unknown."""
+    """Returns the macOS release, such as ``(26, 1)``; empty elsewhere, or if unknown."""
     if sys.platform != "darwin":
         return ()
-    said = output("sw_vers", "-productVersion").strip() or platform.mac_ver()[0]
-    return tuple(int(number) for number in said.split(".") if number.isdigit())
+    text = output("sw_vers", "-productVersion").strip() or platform.mac_ver()[0]
+    return tuple(int(number) for number in text.split(".") if number.isdigit())
 
 
 def output(*command: str) -> str:
-    """What a command of the system prints; empty where it fails."""
+    """Returns what a system command prints; empty if it fails."""
     options: Any = {"capture_output": True, "text": True, "timeout": 20}
     try:
         return subprocess.run(command, env=os.environ | TRUE_RELEASE, **options).stdout
@@ -46,7 +46,7 @@ def output(*command: str) -> str:
 
 
 def wheel_tag(package: str) -> str | None:
-    """Tag of an installed wheel, such as ``py3-none-macosx_26_0_arm64``; None: not installed."""
+    """Returns an installed wheel's tag, such as ``py3-none-macosx_26_0_arm64``, or None."""
     try:
         text = distribution(package).read_text("WHEEL") or ""
     except PackageNotFoundError:
@@ -56,10 +56,10 @@ def wheel_tag(package: str) -> str | None:
 
 
 def slow_prompts(found: tuple[int, ...], chip: str | None, wheel: str | None) -> str | None:
-    """Says that MLX is a build without the chip's matrix units; None: it is not.
+    """Returns a warning if the MLX build lacks support for the chip's matrix units, else None.
 
     Args:
-        found: the release.
+        found: macOS release.
         chip: as `identity.chip` names it.
         wheel: tag of the installed mlx-metal.
     """
@@ -73,6 +73,6 @@ def slow_prompts(found: tuple[int, ...], chip: str | None, wheel: str | None) ->
 
 
 def slow_prompts_here() -> str | None:
-    """`slow_prompts` of this machine."""
+    """`slow_prompts` for this machine."""
     chip = identity.chip()
     return slow_prompts(release(), chip, wheel_tag("mlx-metal")) if chip else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks MLX for the device of this process: its name, its limits, its memory in use."""
+"""Wraps MLX's device of this process: its name, its limits, its memory in use."""
 
 import ctypes
 import gc
@@ -17,19 +17,15 @@ from vllm_metal.settings.envs import Device
 
 @dataclass(frozen=True)
 class MemoryFigures:
-    """A device's memory at one moment; every field in bytes."""
+    """A device's memory at one moment, in bytes."""
 
-    total: int  # what the device may use at all: Metal's recommended working set, or RAM
-    available: int  # what this process may take beyond what MLX holds already
+    total: int  # upper limit for the device: Metal's recommended working set, or RAM
+    available: int  # for this process, beyond what MLX holds already
     active: int  # held by live MLX arrays
 
 
 def select(device: Device) -> None:
-    """Makes `device` MLX's default.
-
-    Raises:
-        RuntimeError: Metal was asked for and this MLX or machine has none.
-    """
+    """Makes `device` MLX's default; raises RuntimeError if Metal is requested but missing."""
     if device == "metal" and not mx.metal.is_available():
         raise RuntimeError(
             "VLLM_METAL_DEVICE=metal: MLX finds no Metal device; "
@@ -39,43 +35,42 @@ def select(device: Device) -> None:
 
 
 def name(device: Device) -> str:
-    """Name of the chip for logs, e.g. ``Apple M3 Max``."""
+    """Returns the name of the chip for logs, e.g. ``Apple M3 Max``."""
     if device == "metal":
         return str(mx.device_info(mx.Device(mx.gpu, 0))["device_name"])
     return "cpu"
 
 
 def total_memory(device: Device) -> int:
-    """Bytes the device may use at all."""
+    """Returns the bytes that the device may use in total."""
     if device == "metal":
         return int(mx.device_info(mx.Device(mx.gpu, 0))["max_recommended_working_set_size"])
     return psutil.virtual_memory().total
 
 
 def can_wire(device: Device) -> bool:
-    """Whether MLX can keep memory resident: on a GPU, from macOS 15 on."""
+    """Whether MLX can keep memory resident: on a GPU, since macOS 15."""
     release = platform.mac_ver()[0].partition(".")[0]
     return device == "metal" and release.isdigit() and int(release) >= 15
 
 
 def memory(device: Device) -> MemoryFigures:
-    """Reads the device's memory figures."""
     total, active = total_memory(device), mx.get_active_memory()
     available = ram.available(active)
     if device == "metal":
-        # The working set is a recommendation: other programs may hold some of the same memory.
+        # The working set is only a recommendation: other programs may hold some of that memory.
         available = min(available, total - active)
     return MemoryFigures(total=total, available=available, active=active)
 
 
 def memory_held() -> int:
-    """Bytes that MLX has of the system: live arrays, and buffers it keeps to use again."""
+    """Returns the bytes that MLX has allocated: live arrays, and freed buffers kept for reuse."""
     return int(mx.get_active_memory() + mx.get_cache_memory())
 
 
 def give_back() -> None:
-    """Frees memory that no object refers to any more, MLX's spare buffers included."""
-    # vLLM freezes all objects after start-up: the collector skips models and their cycles.
+    """Frees unreferenced memory, MLX's cached buffers included."""
+    # vLLM freezes all objects after start-up, so the collector would skip models and their cycles.
     frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()
@@ -87,6 +82,6 @@ def give_back() -> None:
 
 
 def _trim() -> None:
-    """Has the C library give up what MLX's CPU backend freed in it: glibc keeps smaller arrays."""
-    with suppress(AttributeError):  # another library, which has no such call
+    # glibc keeps the smaller arrays that MLX's CPU backend freed.
+    with suppress(AttributeError):  # other C libraries have no malloc_trim
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps OpenMP's threads, which BLAS uses on Linux, from spinning on cores that others need.
-
-A thread that waits for work spins first. Where cores are shared, the threads that it waits for do
-not run meanwhile: a step of 60 ms took over 13 s beside two busy programs on two cores.
-"""
+"""Keeps OpenMP's threads, which BLAS uses on Linux, from spinning on cores that others need."""
 
 from __future__ import annotations
 
@@ -16,17 +12,20 @@ import threading
 from functools import cache
 from pathlib import Path
 
-#: What GNU's OpenMP reads when it is loaded, once. Sleeping at once costs a quarter of the speed on
-#: an idle machine; spinning for some 20 microseconds costs next to nothing, idle or beside others.
+#: Variables that GNU's OpenMP reads once, when it is loaded. By default a thread that waits for
+#: work spins first. On shared cores, the threads it waits for do not run meanwhile: a 60 ms step
+#: took over 13 s beside two busy programs on two cores. Sleeping immediately costs a quarter of the
+#: speed on an idle machine; spinning for some 20 µs costs almost nothing, on idle and on busy
+#: machines.
 SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}
-#: Those that this process was started with.
+#: Names in SETTINGS that the user has set.
 EXPORTED = frozenset(SETTINGS.keys() & os.environ.keys())
 _THREAD = "vllm-metal-openmp"
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def set_defaults() -> None:
-    """Sets SETTINGS for processes that this one spawns, and for this one if torch is not loaded."""
+    """Sets SETTINGS for child processes, and for this one if torch is not loaded yet."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
 
@@ -35,20 +34,20 @@ def set_defaults() -> None:
 def share_cores() -> None:
     """Makes OpenMP share the cores in a process that loaded it without SETTINGS.
 
-    Call it where the model will run, before it does. torch is loaded with vLLM, before any code of
-    ours. A forked process has what OpenMP read in its parent.
-
-    OpenMP spins for a thousandth of the time while it manages more threads than there are cores
-    (libgomp's manual, GOMP_SPINCOUNT). A team of two that has nothing more to do is one too many.
+    Call it in the process that runs the model, before the model runs.
     """
+    # vLLM loads torch, and torch loads OpenMP, before any of our code runs; a forked process keeps
+    # the settings that its parent read.
     if sys.platform != "linux" or EXPORTED:
         return
     _bound_threads()
     ready = threading.Event()
     libraries = [ctypes.CDLL(path) for path in _libraries()]
 
+    # OpenMP spins a thousand times shorter while it manages more threads than there are cores
+    # (libgomp's manual, GOMP_SPINCOUNT). An extra team of two idle threads is enough for that.
     def hold() -> None:
-        # Each of the two threads frees nothing; a team lives as long as this thread.
+        # Both threads call free(NULL), a no-op; the team lives as long as this thread.
         free = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)
         for library in libraries:
             library.GOMP_parallel(free, None, 2, 0)
@@ -60,24 +59,23 @@ def share_cores() -> None:
 
 
 def _libraries() -> set[str]:
-    """Copies of GNU's OpenMP in this process: packages bring their own beside torch's."""
+    # Packages bring copies of their own in addition to torch's.
     maps = Path("/proc/self/maps").read_text()
     return set(re.findall(r"/.*/libgomp[^/\s]*\.so\S*$", maps, re.MULTILINE))
 
 
 def _bound_threads() -> None:
-    """Has BLAS use no more threads than the container may run at once."""
     import torch
 
+    # No more BLAS threads than the container may run at once.
     if "OMP_NUM_THREADS" not in os.environ and (cores := quota()) < torch.get_num_threads():
         torch.set_num_threads(cores)
 
 
 def quota(cgroups: Path = _CGROUPS) -> int:
-    """Cores that this process may use: by its affinity, and by its container's share of time.
+    """Returns the cores this process may use: its CPU affinity, capped by the container's quota.
 
-    Args:
-        cgroups: where the container's limits are, of either version of Linux's control groups.
+    `cgroups` is the mount point of Linux control groups, version 1 or 2.
     """
     allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     two, one = cgroups / "cpu.max", cgroups / "cpu" / "cpu.cfs_quota_us"

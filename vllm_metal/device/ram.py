@@ -1,26 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds how much of this machine's memory a process can get, as macOS or Linux counts it.
-
-On Linux psutil's `available` says it: it is MemAvailable. On macOS psutil adds the free pages and
-the inactive ones. But macOS leaves hardly a page free and compresses what programs do not use, so a
-Mac with a browser open has little of either and still has room. Its kernel counts more (xnu 11417,
-the names of `osfmk/vm` in brackets; each is a `sysctl`):
-
-- vm.page_free_count [vm_page_free_count]: free pages. `vm_stat` and psutil add the speculative
-  ones, files read ahead; this does not.
-- vm.page_pageable_external_count [vm_page_pageable_external_count]: pages of files, active,
-  inactive and speculative ones alike (`vm_page_speculate`), so these are not added once more.
-- vm.page_purgeable_count [vm_page_purgeable_count]: pages that programs can do without, not wired.
-  They are anonymous, so no page of a file is among them.
-- kern.memorystatus_level [AVAILABLE_NON_COMPRESSED_MEMORY, `vm_pressure_response`]: free,
-  speculative, active and inactive pages in percent of RAM: all but wired and compressed ones.
-
-macOS gives the pages of the first three away without loss. They are a part of the fourth, whose
-rest is what programs work with. macOS compresses that rest when it needs room, to a half by the
-algorithm's own figures (WKdm: Wilson, Kaplan and Smaragdakis, "The Case for Compressed Caching in
-Virtual Memory Systems", USENIX 1999), and only then swaps. So a process can get half of the rest
-without swapping.
-"""
+"""Estimates how much of this machine's memory a process can get."""
 
 from __future__ import annotations
 
@@ -30,6 +9,25 @@ import psutil
 
 from vllm_metal.device import sysctl
 
+# On Linux psutil's `available` is the answer: MemAvailable. On macOS psutil adds free and inactive
+# pages. But macOS leaves few pages free and compresses what programs do not use, so a Mac with a
+# browser open has little of either and still has room. Its kernel counts more (xnu 11417, the names
+# of `osfmk/vm` in brackets; each is a `sysctl`):
+#
+# - vm.page_free_count [vm_page_free_count]: free pages. `vm_stat` and psutil add the speculative
+#   ones (files read ahead); this does not.
+# - vm.page_pageable_external_count [vm_page_pageable_external_count]: pages of files, including
+#   active, inactive and speculative ones (`vm_page_speculate`), so these are not added again.
+# - vm.page_purgeable_count [vm_page_purgeable_count]: pages that programs can do without, not
+#   wired. They are anonymous, so they overlap with no page of a file.
+# - kern.memorystatus_level [AVAILABLE_NON_COMPRESSED_MEMORY, `vm_pressure_response`]: free,
+#   speculative, active and inactive pages in percent of RAM: all except wired and compressed ones.
+#
+# macOS gives away the pages of the first three without loss. They are part of the fourth; the rest
+# of it is what programs work with. macOS compresses that rest when it needs room, to a half by the
+# algorithm's own figures (WKdm: Wilson, Kaplan and Smaragdakis, "The Case for Compressed Caching in
+# Virtual Memory Systems", USENIX 1999), and only then swaps. So a process can get half of the rest
+# without swapping.
 FIGURES = (
     "vm.page_free_count",
     "vm.page_pageable_external_count",
@@ -38,27 +36,25 @@ FIGURES = (
     "kern.memorystatus_level",
     "hw.memsize",
 )
-#: The part of a page that compressing it frees.
+#: Share of a page that compression frees.
 COMPRESSED_AWAY = 1 / 2
 
 
 def available(own: int) -> int:
-    """Bytes that this process can get beyond what it holds.
+    """Returns the bytes that this process can get beyond what it holds.
 
-    Args:
-        own: bytes that MLX holds. They are in use whether macOS counts them as wired or as pages it
-            could compress, so none of them count as available.
+    `own` is the bytes that MLX holds. They are in use whether macOS counts them as wired or as
+    compressible, so none of them count as available.
     """
     known = psutil.virtual_memory().available
     given = _given_by_macos(own) if sys.platform == "darwin" else None
-    # Inactive pages, which psutil counts whole, are what macOS compresses or swaps first.
+    # psutil counts inactive pages in full; macOS compresses or swaps them first.
     return known if given is None else max(known, given)
 
 
 def _given_by_macos(own: int) -> int | None:
-    """Bytes by the kernel's counts above; None where it does not tell all of them."""
     figures = [number for name in FIGURES if (number := sysctl.read(name)) is not None]
-    if len(figures) < len(FIGURES):
+    if len(figures) < len(FIGURES):  # this kernel does not report all of them
         return None
     free, files, purgeable, page, level, ram = figures
     pageable = ram * level // 100

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has our kernels checked on this machine, in a process of its own, and remembers what came out."""
+"""Runs the self-check of our kernels on this machine in a child process, and records results."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from vllm_metal.device.child import Child, Ended, TookTooLong
 from vllm_metal.device.record import Record
 
 COMMAND = (sys.executable, "-m", "metal_kernels.selfcheck")
-#: Seconds for one check. It compiles a few variants, of well under a second each, and then runs for
-#: less; only a hang takes this long.
+#: Time limit of one check in seconds. A check compiles a few variants, each in well under a second,
+#: and runs even shorter; only a hang takes this long.
 TIME_LIMIT = 60.0
-#: Processes that one check after the other may hang or kill before the rest is given up.
+#: Processes that checks may hang or crash before the remaining checks are skipped.
 _PROCESSES = 4
-_SAID_LINES = 200  # of a process that dies, for reports
+_LOG_LINES = 200  # kept of a process that dies, for reports
 _KERNELS_FOLDER = Path(metal_kernels.__file__).parent
 
 
@@ -32,16 +32,17 @@ def results(
     folder: Path | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Outcome]:
-    """Which kernels of the cases work, checked once for each machine and version of the kernels.
+    """Checks which kernels of the cases work, once per machine and version of the kernels.
 
     A kernel without an outcome could not be checked, and must not be used.
 
     Args:
-        wanted: what to check, for a server.
-        command: of the checking process; it reads cases and prints as metal_kernels.selfcheck does.
-        time_limit: seconds for each check.
-        folder: where results are kept; None: in the user's cache folder.
-        tell: is given a line for each check that begins.
+        wanted: the cases of a server.
+        command: starts the checking process, which reads and prints what metal_kernels.selfcheck
+            does.
+        time_limit: seconds per check.
+        folder: where results are stored; None for the user's cache.
+        tell: receives a line for each check that starts.
     """
     record = Record(folder)
     record.add_served(wanted)
@@ -50,7 +51,7 @@ def results(
 
 
 def describe_failures(found: Sequence[Outcome]) -> list[str]:
-    """A line for each way in which kernels fail: the kernels, the first such case, the error."""
+    """Describes failures, one line per error: the kernels, the first such case, the error."""
     failed: dict[Check, Outcome] = {}
     for outcome in found:
         if not outcome.ok:
@@ -59,8 +60,8 @@ def describe_failures(found: Sequence[Outcome]) -> list[str]:
     for outcome in failed.values():
         reasons.setdefault(outcome.detail, []).append(outcome)
     return [
-        f"{', '.join(str(outcome.check) for outcome in alike)} ({alike[0].case}): {detail}"
-        for detail, alike in reasons.items()
+        f"{', '.join(str(outcome.check) for outcome in group)} ({group[0].case}): {detail}"
+        for detail, group in reasons.items()
     ]
 
 
@@ -71,23 +72,20 @@ def outcomes(
     record: Record | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Outcome]:
-    """Checks the cases in a child process, and in further ones what is left after a hang or crash.
+    """Checks the cases in a child process; continues in further ones after a hang or crash.
 
     A check that hangs or kills its process has failed. If a process fails before its first check,
-    the first kernel has failed, and no other process is started; that is not recorded, as it may
-    say nothing of the kernel.
+    the first kernel is reported as failed, and no other process is started.
 
     Args:
-        wanted, command, time_limit: see `results`.
-        record: has what need not be checked again, and is given each outcome; None: check all.
-        tell: see `results`.
+        record: skips checks that it has outcomes of, and stores new ones; None checks all.
     """
     found = [] if record is None else record.outcomes(wanted)
     for _ in range(_PROCESSES):
         if all(next_check(case, found) is None for case in wanted):
             return
         began, running, end = False, (wanted[0], checks(wanted[0])[0]), ""
-        with _started(wanted, found, command) as child:
+        with _start_child(wanted, found, command) as child:
             try:
                 while (message := child.message(time_limit)) is not None:
                     if "running" in message:
@@ -104,12 +102,13 @@ def outcomes(
                 ended = child.wait(time_limit)
                 if ended.ok:
                     return
-                end = f"ended its process with {_how(ended)}"
+                end = f"ended its process with {_describe_end(ended)}"
             except TookTooLong:
                 ended, end = child.ended(None), f"did not end within {time_limit:g} s"
-        (case, check), log = running, "\n".join(ended.lines[-_SAID_LINES:])
+        (case, check), log = running, "\n".join(ended.lines[-_LOG_LINES:])
         stopped = Outcome(check.kernel, case, False, end, rows=check.rows, wide=check.wide, log=log)
         found.append(stopped)
+        # A failure before the first check may have nothing to do with the kernel.
         if record is not None and began:
             record.add_outcome(stopped)
         yield stopped
@@ -118,35 +117,33 @@ def outcomes(
 
 
 def _left(wanted: Sequence[Case], found: Sequence[Outcome]) -> int:
-    """Checks without an outcome; some of them may need none."""
+    # An upper bound: some of these checks may turn out to be unnecessary.
     done = {(outcome.case, outcome.check) for outcome in found}
     return sum((case, check) not in done for case in wanted for check in checks(case))
 
 
-def _started(wanted: Sequence[Case], done: Sequence[Outcome], command: Sequence[str]) -> Child:
-    """A checking process."""
+def _start_child(wanted: Sequence[Case], done: Sequence[Outcome], command: Sequence[str]) -> Child:
     request = {
         "cases": [case.to_json() for case in wanted],
         "done": [outcome.to_json() for outcome in done],
     }
-    return Child(command, {"PYTHONPATH": _python_path()}, json.dumps(request), _parsed)
+    return Child(command, {"PYTHONPATH": _python_path()}, json.dumps(request), _parse)
 
 
-def _how(ended: Ended) -> str:
+def _describe_end(ended: Ended) -> str:
     assert ended.status is not None
     status = f"signal {-ended.status}" if ended.status < 0 else f"status {ended.status}"
     return f"{status}: {ended.lines[-1].strip() if ended.lines else ''}"
 
 
 def _python_path() -> str:
-    """PYTHONPATH with which a child imports the metal_kernels of this process."""
+    # Makes the child import the metal_kernels of this process.
     inherited = os.environ.get("PYTHONPATH")
     root = str(_KERNELS_FOLDER.parent)
     return f"{root}{os.pathsep}{inherited}" if inherited else root
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
-    """A message of the checking process; None for a line that is none."""
+def _parse(line: str) -> dict[str, Any] | None:
     try:
         message = json.loads(line)
     except ValueError:

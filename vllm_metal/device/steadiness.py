@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks this machine what would spoil a timing now: power, heat, other work."""
+"""Checks for conditions that would distort timings: battery power, heat, other load."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 
 import psutil
 
-#: By libkern/OSThermalNotification.h: 0 is nominal; from 1 on macOS slows the chip.
+#: By libkern/OSThermalNotification.h: 0 is nominal (or unknown); from 1 on macOS slows the chip.
 _THERMAL = b"com.apple.system.thermalpressurelevel"
-#: Of all cores, since the last question. The tuner itself keeps one busy, of eight at least.
+#: Of all cores, since the last call. The tuner itself keeps one core of at least eight busy.
 _BUSY_PERCENT = 50.0
 
 
 def disturbance() -> str | None:
-    """What would spoil a timing, in words; None: nothing that the machine tells."""
+    """Returns what would distort a timing now, in words; None if nothing is known to."""
     battery = psutil.sensors_battery()
     if battery is not None and battery.power_plugged is False:
         return "this machine is on battery, and macOS saves power"
@@ -27,7 +27,6 @@ def disturbance() -> str | None:
 
 
 def _thermal_pressure() -> int:
-    """The level that macOS publishes (notify.h); 0: nominal, or not told."""
     if sys.platform != "darwin":
         return 0
     library, token, level = ctypes.CDLL(None), ctypes.c_int(0), ctypes.c_uint64(0)

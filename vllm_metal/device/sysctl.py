@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads numbers and texts of macOS's kernel by name."""
+"""Reads numbers and texts from the macOS kernel by name."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import ctypes
 
 
 def read(name: str) -> int | None:
-    """The kernel's number of that name, such as ``vm.page_free_count``; None: it has none.
-
-    macOS only. Numbers have 32 or 64 bits; the ones read here are never negative. Apple silicon is
-    little-endian, so a 64-bit zero holds either after the call.
-    """
+    """Returns the kernel's number of that name (``vm.page_free_count``), or None. macOS only."""
+    # Numbers have 32 or 64 bits, and the ones read here are never negative. Apple silicon is
+    # little-endian, so a 64-bit zero holds either after the call.
     value = ctypes.c_uint64(0)
     size = ctypes.c_size_t(ctypes.sizeof(value))
     failed = ctypes.CDLL(None).sysctlbyname(
@@ -21,7 +19,7 @@ def read(name: str) -> int | None:
 
 
 def read_text(name: str) -> str | None:
-    """The kernel's text of that name, such as ``hw.model``; None: it has none. macOS only."""
+    """Returns the kernel's text of that name (``hw.model``), or None. macOS only."""
     value = ctypes.create_string_buffer(256)
     size = ctypes.c_size_t(len(value))
     failed = ctypes.CDLL(None).sysctlbyname(
