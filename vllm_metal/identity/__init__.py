@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts and digests: which model a name means, which files it has, what an engine computes."""
+"""Which model a name means, which files it has, and digests of what an engine computes."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings facts that results depend on into one form for all processes, and digests them."""
+"""Converts facts that results depend on to a form equal in all processes, and digests them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from typing import Any
 import blake3
 import torch
 
-#: Packages of the plugin, and the files of them that compute.
+#: Packages of the plugin, and suffixes of their code.
 PACKAGES = ("vllm_metal", "metal_kernels")
 _SOURCES = frozenset((".py", ".metal", ".h"))
-#: Folders whose code cannot change what an engine computes, its K/V on disk among it: what they
-#: decide are settings, which are facts of their own. A new folder counts until it is listed, and
-#: what counts imports nothing of these (tests/test_structure.py).
+#: Folders whose code cannot change what an engine computes, including its K/V on disk: they decide
+#: settings, which are separate facts. A new folder counts until it is listed here, and code that
+#: counts imports nothing from these (tests/test_structure.py).
 NOT_IN_ENGINE = ("vllm_metal/cli", "vllm_metal/platform", "vllm_metal/serving")
-#: Folders whose code cannot change an answer that a server keeps: parsers and limits can.
+#: Folders whose code cannot change a cached response; parsers and limits can.
 NOT_IN_ANSWERS = ("vllm_metal/cli",)
 _METAL_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _LAYOUT = (tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
@@ -35,13 +35,12 @@ _LAYOUT = (tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 @functools.cache
 def sources(left_out: tuple[str, ...]) -> str:
-    """The digest of the plugin's code but for comments and docstrings, as 32 hex digits.
+    """Digests the plugin's code without comments and docstrings, as 32 hex digits.
 
-    A version alone does not tell: one that is installed from a clone keeps its own.
-
-    Args:
-        left_out: folders, such as NOT_IN_ENGINE.
+    `left_out` lists folders to exclude, such as NOT_IN_ENGINE.
     """
+    # The version alone is not enough: an editable installation keeps its version while code
+    # changes.
     dropped = tuple(f"{folder}/" for folder in left_out)
     found = {
         path.relative_to(root.parent).as_posix(): path
@@ -62,7 +61,7 @@ def _code_of(path: Path) -> str:
 
 
 def _code(text: str) -> str:
-    """Python's text without comments, empty lines and statements that are a string alone."""
+    # Drops comments, empty lines, and statements that are only a string (docstrings).
     lines: list[str] = text.splitlines()
     empty: set[int] = set()
     statement: list[tokenize.TokenInfo] = []
@@ -82,37 +81,32 @@ def _code(text: str) -> str:
 
 
 def roots() -> list[Path]:
-    """The folders of the plugin's packages."""
+    """Returns the folders of the plugin's packages."""
     return [
-        Path(place)
+        Path(folder)
         for package in PACKAGES
-        for place in (getattr(find_spec(package), "submodule_search_locations", None) or ())
+        for folder in (getattr(find_spec(package), "submodule_search_locations", None) or ())
     ]
 
 
 def of_files(files: Iterable[tuple[Path, Path]]) -> str:
-    """The digest of files, as 32 hex digits; their order does not count.
+    """Digests files, given with the folder their names are relative to, as 32 hex digits.
 
-    Args:
-        files: each with the folder that its name starts from.
-
-    Raises:
-        OSError: a file cannot be read.
+    Their order does not matter. Raises OSError if a file cannot be read.
     """
     return _digest((path.relative_to(root).as_posix(), path.read_bytes()) for path, root in files)
 
 
 def _digest(named: Iterable[tuple[str, bytes]]) -> str:
-    """The digest of contents with their names, in the order of names."""
-    made = blake3.blake3()
+    hasher = blake3.blake3()
     for name, content in sorted(named):
-        made.update(f"{name}\0{len(content)}\0".encode())
-        made.update(content)
-    return made.hexdigest(length=16)
+        hasher.update(f"{name}\0{len(content)}\0".encode())
+        hasher.update(content)
+    return hasher.hexdigest(length=16)
 
 
 def versions(*packages: str) -> dict[str, str | None]:
-    """Returns the version of each package; None: it is not installed."""
+    """Returns the version of each package; None if it is not installed."""
     found: dict[str, str | None] = dict.fromkeys(packages)
     for package in packages:
         with suppress(PackageNotFoundError):
@@ -121,11 +115,9 @@ def versions(*packages: str) -> dict[str, str | None]:
 
 
 def plain(value: Any, no_fact: Collection[str] = ()) -> Any:
-    """Returns a value as JSON has it, the same in every process: no addresses, no order of sets.
+    """Converts a value to JSON that is the same in every process.
 
-    Args:
-        value: of any type.
-        no_fact: names of dataclasses' fields that are left out.
+    `no_fact` names fields of dataclasses to leave out.
     """
     if value is None or isinstance(value, str | int | float):
         return value.name if isinstance(value, enum.Enum) else value
@@ -134,6 +126,7 @@ def plain(value: Any, no_fact: Collection[str] = ()) -> Any:
     if isinstance(value, list | tuple):
         return [plain(each, no_fact) for each in value]
     if isinstance(value, set | frozenset):
+        # The order of sets changes from process to process.
         return sorted((plain(each, no_fact) for each in value), key=json.dumps)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {
@@ -146,12 +139,12 @@ def plain(value: Any, no_fact: Collection[str] = ()) -> Any:
         return value.name
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    # Its text could hold an address. Classes and functions have names of their own.
+    # str() could contain a memory address. Classes and functions have names.
     kind = value if hasattr(value, "__qualname__") else type(value)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def digest(facts: Mapping[str, Any]) -> str:
-    """BLAKE3 of their canonical JSON, as 32 hex digits."""
+    """Returns BLAKE3 of the canonical JSON, as 32 hex digits."""
     text = json.dumps(plain(facts), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return blake3.blake3(text.encode()).hexdigest(length=16)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that K/V depend on but the text: what names the folder of a prefix cache.
+"""Fingerprints everything that K/V depend on except the tokens; names a prefix cache's folder.
 
-Two engines of one fingerprint compute the same K/V for the same tokens, and lay them out the same.
-Numbers that only say how much is computed at once, such as --max-model-len, have no part in it.
+Two engines with one fingerprint compute the same K/V for the same tokens, in the same layout.
+Settings that only limit how much is computed at once, such as --max-model-len, are left out.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-#: Of config.json: where it came from, who wrote it, and what vLLM writes into a draft's for itself.
+#: Keys of config.json that say who wrote it, or that vLLM adds to a draft's.
 _NO_FACTS = ("transformers_version", "num_lookahead_tokens")
-#: Of a spec: which blocks vLLM frees when, which does not change what is in them.
+#: Fields of a spec that control when vLLM frees blocks, not what is in them.
 _NO_CONTENT = ("extra_retained_tokens",)
-#: Facts that have facts, and how a message names these.
+#: Maps nested facts to their prefix in messages.
 _PARTS = {"weights": "weights of the", "draft": "the draft's"}
-_LONGEST_VALUE = 40  # characters of a value in a message; longer ones have "changed"
+_LONGEST_VALUE = 40  # characters of a value in a message; longer ones are not shown
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The facts, and their digest."""
+    """An engine's facts, and their digest."""
 
-    digest: str  # 32 hex digits: of the facts but for models' names
-    facts: Mapping[str, Any]  # JSON has it unchanged; goes into manifest.json
+    digest: str  # of the facts without the models' names, 32 hex digits
+    facts: Mapping[str, Any]  # unchanged by a round trip through JSON; stored in manifest.json
 
     @staticmethod
     def of(
@@ -50,9 +50,9 @@ class Fingerprint:
 
         Args:
             vllm_config: after the platform's check.
-            kv_cache_config: of the pool: groups, layers and their specs.
-            weights: digests by network, of `weights_digest.of_networks`.
-            pool: who computes on the K/V, whose roundings differ: "scatter" or "kernels".
+            kv_cache_config: groups, layers and specs of the pool.
+            weights: digests by network, from `weights_digest.of_networks`.
+            pool: what computes on the K/V ("scatter" or "kernels"); their rounding differs.
         """
         model, cache = vllm_config.model_config, vllm_config.cache_config
         facts = {
@@ -73,29 +73,27 @@ class Fingerprint:
             "hash_algorithm": cache.prefix_caching_hash_algo,
             "hash_seed": _hash_seed(cache.prefix_caching_hash_algo),
         }
-        # Models are what their weights and configurations are, wherever they lie.
+        # Weights and configuration identify a model, wherever its files are.
         nameless = _without(facts, lambda key: key == "model")
         return Fingerprint(facts_of.digest(nameless), facts)
 
     def why_unused(self, others: Iterable[Mapping[str, Any]]) -> str | None:
-        """Why a cache with folders holds nothing for this engine, in one line.
+        """Explains in one line why a non-empty cache holds nothing for this engine.
 
-        Args:
-            others: facts of the folders that are there, as their manifests have them.
-
-        Returns:
-            None: there are no other folders, or one is this engine's own.
+        `others` are the facts in the manifests of its folders. Returns None if there are no other
+        folders, or one is this engine's own.
         """
         known = [other for other in others if isinstance(other, Mapping) and other]
         same_model = [other for other in known if other.get("model") == self.facts["model"]]
         changes = [differences(self.facts, other, "now") for other in same_model or known]
+        # The folder with the fewest differences is the most likely predecessor.
         closest = min(changes, key=len, default=[])
         if not closest:
             return None
         return f"the prefix cache holds nothing for this set-up: {'; '.join(closest)}"
 
     def difference(self, theirs: Mapping[str, Any]) -> str:
-        """In what another engine's facts differ from these, in one line."""
+        """Describes in one line how another engine's facts differ from these."""
         return (
             "; ".join(differences(self.facts, theirs, "here"))
             or "its fingerprint has another format"
@@ -104,22 +102,17 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class PoolContent:
-    """What the pages of a pool are."""
+    """Describes the pages of a pool."""
 
     fingerprint: Fingerprint
     page_bytes: tuple[int, ...]  # of a page, by KV cache group
 
     def size(self, key: bytes) -> int:
-        """Bytes of a page.
-
-        Raises:
-            IndexError: there is no such group.
-        """
+        """Returns the bytes of a page; raises IndexError for an unknown group."""
         return self.page_bytes[get_offload_group_idx(OffloadKey(key))]
 
 
 def _without(facts: Mapping[str, Any], is_none: Callable[[str], bool]) -> dict[str, Any]:
-    """Less the keys, also of parts, that are no facts."""
     return {
         key: _without(value, is_none) if isinstance(value, Mapping) else value
         for key, value in facts.items()
@@ -130,13 +123,16 @@ def _without(facts: Mapping[str, Any], is_none: Callable[[str], bool]) -> dict[s
 def differences(
     ours: Mapping[str, Any], others: Mapping[str, Any], this: str, part: str = ""
 ) -> list[str]:
-    """What differs between facts, in words; `this` says whose `ours` are, `part` of what."""
+    """Describes the differences between facts in words.
+
+    `this` labels the values of `ours`; `part` is a prefix for nested facts.
+    """
     found = []
     for key in [*ours, *(key for key in others if key not in ours)]:
         name, own, other = f"{part}{key}", ours.get(key), others.get(key)
         if own == other:
             continue
-        values = (_word(other), _word(own))
+        values = (_short(other), _short(own))
         if isinstance(own, Mapping) and isinstance(other, Mapping) and name in _PARTS:
             found += differences(own, other, this, f"{_PARTS[name]} ")
         elif None in values or any(
@@ -148,8 +144,7 @@ def differences(
     return found
 
 
-def _word(value: Any) -> str | None:
-    """A short value as a user would write it; None: it is long, or has parts."""
+def _short(value: Any) -> str | None:
     if value is None:
         return "none"
     text = str(value)
@@ -158,15 +153,14 @@ def _word(value: Any) -> str | None:
 
 
 def network_facts(model: ModelConfig) -> dict[str, Any]:
-    """Facts of a checkpoint: its name, and config.json after --hf-overrides.
-
-    What users change most has a fact of its own, and no part in the digest of all else.
-    """
+    """Returns the facts of a checkpoint: its name, and config.json after --hf-overrides."""
+    # The keys that users change most are separate facts, so that messages can name them; all others
+    # are one digest.
     config = _without(model.hf_config.to_dict(), _is_origin)
     rope, config = _split(config, ("rope", "rotary"))
     quantization, config = _split(config, ("quantization",))
     for scaling in list(rope.values()):
-        # LongRoPE has factors for short contexts, and others for long ones.
+        # LongRoPE uses other factors for short contexts than for long ones.
         if isinstance(scaling, Mapping) and "short_factor" in scaling:
             trained = scaling.get("original_max_position_embeddings") or 0
             rope["short"] = model.max_model_len <= trained
@@ -179,19 +173,15 @@ def network_facts(model: ModelConfig) -> dict[str, Any]:
 
 
 def _name(model: str) -> str:
-    """A model's name on the hub, or the last two parts of its path.
-
-    Without network, vLLM puts the snapshot's path in the place of the name.
-    """
-    if found := re.search(r"models--([^/]+)--([^/]+)/snapshots/[^/]+/?$", model):
-        return f"{found[1]}/{found[2]}"
+    # Offline, vLLM replaces the name by the path of the snapshot in the cache.
+    if match := re.search(r"models--([^/]+)--([^/]+)/snapshots/[^/]+/?$", model):
+        return f"{match[1]}/{match[2]}"
     path = PurePath(model)
     return "/".join([part for part in path.parts if part != path.anchor][-2:])
 
 
 def _draft(config: VllmConfig) -> dict[str, Any] | None:
-    """Facts of a draft network that keeps K/V; others leave nothing in the blocks."""
-    if not draft_methods.keeps_kv(config):
+    if not draft_methods.keeps_kv(config):  # other methods leave nothing in the blocks
         return None
     assert config.speculative_config is not None
     return {
@@ -201,12 +191,12 @@ def _draft(config: VllmConfig) -> dict[str, Any] | None:
 
 
 def _is_origin(key: str) -> bool:
-    """Whether a key says where a configuration came from; some are paths of this machine."""
+    # Some of these are paths on this machine, such as `_name_or_path`.
     return key.startswith("_") or key in _NO_FACTS
 
 
 def _split(config: dict[str, Any], words: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keys that have one of the words in them, also of parts of the configuration; the rest."""
+    """Splits off the keys that contain one of the words, including nested ones."""
     taken, rest = {}, {}
     for key, value in config.items():
         if any(word in str(key) for word in words):
@@ -221,14 +211,14 @@ def _split(config: dict[str, Any], words: tuple[str, ...]) -> tuple[dict[str, An
 
 
 def _pool_dtype(cache_dtype: str, model_dtype: str) -> str:
-    """Returns one name for the dtype of the pool: a model's own may be given as "auto", too."""
+    # The model's own dtype may be given by name or as "auto".
     name = cache_dtypes.canonical(cache_dtype)
     return model_dtype if name == "auto" else name
 
 
 def _hash_seed(algorithm: str) -> str:
-    """What the hash of a first block starts from: PYTHONHASHSEED where it is set."""
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
+    # PYTHONHASHSEED if it is set; the hash of a first block starts from it.
     return resolve_none_hash_seed(get_hash_fn_by_name(algorithm))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the GGUF file that a user's name for a model means."""
+"""Resolves a user's model name to a GGUF file."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ _MAGIC = b"GGUF"
 
 
 def file_of(model: str) -> Path | None:
-    """The GGUF file that a name means; None if it means no GGUF model.
+    """Returns the GGUF file that a name means; None if it means no GGUF model.
 
-    Raises:
-        ModelLoadError: there is no such file, or several.
+    Raises ModelLoadError if there is no such file, or several.
     """
     path = Path(model).expanduser()
-    if path.is_file() and _begins_as_gguf(path):
+    if path.is_file() and _is_gguf(path):
         return path
     if path.suffix == ".gguf":
         why = "is not a GGUF file: download it again" if path.is_file() else "does not exist"
@@ -32,7 +31,7 @@ def file_of(model: str) -> Path | None:
     return _of_tag(tagged["repo"], tagged["tag"])
 
 
-def _begins_as_gguf(path: Path) -> bool:
+def _is_gguf(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC
@@ -41,7 +40,6 @@ def _begins_as_gguf(path: Path) -> bool:
 
 
 def _of_tag(repo: str, tag: str) -> Path:
-    """The cached file of a repository that a tag names; of a split model, the first part."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -52,12 +50,14 @@ def _of_tag(repo: str, tag: str) -> Path:
         raise ModelLoadError(
             f"{repo}:{tag} is not in the Hugging Face cache. Run `{download}` first."
         ) from error
+    # mmproj files hold vision towers, not models.
     files = [path for path in sorted(folder.rglob("*.gguf")) if "mmproj" not in path.name.lower()]
     word = re.compile(rf"(?<![a-z0-9_]){re.escape(tag.lower())}(?![a-z0-9_])")
     found = [
         path
         for path in files
         if word.search(str(path.relative_to(folder)).lower())
+        # Of a split model, only the first part.
         and ((part := _PART.search(path.name)) is None or int(part[1]) == 1)
     ]
     if len(found) == 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds a model's folder, and the files in it that hold its weights."""
+"""Finds a model's folder, and its weight files."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 INDEX = "model.safetensors.index.json"
-#: In a folder that stands for a GGUF model: where its files are, and how they are read.
+#: In a folder that stands for a GGUF model: the list of its files, and how to read them.
 GGUF_FILES, GGUF_CONVERSION = "gguf.json", "gguf_conversion.json"
 AGAIN = "download it again, or convert the model again"
-#: Files of a model without an index: the first pattern that finds any.
+#: Weight files of a model without an index: the first pattern with a match counts.
 PATTERNS = ("model*.safetensors", "pytorch_model*.safetensors", "weights*.safetensors")
-#: Files that are needed of a model; vLLM fetches the tokenizer itself.
+#: Files to download; vLLM downloads the tokenizer itself.
 _OF_MODEL = ("*.json", *PATTERNS, "*.py", "*.tiktoken", "*.jinja")
-#: Files of a draft head on the target's hidden states.
+#: Files to download for a draft head that uses the target's hidden states.
 HEAD_PATTERNS = ("*.json", "*.safetensors", "*.bin", "*.pt")
 
 
@@ -27,7 +27,7 @@ class ModelLoadError(RuntimeError):
 
 
 def unreadable(path: Path, error: OSError) -> ModelLoadError:
-    """The error for a file that is there, and cannot be read."""
+    """Makes the error for a file that exists but cannot be read."""
     remedy = "check its owner and its mode"
     if path.is_symlink() and not isinstance(error, PermissionError):
         remedy = f"it is a link that leads nowhere; {AGAIN}"
@@ -40,10 +40,9 @@ def is_gguf(folder: Path) -> bool:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Files that hold a model's weights: those of its index, or all of one naming pattern.
+    """Lists a model's weight files: those in its index, or all of one naming pattern.
 
-    Raises:
-        ModelLoadError: the index is unreadable.
+    Raises ModelLoadError if the index is unreadable.
     """
     if is_gguf(folder):
         return [Path(path) for path in json.loads((folder / GGUF_FILES).read_bytes())]
@@ -73,10 +72,9 @@ def first_line(error: Exception) -> str:
 def model_folder(
     model_config: ModelConfig, config: VllmConfig, patterns: tuple[str, ...] = _OF_MODEL
 ) -> Path:
-    """The folder of a checkpoint, fetched from the hub where it is not there.
+    """Returns a checkpoint's folder, downloading it if necessary.
 
-    Raises:
-        ModelLoadError: there is no such folder, and the hub has no such model.
+    Raises ModelLoadError if there is neither such a folder nor such a model on the hub.
     """
     model = model_config.model
     if Path(model).is_dir():

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the folder that a user's name for a model means, or says in one line why there is none.
-
-Without a network, huggingface_hub and transformers try each file of a model several times, for a
-minute; and neither knows what other programs call models.
-"""
+"""Checks that a user's model name can be resolved, with one-line errors that name the remedy."""
 
 from __future__ import annotations
 
@@ -20,13 +16,16 @@ from urllib.request import getproxies
 from vllm_metal.identity import gguf_names, model_files
 from vllm_metal.identity.model_files import ModelLoadError
 
-_CONNECT_S = 3.0  # also of the lookup of its name, which has no limit of its own
+# Without a network, huggingface_hub and transformers retry each file of a model for a minute in
+# total, and neither knows other programs' names for models. These checks come first.
+
+_CONNECT_S = 3.0  # includes the DNS lookup, which has no timeout of its own
 _PAGE = re.compile(r"https?://[^/]+/(?P<repo>[\w.-]+/[\w.-]+)")
-#: Files that a tokenizer may be in, of all of transformers' classes.
+#: Files that hold a tokenizer, for any of transformers' classes.
 _TOKENIZERS = ("*.tiktoken", "spiece.model", "tekken.json", "tokenizer*", "*vocab*")
-#: Those of JSON that are read with a tokenizer.
+#: JSON files that are read together with a tokenizer.
 _READ_BY_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-#: Where a model may lie below the folder that was named: the hub's cache has snapshots.
+#: Where a model may be inside the given folder; the Hugging Face cache has snapshots.
 _INNER = ("*/config.json", "snapshots/*/config.json")
 _MOST_PARSED = 2**20  # bytes
 _OLLAMA = re.compile(r"[\w.-]+:[\w.-]+")
@@ -34,14 +33,10 @@ _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
 
 def check(model: str, option: str = "") -> None:
-    """Checks that a model's name means a folder, a cached model, or one that can be fetched.
+    """Checks that a name means a folder, a cached model, or one that can be downloaded.
 
-    Args:
-        model: its name.
-        option: by which a user has given it, for the message; "": as the model to serve.
-
-    Raises:
-        ModelLoadError: it does not; the message says what to type instead.
+    `option` is the flag that set it, for the message; "" for the model to serve. Raises
+    ModelLoadError with what to type instead.
     """
     try:
         _check(model)
@@ -71,11 +66,11 @@ def _check(model: str) -> None:
     elif gguf_names.file_of(model) is not None:
         return
     elif model.startswith((".", "/", "~")):
-        raise ModelLoadError(f"there is no folder {model}{_near(model)}")
+        raise ModelLoadError(f"there is no folder {model}{_hint(model)}")
     elif _OLLAMA.fullmatch(model):
         raise ModelLoadError(
             f"{model} is an Ollama name: give one on Hugging Face, as "
-            f"OWNER/NAME{_near(model) or '; `vllm-metal fit` lists some that fit this machine'}"
+            f"OWNER/NAME{_hint(model) or '; `vllm-metal fit` lists some that fit this machine'}"
         )
     elif not _NAME.fullmatch(model):
         raise ModelLoadError(
@@ -83,29 +78,25 @@ def _check(model: str) -> None:
                 f"{model!r} is neither a local folder nor a name on Hugging Face: those are "
                 "OWNER/NAME"
             )
-            + _near(model)
+            + _hint(model)
         )
     elif not _cached(model) and (why := unreachable()):
-        raise ModelLoadError(f"{model} is not on this machine, and {why}{_near(model)}")
+        raise ModelLoadError(f"{model} is not on this machine, and {why}{_hint(model)}")
 
 
 def folder_here(model: str) -> Path | None:
-    """The folder that a name means, if it is one with a config.json and no name on the hub."""
+    """Returns the local folder that a name means, if it has a config.json."""
     path = Path(model).expanduser()
     return path if (path / "config.json").is_file() else None
 
 
 def check_tokenizer(model: str) -> None:
-    """Checks that a model's folder has a tokenizer's files.
-
-    Raises:
-        ModelLoadError: it has none, and transformers would ask for packages that do not help; or
-            one is broken.
-    """
+    """Raises ModelLoadError if a model's folder has no tokenizer files, or broken ones."""
     path = Path(model).expanduser()
     for name in _READ_BY_TOKENIZERS:
         if (path / name).exists():
             _check_json(path / name, "model" if name == "tokenizer.json" else "")
+    # transformers' own error would recommend packages that do not help.
     if path.is_dir() and not any(file for name in _TOKENIZERS for file in path.glob(name)):
         raise ModelLoadError(
             f"the folder {model} has no tokenizer: add its tokenizer.json and "
@@ -119,18 +110,20 @@ def _check_folder(path: Path) -> None:
         _check_json(config)
     elif found := sorted(path.glob("*.gguf")):
         raise ModelLoadError(f"the folder {path} has no config.json: give the file, {found[0]}")
-    elif not (path / "params.json").is_file():  # as Mistral publishes it
+    elif not (path / "params.json").is_file():  # Mistral's own format has it
         inner = [found.parent for name in _INNER for found in sorted(path.glob(name))]
-        near = f"; did you mean {inner[0]}?" if inner else ""
-        raise ModelLoadError(f"the folder {path} has no config.json: it is not a model's{near}")
+        suggestion = f"; did you mean {inner[0]}?" if inner else ""
+        raise ModelLoadError(
+            f"the folder {path} has no config.json: it is not a model's{suggestion}"
+        )
 
 
 def _check_json(path: Path, key: str = "") -> None:
-    """Checks a file of JSON, and whether it has a key; of a large one, whether it is whole."""
     try:
         text = path.read_bytes()
     except OSError as error:
         raise model_files.unreadable(path, error) from error
+    # Parsing a large file takes too long; its braces at least show that it is complete.
     if len(text) > _MOST_PARSED and text.lstrip()[:1] == b"{" and text.rstrip()[-1:] == b"}":
         return
     try:
@@ -145,49 +138,51 @@ def _check_json(path: Path, key: str = "") -> None:
 
 
 def _check_address(model: str) -> None:
-    """Addresses of buckets are vLLM's; one of the hub's pages has a name in it."""
+    # A page of the hub contains the name to use. Addresses of buckets are vLLM's business.
     if (page := _PAGE.match(model)) is not None:
         raise ModelLoadError(f"{model} is an address: give the model's name, {page['repo']}")
 
 
 def _cached(model: str) -> bool:
-    return any(_cache().joinpath(f"models--{model.replace('/', '--')}", "snapshots").glob("*"))
+    return any(
+        _cache_folder().joinpath(f"models--{model.replace('/', '--')}", "snapshots").glob("*")
+    )
 
 
-def _cache() -> Path:
+def _cache_folder() -> Path:
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
 
 
 def unreachable() -> str:
-    """Why nothing can be fetched from the hub; empty where something may."""
+    """Says why nothing can be downloaded from the hub; empty if something may be."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set, so that it is not fetched"
     address = urlsplit(constants.ENDPOINT)
-    if address.scheme in getproxies():
+    if address.scheme in getproxies():  # the proxy decides; a direct connection proves nothing
         return ""
     port = address.port or (80 if address.scheme == "http" else 443)
-    answered: list[bool] = []
+    connected: list[bool] = []
 
     def connect() -> None:
         try:
             with socket.create_connection((address.hostname, port), _CONNECT_S):
-                answered.append(True)
+                connected.append(True)
         except OSError:
             return
 
+    # In a thread, because the DNS lookup cannot be interrupted.
     thread = Thread(target=connect, daemon=True)
     thread.start()
     thread.join(_CONNECT_S)
     remedy = "check the network, or give the folder of a model"
-    return "" if answered else f"{address.hostname} does not answer: {remedy}"
+    return "" if connected else f"{address.hostname} does not answer: {remedy}"
 
 
-def _near(model: str) -> str:
-    """The names of models on this machine that are most like one."""
+def _hint(model: str) -> str:
     names = {name.rpartition("/")[2].lower(): name for name in cached()}
     wanted = re.split(r"[/:]", model.rstrip("/"))
     likely = [part.lower() for part in wanted if part]
@@ -198,6 +193,6 @@ def _near(model: str) -> str:
 
 
 def cached() -> list[str]:
-    """Names of the models in the hub's cache."""
-    found = sorted(_cache().glob("models--*"))
+    """Lists the models in the Hugging Face cache."""
+    found = sorted(_cache_folder().glob("models--*"))
     return [path.name.removeprefix("models--").replace("--", "/") for path in found]

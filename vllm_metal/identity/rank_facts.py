@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that tokens depend on but the request: what ranks of one server must have alike."""
+"""Collects the facts that tokens depend on apart from the request; all ranks must agree on them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def releases() -> dict[str, str]:
-    """Versions of the packages that compute, and the digest of the plugin's sources, by name."""
+    """Returns the versions of packages that compute, and the digest of the plugin's sources."""
     return {
         "vllm": version("vllm"),
         "vllm_metal": facts_of.sources(facts_of.NOT_IN_ENGINE),
@@ -29,18 +29,18 @@ def releases() -> dict[str, str]:
 
 
 def of(vllm_config: VllmConfig) -> dict[str, Any]:
-    """The facts of an engine whose weights are loaded; JSON has them unchanged.
+    """Returns the facts of an engine, unchanged by a round trip through JSON.
 
     Args:
-        vllm_config: after the platform's check.
+        vllm_config: after the platform's check; the weights must be on disk.
 
     Raises:
-        OSError: a file of the weights cannot be read.
+        OSError: a weight file cannot be read.
     """
     model = vllm_config.model_config
     memo = cache_dir() / "weights" / "digests.json"
     facts = network_facts(model)
-    del facts["model"]  # is what its weights and configuration are, wherever it lies
+    del facts["model"]  # weights and configuration identify it, wherever its files are
     return {
         **releases(),
         "device": envs.requested_device(),
@@ -52,5 +52,5 @@ def of(vllm_config: VllmConfig) -> dict[str, Any]:
 
 
 def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """In what another rank's facts differ from these, in one line; empty where they do not."""
+    """Describes in one line how another rank's facts differ; empty if they do not."""
     return "; ".join(differences(ours, theirs, "here"))
