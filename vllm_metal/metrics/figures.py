@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StepFigures: what a step adds to an engine's figures, and how /metrics and the log show them."""
+"""Defines StepFigures, the metrics of one step, and their form in the log."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import ClassVar
 
 from vllm_metal.metrics.metric import Metric
 
-#: Upper bounds in seconds: from a small model's step to a step at which streams stall.
+#: Upper bounds in seconds: from a step of a small model to one that stalls streams.
 _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _GIB = 2**30
 _BUSY = "Device time of steps, by the kind of their tokens: prompts (prefill), outputs (decode)."
-#: Whose figures these are, among all that a step's results bring.
+#: Key of these metrics among all metrics in a step's results.
 STEP = "step"
 
 
 @dataclass(frozen=True)
 class StepFigures:
-    """One step that was handed to the device, and the engine after it; None: not known.
+    """Metrics of one submitted step, and of the engine after it; None if unknown.
 
-    The step's meter measures those without a default. A figure that is measured elsewhere has the
-    default None: whoever builds a part of the step, a layer's plan say, calls `measure`; what is
-    known with the step's results alone goes into their `figures`.
+    `StepMeter` fills the fields without a default. Fields with the default None are measured
+    elsewhere: code that builds a part of the step calls `measure`; values known only with the
+    step's results go into their `figures`.
     """
 
     host_seconds: float = Metric(
@@ -33,14 +33,14 @@ class StepFigures:
         "Host time of a step until all of it was handed to the device.",
         buckets=_BUCKETS,
     ).field()
-    #: The most it may have taken; None: no token told when the step was over.
+    #: Upper bound; None: the step sampled no token, so its end is unknown.
     device_seconds: float | None = Metric(
         "histogram",
         "vllm:metal_step_device_seconds",
         "Time from a step's hand-over, or the end of the step before, until its tokens came.",
         buckets=_BUCKETS,
     ).field()
-    #: The two parts of `device_seconds`.
+    #: Parts of `device_seconds`, with `decode_seconds`.
     prefill_seconds: float | None = Metric(
         "counter", "vllm:metal_device_seconds", _BUSY, label=("kind", "prefill")
     ).field()
@@ -52,7 +52,7 @@ class StepFigures:
         "vllm:metal_device_memory_bytes",
         "Device memory that MLX holds: live arrays, and freed buffers it keeps to use again.",
     ).field()
-    #: None: nobody set a limit.
+    #: None: no limit.
     memory_budget_bytes: int | None = Metric(
         "gauge", "vllm:metal_memory_budget_bytes", "Limit of device memory that MLX may hold."
     ).field()
@@ -61,9 +61,9 @@ class StepFigures:
         "vllm:metal_failed_steps",
         ("Steps that failed: their requests ended with an error, and all others restarted."),
     ).field()
-    #: Rows that `prefill_seconds` are of. No metric: vLLM counts tokens of prompts itself.
+    #: Tokens that `prefill_seconds` was spent on. Not a metric: vLLM counts prompt tokens itself.
     prefill_rows: int | None = None
-    #: None: the step needed none that was not there.
+    #: None: the step needed no images, or all of them were cached.
     images_encoded: int | None = Metric(
         "counter",
         "vllm:metal_images_encoded",
@@ -75,8 +75,7 @@ class StepFigures:
 
 
 class _Measured(threading.local):
-    """What was measured of the step that is being built; one thread builds one step at a time."""
-
+    # Thread-local: each thread builds one step at a time.
     def __init__(self) -> None:
         self.figures: dict[str, float] = {}
 
@@ -85,18 +84,18 @@ _measured = _Measured()
 
 
 def measure(field: str, value: float = 1) -> None:
-    """Adds to a figure of the step that is being built, by its field of StepFigures."""
+    """Adds to a metric, by field of StepFigures, of the step that is being built."""
     _measured.figures[field] = _measured.figures.get(field, 0) + value
 
 
 def take_measured() -> dict[str, float]:
-    """All that was measured since the last call: the runner's, as a step begins and as it ends."""
+    """Returns and clears the measurements; the runner calls it at the start and end of a step."""
     found, _measured.figures = _measured.figures, {}
     return found
 
 
 class StepsInWords:
-    """The steps since the last line of the log, as that line shows them."""
+    """The steps since the last log line, as the next line shows them."""
 
     _MEANS: ClassVar = {"host": "host_seconds", "device": "device_seconds"}
 
@@ -106,7 +105,6 @@ class StepsInWords:
         self._counts = Counter[str]()
 
     def add(self, figures: StepFigures) -> None:
-        """Takes in a step."""
         self._newest = figures
         for name in self._MEANS.values():
             if (value := getattr(figures, name)) is not None:
@@ -114,7 +112,7 @@ class StepsInWords:
                 self._counts[name] += 1
 
     def words(self) -> list[str]:
-        """Parts of the line; none where there was no step."""
+        """Returns the parts of the line; none if there was no step."""
         if self._newest is None:
             return []
         memory = f"Device memory: {self._newest.device_memory_bytes / _GIB:.2f}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metric: how a figure is shown in /metrics, written beside the field that holds it."""
+"""Defines Metric, which says how /metrics shows a field, next to that field."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from typing import Any, Literal
 
 from prometheus_client import Counter, Gauge, Histogram
 
-#: A value as it is; what is added to a count; a count since the engine started; an observation.
+#: gauge: a value as it is; counter: an increment; total: a count since the engine started;
+#: histogram: an observation.
 Kind = Literal["gauge", "counter", "total", "histogram"]
 _KEY = "metric"
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric of an engine; fields whose metrics differ in `label` alone are series of one."""
+    """A metric of an engine; fields with the same metric except for `label` are series of one."""
 
     kind: Kind
-    name: str  # as Prometheus has it, without the `_total` of counters
+    name: str  # in Prometheus, without the `_total` of counters
     help: str
-    label: tuple[str, str] | None = None  # name and value; beside the model's and the engine's
-    buckets: tuple[float, ...] = ()  # upper bounds, of a histogram
+    label: tuple[str, str] | None = None  # name and value, in addition to model and engine
+    buckets: tuple[float, ...] = ()  # upper bounds of a histogram
 
     def field(self, default: Any = MISSING) -> Any:
-        """A field of a dataclass of figures, shown by this metric. None leaves it as it was."""
+        """Makes a dataclass field shown by this metric. None leaves the metric unchanged."""
         return dataclass_field(default=default, metadata={_KEY: self})
 
     def registered(self, labels: Sequence[str]) -> Gauge | Counter | Histogram:
-        """Makes it in Prometheus' registry, with labels before its own."""
+        """Registers the metric in Prometheus with `labels` before its own."""
         names = (*labels, *(self.label or ())[:1])
         if self.kind == "gauge":
             return Gauge(self.name, self.help, names, multiprocess_mode="mostrecent")
@@ -41,15 +42,10 @@ class Metric:
 
 
 class Shown:
-    """The metrics of figures in Prometheus' registry."""
+    """The Prometheus metrics of a dataclass."""
 
     def __init__(self, figures: type, labels: Sequence[str]) -> None:
-        """Registers them.
-
-        Args:
-            figures: a dataclass whose fields are made with `Metric.field`.
-            labels: names that all of them have.
-        """
+        """Registers the metrics of the fields made with `Metric.field`; all have `labels`."""
         every = ((each.name, each.metadata.get(_KEY)) for each in fields(figures))
         self._fields: dict[str, Metric] = {name: metric for name, metric in every if metric}
         by_name = {metric.name: metric for metric in self._fields.values()}
@@ -58,22 +54,21 @@ class Shown:
         }
 
     def of(self, *labels: str) -> Callable[[Mapping[str, Any]], None]:
-        """Has all begin for the values of `labels`; returns what takes in figures, by field."""
-        takers = []
+        """Creates the series for label values; returns a function that records a step, by field."""
+        recorders = []
         for name, metric in self._fields.items():
             series = self._by_name[metric.name].labels(*labels, *(metric.label or ())[1:])
-            takers.append((name, _taker(metric.kind, series)))
+            recorders.append((name, _recorder(metric.kind, series)))
 
-        def take(figures: Mapping[str, Any]) -> None:
-            for name, taker in takers:
+        def record(figures: Mapping[str, Any]) -> None:
+            for name, recorder in recorders:
                 if (value := figures[name]) is not None:
-                    taker(value)
+                    recorder(value)
 
-        return take
+        return record
 
 
-def _taker(kind: Kind, series: Any) -> Callable[[float], None]:
-    """What one value does to a series."""
+def _recorder(kind: Kind, series: Any) -> Callable[[float], None]:
     if kind == "total":
         return partial(_count_up_to, series, [0.0])
     simple: dict[Kind, str] = {"gauge": "set", "histogram": "observe", "counter": "inc"}
@@ -82,5 +77,6 @@ def _taker(kind: Kind, series: Any) -> Callable[[float], None]:
 
 
 def _count_up_to(series: Counter, before: list[float], value: float) -> None:
+    # `before` is a list of one number: the closure's state between calls.
     series.inc(value - before[0])
     before[0] = value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows figures that steps bring: in /metrics, and in one line of the log beside vLLM's."""
+"""Shows the steps' metrics in /metrics, and in one log line next to vLLM's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = init_logger(__name__)
 
 
 class MetalStatLogger(AggregateStatLoggerBase):
-    """Gets each step's statistics in the server's process, and its figures with them."""
+    """Receives each step's statistics and metrics in the server's process."""
 
     def __init__(
         self,
@@ -31,20 +31,23 @@ class MetalStatLogger(AggregateStatLoggerBase):
         vllm_config: VllmConfig,
         engine_indexes: list[int],
     ) -> None:
-        """Registers the metrics; vLLM's own must be there, for it drops all others of its prefix.
+        """Registers the metrics.
 
         Args:
-            others: of a configuration, the dataclasses of figures that come beside a step's, by
-                whose they are.
+            others: returns a configuration's metrics dataclasses other than a step's, by source.
             vllm_config: of the engines.
-            engine_indexes: by which vLLM tells them apart.
+            engine_indexes: vLLM's ids of the engines.
         """
+        # After vLLM has registered its own metrics: it first drops all others with its prefix.
         model_name = str(vllm_config.model_config.served_model_name)
-        kinds = {STEP: StepFigures, **others(vllm_config)}
-        shown = {whose: Shown(kind, ("model_name", "engine")) for whose, kind in kinds.items()}
+        types = {STEP: StepFigures, **others(vllm_config)}
+        shown = {
+            source: Shown(metrics_type, ("model_name", "engine"))
+            for source, metrics_type in types.items()
+        }
         self._engines = {
             index: _Engine(
-                index, {whose: each.of(model_name, str(index)) for whose, each in shown.items()}
+                index, {source: each.of(model_name, str(index)) for source, each in shown.items()}
             )
             for index in engine_indexes
         }
@@ -56,12 +59,12 @@ class MetalStatLogger(AggregateStatLoggerBase):
         mm_cache_stats: MultiModalCacheStats | None = None,
         engine_idx: int = 0,
     ) -> None:
-        """Takes what a step brought; called once a step or so."""
+        """Records a step's metrics; called about once per step."""
         if scheduler_stats is not None and engine_idx in self._engines:
             self._engines[engine_idx].record(scheduler_stats)
 
     def log(self) -> None:
-        """Writes a line for each engine that has computed something since the last."""
+        """Logs a line for each engine that has computed something since its last line."""
         for engine in self._engines.values():
             engine.log()
 
@@ -70,12 +73,10 @@ class MetalStatLogger(AggregateStatLoggerBase):
 
 
 class _Engine:
-    """One engine's metrics, and what has come since its last line in the log."""
-
     def __init__(self, index: int, show: Mapping[str, Callable[[Mapping[str, Any]], None]]) -> None:
         self._index = index
         self._show = show
-        self._prefix_cache = CachingMetrics()  # of as many requests as in vLLM's own line
+        self._prefix_cache = CachingMetrics()  # over as many requests as vLLM's own line
         self._reset()
 
     def _reset(self) -> None:
@@ -88,8 +89,8 @@ class _Engine:
             self._num_drafted += drafts.num_draft_tokens
             self._num_accepted += drafts.num_accepted_tokens
         sent = step_result.take_figures(stats)
-        for whose, values in sent.items():
-            self._show[whose](values)
+        for source, values in sent.items():
+            self._show[source](values)
         if STEP in sent:
             self._steps.add(StepFigures(**sent[STEP]))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long steps take the host and the device, without a wait for the device."""
+"""Measures host and device times of steps without waiting for the device."""
 
 from __future__ import annotations
 
@@ -11,48 +11,44 @@ from dataclasses import dataclass
 
 @dataclass
 class StepTimes:
-    """Times of one step, filled in as it goes on; seconds, by the clock where they are moments."""
+    """Times of one step in seconds, filled in as it proceeds."""
 
-    handed_over: float  # when its hand-over to the device began
-    host_seconds: float = 0.0  # of laying it out and handing it over
-    accepted_known: float | None = None  # when the host had its tokens
+    handed_over: float  # time at which its submission to the device began
+    host_seconds: float = 0.0  # of preparation and submission
+    accepted_known: float | None = None  # time at which the host had its tokens
 
 
 class StepClock:
-    """Times the steps of one engine, which are laid out, handed over and known in this order.
+    """Times the steps of one engine, which are prepared, submitted and completed in this order.
 
-    Host time is that of the worker's two calls for a step. It leaves out the wait for the step
-    before where drafts follow its tokens. It has in it the other waits of a call: for drafts of a
-    network, and for the step before where MLX's scatter writes the pool (the CPU device).
-
-    Device time runs from the begin of a step's hand-over, or from the end of the step before where
-    that is later, until the host has the step's tokens. So it is the most that the device took:
-    where the host comes late for the tokens, it is the host's time. Steps that sample nothing are
-    not seen to end, and are measured together with the next one that does.
+    Device time is an upper bound: from the start of a step's submission, or the end of the step
+    before if that is later, until the host has the step's tokens.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        """
-        Args:
-            now: the clock, in seconds.
-        """
         self._now = now
-        self._host = 0.0  # of the step that is being laid out
-        self._waited = 0.0  # ever
-        self._newest: StepTimes | None = None  # the step handed over last
-        self._unseen: float | None = None  # hand-over of the first step that was not seen to end
+        # Host time of the worker's two calls for the current step. It excludes the wait for the
+        # previous step if drafts follow that step's tokens. It includes other waits of a call: for
+        # drafts of a network, and for the previous step if MLX's scatter writes the pool (on the
+        # CPU device).
+        self._host = 0.0
+        self._waited = 0.0  # total of all `waiting`
+        self._newest: StepTimes | None = None  # the step submitted last
+        # Submission time of the first step without a visible end. Such steps sample nothing, and
+        # are measured together with the next step that does.
+        self._unseen: float | None = None
         self._last_end = float("-inf")
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Stands around the layout of a step, which may turn out to have nothing scheduled."""
+        """Measures the preparation of a step, which may turn out to be empty."""
         self._host = 0.0
         with self._on_host():
             yield
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Stands around what may wait for the tokens of the step before: not the host's time."""
+        """Excludes a possible wait for the previous step's tokens from host time."""
         began = self._now()
         try:
             yield
@@ -60,13 +56,13 @@ class StepClock:
             self._waited += self._now() - began
 
     def accepted_known(self) -> None:
-        """The host has the tokens of the step that was handed over last."""
+        """Call when the host has the tokens of the step submitted last."""
         if self._newest is not None and self._newest.accepted_known is None:
             self._newest.accepted_known = self._now()
 
     @contextmanager
     def submitting(self) -> Iterator[StepTimes]:
-        """Stands around the hand-over of the step that was laid out last."""
+        """Measures the submission of the step prepared last."""
         step = StepTimes(self._now())
         with self._on_host():
             yield step
@@ -82,24 +78,20 @@ class StepClock:
             self._host += self._now() - began - (self._waited - waited)
 
     def end(self, step: StepTimes, sampled: bool) -> float | None:
-        """The host has a step's results.
+        """Records a step's end; returns its device seconds, or None if it sampled nothing.
 
-        Args:
-            step: the oldest that has not ended.
-            sampled: whether tokens are among the results.
-
-        Returns:
-            Seconds that the device took; None where nothing was sampled.
+        `step` is the oldest that has not ended.
         """
         began = step.handed_over if self._unseen is None else self._unseen
         if not sampled:
             self._unseen = began
             return None
+        # If the host is late to read the tokens, this is the host's time.
         ended = self._now() if step.accepted_known is None else step.accepted_known
         seconds = max(0.0, ended - max(began, self._last_end))
         self._unseen, self._last_end = None, ended
         return seconds
 
     def drop(self) -> None:
-        """A step failed: what is in flight is lost, and what comes next starts now."""
+        """Call when a step failed: steps in flight are lost, and timing restarts now."""
         self._unseen, self._last_end = None, self._now()

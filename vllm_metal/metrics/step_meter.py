@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends a step's figures with its results: times, and rows by what they are for."""
+"""Adds a step's metrics to its results: times, and tokens by purpose."""
 
 from __future__ import annotations
 
@@ -19,20 +19,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepRows:
-    """Rows by what they are for; each is one token in one forward pass."""
+    """Tokens by purpose; each is one token in one forward pass."""
 
-    prefill: int = 0  # of prompts, and of texts computed again after they were preempted
-    decode: int = 0  # newest tokens of answers, and drafts to verify
+    prefill: int = 0  # of prompts, and of requests recomputed after preemption
+    decode: int = 0  # newest output tokens, and drafts to verify
 
     @staticmethod
     def of(step: SchedulerOutput) -> StepRows:
-        """Counts the rows of a step.
-
-        Args:
-            step: after its forward was built; rows reserved for drafts that got none are left out.
-        """
+        """Counts the tokens of a step after its forward was built."""
         cached = step.scheduled_cached_reqs
         outputs = dict(zip(cached.req_ids, cached.num_output_tokens, strict=True))
+        # Tokens reserved for drafts that were never made.
         left_out = step.num_invalid_spec_tokens or {}
         prefill = decode = 0
         for req_id, rows in step.num_scheduled_tokens.items():
@@ -48,35 +45,30 @@ class StepRows:
 
     @property
     def prefill_share(self) -> float:
-        """Prompts' part of all rows; 0 where there are none."""
+        """Prompts' share of all tokens; 0 if there are none."""
         return self.prefill / total if (total := self.prefill + self.decode) else 0.0
 
 
 class StepMeter:
-    """Makes the figures of one engine's steps, whose results come in the order of the steps."""
+    """Makes the metrics of one engine's steps, whose results come in the order of the steps."""
 
     def __init__(
         self, clock: StepClock, budget: int | None, num_failures: Callable[[], int]
     ) -> None:
-        """
-        Args:
-            clock: that times the steps.
-            budget: bytes that MLX is held to; None: nobody set a limit.
-            num_failures: steps that failed since the engine started.
+        """Stores what metrics are computed from.
+
+        `budget` is MLX's memory limit in bytes, None if unlimited; `num_failures` counts the failed
+        steps since the engine started.
         """
         self._clock = clock
         self._budget = budget
         self._num_failures = num_failures
-        self._rows = StepRows()  # of steps whose device time is not known yet
+        self._rows = StepRows()  # of steps whose device time is still unknown
 
     def measured(
         self, output: AsyncModelRunnerOutput, step: StepTimes, rows: StepRows
     ) -> StepResult:
-        """The results of a step that was handed over, with its figures; waits for the device.
-
-        Its device time is divided by rows: a row of a prompt and one of an answer that are computed
-        together cost the same.
-        """
+        """Waits for the device, and returns a submitted step's results with its metrics."""
         result = output.get_output()
         assert isinstance(result, StepResult)
         self._rows += rows
@@ -86,6 +78,7 @@ class StepMeter:
         prefill_seconds = decode_seconds = prefill_rows = None
         device_seconds = self._clock.end(step, has_results(result))
         if device_seconds is not None:
+            # In one forward pass, a prompt token and an output token cost the same.
             prefill_seconds = device_seconds * self._rows.prefill_share
             decode_seconds = device_seconds - prefill_seconds
             prefill_rows = self._rows.prefill
