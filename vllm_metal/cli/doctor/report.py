@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints findings and writes them to a file, without secrets and names of user and machine.
-
-Only commands on the user's own terminal keep their paths.
-"""
+"""Prints findings and writes them to a file, without secrets or names of user and machine."""
 
 from __future__ import annotations
 
@@ -22,15 +19,15 @@ from typing import Any, Literal
 from vllm_metal.settings.secret_file import write_private
 
 Status = Literal["ok", "warning", "failed"]
-#: What a user can do where we are at fault.
+#: Advice for failures that are our fault.
 REPORT_IT = "Attach the report to a bug report."
 REPORT_BUG = "This is a bug: attach the report to a bug report."
-#: Lines of a process's output that are printed where it failed; all that are kept are in the file.
+#: Lines of a failed process's output that are printed; the file has all that are kept.
 SHOWN_LINES = 15
 _INDENT = " " * 9
-#: Variables whose values no report has, whatever process prints them.
+#: Variables whose values never appear in a report, whatever process prints them.
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW", re.IGNORECASE)
-#: Addresses in a network; 127.* and 0.* are the same on every machine.
+#: IP addresses; 127.* and 0.* identify nobody.
 _ADDRESSES = (
     re.compile(r"\b(?!127\.|0\.)\d{1,3}(?:\.\d{1,3}){3}\b"),
     re.compile(r"(?<![\w:])(?:[0-9a-fA-F]{0,4}:){3,7}[0-9a-fA-F]{0,4}(?![\w:])"),
@@ -39,13 +36,13 @@ _ADDRESSES = (
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found, and what to do about it."""
+    """The result of one check, and what to do about it."""
 
     name: str  # of the check
     status: Status
     seen: str  # one line
-    advice: str = ""  # what the user can do; empty: nothing
-    #: Lines that a process printed; the last are shown if the check failed.
+    advice: str = ""  # what the user can do
+    #: Output of a process; the last lines are shown if the check failed.
     log: tuple[str, ...] = ()
 
 
@@ -53,13 +50,7 @@ class Report:
     """Prints findings, and writes them to a JSON file that is complete after each of them."""
 
     def __init__(self, path: Path) -> None:
-        """
-        Args:
-            path: file to write, or to replace.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Creates or replaces the file at `path`; raises OSError if it cannot be written."""
         self._path = path
         self._findings: list[Finding] = []
         self._facts: dict[str, Any] = {}
@@ -70,11 +61,11 @@ class Report:
 
     @property
     def failed(self) -> list[str]:
-        """The checks that failed."""
+        """Names of the checks that failed."""
         return [finding.name for finding in self._findings if finding.status == "failed"]
 
     def add(self, finding: Finding) -> None:
-        """Prints a finding and writes it."""
+        """Prints and writes a finding."""
         self._findings.append(finding)
         self._write(complete=False)
         self._clear()
@@ -87,18 +78,18 @@ class Report:
         sys.stdout.flush()
 
     def add_facts(self, **facts: Any) -> None:
-        """Writes facts that are in no finding; the values must be JSON."""
+        """Writes facts that are part of no finding; the values must be JSON."""
         self._facts |= facts
         self._write(complete=False)
 
     def announce(self, text: str) -> None:
-        """Prints what begins now, where it takes a while."""
+        """Prints what starts now, if it takes a while."""
         self._clear()
         self._print(f"{'...':8} {text}", indent=_INDENT)
         sys.stdout.flush()
 
     def show(self, lines: Iterable[str]) -> None:
-        """Prints lines of a table as they are."""
+        """Prints the lines of a table as they are."""
         self._clear()
         for line in lines:
             print(self._without_names(line), flush=True)
@@ -111,21 +102,21 @@ class Report:
             print(f"\r{line[:width]}\033[K", end="", file=sys.stderr, flush=True)
 
     def close(self) -> int:
-        """Prints the outcome; returns the exit status: 1 if anything failed."""
+        """Prints the outcome; returns the exit status, 1 if anything failed."""
         self._write(complete=True)
         self._clear()
         warnings = sum(finding.status == "warning" for finding in self._findings)
         if failed := self.failed:
             print(f"\nFailed: {', '.join(failed)}. The whole report is {self._path}")
         else:
-            said = "Nothing failed" if warnings else "All is well"
-            said += f", {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
-            print(f"\n{said}. Report: {self._path}")
+            summary = "Nothing failed" if warnings else "All is well"
+            summary += f", {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
+            print(f"\n{summary}. Report: {self._path}")
         return 1 if failed else 0
 
     def _print(self, text: str, indent: str) -> None:
         width = max(shutil.get_terminal_size((100, 24)).columns, 60)
-        # A command keeps its line and its paths, so that it can be copied.
+        # A command keeps its line and its paths, so that it can be copied. Nothing else does.
         if " pip install " in text:
             print(text)
             return
@@ -147,7 +138,6 @@ class Report:
         write_private(self._path, json.dumps(self._cleaned(found), indent=1) + "\n")
 
     def _cleaned(self, value: Any) -> Any:
-        """The JSON value, with the names replaced in each of its strings."""
         if isinstance(value, str):
             return self._without_names(value)
         if isinstance(value, dict):
@@ -163,18 +153,20 @@ class Report:
 
 
 def _private_words() -> list[tuple[re.Pattern[str], str]]:
-    """Patterns of secrets and of what identifies the user, with what is written instead."""
+    """Returns patterns of secrets and of what identifies the user, with replacements."""
     home, host = Path.home(), platform.node()
     secrets = {value for name, value in os.environ.items() if _SECRET.search(name)}
-    # Both: on macOS some folders are links. The longer first, as it may contain the other.
+    # Both paths, because some folders are links on macOS; the longer first, as it may contain the
+    # other.
     homes = sorted({str(home), os.path.realpath(home)}, key=len, reverse=True)
-    # First, as they may contain what the others replace; shorter ones are parts of words.
+    # Secrets first, because they may contain what other patterns replace. Shorter values would
+    # match parts of words.
     words = [(re.compile(re.escape(value)), "SECRET") for value in secrets if len(value) >= 8]
     words += [(address, "ADDRESS") for address in _ADDRESSES]
     words += [(re.compile(rf"{re.escape(path)}(?![\w.-])"), "~") for path in homes if path != "/"]
     if user := home.name:
         words.append((re.compile(rf"(?<=/){re.escape(user)}\b|\b{re.escape(user)}(?=@)"), "USER"))
     for name in {host, host.partition(".")[0]}:
-        if len(name) > 3:  # shorter ones are parts of words
+        if len(name) > 3:  # shorter names would match parts of words
             words.append((re.compile(rf"\b{re.escape(name)}\b"), "HOST"))
     return words

@@ -31,11 +31,7 @@ from vllm_metal.settings.extras import install_advice
 def run(args: Namespace) -> int:
     """Runs the checks, prints and writes each finding, and returns the exit status.
 
-    Args:
-        args: of `vllm_metal.cli.main`.
-
-    Raises:
-        OSError: the report cannot be written.
+    Raises OSError if the report cannot be written.
     """
     found = Report(args.report)
     wired = machine.wired_bytes()
@@ -66,7 +62,7 @@ def _guarded(found: Report, name: str) -> Iterator[None]:
 
 
 def _look_at_machine(found: Report, model_name: str | None) -> Ended:
-    """Checks the machine; returns what MLX says of it."""
+    """Checks the machine; returns what MLX reports."""
     found.add_facts(versions=packages.versions(), environment=dict(machine.settings()))
     with _guarded(found, "facts"):
         found.add_facts(machine=machine.facts(), crash_reports=machine.crash_reports())
@@ -86,16 +82,15 @@ def _look_at_machine(found: Report, model_name: str | None) -> Ended:
     looked = machine.look_at_device(found.progress)
     found.add(machine.check_device(looked, _requested()))
     if looked.ok:
-        found.add_facts(**{name: said for name, said in looked.told.items() if name != "stage"})
+        found.add_facts(**{name: value for name, value in looked.told.items() if name != "stage"})
         found.add(machine.check_memory(looked.told, model.expected_weights(model_name)))
     return looked
 
 
 def _requested() -> envs.Device | None:
-    """The requested device; None also for a wrong value, which the check of settings reports."""
     try:
         return envs.requested_device()
-    except ValueError:
+    except ValueError:  # the check of settings reports it
         return None
 
 
@@ -139,16 +134,16 @@ def _time_engine(found: Report, chosen: Model, quick: bool) -> None:
     if not timed.ok:
         found.add(speed.check_speed(timed, timed))
         return
-    # mlx-lm with the model's dtype and the lengths of the engine.
-    alike = (str(timed.told[name]) for name in ("dtype", "num_prompt", "num_answer"))
-    alone = engine.run_child(chosen, found.progress, "mlx_lm_alone", "time", *alike)
+    # mlx-lm gets the engine's dtype and lengths.
+    arguments = (str(timed.told[name]) for name in ("dtype", "num_prompt", "num_answer"))
+    alone = engine.run_child(chosen, found.progress, "mlx_lm_alone", "time", *arguments)
     found.add(speed.check_speed(timed, alone, _requested()))
     found.add_facts(speed={"engine": timed.told, "mlx-lm": alone.told})
 
 
 @contextmanager
 def _model(found: Report, name: str | None) -> Iterator[Model]:
-    """The model to try; adds a finding if the embedded one cannot be used."""
+    """Yields the model to try; adds a finding if the embedded one cannot be used."""
     if name is not None:
         yield Model(name, name, local=Path(name).exists())
         return
@@ -181,7 +176,7 @@ def _try_kernels(found: Report, looked: Ended, args: Namespace) -> None:
         found.add_facts(kernels="not run: MLX does not run")
         found.add(Finding("kernels", "warning", "not run: correct what failed above first"))
         return
-    # Imports MLX, which a child process has shown to work.
+    # Imports MLX; a child process has shown that this works.
     from vllm_metal.cli.doctor import kernels
     from vllm_metal.device.record import Record
 
@@ -194,7 +189,7 @@ def _try_kernels(found: Report, looked: Ended, args: Namespace) -> None:
         return
     on_metal = bool(looked.told["metal"])
     wanted = kernels.wanted_cases(args.quick, args.all)
-    record = Record() if on_metal else None  # what an interpreter finds says nothing of a GPU
+    record = Record() if on_metal else None  # interpreted results do not apply to a GPU
     if args.again and record is not None:
         record.forget()
     found.announce(f"kernels, for {len(wanted)} kinds of layer")
@@ -202,9 +197,9 @@ def _try_kernels(found: Report, looked: Ended, args: Namespace) -> None:
     outcomes = []
     budget = kernels.BUDGET if on_metal and not args.all else None
     checked = kernels.check(wanted, runner, found.progress, record, budget)
-    for case, alike in itertools.groupby(checked, key=lambda outcome: outcome.case):
-        outcomes += (last := list(alike))
-        found.show([kernels.row(case, last)])
+    for case, group in itertools.groupby(checked, key=lambda outcome: outcome.case):
+        outcomes += (of_case := list(group))
+        found.show([kernels.row(case, of_case)])
         found.add_facts(how=runner.how, kernels=[outcome.to_json() for outcome in outcomes])
     found.show(kernels.legend(outcomes))
     found.add(kernels.finding(outcomes, on_metal))

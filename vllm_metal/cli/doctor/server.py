@@ -20,7 +20,7 @@ from vllm_metal.device.child import LIMITS, Child, Ended, Progress, TookTooLong,
 _NAME = "engine, as a server"
 _SERVED = "doctor"  # the model's name in requests
 _POLL = 0.25  # seconds
-#: Between two answers, so that macOS may take back what the GPU does not use.
+#: Pause between two answers, long enough for macOS to take back unused GPU memory.
 IDLE_SECONDS = 5.0
 _GENERATED = "vllm:generation_tokens_total"
 _ADVICE = {
@@ -30,7 +30,7 @@ _ADVICE = {
 
 
 class WrongAnswer(Exception):
-    """The server's answer is not what it should be."""
+    """The server's answer is wrong."""
 
 
 def try_server(
@@ -43,30 +43,28 @@ def try_server(
 ) -> Finding:
     """Runs `vllm serve` on a free loopback port, from its start to Ctrl-C.
 
-    It ends with this process, however that ends.
+    The server also ends with this process, however that ends.
 
     Args:
-        model: to serve.
-        small_pool: whether to limit the KV cache to KV_CACHE_BYTES; else vLLM's default holds.
-        progress: called with the name of each stage.
-        command: of the process; host and port are appended.
+        small_pool: whether to limit the KV cache to KV_CACHE_BYTES; else vLLM's default.
+        command: process to run instead; host and port are appended.
         limits: seconds by stage.
-        idle_seconds: without a request, before the last of three.
+        idle_seconds: pause before the last of three requests.
     """
     port = free_port()
-    # With the user's key the server would refuse the doctor, and the log might show the key.
+    # With the user's key the server would reject the doctor, and the log might show the key.
     variables = environment(model) | {"VLLM_API_KEY": None}
     with (
-        lifeline() as followed,
+        lifeline() as read_end,
         Child(
             [
-                *(command or _serve(model, small_pool, followed)),
+                *(command or _serve(model, small_pool, read_end)),
                 *("--host", HOST, "--port", str(port)),
             ],
             variables,
-            pass_fds=[followed],
+            pass_fds=[read_end],
         ) as child,
-        # Not through the user's proxy.
+        # Bypasses the user's proxy.
         httpx.Client(base_url=f"http://{HOST}:{port}", trust_env=False, timeout=30) as client,
     ):
         stages = _stages(child, client, limits, idle_seconds)
@@ -83,16 +81,16 @@ def try_server(
     return _failed(ended) if not ended.ok else _passed(ended)
 
 
-def _serve(model: Model, small_pool: bool, followed: int) -> tuple[str, ...]:
+def _serve(model: Model, small_pool: bool, read_end: int) -> tuple[str, ...]:
     pool = ("--kv-cache-memory-bytes", str(KV_CACHE_BYTES)) if small_pool else ()
     options = ("--served-model-name", _SERVED, "--max-model-len", "-1", *pool)
-    return python(OWN_SERVER, str(followed), "-1", "serve", model.argument, *options)
+    return python(OWN_SERVER, str(read_end), "-1", "serve", model.argument, *options)
 
 
 def _stages(
     child: Child, client: httpx.Client, limits: Mapping[str, float], idle_seconds: float
 ) -> Iterator[str]:
-    """Yields each stage before it begins; returns after Ctrl-C was sent, or the server ended."""
+    """Yields each stage before it starts; returns after Ctrl-C, or once the server has ended."""
     yield "loading the model"
     if not _is_up(child, client, limits["loading the model"]):
         return
@@ -100,11 +98,11 @@ def _stages(
     child.told |= _ask(client, limits["answering"])
     if (generated := _metric(client)) < NUM_TOKENS:
         raise WrongAnswer(f"/metrics says {_GENERATED} {generated:g} after {NUM_TOKENS} tokens")
-    at_once = _ask(client, limits["answering"])
+    again = _ask(client, limits["answering"])
     time.sleep(idle_seconds)
     after = _ask(client, limits["answering"])
     child.told |= {
-        "again_first_seconds": at_once["first_seconds"],
+        "again_first_seconds": again["first_seconds"],
         "idle_seconds": idle_seconds,
         "idle_first_seconds": after["first_seconds"],
     }
@@ -113,10 +111,9 @@ def _stages(
 
 
 def _is_up(child: Child, client: httpx.Client, limit: float) -> bool:
-    """Waits until /health answers; False: the process has ended."""
     deadline = time.monotonic() + limit
     while child.alive:
-        with suppress(httpx.TransportError):  # no one listens yet
+        with suppress(httpx.TransportError):  # nobody listens yet
             if client.get("/health").status_code == 200:
                 return True
         if time.monotonic() > deadline:
@@ -126,11 +123,6 @@ def _is_up(child: Child, client: httpx.Client, limit: float) -> bool:
 
 
 def _ask(client: httpx.Client, limit: float) -> dict[str, float]:
-    """Asks for a streamed answer and checks it.
-
-    Returns:
-        Seconds to the first piece, and to the end.
-    """
     asked = time.monotonic()
     first, last, usage = None, "", 0
     for last in _stream(client, limit):
@@ -146,7 +138,6 @@ def _ask(client: httpx.Client, limit: float) -> dict[str, float]:
 
 
 def _stream(client: httpx.Client, limit: float) -> Iterator[str]:
-    """The lines of an answer as they arrive: to a message, or else, to a mere prompt."""
     body: dict[str, object] = {
         "model": _SERVED,
         "temperature": 0,
@@ -155,19 +146,20 @@ def _stream(client: httpx.Client, limit: float) -> Iterator[str]:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    ways: dict[str, dict[str, object]] = {
+    # A model without a chat template gets the plain prompt instead.
+    requests: dict[str, dict[str, object]] = {
         "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}]},
         "/v1/completions": {"prompt": PROMPT},
     }
-    for path, asked in ways.items():
-        with client.stream("POST", path, json=body | asked, timeout=limit) as reply:
+    for path, prompt in requests.items():
+        with client.stream("POST", path, json=body | prompt, timeout=limit) as reply:
             if reply.status_code == 200:
                 yield from filter(None, reply.iter_lines())
                 return
-            refused = f"HTTP status {reply.status_code}: {reply.read().decode(errors='replace')}"
-        if reply.status_code != 400 or "chat template" not in refused.lower():  # a chat model
+            error = f"HTTP status {reply.status_code}: {reply.read().decode(errors='replace')}"
+        if reply.status_code != 400 or "chat template" not in error.lower():  # a real error
             break
-    raise WrongAnswer(refused[:500])
+    raise WrongAnswer(error[:500])
 
 
 def _metric(client: httpx.Client) -> float:
@@ -187,11 +179,11 @@ def _passed(ended: Ended) -> Finding:
     if ended.told["stage"] != "shutting down":
         seen = f"ended by itself with exit status 0 while {ended.told['stage']}"
         return Finding(_NAME, "failed", seen, REPORT_BUG, ended.lines)
-    told = ended.told
+    took = ended.told
     seen = (
-        f"{NUM_TOKENS} tokens streamed in {told['answer_seconds']:.1f} s, the first after "
-        f"{told['first_seconds']:.1f} (asked again: {told['again_first_seconds']:.2f}, and "
-        f"{told['idle_first_seconds']:.2f} after {told['idle_seconds']:g} s idle); Ctrl-C ended it "
+        f"{NUM_TOKENS} tokens streamed in {took['answer_seconds']:.1f} s, the first after "
+        f"{took['first_seconds']:.1f} (asked again: {took['again_first_seconds']:.2f}, and "
+        f"{took['idle_first_seconds']:.2f} after {took['idle_seconds']:g} s idle); Ctrl-C ended it "
         f"with exit status 0, {ended.seconds:.0f} s in all"
     )
     return Finding(_NAME, "ok", seen, log=ended.lines)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed of an engine beside mlx-lm's own, and of a step after the device was idle.
+"""Compares an engine's speed with mlx-lm's, and a step after a pause with a usual one.
 
-Figures never fail: they depend on what else the machine does. They warn, and say what to send.
+Speed never fails a check, because it depends on the machine's load; it only causes warnings.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from vllm_metal.device.child import Ended
 from vllm_metal.settings.envs import Device
 
 GIB = 2**30
-#: Of mlx-lm's speed, below which a warning is given. vLLM's Python takes a millisecond or two a
-#: step, which halves the speed of the smallest models on fast Macs, and is little beside others.
+#: Minimum share of mlx-lm's speed without a warning. vLLM's Python code takes 1 to 2 ms per step,
+#: which halves the speed of the smallest models on fast Macs, and matters little for others.
 LEAST_RATIO = 0.5
-#: The same for tokens of models from so many parameters on, those that a token uses: a step takes a
-#: GPU longer than the host, which is hidden.
+#: The same for decode of models with at least so many parameters per token: their steps take the
+#: GPU longer than the host, whose time is hidden.
 LEAST_RATIO_LARGE, LARGE = 0.85, 2.8e9
-#: A step after a pause that takes so many times a step's usual time, and so much longer (seconds),
-#: is one that a person notices before each answer.
+#: Minimum ratio and difference (in seconds) to a usual step that make a step after a pause
+#: noticeable before each answer.
 MOST_IDLE_RATIO, MOST_IDLE_SECONDS = 3.0, 0.1
 _SMALLER = (
     "macOS takes back memory that the GPU has not used for a while. A smaller KV cache is back "
@@ -27,12 +27,10 @@ _SMALLER = (
 
 
 def check_speed(timed: Ended, alone: Ended, device: Device | None = None) -> Finding:
-    """Compares tokens a second with mlx-lm's; see LEAST_RATIO and LEAST_RATIO_LARGE.
+    """Compares tokens/s with mlx-lm's; see LEAST_RATIO and LEAST_RATIO_LARGE.
 
-    Args:
-        timed: the engine's process.
-        alone: mlx-lm's.
-        device: of both. On a CPU, which other programs share, no ratio is a reason to warn.
+    `timed` and `alone` are the processes of the engine and of mlx-lm. On a CPU, which other
+    programs share, no ratio causes a warning.
     """
     name = "speed beside mlx-lm"
     for tried, who in ((timed, "the engine's"), (alone, "mlx-lm's")):
@@ -67,17 +65,17 @@ def _least(alone: Ended) -> float:
 
 
 def check_idle(timed: Ended) -> Finding:
-    """Compares a decode step after a pause with one at once; see MOST_IDLE_RATIO."""
+    """Compares a decode step after a pause with a usual one; see MOST_IDLE_RATIO."""
     name = "a step after the device was idle"
     if not timed.ok:
         seen = f"not timed: the engine's process {timed.how}"
         return Finding(name, "warning", seen, REPORT_IT, timed.lines)
-    told = timed.told
-    once, after = told["step_seconds"], told["step_after_idle_seconds"]
+    reported = timed.told
+    usual, after = reported["step_seconds"], reported["step_after_idle_seconds"]
     seen = (
-        f"{1000 * after:.1f} ms after {told['idle_seconds']:g} s, {1000 * once:.1f} at once: "
-        f"{after / once:.1f} times as long"
+        f"{1000 * after:.1f} ms after {reported['idle_seconds']:g} s, {1000 * usual:.1f} at once: "
+        f"{after / usual:.1f} times as long"
     )
-    if after > MOST_IDLE_RATIO * once and after - once > MOST_IDLE_SECONDS:
+    if after > MOST_IDLE_RATIO * usual and after - usual > MOST_IDLE_SECONDS:
         return Finding(name, "warning", seen, f"{_SMALLER} {REPORT_IT}")
     return Finding(name, "ok", seen)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-metal doctor --tune`: finds what kernels are quickest with on this Mac, and keeps it."""
+"""`vllm-metal doctor --tune`: finds the fastest kernel settings for this Mac, and stores them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from vllm_metal.device.child import Child, Ended, Progress, TookTooLong, python
 from vllm_metal.device.tuned import Choices
 from vllm_metal.settings import envs
 
-#: Seconds after which no other search begins, so that all of it takes three minutes: the one that
-#: runs may take 50 more, and the values of what each needs a process some 50.
+#: Seconds after which no search starts, so that tuning takes three minutes: a running search may
+#: take 50 s more, and choices that need a process per value some 50 s.
 SECONDS = 75.0
-#: Of one search, which has 24 timings of two seconds at most; only a hang is longer.
+#: Time limit of one search in seconds. A search has at most 24 timings of 2 s; only a hang is
+#: longer.
 _LIMIT = 180.0
 _NAME = "tuner"
 _SHARE_IT = "Attach the report to an issue, so that chips like yours begin with what yours found."
@@ -27,10 +28,10 @@ _SHARE_IT = "Attach the report to an issue, so that chips like yours begin with 
 
 @dataclass(frozen=True)
 class Commands:
-    """The processes that time."""
+    """The processes that measure."""
 
     search: tuple[str, ...]
-    process: tuple[str, ...]  # takes a name of OF_PROCESSES behind it
+    process: tuple[str, ...]  # completed by a name in OF_PROCESSES
 
     @staticmethod
     def of_doctor(full: bool) -> Commands:
@@ -46,7 +47,7 @@ class Tuning:
     choices: Choices
     facts: dict[str, float] = field(default_factory=dict)
     shares: list[dict[str, Any]] = field(default_factory=list)
-    chosen: list[dict[str, Any]] = field(default_factory=list)  # in words, with gains
+    chosen: list[dict[str, Any]] = field(default_factory=list)  # choices in words, with gains
     timings: list[dict[str, Any]] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
@@ -55,7 +56,7 @@ class Tuning:
 
 
 class Died(Exception):
-    """A process that times ended otherwise than it should."""
+    """A measuring process did not end as it should."""
 
     def __init__(self, ended: Ended) -> None:
         super().__init__(ended.how)
@@ -63,14 +64,9 @@ class Died(Exception):
 
 
 def run(args: Namespace) -> int:
-    """Tunes this machine, prints and writes what was found, and returns the exit status.
+    """Tunes this machine, prints and writes the results, and returns the exit status.
 
-    Args:
-        args: of `vllm_metal.cli.main`.
-
-    Raises:
-        ValueError: there is no GPU to time.
-        OSError: the report cannot be written.
+    Raises ValueError if there is no GPU to time, OSError if the report cannot be written.
     """
     if envs.requested_device() == "cpu":
         raise ValueError(
@@ -87,14 +83,12 @@ def run(args: Namespace) -> int:
 
 
 def tune(found: Report, commands: Commands, kernels_work: Callable[[], bool]) -> None:
-    """Adds a finding, and facts. Nothing is kept of a machine that was unsteady meanwhile.
+    """Adds a finding and facts; stores nothing if the machine was unsteady.
 
-    Args:
-        found: to add to.
-        commands: of the processes that time.
-        kernels_work: has the kernels checked that are timed; whether any attention passed.
+    `kernels_work` runs the self-check of the kernels to time, and returns whether any attention
+    passed.
     """
-    # Imports MLX, which a child process has shown to work.
+    # Imports MLX; a child process has shown that this works.
     from metal_kernels.tuner.stopwatch import Unsteady
 
     try:
@@ -132,7 +126,7 @@ def tune(found: Report, commands: Commands, kernels_work: Callable[[], bool]) ->
 
 
 def table(tuning: Tuning) -> Iterator[str]:
-    """What was chosen, and how near attention comes to what the machine does at most."""
+    """Formats the choices, and attention's share of the machine's peak speed."""
     facts = tuning.facts
     copy = facts["copy_bytes_per_second"]
     yield (
@@ -152,12 +146,11 @@ def table(tuning: Tuning) -> Iterator[str]:
     yield "of MLX: the speed beside MLX's own attention over K and V side by side, without a pool"
     yield "\nchosen:"
     for chosen in tuning.chosen:
-        values = ", ".join(f"{name} {_shown(value)}" for name, value in chosen["values"].items())
+        values = ", ".join(f"{name} {_format(value)}" for name, value in chosen["values"].items())
         yield f"  {chosen['chosen']}: {values} ({chosen['gain']:.2f} times as fast as by default)"
 
 
-def _shown(value: Any) -> str:
-    """A value; of several contexts, one for each."""
+def _format(value: Any) -> str:
     if not isinstance(value, Mapping):
         return str(value)
     return " ".join(f"{context}:{chosen}" for context, chosen in value.items())
@@ -176,50 +169,50 @@ def _kernels_work(full: bool) -> bool:
 
 
 def _search(command: Sequence[str], tuning: Tuning, progress: Progress) -> None:
-    """Searches what one process can find, with what MLX reads once as servers have it."""
+    # The process gets the variables that MLX reads once, as servers do.
     given = {variable: getattr(tuning.choices, name) for name, variable in tuned.VARIABLES.items()}
     variables = {
         variable: str(value)
         for variable, value in given.items()
         if value is not None and variable not in os.environ
     }
-    for told in _heard(command, variables, progress):
-        if "chosen" in told:
-            tuning.chosen.append(told)
-            tuning.choices = with_values(tuning.choices, told["kind"], told["values"])
-        tuning.facts = told.get("facts", tuning.facts)
-        tuning.shares = told.get("shares", tuning.shares)
-        tuning.left = told.get("left", tuning.left)
-        tuning.timings = told.get("timings", tuning.timings)
+    for message in _messages(command, variables, progress):
+        if "chosen" in message:
+            tuning.chosen.append(message)
+            tuning.choices = with_values(tuning.choices, message["kind"], message["values"])
+        tuning.facts = message.get("facts", tuning.facts)
+        tuning.shares = message.get("shares", tuning.shares)
+        tuning.left = message.get("left", tuning.left)
+        tuning.timings = message.get("timings", tuning.timings)
 
 
 def _search_processes(command: Sequence[str], tuning: Tuning, progress: Progress) -> None:
-    """Searches what takes a process for each value."""
     from metal_kernels.tuner.registry import OF_PROCESSES
     from metal_kernels.tuner.stopwatch import Stopwatch, Timing
 
+    # MLX reads these settings once, so each value needs a process of its own.
     for name, choice in OF_PROCESSES.items():
-        kept = Stopwatch()
+        stopwatch = Stopwatch()
 
-        def measure(value: int, name: str = name, kept: Stopwatch = kept) -> Timing:
+        def measure(value: int, name: str = name, stopwatch: Stopwatch = stopwatch) -> Timing:
             progress(f"{name} {value}")
-            told: dict[str, Any] = {}
+            reported: dict[str, Any] = {}
             variables = {tuned.VARIABLES[name]: str(value)}
-            for message in _heard((*command, name), variables, progress):
-                told |= message
-            return kept.keep(Timing(f"{name} {value}", tuple(told["windows"])))
+            for message in _messages((*command, name), variables, progress):
+                reported |= message
+            return stopwatch.keep(Timing(f"{name} {value}", tuple(reported["windows"])))
 
-        by_default = getattr(tuning.choices, name) or choice.usual
-        found = choice.search(measure, by_default)
-        if found.value != by_default:
+        default = getattr(tuning.choices, name) or choice.usual
+        found = choice.search(measure, default)
+        if found.value != default:
             tuning.choices = with_values(tuning.choices, None, {name: found.value})
         values = {name: found.value}
         tuning.chosen.append({"chosen": choice.name, "values": values, "gain": found.gain})
-        tuning.timings += [asdict(timing) for timing in kept.timings]
+        tuning.timings += [asdict(timing) for timing in stopwatch.timings]
 
 
 def with_values(choices: Choices, kind: str | None, values: Mapping[str, Any]) -> Choices:
-    """The choices with these values, of a kind of layer; None: of all."""
+    """Returns the choices with these values, for a kind of layer (None: for all)."""
     changed: dict[str, Any] = {
         name: value if kind is None else {**getattr(choices, name), kind: value}
         for name, value in values.items()
@@ -227,25 +220,23 @@ def with_values(choices: Choices, kind: str | None, values: Mapping[str, Any]) -
     return replace(choices, **changed)
 
 
-def _heard(
+def _messages(
     command: Sequence[str], variables: Mapping[str, str], progress: Progress
 ) -> Iterator[dict[str, Any]]:
-    """The messages of a process.
+    """Yields the messages of a process.
 
-    Raises:
-        Unsteady: the process says that the machine is.
-        Died: it did not end well.
+    Raises Unsteady if it reports that the machine is, Died if it fails.
     """
     from metal_kernels.tuner.stopwatch import Unsteady
 
     with Child(command, variables) as child:
         try:
-            while (told := child.message(_LIMIT)) is not None:
-                if "unsteady" in told:
-                    raise Unsteady(told["unsteady"])
-                if "stage" in told:
-                    progress(told["stage"])
-                yield told
+            while (message := child.message(_LIMIT)) is not None:
+                if "unsteady" in message:
+                    raise Unsteady(message["unsteady"])
+                if "stage" in message:
+                    progress(message["stage"])
+                yield message
             ended = child.wait(_LIMIT)
         except TookTooLong:
             ended = child.ended(None)

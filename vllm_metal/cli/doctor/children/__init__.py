@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that the doctor starts; it judges them by their messages and how they end."""
+"""Child processes of the doctor, judged by their messages and how they end."""

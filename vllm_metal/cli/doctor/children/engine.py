@@ -21,11 +21,12 @@ from vllm_metal.device.child import say
 if TYPE_CHECKING:
     from vllm import LLM
 
-#: Tokens of a timed prompt and of its answer, or less where the model's context is shorter.
+#: Tokens of a timed prompt and its answer; fewer if the model's context is shorter.
 _PROMPT, _ANSWER = 512, 64
 _IDLE_SECONDS = 3.0
-#: Tokens by which a pause shows. Steps are dispatched before the last one's tokens are read, so
-#: that the first token after a pause was computed before it; the next are those of steps after it.
+#: Tokens in which the effect of a pause shows. A step is submitted before the tokens of the one
+#: before are read, so the first token after a pause was computed before it; the next ones come from
+#: steps after it.
 _BEHIND_PAUSE = 3
 
 
@@ -53,7 +54,6 @@ def main() -> None:
 
 
 def _answer(llm: LLM) -> None:
-    """Generates NUM_TOKENS tokens."""
     from vllm import SamplingParams
 
     say(stage="answering")
@@ -70,7 +70,6 @@ def _answer(llm: LLM) -> None:
 
 
 def _time(llm: LLM) -> None:
-    """Times prefill, decode, and steps after a pause."""
     import mlx.core as mx  # not before vLLM: the plugin loads a BLAS for it
 
     config = llm.llm_engine.vllm_config
@@ -86,7 +85,7 @@ def _time(llm: LLM) -> None:
         num_answer=num_answer,
     )
     say(stage="answering")
-    _gaps(llm, "first", num_prompt, num_answer)  # compiles
+    _gaps(llm, "first", num_prompt, num_answer)  # warm-up: compiles
     gaps = _gaps(llm, "timed", num_prompt, num_answer)
     say(prefill=num_prompt / gaps[0], decode=(len(gaps) - 1) / sum(gaps[1:]))
     paused_after = num_answer // 2
@@ -101,16 +100,15 @@ def _time(llm: LLM) -> None:
 def _gaps(
     llm: LLM, name: str, num_prompt: int, num_answer: int, paused_after: int | None = None
 ) -> list[float]:
-    """Seconds from each token of a request to the next, the first from its start.
+    """Returns the seconds from each token of a request to the next, the first from its start.
 
-    Args:
-        paused_after: tokens after which nothing is done for _IDLE_SECONDS, which do not count.
+    After `paused_after` tokens, nothing is done for _IDLE_SECONDS, which do not count.
     """
     from vllm import SamplingParams
 
     engine: Any = llm.llm_engine
     greedy = SamplingParams(temperature=0, max_tokens=num_answer, ignore_eos=True)
-    # Ids that every vocabulary has, the tiny model's of 64 words too.
+    # Ids that are in every vocabulary, including the tiny model's 64 words.
     prompt = [5 + index * 7 % 50 for index in range(num_prompt)]
     before = time.perf_counter()
     engine.add_request(name, {"prompt_token_ids": prompt}, greedy)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports what a process sees of this machine and of its packages, each after other imports.
+"""Reports what a process sees of this machine and its packages, after different imports.
 
 python -m vllm_metal.cli.doctor.children.facts device|platform|engine
 """
@@ -15,7 +15,7 @@ from vllm_metal.settings import envs
 
 
 def device() -> None:
-    """What MLX says of its device, in a process that imports MLX alone."""
+    """Reports MLX's device, in a process that imports only MLX."""
     say(stage="importing MLX")
     import mlx.core as mx
 
@@ -29,7 +29,7 @@ def device() -> None:
         requested = None  # the check of the settings reports it
     kind: envs.Device = "metal" if metal and requested != "cpu" else "cpu"
     mlx_device.select(kind)
-    mx.eval(mx.ones(8) + 1)  # the first use of a GPU is where its library is loaded
+    mx.eval(mx.ones(8) + 1)  # the first use of a GPU loads its library
     info = mx.device_info()
     say(
         metal=metal,
@@ -42,14 +42,14 @@ def device() -> None:
 
 
 def platform() -> None:
-    """The platform that vLLM chooses."""
+    """Reports the platform that vLLM chooses."""
     say(stage="importing vLLM")
     say(plugins=[f"{p.name} ({p.value})" for p in entry_points(group="vllm.platform_plugins")])
     say(platform=_chosen())
 
 
 def engine() -> None:
-    """Whether MLX still sees its device in a process with all the imports of an engine's."""
+    """Reports whether MLX still sees its device after all imports of an engine."""
     say(stage="importing what an engine imports")
     import transformers
     import vllm.entrypoints.llm

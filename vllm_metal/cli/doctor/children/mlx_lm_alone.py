@@ -69,16 +69,16 @@ def _time(args: argparse.Namespace) -> None:
 
     say(stage="loading the model")
     dtype = getattr(mx, args.dtype)
-    model, tokenizer = _loaded(args.model, dtype)
+    model, tokenizer = _load(args.model, dtype)
     model.set_dtype(dtype)
-    tokenizer.eos_token_ids = []  # answers have the length that was asked for
+    tokenizer.eos_token_ids = []  # answers always have the requested length
     prompt = [5 + index * 7 % 50 for index in range(args.num_prompt)]
     say(stage="answering")
-    for _ in range(2):  # the first compiles
+    for _ in range(2):  # the first is a warm-up
         *_, last = stream_generate(model, tokenizer, prompt, args.num_answer)
     say(
         prefill=last.prompt_tps,
-        # mlx-lm counts from the first token, and that one too.
+        # mlx-lm's time starts at the first token, but its count includes that token.
         decode=last.generation_tps * (last.generation_tokens - 1) / last.generation_tokens,
         num_answer=last.generation_tokens,
         parameters=used_parameters(model),
@@ -86,7 +86,7 @@ def _time(args: argparse.Namespace) -> None:
 
 
 def used_parameters(model: Any) -> int:
-    """Parameters that a token uses: of experts, those of as many as it is sent to."""
+    """Returns the parameters that a token uses, counting only the experts it is routed to."""
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
     from mlx_lm.utils import get_total_parameters
 
@@ -99,8 +99,8 @@ def used_parameters(model: Any) -> int:
     return round(total)
 
 
-def _loaded(name: str, dtype: Any) -> tuple[Any, Any]:
-    """mlx-lm's model and tokenizer; the weights of a GGUF model are those of the engine."""
+def _load(name: str, dtype: Any) -> tuple[Any, Any]:
+    """Loads mlx-lm's model and tokenizer; a GGUF model gets the engine's weights."""
     from mlx_lm import load
     from mlx_lm.utils import load_tokenizer
 

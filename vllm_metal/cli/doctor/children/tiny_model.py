@@ -20,7 +20,7 @@ def main() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    # The smallest that every attention kernel takes: heads of 64, two to a K/V head.
+    # The smallest model that every attention kernel supports: heads of 64, two per K/V head.
     config = LlamaConfig(
         vocab_size=len(_WORDS),
         hidden_size=128,
@@ -35,7 +35,7 @@ def main() -> None:
         eos_token_id=_WORDS.index("</s>"),
     )
     model = LlamaForCausalLM(config)
-    # Logits as far apart as a trained model's, so that rounding does not change the choice.
+    # Spreads logits as far as a trained model's, so that rounding does not change the choice.
     model.lm_head.weight.data *= 5
     model.save_pretrained(sys.argv[1])
     words = Tokenizer(WordLevel({word: i for i, word in enumerate(_WORDS)}, unk_token="<unk>"))

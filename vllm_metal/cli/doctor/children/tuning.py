@@ -21,9 +21,9 @@ from metal_kernels.tuner.stopwatch import Stopwatch, Unsteady
 from vllm_metal.device import gpu_cores, record, steadiness
 from vllm_metal.device.child import say
 
-#: The attention of Llama 3 8B: what every machine is compared by.
+#: The attention of Llama 3 8B, for comparisons between machines.
 COMMON = Case(AttentionShape(32, 8, 128, 128), mx.bfloat16, mx.bfloat16, 16)
-_SERVED = 4  # kinds of layer, the last that were served
+_SERVED = 4  # number of most recently served kinds of layer
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def cases(every: bool) -> list[Case]:
-    """Kinds of layer to tune: the common one, and the last that were served, or all of them."""
+    """Returns the kinds of layer to tune: the common one, and the last (or all) served ones."""
     served = record.served()[::-1]
     return list(dict.fromkeys([COMMON, *(served if every else served[:_SERVED])]))
 
@@ -59,16 +59,9 @@ def tune(
     seconds: float | None = None,
     choices: Iterable[Choice] = CHOICES,
 ) -> None:
-    """Says facts, what was chosen, shares of the first layer, and all timings.
+    """Reports facts, choices, shares of the first layer, and all timings.
 
-    Args:
-        layers: to tune.
-        stopwatch: to time with.
-        seconds: after which no search begins; None: all are made.
-        choices: to make.
-
-    Raises:
-        Unsteady: the machine is.
+    No search starts after `seconds` (None: no limit). Raises Unsteady if the machine is not idle.
     """
     began = time.monotonic()
     say(stage="what the machine does at most")
@@ -90,16 +83,13 @@ def tune(
 
 
 def watch() -> None:
-    """
-    Raises:
-        Unsteady: the machine says that it is.
-    """
+    """Raises Unsteady if the machine reports a disturbance."""
     if (why := steadiness.disturbance()) is not None:
         raise Unsteady(why)
 
 
 def layer_of(case: Case, known: record.Record) -> Layer:
-    """The kind of layer, with what passed its self-check."""
+    """Describes a kind of layer, with the kernels that passed the self-check."""
     found = known.outcomes([case])
     right = {outcome.check for outcome in found if outcome.ok}
     states, gathered = (Check(name) in right for name in ("recurrence", "gathered"))
