@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-metal cache`: lists, removes and checks the blocks of a prefix cache on disk."""
+"""`vllm-metal cache`: lists, removes and verifies the blocks of a prefix cache on disk."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from vllm_metal.cli import units
 from vllm_metal.kv_transfer.disk import maintenance
 from vllm_metal.kv_transfer.disk.maintenance import FingerprintSummary, Selection, Summary
 
-#: What a table shows of a manifest's facts.
+#: Facts of a manifest that the table shows.
 _SHOWN_FACTS = ("model", "weights", "kv_cache_dtype")
-#: How much of a fingerprint, and of a digest among its facts, a table shows.
+#: Digits of fingerprints and digests that the table shows.
 _SHOWN_DIGITS = 12
-#: How many bad files a check names.
+#: Maximum number of bad files that `verify` lists.
 _NAMED_FILES = 20
 
 
 def ls(args: argparse.Namespace) -> int:
-    """Prints what a cache holds."""
+    """Prints the contents of a cache."""
     maintenance.check_is_cache(args.dir)
     found = maintenance.summary(args.dir)
     if args.json:
@@ -37,17 +37,17 @@ def ls(args: argparse.Namespace) -> int:
 
 
 def rm(args: argparse.Namespace) -> int:
-    """Removes blocks, after asking."""
+    """Removes blocks after asking for confirmation."""
     maintenance.check_is_cache(args.dir)
     used_before = None if args.older_than is None else time.time() - args.older_than
     selection = Selection(args.fingerprint, args.namespace, used_before)
-    meant = maintenance.select(args.dir, selection)
-    if not meant and not selection.is_all:
+    selected = maintenance.select(args.dir, selection)
+    if not selected and not selection.is_all:
         print("no such blocks")
         return 0
-    size = _size(sum(block.room for block in meant))
-    if not args.yes and not _confirmed(
-        f"Remove {units.counted(len(meant), 'block')} ({size}) from {args.dir}?"
+    size = _size(sum(block.room for block in selected))
+    if not args.yes and not _confirm(
+        f"Remove {units.counted(len(selected), 'block')} ({size}) from {args.dir}?"
     ):
         print("nothing was removed")
         return 1
@@ -57,7 +57,7 @@ def rm(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Reads every block."""
+    """Reads and checks every block."""
     maintenance.check_is_cache(args.dir)
     size = sum(block.room for block in maintenance.select(args.dir, Selection()))
     with tqdm(total=size, unit="B", unit_scale=True, disable=None, file=sys.stderr) as bar:
@@ -76,7 +76,7 @@ def verify(args: argparse.Namespace) -> int:
 ACTIONS = {"ls": ls, "rm": rm, "verify": verify}
 
 
-def _confirmed(question: str) -> bool:
+def _confirm(question: str) -> bool:
     if not sys.stdin.isatty():
         raise ValueError(
             "there is no terminal to ask for confirmation; add --yes to remove without asking"
@@ -87,27 +87,29 @@ def _confirmed(question: str) -> bool:
 def _table(found: Summary) -> Iterator[str]:
     header = ["fingerprint", *_SHOWN_FACTS, "namespace", "blocks", "size", "last used"]
     rows = [header]
-    for digits, of in found.fingerprints.items():
-        rows += _rows(digits, of)
+    for digits, summary in found.fingerprints.items():
+        rows += _rows(digits, summary)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
     yield f"{_size(found.bytes)} in all files"
 
 
-def _rows(digits: str, of: FingerprintSummary) -> Iterator[list[str]]:
-    start = [digits[:_SHOWN_DIGITS], *(_shown(of.facts.get(name, "-")) for name in _SHOWN_FACTS)]
-    for name, blocks in of.namespaces.items():
+def _rows(digits: str, summary: FingerprintSummary) -> Iterator[list[str]]:
+    start = [
+        digits[:_SHOWN_DIGITS],
+        *(_cell(summary.facts.get(name, "-")) for name in _SHOWN_FACTS),
+    ]
+    for name, blocks in summary.namespaces.items():
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(blocks.last_used))
         yield [*start, name, str(blocks.blocks), _size(blocks.bytes), used]
-    if not of.namespaces:
+    if not summary.namespaces:
         yield [*start, "-", "0", _size(0), "-"]
 
 
-def _shown(fact: object) -> str:
-    """A fact in a cell; of several networks, the facts one after another, the target's first."""
-    if isinstance(fact, Mapping):
-        return " ".join(map(_shown, dict(sorted(fact.items(), reverse=True)).values()))
+def _cell(fact: object) -> str:
+    if isinstance(fact, Mapping):  # of several networks; reverse order puts "target" before "draft"
+        return " ".join(map(_cell, dict(sorted(fact.items(), reverse=True)).values()))
     text = str(fact)
     return text[:_SHOWN_DIGITS] if re.fullmatch(r"[0-9a-f]{32,}", text) else text
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks a model that a command was given before anything is imported or started for it."""
+"""Checks a model before a command imports or starts anything for it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ from vllm_metal.settings import envs
 
 
 def check_model(model: str, computes: bool = False) -> None:
-    """Checks a model's name, or its folder, within a second.
+    """Checks a model (folder or hub name) and its tokenizer within a second.
 
-    Args:
-        model: a folder, or a name on the hub.
-        computes: whether this process will compute with MLX, which the check imports.
-
-    Raises:
-        ModelLoadError: it means no model that is served, or one without its tokenizer.
+    `computes` says whether this process will compute with MLX, which the check imports. Raises
+    ModelLoadError if the model cannot be served.
     """
     if computes and envs.requested_device() == "cpu":
-        blas.load()
+        blas.load()  # before the imports below load MLX
     from vllm_metal.identity import model_files, model_names
     from vllm_metal.platform import model_folders
 
@@ -32,9 +28,7 @@ def check_model(model: str, computes: bool = False) -> None:
 def check_template(model: str) -> None:
     """Checks that a model's folder has a chat template.
 
-    Raises:
-        ModelLoadError: it has none.
-        ValueError: it cannot be parsed.
+    Raises ModelLoadError if there is none, ValueError if it cannot be parsed.
     """
     from vllm_metal.engine.weights import folders
     from vllm_metal.identity import model_files, model_names
@@ -52,11 +46,7 @@ def check_template(model: str) -> None:
 
 
 def check_pool(gib: float) -> None:
-    """Checks the size of a KV cache, in the words of commands that take it in GiB.
-
-    Raises:
-        ValueError: this machine has less memory.
-    """
+    """Raises ValueError if a KV cache of `gib` GiB exceeds this machine's memory."""
     import psutil
 
     most = psutil.virtual_memory().total / 2**30
@@ -68,11 +58,7 @@ def check_pool(gib: float) -> None:
 
 
 def check_hub() -> None:
-    """Checks that a model can be fetched, where none is given.
-
-    Raises:
-        ModelLoadError: it cannot; the message names models of this machine.
-    """
+    """Raises ModelLoadError, naming the local models, if the hub cannot be reached."""
     from vllm_metal.identity import model_files, model_names
 
     if why := model_names.unreachable():

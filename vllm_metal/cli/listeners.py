@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells whose process listens on a port of this machine, before anything is sent to it."""
+"""Finds out whose process listens on a local port, before anything is sent to it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,17 @@ from pathlib import Path
 
 TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _LISTENS = "0A"  # TCP_LISTEN of Linux (include/net/tcp_states.h)
-_UNKNOWN = -1
+_UNKNOWN = -1  # another user: on macOS, users see only the sockets of their own processes
 
 
 def owner(port: int) -> int | None:
-    """Returns the uid of the user who listens on a port of the loopback interface.
-
-    None: nobody does. On macOS, where a user sees the sockets of his own processes alone, -1 stands
-    for another user.
-    """
+    """Returns the uid of the user who listens on a loopback port; None if nobody does."""
     if sys.platform == "linux":
-        return _in_tables(port)
-    return _of_ours(port)
+        return _listener_in_tables(port)
+    return _own_listener(port)
 
 
-def _in_tables(port: int) -> int | None:
+def _listener_in_tables(port: int) -> int | None:
     found = set()
     for table in TABLES:
         with suppress(OSError):
@@ -36,7 +32,7 @@ def _in_tables(port: int) -> int | None:
     return next(iter(others or found), None)
 
 
-def _of_ours(port: int) -> int | None:
+def _own_listener(port: int) -> int | None:
     import psutil
 
     for process in psutil.process_iter():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds a running server on this machine, or runs one for as long as it is needed."""
+"""Finds a running server on this machine, or runs one as long as it is needed."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from vllm_metal.settings import log_files
 HOST = "127.0.0.1"
 KEY_OF_SERVER = "VLLM_API_KEY"  # vLLM's own variable, so that the key is in no command line
 _POLL_S = 0.25
-_POLL_TIMEOUT_S = 2.0  # the listener is there before its server
+_POLL_TIMEOUT_S = 2.0  # needed because the socket listens before the server reads from it
 OWN_SERVER = "vllm_metal.cli.own_server"
 _GUARD = "vllm_metal.serving.local_only.LocalOnly"
-_MOST_OUTPUT = 16384  # tokens of an answer; what these clients ask of hosted models is more
-#: Options of `vllm serve` that say where a server is found, which who starts one must know.
-_PLACE = ("--host", "--port", "--uds", "--served-model-name")
-_SHOWN = {"TQDM_POSITION": "-1"}  # has the hub's bars shown where there is no terminal
+_MOST_OUTPUT = 16384  # tokens of an answer; from hosted models these clients request more
+#: Options of `vllm serve` that set where a server is found; whoever starts one must know them.
+_ADDRESS_OPTIONS = ("--host", "--port", "--uds", "--served-model-name")
+_SHOWN = {"TQDM_POSITION": "-1"}  # shows the hub's progress bars without a terminal
 _TAIL = 20  # lines of the log of a server that does not start
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server, as clients see it."""
+    """A server from a client's point of view."""
 
     root: str  # http://host:port, without a path
     model: str  # the name in requests
@@ -48,20 +48,20 @@ class Endpoint:
 
     @property
     def output(self) -> int:
-        """Most tokens of an answer: a quarter of the context, so that prompts have the rest."""
+        """Maximum tokens of an answer: a quarter of the context; prompts get the rest."""
         return min(_MOST_OUTPUT, self.context // 4)
 
 
 def running(port: int, key: str, model: str | None) -> Endpoint | None:
-    """The server on a port of this machine; None: nobody listens there.
+    """Returns the server on a local port, or None if nobody listens there.
 
     Args:
         port: of the server.
-        key: to ask it with; "" where it has none.
-        model: its name in requests, which must be served; None: the first that is.
+        key: API key; "" for none.
+        model: name in requests that must be served; None for the first one listed.
 
     Raises:
-        ValueError: it serves another model, wants another key, or is no such server.
+        ValueError: it serves another model, requires another key, or is not a vLLM server.
     """
     root = f"http://{HOST}:{port}"
     if (owner := listeners.owner(port)) not in (None, os.getuid(), 0):
@@ -71,7 +71,7 @@ def running(port: int, key: str, model: str | None) -> Endpoint | None:
         )
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        # Not through the user's proxy.
+        # Bypasses the user's proxy.
         with httpx.Client(trust_env=False, timeout=10) as client:
             answer = client.get(f"{root}/v1/models", headers=headers)
     except httpx.ConnectError:
@@ -97,13 +97,10 @@ def running(port: int, key: str, model: str | None) -> Endpoint | None:
 
 @contextmanager
 def listening(place: int | Path) -> Iterator[socket.socket]:
-    """Listens where a server is to be, before it is started: nobody else can answer there.
+    """Listens at `place` before the server starts, so that nobody else can answer there.
 
-    Args:
-        place: a port of this machine, or a path for a Unix socket that other users cannot reach.
-
-    Raises:
-        ValueError: the port is taken.
+    `place` is a local port, or the path of a Unix socket that other users cannot reach. Raises
+    ValueError if the port is taken.
     """
     unix = isinstance(place, Path)
     with socket.socket(socket.AF_UNIX if unix else socket.AF_INET) as listener:
@@ -129,67 +126,63 @@ def started(
     log: Path,
     told: TextIO,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a server in a `with` block, from when it answers to the end of the block.
+    """Runs a server in a `with` block that begins once the server answers.
 
-    It ends with this process as well, however that ends.
+    The server also ends with this process, however that ends.
 
     Args:
         command: `python -m MODULE`, and arguments of `vllm`.
-        environment: variables to add to this process's.
-        listener: that it will answer on.
-        log: file for what it prints.
-        told: gets its progress, a line that is written over where it is a terminal.
-
-    Yields:
-        Its process.
+        environment: variables added to this process's.
+        listener: socket that the server will accept on.
+        log: file for the server's output.
+        told: stream for progress; on a terminal, a line that is overwritten.
 
     Raises:
-        ValueError: it ended before it answered; the message has the end of its log.
+        ValueError: it ended before it answered; the message quotes the end of its log.
     """
     with lifeline() as followed:
-        given = followed, listener.fileno()
+        descriptors = followed, listener.fileno()
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", OWN_SERVER, *map(str, given), *command[3:]],
+                [sys.executable, "-m", OWN_SERVER, *map(str, descriptors), *command[3:]],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **_SHOWN, **environment},
-                pass_fds=given,
+                pass_fds=descriptors,
                 start_new_session=True,  # Ctrl-C in the client is the client's
             )
         try:
             _wait(process, listener, log, told)
-            listener.close()  # so that nobody waits for a server that has ended
+            # Now only the server holds the socket, so clients get an error once it has ended.
+            listener.close()
             yield process
         finally:
             _stop(process)
 
 
 def output_file(kind: str, scratch: Path) -> Path:
-    """Where what a server prints is to go.
+    """Returns the file for a server's output.
 
-    Its log is a file of its own, unless its user chose another; then what it prints is kept.
-
-    Args:
-        kind: of the command, for the name of a file that is kept.
-        scratch: a folder that goes with the command.
+    `kind` is the command, for the name of a file that is kept; `scratch` is deleted with the
+    command.
     """
+    # A server writes a log of its own, unless the user chose another; only then its output is kept.
     return log_files.begin(kind) if start_log.chosen_by_the_user() else scratch / "server.log"
 
 
 def _wait(
     process: subprocess.Popen[bytes], listener: socket.socket, log: Path, told: TextIO
 ) -> None:
-    """Waits until /health answers, however long it takes: a model may have to be fetched first."""
     progress = StartProgress(log, told)
     address = listener.getsockname()
     unix = isinstance(address, str)
     transport = httpx.HTTPTransport(uds=address if unix else None)
     root = f"http://{HOST}" if unix else f"http://{HOST}:{address[1]}"
     with httpx.Client(trust_env=False, timeout=_POLL_TIMEOUT_S, transport=transport) as client:
+        # Without a time limit: the model may have to be downloaded first.
         while process.poll() is None:
-            with suppress(httpx.TransportError):  # nobody reads yet
+            with suppress(httpx.TransportError):  # nobody reads from the socket yet
                 if client.get(f"{root}/health").status_code == 200:
                     progress.ready()
                     return
@@ -200,34 +193,33 @@ def _wait(
 
 
 def _cause(lines: list[str], status: int) -> str:
-    """Why a server has ended: what it says itself, or its last lines."""
-    for at, line in enumerate(lines):
+    # The server's own error message if there is one, else the last lines of its log.
+    for index, line in enumerate(lines):
         if line.startswith(ERROR_PREFIX):
-            return "\n".join([line.removeprefix(ERROR_PREFIX), *lines[at + 1 :]])
+            return "\n".join([line.removeprefix(ERROR_PREFIX), *lines[index + 1 :]])
     tail = "\n".join(lines[-_TAIL:])
     return f"the server ended with status {status}; its log ends:\n{tail}"
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Asks the server to end, then kills what is left of all that it started."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(STOP_S)
-    # On macOS a group of which only zombies are left may not be signaled.
+    # Kills what is left of its group. macOS raises PermissionError if only zombies are left.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """Returns a free port of this machine."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
 
 
 def request_name(model: str) -> str:
-    """The model's name in requests: a folder's last part, or its name on the hub."""
+    """Returns a model's name in requests: a folder's last part, or the hub name."""
     path = Path(model).expanduser()
     if path.is_file():
         return path.name
@@ -235,16 +227,12 @@ def request_name(model: str) -> str:
 
 
 def check_options(given: Sequence[str], own: Mapping[str, str]) -> None:
-    """Refuses options for a server that the command which starts it sets by itself.
+    """Rejects `vllm serve` options that the calling command sets itself.
 
-    Args:
-        given: a user's options of `vllm serve`.
-        own: options that the command has another way for, and what to write in place of each.
-
-    Raises:
-        ValueError: they set where the server is found, or what the command has an option for.
+    `own` maps further options to what to write instead. Raises ValueError for the first such
+    option.
     """
-    advice = dict.fromkeys((*_PLACE, "--api-key"), "this command sets it") | dict(own)
+    advice = dict.fromkeys((*_ADDRESS_OPTIONS, "--api-key"), "this command sets it") | dict(own)
     for option in given:
         name = option.partition("=")[0].replace("_", "-")
         if option.startswith("--") and name in advice:
@@ -254,13 +242,13 @@ def check_options(given: Sequence[str], own: Mapping[str, str]) -> None:
 def serve_command(
     model: str, name: str, place: int | Path, flags: Sequence[str]
 ) -> tuple[str, ...]:
-    """The command of a server, which tells clients how much of a prompt was cached.
+    """Returns the command of a server that reports cached prompt tokens.
 
     Args:
-        model: a folder or a name on the hub.
-        name: of the model in requests.
-        place: a port to listen on, for this machine and whoever has the key, or a Unix socket.
-        flags: more of `vllm serve`.
+        model: folder or hub name.
+        name: name in requests.
+        place: local port, guarded by the key, or a Unix socket.
+        flags: further options of `vllm serve`.
     """
     where: tuple[str, ...] = ("--uds", str(place))
     guard: tuple[str, ...] = ()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm-metal` command: runs what a command line asks for, and says what went wrong."""
+"""The `vllm-metal` command: runs a command line, and reports errors."""
 
 import argparse
 import gc
@@ -17,10 +17,10 @@ from vllm_metal.settings import envs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: the process's own) and return the exit status."""
+    """Runs `argv` (the process's own by default) and returns the exit status."""
     try:
         return _run(argv)
-    except KeyboardInterrupt:  # also while the parser is made, which takes a tenth of a second
+    except KeyboardInterrupt:  # also while the parser is built, which takes a tenth of a second
         print("vllm-metal: interrupted; nothing was left behind", file=sys.stderr)
         return 130
 
@@ -28,14 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     launches = given[:1] == ["launch"] and "--" in given
-    end = given.index("--") if launches else len(given)  # the rest is the launched command's
+    end = given.index("--") if launches else len(given)  # the rest belongs to the launched command
     if (advice := options.of_another_program(given)) is not None:
         print(f"vllm-metal: error: there is no command {given[0]}: {advice}", file=sys.stderr)
         return 1
-    made = options.parser()
-    args = made.parse_args(given[:end])
+    parser = options.parser()
+    args = parser.parse_args(given[:end])
     if args.command is None:
-        made.print_help()
+        parser.print_help()
         return 0
     args.own_process, args.behind = argv is None, given[end + 1 :]
     for number in (signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
@@ -45,16 +45,16 @@ def _run(argv: Sequence[str] | None) -> int:
         envs.choose_device()
         status = _RUNS[args.command](args)
     except Exception as error:
-        if (line := _told(error)) is None:
+        if (line := _error_line(error)) is None:
             raise
         print(f"vllm-metal: error: {line}", file=sys.stderr)
         return 1
     return status
 
 
-def _told(error: Exception) -> str | None:
-    """What a user is told of an error; None: it is a fault of a program."""
-    if type(error) in (ValueError, ImportError):  # ours, some of several lines
+def _error_line(error: Exception) -> str | None:
+    # Returns None for a bug, which gets a traceback.
+    if type(error) in (ValueError, ImportError):  # our own, possibly of several lines
         return str(error)
     from vllm_metal.patches.vllm_patches import start_failures
 
@@ -63,12 +63,12 @@ def _told(error: Exception) -> str | None:
 
 
 def _unwind(signum: int, frame: FrameType | None) -> None:
-    # By default they end the process, and leave half-written folders and children behind.
+    # The default action would end the process and leave half-written folders and children behind.
     raise SystemExit(128 + signum)
 
 
 def _convert(args: argparse.Namespace) -> int:
-    # Imported here so that --help answers at once.
+    # Imported here so that --help is fast.
     from vllm_metal.engine.weights.gguf import ConvertOptions, convert
 
     given = ConvertOptions(
@@ -102,10 +102,10 @@ def _model(args: argparse.Namespace) -> int:
 def _fit(args: argparse.Namespace) -> int:
     os.environ.setdefault(
         "VLLM_LOGGING_LEVEL", "ERROR"
-    )  # vLLM logs its start, which is no part of the answer
+    )  # hides vLLM's start-up messages, which are not part of the answer
     if args.own_process:
-        # A process that answers and ends: a third of its time would go into looking for garbage,
-        # and three times as much into imports that no answer needs.
+        # This process prints its answer and ends. Garbage collection would take a third of its
+        # time, and imports that no answer needs three times as much.
         gc.disable()
         from vllm_metal.patches.vllm_patches import partial_imports
 
@@ -152,9 +152,8 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 def _action_of(command: str) -> Callable[[argparse.Namespace], int]:
-    """Runs an action of a module of this package, which is imported then."""
-
     def run(args: argparse.Namespace) -> int:
+        # Imports a module of this package only if its command runs.
         module = importlib.import_module(f"vllm_metal.cli.{command}")
         status: int = module.ACTIONS[args.action](args)
         return status
@@ -163,8 +162,6 @@ def _action_of(command: str) -> Callable[[argparse.Namespace], int]:
 
 
 def _renamed(name: str) -> Callable[[argparse.Namespace], int]:
-    """Runs a command by its name of before, with a warning."""
-
     def run(args: argparse.Namespace) -> int:
         old = args.command
         print(f"vllm-metal: `{old}` was renamed to `{name}`; use the new name", file=sys.stderr)

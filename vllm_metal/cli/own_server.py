@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs `vllm` as the server of a command: on the command's listener, and no longer than it lives.
+"""Runs `vllm` as the server of a command: on the command's socket, and only as long as it lives.
 
-`python -m vllm_metal.cli.own_server LIFELINE LISTENER ARGUMENTS...`, where LIFELINE is a
-pipe's descriptor that is at its end when the command has ended, also by SIGKILL (macOS has no
-signal for that), and LISTENER that of a socket that listens already, so that nobody else can answer
-in the server's place while it starts; -1: the server listens where its arguments say.
+`python -m vllm_metal.cli.own_server LIFELINE LISTENER ARGUMENTS...`: LIFELINE is the read end of a
+pipe that closes when the command ends; LISTENER is a socket that already listens, or -1 if the
+server shall listen where its arguments say.
 """
 
 from __future__ import annotations
@@ -19,28 +18,24 @@ from contextlib import contextmanager
 from threading import Thread
 from typing import Any
 
-#: Seconds that a server may take to end: its engine may take 60 on a Mac (vllm_patches.shutdown).
+#: Seconds that a server may take to end. Its engine may take 60 on a Mac (vllm_patches.shutdown).
 STOP_S = 90.0 if sys.platform == "darwin" else 30.0
 
 
 @contextmanager
 def lifeline() -> Iterator[int]:
-    """A pipe's end for reading, to give to a server: it is at its end once this process has ended,
-    or the block."""
-    given, ours = os.pipe()
+    """Yields the read end of a pipe that closes with the block, or with this process."""
+    # A pipe closes even if this process is killed with SIGKILL; macOS has no signal for that.
+    read_end, write_end = os.pipe()
     try:
-        yield given
+        yield read_end
     finally:
-        os.close(given)
-        os.close(ours)
+        os.close(read_end)
+        os.close(write_end)
 
 
 def follow(given: int) -> None:
-    """Ends this process and its group when the pipe's other end is closed.
-
-    Args:
-        given: descriptor of a pipe's end for reading.
-    """
+    """Ends this process and its group once the write end of the pipe `given` is closed."""
     Thread(target=_end_with, args=(given,), name="Lifeline", daemon=True).start()
 
 
@@ -49,7 +44,7 @@ def _end_with(given: int) -> None:
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(STOP_S)
-    if os.getpgrp() == os.getpid():  # else the group has others in it
+    if os.getpgrp() == os.getpid():  # else the group includes other processes
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -57,6 +52,7 @@ def _end_with(given: int) -> None:
 def _listen_on(descriptor: int) -> None:
     from vllm.entrypoints.launchers import launcher
 
+    # The socket listens before the server starts, so that nobody else can answer in its place.
     def listener(*args: Any, **options: Any) -> socket.socket:
         return socket.socket(fileno=descriptor)
 
@@ -65,14 +61,13 @@ def _listen_on(descriptor: int) -> None:
 
 
 def main() -> None:
-    """Runs `vllm` with the arguments behind the two descriptors."""
-    given, descriptor, *arguments = sys.argv[1:]
-    follow(int(given))
+    read_end, listener, *arguments = sys.argv[1:]
+    follow(int(read_end))
     sys.argv = ["vllm", *arguments]
     from vllm.entrypoints.cli.main import main as vllm
 
-    if int(descriptor) >= 0:
-        _listen_on(int(descriptor))
+    if int(listener) >= 0:
+        _listen_on(int(listener))
     vllm()
 
 

@@ -11,7 +11,7 @@ from vllm_metal.serving.response_cache import stores
 
 
 def purge(args: argparse.Namespace) -> int:
-    """Deletes the responses of a tenant, or all."""
+    """Deletes the responses of a tenant, or all of them."""
     if args.tenant is not None:
         tenants_file.check_name(args.tenant)
     settings = config.of_environment()

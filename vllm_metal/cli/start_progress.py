@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells what a server does that starts behind a command, as far as the server's output says so."""
+"""Shows the progress of a starting server, as far as its output tells."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ from pathlib import Path
 from typing import TextIO
 
 _LOG = re.compile(r"^vllm-metal: starts; the log is (.+)$", re.MULTILINE)
-#: A bar of tqdm's that counts bytes: its name, bytes and their sum, and the time that is left.
+#: A tqdm bar in bytes: name, bytes done, total, remaining time.
 _BAR = re.compile(
     r"(?P<name>[^\r\n]*?):? +\d+%\|[^|\r\n]*\| *(?P<done>[\d.]+[kMGT]?B?)/(?P<total>[\d.]+[kMGT]B?)"
     r" \[[\d:]+<(?P<left>[\d:]+|\?)"
 )
-_LOADS = "Loading weights"  # the name of our own bar
-_READ = 4096  # bytes of the output's end, which have the latest bars
-_STEP_S = 30  # between lines where they are not written over
+_LOADS = "Loading weights"  # name of our own bar
+_READ = 4096  # bytes at the end of the output, enough for the latest bars
+_STEP_S = 30  # seconds between lines that are not overwritten
 
 
 class StartProgress:
-    """A line that is written over on a terminal; elsewhere one each half minute."""
+    """A line that is overwritten on a terminal; elsewhere, a line every half minute."""
 
     def __init__(
         self, output: Path, told: TextIO, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Takes the file that the server's output goes to, and where to tell."""
         self._output, self._told, self._clock = output, told, clock
         self._began, self._step, self._shown, self._log = clock(), -1, "", ""
 
     def show(self) -> None:
-        """Tells what the server does now; names its log once."""
+        """Shows what the server is doing; names its log once."""
         self._name_log()
         seconds = int(self._clock() - self._began)
         step = seconds // _STEP_S
@@ -43,7 +42,7 @@ class StartProgress:
         self._shown, self._step = line, step
 
     def ended(self) -> None:
-        """Takes the line away; names the log if nothing has been shown since it was made."""
+        """Clears the line, and names the log if it has not been shown."""
         self._clear()
         self._name_log()
 
@@ -60,7 +59,7 @@ class StartProgress:
             self._write("\r\x1b[K")
 
     def ready(self) -> None:
-        """Tells that the server answers."""
+        """Reports that the server answers."""
         self._clear()
         self._write(f"vllm-metal: ready after {int(self._clock() - self._began)} s\n")
 

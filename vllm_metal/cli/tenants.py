@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-metal tenants`. A server takes a change up within a second.
-
-With a tenant's last key goes what was its own: answers and K/V. From then on no server finds any of
-it, not even for a tenant that is added under the same name. So what cannot be removed now is said,
-and does no harm.
-"""
+"""`vllm-metal tenants`: adds, removes and lists API keys; servers notice within a second."""
 
 from __future__ import annotations
 
@@ -23,7 +18,7 @@ from vllm_metal.settings import salts
 
 
 def add(args: argparse.Namespace) -> int:
-    """Prints a new key; nothing can print it again."""
+    """Creates and prints a new key; it cannot be printed again."""
     path = _file(args)
     path.parent.mkdir(parents=True, exist_ok=True)
     key, secret = tenants_file.add(path, args.name, "metrics" if args.metrics else "tenant")
@@ -33,16 +28,16 @@ def add(args: argparse.Namespace) -> int:
 
 
 def rm(args: argparse.Namespace) -> int:
-    """Removes a key, or all of a tenant's; with the last one, what was the tenant's own."""
+    """Removes a key, or all of a tenant's; the last one takes the tenant's data with it."""
     path = _file(args)
     removed = tenants_file.remove(path, args.which)
     for key in removed.keys:
         print(f"{key.id}  {key.tenant}: removed")
-    return _remove_what_was_theirs(removed.ended, path, args.prefix_cache)
+    return _remove_tenant_data(removed.ended, path, args.prefix_cache)
 
 
 def list_keys(args: argparse.Namespace) -> int:
-    """Prints a line for each key."""
+    """Prints a line per key."""
     for key in tenants_file.read(_file(args)):
         print(f"{key.id}  {key.made}  {key.purpose:7}  {key.tenant}")
     return 0
@@ -52,7 +47,6 @@ ACTIONS = {"add": add, "rm": rm, "list": list_keys}
 
 
 def _file(args: argparse.Namespace) -> Path:
-    """The file of keys: of --keys, or the one that the server's settings name."""
     if args.keys is not None:
         return Path(args.keys).expanduser()
     path = config.keys_file()
@@ -63,20 +57,15 @@ def _file(args: argparse.Namespace) -> Path:
     return path
 
 
-def _remove_what_was_theirs(ended: Sequence[Key], keys: Path, prefix_cache: Path | None) -> int:
-    """Removes answers and K/V of tenants that have no key any more; returns the exit status.
-
-    Args:
-        ended: a key of each.
-        keys: the file that it stood in.
-        prefix_cache: folder of K/V on disk; None: how to remove them is printed.
-    """
+def _remove_tenant_data(ended: Sequence[Key], keys: Path, prefix_cache: Path | None) -> int:
+    # Without a key, no server finds a tenant's responses and K/V any more, not even for a new
+    # tenant of the same name. So whatever cannot be deleted now is only reported, and does no harm.
     if not ended:
         return 0
     try:
         settings = config.of_environment()
     except ValueError as error:
-        return _complain(error)
+        return _report(error)
     tenants = None if settings is None else settings.tenants
     if settings is None or tenants is None or tenants.keys.resolve() != keys.resolve():
         print(
@@ -87,17 +76,17 @@ def _remove_what_was_theirs(ended: Sequence[Key], keys: Path, prefix_cache: Path
     status = 0
     for key in ended:
         try:
-            _remove_answers(settings, key)
+            _remove_responses(settings, key)
         except OSError as error:
-            status = _complain(error)
+            status = _report(error)
         try:
             _remove_blocks(tenants, key, prefix_cache)
         except (ValueError, OSError) as error:
-            status = _complain(error)
+            status = _report(error)
     return status
 
 
-def _remove_answers(settings: ServingConfig, key: Key) -> None:
+def _remove_responses(settings: ServingConfig, key: Key) -> None:
     if settings.response_cache is not None:
         number = stores.purge(settings.response_cache, key.tenant)
         print(f"{key.tenant}: removed {units.counted(number, 'cached response')}")
@@ -117,6 +106,6 @@ def _remove_blocks(tenants: TenantsConfig, key: Key, prefix_cache: Path | None) 
     print(f"{key.tenant}: removed {units.counted(number, 'block')} of K/V from {prefix_cache}")
 
 
-def _complain(error: Exception) -> int:
+def _report(error: Exception) -> int:
     print(f"vllm-metal: error: the keys are removed, but {error}", file=sys.stderr)
     return 1

@@ -1,5 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-metal chat`: a page to talk in, or the terminal.
-
-The page and its small server are here, the terminal is in `terminal`.
-"""
+"""`vllm-metal chat`: a web page to chat in, and its small server."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns pieces of an answer into events for the page: new text, changed HTML, figures."""
+"""Turns the chunks of an answer into events for the page: new text, changed HTML, metrics."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from typing import Any
 from vllm_metal.cli.chat import markdown
 from vllm_metal.cli.chat.upstream import Model, Reply, Upstream, UpstreamError
 
-#: Seconds between two events at least: more often, nobody could see it.
+#: Minimum seconds between two events; faster updates would not be visible.
 _PERIOD = 0.05
-#: And times what the last event's HTML took to make, so that a long answer costs a fifth of a core.
+#: Minimum pause as a multiple of the time that the last event's HTML took, so that a long answer
+#: uses a fifth of a core.
 _SHARE = 4.0
 Event = dict[str, Any]
 
 
 def body(model: Model, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The request for an answer to what the page asks.
+    """Builds the request for an answer.
 
     Args:
-        model: that answers.
-        asked: `messages`; `sampling`, parameters as the API has them, null where unset; and
-            `continue`, whether the last message is an answer to go on with.
+        model: the model that answers.
+        asked: `messages`; `sampling`, parameters named as in the API, null if unset; and
+            `continue`, whether to continue the last message.
 
     Raises:
-        ValueError: messages are missing, or one is no text of a role, or none of Unicode.
+        ValueError: messages are missing, or one lacks a role or text, or is not valid Unicode.
     """
     messages = asked.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -41,7 +42,8 @@ def body(model: Model, asked: Mapping[str, Any]) -> dict[str, Any]:
     sampling = asked.get("sampling") or {}
     if not isinstance(sampling, dict):
         raise ValueError("sampling must be an object")
-    json.dumps(asked, ensure_ascii=False).encode()  # else the stream would end amid the request
+    # Raises for invalid Unicode, which would otherwise break the request while it is streamed.
+    json.dumps(asked, ensure_ascii=False).encode()
     given = {name: value for name, value in sampling.items() if value is not None}
     most = given.pop("max_tokens", None) or model.max_tokens
     if isinstance(most, int):
@@ -53,22 +55,22 @@ def body(model: Model, asked: Mapping[str, Any]) -> dict[str, Any]:
         "model": model.name,
         "messages": [{name: message[name] for name in ("role", "content")} for message in messages],
         "stream": True,
-        # With every piece, as an answer that is stopped has no last one.
+        # With every chunk, because a stopped answer has no last one.
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
 
 
 @dataclass
 class Progress:
-    """An answer so far: its text, its HTML as the page has it, its figures."""
+    """An answer so far: its text, its HTML on the page, its metrics."""
 
-    asked: float  # by the clock, as all times
+    asked: float  # start time, by `clock`
     clock: Callable[[], float] = time.monotonic
     text: str = ""
     _fresh: dict[str, str] = field(default_factory=lambda: {"text": "", "reasoning": ""})
     _blocks: list[str] = field(default_factory=list)
     _first: float | None = None
-    _first_tokens: int = 0  # until then: some tokens bring no text
+    _first_tokens: int = 0  # count at the first text; some tokens add none
     _last: float = 0.0
     _last_tokens: int = 0
     _usage: dict[str, Any] = field(default_factory=dict)
@@ -76,7 +78,7 @@ class Progress:
     finish: str | None = None
 
     def add(self, chunk: Mapping[str, Any]) -> None:
-        """Takes a piece in, as the OpenAI API has it."""
+        """Adds a chunk of the OpenAI API."""
         self._usage = chunk.get("usage") or self._usage
         self._drafts = (chunk.get("metrics") or {}).get("speculative_decoding") or self._drafts
         for choice in chunk.get("choices") or ():
@@ -96,7 +98,7 @@ class Progress:
             self._first, self._first_tokens = self._last, tokens
 
     def event(self) -> Event:
-        """What is new since the last event: texts, blocks of HTML from `from` on, figures."""
+        """Returns what is new since the last event; HTML blocks are replaced from `from` on."""
         event: Event = {name: text for name, text in self._fresh.items() if text}
         if self._fresh["text"]:
             now = markdown.blocks(self.text)
@@ -107,7 +109,7 @@ class Progress:
         return event | {"figures": self.figures()}
 
     def figures(self) -> dict[str, float | int | None]:
-        """TTFT in seconds, tokens a second after it, and counts of tokens; None: not told."""
+        """Returns TTFT in seconds, tokens/s after it, and token counts; None if unknown."""
         took = self._last - self._first if self._first is not None else 0.0
         tokens = self._last_tokens - self._first_tokens
         details = self._usage.get("prompt_tokens_details") or {}
@@ -125,7 +127,7 @@ class Progress:
 def limit(
     request: Mapping[str, Any], context: int | None, figures: Mapping[str, Any]
 ) -> dict[str, int | str | None]:
-    """The limit that cut an answer: its `name` (context, max_tokens or server) and its `tokens`."""
+    """Returns the limit that cut an answer: `name` (context, max_tokens or server), `tokens`."""
     tokens, prompt, most = figures["tokens"], figures["prompt"], request.get("max_tokens")
     if None not in (tokens, prompt, context) and prompt + tokens >= context:
         return {"name": "context", "tokens": context}
@@ -137,16 +139,13 @@ def limit(
 async def events(
     upstream: Upstream, request: Mapping[str, Any], context: int | None = None
 ) -> AsyncIterator[Event]:
-    """The events of one answer; the last has `done`, the reason, or `error`, a text.
+    """Yields the events of an answer; the last has `done` (the reason) or `error` (a text).
 
-    Args:
-        upstream: the server that answers.
-        request: of `body`.
-        context: of the model, in tokens; None: unknown.
+    `request` is made by `body`; `context` is the model's, in tokens, None if unknown.
     """
     continues = "continue_final_message" in request
-    said = request["messages"][-1]["content"] if continues else ""
-    progress = Progress(time.monotonic(), text=said)
+    text_so_far = request["messages"][-1]["content"] if continues else ""
+    progress = Progress(time.monotonic(), text=text_so_far)
     try:
         async with upstream.answer(request) as reply:
             if reply.miss is not None:

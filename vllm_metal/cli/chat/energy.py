@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads how much energy a Mac's chip has taken, with zeus-apple-silicon where it is installed.
-
-No Mac has run this yet. The package's README (1.1.0) has the names: millijoules since some moment
-that stays the same, None where a chip does not tell.
-"""
+"""Reads the energy consumption of a Mac's chip with zeus-apple-silicon, if installed."""
 
 from __future__ import annotations
 
@@ -11,18 +7,20 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 
-#: Fields of its AppleEnergyMetrics that add up to the chip and its memory.
+#: Fields of AppleEnergyMetrics that add up to the chip and its memory, by the README of
+#: zeus-apple-silicon 1.1.0 (not tried on a Mac yet): millijoules since a fixed moment, None if the
+#: chip does not report it.
 _PARTS = ("cpu_total_mj", "gpu_mj", "gpu_sram_mj", "dram_mj", "ane_mj")
 _MODULE = "zeus_apple_silicon"
 
 
 def meter() -> Callable[[], float | None]:
-    """A function that returns joules since some moment; None wherever they cannot be read."""
+    """Returns a function that reads the joules since a fixed moment, or None if unavailable."""
     if sys.platform != "darwin":
         return _unknown
     try:
         monitor = import_module(_MODULE).AppleEnergyMonitor()
-    except (ImportError, AttributeError, RuntimeError):  # absent, or of another macOS
+    except (ImportError, AttributeError, RuntimeError):  # missing, or unsupported macOS
         return _unknown
 
     def joules() -> float | None:

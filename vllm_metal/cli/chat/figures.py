@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Picks from a server's /metrics what the page plots: counters as they are, nothing derived."""
+"""Selects from a server's /metrics what the page plots: raw counters, nothing derived."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Figures:
-    """A server's figures at one moment; None: it does not export that one."""
+    """A server's metrics at one moment; None if not exported."""
 
     kv_cache_usage: float | None = None  # share of the pool, 0 to 1
-    prefix_queries: float | None = None  # tokens since its start, as all counters here
+    prefix_queries: float | None = None  # tokens since the server started, as all counters here
     prefix_hits: float | None = None
     draft_tokens: float | None = None
     accepted_tokens: float | None = None
@@ -34,8 +34,8 @@ class Figures:
 
 
 def read(metrics: str) -> Figures:
-    """The figures in the text of /metrics; samples of several engines are added up."""
-    # Most lines are of histograms: reading all of them would take a hundred times as long.
+    """Parses the text of /metrics; sums the samples of several engines."""
+    # Most lines belong to histograms; parsing all of them would take a hundred times as long.
     wanted = "\n".join(line for line in metrics.splitlines() if line.startswith(tuple(_NAMES)))
     sums: dict[str, float] = {}
     for family in text_string_to_metric_families(f"{wanted}\n"):

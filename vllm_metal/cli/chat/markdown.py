@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes HTML of an answer's Markdown, block by block; tags in the answer stay text.
-
-markdown-it-py does it without raw HTML, with the addresses of links checked, and Pygments colors
-code. Pictures become links, so that a page loads nothing because an answer names it.
-"""
+"""Renders an answer's Markdown as HTML, block by block; HTML tags in the answer stay text."""
 
 from __future__ import annotations
 
@@ -22,16 +18,16 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 from pygments.util import ClassNotFound
 
-#: Characters of code that are colored first, and seconds that this may take; then twice as many.
-#: Some lexers take the square or the cube of some texts' length, so this is found out in time.
+#: Characters of code that are highlighted first, doubled until a pass takes too many seconds. Some
+#: lexers take quadratic or cubic time for some texts.
 _FIRST_COLORED, _MOST_SECONDS = 512, 0.15
 _FORMATTER: HtmlFormatter[str] = HtmlFormatter(nowrap=True)
 
 
 def blocks(text: str) -> list[str]:
-    """HTML of each paragraph, list, table and piece of code of `text`, in their order.
+    """Renders each paragraph, list, table and code block of `text`, in order.
 
-    A text that grows changes its last blocks only, as a rule.
+    If a text grows, usually only its last blocks change.
     """
     return [
         _PARSER.renderer.render(block, _PARSER.options, {}) for block in _split(_PARSER.parse(text))
@@ -39,7 +35,7 @@ def blocks(text: str) -> list[str]:
 
 
 def changed(before: Sequence[str], now: Sequence[str]) -> int:
-    """How many blocks at the beginning are the same in both."""
+    """Returns the number of leading blocks that are equal."""
     same = 0
     for old, new in zip(before, now, strict=False):
         if old != new:
@@ -60,19 +56,19 @@ def _split(tokens: Sequence[Token]) -> Iterator[list[Token]]:
 def _fence(
     renderer: RendererHTML, tokens: Sequence[Token], at: int, options: OptionsDict, env: Any
 ) -> str:
-    """A piece of code with its language, a button that copies it, and room to scroll."""
+    # With its language, a copy button, and room to scroll.
     language = tokens[at].info.strip().split(maxsplit=1)[0] if tokens[at].info.strip() else ""
     shown = escape(language)
     return (
         f'<div class="code"><div class="code-bar"><span>{shown}</span>'
         '<button type="button" class="copy">Copy</button></div>'
-        # What scrolls must be within the keyboard's reach.
+        # A scrollable element must be reachable by keyboard.
         f'<pre tabindex="0" role="group" aria-label="{f"{shown} " if shown else ""}code"><code>'
         f"{_colored(tokens[at].content, language)}</code></pre></div>\n"
     )
 
 
-@lru_cache(maxsize=64)  # a text that grows is rendered again with each piece of it
+@lru_cache(maxsize=64)  # a growing text is rendered again with each chunk
 def _colored(code: str, language: str) -> str:
     try:
         lexer = get_lexer_by_name(language or "text", stripnl=False)
@@ -111,7 +107,7 @@ def _table_close(
 def _cell_open(
     renderer: RendererHTML, tokens: Sequence[Token], at: int, options: OptionsDict, env: Any
 ) -> str:
-    # The page allows no styles within HTML: a class says how a column is aligned.
+    # The page's policy forbids inline styles, so a class sets the column's alignment.
     style = tokens[at].attrs.pop("style", None)
     if style is not None:
         tokens[at].attrSet("class", str(style).replace("text-align:", "align-"))
@@ -121,13 +117,15 @@ def _cell_open(
 def _heading(
     renderer: RendererHTML, tokens: Sequence[Token], at: int, options: OptionsDict, env: Any
 ) -> str:
-    # Below the page's own first and second level, which names who speaks.
+    # Below the page's own levels 1 and 2; level 2 names the speaker.
     tokens[at].tag = f"h{min(int(tokens[at].tag[1:]) + 2, 6)}"
     return renderer.renderToken(tokens, at, options, env)
 
 
 def _parser() -> MarkdownIt:
     parser = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+    # Images become links, so that the page loads nothing just because an answer names it. Link
+    # addresses are checked by markdown-it-py.
     parser.disable("image")
     rules = {
         "fence": _fence,

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the header in which a server says why a prompt's prefix was missed.
-
-It is an item with parameters (RFC 9651); serving/prefix_misses/header.py writes it.
-"""
+"""Parses the header in which a server explains a prefix-cache miss."""
 
 from __future__ import annotations
 
 import re
 from urllib.parse import unquote
 
-#: A request that carries it is told the texts that differ, too.
+#: The header is an item with parameters (RFC 9651), written by serving/prefix_misses/header.py. A
+#: request with ASKING also gets the texts that differ.
 NAME = "prefix-cache-miss"
 ASKING = {NAME: "text"}
 _PARAMETER = re.compile(
@@ -18,7 +16,7 @@ _PARAMETER = re.compile(
 
 
 def read(header: str | None) -> dict[str, str | int] | None:
-    """The cause, as `cause`, and the header's parameters by name; None where there is none."""
+    """Returns the cause as `cause`, and the header's parameters by name; None without a header."""
     if not header:
         return None
     found: dict[str, str | int] = {"cause": header.partition(";")[0].strip()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page's own small server: static files, answers, HTML of kept texts, figures."""
+"""The page's own small server: static files, answers, HTML of stored texts, metrics."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm_metal.cli.chat import answer, energy, figures, markdown
 from vllm_metal.cli.chat.upstream import Upstream, UpstreamError
 
-#: The only hosts that browsers may call it by: another name that leads here is somebody's trick.
+#: Host names that browsers may use. Any other name that resolves here is an attack (DNS rebinding).
 HOSTS = ("127.0.0.1", "localhost")
 STATIC = Path(__file__).with_name("static")
-#: Nothing from elsewhere, and nothing in HTML that runs, so that no answer can do either.
+#: No external resources and no inline scripts, so that no answer can load or run anything.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -40,12 +40,10 @@ _HEADERS = {
 
 
 def app(upstream: Upstream, token: str) -> Starlette:
-    """The application that shows the page and asks `upstream`.
+    """Creates the application that serves the page and forwards requests to `upstream`.
 
-    Args:
-        upstream: the server that answers.
-        token: in the query of the page's address; whoever has not been there gets nothing. Other
-            users of the machine reach the port, too.
+    `token` is in the query of the page's address; requests without it are rejected, because other
+    users of the machine can reach the port too.
     """
     page = _Page(upstream)
 
@@ -81,8 +79,8 @@ class _Page:
             model = await self._upstream.model()
         except UpstreamError as error:
             return _error(str(error), 502)
-        told = ("label", "millions", "max_tokens")
-        return JSONResponse(asdict(model) | {name: getattr(model, name) for name in told})
+        properties = ("label", "millions", "max_tokens")
+        return JSONResponse(asdict(model) | {name: getattr(model, name) for name in properties})
 
     async def figures(self, request: Request) -> Response:
         try:
@@ -92,11 +90,11 @@ class _Page:
         return JSONResponse(asdict(found) | {"joules": self._joules()})
 
     async def markdown(self, request: Request) -> Response:
-        """HTML of kept answers, in blocks."""
+        """Renders stored answers in blocks."""
         return await _answering(request, _as_blocks)
 
     async def answer(self, request: Request) -> Response:
-        """A line of JSON for each event."""
+        """Streams a line of JSON per event."""
         return await _answering(request, self._stream)
 
     async def _stream(self, asked: Any) -> Response:
@@ -114,7 +112,7 @@ async def _as_blocks(asked: Any) -> Response:
 
 
 async def _answering(request: Request, act: Callable[[Any], Awaitable[Response]]) -> Response:
-    # A page of another origin cannot send this type without asking first, and is told no.
+    # A page of another origin cannot send this type without a CORS preflight, which fails.
     if request.headers.get("content-type", "").partition(";")[0] != "application/json":
         return _error("the body must be application/json", 415)
     try:
@@ -137,7 +135,7 @@ def _error(message: str, status: int) -> JSONResponse:
 
 
 class _Token:
-    """Answers who came by the address with the token, which a cookie remembers."""
+    """Admits only who opened the address with the token; a cookie remembers it."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app, self._token = app, token
@@ -147,24 +145,22 @@ class _Token:
             await self._app(scope, receive, send)
             return
         request = Request(scope)
-        name = f"vllm_metal_chat_{request.url.port}"  # cookies are of a host, whatever its port
+        name = f"vllm_metal_chat_{request.url.port}"  # cookies are shared by all ports of a host
         if request.url.path == "/" and self._is_right(request.query_params.get("token")):
-            found: Response = RedirectResponse("/", 303)
-            found.set_cookie(name, self._token, httponly=True, samesite="lax")
-            await found(scope, receive, send)
+            redirect: Response = RedirectResponse("/", 303)
+            redirect.set_cookie(name, self._token, httponly=True, samesite="lax")
+            await redirect(scope, receive, send)
         elif self._is_right(request.cookies.get(name)):
             await self._app(scope, receive, send)
         else:
-            told = "Open the address that vllm-metal chat has printed."
-            await _error(told, 401)(scope, receive, send)
+            message = "Open the address that vllm-metal chat has printed."
+            await _error(message, 401)(scope, receive, send)
 
     def _is_right(self, given: str | None) -> bool:
         return given is not None and hmac.compare_digest(given.encode(), self._token.encode())
 
 
 class _Headers:
-    """Adds headers to every reply."""
-
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks an OpenAI server: which model it has, its metrics, and an answer, piece by piece."""
+"""Client of an OpenAI-compatible server: its model, its metrics, and streamed answers."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ import httpx
 from vllm_metal.cli.chat import miss
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
-#: Until it is reached; an answer's first token may wait for a long queue.
+#: Timeout of connections only; the first token of an answer may wait in a long queue.
 _CONNECT_SECONDS = 10.0
 _SHORT_SECONDS = 30.0
-#: Parameters of a model below a billion, as in SmolLM2-135M-Instruct; "1M" is a context's length.
+#: Parameter count below a billion, as in SmolLM2-135M-Instruct. "1M" is the length of a context, so
+#: one digit does not match.
 _MILLIONS = re.compile(r"(?<![\w.])(\d{2,3})M(?![a-z])", re.IGNORECASE)
-#: Longest answer of such a model unless the user sets another: it may never come to an end.
+#: Default limit of answers of such a model, which may never stop by itself.
 _SMALL_MODEL_TOKENS = 1024
 _TOO_LONG = re.compile(r"maximum context length is (\d+) tokens")
 
 
 class UpstreamError(Exception):
-    """The server cannot be reached, or refuses; the message is for the user."""
+    """The server cannot be reached, or rejects the request; the message is for the user."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What a server serves."""
+    """A model that a server serves."""
 
     name: str
-    context: int | None  # tokens; None: it does not tell
+    context: int | None  # tokens; None: unknown
 
     @property
     def label(self) -> str:
-        """The name that people know it by: without owner, folders and the hub's cache."""
+        """The short name: without owner, folders and the cache's prefix."""
         parts = PurePath(self.name).parts or ("",)
         for part in parts:
             if part.startswith("models--"):
@@ -49,67 +50,59 @@ class Model:
 
     @property
     def millions(self) -> int | None:
-        """Millions of parameters, where the name says that it has fewer than a billion."""
+        """Millions of parameters, if the name states fewer than a billion."""
         found = _MILLIONS.search(self.label)
         return int(found[1]) if found else None
 
     @property
     def max_tokens(self) -> int | None:
-        """The longest answer where the user sets none; None: up to the end of the context.
-
-        A limit would cut a reasoning model amid its reasoning, so only small models have one.
-        """
+        """Default limit of an answer; None is up to the end of the context."""
+        # Only for small models: a limit would cut a reasoning model in the middle of its reasoning.
         return None if self.millions is None else self.at_most(_SMALL_MODEL_TOKENS)
 
     def at_most(self, max_tokens: int) -> int:
-        """`max_tokens`, or the context where that is less: vLLM refuses more."""
+        """Caps `max_tokens` at the context; vLLM rejects more."""
         return max_tokens if self.context is None else min(max_tokens, self.context)
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The start of an answer, and the rest of it as it comes."""
+    """A started answer."""
 
     miss: dict[str, str | int] | None  # why the prompt's prefix was missed
-    chunks: AsyncIterator[dict[str, Any]]  # as the OpenAI API has them
+    chunks: AsyncIterator[dict[str, Any]]  # in the format of the OpenAI API
 
 
 class Upstream:
-    """A server, asked with the user's key; it is no part of what the page gets."""
+    """A server, called with the user's key; the page never gets the key."""
 
     def __init__(self, url: str, key: str | None, socket: Path | None = None) -> None:
-        """
-        Args:
-            url: of the server, with or without /v1.
-            key: for its Authorization header; None: none.
-            socket: the Unix socket that it listens on; None: it listens at its address.
+        """Opens a client; raises ValueError if `url` is not the address of a server.
 
-        Raises:
-            ValueError: `url` is not the address of a server.
+        Args:
+            url: with or without /v1.
+            key: for the Authorization header; None for no header.
+            socket: Unix socket that the server listens on; None for its address.
         """
         if not _is_address(url):
             raise ValueError(f"{url} is not the address of a server: write --url http://HOST:PORT")
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._own = socket is not None  # it ends with this process, and this one with it
+        self._own = socket is not None  # we started it, and it ends with this process
         self._client = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
             transport=None if socket is None else httpx.AsyncHTTPTransport(uds=str(socket)),
-            # Not through the user's proxy where the server is on this machine.
+            # Bypasses the user's proxy for a server on this machine.
             trust_env=urlsplit(self.url).hostname not in _LOOPBACK,
         )
 
     async def close(self) -> None:
-        """Closes its connections."""
+        """Closes the connections."""
         await self._client.aclose()
 
     async def model(self) -> Model:
-        """The first model that the server lists.
-
-        Raises:
-            UpstreamError: it cannot be asked, or lists none.
-        """
+        """Returns the first model that the server lists; raises UpstreamError if there is none."""
         reply = await self._get("/v1/models")
         try:
             first = reply.json()["data"][0]
@@ -118,19 +111,14 @@ class Upstream:
             raise UpstreamError(f"{self.url}/v1/models lists no model.") from error
 
     async def metrics(self) -> str:
-        """The text of /metrics.
-
-        Raises:
-            UpstreamError: it cannot be asked, or does not show it to this key.
-        """
+        """Returns the text of /metrics; raises UpstreamError if the server does not show it."""
         return (await self._get("/metrics")).text
 
     @asynccontextmanager
     async def answer(self, body: Mapping[str, Any]) -> AsyncIterator[Reply]:
-        """Asks for a streamed chat completion; leaving the block ends it at the server.
+        """Requests a streamed chat completion; leaving the block cancels it.
 
-        Raises:
-            UpstreamError: it cannot be asked, or refuses the request.
+        Raises UpstreamError if the server cannot be reached or rejects the request.
         """
         path, begun = "/v1/chat/completions", False
         try:
@@ -152,14 +140,13 @@ class Upstream:
         return reply
 
     def _unreachable(self, error: Exception, begun: bool = False) -> str:
-        """What a user reads of a server that is not there, or went away amid an answer."""
         if isinstance(error, httpx.TimeoutException):
             return f"The server at {self.url} did not answer in time. Try again."
         if self._own:
-            found = "ended in the middle of the answer" if begun else "has ended"
-            return f"The model's server {found}. Run vllm-metal chat again."
-        found = "ended in the middle of the answer" if begun else "does not answer"
-        return f"The server at {self.url} {found}. Start it again, then try again."
+            what = "ended in the middle of the answer" if begun else "has ended"
+            return f"The model's server {what}. Run vllm-metal chat again."
+        what = "ended in the middle of the answer" if begun else "does not answer"
+        return f"The server at {self.url} {what}. Start it again, then try again."
 
 
 def _is_address(url: str) -> bool:
@@ -197,7 +184,6 @@ def _refusal(status: int, content: bytes) -> str:
 
 
 def _message(fields: Any) -> str | None:
-    """The text of an error as the OpenAI API writes it."""
     error = fields.get("error") if isinstance(fields, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
     return message if isinstance(message, str) else None
