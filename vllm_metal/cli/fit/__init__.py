@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates how much memory a model needs, from config.json and the headers of weight files."""
+"""Estimates a model's memory from config.json and the headers of its weight files."""

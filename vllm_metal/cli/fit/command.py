@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-metal fit`: finds the model and the machine that are asked for, and prints the answer."""
+"""`vllm-metal fit`: finds the model and the machine, and prints the answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from vllm_metal.platform import metal_platform  # noqa: F401  # it loads a BLAS before MLX is there
+from vllm_metal.platform import metal_platform  # noqa: F401  # first: it loads a BLAS before MLX
 
 # isort: split
 from vllm_metal.cli.fit import encoder, report
@@ -22,22 +22,18 @@ from vllm_metal.engine.pooling.encoders.served import of_content
 from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.platform import model_folders
 
-#: Lengths that are tried with known models; a long chat needs the least of them.
+#: Context lengths to try with known models; a long chat needs at least the first.
 _CONTEXTS = (8192, 16384, 32768)
 
 
 def run(args: Namespace) -> int:
     """Prints the answer and returns the exit status: 0 if the requests fit, 1 if not.
 
-    Without a model, the answer is that of the largest known one that fits.
-
-    Args:
-        args: of `vllm_metal.cli.main`; None where an option was not given.
-
-    Raises:
-        ValueError: the model is not found, or the engine would refuse it or these options.
+    Without a model, the answer is for the largest known one that fits. Options that are not given
+    are None. Raises ValueError if the model is not found, or the engine would reject it or these
+    options.
     """
-    answer = _answered(args)
+    answer = _answer(args)
     if isinstance(answer, encoder.Answer):
         content, text = answer.content(), answer.text()
     else:
@@ -47,12 +43,8 @@ def run(args: Namespace) -> int:
 
 
 def find(args: Namespace) -> Answer:
-    """The answer that `run` prints for a model that generates; args and errors are those of `run`.
-
-    Raises:
-        ValueError: the model is an encoder.
-    """
-    answer = _answered(args)
+    """Returns what `run` prints for a model that generates; raises ValueError for encoders too."""
+    answer = _answer(args)
     if isinstance(answer, encoder.Answer):
         raise ValueError(
             f"{answer.model} is an encoder ({answer.architecture}), which generates no text"
@@ -61,11 +53,11 @@ def find(args: Namespace) -> Answer:
 
 
 def question(model: str | None, context: int | None) -> Namespace:
-    """Arguments of `run` for one request on this machine, with a server's defaults.
+    """Returns arguments of `run` for one request on this machine, with a server's defaults.
 
     Args:
-        model: a folder, or a name on the hub; None: the largest known one that fits.
-        context: tokens of the longest request; None: what fits.
+        model: folder or hub name; None for the largest known model that fits.
+        context: tokens of the longest request; None for what fits.
     """
     unset = (
         "memory",
@@ -90,7 +82,7 @@ def question(model: str | None, context: int | None) -> Namespace:
     return Namespace(**dict.fromkeys(unset), **asked)
 
 
-def _answered(args: Namespace) -> Answer | encoder.Answer:
+def _answer(args: Namespace) -> Answer | encoder.Answer:
     layout = Layout.of(args)
     machine = Machine.this() if args.memory is None else Machine.mac(args.memory)
     machine = layout.part(machine.part(args.data_parallel_size_local or 1))
@@ -111,7 +103,7 @@ def _answered(args: Namespace) -> Answer | encoder.Answer:
     except (ModelLoadError, NotImplementedError, ImportError) as error:
         raise ValueError(str(error)) from error
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError) as error:
-        # Of transformers and mlx-lm, which build the model of whatever the file says.
+        # From transformers and mlx-lm, which build the model from whatever the file says.
         problem = f"{type(error).__name__}: {error}"
         raise ValueError(
             f"config.json of {args.model} does not describe a model that can be built ({problem})"
@@ -119,17 +111,15 @@ def _answered(args: Namespace) -> Answer | encoder.Answer:
 
 
 def _largest_known(args: Namespace, machine: Machine, layout: Layout) -> Answer:
-    """The answer for the largest known model that fits, or for the smallest of all.
-
-    The context is that of --context, or the longest of `_CONTEXTS` that fits.
-    """
+    """Returns the answer for the largest known model that fits, or for the smallest of all."""
+    # --context, or else the longest of `_CONTEXTS` that fits.
     least, *longer = (args.context,) if args.context else _CONTEXTS
     for known in KNOWN:
         with known.folder() as path:
             weights = (path / "model.safetensors").stat().st_size
             free = (machine.total - machine.in_use) * layout.num_ranks
             if known is not KNOWN[-1] and weights > free:
-                continue  # the estimate of a step takes seconds
+                continue  # saves the estimate of a step, which takes seconds
             print(f"vllm-metal: tries {known.name}", file=sys.stderr, flush=True)
 
             def answer(context: int, known: KnownModel = known, path: Path = path) -> Answer:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `vllm-metal fit` says of an encoder: weights and a step, for it keeps no KV cache."""
+"""Estimates an encoder: its weights and a step, without a KV cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from vllm_metal.engine.pooling.encoders.served import Architecture
 from vllm_metal.platform import metal_platform
 
 _GIB = 2**30
-#: Where sentence-transformers says how long a text may be.
+#: Where sentence-transformers stores the maximum length of a text.
 _LENGTH_FILE, _LENGTH = "sentence_bert_config.json", "max_seq_length"
 
 
@@ -42,8 +42,8 @@ class Answer:
     dtype: str
     machine: str
     weights: int  # bytes
-    longest: int  # tokens of a text
-    rows: int  # tokens of a step
+    longest: int  # tokens per text
+    rows: int  # tokens per step
     budget: Budget
     command: str  # that serves it with these settings
 
@@ -52,7 +52,7 @@ class Answer:
         return self.budget.left >= 0
 
     def text(self) -> str:
-        """For people."""
+        """Formats the answer for people."""
         name = f"{self.model} ({self.architecture}, {self.dtype}) on {self.machine}"
         verdict = "Fits" if self.fits else "Does not fit"
         lines = [
@@ -69,7 +69,7 @@ class Answer:
         return "\n".join([*lines, less])
 
     def content(self) -> dict[str, Any]:
-        """For programs; sizes in bytes."""
+        """Returns the answer for programs; sizes in bytes."""
         return {
             "model": self.model,
             "architecture": self.architecture,
@@ -85,17 +85,9 @@ class Answer:
 
 
 def find(args: Namespace, path: Path, served: Architecture, machine: Machine) -> Answer:
-    """The answer for an encoder.
+    """Returns the answer for an encoder, built from the folder `path`.
 
-    Args:
-        args: of `vllm_metal.cli.fit.command.run`.
-        path: a folder that the model can be built from.
-        served: its architecture.
-        machine: to serve it on.
-
-    Raises:
-        ModelLoadError: the loader cannot build it.
-        ValueError: the context is longer than a text may be.
+    Raises ModelLoadError if it cannot be built, ValueError if the context exceeds the longest text.
     """
     content = json.loads((path / "config.json").read_text())
     dtype = engine.dtype_of(content, machine.kind, args.dtype or "auto", encoder=True)
@@ -143,7 +135,7 @@ def _utilization(args: Namespace) -> float:
 
 
 def _longest(path: Path, content: Mapping[str, Any], served: Architecture) -> int:
-    """Tokens that a text may have, as vLLM finds them and the table of positions allows."""
+    """Returns the longest text in tokens, by vLLM's rules and the table of positions."""
     stated = engine.longest_text(dict(content))
     if (path / _LENGTH_FILE).is_file():
         stated = json.loads((path / _LENGTH_FILE).read_text()).get(_LENGTH) or stated
@@ -155,7 +147,7 @@ def _longest(path: Path, content: Mapping[str, Any], served: Architecture) -> in
 
 
 def _step_peak(encoder: Encoder, lengths: list[int], machine: Machine) -> int:
-    """Bytes that a step of texts of these lengths takes at most, found without computing it."""
+    """Returns the peak bytes of a step with texts of these lengths, without running it."""
 
     def build() -> list[mx.array]:
         return [EncoderExecutor(encoder, 1).forward_hidden(rows_of(lengths), None)]

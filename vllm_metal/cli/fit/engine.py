@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of vLLM's configuration that the engine's estimate of memory reads."""
+"""The parts of vLLM's configuration that the memory estimate reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-# Module by module: `fit` imports no more of vLLM (vllm_patches.partial_imports).
+# Single modules, because `fit` imports only these parts of vLLM (vllm_patches.partial_imports).
 from vllm.config.attention import AttentionConfig
 from vllm.config.cache import CacheConfig
 from vllm.config.model import _is_valid_dtype
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from vllm.config.cache import CacheDType
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in MLX_DTYPES}
-#: Where config.json says how long a text may be; the first that is there counts.
+#: Keys of config.json with the maximum length of a text; the first one present counts.
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
 @dataclass(frozen=True)
 class _TextDrafts:
-    """What vLLM's planning asks of a SpeculativeConfig whose drafts take no network."""
+    """The part of a SpeculativeConfig that vLLM reads for drafts without a network."""
 
     num_speculative_tokens: int
     method: str = "ngram"
@@ -44,7 +44,7 @@ class _TextDrafts:
 
 @dataclass(frozen=True)
 class AdapterLimits:
-    """What the estimate reads of a LoRAConfig."""
+    """The part of a LoRAConfig that the estimate reads."""
 
     max_loras: int
     max_cpu_loras: int
@@ -55,10 +55,9 @@ class AdapterLimits:
 def adapters(
     max_loras: int | None, max_cpu_loras: int | None, max_lora_rank: int | None
 ) -> AdapterLimits | None:
-    """The limits of adapters with vLLM's defaults; None: --max-loras is not given.
+    """Returns the adapter limits with vLLM's defaults, or None without --max-loras.
 
-    Raises:
-        ValueError: another of them is.
+    Raises ValueError if another limit is given without it.
     """
     if max_loras is None:
         if max_cpu_loras or max_lora_rank:
@@ -84,19 +83,19 @@ def config(
     stages: int | None = None,
     adapters: AdapterLimits | None = None,
 ) -> VllmConfig:
-    """A configuration with vLLM's defaults for all else, made without loading the model.
+    """Makes a configuration with vLLM's defaults, without loading the model.
 
-    It has what vLLM's planning of the KV cache reads, under vLLM's names. `fitted` says that nobody
-    asked for max_model_len, so that what fits is taken; `num_drafts` are looked up in the text;
-    `stages` of layers work at a time, where there are several ranks; None: one process has all.
+    It has what vLLM's planning of the KV cache reads. `fitted` means that max_model_len was not
+    requested, so it may shrink to what fits; `num_drafts` are n-gram drafts; `stages` is the number
+    of pipeline stages at work at once, None for a single process.
     """
     cache = CacheConfig(block_size=block_size)
     cache.user_specified_block_size = block_size_asked
     cache.cache_dtype = cast("CacheDType", cache_dtypes.canonical(cache_dtype))
-    cache.kv_cache_layout = "LBNHC"  # the worker's word on it
+    cache.kv_cache_layout = "LBNHC"  # as the worker sets it
     if gpu_memory_utilization is not None:
         cache.gpu_memory_utilization = gpu_memory_utilization
-    made = SimpleNamespace(
+    namespace = SimpleNamespace(
         cache_config=cache,
         scheduler_config=SchedulerConfig(
             max_num_batched_tokens=max_num_batched_tokens,
@@ -121,23 +120,23 @@ def config(
         speculative_config=_TextDrafts(num_drafts) if num_drafts else None,
         kv_transfer_config=None,
         lora_config=adapters,
-        # What VllmConfig derives: nothing is drafted, and two steps are in flight, or one a stage.
+        # Derived by VllmConfig: no lookahead; two steps in flight, or one per stage.
         num_prefill_lookahead_tokens=0,
         max_in_flight_tokens=(stages or 2) * max_num_batched_tokens,
     )
-    return cast("VllmConfig", made)
+    return cast("VllmConfig", namespace)
 
 
 def dtype_of(
     content: dict[str, Any], kind: envs.Device, asked: str = "auto", encoder: bool = False
 ) -> torch.dtype:
-    """The dtype that vLLM takes for --dtype; for `auto` it replaces float32 by a 16-bit one.
+    """Returns the dtype that vLLM chooses for --dtype; `auto` replaces float32 by a 16-bit one.
 
     Args:
         content: of config.json.
         kind: of device; on a CPU the dtype is float32 (MetalPlatform.supported_dtypes).
-        asked: the option.
-        encoder: whether the model pools: vLLM then prefers float16.
+        asked: value of the option.
+        encoder: whether the model pools; vLLM then prefers float16.
     """
     if asked != "auto":
         return DTYPES[asked]
@@ -161,13 +160,13 @@ def dtype_of(
 
 
 def longest_text(content: dict[str, Any]) -> int | None:
-    """Longest text in tokens that a config.json states; None where it states none."""
+    """Returns the longest text in tokens that a config.json states, or None."""
     for part in _parts(content):
         for key in _LENGTHS:
             if part.get(key):
                 scaling = part.get("rope_scaling") or {}
                 scaled = scaling.get("rope_type", scaling.get("type")) in ("linear", "dynamic")
-                # Gemma 3 states the length with the factor in it, as vLLM knows.
+                # Gemma 3 states the length after scaling, as vLLM knows.
                 family = part.get("model_type") or content.get("model_type")
                 if scaled and "gemma3" not in str(family):
                     return int(part[key] * scaling.get("factor", 1))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine would measure of a model on a machine, and the pool that comes of it.
+"""Predicts what an engine would measure for a model on a machine, and the resulting KV pool.
 
-The sum is the engine's own (vllm_metal.engine.memory.budget), and so is what goes into it: the
-loader gives the model with weights that are never read, layers are read off it, vLLM places them in
-blocks. Only the forward pass is not run (vllm_metal.cli.fit.step).
+The computation and its inputs are the engine's own (vllm_metal.engine.memory.budget): the loader
+builds the model without reading weights, its layers are inspected, and vLLM places them in blocks.
+Only the forward pass is not run (vllm_metal.cli.fit.step).
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Model:
-    """A model that is built and not loaded."""
+    """A model that is built but not loaded."""
 
     model_type: str
     dtype: torch.dtype
-    weights: int  # bytes, as the engine will hold them
+    weights: int  # bytes as the engine will hold them, including the vision tower's
     parts: ModelParts
-    layers: Sequence[StatefulLayer]  # that the rank computes
-    elsewhere: Sequence[StatefulLayer] = ()  # those of other ranks
+    layers: Sequence[StatefulLayer]  # of this rank
+    elsewhere: Sequence[StatefulLayer] = ()  # of other ranks
     stage: Stage | None = None  # None: the rank has all layers
-    images: Images | None = None  # the weights of whose tower are among those
+    images: Images | None = None
 
     @staticmethod
     def read(
@@ -71,32 +71,32 @@ class Model:
         ring: OneOf | None = None,
         stage_of: Callable[[int], Stage] | None = None,
     ) -> Model:
-        """Builds a model, or the part of it that a rank has.
+        """Builds a model, or a rank's part of it.
 
         Args:
-            folder: with config.json and weight files, of which only headers are read.
+            folder: has config.json and weight files, of which only headers are read.
             model_type: for messages.
             dtype: of the engine.
-            pools: whether it is served without its head for logits.
-            text_only: whether images are left out.
-            ring: of the ranks that share it, of which the first one is estimated; None: one has
-                all.
-            stage_of: from the number of layers to those of the rank; None: all.
+            pools: whether to leave out the head for logits.
+            text_only: whether to leave out images.
+            ring: stands for the tensor-parallel ranks; the first one is estimated. None for one
+                rank.
+            stage_of: maps the number of layers to the rank's stage; None for all layers.
 
         Raises:
-            ShardingError: ranks cannot share it.
-            ValueError: there are fewer layers than ranks, or a rank is to have none.
+            ShardingError: the model cannot be split across ranks.
+            ValueError: there are fewer layers than ranks, or a rank would have none.
             ModelLoadError: the loader cannot build it.
             NotImplementedError: the engine does not serve it.
         """
         classes = headless.classes if pools else registry.classes
-        with outlines_only():  # GGUF files are read as they are opened
+        with outlines_only():  # opening GGUF files would read them
             network = lazy_model(folder, MLX_DTYPES[dtype], classes=classes)
         if pools:
             headless.drop_head(network)
         if ring is not None:
             shard(network, cast("mx.distributed.Group", ring), model_type)
-        # Before layers are taken away, as a rank has it.
+        # Before other stages' layers are removed, as on a rank.
         layers = own = attention_layers(network, model_type)
         stage, parts = None, None
         if stage_of is not None:
@@ -114,26 +114,26 @@ class Model:
 
     @property
     def layers_of_all_ranks(self) -> list[StatefulLayer]:
-        """Layers that blocks and their groups are made of."""
+        """The layers that determine blocks and their groups."""
         return [*self.layers, *self.elsewhere]
 
     @property
     def samples(self) -> bool:
-        """Whether the rank has the last layer, and makes tokens of what it computes."""
+        """Whether the rank has the last layer, and so samples tokens."""
         return self.stage is None or self.stage.is_last
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A model on a machine. Sizes are bytes."""
+    """A model on a machine; sizes in bytes."""
 
-    token_bytes: int  # K and V of a token, in all layers
-    state_bytes: int  # of what other layers keep of a request, however long; 0: there are none
-    block_size: int  # tokens of a block
+    token_bytes: int  # K and V per token, in all layers
+    state_bytes: int  # recurrent state per request, independent of its length; 0: none
+    block_size: int  # tokens per block
     needs: Needs  # of the pool
     measured: Measured  # what the engine would measure
     settings: Settings
-    quantized: float | None  # share of its bytes that a quantized cache takes; None: it is one
+    quantized: float | None  # size of a quantized cache relative to this; None: this is quantized
 
     @property
     def budget(self) -> Budget:
@@ -142,12 +142,11 @@ class Estimate:
 
     @property
     def pool(self) -> int:
-        """For the KV cache; not positive where nothing is left for it."""
+        """Size of the KV pool; 0 or negative if nothing is left for it."""
         return budget.pool_bytes(self.measured, self.settings)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the pool."""
         return max(self.pool // self.needs.block_bytes, 0)
 
     @property
@@ -158,33 +157,26 @@ class Estimate:
 
     @property
     def tokens(self) -> int:
-        """Tokens of K/V in requests of max_model_len, as vLLM reckons them."""
+        """Tokens of K/V in requests of max_model_len, counted as vLLM does."""
         length = self.settings.max_model_len
         return self.num_blocks * length // self.needs.blocks(length)
 
     def of_length(self, tokens: int) -> Estimate:
-        """An estimate for requests of so many tokens, asked for by name."""
+        """Returns the estimate for requests of `tokens` tokens, as if requested explicitly."""
         return replace(self, settings=replace(self.settings, max_model_len=tokens, fitted=False))
 
     def request(self, count: int = 1) -> Request:
-        """What the pool must hold: so many requests at once."""
+        """Returns what the pool must hold for `count` requests at once."""
         return Request(replace(self.needs, requests=count), self.quantized)
 
 
 def estimate(
     model: Model, config: VllmConfig, machine: Machine, peaks: Peaks | None = None
 ) -> Estimate:
-    """What an engine of `config` would find.
+    """Estimates what an engine with `config` would find.
 
-    Args:
-        model: to be served.
-        config: vLLM's.
-        machine: to serve it on.
-        peaks: of the largest forward passes where an engine has measured them; None: they are
-            estimated.
-
-    Raises:
-        ValueError: the forward pass cannot be estimated (vllm_metal.cli.fit.step).
+    `peaks` are the measured peaks of the largest forward passes, None to estimate them. Raises
+    ValueError if they cannot be estimated (vllm_metal.cli.fit.step).
     """
     pool_dtype = formats.pool_dtype(config.cache_config.cache_dtype, MLX_DTYPES[model.dtype])
     choose_block_size(config.cache_config, model.layers_of_all_ranks, pool_dtype)
@@ -219,15 +211,14 @@ def estimate(
 
 
 def _adapter_bytes(model: Model, config: VllmConfig) -> int:
-    """What slots of LoRA adapters take, and adapters that are kept beside them."""
     if config.lora_config is None:
         return 0
     found = adapter_bytes(model.parts.model, config.lora_config, MLX_DTYPES[model.dtype])
-    return found.slots + found.kept
+    return found.slots + found.kept  # slots on the device, and adapters cached besides
 
 
 def _backend(model: Model, machine: Machine, block_size: int) -> KVBackend:
-    """What the engine takes (kv_cache.choice) where its kernels pass their self-check."""
     dtype = MLX_DTYPES[model.dtype]
+    # The engine's choice (kv_cache.choice), assuming that the kernels pass their self-check.
     refused = any(layer.unsupported(dtype, block_size) for layer in model.layers_of_all_ranks)
     return SCATTER if refused or machine.kind == "cpu" else KERNELS

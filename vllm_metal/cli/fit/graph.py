@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations that a computation is made of, recorded without running any.
-
-MLX shows them to `mx.export_function`, with shapes and dtypes. There compiled functions come apart
-into what they were compiled from, and a kernel of our own, or an operation of MLX that only Metal
-has, cannot be there at all: each is recorded as one *opaque* operation, `mx.depends` of new zeros
-on whatever it reads. What is computed twice from the same arrays is recorded once.
-"""
+"""Records the operations of a computation without running any."""
 
 from __future__ import annotations
 
@@ -23,17 +17,22 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from metal_kernels import kernel
 from vllm_metal.patches.mlx_patches.replacing import replaced
 
-#: Operations that MLX's CPU backend makes of several, and Metal of one (mlx.core.fast). All give
-#: an array like their first input.
+# `mx.export_function` shows operations with shapes and dtypes. But it decomposes compiled
+# functions, and cannot show our kernels and operations that only Metal has. Each of these is
+# recorded as one *opaque* operation instead: `mx.depends` of new zeros on whatever the operation
+# reads. Values that are computed twice from the same arrays are recorded once.
+
+#: Operations of mlx.core.fast that are one operation on Metal and several on the CPU backend. All
+#: return an array like their first input.
 _FAST = ("rms_norm", "layer_norm", "rope", "scaled_dot_product_attention")
-#: Operations that `mx.export_function` does not know.
+#: Operations that `mx.export_function` does not support.
 _UNKNOWN = ("from_fp8", "to_fp8", "contiguous")
 _COMPILED = type(nn.silu)  # what mx.compile returns
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One node of a graph. Arrays go by name."""
+    """One node of a graph. Arrays are referenced by name."""
 
     kind: str  # MLX's name of its primitive
     arguments: tuple[Any, ...]
@@ -44,24 +43,24 @@ class Operation:
 
 @dataclass(frozen=True)
 class Graph:
-    """What `record` saw."""
+    """The result of `record`."""
 
     operations: tuple[Operation, ...]
     arrays: dict[str, tuple[tuple[int, ...], mx.Dtype]]  # shape and dtype by name
-    inputs: tuple[str, ...]  # given to the recorded function, in its order
+    inputs: tuple[str, ...]  # of the recorded function, in order
     constants: tuple[str, ...]  # arrays that exist already
-    outputs: tuple[str, ...]  # returned by it
+    outputs: tuple[str, ...]  # of the recorded function
 
 
 def record(build: Callable[..., Sequence[mx.array]], inputs: Sequence[mx.array]) -> Graph:
-    """The graph of what `build` returns, which is not computed; nor are `inputs`.
+    """Records the graph of what `build` returns, without computing it or `inputs`.
 
     Args:
         build: takes an array for each of `inputs` and returns lazy ones.
-        inputs: of whom only shapes and dtypes matter.
+        inputs: only shapes and dtypes matter.
 
     Raises:
-        ValueError: it uses an operation that MLX does not show.
+        ValueError: it uses an operation that MLX cannot export.
     """
     seen: list[dict[str, Any]] = []
     try:
@@ -85,12 +84,12 @@ def record(build: Callable[..., Sequence[mx.array]], inputs: Sequence[mx.array])
             continue
         arrays |= {name: (tuple(shape), dtype) for name, shape, dtype in entry["outputs"]}
         names = tuple(name for name, *_ in entry["outputs"])
-        if not known.issuperset(names):  # one entry each of an operation with several outputs
+        if not known.issuperset(names):  # an operation has an entry per output
             known.update(names)
             reads = tuple(name for name, *_ in entry["inputs"])
             operations.append(Operation(entry["name"], tuple(entry["arguments"]), reads, names))
     return Graph(
-        tuple(_opaque_told(operations)),
+        tuple(_mark_opaque(operations)),
         arrays,
         tuple(name for name, *_ in parts["inputs"]["inputs"]),
         tuple(name for name, _ in parts["constants"]["constants"]),
@@ -103,18 +102,11 @@ def record_with_weights(
     build: Callable[..., Sequence[mx.array]],
     others: Sequence[mx.array] = (),
 ) -> tuple[Graph, tuple[str, ...]]:
-    """The graph of what `build` makes by a model, whose weights are inputs, too.
+    """Records the graph of what `build` computes with a model, whose weights become inputs.
 
-    Args:
-        model: its weights may be lazy; it has them back afterwards.
-        build: takes an array for each of `others` and returns lazy ones.
-        others: of whom only shapes and dtypes matter.
-
-    Returns:
-        The graph, and the names of the weights in it.
-
-    Raises:
-        ValueError: see `record`.
+    `others` are further inputs, of which only shapes and dtypes matter. The model's weights may be
+    lazy, and are restored afterwards. Returns the graph and the names of the weights in it. Raises
+    ValueError as `record`.
     """
     names, weights = zip(*tree_flatten(model.parameters()), strict=True)
 
@@ -131,7 +123,7 @@ def record_with_weights(
 
 @contextmanager
 def recordable(metal: bool) -> Iterator[None]:
-    """Has what MLX does not show recorded whole; with `metal`, also what only Metal has."""
+    """Makes unexportable operations opaque; with `metal`, also those that only Metal has."""
     device = mx.default_device()
     with ExitStack() as stack:
         mx.set_default_device(mx.Device(mx.cpu))
@@ -151,8 +143,8 @@ def recordable(metal: bool) -> Iterator[None]:
         yield
 
 
-def _opaque_told(operations: Sequence[Operation]) -> Iterator[Operation]:
-    """The operations, those that `_opaque` made as such; they read no zeros."""
+def _mark_opaque(operations: Sequence[Operation]) -> Iterator[Operation]:
+    """Marks the operations made by `_opaque` as opaque, without the zeros they read."""
     zeros = {
         name for operation in operations if operation.kind == "Full" for name in operation.outputs
     }
@@ -165,8 +157,7 @@ def _opaque_told(operations: Sequence[Operation]) -> Iterator[Operation]:
 
 
 def _opaque(outputs: Sequence[tuple[Sequence[int], mx.Dtype]], reads: Sequence[Any]) -> Any:
-    """New arrays of these shapes and dtypes, by one operation on those of `reads` that are
-    arrays."""
+    """Makes new arrays of these shapes and dtypes by one operation on the arrays in `reads`."""
     new = [mx.zeros(shape, dtype) for shape, dtype in outputs]
     return mx.depends(new, [array for array in reads if isinstance(array, mx.array)])
 
@@ -177,8 +168,8 @@ def _whole(function: Any) -> Callable[..., Any]:
         out = function(*args, **kwargs)
         reads = [read for _, read in cast(list[tuple[str, Any]], tree_flatten([args, kwargs]))]
         like = cast(list[tuple[str, mx.array]], tree_flatten([out]))
-        made = iter(_opaque([(array.shape, array.dtype) for _, array in like], reads))
-        return tree_map(lambda _: next(made), out)
+        arrays = iter(_opaque([(array.shape, array.dtype) for _, array in like], reads))
+        return tree_map(lambda _: next(arrays), out)
 
     return call
 
@@ -198,7 +189,7 @@ def _launch(
     output_dtypes: Sequence[mx.Dtype],
     **_: Any,
 ) -> list[mx.array]:
-    """Stands in for each kernel that `mx.fast.metal_kernel` makes."""
-    # Twice each: an input that is read twice is not made an output, and kernels make none.
+    # Replaces each kernel of `mx.fast.metal_kernel`. Inputs are passed twice, because MLX reuses
+    # the memory of an input only if it is read once, and kernels never reuse memory.
     outputs = list(zip(output_shapes, output_dtypes, strict=True))
     return list(_opaque(outputs, [*inputs, *inputs]))

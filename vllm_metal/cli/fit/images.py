@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's images take of memory: the tower's weights, rows that are kept, and its work.
-
-The engine measures the latter with vLLM's processor of the family (vision/room.py); here they
-follow from config.json and the processor's files.
-"""
+"""Estimates the memory for images: the tower's weights, stored embeddings, and its work."""
 
 from __future__ import annotations
 
@@ -19,29 +15,30 @@ import mlx.core as mx
 from vllm_metal.engine.vision.families import FAMILIES
 from vllm_metal.engine.weights.files import stored_arrays
 
-#: Pixels of an image and a video where no file says it, as transformers' processors of Qwen's have.
+# The engine measures these with vLLM's processor of the family (vision/room.py); here they follow
+# from config.json and the processor's files.
+
+#: Default of the maximum pixels of an image or video, as in transformers' processors for Qwen.
 _QWEN_PIXELS = 16384 * 32 * 32
-#: The files that say it, the first that has a `size` counts.
+#: Files with a processor's settings; the first one with a `size` counts.
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 @dataclass(frozen=True)
 class Images:
-    """Images of a model. Sizes are bytes."""
+    """A model's images; sizes in bytes."""
 
     weights: int  # of the tower
-    rows: int  # of the largest image or video
-    row_bytes: int  # of its embeddings
-    patch_bytes: int  # of the tower's work, by patch
-    patches: int  # of a row
+    rows: int  # tokens of the largest image or video
+    row_bytes: int  # of a token's embeddings
+    patch_bytes: int  # of the tower's work per patch
+    patches: int  # per token
 
     @staticmethod
     def read(folder: Path, dtype: mx.Dtype) -> Images | None:
-        """None where an engine would serve no images: of the family, or without mlx-vlm.
+        """Reads a model's files; None if the engine would serve no images.
 
-        Args:
-            folder: of the model; of weight files only headers are read.
-            dtype: of the engine.
+        Only the headers of weight files are read.
         """
         config = json.loads((folder / "config.json").read_text())
         family = FAMILIES.get(config["model_type"])
@@ -55,26 +52,27 @@ class Images:
         rows, patches = _largest(folder, config, vision)
         levels = len(vision.get("deepstack_visual_indexes") or ())
         return Images(
-            weights=sum(_held(array, dtype) for array in arrays),
+            weights=sum(_loaded_bytes(array, dtype) for array in arrays),
             rows=rows,
             row_bytes=(1 + levels) * text["hidden_size"] * dtype.size,
-            patch_bytes=_work(vision, dtype),
+            patch_bytes=_patch_bytes(vision, dtype),
             patches=patches,
         )
 
     def beside(self, max_num_batched_tokens: int) -> int:
-        """Bytes beside weights and pool: vLLM's scheduler keeps rows of a step, or of an image."""
+        """Returns the bytes needed in addition to weights and pool."""
+        # vLLM's scheduler keeps the embeddings of a step, or of one image if that is larger.
         kept = max(self.rows, max_num_batched_tokens) * self.row_bytes
         return kept + self.rows * self.patches * self.patch_bytes
 
 
-def _held(array: mx.array, dtype: mx.Dtype) -> int:
-    """Bytes as the loader holds it: numbers in the engine's dtype."""
+def _loaded_bytes(array: mx.array, dtype: mx.Dtype) -> int:
+    # The loader converts floating-point arrays to the engine's dtype.
     return array.size * dtype.size if mx.issubdtype(array.dtype, mx.floating) else array.nbytes
 
 
 def _largest(folder: Path, config: Mapping[str, Any], vision: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows of the largest image or video, and patches of a row."""
+    """Returns the tokens of the largest image or video, and patches per token."""
     if "mm_tokens_per_image" in config:
         rows = int(config["mm_tokens_per_image"])
         return rows, -(-((vision["image_size"] // vision["patch_size"]) ** 2) // rows)
@@ -93,7 +91,6 @@ def _largest(folder: Path, config: Mapping[str, Any], vision: Mapping[str, Any])
 
 
 def _of_processor(folder: Path, key: str, default: int) -> int:
-    """A number that a processor's file says, the first that has it."""
     for content in _contents(folder).values():
         if key in content:
             return int(content[key])
@@ -101,7 +98,6 @@ def _of_processor(folder: Path, key: str, default: int) -> int:
 
 
 def _sizes(folder: Path) -> dict[str, Mapping[str, int]]:
-    """The processor's `size` by file."""
     return {
         name: content["size"]
         for name, content in _contents(folder).items()
@@ -110,7 +106,6 @@ def _sizes(folder: Path) -> dict[str, Mapping[str, int]]:
 
 
 def _contents(folder: Path) -> dict[str, Mapping[str, Any]]:
-    """What the files say of images or videos, by file."""
     found = {}
     for name in FILES:
         if (folder / name).is_file():
@@ -119,14 +114,12 @@ def _contents(folder: Path) -> dict[str, Mapping[str, Any]]:
     return found
 
 
-def _work(vision: Mapping[str, Any], dtype: mx.Dtype) -> int:
-    """Bytes of a patch: what a layer holds of it at most; its pixels, as a convolution takes them.
-
-    MLX's convolution copies what it gets, and writes each patch as a row of a matrix.
-    """
+def _patch_bytes(vision: Mapping[str, Any], dtype: mx.Dtype) -> int:
     channels = vision.get("in_channels") or vision.get("num_channels") or 3
     pixels = channels * vision["patch_size"] ** 2 * vision.get("temporal_patch_size", 1)
-    held = 3 * vision["intermediate_size"] + 8 * vision["hidden_size"]
-    if vision.get("model_type") == "gemma4_vision":  # heads are filled up to sizes that MLX fuses
-        held += 4 * vision["num_attention_heads"] * vision["head_dim"]
-    return held * dtype.size + 3 * 4 * pixels
+    # Per patch: the most that a layer holds, and the pixels for the convolution. MLX's convolution
+    # copies its input, and writes each patch as a row of a matrix.
+    elements = 3 * vision["intermediate_size"] + 8 * vision["hidden_size"]
+    if vision.get("model_type") == "gemma4_vision":  # heads are padded to sizes with fused kernels
+        elements += 4 * vision["num_attention_heads"] * vision["head_dim"]
+    return elements * dtype.size + 3 * 4 * pixels

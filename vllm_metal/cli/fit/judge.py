@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates what each rank of a model takes, and judges whether the requests fit on all of them."""
+"""Estimates each rank of a model, and judges whether the requests fit on all of them."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-#: The quantized cache that is compared with the asked one; int8 takes the same bytes.
+#: The quantized cache that is compared with the requested one; int8 takes the same bytes.
 _QUANTIZED = "fp8"
 _NAMED_CHANGES = 4
 
 
 @dataclass(frozen=True)
 class Question:
-    """A model, and how it is to be served."""
+    """A model, and how to serve it."""
 
     args: Namespace  # of `vllm_metal.cli.main`
     path: Path  # a folder that the model can be built from
     content: Mapping[str, Any]  # of its config.json
-    machine: Machine  # or the part of one that a rank has
+    machine: Machine  # or a rank's share of one
     layout: Layout
 
     @property
@@ -52,13 +52,13 @@ class Question:
 
     @property
     def rows(self) -> int:
-        """Tokens of a step, at most."""
+        """Maximum tokens per step."""
         most = metal_platform.MAX_NUM_BATCHED_TOKENS[self.machine.kind]
         return int(self.args.max_num_batched_tokens or most)
 
     @property
     def requests_at_once(self) -> int:
-        """Requests of a step, at most."""
+        """Maximum requests per step."""
         asked = self.args.max_num_seqs or self.args.requests
         return asked or min(metal_platform.MAX_NUM_SEQS, self.rows)
 
@@ -66,8 +66,7 @@ class Question:
     def context(self) -> int:
         """Tokens of the longest request.
 
-        Raises:
-            ValueError: nothing says how many, or the model is not made for so many.
+        Raises ValueError if no length is known, or it exceeds the model's maximum.
         """
         most, asked = engine.longest_text(dict(self.content)), self.args.context
         if (length := asked or most) is None:
@@ -82,7 +81,7 @@ class Question:
         return int(length)
 
     def config(self, cache_dtype: str) -> VllmConfig:
-        """vLLM's configuration with this --kv-cache-dtype."""
+        """Returns vLLM's configuration with this --kv-cache-dtype."""
         args, layout = self.args, self.layout
         return engine.config(
             model_type=self.content["model_type"],
@@ -103,12 +102,12 @@ class Question:
 
 
 def judge(asked: Question) -> Answer:
-    """Estimates each rank, and judges.
+    """Estimates each rank, and judges whether the requests fit.
 
     Raises:
-        ValueError: the engine would refuse the model or the options.
-        NotImplementedError: it does not serve the model.
-        ModelLoadError: it cannot build the model.
+        ValueError: the engine would reject the model or the options.
+        NotImplementedError: the engine does not serve the model.
+        ModelLoadError: the model cannot be built.
     """
     args = asked.args
     _check(asked)
@@ -161,7 +160,6 @@ def _check(asked: Question) -> None:
 
 
 def _part(asked: Question, stage: int, ring: Any) -> Part:
-    """What a rank of a stage finds, with the asked cache and with a quantized one."""
     layout = asked.layout
     model = Model.read(
         asked.path,
@@ -181,13 +179,12 @@ def _part(asked: Question, stage: int, ring: Any) -> Part:
     for cache_dtype in dict.fromkeys((asked.args.kv_cache_dtype, _QUANTIZED)):
         estimates[cache_dtype] = estimate(model, asked.config(cache_dtype), asked.machine)
         if estimates[cache_dtype].quantized is None:
-            break  # what was asked for is quantized already
+            break  # the requested cache is quantized already
     return Part(layout.ranks_of(stage), model.stage, estimates)
 
 
 def _length(found: Estimate, requests: int) -> int:
-    """Tokens of the longest request: as asked for, else as the engine takes it, what fits."""
-    if not found.settings.fitted:
+    if not found.settings.fitted:  # the length was requested
         return found.settings.max_model_len
     longest = budget.longest(found.measured, found.settings, found.request(requests))
     return max(longest, found.settings.least_context)
@@ -198,7 +195,6 @@ def _fits(found: Estimate, wanted: int) -> bool:
 
 
 def _changes(found: Estimate, wanted: int) -> tuple[str, ...]:
-    """Advice on what would make the requests fit; empty if they do."""
     if _fits(found, wanted):
         return ()
     request = found.request(wanted)
@@ -208,7 +204,6 @@ def _changes(found: Estimate, wanted: int) -> tuple[str, ...]:
 
 
 def _command(asked: Question, length: int, cache_dtype: str) -> str:
-    """The command that serves the model with the settings of the estimate."""
     args, machines, drafts = asked.args, asked.layout.machines, {}
     if args.num_speculative_tokens:
         drafts = {"method": "ngram", "num_speculative_tokens": args.num_speculative_tokens}

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that `fit` suggests for a machine that has none yet.
-
-Their configurations are kept here for the keys that size them, as the hub publishes them, so that
-no network is needed to say which of them fits.
-"""
+"""Models that `fit` suggests if none is given."""
 
 from __future__ import annotations
 
@@ -26,7 +22,10 @@ from mlx_lm.utils import quantize_model
 
 from vllm_metal.cli.fit.source import write_stub
 
-#: When the list was made. Its names and sizes are the hub's.
+# The list includes the keys of the published configurations that determine sizes, so that `fit`
+# needs no network to choose a model.
+
+#: Date of the list. Names and sizes are the hub's.
 AS_OF = "November 2026"
 _FOUR_BITS = {"group_size": 64, "bits": 4}
 _QWEN3 = {
@@ -113,7 +112,7 @@ _LFM = {
     "torch_dtype": "bfloat16",
     "quantization": _FOUR_BITS,
 }
-#: Text of Qwen3.5 and 3.6: three of four layers are recurrent.
+#: Text model of Qwen3.5 and 3.6: three of four layers are recurrent.
 _DELTA = {
     "head_dim": 256,
     "vocab_size": 248320,
@@ -157,15 +156,15 @@ _DTYPES = {mx.bfloat16: "BF16", mx.uint32: "U32", mx.uint8: "U8"}
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model of the hub, and its config.json."""
+    """A model on the hub, and its config.json."""
 
     name: str
     config: Mapping[str, Any]
-    size: float | None = None  # GB of its files, as the hub says
+    size: float | None = None  # GB of its files on the hub
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """A folder that the model can be built from, as `source.folder` makes one of the hub's."""
+        """Makes a folder to build the model from, as `source.folder` does for the hub."""
         tensors, config = self._tensors()
         with TemporaryDirectory(prefix="vllm-metal-fit-") as scratch:
             (Path(scratch) / "config.json").write_text(json.dumps(config))
@@ -173,7 +172,7 @@ class KnownModel:
             yield Path(scratch)
 
     def _tensors(self) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], dict[str, Any]]:
-        """The tensors of the file that mlx-lm would write, and its config; nothing is computed."""
+        # Lazy arrays with the shapes and dtypes that mlx-lm would write; nothing is computed.
         family = importlib.import_module(f"mlx_lm.models.{self.config['model_type']}")
         model = family.Model(family.ModelArgs.from_dict(dict(self.config)))
         model.set_dtype(mx.bfloat16)
@@ -193,7 +192,7 @@ class KnownModel:
 
 
 def _tower(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Tensors of Qwen3.5's tower; mlx-vlm, which has its modules, is not imported to plan."""
+    # The modules are in mlx-vlm, which is not imported for planning.
     vision = config["vision_config"]
     width, inner = vision["hidden_size"], vision["intermediate_size"]
     merged = width * vision["spatial_merge_size"] ** 2
@@ -224,7 +223,8 @@ def _tower(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _mxfp4_experts(path: str, module: nn.Module) -> bool | dict[str, Any]:
-    """Experts in MXFP4 as OpenAI publishes them, the rest in 8 bits, as mlx-community has it."""
+    # Experts in MXFP4 as OpenAI publishes them, the rest in 8 bits as in mlx-community's
+    # conversion.
     return True if isinstance(module, SwitchLinear) else {"group_size": 64, "bits": 8}
 
 
@@ -237,15 +237,14 @@ def _gpt_oss(size: str, gb: float, layers: int, experts: int) -> KnownModel:
 def _delta(
     name: str, gb: float, text: Mapping[str, Any], tower: Mapping[str, int] | None = None
 ) -> KnownModel:
-    """A model of Qwen3.5's family, which reads images."""
     experts = "num_experts" in text
     kind = "qwen3_5_moe" if experts else "qwen3_5"
-    sees = {**_TOWER, **(tower or {}), "out_hidden_size": text["hidden_size"]}
+    vision = {**_TOWER, **(tower or {}), "out_hidden_size": text["hidden_size"]}
     config = {
         "architectures": [f"Qwen3_5{'Moe' if experts else ''}ForConditionalGeneration"],
         "model_type": kind,
         "text_config": _DELTA | {"model_type": f"{kind}_text"} | dict(text),
-        "vision_config": sees | {"model_type": kind},
+        "vision_config": vision | {"model_type": kind},
         "tie_word_embeddings": text.get("tie_word_embeddings", False),
         "torch_dtype": "bfloat16",
         "quantization": _FOUR_BITS,
@@ -270,7 +269,7 @@ _QWEN_35B = {
     "shared_expert_intermediate_size": 512,
 }
 
-#: The largest first.
+#: Sorted by size, the largest first.
 KNOWN = (
     _gpt_oss("120b", 63.4, layers=36, experts=128),
     _delta("Qwen3.6-35B-A3B-4bit", 20.4, _QWEN_35B),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which ranks there are of a model, which layers each has, and how many share a machine."""
+"""Determines the ranks of a model, the layers of each, and how many share a machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LAYERS, _HEADS = "--pipeline-parallel-size", "--tensor-parallel-size"
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks of one model: `stages` in a row, of `heads` ranks each, on `machines`."""
+    """Ranks of one model: `stages` pipeline stages of `heads` tensor-parallel ranks each."""
 
     stages: int = 1
     heads: int = 1
@@ -27,10 +27,9 @@ class Layout:
 
     @staticmethod
     def of(args: Namespace) -> Layout:
-        """Returns what a command asked for: a machine for each rank, unless --nnodes says.
+        """Returns the requested layout: one machine per rank, unless --nnodes is given.
 
-        Raises:
-            ValueError: ranks cannot lie so, or the engine refuses them beside other options.
+        Raises ValueError if it is impossible, or not supported with other options.
         """
         stages, heads = args.pipeline_parallel_size or 1, args.tensor_parallel_size or 1
         count = stages * heads
@@ -55,23 +54,19 @@ class Layout:
 
     @property
     def per_machine(self) -> int:
-        """Ranks of a machine, which share its memory."""
+        """Ranks per machine, which share its memory."""
         return self.num_ranks // self.machines
 
     def part(self, machine: Machine) -> Machine:
-        """What one rank has of its machine."""
+        """Returns one rank's share of its machine."""
         return machine.part(self.per_machine)
 
     def ranks_of(self, stage: int) -> range:
-        """The ranks that have a stage's layers, as vLLM counts them."""
+        """Returns the ranks of a stage, in vLLM's numbering."""
         return range(stage * self.heads, (stage + 1) * self.heads)
 
     def check(self, model_type: str, num_drafts: int) -> None:
-        """Refuses a family whose layers the engine does not divide, or not with drafts.
-
-        Raises:
-            ValueError: it is one.
-        """
+        """Raises ValueError if the family cannot be split into stages, or not with drafts."""
         if self.stages == 1:
             return
         if (reason := staged_families.refusal(model_type)) is not None:
@@ -83,14 +78,14 @@ class Layout:
             )
 
     def stage_of(self, stage: int) -> Callable[[int], Stage] | None:
-        """From the number of a model's layers to those of a stage; None: all are."""
+        """Returns a function from the number of layers to those of a stage; None for all layers."""
         if self.stages == 1:
             return None
         return partial(Stage.of, rank=stage, size=self.stages)
 
     @contextmanager
     def ring(self) -> Iterator[ranks.OneOf | None]:
-        """What stands for the ranks that share heads, within a `with` block."""
+        """Yields the stand-in for tensor-parallel ranks, within a `with` block."""
         if self.heads == 1:
             yield None
             return
@@ -99,7 +94,7 @@ class Layout:
 
     @property
     def words(self) -> str:
-        """Ends the line that names the machine."""
+        """Suffix of the line that names the machine."""
         if self.num_ranks == 1:
             return ""
         if self.machines == 1:

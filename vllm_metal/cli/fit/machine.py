@@ -12,10 +12,10 @@ from vllm_metal.engine.memory.share import Share
 from vllm_metal.settings import envs
 
 GIB = 2**30
-#: Metal's recommended working set, as a share of the memory. llama.cpp's users have logged 10922.67
-#: MiB of 16 GB, 21845.34 of 32 (ggml-org/llama.cpp #2011, ollama/ollama #434) and 73728 of 96
-#: (ggml-org/llama.cpp #3213). macOS 26 offers more, 107.52 GiB of 128 (antirez/ds4 #893); which of
-#: the two a Mac has cannot be told from its size, so we take the smaller.
+#: Metal's recommended working set as a share of the memory. Users of llama.cpp logged 10922.67 MiB
+#: of 16 GB, 21845.34 of 32 (ggml-org/llama.cpp #2011, ollama/ollama #434) and 73728 of 96
+#: (ggml-org/llama.cpp #3213). macOS 26 offers more, 107.52 GiB of 128 (antirez/ds4 #893). The size
+#: alone does not tell which applies, so we use the smaller share.
 _SHARE_OF_SMALL, _SHARE_OF_LARGE = 2 / 3, 3 / 4
 _LARGEST_SMALL = 32 * GIB
 
@@ -26,17 +26,17 @@ class Machine:
 
     name: str
     kind: envs.Device
-    source: str  # of `total`, in words
-    total: int  # what the device may use at all
+    source: str  # where `total` comes from, in words
+    total: int  # maximum for the device
     in_use: int  # of that, by other programs
 
     @property
     def cache(self) -> int:
-        """Buffers that MLX may keep for reuse."""
+        """Bytes of buffers that MLX may keep for reuse."""
         return cache_limit(self.kind, self.total)
 
     def part(self, workers: int) -> Machine:
-        """What one of so many workers of a server sees of it (`vllm_metal.engine.memory.share`)."""
+        """Returns what each of `workers` processes of a server sees (engine.memory.share)."""
         if workers == 1:
             return self
         share = Share(workers, self.in_use)
@@ -51,17 +51,16 @@ class Machine:
 
     @staticmethod
     def mac(memory: int) -> Machine:
-        """A Mac with so many bytes of memory, on which no other large program runs."""
+        """Returns a Mac with `memory` bytes on which no other large program runs."""
         share = _SHARE_OF_SMALL if memory <= _LARGEST_SMALL else _SHARE_OF_LARGE
         name = f"a Mac of {memory / GIB:g} GB"
         return Machine(name, "metal", f"{SOURCES['metal']} for {name}", int(memory * share), 0)
 
     @staticmethod
     def this() -> Machine:
-        """The machine this runs on, with the memory that is free now.
+        """Returns this machine with the memory that is free now.
 
-        Raises:
-            ValueError: it is no Mac, and VLLM_METAL_DEVICE=cpu is not set.
+        Raises ValueError if it is no Mac and VLLM_METAL_DEVICE=cpu is not set.
         """
         kind = envs.requested_device()
         if kind is None:

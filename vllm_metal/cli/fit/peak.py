@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The most memory that MLX holds while it computes a graph, found without computing it.
+"""Computes the peak memory of MLX for a graph, without running it.
 
-The order of operations, and what becomes of an array's memory, are MLX's (`eval_impl` in
-mlx/transforms.cpp; `set_unary_output_data`, `set_binary_op_output_data` and `set_copy_output_data`
-in mlx/backend/common): an operation's output is allocated when it runs, or lies in the memory of an
-input that nobody else needs, and inputs are given back once it has run. That is so where MLX waits
-for each operation; where it is ahead of the device, it holds what it is ahead by as well.
+This is the peak if MLX waits for each operation; if it runs ahead of the device, it also holds what
+it is ahead by.
 """
 
 from __future__ import annotations
@@ -20,11 +17,16 @@ import numpy as np
 
 from vllm_metal.cli.fit.graph import Graph, Operation
 
+# The order of operations and the reuse of memory follow MLX (`eval_impl` in mlx/transforms.cpp;
+# `set_unary_output_data`, `set_binary_op_output_data` and `set_copy_output_data` in
+# mlx/backend/common). An output is allocated when its operation runs, or placed in the memory of an
+# input that nothing else needs; inputs are freed after the operation.
+
 _RESHAPES = {"ExpandDims", "Flatten", "Reshape", "Squeeze", "Unflatten"}
 _VIEWS = {"Broadcast", "BroadcastAxes", "Copy", "Slice", "Split", "StopGradient", "Transpose"}
-#: What may put its output into the memory of its first input.
+#: Operations that may reuse the memory of their first input.
 _UPDATES = {"DynamicSliceUpdate", "MaskedScatter", "Scatter", "ScatterAxis", "SliceUpdate"}
-#: What may put it into the memory of any.
+#: Operations that may reuse the memory of any input.
 _ELEMENTWISE_NAMES = """
     Abs Add AsType Ceil Contiguous Cos Divide Equal Erf Exp Expm1 Floor Greater GreaterEqual Less
     LessEqual Log Log1p LogAddExp LogicalAnd LogicalNot LogicalOr Maximum Minimum Multiply NaNEqual
@@ -34,19 +36,18 @@ _ELEMENTWISE_NAMES = """
 _ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 _PRODUCTS = {"AddMM", "GatherMM", "Matmul"}
 _BFS_WIDTH = int(os.environ.get("MLX_BFS_MAX_WIDTH", 20))  # as MLX reads it
-_SPARE = 16384  # bytes by which memory that is taken over may be too large (`is_donatable`)
+_SPARE = 16384  # bytes by which reused memory may be too large (MLX's `is_donatable`)
 
 
 def peak(graph: Graph, outputs: Sequence[str], kept: Collection[str], free: Collection[str]) -> int:
-    """Bytes that are held at most while `outputs` are computed.
+    """Returns the peak bytes while `outputs` are computed.
 
     Args:
-        graph: that computes them.
-        outputs: its arrays that are wanted.
-        kept: arrays that stay when they are no longer needed, beside those, the constants and
-            `free`.
-        free: inputs that are there already, and are not counted. The others are allocated when they
-            are first needed.
+        graph: computes `outputs`.
+        kept: arrays that stay allocated when they are no longer needed, as outputs, constants and
+            `free` do.
+        free: inputs that exist already and are not counted. Other inputs are allocated at their
+            first use.
     """
     run = _Run(graph, {*outputs, *kept, *graph.constants, *free})
     for name in (*graph.constants, *free):
@@ -62,12 +63,10 @@ def peak(graph: Graph, outputs: Sequence[str], kept: Collection[str], free: Coll
 def _order(
     operations: Sequence[Operation], outputs: Sequence[str], there: Collection[str]
 ) -> list[Operation]:
-    """The operations that `outputs` need, in the order in which MLX runs them.
-
-    MLX goes from the outputs to what they are made of: breadth first, as long as no more than
-    _BFS_WIDTH operations wait to be followed, then depth first. Each is listed when all its users
-    are; the list is run from its end.
-    """
+    """Returns the operations that `outputs` need, in the order in which MLX runs them."""
+    # MLX goes from the outputs to their inputs: breadth first as long as at most _BFS_WIDTH
+    # operations wait, then depth first. An operation is listed once all its users are; the list
+    # runs backwards.
     made_by = {name: operation for operation in operations for name in operation.outputs}
     last = Operation("Synchronizer", (), tuple(outputs), ())
     users: Counter[str] = Counter()  # by the operation's first output
@@ -103,10 +102,8 @@ def _order(
 
 @dataclass
 class _Buffer:
-    """A buffer of memory."""
-
     nbytes: int
-    counted: bool  # and given back when no array lies in it
+    counted: bool  # until no array is left in it
     arrays: int = 0
 
 
@@ -115,7 +112,7 @@ class _Placed:
     """The buffer of an array, and its layout in it."""
 
     buffer: _Buffer
-    layout: np.ndarray  # over nothing, with the shape, the size of items and the strides
+    layout: np.ndarray  # without data: only shape, item size and strides
 
 
 class _Run:
@@ -123,15 +120,13 @@ class _Run:
         self._graph = graph
         self._kept = kept
         self._now = self.highest = 0
-        self.there: dict[str, _Placed] = {}  # arrays that are computed, by name
-        self.uses: Counter[str] = Counter()  # that are yet to come, by name
+        self.there: dict[str, _Placed] = {}  # computed arrays, by name
+        self.uses: Counter[str] = Counter()  # remaining uses, by name
 
     def place(self, name: str, counted: bool) -> None:
-        """Puts an array into new memory."""
         self._enter(name, self._new(name, counted))
 
     def step(self, operation: Operation) -> None:
-        """Runs an operation."""
         inputs = [self.there[name] for name in operation.inputs]
         placed = [self._output(operation, index, inputs) for index in range(len(operation.outputs))]
         for name, output in zip(operation.outputs, placed, strict=True):
@@ -165,7 +160,6 @@ class _Run:
         return _Placed(_Buffer(nbytes, counted), layout)
 
     def _output(self, operation: Operation, index: int, inputs: Sequence[_Placed]) -> _Placed:
-        """Where the operation's output lies; new memory only where it must."""
         kind, name = operation.kind, operation.outputs[index]
         shape, _ = self._graph.arrays[name]
         if kind == "Depends":
@@ -176,12 +170,12 @@ class _Run:
         if kind in _RESHAPES:
             try:
                 layout = np.reshape(inputs[0].layout, shape, copy=False)
-            except ValueError:  # it cannot be seen that way
+            except ValueError:  # the strides do not allow a view
                 return self._new(name)
             return _Placed(inputs[0].buffer, layout)
         if kind == "Contiguous" and inputs[0].layout.flags.c_contiguous:
             return inputs[0]
-        if kind == "View" and inputs[0].layout.flags.c_contiguous:  # as another dtype
+        if kind == "View" and inputs[0].layout.flags.c_contiguous:  # reinterpreted as another dtype
             size = self._graph.arrays[name][1].size
             return _Placed(inputs[0].buffer, _layout(shape, _row_major(shape, size), size))
         if kind in _UPDATES:
@@ -191,31 +185,31 @@ class _Run:
         return self._new(name)
 
     def _taken_over(self, inputs: Sequence[str], name: str) -> _Placed | None:
-        """The memory of an input that nobody else needs, if one is fit for the output `name`."""
         shape, dtype = self._graph.arrays[name]
         nbytes = math.prod(shape) * dtype.size
         for source in inputs:
             layout, buffer = self.there[source].layout, self.there[source].buffer
             fit = layout.shape == shape and layout.itemsize == dtype.size and _is_dense(layout)
+            # Another use, now or later, makes an input's memory unavailable.
             needed = self.uses[source] > 1 or source in self._kept or buffer.arrays > 1
             if fit and not needed and buffer.counted and buffer.nbytes <= nbytes + _SPARE:
                 return self.there[source]
         return None
 
     def _laid_out_like(self, inputs: Sequence[_Placed], name: str) -> _Placed:
-        """New memory for what is computed element by element from `inputs`, in their order."""
         new = self._new(name)
         for placed in inputs:
             layout, size = placed.layout, new.layout.itemsize
             if layout.shape == new.layout.shape and _is_dense(layout):
+                # Elementwise results keep the element order of their input.
                 strides = [stride // layout.itemsize * size for stride in layout.strides]
                 return _Placed(new.buffer, _layout(layout.shape, strides, size))
         return new
 
 
 def _layout(shape: Sequence[int], strides: Sequence[int], item_size: int) -> np.ndarray:
-    nothing = np.empty(1, f"V{item_size}")
-    return np.lib.stride_tricks.as_strided(nothing, shape, strides, writeable=False)
+    item = np.empty(1, f"V{item_size}")
+    return np.lib.stride_tricks.as_strided(item, shape, strides, writeable=False)
 
 
 def _row_major(shape: Sequence[int], item_size: int) -> list[int]:
@@ -232,13 +226,13 @@ def _view(
     if operation.kind == "Slice":
         return layout[tuple(slice(*bounds) for bounds in zip(*operation.arguments, strict=True))]
     if operation.kind == "Split":
-        places, axis = operation.arguments
-        return np.split(layout, places, axis)[index]
+        positions, axis = operation.arguments
+        return np.split(layout, positions, axis)[index]
     return layout
 
 
 def _is_dense(layout: np.ndarray) -> bool:
-    """Whether the elements fill one stretch of memory, in any order, each once."""
+    """Whether the elements fill one range of memory without gaps, in any order."""
     steps = zip(layout.shape, layout.strides, strict=True)
     return sum((n - 1) * stride for n, stride in steps) + layout.itemsize == layout.nbytes
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of several that share a model's heads: estimated without the others or a link."""
+"""Estimates one tensor-parallel rank without the others or a network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_metal.patches.mlx_patches.replacing import replaced
 
 @dataclass(frozen=True)
 class OneOf:
-    """Stands for a ring, of which this process is the first rank."""
+    """Stands for a group of ranks whose first rank is this process."""
 
     ranks: int
 
@@ -28,7 +28,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class _Forward:
-    """Stands for `mx.custom_function` where nothing is trained."""
+    """Replaces `mx.custom_function` where nothing is trained."""
 
     call: Callable[..., Any]
 
@@ -41,11 +41,7 @@ class _Forward:
 
 @contextmanager
 def alone(ranks: int) -> Iterator[OneOf]:
-    """Within, sums over ranks take a rank's memory and no link. Nothing may be computed by them.
-
-    Args:
-        ranks: that share the model.
-    """
+    """Makes sums over ranks take a rank's memory and no network; results are meaningless."""
 
     def all_sum(x: mx.array, **_: Any) -> mx.array:
         return x * 1
@@ -54,7 +50,8 @@ def alone(ranks: int) -> Iterator[OneOf]:
         return mx.concatenate([x] * ranks)
 
     with ExitStack() as stack:
-        # MLX's layers mark where training would sum gradients; a graph with marks is not recorded.
+        # MLX's layers mark where training would sum gradients; graphs with such marks cannot be
+        # recorded.
         stack.enter_context(replaced(mx, "custom_function", _Forward))
         for function in (all_sum, all_gather):
             stack.enter_context(replaced(mx.distributed, function.__name__, function))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `vllm-metal fit` found, as text and as JSON."""
+"""Formats what `vllm-metal fit` found, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from vllm_metal.engine.models.stage import Stage
 
 _GIB, _MIB, _KIB = 2**30, 2**20, 2**10
 _NAMES = {"fp8": "fp8 or int8"}  # the two take the same bytes
-#: Stands in a command for that of the first machine.
+#: Placeholder in commands for the address of the first machine.
 ADDRESS = "ADDRESS"
 
 
 @dataclass(frozen=True)
 class Part:
-    """What each rank finds that has these layers of a model."""
+    """The estimates of the ranks that share a stage of layers."""
 
     ranks: range
     stage: Stage | None  # None: it has all layers
     estimates: Mapping[str, Estimate]  # by --kv-cache-dtype
 
     def of_length(self, tokens: int) -> Part:
-        """Estimates for requests of so many tokens."""
+        """Returns the estimates for requests of `tokens` tokens."""
         found = {name: estimate.of_length(tokens) for name, estimate in self.estimates.items()}
         return replace(self, estimates=found)
 
@@ -39,7 +39,7 @@ class Part:
 
 
 def narrowest(parts: Sequence[Part], cache_dtype: str) -> Part:
-    """The part with the least room for tokens, with this --kv-cache-dtype."""
+    """Returns the part with the least room for tokens, with this --kv-cache-dtype."""
 
     def room(part: Part) -> tuple[int, int]:
         found = part.estimates[cache_dtype]
@@ -50,56 +50,54 @@ def narrowest(parts: Sequence[Part], cache_dtype: str) -> Part:
 
 @dataclass(frozen=True)
 class Answer:
-    """Whether a model and the wanted requests fit."""
+    """Whether a model and the requests fit."""
 
     model: str
     model_type: str
     dtype: str
-    machine: Machine  # or the part of one that a rank has
+    machine: Machine  # or a rank's share of one
     layout: Layout
-    parts: Sequence[Part]  # one for each stage of layers
-    asked: str  # which --kv-cache-dtype was asked for
+    parts: Sequence[Part]  # one per stage of layers
+    asked: str  # the requested --kv-cache-dtype
     wanted: int  # requests at once
-    fits: bool  # with what was asked for
-    changes: tuple[str, ...]  # that would make it fit, on the rank with the least room
-    commands: tuple[str, ...]  # that serve the model where it fits
+    fits: bool  # with the requested settings
+    changes: tuple[str, ...]  # that would make it fit on the rank with the least room
+    commands: tuple[str, ...]  # that serve the model, if it fits
 
     @property
     def estimates(self) -> Mapping[str, Estimate]:
-        """By --kv-cache-dtype, of the rank with the least room for tokens: it decides for all."""
+        """By --kv-cache-dtype, of the rank with the least room: it decides for all."""
         return {name: self.narrowest(name).estimates[name] for name in self.parts[0].estimates}
 
     def narrowest(self, cache_dtype: str) -> Part:
-        """The part with the least room for tokens, with this --kv-cache-dtype."""
+        """Returns the part with the least room for tokens, with this --kv-cache-dtype."""
         return narrowest(self.parts, cache_dtype)
 
 
 def serve_command(model: str, options: Mapping[str, object], switches: Sequence[str] = ()) -> str:
-    """The command that serves a model.
+    """Returns the command that serves a model.
 
-    Args:
-        model: as its user named it.
-        options: by name, without dashes; those that are None, or empty, are left out.
-        switches: options without a value.
+    `options` are by name, without dashes; None and empty values are left out. `switches` have no
+    value.
     """
     flags = [part for name, value in options.items() if value for part in (f"--{name}", str(value))]
     return shlex.join(["vllm", "serve", model, *switches, *flags])
 
 
 def as_text(answer: Answer) -> str:
-    """The answer as short tables and a verdict, for people."""
+    """Formats the answer as short tables and a verdict, for people."""
     asked = answer.estimates[answer.asked]
     length = asked.settings.max_model_len
     lines = [
         f"{answer.model} ({answer.model_type}, {answer.dtype}) on {answer.machine.name}"
         f"{answer.layout.words}",
         "",
-        *_of_parts(answer),
+        *_part_rows(answer),
         f"  {'weights':<40}{asked.measured.weights / _GIB:>12.2f} GiB",
         "",
         _row("KV cache (--kv-cache-dtype)", answer, lambda name, _: _NAMES.get(name, name)),
         _row("K and V of a token", answer, lambda _, e: f"{e.token_bytes / _KIB:,.1f} KiB"),
-        *_of_states(answer),
+        *_state_rows(answer),
         _row("pool", answer, lambda _, e: f"{max(e.pool, 0) / _GIB:.2f} GiB"),
         _row("tokens in it", answer, lambda _, e: f"{e.tokens:,}"),
         _row(f"requests of {length:,} tokens", answer, lambda _, e: f"{e.requests:,}"),
@@ -112,8 +110,7 @@ def as_text(answer: Answer) -> str:
     return "\n".join(lines)
 
 
-def _of_parts(answer: Answer) -> list[str]:
-    """A row for each part of a model whose layers are shared out."""
+def _part_rows(answer: Answer) -> list[str]:
     if len(answer.parts) == 1:
         return []
     cells = ("layers", "weights", "K/V of a token", "step", "pool", "tokens in it")
@@ -140,8 +137,7 @@ def _of_parts(answer: Answer) -> list[str]:
     ]
 
 
-def _of_states(answer: Answer) -> list[str]:
-    """Rows on states, for a model whose layers keep some: what they take, and a block's tokens."""
+def _state_rows(answer: Answer) -> list[str]:
     if not any(estimate.state_bytes for estimate in answer.estimates.values()):
         return []
     return [
@@ -182,7 +178,7 @@ def _verdict(answer: Answer, asked: Estimate) -> list[str]:
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
-    """The answer as JSON, for programs; sizes in bytes."""
+    """Returns the answer for programs; sizes in bytes."""
     asked = answer.estimates[answer.asked]
     return {
         "model": answer.model,
@@ -193,7 +189,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "context": asked.settings.max_model_len,
         "requests": answer.wanted,
         "fits": answer.fits,
-        "kv_cache": _of_each(answer.estimates),
+        "kv_cache": _by_dtype(answer.estimates),
         "ranks": [rank for part in answer.parts for rank in _ranks_of(part, answer.asked)],
         "changes": list(answer.changes),
         "commands": list(answer.commands),
@@ -203,11 +199,11 @@ def as_json(answer: Answer) -> dict[str, Any]:
 def _ranks_of(part: Part, asked: str) -> list[dict[str, Any]]:
     layers = None if part.stage is None else [part.stage.start, part.stage.end]
     weights = part.estimates[asked].measured.weights
-    found = {"layers": layers, "weights": weights, "kv_cache": _of_each(part.estimates)}
+    found = {"layers": layers, "weights": weights, "kv_cache": _by_dtype(part.estimates)}
     return [{"rank": rank} | found for rank in part.ranks]
 
 
-def _of_each(estimates: Mapping[str, Estimate]) -> dict[str, dict[str, Any]]:
+def _by_dtype(estimates: Mapping[str, Estimate]) -> dict[str, dict[str, Any]]:
     return {name: _as_json(estimate) for name, estimate in estimates.items()}
 
 

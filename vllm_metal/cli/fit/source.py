@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's configuration and the headers of its weight files, from a folder or the hub.
+"""Reads a model's configuration and the headers of its weight files, from a folder or the hub.
 
-Of a model on the hub only these are fetched. The weight files of the temporary folder have the
-published headers and sizes and no data: mlx-lm builds the model from them, and reads no weight.
+From the hub only these are downloaded. The weight files in the temporary folder have the published
+headers and sizes but no data; mlx-lm builds the model from them without reading weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_metal.engine.weights import folders
 from vllm_metal.engine.weights.files import check_weight_files
 from vllm_metal.identity.model_files import PATTERNS, ModelLoadError
 
-#: Beside config.json, what mlx-lm looks for when it builds a model.
+#: Files besides config.json that mlx-lm looks for when it builds a model.
 _OTHERS = (
     *("generation_config.json", "hf_quant_config.json", "model.safetensors.index.json"),
     *images.FILES,
@@ -28,15 +28,11 @@ _OTHERS = (
 
 @contextmanager
 def folder(model: str) -> Iterator[Path]:
-    """A folder that `model` can be built from, within a `with` block.
+    """Yields a folder that `model` can be built from.
 
-    Args:
-        model: a folder, a GGUF file, or a name on the hub: then the hub's cache if it has all
-            weights, else what the hub publishes.
-
-    Raises:
-        ModelLoadError: there is no such model, the hub cannot be asked, or it is a GGUF file that
-            is not supported.
+    `model` is a folder, a GGUF file, or a hub name: then the Hugging Face cache if it has all
+    weights, else the published headers. Raises ModelLoadError if there is no such model, the hub is
+    unreachable, or the GGUF file is not supported.
     """
     path = Path(folders.checked_folder_of(model)).expanduser()
     if path.is_dir():
@@ -50,7 +46,6 @@ def folder(model: str) -> Iterator[Path]:
 
 
 def _cached(model: str) -> Path | None:
-    """The model's folder in the hub's cache, if all its weights are there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -87,8 +82,8 @@ def _fetch(model: str, out: Path) -> None:
                 continue
         for name, header in get_safetensors_metadata(model).files_metadata.items():
             tensors = {
-                tensor: (told.dtype, told.shape, told.data_offsets[1] - told.data_offsets[0])
-                for tensor, told in header.tensors.items()
+                tensor: (info.dtype, info.shape, info.data_offsets[1] - info.data_offsets[0])
+                for tensor, info in header.tensors.items()
             }
             write_stub(out / name, tensors)
     except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
@@ -110,11 +105,9 @@ def _first_line(error: Exception) -> str:
 
 
 def write_stub(path: Path, tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> None:
-    """Writes a safetensors file with a header, and a hole in place of the tensors.
+    """Writes a safetensors file with a header, and a hole instead of the tensors.
 
-    Args:
-        path: of the file.
-        tensors: dtype in safetensors' words, shape and bytes of each, by name.
+    `tensors` maps names to dtype (named as in safetensors), shape and bytes.
     """
     header, end = {}, 0
     for name, (dtype, shape, nbytes) in tensors.items():

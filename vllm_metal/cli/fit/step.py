@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The most memory that an engine's largest forward pass takes, without a forward pass."""
+"""Computes the peak memory of an engine's largest forward pass, without running it."""
 
 from __future__ import annotations
 
@@ -29,51 +29,47 @@ def step_peak(
     backend: KVBackend,
     kind: envs.Device,
 ) -> tuple[Peaks, int]:
-    """What `memory.profile.profile_step` and `requests_profile` take beside the weights, where MLX
-    waits for each operation, as it does on Metal.
-
-    Not covered: what Metal rounds up to whole pages, the little that some of its operations set
-    aside while they run, and that its command buffers hold what they read until they end.
+    """Returns the peaks beside the weights that the functions of `memory.profile` would measure.
 
     Args:
-        parts: of a model whose parameters may be lazy; they stay so.
+        parts: of a model whose parameters may be lazy, and stay so.
         layers, config, backend: as for `profile_step`.
-        kind: of the device that the engine runs on.
+        kind: of the engine's device.
 
     Returns:
-        The peaks, and the size of the vocabulary, or of hidden states where the engine pools.
+        The peaks, and the size of the vocabulary (of hidden states if the engine pools).
 
     Raises:
-        ValueError: the model uses an operation of which MLX does not tell what it is.
+        ValueError: the model uses an operation that MLX cannot export.
     """
+    # As on Metal, where MLX waits for each operation. Not included: rounding to whole pages by
+    # Metal, small temporary buffers of some operations, and that command buffers hold their inputs
+    # until they end.
     with recordable(metal=kind == "metal"):
-        # Without a pace: the graph is recorded as a whole.
+        # Without a command-buffer limit, because the graph is recorded as a whole.
         prompts = LargestStep.of(layers, config, backend, paced=False)
-        forward, vocab_size = _recorded(parts, prompts)
+        forward, vocab_size = _recorded_peak(parts, prompts)
         peaks = Peaks(forward)
         if any(layer.state_bytes for layer in layers):
             _, most = drafted(config)
             requests, drafts = (
-                _of_two(parts, LargestStep.of(layers, config, backend, count, paced=False))
+                _two_steps_peak(parts, LargestStep.of(layers, config, backend, count, paced=False))
                 for count in (0, most)
             )
             peaks = Peaks(forward, requests, drafts)
     return peaks, vocab_size
 
 
-def _of_two(parts: ModelParts, step: LargestStep) -> int:
-    """Bytes that a step and the next one take at most beside their pool, which is there."""
+def _two_steps_peak(parts: ModelParts, step: LargestStep) -> int:
+    # The peak of a step and the next one beside the pool, which exists already.
     pool = sum(array.nbytes for array in step.layers.pool_arrays())
-    return _recorded(parts, step, twice=True)[0] - pool
+    return _recorded_peak(parts, step, twice=True)[0] - pool
 
 
-def _recorded(parts: ModelParts, step: LargestStep, twice: bool = False) -> tuple[int, int]:
-    """Bytes that a step and its pool take at most, and the size of the vocabulary.
+def _recorded_peak(parts: ModelParts, step: LargestStep, twice: bool = False) -> tuple[int, int]:
+    """Returns the peak bytes of a step and its pool, and the size of the vocabulary.
 
-    Args:
-        parts: of the model; its parameters stay as they are.
-        step: to be recorded.
-        twice: whether the next step is recorded behind it.
+    `twice` records the next step after it, too.
     """
 
     def build(*pool: mx.array) -> list[mx.array]:
@@ -90,10 +86,9 @@ def _recorded(parts: ModelParts, step: LargestStep, twice: bool = False) -> tupl
 
 
 def _forward(parts: ModelParts, step: LargestStep, before: Sequence[mx.array]) -> list[mx.array]:
-    """Builds a forward that runs once `before` is there.
+    """Builds a forward that runs after `before`.
 
-    Returns:
-        Its results, and all that the layers keep besides, read again, or leave for the next step.
+    Returns its results, and everything that layers keep, read again, or leave for the next step.
     """
     with step.caches() as caches:
         (input_ids,) = mx.depends([mx.zeros(step.rows.input_ids.shape, mx.int32)], before)
