@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-metal launch`: an agent of the user's, on a model of this machine."""
+"""`vllm-metal launch`: runs a coding agent with a model of this machine."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CLIENTS lists the agents that can be launched, and how each is told of a server.
+"""CLIENTS lists the agents that can be launched, and how each is configured for a server.
 
-All are told by variables of their process, arguments and temporary files, so that the user's own
-configuration of them stays as it is. Each entry names the document that states the settings.
+Agents get variables, arguments and temporary files only, so that the user's own configuration stays
+unchanged. Each entry names the document of its settings.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from pathlib import Path
 
 from vllm_metal.cli.local_server import Endpoint
 
-#: Variable of the client's process that has the server's key, where a client is told its name.
+#: Variable with the server's key, for clients that are configured with a variable's name.
 KEY = "VLLM_METAL_LAUNCH_KEY"
-PROVIDER = "vllm-metal"  # the server's name among a client's providers
+PROVIDER = "vllm-metal"  # the server's name in a client's list of providers
 
 
 @dataclass(frozen=True)
 class Start:
-    """How a client is started."""
+    """How to start a client."""
 
     arguments: tuple[str, ...] = ()  # before the user's own
     environment: Mapping[str, str] = field(default_factory=dict)  # variables to set
-    without: Sequence[str] = ()  # variables of the user's that would lead it elsewhere
-    files: Mapping[str, str] = field(default_factory=dict)  # text of temporary files by name
+    without: Sequence[str] = ()  # the user's variables to unset: they would select another server
+    files: Mapping[str, str] = field(default_factory=dict)  # texts of temporary files by name
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Client:
 
     executable: str
     install: str  # a command that installs it
-    start: Callable[[Endpoint, Path], Start]  # of a server and the folder for temporary files
+    start: Callable[[Endpoint, Path], Start]  # takes a server and a folder for temporary files
 
 
 def _claude(server: Endpoint, folder: Path) -> Start:
@@ -49,7 +49,7 @@ def _claude(server: Endpoint, folder: Path) -> Start:
             "ANTHROPIC_AUTH_TOKEN": server.key,
             "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(server.context),
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(server.output),
-            # A line at the head of the prompt that changes, so that no prefix would be found.
+            # A changing line at the start of the prompt, which would prevent prefix-cache hits.
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         },
@@ -58,7 +58,7 @@ def _claude(server: Endpoint, folder: Path) -> Start:
 
 
 def _codex(server: Endpoint, folder: Path) -> Start:
-    """Codex: https://developers.openai.com/codex/config-reference. It speaks Responses alone."""
+    """Codex: https://developers.openai.com/codex/config-reference; it supports only Responses."""
     provider = f"model_providers.{PROVIDER}"
     settings = {
         "model": server.model,
@@ -75,7 +75,7 @@ def _codex(server: Endpoint, folder: Path) -> Start:
 
 
 def _opencode(server: Endpoint, folder: Path) -> Start:
-    """opencode: https://opencode.ai/docs/config; this is read after the user's own files."""
+    """opencode: https://opencode.ai/docs/config; this is merged after the user's own files."""
     limit = {"context": server.context, "output": server.output}
     name = f"{PROVIDER}/{server.model}"
     config = {

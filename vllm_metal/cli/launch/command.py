@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-metal launch`: decides what is started, and starts and ends it."""
+"""`vllm-metal launch`: decides what to start, starts it and ends it."""
 
 from __future__ import annotations
 
@@ -31,27 +31,23 @@ from vllm_metal.cli.local_server import (
     started,
 )
 
-HIDDEN = "..."  # in place of a key
+HIDDEN = "..."  # replaces a key
 _OWN = {"--max-model-len": "write --context", "--model": "write MODEL"}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is started."""
+    """What to start."""
 
     endpoint: Endpoint
-    command: tuple[str, ...]  # of the server; (): it runs already
-    said: tuple[str, ...] = ()  # what there is to say of the choice
+    command: tuple[str, ...]  # of the server; empty if it is already running
+    said: tuple[str, ...] = ()  # remarks on the choice
 
 
 def run(args: Namespace) -> int:
-    """Starts a client on a server of this machine, and returns the client's exit status.
+    """Starts a client with a server of this machine, and returns the client's exit status.
 
-    Args:
-        args: of `vllm_metal.cli.main`.
-
-    Raises:
-        ValueError: the client is not installed, or there is no server for it.
+    Raises ValueError if the client is not installed, or there is no server for it.
     """
     client = CLIENTS[args.client]
     executable = shutil.which(client.executable)
@@ -65,7 +61,7 @@ def run(args: Namespace) -> int:
             f"the server on port {args.port} is already running, so --serve has no effect: "
             "stop that server, or choose another --port"
         )
-    plan = Plan(found, ()) if found else _own(args, key or secrets.token_urlsafe())
+    plan = Plan(found, ()) if found else _plan_server(args, key or secrets.token_urlsafe())
     with TemporaryDirectory(prefix="vllm-metal-launch-") as scratch:
         start = client.start(plan.endpoint, Path(scratch))
         if args.print:
@@ -75,8 +71,7 @@ def run(args: Namespace) -> int:
             return _run(executable or "", start, args.behind, Path(scratch))
 
 
-def _own(args: Namespace, key: str) -> Plan:
-    """A server of the command's own."""
+def _plan_server(args: Namespace, key: str) -> Plan:
     planned = planning.planned(args.model, args.context)
     name = request_name(planned.model)
     root = f"http://{HOST}:{args.port}"
@@ -99,7 +94,6 @@ def _served(plan: Plan, scratch: Path) -> Iterator[None]:
 
 
 def _run(executable: str, start: Start, arguments: Sequence[str], scratch: Path) -> int:
-    """Runs the client in the user's terminal; Ctrl-C is the client's while it runs."""
     for name, text in start.files.items():
         (scratch / name).write_text(text)
     kept = {name: value for name, value in os.environ.items() if name not in start.without}
@@ -109,17 +103,16 @@ def _run(executable: str, start: Start, arguments: Sequence[str], scratch: Path)
     while True:
         try:
             status = process.wait()
-        except KeyboardInterrupt:  # the terminal sent it to the client, too
+        except KeyboardInterrupt:  # Ctrl-C is for the client, which got it from the terminal too
             continue
-        except BaseException:  # this process is told to end: so is the client
+        except BaseException:  # this process shall end, and the client with it
             process.terminate()
             process.wait()
             raise
-        return 128 - status if status < 0 else status  # as a shell says it
+        return 128 - status if status < 0 else status  # as shells report signals
 
 
 def _text(plan: Plan, client: Client, start: Start, arguments: Sequence[str]) -> str:
-    """What would be done, without keys."""
     lines = list(plan.said)
     if plan.command:
         lines += ["", "Server, which ends with the client:"]

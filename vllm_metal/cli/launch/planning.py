@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans a server in a process of its own: what fits, and what the model's files call for.
-
-It loads vLLM and MLX, whose memory the server needs: `planned` runs this module and reads what it
-prints, so that the command that waits for the client stays small.
-"""
+"""Plans a server in a child process: what fits, and which options the model's files need."""
 
 from __future__ import annotations
 
@@ -21,44 +17,46 @@ if TYPE_CHECKING:
 
 from vllm_metal.cli import early_checks
 
-#: Tokens that an agent's instructions and tools leave room in: Claude Code's first prompt has
-#: 12,000 by itself.
+#: Minimum context in tokens that leaves room after an agent's instructions and tools. Claude Code's
+#: first prompt alone has 12,000 tokens.
 LEAST_CONTEXT = 32768
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What a server is started with."""
+    """The settings to start a server with."""
 
     model: str  # a folder, or a name on the hub
     context: int  # tokens of the longest request
-    flags: Sequence[str]  # more of `vllm serve`
-    said: Sequence[str]  # what there is to say of the choice, a sentence each
+    flags: Sequence[str]  # further options of `vllm serve`
+    said: Sequence[str]  # remarks on the choice, one sentence each
 
 
 def planned(model: str | None, context: int | None) -> Planned:
-    """The plan for a model on this machine.
+    """Plans a server for a model on this machine.
 
     Args:
-        model: a folder, or a name on the hub; None: the largest known one that fits.
-        context: tokens of the longest request; None: what fits.
+        model: folder or hub name; None for the largest known model that fits.
+        context: tokens of the longest request; None for what fits.
 
     Raises:
-        ValueError: the model is not found, is refused, or does not fit.
+        ValueError: the model is not found, not supported, or does not fit.
         ModelLoadError: it is not found, or damaged.
     """
     if model is not None:
         early_checks.check_model(model)
     else:
         early_checks.check_hub()
+    # Planning loads vLLM and MLX. In a child process, their memory is free again for the server,
+    # and the command that waits for the client stays small.
     done = subprocess.run(
         [sys.executable, "-m", __name__, json.dumps([model, context])],
         stdout=subprocess.PIPE,
         text=True,
         env={"VLLM_LOGGING_LEVEL": "ERROR"} | dict(os.environ),
-        start_new_session=True,  # Ctrl-C is this process's, which ends it without a traceback
+        start_new_session=True,  # only this process gets Ctrl-C, and ends without a traceback
     )
-    lines = done.stdout.splitlines()  # what libraries print comes before
+    lines = done.stdout.splitlines()  # libraries may print other lines first
     if done.returncode or not lines:
         raise ValueError(f"the plan for {model or 'a model'} failed; the error is above")
     found = json.loads(lines[-1])
@@ -76,14 +74,14 @@ def _plan(model: str | None, context: int | None) -> Planned:
 
     answer = fit.find(fit.question(model, context))
     if context is None and model is not None and _length(answer) < LEAST_CONTEXT:
-        with suppress(ValueError):  # the model is made for less
+        with suppress(ValueError):  # the model's maximum is shorter
             longer = fit.find(fit.question(model, LEAST_CONTEXT))
             answer = longer if longer.fits else answer
     length = _length(answer)
     if not answer.fits:
         changes = "; ".join(answer.changes)
         raise ValueError(f"{answer.model} does not fit with {length} tokens of context: {changes}")
-    model_names.check(answer.model)  # without a network, the hub is asked for a minute
+    model_names.check(answer.model)  # offline, loading would retry the hub for a minute
     choice = choose(files.read(folders.folder_of(answer.model)))
     said = list(choice.lines())
     if length < LEAST_CONTEXT:
@@ -97,7 +95,7 @@ def _length(answer: Answer) -> int:
 
 if __name__ == "__main__":
     from vllm_metal.identity.model_files import ModelLoadError
-    from vllm_metal.platform import metal_platform  # noqa: F401  # a BLAS, before MLX is there
+    from vllm_metal.platform import metal_platform  # noqa: F401  # loads a BLAS before MLX
 
     try:
         print(json.dumps(asdict(_plan(*json.loads(sys.argv[1])))))
