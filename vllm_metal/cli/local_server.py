@@ -172,9 +172,9 @@ def output_file(kind: str, scratch: Path) -> Path:
 
 
 def _wait(
-    process: subprocess.Popen[bytes], listener: socket.socket, log: Path, told: TextIO
+    process: subprocess.Popen[bytes], listener: socket.socket, log: Path, stream: TextIO
 ) -> None:
-    progress = StartProgress(log, told)
+    progress = StartProgress(log, stream)
     address = listener.getsockname()
     unix = isinstance(address, str)
     transport = httpx.HTTPTransport(uds=address if unix else None)

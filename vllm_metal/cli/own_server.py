@@ -39,8 +39,8 @@ def follow(given: int) -> None:
     Thread(target=_end_with, args=(given,), name="Lifeline", daemon=True).start()
 
 
-def _end_with(given: int) -> None:
-    while os.read(given, 1):
+def _end_with(read_end: int) -> None:
+    while os.read(read_end, 1):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(STOP_S)

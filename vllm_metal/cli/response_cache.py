@@ -18,8 +18,8 @@ def purge(args: argparse.Namespace) -> int:
     if settings is None or settings.response_cache is None:
         raise ValueError(f"set {config.SETTING} to a settings file with a [response_cache] section")
     number = stores.purge(settings.response_cache, args.tenant)
-    of = f" of {args.tenant}" if args.tenant else ""
-    print(f"removed {units.counted(number, 'response')}{of}")
+    owner = f" of {args.tenant}" if args.tenant else ""
+    print(f"removed {units.counted(number, 'response')}{owner}")
     return 0
 
 

@@ -26,7 +26,7 @@ class StartProgress:
     def __init__(
         self, output: Path, told: TextIO, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._output, self._told, self._clock = output, told, clock
+        self._output, self._stream, self._clock = output, told, clock
         self._began, self._step, self._shown, self._log = clock(), -1, "", ""
 
     def show(self) -> None:
@@ -34,10 +34,10 @@ class StartProgress:
         self._name_log()
         seconds = int(self._clock() - self._began)
         step = seconds // _STEP_S
-        line = f"vllm-metal: {self._doing()} ({seconds} s)"
-        if self._told.isatty() and line != self._shown:
+        line = f"vllm-metal: {self._activity()} ({seconds} s)"
+        if self._stream.isatty() and line != self._shown:
             self._write(f"\r\x1b[K{line}")
-        elif not self._told.isatty() and step != self._step:
+        elif not self._stream.isatty() and step != self._step:
             self._write(f"{line}\n")
         self._shown, self._step = line, step
 
@@ -55,7 +55,7 @@ class StartProgress:
             self._write(f"vllm-metal: the server's log is {self._log}\n")
 
     def _clear(self) -> None:
-        if self._told.isatty():
+        if self._stream.isatty():
             self._write("\r\x1b[K")
 
     def ready(self) -> None:
@@ -63,7 +63,7 @@ class StartProgress:
         self._clear()
         self._write(f"vllm-metal: ready after {int(self._clock() - self._began)} s\n")
 
-    def _doing(self) -> str:
+    def _activity(self) -> str:
         with self._output.open("rb") as file:
             file.seek(max(0, self._output.stat().st_size - _READ))
             bars = list(_BAR.finditer(file.read().decode(errors="replace")))
@@ -78,5 +78,5 @@ class StartProgress:
         return f"the server downloads {name.strip()}, {amount}, {left} left"
 
     def _write(self, text: str) -> None:
-        self._told.write(text)
-        self._told.flush()
+        self._stream.write(text)
+        self._stream.flush()

@@ -19,7 +19,7 @@ from vllm_metal.settings import salts
 
 def add(args: argparse.Namespace) -> int:
     """Creates and prints a new key; it cannot be printed again."""
-    path = _file(args)
+    path = _key_file(args)
     path.parent.mkdir(parents=True, exist_ok=True)
     key, secret = tenants_file.add(path, args.name, "metrics" if args.metrics else "tenant")
     print(f"{key.id}  {key.tenant}: only its digest is kept in {path}", file=sys.stderr)
@@ -29,7 +29,7 @@ def add(args: argparse.Namespace) -> int:
 
 def rm(args: argparse.Namespace) -> int:
     """Removes a key, or all of a tenant's; the last one takes the tenant's data with it."""
-    path = _file(args)
+    path = _key_file(args)
     removed = tenants_file.remove(path, args.which)
     for key in removed.keys:
         print(f"{key.id}  {key.tenant}: removed")
@@ -38,7 +38,7 @@ def rm(args: argparse.Namespace) -> int:
 
 def list_keys(args: argparse.Namespace) -> int:
     """Prints a line per key."""
-    for key in tenants_file.read(_file(args)):
+    for key in tenants_file.read(_key_file(args)):
         print(f"{key.id}  {key.made}  {key.purpose:7}  {key.tenant}")
     return 0
 
@@ -46,7 +46,7 @@ def list_keys(args: argparse.Namespace) -> int:
 ACTIONS = {"add": add, "rm": rm, "list": list_keys}
 
 
-def _file(args: argparse.Namespace) -> Path:
+def _key_file(args: argparse.Namespace) -> Path:
     if args.keys is not None:
         return Path(args.keys).expanduser()
     path = config.keys_file()

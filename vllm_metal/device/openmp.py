@@ -40,7 +40,7 @@ def share_cores() -> None:
     # the settings that its parent read.
     if sys.platform != "linux" or EXPORTED:
         return
-    _bound_threads()
+    _limit_threads()
     ready = threading.Event()
     libraries = [ctypes.CDLL(path) for path in _libraries()]
 
@@ -64,7 +64,7 @@ def _libraries() -> set[str]:
     return set(re.findall(r"/.*/libgomp[^/\s]*\.so\S*$", maps, re.MULTILINE))
 
 
-def _bound_threads() -> None:
+def _limit_threads() -> None:
     import torch
 
     # No more BLAS threads than the container may run at once.

@@ -47,12 +47,12 @@ def available(own: int) -> int:
     compressible, so none of them count as available.
     """
     known = psutil.virtual_memory().available
-    given = _given_by_macos(own) if sys.platform == "darwin" else None
+    given = _available_on_macos(own) if sys.platform == "darwin" else None
     # psutil counts inactive pages in full; macOS compresses or swaps them first.
     return known if given is None else max(known, given)
 
 
-def _given_by_macos(own: int) -> int | None:
+def _available_on_macos(own: int) -> int | None:
     figures = [number for name in FIGURES if (number := sysctl.read(name)) is not None]
     if len(figures) < len(FIGURES):  # this kernel does not report all of them
         return None

@@ -46,7 +46,7 @@ class Record:
     def outcomes(self, wanted: Sequence[Case]) -> list[Outcome]:
         """Returns the known outcomes of the cases' checks, in the order of the checks."""
         found: dict[tuple[Case, Check], Outcome] = {}
-        for outcome in _known(Outcome.from_json, self.rows("outcome")):
+        for outcome in _parse_rows(Outcome.from_json, self.rows("outcome")):
             found[outcome.case, outcome.check] = outcome
         # Outcomes are stored per layer and pool, regardless of the kernels that a case selects.
         keys = ((case, _subject(case), check) for case in wanted for check in checks(case))
@@ -63,7 +63,7 @@ class Record:
         """Notes the cases that a server uses, for `served`, and marks the file as in use."""
         with suppress(OSError):
             os.utime(self._path)
-        known = list(_known(Case.from_json, self.rows("served")))
+        known = list(_parse_rows(Case.from_json, self.rows("served")))
         for case in cases:
             if case not in known:
                 self.add("served", case.to_json())
@@ -110,7 +110,7 @@ def served(folder: Path | None = None) -> list[Case]:
     """Returns the cases that this machine's servers have used, under any release."""
     paths = sorted((folder or default_folder()).glob("*.jsonl"))
     rows = (row for path in paths for row in _rows(path, "served"))
-    return list(dict.fromkeys(_known(Case.from_json, rows)))
+    return list(dict.fromkeys(_parse_rows(Case.from_json, rows)))
 
 
 def _rows(path: Path, kind: str) -> Iterator[dict[str, Any]]:
@@ -131,7 +131,9 @@ def _subject(case: Case) -> Case:
     return replace(case, kernels=())
 
 
-def _known(read: Callable[[dict[str, Any]], _T], rows: Iterable[dict[str, Any]]) -> Iterator[_T]:
+def _parse_rows(
+    read: Callable[[dict[str, Any]], _T], rows: Iterable[dict[str, Any]]
+) -> Iterator[_T]:
     for fields in rows:
         with suppress(TypeError, KeyError, AttributeError):  # rows of another release
             yield read(fields)

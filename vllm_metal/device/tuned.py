@@ -42,13 +42,13 @@ def _bool(value: Any) -> Any:
 
 
 def _by_context(value: Any) -> Any:
-    found = _of_layers(_number_or_none)(value)
+    found = _by_layer(_number_or_none)(value)
     if not found or any(not context.isdecimal() or not int(context) for context in found):
         raise ValueError(f"{value!r} has no contexts")
     return found
 
 
-def _of_layers(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _by_layer(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def read_all(value: Any) -> Any:
         if not isinstance(value, dict):
             raise ValueError(f"{value!r} is not an object")
@@ -62,7 +62,7 @@ def _choice(read: Callable[[Any], Any]) -> Any:
 
 
 def _choices(read: Callable[[Any], Any]) -> Any:
-    return field(default_factory=dict, metadata={"read": _of_layers(read)})
+    return field(default_factory=dict, metadata={"read": _by_layer(read)})
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class Fingerprint:
             "weights": dict(weights),
             "dtype": plain(model.dtype),
             "kv_cache_dtype": _pool_dtype(cache.cache_dtype, plain(model.dtype)),
-            "draft": _draft(vllm_config),
+            "draft": _draft_facts(vllm_config),
             "block_size": cache.block_size,
             "groups": [
                 {"layers": list(group.layer_names), "spec": plain(group.kv_cache_spec, _NO_CONTENT)}
@@ -112,11 +112,11 @@ class PoolContent:
         return self.page_bytes[get_offload_group_idx(OffloadKey(key))]
 
 
-def _without(facts: Mapping[str, Any], is_none: Callable[[str], bool]) -> dict[str, Any]:
+def _without(facts: Mapping[str, Any], is_excluded: Callable[[str], bool]) -> dict[str, Any]:
     return {
-        key: _without(value, is_none) if isinstance(value, Mapping) else value
+        key: _without(value, is_excluded) if isinstance(value, Mapping) else value
         for key, value in facts.items()
-        if not is_none(str(key))
+        if not is_excluded(str(key))
     }
 
 
@@ -165,14 +165,14 @@ def network_facts(model: ModelConfig) -> dict[str, Any]:
             trained = scaling.get("original_max_position_embeddings") or 0
             rope["short"] = model.max_model_len <= trained
     return {
-        "model": _name(model.model),
+        "model": _model_name(model.model),
         "hf_config": facts_of.digest(config),
         "rope": rope,
         "quantization": quantization,
     }
 
 
-def _name(model: str) -> str:
+def _model_name(model: str) -> str:
     # Offline, vLLM replaces the name by the path of the snapshot in the cache.
     if match := re.search(r"models--([^/]+)--([^/]+)/snapshots/[^/]+/?$", model):
         return f"{match[1]}/{match[2]}"
@@ -180,7 +180,7 @@ def _name(model: str) -> str:
     return "/".join([part for part in path.parts if part != path.anchor][-2:])
 
 
-def _draft(config: VllmConfig) -> dict[str, Any] | None:
+def _draft_facts(config: VllmConfig) -> dict[str, Any] | None:
     if not draft_methods.keeps_kv(config):  # other methods leave nothing in the blocks
         return None
     assert config.speculative_config is not None
@@ -197,17 +197,17 @@ def _is_origin(key: str) -> bool:
 
 def _split(config: dict[str, Any], words: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Splits off the keys that contain one of the words, including nested ones."""
-    taken, rest = {}, {}
+    matching, rest = {}, {}
     for key, value in config.items():
         if any(word in str(key) for word in words):
             if value is not None:
-                taken[str(key)] = plain(value)
+                matching[str(key)] = plain(value)
         elif isinstance(value, dict):
             inner, rest[key] = _split(value, words)
-            taken |= {f"{key}.{name}": found for name, found in inner.items()}
+            matching |= {f"{key}.{name}": found for name, found in inner.items()}
         else:
             rest[key] = value
-    return taken, rest
+    return matching, rest
 
 
 def _pool_dtype(cache_dtype: str, model_dtype: str) -> str:

@@ -28,7 +28,7 @@ def file_of(model: str) -> Path | None:
     tagged = _TAGGED.fullmatch(model)
     if tagged is None or path.exists():
         return None
-    return _of_tag(tagged["repo"], tagged["tag"])
+    return _find_tagged(tagged["repo"], tagged["tag"])
 
 
 def _is_gguf(path: Path) -> bool:
@@ -39,7 +39,7 @@ def _is_gguf(path: Path) -> bool:
         return False
 
 
-def _of_tag(repo: str, tag: str) -> Path:
+def _find_tagged(repo: str, tag: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

@@ -71,7 +71,7 @@ def digest(files: Sequence[Path], memo: Path | None) -> str:
             if isinstance(known, list) and known[:-1] == before:
                 found[path.name] = str(known[-1])
             else:
-                found[path.name] = _of_file(path)
+                found[path.name] = _file_digest(path)
                 # Not if the file changed while it was read.
                 if _file_state(path) == before and time.time_ns() - before[1] > _SETTLED_NS:
                     renewed[str(path.absolute())] = [*before, found[path.name]]
@@ -120,7 +120,7 @@ def _file_state(path: Path) -> list[int]:
     return [found.st_size, found.st_mtime_ns, found.st_ino, found.st_ctime_ns]
 
 
-def _of_file(path: Path) -> str:
+def _file_digest(path: Path) -> str:
     hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
     return hasher.update_mmap(path).hexdigest(length=16)
 

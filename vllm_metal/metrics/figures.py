@@ -119,8 +119,8 @@ class StepsInWords:
         if (budget := self._newest.memory_budget_bytes) is not None:
             memory += f" of {budget / _GIB:.2f}"
         times = [
-            f"Mean {of} time of a step: {1e3 * self._sums[name] / number:.1f} ms"
-            for of, name in self._MEANS.items()
+            f"Mean {kind} time of a step: {1e3 * self._sums[name] / number:.1f} ms"
+            for kind, name in self._MEANS.items()
             if (number := self._counts[name])
         ]
         return [f"{memory} GiB", *times, f"Failed steps: {self._newest.failed_steps}"]

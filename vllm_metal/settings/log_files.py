@@ -47,7 +47,7 @@ def begin(kind: str) -> Path:
     """Creates an empty log that only its owner can read, and deletes the oldest ones."""
     folder().mkdir(mode=0o700, parents=True, exist_ok=True)
     logs = sorted(folder().glob("*-*.log"), key=lambda path: path.stat().st_mtime)
-    for log in [log for log in logs if not _is_written(log)][: -KEPT + 1 or None]:
+    for log in [log for log in logs if not _is_in_use(log)][: -KEPT + 1 or None]:
         for suffix in (".log", ".json", _EARLIER):
             log.with_suffix(suffix).unlink(missing_ok=True)
     path = folder() / f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
@@ -55,7 +55,7 @@ def begin(kind: str) -> Path:
     return path
 
 
-def _is_written(log: Path) -> bool:
+def _is_in_use(log: Path) -> bool:
     # The name ends with the process's id; signal 0 only checks that the process exists.
     try:
         os.kill(int(log.stem.rpartition("-")[2]), 0)

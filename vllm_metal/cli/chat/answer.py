@@ -167,6 +167,6 @@ async def _paced(progress: Progress, reply: Reply) -> AsyncIterator[Event]:
         progress.add(chunk)
         if (started := time.monotonic()) >= due:
             event = progress.event()
-            made = time.monotonic()
-            due = made + max(_PERIOD, _SHARE * (made - started))
+            rendered = time.monotonic()
+            due = rendered + max(_PERIOD, _SHARE * (rendered - started))
             yield event

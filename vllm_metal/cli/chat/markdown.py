@@ -54,22 +54,22 @@ def _split(tokens: Sequence[Token]) -> Iterator[list[Token]]:
 
 
 def _fence(
-    renderer: RendererHTML, tokens: Sequence[Token], at: int, options: OptionsDict, env: Any
+    renderer: RendererHTML, tokens: Sequence[Token], index: int, options: OptionsDict, env: Any
 ) -> str:
     # With its language, a copy button, and room to scroll.
-    language = tokens[at].info.strip().split(maxsplit=1)[0] if tokens[at].info.strip() else ""
+    language = tokens[index].info.strip().split(maxsplit=1)[0] if tokens[index].info.strip() else ""
     shown = escape(language)
     return (
         f'<div class="code"><div class="code-bar"><span>{shown}</span>'
         '<button type="button" class="copy">Copy</button></div>'
         # A scrollable element must be reachable by keyboard.
         f'<pre tabindex="0" role="group" aria-label="{f"{shown} " if shown else ""}code"><code>'
-        f"{_colored(tokens[at].content, language)}</code></pre></div>\n"
+        f"{_highlight(tokens[index].content, language)}</code></pre></div>\n"
     )
 
 
 @lru_cache(maxsize=64)  # a growing text is rendered again with each chunk
-def _colored(code: str, language: str) -> str:
+def _highlight(code: str, language: str) -> str:
     try:
         lexer = get_lexer_by_name(language or "text", stripnl=False)
     except ClassNotFound:
@@ -85,41 +85,41 @@ def _colored(code: str, language: str) -> str:
 
 
 def _link_open(
-    renderer: RendererHTML, tokens: Sequence[Token], at: int, options: OptionsDict, env: Any
+    renderer: RendererHTML, tokens: Sequence[Token], index: int, options: OptionsDict, env: Any
 ) -> str:
-    tokens[at].attrSet("target", "_blank")
-    tokens[at].attrSet("rel", "noopener noreferrer")
-    return renderer.renderToken(tokens, at, options, env)
+    tokens[index].attrSet("target", "_blank")
+    tokens[index].attrSet("rel", "noopener noreferrer")
+    return renderer.renderToken(tokens, index, options, env)
 
 
 def _table_open(
-    renderer: RendererHTML, tokens: Sequence[Token], at: int, options: OptionsDict, env: Any
+    renderer: RendererHTML, tokens: Sequence[Token], index: int, options: OptionsDict, env: Any
 ) -> str:
     return '<div class="table" tabindex="0" role="group" aria-label="table"><table>\n'
 
 
 def _table_close(
-    renderer: RendererHTML, tokens: Sequence[Token], at: int, options: OptionsDict, env: Any
+    renderer: RendererHTML, tokens: Sequence[Token], index: int, options: OptionsDict, env: Any
 ) -> str:
     return "</table></div>\n"
 
 
 def _cell_open(
-    renderer: RendererHTML, tokens: Sequence[Token], at: int, options: OptionsDict, env: Any
+    renderer: RendererHTML, tokens: Sequence[Token], index: int, options: OptionsDict, env: Any
 ) -> str:
     # The page's policy forbids inline styles, so a class sets the column's alignment.
-    style = tokens[at].attrs.pop("style", None)
+    style = tokens[index].attrs.pop("style", None)
     if style is not None:
-        tokens[at].attrSet("class", str(style).replace("text-align:", "align-"))
-    return renderer.renderToken(tokens, at, options, env)
+        tokens[index].attrSet("class", str(style).replace("text-align:", "align-"))
+    return renderer.renderToken(tokens, index, options, env)
 
 
 def _heading(
-    renderer: RendererHTML, tokens: Sequence[Token], at: int, options: OptionsDict, env: Any
+    renderer: RendererHTML, tokens: Sequence[Token], index: int, options: OptionsDict, env: Any
 ) -> str:
     # Below the page's own levels 1 and 2; level 2 names the speaker.
-    tokens[at].tag = f"h{min(int(tokens[at].tag[1:]) + 2, 6)}"
-    return renderer.renderToken(tokens, at, options, env)
+    tokens[index].tag = f"h{min(int(tokens[index].tag[1:]) + 2, 6)}"
+    return renderer.renderToken(tokens, index, options, env)
 
 
 def _parser() -> MarkdownIt:

@@ -91,11 +91,11 @@ class _Page:
 
     async def markdown(self, request: Request) -> Response:
         """Renders stored answers in blocks."""
-        return await _answering(request, _as_blocks)
+        return await _handle_json(request, _render_blocks)
 
     async def answer(self, request: Request) -> Response:
         """Streams a line of JSON per event."""
-        return await _answering(request, self._stream)
+        return await _handle_json(request, self._stream)
 
     async def _stream(self, asked: Any) -> Response:
         model = await self._upstream.model()
@@ -104,14 +104,14 @@ class _Page:
         return StreamingResponse(lines, media_type="application/x-ndjson")
 
 
-async def _as_blocks(asked: Any) -> Response:
+async def _render_blocks(asked: Any) -> Response:
     texts: Sequence[Any] = asked.get("texts", ())
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("texts must be a list of strings")
     return JSONResponse([markdown.blocks(text) for text in texts])
 
 
-async def _answering(request: Request, act: Callable[[Any], Awaitable[Response]]) -> Response:
+async def _handle_json(request: Request, act: Callable[[Any], Awaitable[Response]]) -> Response:
     # A page of another origin cannot send this type without a CORS preflight, which fails.
     if request.headers.get("content-type", "").partition(";")[0] != "application/json":
         return _error("the body must be application/json", 415)
@@ -146,17 +146,17 @@ class _Token:
             return
         request = Request(scope)
         name = f"vllm_metal_chat_{request.url.port}"  # cookies are shared by all ports of a host
-        if request.url.path == "/" and self._is_right(request.query_params.get("token")):
+        if request.url.path == "/" and self._is_valid(request.query_params.get("token")):
             redirect: Response = RedirectResponse("/", 303)
             redirect.set_cookie(name, self._token, httponly=True, samesite="lax")
             await redirect(scope, receive, send)
-        elif self._is_right(request.cookies.get(name)):
+        elif self._is_valid(request.cookies.get(name)):
             await self._app(scope, receive, send)
         else:
             message = "Open the address that vllm-metal chat has printed."
             await _error(message, 401)(scope, receive, send)
 
-    def _is_right(self, given: str | None) -> bool:
+    def _is_valid(self, given: str | None) -> bool:
         return given is not None and hmac.compare_digest(given.encode(), self._token.encode())
 
 

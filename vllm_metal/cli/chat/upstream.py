@@ -139,13 +139,13 @@ class Upstream:
             raise UpstreamError(_refusal(reply.status_code, reply.content))
         return reply
 
-    def _unreachable(self, error: Exception, begun: bool = False) -> str:
+    def _unreachable(self, error: Exception, started: bool = False) -> str:
         if isinstance(error, httpx.TimeoutException):
             return f"The server at {self.url} did not answer in time. Try again."
         if self._own:
-            what = "ended in the middle of the answer" if begun else "has ended"
+            what = "ended in the middle of the answer" if started else "has ended"
             return f"The model's server {what}. Run vllm-metal chat again."
-        what = "ended in the middle of the answer" if begun else "does not answer"
+        what = "ended in the middle of the answer" if started else "does not answer"
         return f"The server at {self.url} {what}. Start it again, then try again."
 
 

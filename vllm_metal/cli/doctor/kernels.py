@@ -95,7 +95,7 @@ def all_cases() -> list[Case]:
         Case(*kind, **extras[index % len(extras)], rotation=_rotation(kind[0], index % 3))
         for index, kind in enumerate(kinds)
     ]
-    return sorted(cases, key=_work)
+    return sorted(cases, key=_cost)
 
 
 def _rotation(shape: AttentionShape, number: int) -> RotationKind:
@@ -110,7 +110,7 @@ def _rotation(shape: AttentionShape, number: int) -> RotationKind:
     return (whole, *others)[number]
 
 
-def _work(case: Case) -> int:
+def _cost(case: Case) -> int:
     # Proportional to the time of a check, including compilation.
     return case.shape.num_heads * (case.shape.head_size + case.shape.value_size)
 
@@ -197,13 +197,13 @@ def finding(outcomes: Sequence[Outcome], on_metal: bool) -> Finding:
     outcomes = [outcome for outcome in outcomes if outcome.kernel not in CHOICES]
     cases = len({outcome.case for outcome in outcomes})
     failed = sorted({str(outcome.check) for outcome in outcomes if not outcome.ok})
-    of = f"{cases} kind{'s' * (cases > 1)} of layer"
+    scope = f"{cases} kind{'s' * (cases > 1)} of layer"
     if not failed:
-        return Finding("kernels", "ok", f"all agree with the references, in {of}")
+        return Finding("kernels", "ok", f"all agree with the references, in {scope}")
     advice = REPORT_BUG
     if on_metal:
         advice += " A server leaves out what fails for its model; VLLM_METAL_KERNELS=mlx all."
-    return Finding("kernels", "failed", f"{', '.join(failed)} failed, in {of}", advice)
+    return Finding("kernels", "failed", f"{', '.join(failed)} failed, in {scope}", advice)
 
 
 def decode_speed(outcomes: Sequence[Outcome]) -> Finding | None:

@@ -59,7 +59,7 @@ def made_on_the_spot(progress: Progress) -> Iterator[Model]:
     Raises RuntimeError if the child that creates it fails.
     """
     with TemporaryDirectory(prefix="vllm-metal-doctor-") as folder:
-        made = run(python("vllm_metal.cli.doctor.children.tiny_model", folder), progress)
-        if not made.ok:
-            raise RuntimeError(f"the process that makes a tiny model {made.how}")
+        ended = run(python("vllm_metal.cli.doctor.children.tiny_model", folder), progress)
+        if not ended.ok:
+            raise RuntimeError(f"the process that makes a tiny model {ended.how}")
         yield Model("a tiny llama with random weights", folder, local=True)

@@ -72,7 +72,7 @@ class Report:
         self._print(f"{finding.status:8} {finding.name}: {finding.seen}", indent=_INDENT)
         if finding.status == "failed":
             for line in finding.log[-SHOWN_LINES:]:
-                print(f"{_INDENT}| {self._without_names(line)[:200]}")
+                print(f"{_INDENT}| {self._redact(line)[:200]}")
         for paragraph in filter(None, finding.advice.split("\n")):
             self._print(_INDENT + paragraph, indent=_INDENT)
         sys.stdout.flush()
@@ -92,7 +92,7 @@ class Report:
         """Prints the lines of a table as they are."""
         self._clear()
         for line in lines:
-            print(self._without_names(line), flush=True)
+            print(self._redact(line), flush=True)
 
     def progress(self, text: str) -> None:
         """Shows on a terminal what is being done, in a line that the next call replaces."""
@@ -120,7 +120,7 @@ class Report:
         if " pip install " in text:
             print(text)
             return
-        text = self._without_names(text)
+        text = self._redact(text)
         options: Any = {"break_long_words": False, "break_on_hyphens": False}
         print(textwrap.fill(text, width, subsequent_indent=indent, **options))
 
@@ -135,18 +135,18 @@ class Report:
             "findings": [asdict(finding) for finding in self._findings],
             **self._facts,
         }
-        write_private(self._path, json.dumps(self._cleaned(found), indent=1) + "\n")
+        write_private(self._path, json.dumps(self._redact_values(found), indent=1) + "\n")
 
-    def _cleaned(self, value: Any) -> Any:
+    def _redact_values(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self._without_names(value)
+            return self._redact(value)
         if isinstance(value, dict):
-            return {self._without_names(key): self._cleaned(item) for key, item in value.items()}
+            return {self._redact(key): self._redact_values(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
-            return [self._cleaned(item) for item in value]
+            return [self._redact_values(item) for item in value]
         return value
 
-    def _without_names(self, text: str) -> str:
+    def _redact(self, text: str) -> str:
         for pattern, replacement in self._private:
             text = pattern.sub(replacement, text)
         return text

@@ -33,39 +33,39 @@ def run(args: Namespace) -> int:
 
     Raises OSError if the report cannot be written.
     """
-    found = Report(args.report)
+    report = Report(args.report)
     wired = machine.wired_bytes()
-    looked = _look_at_machine(found, args.model)
-    with _guarded(found, "network"):
+    probe = _look_at_machine(report, args.model)
+    with _guarded(report, "network"):
         for finding in network.checks(network.this_network(), args.master_addr, args.master_port):
-            found.add(finding)
+            report.add(finding)
     if args.only in (None, "engine"):
-        with _guarded(found, "engine"):
-            _try_engine(found, looked, args)
+        with _guarded(report, "engine"):
+            _try_engine(report, probe, args)
     if args.only in (None, "kernels"):
-        with _guarded(found, "kernels"):
-            _try_kernels(found, looked, args)
+        with _guarded(report, "kernels"):
+            _try_kernels(report, probe, args)
     if wired is not None:
-        found.add_facts(wired_bytes={"before": wired, "after": machine.wired_bytes()})
-    return found.close()
+        report.add_facts(wired_bytes={"before": wired, "after": machine.wired_bytes()})
+    return report.close()
 
 
 @contextmanager
-def _guarded(found: Report, name: str) -> Iterator[None]:
+def _guarded(report: Report, name: str) -> Iterator[None]:
     """Turns an error of a check itself into a finding."""
     try:
         yield
     except Exception as error:
         seen = f"the check itself failed: {type(error).__name__}: {error}"
         lines = tuple(traceback.format_exc().splitlines())
-        found.add(Finding(name, "failed", seen, REPORT_BUG, lines))
+        report.add(Finding(name, "failed", seen, REPORT_BUG, lines))
 
 
-def _look_at_machine(found: Report, model_name: str | None) -> Ended:
+def _look_at_machine(report: Report, model_name: str | None) -> Ended:
     """Checks the machine; returns what MLX reports."""
-    found.add_facts(versions=packages.versions(), environment=dict(machine.settings()))
-    with _guarded(found, "facts"):
-        found.add_facts(machine=machine.facts(), crash_reports=machine.crash_reports())
+    report.add_facts(versions=packages.versions(), environment=dict(machine.settings()))
+    with _guarded(report, "facts"):
+        report.add_facts(machine=machine.facts(), crash_reports=machine.crash_reports())
     system = machine.this_system()
     checks: dict[str, Callable[[], Finding]] = {
         "versions": packages.check_versions,
@@ -75,16 +75,16 @@ def _look_at_machine(found: Report, model_name: str | None) -> Ended:
         "disk": lambda: machine.check_disk(cache_dir()),
     }
     for name, check in checks.items():
-        with _guarded(found, name):
-            found.add(check())
+        with _guarded(report, name):
+            report.add(check())
     if (driver := machine.check_driver(system)) is not None:
-        found.add(driver)
-    looked = machine.look_at_device(found.progress)
-    found.add(machine.check_device(looked, _requested()))
-    if looked.ok:
-        found.add_facts(**{name: value for name, value in looked.told.items() if name != "stage"})
-        found.add(machine.check_memory(looked.told, model.expected_weights(model_name)))
-    return looked
+        report.add(driver)
+    probe = machine.look_at_device(report.progress)
+    report.add(machine.check_device(probe, _requested()))
+    if probe.ok:
+        report.add_facts(**{name: value for name, value in probe.told.items() if name != "stage"})
+        report.add(machine.check_memory(probe.told, model.expected_weights(model_name)))
+    return probe
 
 
 def _requested() -> envs.Device | None:
@@ -94,61 +94,63 @@ def _requested() -> envs.Device | None:
         return None
 
 
-def _try_engine(found: Report, looked: Ended, args: Namespace) -> None:
-    if "settings" in found.failed or not looked.ok:
-        found.add(Finding("engine", "warning", "not tried: correct what failed above first"))
+def _try_engine(report: Report, probe: Ended, args: Namespace) -> None:
+    if "settings" in report.failed or not probe.ok:
+        report.add(Finding("engine", "warning", "not tried: correct what failed above first"))
         return
     if _requested() is None:
         seen = "not tried: the plugin does not apply on this machine"
-        found.add(Finding("engine", "warning", seen, packages.advice_to_try()))
+        report.add(Finding("engine", "warning", seen, packages.advice_to_try()))
         return
-    found.announce("asking vLLM which platform it chooses (some seconds)")
-    asked = packages.ask_vllm(found.progress)
-    found.add(packages.check_platform(asked))
+    report.announce("asking vLLM which platform it chooses (some seconds)")
+    asked = packages.ask_vllm(report.progress)
+    report.add(packages.check_platform(asked))
     if asked.told.get("platform") != vllm_metal.PLATFORM:
-        found.add(Finding("engine", "warning", "not tried: vLLM does not choose this plugin"))
+        report.add(Finding("engine", "warning", "not tried: vLLM does not choose this plugin"))
         return
-    within = packages.try_in_vllm(found.progress)
-    found.add(packages.check_in_vllm(within, metal=looked.told["device"] == "metal"))
-    with _model(found, args.model) as chosen:
-        found.announce(f"an engine with {chosen.name} (half a minute, large models longer)")
-        tried = engine.run_child(chosen, found.progress, "engine")
+    within = packages.try_in_vllm(report.progress)
+    report.add(packages.check_in_vllm(within, metal=probe.told["device"] == "metal"))
+    with _model(report, args.model) as chosen:
+        report.announce(f"an engine with {chosen.name} (half a minute, large models longer)")
+        tried = engine.run_child(chosen, report.progress, "engine")
         checked = engine.check_in_process(tried)
-        found.add(checked)
+        report.add(checked)
         if checked.status == "ok":
-            found.add(engine.compare(chosen, tried, found.progress))
-        found.announce(f"a server with {chosen.name} (half a minute, large models longer)")
-        found.add(server.try_server(chosen, small_pool=args.quick, progress=found.progress))
+            report.add(engine.compare(chosen, tried, report.progress))
+        report.announce(f"a server with {chosen.name} (half a minute, large models longer)")
+        report.add(server.try_server(chosen, small_pool=args.quick, progress=report.progress))
         if checked.status == "ok":
-            _time_engine(found, chosen, args.quick)
+            _time_engine(report, chosen, args.quick)
             if args.all:
-                found.announce("the same engine with parts turned off, one at a time")
-                found.add(engine.check_variants(tried, engine.try_variants(chosen, found.progress)))
+                report.announce("the same engine with parts turned off, one at a time")
+                report.add(
+                    engine.check_variants(tried, engine.try_variants(chosen, report.progress))
+                )
 
 
-def _time_engine(found: Report, chosen: Model, quick: bool) -> None:
-    found.announce(f"the speed of an engine, and of mlx-lm alone, with {chosen.name}")
+def _time_engine(report: Report, chosen: Model, quick: bool) -> None:
+    report.announce(f"the speed of an engine, and of mlx-lm alone, with {chosen.name}")
     pool = ("--pool", str(engine.KV_CACHE_BYTES)) if quick else ()
-    timed = engine.run_child(chosen, found.progress, "engine", "--timed", *pool)
-    found.add(speed.check_idle(timed))
+    timed = engine.run_child(chosen, report.progress, "engine", "--timed", *pool)
+    report.add(speed.check_idle(timed))
     if not timed.ok:
-        found.add(speed.check_speed(timed, timed))
+        report.add(speed.check_speed(timed, timed))
         return
     # mlx-lm gets the engine's dtype and lengths.
     arguments = (str(timed.told[name]) for name in ("dtype", "num_prompt", "num_answer"))
-    alone = engine.run_child(chosen, found.progress, "mlx_lm_alone", "time", *arguments)
-    found.add(speed.check_speed(timed, alone, _requested()))
-    found.add_facts(speed={"engine": timed.told, "mlx-lm": alone.told})
+    alone = engine.run_child(chosen, report.progress, "mlx_lm_alone", "time", *arguments)
+    report.add(speed.check_speed(timed, alone, _requested()))
+    report.add_facts(speed={"engine": timed.told, "mlx-lm": alone.told})
 
 
 @contextmanager
-def _model(found: Report, name: str | None) -> Iterator[Model]:
+def _model(report: Report, name: str | None) -> Iterator[Model]:
     """Yields the model to try; adds a finding if the embedded one cannot be used."""
     if name is not None:
         yield Model(name, name, local=Path(name).exists())
         return
     if not model.missing():
-        converted = model.embedded(found.progress)
+        converted = model.embedded(report.progress)
         if converted.ok:
             folder = next(line for line in reversed(converted.lines) if Path(line).is_dir())
             yield Model("the embedded SmolLM2-135M", folder, local=True)
@@ -157,7 +159,7 @@ def _model(found: Report, name: str | None) -> Iterator[Model]:
             "If the disk was full, free some space. Otherwise attach the report to a bug report."
         )
         seen = f"the process that converts the embedded model {converted.how}"
-        found.add(Finding("model", "failed", seen, advice, converted.lines))
+        report.add(Finding("model", "failed", seen, advice, converted.lines))
     else:
         advice = "\n".join(
             [
@@ -166,15 +168,15 @@ def _model(found: Report, name: str | None) -> Iterator[Model]:
             ]
         )
         seen = "the embedded model is not installed; a tiny one with random weights is tried"
-        found.add(Finding("model", "ok", seen, advice))
-    with model.made_on_the_spot(found.progress) as made:
-        yield made
+        report.add(Finding("model", "ok", seen, advice))
+    with model.made_on_the_spot(report.progress) as tiny:
+        yield tiny
 
 
-def _try_kernels(found: Report, looked: Ended, args: Namespace) -> None:
-    if not looked.ok:
-        found.add_facts(kernels="not run: MLX does not run")
-        found.add(Finding("kernels", "warning", "not run: correct what failed above first"))
+def _try_kernels(report: Report, probe: Ended, args: Namespace) -> None:
+    if not probe.ok:
+        report.add_facts(kernels="not run: MLX does not run")
+        report.add(Finding("kernels", "warning", "not run: correct what failed above first"))
         return
     # Imports MLX; a child process has shown that this works.
     from vllm_metal.cli.doctor import kernels
@@ -182,32 +184,32 @@ def _try_kernels(found: Report, looked: Ended, args: Namespace) -> None:
 
     runner = kernels.find_runner()
     if runner is None:
-        found.add_facts(kernels="not run: no Metal device, and no interpreter")
+        report.add_facts(kernels="not run: no Metal device, and no interpreter")
         advice = f"To interpret them on the CPU:\n{install_advice('interpreter')}"
         seen = "not run: without a Metal device they need an interpreter"
-        found.add(Finding("kernels", "warning", seen, advice))
+        report.add(Finding("kernels", "warning", seen, advice))
         return
-    on_metal = bool(looked.told["metal"])
+    on_metal = bool(probe.told["metal"])
     wanted = kernels.wanted_cases(args.quick, args.all)
     record = Record() if on_metal else None  # interpreted results do not apply to a GPU
     if args.again and record is not None:
         record.forget()
-    found.announce(f"kernels, for {len(wanted)} kinds of layer")
-    found.show([f"{runner.how}:", kernels.header()])
+    report.announce(f"kernels, for {len(wanted)} kinds of layer")
+    report.show([f"{runner.how}:", kernels.header()])
     outcomes = []
     budget = kernels.BUDGET if on_metal and not args.all else None
-    checked = kernels.check(wanted, runner, found.progress, record, budget)
+    checked = kernels.check(wanted, runner, report.progress, record, budget)
     for case, group in itertools.groupby(checked, key=lambda outcome: outcome.case):
         outcomes += (of_case := list(group))
-        found.show([kernels.row(case, of_case)])
-        found.add_facts(how=runner.how, kernels=[outcome.to_json() for outcome in outcomes])
-    found.show(kernels.legend(outcomes))
-    found.add(kernels.finding(outcomes, on_metal))
+        report.show([kernels.row(case, of_case)])
+        report.add_facts(how=runner.how, kernels=[outcome.to_json() for outcome in outcomes])
+    report.show(kernels.legend(outcomes))
+    report.add(kernels.finding(outcomes, on_metal))
     if on_metal:
         if (left := kernels.left_over(wanted, outcomes)) is not None:
-            found.add(left)
+            report.add(left)
         if (decode := kernels.decode_speed(outcomes)) is not None:
-            found.add(decode)
-        timed = kernels.time_all(found.progress)
-        found.add_facts(timings=timed)
-        found.show(kernels.times_table(timed))
+            report.add(decode)
+        timed = kernels.time_all(report.progress)
+        report.add_facts(timings=timed)
+        report.show(kernels.times_table(timed))

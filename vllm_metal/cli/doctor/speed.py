@@ -33,9 +33,9 @@ def check_speed(timed: Ended, alone: Ended, device: Device | None = None) -> Fin
     programs share, no ratio causes a warning.
     """
     name = "speed beside mlx-lm"
-    for tried, who in ((timed, "the engine's"), (alone, "mlx-lm's")):
+    for tried, owner in ((timed, "the engine's"), (alone, "mlx-lm's")):
         if not tried.ok:
-            seen = f"not compared: {who} process {tried.how}"
+            seen = f"not compared: {owner} process {tried.how}"
             return Finding(name, "warning", seen, REPORT_IT, tried.lines)
     ratios = {phase: timed.told[phase] / alone.told[phase] for phase in ("prefill", "decode")}
     seen = ", ".join(

@@ -72,14 +72,14 @@ def run(args: Namespace) -> int:
         raise ValueError(
             "doctor --tune times a Mac's GPU: run it on one, with VLLM_METAL_DEVICE unset"
         )
-    looked = machine.look_at_device(lambda stage: None)
-    if looked.told.get("device") != "metal":
+    probe = machine.look_at_device(lambda stage: None)
+    if probe.told.get("device") != "metal":
         raise ValueError("doctor --tune times a Mac's GPU, and MLX finds none here")
-    found = Report(args.report)
-    found.add_facts(versions=packages.versions(), environment=dict(machine.settings()))
-    found.add_facts(machine=machine.facts())
-    tune(found, Commands.of_doctor(args.full), lambda: _kernels_work(args.full))
-    return found.close()
+    report = Report(args.report)
+    report.add_facts(versions=packages.versions(), environment=dict(machine.settings()))
+    report.add_facts(machine=machine.facts())
+    tune(report, Commands.of_doctor(args.full), lambda: _kernels_work(args.full))
+    return report.close()
 
 
 def tune(found: Report, commands: Commands, kernels_work: Callable[[], bool]) -> None:
@@ -138,10 +138,12 @@ def table(tuning: Tuning) -> Iterator[str]:
     yield f"{'attention':24}{columns}"
     for share in tuning.shares:
         rate, mlx = share["moved"] / share["ours"], share["mlx"]
-        theirs = ("-", "-") if mlx is None else (f"{mlx * 1e6:.0f}", f"{mlx / share['ours']:.0%}")
+        mlx_cells = (
+            ("-", "-") if mlx is None else (f"{mlx * 1e6:.0f}", f"{mlx / share['ours']:.0%}")
+        )
         yield (
             f"{share['name']:24}{share['ours'] * 1e6:>9.0f}{rate / 1e9:>13.1f}{rate / copy:>11.0%}"
-            f"{theirs[0]:>10}{theirs[1]:>8}"
+            f"{mlx_cells[0]:>10}{mlx_cells[1]:>8}"
         )
     yield "of MLX: the speed beside MLX's own attention over K and V side by side, without a pool"
     yield "\nchosen:"

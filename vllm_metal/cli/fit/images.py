@@ -79,7 +79,7 @@ def _largest(folder: Path, config: Mapping[str, Any], vision: Mapping[str, Any])
     if config["model_type"] == "gemma4":
         return vision.get("default_output_length", 280), vision["pooling_kernel_size"] ** 2
     if "downsample_factor" in config:
-        return _of_processor(folder, "max_image_tokens", 256), config["downsample_factor"] ** 2
+        return _processor_value(folder, "max_image_tokens", 256), config["downsample_factor"] ** 2
     merge = config.get("spatial_merge_size") or vision.get("spatial_merge_size") or 1
     side, sizes = vision["patch_size"] * merge, _sizes(folder)
     if config["model_type"] in ("mistral3", "llava"):
@@ -90,7 +90,7 @@ def _largest(folder: Path, config: Mapping[str, Any], vision: Mapping[str, Any])
     return max(image, video) // side**2, merge**2
 
 
-def _of_processor(folder: Path, key: str, default: int) -> int:
+def _processor_value(folder: Path, key: str, default: int) -> int:
     for content in _contents(folder).values():
         if key in content:
             return int(content[key])

@@ -61,7 +61,7 @@ def peak(graph: Graph, outputs: Sequence[str], kept: Collection[str], free: Coll
 
 
 def _order(
-    operations: Sequence[Operation], outputs: Sequence[str], there: Collection[str]
+    operations: Sequence[Operation], outputs: Sequence[str], available: Collection[str]
 ) -> list[Operation]:
     """Returns the operations that `outputs` need, in the order in which MLX runs them."""
     # MLX goes from the outputs to their inputs: breadth first as long as at most _BFS_WIDTH
@@ -73,7 +73,7 @@ def _order(
     found, waiting = {last.outputs}, [last]
     while waiting:
         for name in waiting.pop().inputs:
-            if name not in there:
+            if name not in available:
                 needed = made_by[name]
                 users[needed.outputs[0]] += 1
                 if needed.outputs not in found:
@@ -88,7 +88,7 @@ def _order(
         else:
             operation, start = deep.pop()
         for index, name in enumerate(operation.inputs[start:], start):
-            if name in there:
+            if name in available:
                 continue
             if len(tape) - followed >= _BFS_WIDTH:
                 deep.append((operation, index))
@@ -108,7 +108,7 @@ class _Buffer:
 
 
 @dataclass(frozen=True)
-class _Placed:
+class _Placement:
     """The buffer of an array, and its layout in it."""
 
     buffer: _Buffer
@@ -120,17 +120,17 @@ class _Run:
         self._graph = graph
         self._kept = kept
         self._now = self.highest = 0
-        self.there: dict[str, _Placed] = {}  # computed arrays, by name
+        self.there: dict[str, _Placement] = {}  # computed arrays, by name
         self.uses: Counter[str] = Counter()  # remaining uses, by name
 
     def place(self, name: str, counted: bool) -> None:
-        self._enter(name, self._new(name, counted))
+        self._add(name, self._new(name, counted))
 
     def step(self, operation: Operation) -> None:
         inputs = [self.there[name] for name in operation.inputs]
         placed = [self._output(operation, index, inputs) for index in range(len(operation.outputs))]
         for name, output in zip(operation.outputs, placed, strict=True):
-            self._enter(name, output)
+            self._add(name, output)
         copies = 0
         if operation.kind in _PRODUCTS:
             copies = sum(i.layout.nbytes for i in inputs[:2] if not _is_matrix(i.layout))
@@ -138,53 +138,53 @@ class _Run:
         self.uses.subtract(operation.inputs)
         for name in {*operation.inputs, *operation.outputs}:
             if not self.uses[name] and name not in self._kept:
-                self._leave(name)
+                self._release(name)
 
-    def _enter(self, name: str, placed: _Placed) -> None:
+    def _add(self, name: str, placed: _Placement) -> None:
         placed.buffer.arrays += 1
         self.there[name] = placed
 
-    def _leave(self, name: str) -> None:
+    def _release(self, name: str) -> None:
         buffer = self.there.pop(name).buffer
         buffer.arrays -= 1
         if not buffer.arrays and buffer.counted:
             self._now -= buffer.nbytes
 
-    def _new(self, name: str, counted: bool = True) -> _Placed:
+    def _new(self, name: str, counted: bool = True) -> _Placement:
         shape, dtype = self._graph.arrays[name]
         nbytes = math.prod(shape) * dtype.size
         if counted:
             self._now += nbytes
             self.highest = max(self.highest, self._now)
         layout = _layout(shape, _row_major(shape, dtype.size), dtype.size)
-        return _Placed(_Buffer(nbytes, counted), layout)
+        return _Placement(_Buffer(nbytes, counted), layout)
 
-    def _output(self, operation: Operation, index: int, inputs: Sequence[_Placed]) -> _Placed:
+    def _output(self, operation: Operation, index: int, inputs: Sequence[_Placement]) -> _Placement:
         kind, name = operation.kind, operation.outputs[index]
         shape, _ = self._graph.arrays[name]
         if kind == "Depends":
             return inputs[index]
         if kind in _VIEWS:
             layout = _view(operation, index, inputs[0].layout, shape)
-            return _Placed(inputs[0].buffer, layout)
+            return _Placement(inputs[0].buffer, layout)
         if kind in _RESHAPES:
             try:
                 layout = np.reshape(inputs[0].layout, shape, copy=False)
             except ValueError:  # the strides do not allow a view
                 return self._new(name)
-            return _Placed(inputs[0].buffer, layout)
+            return _Placement(inputs[0].buffer, layout)
         if kind == "Contiguous" and inputs[0].layout.flags.c_contiguous:
             return inputs[0]
         if kind == "View" and inputs[0].layout.flags.c_contiguous:  # reinterpreted as another dtype
             size = self._graph.arrays[name][1].size
-            return _Placed(inputs[0].buffer, _layout(shape, _row_major(shape, size), size))
+            return _Placement(inputs[0].buffer, _layout(shape, _row_major(shape, size), size))
         if kind in _UPDATES:
-            return self._taken_over(operation.inputs[:1], name) or self._new(name)
+            return self._reuse_input(operation.inputs[:1], name) or self._new(name)
         if kind in _ELEMENTWISE or operation.opaque:
-            return self._taken_over(operation.inputs, name) or self._laid_out_like(inputs, name)
+            return self._reuse_input(operation.inputs, name) or self._new_like(inputs, name)
         return self._new(name)
 
-    def _taken_over(self, inputs: Sequence[str], name: str) -> _Placed | None:
+    def _reuse_input(self, inputs: Sequence[str], name: str) -> _Placement | None:
         shape, dtype = self._graph.arrays[name]
         nbytes = math.prod(shape) * dtype.size
         for source in inputs:
@@ -196,14 +196,14 @@ class _Run:
                 return self.there[source]
         return None
 
-    def _laid_out_like(self, inputs: Sequence[_Placed], name: str) -> _Placed:
+    def _new_like(self, inputs: Sequence[_Placement], name: str) -> _Placement:
         new = self._new(name)
         for placed in inputs:
             layout, size = placed.layout, new.layout.itemsize
             if layout.shape == new.layout.shape and _is_dense(layout):
                 # Elementwise results keep the element order of their input.
                 strides = [stride // layout.itemsize * size for stride in layout.strides]
-                return _Placed(new.buffer, _layout(layout.shape, strides, size))
+                return _Placement(new.buffer, _layout(layout.shape, strides, size))
         return new
 
 

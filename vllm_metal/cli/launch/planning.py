@@ -83,10 +83,10 @@ def _plan(model: str | None, context: int | None) -> Planned:
         raise ValueError(f"{answer.model} does not fit with {length} tokens of context: {changes}")
     model_names.check(answer.model)  # offline, loading would retry the hub for a minute
     choice = choose(files.read(folders.folder_of(answer.model)))
-    said = list(choice.lines())
+    remarks = list(choice.lines())
     if length < LEAST_CONTEXT:
-        said.append(f"The context is {length} tokens; agents need {LEAST_CONTEXT} or more.")
-    return Planned(answer.model, length, ("--max-model-len", str(length), *choice.flags), said)
+        remarks.append(f"The context is {length} tokens; agents need {LEAST_CONTEXT} or more.")
+    return Planned(answer.model, length, ("--max-model-len", str(length), *choice.flags), remarks)
 
 
 def _length(answer: Answer) -> int:
