@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From logits to tokens: everything between the model's last layer and the sampled token ids."""
+"""Turns logits into tokens: everything after the model's last layer."""
 
 from vllm_metal.engine.sample.custom import CustomProcessors
 from vllm_metal.engine.sample.draft_spans import DraftSpans, num_accepted

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage of bad_words: forbidden sequences, matched on the device against the newest tokens."""
+"""Implements bad_words: matches forbidden sequences on the device against the newest tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,22 +11,18 @@ from vllm import SamplingParams
 from vllm_metal.engine.sample.stage import SamplingStage, Step
 from vllm_metal.engine.sample.transforms import NEG_INF, add_at
 
+#: Left padding of a prefix: matches any token and _NOTHING.
 _ANY = -1
-"""Pads a prefix on the left; it matches any token and _NOTHING."""
+#: Left padding of a context: matches no token, so a prefix longer than the output fails.
 _NOTHING = -2
-"""Pads a context on the left; it matches no token, so a prefix longer than the output fails."""
 
 
 @dataclass(frozen=True)
 class _Words:
-    """One request's bad words. A word is a prefix, which the latest output must equal, and a last
-    token, which is then removed.
+    """One request's bad words: if the output ends with a prefix, its last token is removed."""
 
-    prefixes: int32 [W, L], right-aligned. last: int32 [W].
-    """
-
-    prefixes: np.ndarray
-    last: np.ndarray
+    prefixes: np.ndarray  # int32 [W, L], right-aligned
+    last: np.ndarray  # int32 [W]
 
     def widened(self, width: int) -> "_Words":
         missing = width - self.prefixes.shape[1]
@@ -36,16 +32,14 @@ class _Words:
 
 
 class BadWords(SamplingStage):
-    """Removes the token that would complete one of bad_words.
-
-    `_recent` is int32 [max_num_reqs, L] on the device: the last L output tokens of each req_idx,
-    newest at the right. L is the length of the longest prefix seen. It grows and never shrinks. It
-    stays 0 as long as every bad word is a single token, which needs no device state.
-    """
+    """Removes the token that would complete one of bad_words."""
 
     def __init__(self, vocab_size: int, max_num_reqs: int) -> None:
         self._vocab_size = vocab_size
         self._words: dict[int, _Words] = {}
+        # The last L output tokens of each req_idx, newest at the right. L is the length of the
+        # longest prefix seen and never shrinks. It stays 0 while every bad word is a single token,
+        # which needs no device state.
         self._recent = mx.full((max_num_reqs, 0), _NOTHING, dtype=mx.int32)
         self._unwritten: dict[int, np.ndarray] = {}
 
@@ -72,6 +66,7 @@ class BadWords(SamplingStage):
         self._unwritten.pop(req_idx, None)
 
     def apply(self, logits: mx.array, step: Step) -> mx.array:
+        # One device update for all requests added since the last step.
         self._write()
         rows = step.rows_using(self)
         words = [self._words[req_idx] for req_idx in step.req_indices[rows].tolist()]
@@ -85,10 +80,10 @@ class BadWords(SamplingStage):
         return add_at(logits, word_rows, last, mx.where(matched, NEG_INF, 0.0))
 
     def record(self, token_ids: mx.array, step: Step, accepted: mx.array | None) -> None:
-        """Appends the tokens just sampled to `_recent`."""
         if self._width == 0:
             return
         rows = step.rows_using(self)
+        # Without drafts every row outputs one token: shift the contexts left by one.
         if step.draft_spans is None or accepted is None:
             req_indices = mx.array(step.req_indices[rows])
             newest = token_ids[mx.array(rows)][:, None]
@@ -104,7 +99,7 @@ class BadWords(SamplingStage):
         )
 
     def _context(self, rows: np.ndarray, step: Step) -> mx.array:
-        """int32 [M, L], the tokens before each of `rows`, int32 [M]; drafts count as output."""
+        """Returns int32 [M, L], tokens before each of int32 [M] rows; drafts count as output."""
         req_indices = mx.array(step.req_indices[rows])
         if step.draft_spans is None:
             return self._recent[req_indices]
@@ -116,11 +111,13 @@ class BadWords(SamplingStage):
     def _followed_by(
         self, tokens: mx.array, req_indices: mx.array, starts: mx.array, counts: mx.array
     ) -> mx.array:
-        """int32 [M, L], contexts of `req_indices` after counts[i] more tokens, tokens[starts[i]:].
+        """Returns int32 [M, L], contexts extended by counts[i] tokens from tokens[starts[i]:].
 
         tokens: int32 [N]. req_indices, starts, counts: int32 [M].
         """
         column = counts[:, None] + mx.arange(self._width)
+        # One gather from old contexts and new tokens laid end to end; column `width` is the first
+        # new token.
         old = req_indices[:, None] * self._width + column
         new = self._recent.size + starts[:, None] + column - self._width
         everything = mx.concatenate([self._recent.reshape(-1), tokens])

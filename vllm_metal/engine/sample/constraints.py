@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages of allowed_token_ids, min_tokens, logit_bias, whose edits the host knows in full.
+"""Implements allowed_token_ids, min_tokens and logit_bias, whose edits the host fully knows.
 
-Token ids outside the vocabulary are dropped when a request is added: the model cannot produce
-them, and a device scatter does not check bounds.
+Token ids outside the vocabulary are dropped when a request is added: the model cannot produce them,
+and a device scatter does not check bounds.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from vllm_metal.engine.sample.transforms import NEG_INF, add_at, apply_bitmask, 
 
 
 class AllowedTokens(SamplingStage):
-    """Removes every token that is not in allowed_token_ids. Keeps one bit mask per req_idx."""
+    """Removes every token that is not in allowed_token_ids; keeps one bit mask per req_idx."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -41,10 +41,7 @@ class AllowedTokens(SamplingStage):
 
 
 class MinTokens(SamplingStage):
-    """Removes the stop tokens of requests that are still shorter than min_tokens.
-
-    Where a grammar leaves nothing but stop tokens they stay: min_tokens gives way, as in vLLM.
-    """
+    """Removes the stop tokens of requests that are still shorter than min_tokens."""
 
     def __init__(self, vocab_size: int, max_num_reqs: int) -> None:
         self._vocab_size = vocab_size
@@ -71,6 +68,7 @@ class MinTokens(SamplingStage):
 
     def apply(self, logits: mx.array, step: Step) -> mx.array:
         rows = step.rows_using(self)
+        # Lower bound on the tokens generated; the device filters by the exact count (`_edits`).
         least = (
             step.num_output_tokens
             if step.lag is None
@@ -88,6 +86,7 @@ class MinTokens(SamplingStage):
             np.concatenate(stops),
             NEG_INF if step.lag is None else self._edits(step, np.repeat(rows, num_stops)),
         )
+        # If a grammar allows only stop tokens, they stay: min_tokens gives way, as in vLLM.
         structured = [req_idx in self._structured for req_idx in req_indices]
         if not any(structured):
             return edited
@@ -97,7 +96,7 @@ class MinTokens(SamplingStage):
         return mx.where(mx.array(may_restore) & empty, logits, edited)
 
     def _edits(self, step: Step, rows: np.ndarray) -> mx.array:
-        """float32 [E]: -inf for the rows that are too short, by what the device counts; else 0."""
+        """Returns float32 [E]: -inf for rows that are too short by the device's count, else 0."""
         assert step.lag is not None
         over = step.num_output_tokens[rows] - self._min_tokens[step.req_indices[rows]]
         return mx.where(mx.array(over) < step.lag.of(rows).counts, NEG_INF, 0.0)
@@ -136,7 +135,7 @@ class LogitBias(SamplingStage):
 
 
 def _in_vocabulary(token_ids: Sequence[int], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The ids inside the vocabulary (int32), and the bool mask that selects them."""
+    """Returns the ids inside the vocabulary (int32) and the bool mask that selects them."""
     ids = np.asarray(token_ids, dtype=np.int64)
     inside = (ids >= 0) & (ids < vocab_size)
     return ids[inside].astype(np.int32), inside

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages of user-written logits processors (vLLM's v1 interface), in torch on the host.
+"""Runs user-written logits processors (vLLM's v1 interface) in torch on the host.
 
-They are the one part of the sampler that waits for the device: in every step the logits they are
-given are evaluated and copied to the host, and their result is copied back. Processors also read
-each request's output tokens, so the runner must append those of the previous step before it calls
-`Sampler.sample`; see `Sampler.needs_host_tokens`.
+Processors read each request's output tokens, so the runner must append those of the previous step
+before it calls `Sampler.sample`; see `Sampler.needs_host_tokens`.
 """
 
 from collections.abc import Sequence
@@ -27,7 +25,7 @@ from vllm_metal.engine.sample.stage import SamplingStage, Step
 
 
 class CompactBatch:
-    """Numbers the requests as processors expect them: 0..B-1 without holes.
+    """Numbers requests 0..B-1 without holes, as processors expect.
 
     It collects the changes between two steps and reports them together. A new request takes the
     lowest index that a removed one left, else the next at the end; then the last requests move into
@@ -57,7 +55,7 @@ class CompactBatch:
             self._builder.removed_append(index)
 
     def notify(self, processors: LogitsProcessors) -> None:
-        """Numbers new requests and tells every processor what changed; due before each step."""
+        """Numbers new requests and reports all changes to the processors; call before each step."""
         for req_idx, (params, prompt, output) in self._waiting.items():
             index = self._builder.pop_removed()
             if index is None:
@@ -72,7 +70,7 @@ class CompactBatch:
             processor.update_state(update)
 
     def indices(self, req_indices: np.ndarray) -> np.ndarray:
-        """Batch index (int64) of each req_idx."""
+        """Returns int64 batch indices of the req_indices."""
         return np.array(
             [self._index_of[req_idx] for req_idx in req_indices.tolist()], dtype=np.int64
         )
@@ -98,15 +96,12 @@ class CompactBatch:
 
 
 class CustomProcessors(SamplingStage):
-    """The processors named by --logits-processors or installed as `vllm.logits_processors` plugins.
+    """Runs processors of --logits-processors and of `vllm.logits_processors` plugins.
 
-    vLLM's builtin ones (min_p, logit_bias, min_tokens) are not among them: stages of ours serve
-    those parameters. A processor gets one row for every request in the sampler, also for those that
-    do not sample in this step; the logits of such a row are zeros, and its result is discarded.
-
-    As a stage it runs those that may change the most likely token. Every request is handed to all
-    processors here, and this stage runs in every step, so that all processors learn of every change
-    to the batch. `KeepingProcessors` runs the others.
+    It does not run vLLM's builtin ones (min_p, logit_bias, min_tokens): our stages serve those
+    parameters. Every request is added to all processors here, and this stage runs in every step, so
+    that all processors see every change to the batch. It applies only those that may change the
+    most likely token; `KeepingProcessors` applies the others.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -122,12 +117,10 @@ class CustomProcessors(SamplingStage):
         self._outputs: dict[int, list[int]] = {}
 
     def __bool__(self) -> bool:
-        """Whether there are any processors."""
         return any(True for _ in self._processors.all)
 
     @property
     def keeping(self) -> list[LogitsProcessor]:
-        """Processors that never change the most likely token."""
         return self._processors.argmax_invariant
 
     def add_request(
@@ -143,10 +136,10 @@ class CustomProcessors(SamplingStage):
         self._batch.remove_request(req_idx)
 
     def apply(self, logits: mx.array, step: Step) -> mx.array:
-        """Tells the processors which requests came and went, then runs those of this stage.
+        """Updates the processors' batch, then applies those that may change the most likely token.
 
         Raises RuntimeError if a request's output list lacks tokens, and ValueError if there are
-        drafts to verify, which processors have no way to see.
+        drafts to verify, which processors cannot see.
         """
         if step.draft_spans is not None and (step.draft_spans.lens_np > 1).any():
             names = ", ".join(type(processor).__name__ for processor in self._processors.all)
@@ -167,11 +160,14 @@ class CustomProcessors(SamplingStage):
         return self.run(self._processors.non_argmax_invariant, logits, step)
 
     def run(self, processors: list[LogitsProcessor], logits: mx.array, step: Step) -> mx.array:
-        """float32 [N, V] -> float32 [N, V], through a float32 torch tensor [B, V]."""
+        """Maps float32 [N, V] -> float32 [N, V] through a float32 torch tensor [B, V]."""
         if not processors:
             return logits
         indices = torch.from_numpy(self._batch.indices(step.req_indices))
+        # Processors expect a row for every request; rows that do not sample now stay zero, and
+        # their results are discarded.
         batch = torch.zeros((len(self._batch), logits.shape[1]), dtype=torch.float32)
+        # Waits for the device; no other part of the sampler does.
         batch[indices] = torch.from_numpy(np.array(logits))
         for processor in processors:
             batch = processor.apply(batch)
@@ -179,8 +175,7 @@ class CustomProcessors(SamplingStage):
 
 
 class KeepingProcessors(SamplingStage):
-    """Runs the custom processors that keep the most likely token. `CustomProcessors`, which runs
-    before, tells them of the requests."""
+    """Applies the custom processors that keep the most likely token."""
 
     keeps_argmax = True
 
@@ -193,7 +188,7 @@ class KeepingProcessors(SamplingStage):
         return bool(self._custom.keeping)
 
     def remove_request(self, req_idx: int) -> None:
-        """Keeps nothing of a request."""
+        """No-op: `CustomProcessors`, which runs before, notifies them of every request."""
 
     def apply(self, logits: mx.array, step: Step) -> mx.array:
         return self._custom.run(self._custom.keeping, logits, step)

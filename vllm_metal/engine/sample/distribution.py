@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages that choose the rows of temperature, min_p, top_k and top_p; transforms.py has the masks.
+"""Stages of temperature, min_p, top_k and top_p; transforms.py computes their masks.
 
-They keep the most likely token, so greedy requests do not have them.
+They keep the most likely token, so greedy requests do not use them.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from vllm_metal.engine.sample.transforms import keep_min_p, keep_top_k_top_p
 
 
 class Temperature(SamplingStage):
-    """Divides the logits by the temperature. Every random request asks for it."""
+    """Divides the logits by the temperature; every random request uses it."""
 
     keeps_argmax = True
 
@@ -33,7 +33,7 @@ class Temperature(SamplingStage):
         self._temperature[req_idx] = 1.0
 
     def heaviest(self) -> dict[str, Any]:
-        return {"temperature": 1.0}  # any but greedy
+        return {"temperature": 1.0}  # any value that is not greedy
 
     def apply(self, logits: mx.array, step: Step) -> mx.array:
         return logits / mx.array(step.column(self._temperature))
@@ -63,11 +63,9 @@ class MinP(SamplingStage):
         return keep_min_p(logits, mx.array(step.column(self._min_p)))
 
 
+# One stage for both, because both need the logits in order.
 class TopKTopP(SamplingStage):
-    """Keeps the top_k most likely tokens, and of these the smallest set of mass top_p.
-
-    One stage for both, because both need the logits in order.
-    """
+    """Keeps the top_k most likely tokens, and of these the smallest set of mass top_p."""
 
     keeps_argmax = True
 

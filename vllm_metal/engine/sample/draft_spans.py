@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DraftSpans: the rows that verify a request's drafts; decides which are accepted or rejected.
-
-Every row draws from the target's distribution as it would without drafts. A draft is accepted when
-it is the token drawn, so accepting has probability p(draft), and a refused draft leaves p without
-it, renormalized: the law of speculative sampling for a proposal that puts all mass on one token
-(Leviathan et al. 2023, arXiv:2211.17192, section 2.3). Nothing has to be drawn a second time, and
-a seeded request gets the tokens it gets without drafts.
-"""
+"""Lays out the rows that verify a request's drafts, and decides which drafts are accepted."""
 
 from __future__ import annotations
 
@@ -19,17 +12,15 @@ import numpy as np
 
 @dataclass(frozen=True)
 class DraftSpans:
-    """Rows that verify drafts. A request's rows follow one another, each after one more draft.
+    """Rows that verify drafts; a request's rows follow one another, each after one more draft.
 
-    starts_np: int32 [R], first row of each request. Spans leave no gap: N = sum(lens_np).
-    lens_np: int32 [R], rows of each request: one more than its drafts.
-    draft_ids: int32 [N], the draft that guesses what the row samples; -1 on a span's last row. A
-    draft outside the vocabulary is legal and never accepted.
     Raises ValueError if starts_np and lens_np disagree.
     """
 
-    starts_np: np.ndarray
-    lens_np: np.ndarray
+    starts_np: np.ndarray  # int32 [R], first row of each request; no gaps, so N = sum(lens_np)
+    lens_np: np.ndarray  # int32 [R], rows of each request: one more than its drafts
+    #: int32 [N], the draft for the token that each row samples; -1 on a span's last row. A draft
+    #: outside the vocabulary is legal and never accepted.
     draft_ids: mx.array
 
     def __post_init__(self) -> None:
@@ -44,7 +35,7 @@ class DraftSpans:
 
     @cached_property
     def offsets_np(self) -> np.ndarray:
-        """int32 [N], the number of drafts that each row comes after."""
+        """int32 [N], the number of drafts before each row."""
         return _counting(self.lens_np)
 
     @cached_property
@@ -54,40 +45,41 @@ class DraftSpans:
 
     @cached_property
     def earlier_np(self) -> tuple[np.ndarray, np.ndarray]:
-        """int32 [P] twice: every pair of a row and a row before it in the same span."""
+        """int32 [P] twice: every pair of a row and an earlier row in the same span."""
         offsets = self.offsets_np
         rows = np.arange(len(offsets), dtype=np.int32)
         later = np.repeat(rows, offsets)
         return later, np.repeat(rows - offsets, offsets) + _counting(offsets)
 
     def part(self, first: int, last: int) -> DraftSpans:
-        """The spans from `first` up to, not including, `last`, numbered as a step of their own."""
+        """Returns spans [first, last), numbered as a step of their own."""
         starts, lens = self.starts_np[first:last], self.lens_np[first:last]
         start, stop = int(starts[0]), int(starts[-1] + lens[-1])
         return DraftSpans(starts - start, lens, self.draft_ids[start:stop])
 
-    def kept(self, accepted: mx.array) -> mx.array:
-        """bool [N], rows whose token is output: those after accepted drafts only.
-
-        accepted: int32 [R], of each span.
-        """
+    def kept(self, accepted: mx.array) -> mx.array:  # accepted: int32 [R], drafts of each span
+        """Returns bool [N], rows whose token is output: those after accepted drafts only."""
         return mx.array(self.offsets_np) <= accepted[mx.array(self.index_np)]
 
 
 def num_accepted(token_ids: mx.array, draft_spans: DraftSpans) -> mx.array:
-    """int32 [R], lazy: leading drafts of each span that equal what was sampled, int32 [N].
-
-    A span outputs that many drafts and then the token of the row after them.
-    """
+    """Returns int32 [R], lazy: leading drafts of each span that equal the sampled int32 [N]."""
+    # A span outputs that many drafts and then the token of the row after them. Every row draws from
+    # the target's distribution as it would without drafts. A draft is accepted when it is the token
+    # drawn, so accepting has probability p(draft), and a rejected draft leaves p without it,
+    # renormalized: the law of speculative sampling for a proposal that puts all mass on one token
+    # (Leviathan et al. 2023, arXiv:2211.17192, section 2.3). Nothing has to be drawn a second time,
+    # and a seeded request gets the tokens it gets without drafts.
     last = draft_spans.lens_np[:, None] - 1
     offsets = np.minimum(np.arange(draft_spans.lens_np.max(initial=1), dtype=np.int32), last)
     rows = mx.array(draft_spans.starts_np[:, None] + offsets)
     right = (token_ids == draft_spans.draft_ids)[rows]
+    # Correct rows count as the span's last offset, so min() finds the first mismatch.
     return mx.where(right, mx.array(last), mx.array(offsets)).min(axis=-1)
 
 
 def _counting(lens: np.ndarray) -> np.ndarray:
-    """int32: 0, 1, ..., lens[0] - 1, 0, 1, ..., lens[1] - 1, ..."""
+    """Returns int32 0, 1, ..., lens[0] - 1, 0, 1, ..., lens[1] - 1, ..."""
     ends = np.cumsum(lens)
     total = ends[-1] if len(ends) else 0
     return np.arange(total, dtype=np.int32) - np.repeat(ends - lens, lens).astype(np.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides how many rows get their logits at once, so that many rows need no more memory."""
+"""Splits a step's rows into chunks, so that the memory of their logits is bounded."""
 
 from __future__ import annotations
 
@@ -9,23 +9,20 @@ import numpy as np
 
 from vllm_metal.engine.sample.draft_spans import DraftSpans
 
-#: Logits that are sampled from at once. The stages hold several copies of them in float32, 32 MiB
-#: each. A vocabulary of 150,000 tokens makes that 55 rows, enough to keep a GPU busy.
+#: Logits computed at once. The stages hold several copies of them in float32, 32 MiB each.
+#: A vocabulary of 150,000 tokens makes that 55 rows, enough to keep a GPU busy.
 LOGITS_AT_ONCE = 2**23
 
 
 def rows_at_once(vocab_size: int) -> int:
-    """Rows that are sampled from at once. A span is never divided, so a longer one exceeds it."""
+    """Returns the rows sampled at once; a span is never divided, so a longer one exceeds it."""
     return max(LOGITS_AT_ONCE // vocab_size, 1)
 
 
 def logit_chunks(
     num_rows: int, draft_spans: DraftSpans | None, most: int
 ) -> Iterator[tuple[slice, DraftSpans | None]]:
-    """Yields the rows of each chunk and their spans.
-
-    A chunk has at most `most` rows, or a single span.
-    """
+    """Yields the rows and spans of each chunk: at most `most` rows, or a single span."""
     lens = np.ones(num_rows, np.int32) if draft_spans is None else draft_spans.lens_np
     ends = np.cumsum(lens)
     first = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of chosen and most likely tokens, as lazy device arrays."""
+"""Computes log-probabilities of chosen and most likely tokens, as lazy device arrays."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,24 +15,18 @@ from vllm_metal.engine.sample.transforms import NEG_INF
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Nothing here is computed until it is evaluated.
+    """Lazy logprobs of N rows, with K most likely tokens each."""
 
-    token_ids: int32 [N, K+1], the sampled (or prompt) token, then the K most likely, best first.
-    logprobs: float32 [N, K+1], their log-probabilities (logits in the *_logits modes).
-    ranks: int32 [N], number of tokens at least as likely as the first one; 1 is the best.
-    """
-
-    token_ids: mx.array
-    logprobs: mx.array
-    ranks: mx.array
+    token_ids: mx.array  # int32 [N, K+1], the sampled (or prompt) token, then the K best in order
+    logprobs: mx.array  # float32 [N, K+1]; logits in the *_logits modes
+    ranks: mx.array  # int32 [N], tokens at least as likely as the first one; 1 is the best
 
     def arrays(self) -> tuple[mx.array, mx.array, mx.array]:
-        """All three, for the caller to evaluate."""
         return self.token_ids, self.logprobs, self.ranks
 
     @staticmethod
     def joined(parts: "Sequence[Logprobs]") -> "Logprobs":
-        """Concatenates the logprobs of consecutive rows, all of the same K."""
+        """Concatenates the logprobs of consecutive rows, all with the same K."""
         return Logprobs(
             mx.concatenate([part.token_ids for part in parts]),
             mx.concatenate([part.logprobs for part in parts]),
@@ -40,22 +34,18 @@ class Logprobs:
         )
 
     def to_lists(self) -> LogprobsLists:
-        """vLLM's numpy form. Waits for the device."""
+        """Waits for the device and returns vLLM's numpy form."""
         token_ids, logprobs, ranks = (np.array(array) for array in self.arrays())
         return LogprobsLists(token_ids, logprobs, ranks)
 
 
 @dataclass(frozen=True)
 class TokenIdRows:
-    """Tokens to report instead of the most likely ones (`logprob_token_ids`).
+    """Tokens to report instead of the most likely ones (`logprob_token_ids`)."""
 
-    rows: bool [N, 1], which rows report them. token_ids: int32 [N, K]. valid: bool [N, K]; an
-    invalid entry pads a short list and reports -inf.
-    """
-
-    rows: np.ndarray
-    token_ids: np.ndarray
-    valid: np.ndarray
+    rows: np.ndarray  # bool [N, 1], rows that report them
+    token_ids: np.ndarray  # int32 [N, K]
+    valid: np.ndarray  # bool [N, K]; an invalid entry pads a short list and reports -inf
 
 
 def gather_logprobs(
@@ -66,11 +56,10 @@ def gather_logprobs(
     normalize: bool = True,
     instead: TokenIdRows | None = None,
 ) -> Logprobs:
-    """Logprobs of `chosen` and of the best num_logprobs tokens of each row.
+    """Returns logprobs of `chosen` and of the best num_logprobs tokens of each row.
 
     scores: logits, any float [N, V]. chosen: int32 [N]. num_logprobs: in [0, V]. normalize: report
-    log_softmax(scores) rather than scores. Only the reported entries are normalized: ranks and
-    order are those of the scores, and [N, V] log-probabilities are never written.
+    log_softmax(scores) rather than scores.
     """
     scores = scores.astype(mx.float32)
     chosen = chosen.astype(mx.int32)[:, None]
@@ -85,6 +74,8 @@ def gather_logprobs(
             best = _best(scores, num_logprobs)
             others = mx.where(mx.array(instead.rows), mx.array(instead.token_ids), best)
         token_ids = mx.concatenate([chosen, others], axis=-1)
+    # Only the reported entries are normalized: ranks and order are those of the scores, so [N, V]
+    # log-probabilities are never written.
     values = mx.take_along_axis(scores, token_ids, axis=-1)
     if normalize:
         values = values - mx.logsumexp(scores, axis=-1, keepdims=True)
@@ -95,7 +86,7 @@ def gather_logprobs(
 
 
 class RequestedLogprobs(RequestParameters):
-    """Reports the logprobs of sampled tokens. It keeps what the requests asked for.
+    """Stores requests' logprobs settings and reports the logprobs of sampled tokens.
 
     normalize: report log-probabilities rather than logits.
     """
@@ -104,7 +95,7 @@ class RequestedLogprobs(RequestParameters):
         self._vocab_size = vocab_size
         self._normalize = normalize
         self._num_logprobs = np.zeros(max_num_reqs, dtype=np.int32)
-        self._names_tokens = np.zeros(max_num_reqs, dtype=np.bool_)  # by logprob_token_ids
+        self._names_tokens = np.zeros(max_num_reqs, dtype=np.bool_)  # uses logprob_token_ids
         self._token_ids: dict[int, np.ndarray] = {}
 
     def add_request(
@@ -126,21 +117,20 @@ class RequestedLogprobs(RequestParameters):
         self._token_ids.pop(req_idx, None)
 
     def width(self, step: Step) -> int | None:
-        """The most logprobs that any row's request asks for; None where none asks for any."""
+        """Returns the most logprobs that any row's request wants; None if none wants any."""
         if not step.uses(self):
             return None
         return int(self._num_logprobs[step.req_indices].max())
 
     def gather(self, scores: mx.array, token_ids: mx.array, step: Step, width: int) -> Logprobs:
-        """Logprobs of a step's rows. Rows whose request asks for none or fewer get `width` too.
+        """Returns logprobs of a step's rows; rows that want fewer than `width` get `width` too.
 
-        scores: logits, any float [N, V]. token_ids: int32 [N], what was sampled.
+        scores: logits, any float [N, V]. token_ids: int32 [N], the sampled tokens.
         """
         instead = self._token_id_rows(step, width)
         return gather_logprobs(scores, token_ids, width, normalize=self._normalize, instead=instead)
 
     def _token_id_rows(self, step: Step, width: int) -> TokenIdRows | None:
-        """The rows whose request names the tokens to report; None when there are none."""
         naming = np.flatnonzero(self._names_tokens[step.req_indices])
         if len(naming) == 0:
             return None
@@ -158,8 +148,9 @@ class RequestedLogprobs(RequestParameters):
 
 
 def _best(scores: mx.array, count: int) -> mx.array:
-    """int32 [N, count], indices of the largest scores, best first."""
+    """Returns int32 [N, count], indices of the largest scores, best first."""
     if count < scores.shape[1]:
+        # A partition first: sorting only `count` candidates is cheaper than sorting the vocabulary.
         candidates = mx.argpartition(-scores, count - 1, axis=-1)[:, :count]
         order = mx.argsort(-mx.take_along_axis(scores, candidates, axis=-1), axis=-1)
         return mx.take_along_axis(candidates, order, axis=-1).astype(mx.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage of the penalties, with token counts on the device: the host does not know tokens yet."""
+"""Implements penalties; counts stay on the device because the host lacks the newest tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,19 +17,16 @@ _ONE_OUTPUT = 2
 
 
 class Penalties(SamplingStage):
-    """Applies repetition_penalty, frequency_penalty and presence_penalty.
-
-    `_table` is int32 [capacity, V]: bit 0 says that the token is in the prompt, the other bits
-    count its occurrences in the output. One word for both makes a step one gather and one
-    scatter-add. A request with penalties takes a row of the table while it is here; the capacity
-    doubles when no row is free.
-    """
+    """Applies repetition_penalty, frequency_penalty and presence_penalty."""
 
     def __init__(self, vocab_size: int, max_num_reqs: int) -> None:
         self._vocab_size = vocab_size
         self._repetition = np.ones(max_num_reqs, dtype=np.float32)
         self._frequency = np.zeros(max_num_reqs, dtype=np.float32)
         self._presence = np.zeros(max_num_reqs, dtype=np.float32)
+        # int32 [capacity, V]: bit 0 is set if the token is in the prompt, the other bits count its
+        # occurrences in the output. One word for both makes a step one gather and one scatter-add.
+        # A request with penalties owns a row; the capacity doubles when no row is free.
         self._table = mx.zeros((0, vocab_size), dtype=mx.int32)
         self._table_row = np.zeros(max_num_reqs, dtype=np.int32)  # by req_idx; 0 where it has none
         self._rows: dict[int, int] = {}
@@ -85,7 +82,6 @@ class Penalties(SamplingStage):
         return penalise(logits, table > 0, counts, repetition, frequency, presence)
 
     def record(self, token_ids: mx.array, step: Step, accepted: mx.array | None) -> None:
-        """Counts the tokens just sampled; their ids stay on the device."""
         count: int | mx.array = _ONE_OUTPUT
         if step.draft_spans is not None and accepted is not None:
             count = _ONE_OUTPUT * step.draft_spans.kept(accepted).astype(mx.int32)
@@ -99,6 +95,7 @@ class Penalties(SamplingStage):
 
     def _write(self) -> None:
         if not self._unwritten:
+            # Grow by doubling, at most to a row per request.
             return
         rows = np.fromiter(self._unwritten, dtype=np.int32)
         capacity = self._table.shape[0]
@@ -112,7 +109,7 @@ class Penalties(SamplingStage):
 
 
 def _count_drafts(table: mx.array, draft_spans: DraftSpans) -> mx.array:
-    """int32 [N, V]: counts the drafts before each row in its span as if they were output."""
+    """Returns int32 [N, V] that counts the drafts before each row in its span as output."""
     later, earlier = draft_spans.earlier_np
     if len(later) == 0:
         return table

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the stages in a fixed order, from logits to tokens, and draws; all lazy on the device.
+"""Runs the sampling stages in a fixed order and draws tokens, all lazy on the device.
 
 Nothing here waits for the device or reads a sampled value, so a step can be submitted before the
 tokens of the previous one are known. Custom processors are the exception (custom.py).
@@ -31,10 +31,8 @@ from vllm_metal.engine.sample.transforms import apply_bitmask
 def stages(
     vocab_size: int, max_num_reqs: int, custom: CustomProcessors | None
 ) -> tuple[SamplingStage, ...]:
-    """All stages, in the order in which they change the logits, after the grammar's mask.
-
-    The order is vLLM's. A new stage goes in its place here.
-    """
+    """Returns all stages in vLLM's order; they run after the grammar mask."""
+    # A new stage goes to its vLLM position in this list.
     in_order = (
         AllowedTokens(vocab_size),
         BadWords(vocab_size, max_num_reqs),
@@ -52,40 +50,27 @@ def stages(
 
 @dataclass(frozen=True)
 class GrammarMask:
-    """Tokens a grammar allows, as vLLM's scheduler sends them.
+    """Tokens allowed by a grammar, as vLLM's scheduler sends them; `Sampler.sample` only reads."""
 
-    rows: int32 [M], indices into the step's logits. bitmask: int32 [M, ceil(V/32)], bit v % 32 of
-    word v // 32 set means token v is allowed. Owned by the caller, read during `Sampler.sample`.
-    """
-
-    rows: np.ndarray
-    bitmask: np.ndarray
+    rows: np.ndarray  # int32 [M], indices into the step's logits
+    bitmask: np.ndarray  # int32 [M, ceil(V/32)]; bit v % 32 of word v // 32: token v is allowed
 
     def of_rows(self, rows: slice) -> "GrammarMask":
-        """The mask of a chunk of the step."""
         within = (self.rows >= rows.start) & (self.rows < rows.stop)
         return GrammarMask(self.rows[within] - rows.start, self.bitmask[within])
 
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """What a step sampled, all of it lazy.
+    """Lazy results of one step."""
 
-    token_ids: int32 [N], by row. Of a span only the first 1 + num_accepted are output.
-    broken: bool [N], rows whose logits hold a NaN: what they sampled means nothing.
-    logprobs: by row; None when no row asked for any.
-    last_token_ids: int32 [R], the newest token of each request.
-    num_accepted: int32 [R], drafts of each span that are output; None without draft_spans.
-    """
-
-    token_ids: mx.array
-    broken: mx.array
-    logprobs: Logprobs | None
-    last_token_ids: mx.array
-    num_accepted: mx.array | None
+    token_ids: mx.array  # int32 [N]; only the first 1 + num_accepted of a span are output
+    broken: mx.array  # bool [N], rows with a NaN in their logits: their tokens are meaningless
+    logprobs: Logprobs | None  # per row; None if no row wants any
+    last_token_ids: mx.array  # int32 [R], the newest token of each request
+    num_accepted: mx.array | None  # int32 [R], drafts of each span that are output; None: no drafts
 
     def arrays(self) -> Iterator[mx.array]:
-        """All of it, for the device to compute."""
         yield from (self.token_ids, self.broken)
         if self.num_accepted is not None:
             yield self.num_accepted
@@ -94,7 +79,7 @@ class SamplerOutput:
 
     @staticmethod
     def joined(parts: "Sequence[SamplerOutput]") -> "SamplerOutput":
-        """The outputs of a step's chunks as the step's."""
+        """Joins the outputs of a step's chunks."""
         logprobs = [part.logprobs for part in parts if part.logprobs is not None]
         accepted = [part.num_accepted for part in parts if part.num_accepted is not None]
         return SamplerOutput(
@@ -107,31 +92,27 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Samples one token per row, for requests that are known by their req_idx.
-
-    vocab_size: V, the width of the logits. max_num_reqs: every req_idx is in [0, max_num_reqs).
-    logprobs_mode: vLLM's engine setting; raw modes report the model's logits (after the grammar
-    mask), processed ones what the token was drawn from; `normalizes_logprobs` is whether either are
-    log-probabilities. seed: of the engine's own generator, which
-    serves requests without one. custom: user-written processors, if any.
-    """
+    """Samples one token per row, for requests identified by their req_idx."""
 
     def __init__(
         self,
-        vocab_size: int,
-        max_num_reqs: int,
-        logprobs_mode: str = "raw_logprobs",
-        seed: int = 0,
+        vocab_size: int,  # V, the width of the logits
+        max_num_reqs: int,  # every req_idx is below it
+        logprobs_mode: str = "raw_logprobs",  # vLLM's engine setting
+        seed: int = 0,  # of the generator for requests without a seed
         custom: CustomProcessors | None = None,
     ) -> None:
         modes = get_args(LogprobsMode)
         if logprobs_mode not in modes:
             raise ValueError(f"logprobs_mode is {logprobs_mode!r}; use one of {', '.join(modes)}")
         self._vocab_size = vocab_size
+        # Raw modes report the model's logits (after the grammar mask), processed ones the logits
+        # the token was drawn from.
         self._processed_logprobs = logprobs_mode.startswith("processed")
         self._occupied: set[int] = set()
         self._stages = stages(vocab_size, max_num_reqs, custom)
         self._random = RandomSampling(max_num_reqs, seed)
+        #: Reports log-probabilities rather than logits.
         self.normalizes_logprobs = logprobs_mode.endswith("logprobs")
         self._logprobs = RequestedLogprobs(
             vocab_size, max_num_reqs, normalize=self.normalizes_logprobs
@@ -143,8 +124,7 @@ class Sampler:
 
     @property
     def needs_host_tokens(self) -> bool:
-        """Whether the caller must append earlier steps' tokens to `output_token_ids` before it
-        calls `sample`: only with custom processors. Steps cannot overlap then."""
+        """True with custom processors, which read `output_token_ids`: steps then cannot overlap."""
         return self._has_custom
 
     def add_request(
@@ -154,16 +134,17 @@ class Sampler:
         prompt_token_ids: Sequence[int],
         output_token_ids: list[int],
     ) -> None:
-        """Takes a request into an empty req_idx.
+        """Adds a request at an empty req_idx.
 
-        output_token_ids: what a resumed request has generated, all of it; else empty. With custom
-        processors the list is kept by reference and the caller appends to it.
-        Raises ValueError if the req_idx is taken.
+        output_token_ids: all tokens that a resumed request has generated; else empty. With custom
+        processors the list is kept by reference and the caller appends to it. Raises ValueError if
+        the req_idx is taken.
         """
         if req_idx in self._occupied:
             raise ValueError(f"req_idx {req_idx} already holds a request; remove it first")
         self._occupied.add(req_idx)
         random = is_random(params)
+        # Stages that keep the argmax do nothing for a greedy request.
         offered = [stage for stage in self._stages if random or not stage.keeps_argmax]
         self._request_bits.set_request(
             req_idx,
@@ -181,30 +162,25 @@ class Sampler:
             part.remove_request(req_idx)
 
     def heaviest(self) -> dict[str, Any]:
-        """Keyword arguments of `SamplingParams` for a request that needs the most memory to sample,
-        except for the number of logprobs, which the engine limits."""
+        """Returns `SamplingParams` arguments of a request that needs the most memory to sample."""
+        # Without the number of logprobs, which the engine limits.
         asked = [part.heaviest() for part in self._parts]
         return {name: value for params in asked for name, value in params.items()}
 
     def sample(
         self,
-        logits: mx.array,
-        req_indices: np.ndarray,
-        num_output_tokens: np.ndarray,
+        logits: mx.array,  # float16, bfloat16 or float32 [N, V]
+        req_indices: np.ndarray,  # int32 [N], each row's request; repeats within a span only
+        num_output_tokens: np.ndarray,  # int32 [N]
         grammar: GrammarMask | None = None,
-        draft_spans: DraftSpans | None = None,
+        draft_spans: DraftSpans | None = None,  # None: every row is its own request
         lag: PositionLag | None = None,
     ) -> SamplerOutput:
-        """Samples the next token of each row and records what is output in the requests' device
-        state.
+        """Samples the next token of each row and records the output in the requests' device state.
 
-        logits: float16, bfloat16 or float32 [N, V]. req_indices: int32 [N], each row's request,
-        which repeats within a span only. num_output_tokens: int32 [N], tokens each request
-        generated before this one, also those the host has not seen yet, and the drafts before the
-        row. draft_spans: the drafts to verify; None: every row is a request of its own. behind: by
-        how much num_output_tokens is too large for each row; None: by nothing.
-        Raises ValueError if the logits' shape is not [rows, vocab_size], if the spans have
-        another number of rows, and if there are drafts and custom processors.
+        num_output_tokens: tokens each request generated before this one, including those the host
+        has not seen yet and the drafts before the row; too high by `lag`. Raises ValueError for
+        logits or spans with another number of rows, and for drafts with custom processors.
         """
         if logits.shape != (len(req_indices), self._vocab_size):
             raise ValueError(
@@ -220,22 +196,22 @@ class Sampler:
             return SamplerOutput(none, empty, None, none, None if draft_spans is None else none)
         step = self._request_bits.step(req_indices, num_output_tokens, draft_spans, lag)
         width = self._logprobs.width(step)
-        # Custom processors take a step as a whole.
+        # Custom processors need the whole step at once.
         if len(req_indices) <= self.rows_at_once or self._has_custom:
             return self._sample_chunk(logits, step, grammar, width)
         done: list[SamplerOutput] = []
-        for rows, of_rows in logit_chunks(len(req_indices), draft_spans, self.rows_at_once):
+        for rows, chunk_spans in logit_chunks(len(req_indices), draft_spans, self.rows_at_once):
             chunk = logits[rows]
-            if done:  # All outputs of the chunk before: any left for later would hold its copies.
+            if done:  # All outputs: a later one would keep the previous chunk's logits alive.
                 chunk = mx.depends(chunk, list(done[-1].arrays()))
             mask = None if grammar is None else grammar.of_rows(rows)
-            of_chunk = self._request_bits.step(
+            chunk_step = self._request_bits.step(
                 req_indices[rows],
                 num_output_tokens[rows],
-                of_rows,
+                chunk_spans,
                 None if lag is None else lag.of(np.arange(rows.start, rows.stop)),
             )
-            done.append(self._sample_chunk(chunk, of_chunk, mask, width))
+            done.append(self._sample_chunk(chunk, chunk_step, mask, width))
         return SamplerOutput.joined(done)
 
     def _sample_chunk(
@@ -245,8 +221,8 @@ class Sampler:
         grammar: GrammarMask | None,
         logprobs_width: int | None,
     ) -> SamplerOutput:
-        """See `sample`. logprobs_width: the most logprobs that any row of the whole step asks for;
-        None if none does."""
+        """Samples one chunk; logprobs_width is that of the whole step, or None."""
+        # A sum is NaN if any logit is, and it takes one pass over the logits.
         broken = mx.isnan(logits.astype(mx.float32).sum(axis=-1))
         if grammar is not None and len(grammar.rows):
             logits = apply_bitmask(logits, grammar.rows, grammar.bitmask)

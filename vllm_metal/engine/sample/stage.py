@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SamplingStage: one sampling parameter, or a few that belong together, and all that serves it.
+"""Defines SamplingStage: one sampling parameter, or a few that belong together.
 
-To add a sampling parameter, write a stage in a module of its own and add it, in its place, to the
-list in `sampler.stages`. The sampler and the memory profile need nothing else.
+To add a sampling parameter, write a stage in a new module and add it at its position to the list in
+`sampler.stages`. The sampler and the memory profile need nothing else.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from vllm import SamplingParams
 from metal_kernels.layout import PositionLag
 from vllm_metal.engine.sample.draft_spans import DraftSpans
 
+#: Temperatures below this are greedy; the threshold vLLM documents for `temperature`.
 GREEDY_EPSILON = 1e-5
-"""Temperatures below this are greedy; the threshold vLLM documents for `temperature`."""
 
 
 def is_random(params: SamplingParams) -> bool:
-    """Whether a request's tokens are drawn; a greedy request takes the most likely token."""
+    """Returns whether a request's tokens are drawn, not the most likely ones taken."""
     return params.temperature >= GREEDY_EPSILON
 
 
 class RequestParameters(Protocol):
-    """Keeps, by req_idx, what requests ask of one part of the sampler.
+    """Stores one part's sampling parameters by req_idx.
 
     Every implementation reads its own fields of `SamplingParams` and owns their storage: a numpy
     column of max_num_reqs entries, which a step reads with one fancy index (`Step.column`), or a
-    dict for what few requests have.
+    dict for rare parameters.
     """
 
     def add_request(
@@ -43,95 +43,81 @@ class RequestParameters(Protocol):
         prompt: Sequence[int],
         output: list[int],
     ) -> bool:
-        """Stores what a request asks for and returns whether it asks for anything.
+        """Stores a request's parameters at an empty req_idx; returns whether it uses this part.
 
-        output: tokens that a resumed request has generated; else empty. `req_idx` is empty before.
+        output: tokens that a resumed request has generated; else empty.
         """
         ...
 
     def remove_request(self, req_idx: int) -> None:
-        """Empties a req_idx, which may have asked for nothing or be empty already."""
+        """Empties a req_idx, which may not use this part or be empty already."""
         ...
 
     def heaviest(self) -> dict[str, Any]:
-        """Keyword arguments of `SamplingParams` that need the most memory of any request; the
-        memory profile samples with those of all stages together. {} if none of that matters."""
+        """Returns the `SamplingParams` arguments that need the most memory; {} if none matters."""
+        # The memory profile samples with those of all stages together.
         return {}
 
 
 class SamplingStage(RequestParameters, Protocol):
-    """One change of the logits. The sampler runs it in steps where some row's request asks for it.
+    """Changes the logits in steps where some row's request uses it."""
 
-    keeps_argmax: the stage never changes which token is the most likely. The sampler then offers it
-    random requests only, so it does not run in a step whose requests are all greedy. Greedy rows
-    beside random ones must keep their logits: entries of a column that no request has set are
-    neutral.
-    """
-
+    #: The stage never changes the most likely token. The sampler then offers it random requests
+    #: only, so it does not run in a step whose requests are all greedy. Greedy rows beside random
+    #: ones must keep their logits: entries of a column that no request has set are neutral.
     keeps_argmax: ClassVar[bool] = False
 
     def apply(self, logits: mx.array, step: Step) -> mx.array:
-        """float32 [N, V] -> float32 [N, V], lazy. Rows that do not ask for it stay as they are."""
+        """Maps float32 [N, V] -> float32 [N, V], lazily; leaves rows alone that do not use it."""
         ...
 
     def record(self, token_ids: mx.array, step: Step, accepted: mx.array | None) -> None:
-        """Updates device state, if the stage keeps any, with the tokens just sampled.
+        """Updates the stage's device state with the tokens just sampled.
 
-        token_ids: int32 [N], not to be read on the host. accepted: int32 [R], how many drafts of
-        each span are accepted; None without draft_spans. Of a span only the rows up to and
-        including that after the last accepted draft are output (`DraftSpans.kept`).
+        token_ids: int32 [N], not to be read on the host. accepted: int32 [R], accepted drafts of
+        each span; None without draft_spans. A span outputs only the rows up to and including the
+        one after its last accepted draft (`DraftSpans.kept`).
         """
         return
 
 
 @dataclass(frozen=True)
 class Step:
-    """The rows of one step (at least one), made fresh each step and never changed.
+    """The rows of one step (at least one), created for each step and never changed."""
 
-    req_indices: int32 [N], the req_idx of each logits row.
-    num_output_tokens: int32 [N], tokens generated before this one; by `behind` too many.
-    draft_spans: of drafts to verify; None where every row is a request of its own.
-    used_np: uint32 [N], bits of what each row's request asks for.
-    bit_of: which bit stands for which part of the sampler; owned by `RequestBits`.
-    behind: of each row; None where the host knows how many tokens were generated.
-    """
-
-    req_indices: np.ndarray
-    num_output_tokens: np.ndarray
-    draft_spans: DraftSpans | None
-    used_np: np.ndarray
-    bit_of: Mapping[RequestParameters, int]
-    lag: PositionLag | None = None
+    req_indices: np.ndarray  # int32 [N], the req_idx of each logits row
+    num_output_tokens: np.ndarray  # int32 [N], tokens generated before this one; too high by `lag`
+    draft_spans: DraftSpans | None  # None: every row is its own request
+    used_np: np.ndarray  # uint32 [N], bits of the parts that each row's request uses
+    bit_of: Mapping[RequestParameters, int]  # owned by `RequestBits`
+    lag: PositionLag | None = None  # of each row; None: the host knows all counts
 
     @cached_property
     def _used_by_any(self) -> int:
         return int(np.bitwise_or.reduce(self.used_np))
 
     def uses(self, part: RequestParameters) -> bool:
-        """Whether some row's request asks for `part`, a stage as a rule."""
+        """Returns whether some row's request uses `part`, usually a stage."""
         return bool(self._used_by_any & self.bit_of[part])
 
     def mask_using(self, part: RequestParameters) -> np.ndarray:
-        """bool [N], the rows whose request asks for `part`."""
+        """Returns bool [N], the rows whose request uses `part`."""
         return (self.used_np & np.uint32(self.bit_of[part])) != 0
 
     def rows_using(self, part: RequestParameters) -> np.ndarray:
-        """Indices (int32, ascending) of the rows whose request asks for `part`."""
+        """Returns int32 indices (ascending) of the rows whose request uses `part`."""
         return np.flatnonzero(self.mask_using(part)).astype(np.int32)
 
     def column(self, by_req_idx: np.ndarray) -> np.ndarray:
-        """One parameter of every row, [N, 1], ready to broadcast against logits.
-
-        by_req_idx: [max_num_reqs], any dtype.
-        """
+        """Returns [N, 1] values of a [max_num_reqs] parameter, to broadcast against logits."""
         return by_req_idx[self.req_indices][:, None]
 
 
 class RequestBits:
-    """Which request asks for which parts of the sampler: a bit for each part, by its position.
+    """Records which sampler parts each request uses: one bit per part, at most 32 parts.
 
-    A step learns what any of its rows asks for from one OR over the bits, so the Python work of a
-    step does not grow with the number of requests. There are at most 32 parts.
+    One OR over the bits yields the parts that a step uses, so the Python work of a step does not
+    grow with the number of requests.
     """
 
     def __init__(self, parts: Sequence[RequestParameters], max_num_reqs: int) -> None:

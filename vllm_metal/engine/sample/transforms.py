@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes every mask and penalty on [N, V] logits, top-k and top-p too; a removed token is -inf.
+"""Computes masks and penalties on [N, V] logits, including top-k and top-p; removed tokens get
+-inf.
 
-Row parameters come as [N, 1] arrays. Logits are float32, except where a docstring says any float.
+Row parameters are [N, 1] arrays. Logits are float32, except where a docstring says any float.
 """
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ _BITS = 32
 
 
 def pack_allowed(token_ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """int32 [ceil(V/32)] bit mask of token_ids (int [A]), laid out as for `apply_bitmask`."""
+    """Returns an int32 [ceil(V/32)] bit mask of token_ids (int [A]) for `apply_bitmask`."""
     words = np.zeros((vocab_size + _BITS - 1) // _BITS, dtype=np.uint32)
     ids = token_ids.astype(np.int64)
     bits = np.left_shift(np.uint32(1), (ids % _BITS).astype(np.uint32))
@@ -23,8 +24,8 @@ def pack_allowed(token_ids: np.ndarray, vocab_size: int) -> np.ndarray:
 def apply_bitmask(logits: mx.array, rows: np.ndarray, bitmask: np.ndarray) -> mx.array:
     """Removes the tokens whose bit is clear from `rows`; other rows are untouched.
 
-    logits: any float [N, V]. rows: int32 [M], row indices. bitmask: int32 [M, ceil(V/32)]; bit
-    v % 32 of word v // 32 set means token v is allowed.
+    logits: any float [N, V]. rows: int32 [M], row indices. bitmask: int32 [M, ceil(V/32)]; bit v %
+    32 of word v // 32 set means token v is allowed.
     """
     num_rows, vocab_size = logits.shape
     words = mx.array(np.ascontiguousarray(bitmask)).view(mx.uint32)
@@ -43,7 +44,7 @@ def apply_bitmask(logits: mx.array, rows: np.ndarray, bitmask: np.ndarray) -> mx
 def add_at(
     logits: mx.array, rows: np.ndarray, token_ids: np.ndarray, values: np.ndarray | mx.array | float
 ) -> mx.array:
-    """logits[rows[i], token_ids[i]] += values[i]; adding -inf removes a token.
+    """Computes logits[rows[i], token_ids[i]] += values[i]; adding -inf removes a token.
 
     rows, token_ids: int32 [E]. values: float32 [E], or one number for all.
     """
@@ -61,24 +62,22 @@ def penalise(
     frequency: mx.array,
     presence: mx.array,
 ) -> mx.array:
-    """Repetition, frequency and presence penalties.
+    """Applies repetition, frequency and presence penalties.
 
     seen: bool [N, V], token occurs in the prompt or the output. output_counts: int32 [N, V].
-    Repetition divides a positive logit and multiplies a negative one (CTRL, arXiv:1909.05858,
-    section 4.1, with the sign rule every server uses); frequency and presence subtract
-    `frequency * count + presence * [count > 0]` (OpenAI API reference).
     """
+    # Repetition divides a positive logit and multiplies a negative one (CTRL, arXiv:1909.05858,
+    # section 4.1, with the sign rule every server uses); frequency and presence subtract `frequency
+    # * count + presence * [count > 0]` (OpenAI API reference).
     scaled = mx.where(logits > 0, logits / repetition, logits * repetition)
     logits = mx.where(seen, scaled, logits)
     return logits - frequency * output_counts - presence * (output_counts > 0)
 
 
 def keep_min_p(logits: mx.array, min_p: mx.array) -> mx.array:
-    """Keeps tokens whose probability is at least min_p times the largest (arXiv:2407.01082).
-
-    Compared as logits: p >= min_p * p_max is l >= l_max + log(min_p), so no softmax is needed and
-    min_p = 0 keeps everything.
-    """
+    """Keeps tokens whose probability is at least min_p times the largest (arXiv:2407.01082)."""
+    # Compared as logits: p >= min_p * p_max is l >= l_max + log(min_p), so no softmax is needed and
+    # min_p = 0 keeps everything.
     threshold = logits.max(axis=-1, keepdims=True) + mx.log(min_p)
     return mx.where(logits >= threshold, logits, NEG_INF)
 
@@ -88,13 +87,12 @@ def keep_top_k_top_p(
 ) -> mx.array:
     """Keeps the top_k largest logits, then the smallest set of those with mass >= top_p.
 
-    top_k: int32 [N, 1] in [1, V]; V keeps all. top_p: float32 [N, 1] in (0, 1], or None when no
-    row uses it. Top-p (arXiv:1904.09751) sees the distribution renormalized after top-k. Tokens
-    tied with the last kept one are kept too, so the result does not depend on a sort's tie order.
+    top_k: int32 [N, 1] in [1, V]; V keeps all. top_p: float32 [N, 1] in (0, 1], or None when no row
+    uses it. Top-p (arXiv:1904.09751) sees the distribution renormalized after top-k.
     """
     vocab_size = logits.shape[1]
     width = int(top_k.max())
-    # A row without top-k needs the whole row in order. Else the head is enough: on the CPU
+    # A row without top-k needs all logits in order. Otherwise the head is enough: on the CPU
     # backend topk(50) of [16, 150000] takes 27 ms and sort 244 ms.
     head = mx.topk(logits, width, axis=-1) if width < vocab_size else logits
     head = -mx.sort(-head, axis=-1)
@@ -110,4 +108,6 @@ def keep_top_k_top_p(
         num_kept = (mass_before < bound).sum(axis=-1, keepdims=True)
         last = mx.minimum(num_kept, mx.array(top_k)) - 1
     threshold = mx.take_along_axis(head, last, axis=-1)
+    # Compare by value, so tokens tied with the last kept one stay: a sort's tie order has no
+    # effect.
     return mx.where(logits >= threshold, logits, NEG_INF)

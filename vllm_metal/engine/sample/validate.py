@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses, by name, the sampling parameters that vLLM accepts and this sampler cannot honor."""
+"""Rejects sampling parameters that vLLM accepts and this sampler cannot honor."""
 
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 
 def validate(params: SamplingParams) -> None:
-    """Raises VLLMValidationError, HTTP 400 at the server, naming the first unsupported parameter.
-
-    Everything else in `SamplingParams` is either honored by the sampler or belongs to vLLM's own
-    side (stop strings, repetition_detection, flat_logprobs, n, output_kind, ...).
-    """
+    """Raises VLLMValidationError (HTTP 400) that names the first unsupported parameter."""
+    # Everything else in `SamplingParams` is honored by the sampler or handled by vLLM itself (stop
+    # strings, repetition_detection, flat_logprobs, n, output_kind, ...).
     refused = {
         "thinking_token_budget": params.thinking_token_budget is not None,
         "watermarking": params.watermarking is True,
