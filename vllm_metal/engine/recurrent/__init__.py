@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State that recurrent layers keep per request, and its steps."""
+"""Per-request state of recurrent layers, and its steps."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KeptRows remembers which requests' drafts are not yet in their states, and where those lie."""
+"""Tracks requests whose drafts are not yet in their states, and the rows kept for them."""
 
 from __future__ import annotations
 
@@ -14,32 +14,30 @@ import numpy as np
 class Entries:
     """Requests whose newest step verified drafts: each has rows that a later step applies.
 
-    A position or count that only the device knows exactly is an upper bound here; how much it is
-    too high, `lag` says.
+    Where only the device knows a position or count exactly, the value here is too high by `lag`.
     """
 
-    req_indices_np: np.ndarray  # [M] int32; -1: of a request that is gone
-    steps_np: np.ndarray  # [M] int64, number of the step that the drafts are of
-    certain_rows_np: np.ndarray  # [M] int32, that step's last row of each that is no draft
-    first_np: np.ndarray  # [M] int32, of the kept rows, the first of each
+    req_indices_np: np.ndarray  # [M] int32; -1: the request is gone
+    steps_np: np.ndarray  # [M] int64, number of the step that verified the drafts
+    certain_rows_np: np.ndarray  # [M] int32, each request's last row of that step before drafts
+    first_np: np.ndarray  # [M] int32, index of each one's first kept row
     counts_np: np.ndarray  # [M] int32, drafts
-    settled_np: np.ndarray  # [M] int32, tokens that the state is after
-    last_np: np.ndarray  # [M] int32, position of the last draft: the state lies in its block
-    accepted_np: np.ndarray  # [M] int32, drafts that were accepted; -1: the host does not know
-    tables_np: np.ndarray  # [M, W] int32, blocks of each
+    settled_np: np.ndarray  # [M] int32, number of tokens in the state
+    last_np: np.ndarray  # [M] int32, position of the last draft; its block holds the state
+    accepted_np: np.ndarray  # [M] int32, accepted drafts; -1: unknown to the host
+    tables_np: np.ndarray  # [M, W] int32, blocks
     lag: mx.array | None  # [M] int32; None: all are exact
 
     def __len__(self) -> int:
         return len(self.req_indices_np)
 
     def select(self, indices_np: np.ndarray) -> Entries:
-        """Returns the entries at [n] indices."""
         columns = {name: getattr(self, name)[indices_np] for name in _COLUMNS}
         lag = None if self.lag is None else self.lag[mx.array(indices_np.astype(np.int32))]
         return Entries(**columns, lag=lag)
 
     def joined(self, others: Entries) -> Entries:
-        """Returns these, then the others."""
+        """Returns these entries, then the others."""
         if not len(others):
             return self
         if not len(self):
@@ -63,32 +61,32 @@ NO_ENTRIES = Entries(**_NOTHING | {"tables_np": np.zeros((0, 1), np.int32)}, lag
 
 
 class KeptRows:
-    """The entries of one KV cache group, from the step that leaves them to the one that takes them.
+    """Entries of one KV cache group, from the step that creates them to the step that applies them.
 
-    Those of requests that are in the next step are applied there. Of one that is not, they are
-    applied as soon as the host knows how many were accepted, and until then passed on.
+    A request's next step applies its entry. The entry of a request without a next step is applied
+    as soon as the host knows how many drafts were accepted, and carried over until then.
     """
 
     def __init__(self) -> None:
         self._entries = NO_ENTRIES
-        self.num_rows = 0  # that the newest step kept, of all requests
+        self.num_rows = 0  # kept by the newest step for all requests
         self._step = 0
-        self._rows: dict[int, np.ndarray] = {}  # by step, what tells its rows apart
+        self._rows: dict[int, np.ndarray] = {}  # by step; its query_start_loc array identifies it
 
     def leave(self, req_idx: int) -> None:
-        """A request is gone; another one may take its row."""
+        """Drops a request, whose req_idx may be reused."""
         indices_np = self._entries.req_indices_np
         indices_np[indices_np == req_idx] = -1
 
     def learn(self, query_start_loc_np: np.ndarray, last_rows_np: np.ndarray) -> None:
-        """Takes the outcome of a step.
+        """Takes the accepted drafts of a step.
 
-        Args:
-            query_start_loc_np: the step's own array.
-            last_rows_np: [R] int32, of each of its requests the row of its last token that was
-                accepted.
+        query_start_loc_np: that step's own array. last_rows_np: [R] int32, row of each request's
+        last accepted token.
         """
         entries = self._entries
+        # Steps are known by the identity of their array: results arrive later, without a step
+        # number.
         for step, rows in self._rows.items():
             if rows is query_start_loc_np:
                 here = np.flatnonzero(entries.steps_np == step)
@@ -99,25 +97,26 @@ class KeptRows:
     def take(
         self, req_indices_np: np.ndarray, settle: np.ndarray | None = None
     ) -> tuple[Entries, np.ndarray, Entries, Entries]:
-        """Takes all entries out; what is passed on comes back by `add`.
+        """Takes all entries out; the caller returns the carried ones by `add`.
 
         Args:
-            req_indices_np: [R] int32, requests that have rows in the step at hand.
-            settle: [n] int32, requests that may be settled besides; None: all.
+            req_indices_np: [R] int32, requests with rows in the current step.
+            settle: [n] int32, other requests that may be settled; None: all.
 
         Returns:
-            Entries of requests in the step; [R] int which of these is each request's, -1 for none;
-            those of other requests whose outcome is known; and those to be passed on.
+            Entries of requests in the step; [R] int, index of each request's entry or -1; entries
+            of other requests with known results; and entries to carry over.
         """
         entries, self._entries = self._entries, NO_ENTRIES
         found_np = np.full(len(req_indices_np), -1, np.int64)
         if not len(entries):
             return NO_ENTRIES, found_np, NO_ENTRIES, NO_ENTRIES
         most = max(int(entries.req_indices_np.max()), int(req_indices_np.max(initial=0)))
-        place_np = np.full(most + 2, -1)
-        place_np[entries.req_indices_np] = np.arange(len(entries))
-        place_np[-1] = -1
-        found_np = place_np[req_indices_np]
+        entry_of_np = np.full(most + 2, -1)
+        entry_of_np[entries.req_indices_np] = np.arange(len(entries))
+        # Requests that are gone (-1) have written the last element.
+        entry_of_np[-1] = -1
+        found_np = entry_of_np[req_indices_np]
         here = found_np[found_np >= 0]
         others_np = entries.req_indices_np >= 0
         others_np[here] = False
@@ -135,13 +134,7 @@ class KeptRows:
         )
 
     def add(self, entries: Entries, query_start_loc_np: np.ndarray, num_rows: int) -> None:
-        """Puts entries in the place of those taken.
-
-        Args:
-            entries: with `steps_np` -1 where they are of the step at hand.
-            query_start_loc_np: that step's own array.
-            num_rows: that it keeps.
-        """
+        """Puts entries back; the current step, which keeps `num_rows` rows, has `steps_np` -1."""
         self._step += 1
         self.num_rows = num_rows
         self._entries = entries
@@ -154,7 +147,7 @@ class KeptRows:
 
 
 def lag_of(lag: mx.array | None, count: int) -> mx.array:
-    """[count] int32, zeros where there is none."""
+    """Returns [count] int32, zeros for None."""
     return mx.zeros(count, mx.int32) if lag is None else lag
 
 

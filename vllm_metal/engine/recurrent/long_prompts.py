@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which prompts go through states by MLX's function in chunks, where it is faster than our kernel.
+"""Selects prompts that use MLX's chunked recurrence, where it is faster than our kernel.
 
-The rest of the step goes by the kernel. States are read and written by `kv_states`, which moves
-whole ones: what convolutions wrote into the blocks in this step is put back with them.
+The kernel computes the rest of the step. `kv_states` reads and writes whole states, so what
+convolutions wrote into the blocks in this step is written back with them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from vllm_metal.engine.recurrent.recurrent_state import StateFormat
 
 @dataclass(frozen=True)
 class Prompt:
-    """Rows of one request, none of them a draft, whose numbers the host knows."""
+    """Rows of one request without drafts, at positions the host knows."""
 
-    first: int  # of the step's rows
-    read: int  # block that the state lies in; 0: there is none yet
-    ends: tuple[tuple[int, int], ...]  # rows, and the block that gets the state after these; or 0
+    first: int  # index in the step's rows
+    read: int  # block of the state; 0: no state yet
+    #: Numbers of rows, and the block for the state after them; 0: not stored.
+    ends: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class LongPrompts:
-    """The long prompts of a step, and what is left for the kernel."""
+    """The long prompts of a step, and the sequences left to the kernel."""
 
     prompts: tuple[Prompt, ...]
     others: Sequences
@@ -39,15 +40,9 @@ class LongPrompts:
 def chosen(
     step: Sequences, table_np: np.ndarray, blocks_np: np.ndarray, fewest: int
 ) -> LongPrompts | None:
-    """Picks requests with so many rows or more, without drafts and kept rows.
+    """Selects requests with at least `fewest` rows, without drafts and kept rows; None if none.
 
-    Args:
-        step: all of it.
-        table_np, blocks_np: its table and blocks, all exact.
-        fewest: rows.
-
-    Returns:
-        None: there are none.
+    table_np and blocks_np must be exact, not upper bounds.
     """
     rows, certain = table_np[:, sequences.NUM_ROWS], table_np[:, sequences.NUM_CERTAIN]
     are_long = (rows >= fewest) & (rows == certain) & (table_np[:, sequences.NUM_KEPT] == 0)
@@ -58,6 +53,7 @@ def chosen(
         _prompt(table_np[index].tolist(), blocks_np[index], step.block_size)
         for index in picked.tolist()
     )
+    # The kernel sees zero rows for the selected prompts, so its table keeps its shape.
     others = mx.array(np.where(are_long[:, None], 0, table_np))
     return LongPrompts(
         prompts,
@@ -81,7 +77,7 @@ def _prompt(columns: list[int], blocks_np: np.ndarray, size: int) -> Prompt:
 
 
 def fits(inputs: RecurrenceInputs, state: mx.Dtype, delta: bool) -> bool:
-    """Whether MLX has such a function for the rule."""
+    """Returns whether MLX has a chunked function for this rule."""
     by_heads = inputs.decays is not None and inputs.decays.ndim == 2
     return delta and by_heads and state == mx.float32
 
@@ -94,22 +90,14 @@ def recur(
     rows: tuple[mx.array, RecurrenceInputs],
     y: mx.array,
 ) -> mx.array:
-    """Computes the prompts' rows and states.
+    """Computes the prompts' rows and states; returns [T, HV, DV] results of all rows.
 
-    Args:
-        long: of the step.
-        plan: of the step.
-        storage: that states lie in; convolutions have written theirs.
-        form: of the states, whose last part is the recurrence's.
-        rows: queries and inputs of the recurrence, of all rows.
-        y: [T, HV, DV] results of the other rows.
-
-    Returns:
-        [T, HV, DV] results of all rows.
+    storage: convolutions have already written their parts. form: its last part is the recurrence's
+    state. rows: queries and inputs of all rows. y: [T, HV, DV] results of the other rows.
     """
     parts, at = [], 0
     for prompt in long.prompts:
-        computed, states = _through(prompt, plan, storage, form, rows)
+        computed, states = _recur_prompt(prompt, plan, storage, form, rows)
         parts += [y[at : prompt.first], *computed]
         at = prompt.first + prompt.ends[-1][0]
         blocks_np = np.array([block for _, block in prompt.ends if block], np.int32)
@@ -118,14 +106,14 @@ def recur(
     return mx.concatenate([*parts, y[at:]])
 
 
-def _through(
+def _recur_prompt(
     prompt: Prompt,
     plan: object,
     storage: LayerKVCache,
     form: StateFormat,
     rows: tuple[mx.array, RecurrenceInputs],
 ) -> tuple[list[mx.array], list[mx.array]]:
-    """Results piece by piece; and parts of the states for the prompt's blocks."""
+    """Returns results piece by piece, and parts of the states for the prompt's blocks."""
     queries, inputs = rows
     assert inputs.decays is not None
     blocks = [prompt.read, *(block for _, block in prompt.ends if block)]

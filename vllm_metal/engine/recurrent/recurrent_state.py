@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of recurrent and convolution layers, in the pool's blocks."""
+"""Stores states of recurrent and convolution layers in the pool's blocks."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from metal_kernels.sequences import StatePart
 from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.engine.kv_cache.layer_state import Fenced, LayerState, Pending, PlanT, Traceable
 
-#: Each part of a state begins at a multiple of this: kernels move so many bytes at once.
+#: Alignment of each part of a state in bytes: kernels move this many at once.
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class StateFormat:
-    """What a layer keeps of a request: arrays of fixed shapes."""
+    """Fixed shapes and dtypes of the arrays in a layer's state."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[mx.Dtype, ...]
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of one state, its parts aligned."""
+        """Bytes of one state with aligned parts."""
         return sum(self.part_bytes)
 
     @cached_property
     def end(self) -> int:
-        """Bytes of one state up to its last number."""
+        """Bytes of one state up to its last element."""
         last = self.parts[-1]
         return last.start + math.prod(last.shape) * last.dtype.size
 
     @cached_property
     def part_bytes(self) -> tuple[int, ...]:
-        """Bytes of each part, rounded up to where the next one begins."""
+        """Bytes of each part, rounded up to the next one's start."""
         sizes = (math.prod(s) * d.size for s, d in zip(self.shapes, self.dtypes, strict=True))
         return tuple(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
 
     def numbers(self, start: int, size: int) -> tuple[tuple[mx.Dtype, int], ...]:
-        """What `size` bytes of a state from `start` on are numbers of: bytes of each dtype."""
+        """Splits `size` bytes of a state from `start` into (dtype, bytes) pieces."""
         found, at, stop = [], 0, start + size
         for dtype, nbytes in zip(self.dtypes, self.part_bytes, strict=True):
             inside = min(at + nbytes, stop) - max(at, start)
@@ -57,7 +57,7 @@ class StateFormat:
         return tuple(found)
 
     def to_bits(self, parts: Sequence[mx.array], size: int) -> mx.array:
-        """[n, nbytes / size] integers of `size` bytes: [n, *shape] parts one after another."""
+        """Packs [n, *shape] parts into [n, nbytes / size] integers of `size` bytes."""
         rows = []
         for part, dtype, nbytes in zip(parts, self.dtypes, self.part_bytes, strict=True):
             flat = part.reshape(len(part), -1)
@@ -67,7 +67,7 @@ class StateFormat:
         return rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=1)
 
     def from_bits(self, bits: mx.array) -> list[mx.array]:
-        """The parts again of [n, at least nbytes / size] integers of `size` bytes."""
+        """Unpacks [n, at least nbytes / size] integers into parts."""
         size, start, parts = bits.dtype.size, 0, []
         for shape, dtype, nbytes in zip(self.shapes, self.dtypes, self.part_bytes, strict=True):
             stop = start + nbytes // size
@@ -79,7 +79,7 @@ class StateFormat:
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
-        """Where each part lies in a state."""
+        """Byte offset, shape and dtype of each part."""
         starts = np.cumsum((0, *self.part_bytes)).tolist()
         columns = zip(starts[:-1], self.shapes, self.dtypes, strict=True)
         return tuple(StatePart(*column) for column in columns)
@@ -89,17 +89,14 @@ class RecurrentState(LayerState, Traceable, Generic[PlanT]):
     """States in the memory of K and V.
 
     A block of the pool belongs to one KV cache group at a time, so layers of several groups share
-    memory: of a block that is a recurrent layer's, the rows of K, then of V, hold a state's bits.
+    memory: if a block belongs to a recurrent layer, its rows of K, then of V, hold a state's bits.
     """
 
     def __init__(self, storage: LayerKVCache, form: StateFormat) -> None:
-        """
-        Args:
-            storage: that states lie in: a layer's K and V, or memory `of_states` alone.
-            form: of the states.
+        """Uses a layer's K and V, or memory created by `of_states`.
 
         Raises:
-            ValueError: a block has no room for a state.
+            ValueError: a state does not fit in a block.
         """
         sizes = storage.block_bytes
         if form.nbytes > sum(sizes):
@@ -113,7 +110,7 @@ class RecurrentState(LayerState, Traceable, Generic[PlanT]):
         self._storage, self.form = storage, form
         self._element_bytes = storage.dtype.size
         self._width = form.nbytes // self._element_bytes  # elements of a state
-        self._pending: list[Pending[PlanT]] = []  # what each plan's forward left
+        self._pending: list[Pending[PlanT]] = []  # state arrays of each plan's forward
 
     @property
     def storage(self) -> LayerKVCache:
@@ -128,7 +125,7 @@ class RecurrentState(LayerState, Traceable, Generic[PlanT]):
         return self._numbers
 
     def move(self, source: int, target: int) -> mx.array:
-        """Copies a state from block to block; returns what is computed once it is there."""
+        """Copies a state between blocks; returns an array that is computed after the copy."""
         states = self._storage.read_states(None, mx.array([source], mx.int32), self._width)
         self._storage.write_states(np.array([target]), states)
         assert isinstance(self._storage, Fenced)  # else there is nothing to compile
@@ -166,9 +163,9 @@ class RecurrentState(LayerState, Traceable, Generic[PlanT]):
         self._pending += outputs
 
     def read(self, plan: PlanT, blocks: mx.array) -> list[mx.array]:
-        """[n, *shape] parts of the states in [n] blocks."""
+        """Returns [n, *shape] parts of the states in [n] blocks."""
         return self.form.from_bits(self._storage.read_states(plan, blocks, self._width))
 
     def write(self, blocks_np: np.ndarray, parts: Sequence[mx.array]) -> None:
-        """Puts [n, *shape] parts into [n] blocks."""
+        """Writes [n, *shape] parts into [n] blocks."""
         self._storage.write_states(blocks_np, self.form.to_bits(parts, self._element_bytes))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's rows as sequences, for layers that go from token to token.
+"""Splits a step's rows into runs, for layers that process one token after another.
 
 vLLM gives a request one block for the state at its newest token. While it runs, that is the block
-in which the token lies; where a block is full, it keeps the state after its last token, and the
-next block of the request's table has the newer ones ("align" of `--mamba-cache-mode`). A prefill's
-chunk leaves out the blocks between its first and its last: these are block 0.
+of the token; a full block keeps the state after its last token, and the next block of the request's
+table has the newer ones ("align" of `--mamba-cache-mode`). A prefill chunk has no blocks between
+its first and its last: these are block 0.
 """
 
 from __future__ import annotations
@@ -21,37 +21,34 @@ from vllm_metal.engine.kv_cache.layer_state import StepLayout
 class Run:
     """Sequences of one length that are computed in one call."""
 
-    rows: mx.array  # [n, L] int32, of the step's
-    requests: mx.array | None  # [n] int32, whose they are; None: of all, in order
-    kept: mx.array | None  # [k] int32, of the n: those whose last state may be wanted; None: all
+    rows: mx.array  # [n, L] int32, indices in the step
+    requests: mx.array | None  # [n] int32, their requests; None: all, in order
+    kept: mx.array | None  # [k] int32, sequences whose last state may be needed; None: all
 
 
 @dataclass(eq=False)
 class Endings:
-    """End states of a step: one per full block and one per request or draft, in order of the runs.
+    """End states of a step in run order: one per full block and one per request or draft."""
 
-    It remembers what `wanted` has found, because all layers of a step ask the same.
-    """
-
-    rows_np: np.ndarray  # [E] int, the row that each comes after
-    requests_np: np.ndarray  # [E] int, of the R
-    blocks_np: np.ndarray  # [E] int32, where it is to be kept; 0: nowhere
-    full_np: np.ndarray  # [E] bool, whether the block is full then
-    last_rows_np: np.ndarray  # [R] int, the last one of each request
+    rows_np: np.ndarray  # [E] int, last row of each
+    requests_np: np.ndarray  # [E] int, request of each
+    blocks_np: np.ndarray  # [E] int32, block to store it in; 0: none
+    full_np: np.ndarray  # [E] bool, whether it fills the block
+    last_rows_np: np.ndarray  # [R] int, each request's last row
     drafted: bool  # whether rows may be rejected
+    # Results of `wanted`, since all layers of a step ask for the same.
     _found: list[tuple[np.ndarray | None, np.ndarray]] = field(
         init=False, default_factory=list, repr=False
     )
 
     def wanted(self, last_rows_np: np.ndarray | None) -> np.ndarray:
-        """[k] int, which of the E are to be kept: those of full blocks, and each request's last.
+        """Returns [k] int, states to store: those of full blocks and each request's last one.
 
         Args:
-            last_rows_np: [R], of each request the row of its last token that was accepted; None:
-                none had drafts.
+            last_rows_np: [R], row of each request's last accepted token; None: no drafts.
 
         Raises:
-            RuntimeError: there were drafts, and nobody has said which were accepted.
+            RuntimeError: the step's drafts are not verified yet.
         """
         for given, found in self._found:
             if given is last_rows_np:
@@ -70,22 +67,17 @@ class Endings:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A step of one KV cache group."""
+    """One step of one KV cache group."""
 
-    before: mx.array  # [R] int32, the block of each request's state
-    fresh: mx.array | None  # [R] bool, whether it has none yet; None: all have one
+    before: mx.array  # [R] int32, block of each request's state
+    fresh: mx.array | None  # [R] bool, requests without a state; None: all have one
     runs: tuple[Run, ...]
-    places: mx.array | None  # [T] int32, where the runs' rows have each row; None: as they come
+    places: mx.array | None  # [T] int32, index of each row in the runs' rows; None: in order
     endings: Endings = field(compare=False)
 
     @staticmethod
     def from_layout(layout: StepLayout) -> RunPlan:
-        """Rows of many lengths as runs of powers of two.
-
-        So the number of calls grows with the logarithm of the longest prompt, and with the drafts
-        of a request, but not with the number of requests. Padding would not do: most of mlx-lm's
-        layers go on through padded rows.
-        """
+        """Splits rows of many lengths into runs of powers of two."""
         starts_np, counts_np = layout.query_start_loc_np[:-1], np.diff(layout.query_start_loc_np)
         begins_np = layout.seq_lens_np - counts_np  # position of the first row
         requests_np = np.arange(len(counts_np))
@@ -93,13 +85,16 @@ class RunPlan:
             requests_np, np.maximum(begins_np - 1, 0) // layout.block_size
         ]
         fresh_np = begins_np == 0
-        runs, places_np, endings = _runs(layout, starts_np, counts_np, begins_np)
-        in_order = np.array_equal(places_np, np.arange(len(places_np)))
+        # Powers of two: the number of calls grows with the logarithm of the longest prompt and with
+        # the drafts of a request, but not with the number of requests. Padding would be wrong: most
+        # of mlx-lm's layers update their states with padded rows.
+        runs, index_np, endings = _runs(layout, starts_np, counts_np, begins_np)
+        in_order = np.array_equal(index_np, np.arange(len(index_np)))
         return RunPlan(
             mx.array(before_np.astype(np.int32)),
             mx.array(fresh_np) if fresh_np.any() else None,
             runs,
-            None if in_order else mx.array(places_np),
+            None if in_order else mx.array(index_np),
             endings,
         )
 
@@ -107,46 +102,44 @@ class RunPlan:
 def _runs(
     layout: StepLayout, starts_np: np.ndarray, counts_np: np.ndarray, begins_np: np.ndarray
 ) -> tuple[tuple[Run, ...], np.ndarray, Endings]:
-    """The runs, [T] int32 where they have each row, and what they end with.
+    """Returns the runs, [T] int32 index of each row in them, and their end states.
 
-    Args:
-        layout: of the group.
-        starts_np: [R], each request's first row.
-        counts_np: [R], its number of rows.
-        begins_np: [R], its first row's position.
+    starts_np, counts_np, begins_np: [R], each request's first row, number of rows and first
+    position.
     """
     num_reqs, block_size = len(counts_np), layout.block_size
     lengths_np, ends_np = _parts(layout, counts_np, begins_np)
     done_np, at_np = starts_np.astype(np.int64), np.zeros(num_reqs, np.int64)
-    everyone = np.arange(num_reqs)
+    all_requests = np.arange(num_reqs)
     runs: list[Run] = []
     order: list[np.ndarray] = []
     rows: list[np.ndarray] = []
     requests: list[np.ndarray] = []
-    while (longest := int((next_np := lengths_np[everyone, at_np]).max())) > 0:
-        who = np.flatnonzero(next_np == longest)
-        run_rows = done_np[who, None] + np.arange(longest)
-        kept = np.flatnonzero(ends_np[who, at_np[who]])
+    # Longest parts first; each pass computes all requests whose next part has that length.
+    while (longest := int((next_np := lengths_np[all_requests, at_np]).max())) > 0:
+        picked = np.flatnonzero(next_np == longest)
+        run_rows = done_np[picked, None] + np.arange(longest)
+        kept = np.flatnonzero(ends_np[picked, at_np[picked]])
         order.append(run_rows.ravel())
         rows.append(run_rows[kept, -1])
-        requests.append(who[kept])
+        requests.append(picked[kept])
         runs.append(
             Run(
                 mx.array(run_rows.astype(np.int32)),
-                None if len(who) == num_reqs else mx.array(who.astype(np.int32)),
-                None if len(kept) == len(who) else mx.array(kept.astype(np.int32)),
+                None if len(picked) == num_reqs else mx.array(picked.astype(np.int32)),
+                None if len(kept) == len(picked) else mx.array(kept.astype(np.int32)),
             )
         )
-        done_np[who] += longest
-        at_np[who] += 1
+        done_np[picked] += longest
+        at_np[picked] += 1
     taken = np.concatenate(order)
-    places_np = np.empty(len(taken), np.int32)
-    places_np[taken] = np.arange(len(taken))
+    index_np = np.empty(len(taken), np.int32)
+    index_np[taken] = np.arange(len(taken))
     rows_np, requests_np = np.concatenate(rows), np.concatenate(requests)
     positions_np = begins_np[requests_np] + rows_np - starts_np[requests_np]
     return (
         tuple(runs),
-        places_np,
+        index_np,
         Endings(
             rows_np,
             requests_np,
@@ -161,13 +154,11 @@ def _runs(
 def _parts(
     layout: StepLayout, counts_np: np.ndarray, begins_np: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Each request's rows cut into powers of two, the longest first between two endings.
+    """Cuts each request's rows into powers of two, the longest first between two end states.
 
-    A request has an ending after its last row that is no draft, after each draft, and wherever a
-    block of its own is full.
-
-    Returns:
-        [R, P + 1] lengths, 0 behind a request's last; and whether each is followed by an ending.
+    A request has an end state after its last row that is not a draft, after each draft, and
+    wherever one of its own blocks is full. Returns [R, P + 1] lengths, padded with 0, and whether
+    an end state follows each.
     """
     drafts_np = layout.num_drafts_np
     if drafts_np is None:
@@ -189,10 +180,11 @@ def _parts(
 
 
 def _segments(layout: StepLayout, index: int, begin: int, count: int) -> list[int]:
-    """Lengths of what lies between endings, of a request's rows without its drafts."""
+    """Returns lengths between end states of a request's rows without its drafts."""
     size = layout.block_size
     first, last = begin // size, (begin + count - 1) // size
     if first == last:
         return [count]
+    # Block 0 stands for a block left out of the prefill chunk: it stores no state.
     full = first + np.flatnonzero(layout.block_tables_np[index, first:last])
     return np.diff([begin, *((full + 1) * size), begin + count]).tolist()

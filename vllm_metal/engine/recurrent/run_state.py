@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of layers whose modules are called run by run; it keeps one for each draft."""
+"""States of layers that are called once per run; keeps one state per draft."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from vllm_metal.engine.kv_cache.layer_state import Pending, Restorable, joined
 from vllm_metal.engine.recurrent.recurrent_state import RecurrentState, StateFormat
 from vllm_metal.engine.recurrent.run_plan import Run, RunPlan
 
-#: Rows of a sequence from which on a copy of its state costs less than what the state holds on to.
+#: Rows of a sequence from which copying its last state costs less than keeping all states alive.
 _LONG = 16
 
 
 class RunState(RecurrentState[RunPlan], Restorable):
-    """States that a module of mlx-lm's computes, called once for each run of sequences.
+    """States computed by an mlx-lm module, called once for each run of sequences.
 
-    What a step computed is written when the next one begins: by then it is known which drafts were
-    kept. Without drafts nobody waits for that where the storage is `pipelined`.
+    A step's states are written when the next one begins: by then the accepted drafts are known.
+    Without drafts, a `pipelined` storage need not wait for them.
     """
 
     def __init__(self, storage: LayerKVCache, form: StateFormat) -> None:
-        """Arguments as RecurrentState's."""
         super().__init__(storage, form)
         self._last_rows_np: np.ndarray | None = None
 
@@ -57,10 +56,9 @@ class RunState(RecurrentState[RunPlan], Restorable):
         plan: RunPlan,
         compute: Callable[[mx.array, list[mx.array]], tuple[list[mx.array], list[mx.array]]],
     ) -> list[mx.array]:
-        """A layer's call over the step's rows, sequence by sequence.
+        """Calls a layer over the step's rows, run by run.
 
         Args:
-            plan: of the step.
             compute: takes [n, L] int32 rows and the [n, *shape] parts of the states before them;
                 returns the layer's results, each [n, L, ...], and the parts of the states after.
 
@@ -88,7 +86,8 @@ class RunState(RecurrentState[RunPlan], Restorable):
         kept = [joined(parts) for parts in zip(*ended, strict=True)]
         self._pending.append(Pending(plan, kept))
         whole = [joined(parts) for parts in zip(*results, strict=True)]
-        # With the results, or what states are cut from would be held until the next step begins.
+        # Tie the states to the results; otherwise the arrays they are cut from stay alive until
+        # the next step begins.
         whole = mx.depends(whole, kept)
         return whole if plan.places is None else [result[plan.places] for result in whole]
 
@@ -99,7 +98,8 @@ def _ending(run: Run, part: mx.array) -> mx.array:
         return part[run.kept]
     if run.rows.shape[1] < _LONG:
         return part
-    return mx.take(part, mx.arange(len(part)), 0)  # it may be a view of all that the module read
+    # Copy: the part may be a view of everything the module read.
+    return mx.take(part, mx.arange(len(part)), 0)
 
 
 def _zero_where(fresh: mx.array, part: mx.array) -> mx.array:
@@ -107,7 +107,7 @@ def _zero_where(fresh: mx.array, part: mx.array) -> mx.array:
 
 
 def _put(part: mx.array, requests: mx.array, new: mx.array) -> mx.array:
-    """Returns a copy of `part`, [R, ...], whose rows `requests` are replaced by `new`, [n, ...]."""
-    copied = mx.contiguous(part)  # another array: this one may be wanted as it is
+    """Returns a copy of `part`, [R, ...], with `requests` replaced by `new`, [n, ...]."""
+    copied = mx.contiguous(part)  # a copy, as the original may still be needed
     copied[requests] = new
     return copied

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What computes the inside of a recurrent module: kernels in the pool's blocks, or operations."""
+"""Computes the inside of a recurrent module with kernels on the pool's blocks, or with MLX."""
 
 from __future__ import annotations
 
@@ -22,15 +22,10 @@ from vllm_metal.patches.mlx_patches.recurrences import SequenceCall
 
 
 class Call(SequenceCall):
-    """One layer's call in a step: its operations take the parts of a state in their order."""
+    """One layer's call in a step; its operations use the parts of a state in order."""
 
     def __init__(self, form: StateFormat, plan: SequencePlan, kept: Sequence[mx.array]) -> None:
-        """
-        Args:
-            form: of the states.
-            plan: of the step.
-            kept: rows that the step before kept, in the order of the operations.
-        """
+        """kept: rows kept by the previous step, in the order of the operations."""
         super().__init__(form.shapes, form.dtypes)
         self.form, self.plan = form, plan
         self._parts = iter(form.parts)
@@ -52,7 +47,7 @@ class Call(SequenceCall):
         log_rates: mx.array | None = None,
     ) -> mx.array:
         shape = (*inputs.values.shape[1:], inputs.keys.shape[-1])
-        part = replace(next(self._parts), shape=shape)  # some modules leave out an axis of one
+        part = replace(next(self._parts), shape=shape)  # some modules omit a size-1 axis
         names = [array is not None for array in _arrays(inputs)]
         before = self._before(sum(names))
         given = iter(before)
@@ -66,7 +61,6 @@ class Call(SequenceCall):
         return y
 
     def _before(self, count: int) -> list[mx.array | None]:
-        """The rows that the step before kept of the next operation's inputs."""
         return [next(self._given) if self._applied else None for _ in range(count)]
 
     def _keep(self, rows: mx.array, before: mx.array | None) -> None:
@@ -79,7 +73,7 @@ class Call(SequenceCall):
 
     @property
     def left(self) -> list[mx.array]:
-        """Arrays for the next step: rows to be applied then."""
+        """Kept rows, which the next step applies."""
         return self._kept
 
     @abstractmethod
@@ -91,7 +85,7 @@ class Call(SequenceCall):
         weight: mx.array,
         bias: mx.array | None,
     ) -> tuple[mx.array, mx.array]:
-        """[T, C] results, and [num_kept, C] rows to be kept."""
+        """Returns [T, C] results and [num_kept, C] rows to keep."""
 
     @abstractmethod
     def _recur(
@@ -103,11 +97,11 @@ class Call(SequenceCall):
         delta: bool,
         log_rates: mx.array | None,
     ) -> tuple[mx.array, RecurrenceInputs]:
-        """[T, HV, DV] results, and rows to be kept."""
+        """Returns [T, HV, DV] results and rows to keep."""
 
 
 class ByKernels(Call):
-    """Our kernels read and write states where they lie."""
+    """Updates states in place with our kernels."""
 
     def __init__(
         self,
@@ -116,11 +110,6 @@ class ByKernels(Call):
         plan: SequencePlan,
         kept: Sequence[mx.array],
     ) -> None:
-        """
-        Args:
-            storage: that states lie in.
-            form, plan, kept: see Call.
-        """
         super().__init__(form, plan, kept)
         self._storage = storage
 
@@ -137,7 +126,7 @@ class ByKernels(Call):
         ) -> tuple[tuple[mx.array, mx.array], mx.array]:
             out, left, fence = convolution.run(
                 *(self.plan.sequences, inputs, kept, weight, bias, pools, part, split, after),
-                # Of a layer's convolutions the first clears what states leave of a block.
+                # A layer's first convolution clears the rest of the block behind the state.
                 state_bytes=None if part.start else self.form.end,
             )
             return (out, left), fence
@@ -176,7 +165,7 @@ class ByKernels(Call):
 
 
 class ByOperations(Call):
-    """MLX's operations compute on states that were read; those after the step are written later."""
+    """Computes on states read from the pool with MLX; new states are written later."""
 
     def __init__(
         self,
@@ -185,18 +174,14 @@ class ByOperations(Call):
         plan: SequencePlan,
         kept: Sequence[mx.array],
     ) -> None:
-        """
-        Args:
-            states: [N, *shape] parts of the states before the step.
-            form, plan, kept: see Call.
-        """
+        """states: [N, *shape] parts of the states before the step."""
         super().__init__(form, plan, kept)
         self._states = iter(states)
         self._ended: list[mx.array] = []
 
     @property
     def left(self) -> list[mx.array]:
-        """The parts of the states to be written, then the rows to be applied in the next step."""
+        """Parts of the states to write, then kept rows."""
         columns = zip(self._ended, self.form.shapes, self.form.dtypes, strict=True)
         ended = [part.reshape(-1, *shape).astype(dtype) for part, shape, dtype in columns]
         return [*ended, *self._kept]

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's rows as sequences whose states are read once and written once, drafts or not.
+"""Splits a step's rows into sequences whose states are read and written once, even with drafts.
 
 vLLM gives a request one block for the state at its newest token. While it runs, that is the block
-in which the token lies; where a block is full, it keeps the state after its last token, and the
-next block of the request's table has the newer ones ("align" of `--mamba-cache-mode`). A prefill's
-chunk leaves out the blocks between its first and its last: these are block 0.
+of the token; a full block keeps the state after its last token, and the next block of the request's
+table has the newer ones ("align" of `--mamba-cache-mode`). A prefill chunk has no blocks between
+its first and its last: these are block 0.
 
-A step that verifies drafts leaves the state after its last certain token in the block of its last
-draft: that one is still the request's in the next step, however many are accepted. The drafts'
-inputs are kept rows, which the next step applies up to where its own rows begin (`KeptRows`).
+A step that verifies drafts stores the state after its last certain token in the block of its last
+draft: that block still belongs to the request in the next step, however many drafts are accepted.
+The drafts' inputs are kept rows, which the next step applies up to its own first row (`KeptRows`).
 """
 
 from __future__ import annotations
@@ -30,34 +30,35 @@ from vllm_metal.engine.recurrent.kept_rows import NO_ENTRIES, Entries, KeptRows,
 from vllm_metal.engine.recurrent.long_prompts import LongPrompts
 
 _numbers = count()  # of scopes
-#: A table of a request's blocks has room for as many at least.
+#: Minimum width of the block table.
 _FEWEST_BLOCKS = 16
 
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """A step of one KV cache group."""
+    """One step of one KV cache group."""
 
-    scope: int  # number of the `SequenceScope` that made it
+    scope: int  # number of the `SequenceScope` that created it
     sequences: Sequences
-    applies: bool  # whether rows that the step before kept are read
-    keeps: bool  # whether rows are kept for the next step
-    carried: mx.array | None  # [c] int32, rows kept by the step before that are kept once more
-    #: Where MLX's operations compute: who is computed together; None: kernels do.
+    applies: bool  # whether it reads rows kept by the previous step
+    keeps: bool  # whether it keeps rows for the next step
+    carried: mx.array | None  # [c] int32, rows of the previous step to keep once more
+    #: Groups for MLX's operations; None if kernels compute.
     groups: ReferencePlan | None
-    reads: mx.array | None  # [N] int32, blocks that states are read from; None as `groups`
-    long: LongPrompts | None = None  # rows that MLX's function in chunks may take
+    reads: mx.array | None  # [N] int32, blocks to read states from; None if kernels compute
+    long: LongPrompts | None = None  # rows for MLX's chunked function
 
 
 class SequenceScope(StepScope[SequencePlan]):
-    """What the layers of one KV cache group share of a step, and who has drafts to be applied."""
+    """Shares a step's plan among the layers of one KV cache group, and tracks unapplied drafts."""
 
     def __init__(self, by_kernels: bool, num_taps: int, long_prompt: int | None = None) -> None:
-        """
+        """Sets how the group computes.
+
         Args:
-            by_kernels: whether kernels compute, by numbers that only the device knows.
-            num_taps: inputs that a row of the layers' convolutions has, at most.
-            long_prompt: rows from which on prompts need not go by kernels; None: all do.
+            by_kernels: kernels compute, from positions that only the device knows.
+            num_taps: largest number of inputs per row of the layers' convolutions.
+            long_prompt: rows from which prompts need not use kernels; None: all do.
         """
         super().__init__(self._planned)
         self.number = next(_numbers)
@@ -74,13 +75,8 @@ class SequenceScope(StepScope[SequencePlan]):
     def settling(self, req_indices_np: np.ndarray | None = None) -> SequencePlan | None:
         """Plans a step without rows that applies the accepted drafts the host knows of.
 
-        States then lie where `SequencePlan`s expect them of requests without drafts.
-
-        Args:
-            req_indices_np: [n] int32, requests; None: all.
-
-        Returns:
-            None: there is nothing to apply.
+        Then states lie where `SequencePlan` expects those of requests without drafts. Returns None
+        if there is nothing to apply.
         """
         nothing, starts_np = np.zeros(0, np.int32), np.zeros(1, np.int32)
         _, found_np, settled, carried = self.kept.take(nothing, req_indices_np)
@@ -101,7 +97,6 @@ class SequenceScope(StepScope[SequencePlan]):
         settled: Entries,
         carried: Entries,
     ) -> SequencePlan:
-        """Arguments as `KeptRows.take` returns them."""
         step = _Step(layout, entries, found_np, settled, carried)
         plan, left = step.planned(self, self.kept.num_rows)
         num_kept = plan.sequences.num_kept + step.num_carried if plan.keeps else 0
@@ -110,7 +105,7 @@ class SequenceScope(StepScope[SequencePlan]):
 
 
 class _Step:
-    """The numbers of one plan: R requests with rows, then L whose kept rows alone are applied."""
+    """Numbers of one plan: R requests with rows, then L requests that only apply kept rows."""
 
     def __init__(
         self,
@@ -120,7 +115,6 @@ class _Step:
         settled: Entries,
         carried: Entries,
     ) -> None:
-        """Arguments as `KeptRows.take` returns them."""
         self.layout = layout
         self.size = layout.block_size
         self.carried = carried
@@ -132,7 +126,8 @@ class _Step:
         exact = layout.lag is None and entries.lag is None
         has_np = found_np >= 0
         if exact and has_np.any():
-            # Another request's row, or one that was taken elsewhere: its state lies as usual.
+            # The req_idx may hold another request, or one that has moved on: its state lies in its
+            # usual block.
             gaps_np = self.begins_np[has_np] - entries.settled_np[found_np[has_np]]
             most_np = entries.counts_np[found_np[has_np]]
             has_np[has_np] = (gaps_np >= 0) & (gaps_np <= most_np)
@@ -145,8 +140,8 @@ class _Step:
         self._lags = not (exact and settled.lag is None)
 
     def _columns(self) -> tuple[np.ndarray, ...]:
-        """[N] each: begin, settled, last position of the state's block, first kept row, most kept
-        rows; upper bounds where the device knows better."""
+        # [N] each: begin, settled, last position of the state's block, first kept row, and most
+        # kept rows; upper bounds if only the device knows.
         has, before, settled = self.has_np, self.before, self.settled
         begins, last, first = self.begins_np, self.begins_np - 1, np.zeros_like(self.begins_np)
         since, most = begins, first
@@ -169,15 +164,16 @@ class _Step:
         )
 
     def _tables(self) -> np.ndarray:
-        """[R, W] int32, blocks of the requests with rows, up to where their states lie."""
+        """Returns [R, W] int32 block tables that reach to the blocks of the states."""
         tables_np = self.layout.block_tables_np
+        # A state may lie in the block of a rejected draft, beyond this step's table.
         if self.before is None or (width := tables_np.shape[1]) >= self.before.tables_np.shape[1]:
             return tables_np
         known_np = np.where(self.has_np[:, None], self.before.tables_np, 0)
         return np.concatenate([tables_np, known_np[:, width:]], axis=1)
 
     def _shifts(self) -> tuple[mx.array, mx.array]:
-        """[N] int32 each: how much too high `begin` is, and `settled` and `last`."""
+        """Returns [N] int32 each: the lag of `begin`, and of `settled` and `last`."""
         lag, num_reqs = self.layout.lag, len(self.counts_np)
         now = lag_of(None if lag is None else lag.counts, num_reqs)
         before = now
@@ -191,12 +187,7 @@ class _Step:
         return mx.concatenate([now, late]), mx.concatenate([before, late])
 
     def planned(self, scope: SequenceScope, num_before: int) -> tuple[SequencePlan, Entries]:
-        """The plan, and the entries that it leaves.
-
-        Args:
-            scope: that asks.
-            num_before: rows that the step before kept.
-        """
+        """Returns the plan and the entries for the next step; num_before: rows kept before."""
         num_reqs, num_late = len(self.counts_np), len(self.settled)
         begins, since, last, first, most = self._columns()
         columns = self.counts_np, self.drafts_np, self.layout.query_start_loc_np[:-1]
@@ -206,7 +197,7 @@ class _Step:
         keep_at = np.cumsum(drafts) - drafts
         num_new = int(drafts.sum())
         blocks = _stacked(self._tables(), self.settled.tables_np)
-        # Of a width that stays for many steps, as their graph does.
+        # A width that is stable over many steps, so that their compiled graph is too.
         width = stable(max(blocks.shape[1], _FEWEST_BLOCKS))
         blocks = np.pad(blocks, ((0, 0), (0, width - blocks.shape[1])))
         ends = np.maximum(begins + rows - 1, 0)
@@ -231,6 +222,7 @@ class _Step:
             table = mx.array(table_np)
         num_carried = self.num_carried
         keeps = num_new + num_carried > 0
+        # Fresh and carried rows together have a stable number too.
         num_fresh = stable(max(num_new, 1) + num_carried) - num_carried if keeps else 1
         num_rows = max(int(self.layout.query_start_loc_np[-1]), 1)
         applies = bool(most.any() or num_carried)
@@ -254,7 +246,7 @@ class _Step:
             reads=None if scope.by_kernels else mx.array(table_np[:, sequences.READ]),
             long=long,
         )
-        return plan, self._left(table_np, num_reqs, num_fresh)
+        return plan, self._entries_left(table_np, num_reqs, num_fresh)
 
     def _exact(
         self,
@@ -265,7 +257,7 @@ class _Step:
         last: np.ndarray,
         ends: np.ndarray,
     ) -> mx.array:
-        """[N, COLUMNS] int32, of upper bounds what the device knows better."""
+        """Returns [N, COLUMNS] int32 with upper bounds corrected on the device."""
         now, before = self._shifts()
         blocks = mx.array(blocks_np)
 
@@ -286,8 +278,8 @@ class _Step:
             axis=1,
         )
 
-    def _left(self, table_np: np.ndarray, num_reqs: int, first_carried: int) -> Entries:
-        """Entries of this step's drafts, and those that are passed on."""
+    def _entries_left(self, table_np: np.ndarray, num_reqs: int, first_carried: int) -> Entries:
+        """Returns entries of this step's drafts, and those carried over."""
         drafting = np.flatnonzero(self.drafts_np)
         layout, carried = self.layout, self.carried
         if len(carried):
@@ -315,7 +307,7 @@ class _Step:
 
 
 def _stacked(first: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """[R + L, W] int32 of [R, ...] and [L, ...] block tables."""
+    """Stacks [R, ...] and [L, ...] block tables to [R + L, W] int32."""
     if not len(others):
         return first
     width = max(first.shape[1], others.shape[1])
@@ -327,11 +319,9 @@ def _stacked(first: np.ndarray, others: np.ndarray) -> np.ndarray:
 def _without_passed(
     blocks_np: np.ndarray, since: np.ndarray, begins: np.ndarray, size: int
 ) -> np.ndarray:
-    """The [N, W] blocks, 0 for those that end among accepted drafts, before the last of these.
-
-    vLLM has taken such a block from the request before this step, and may have given it to another;
-    it never puts one into the prefix cache.
-    """
+    """Returns [N, W] blocks; 0 for those that end among accepted drafts, before the last one."""
+    # vLLM has taken such a block from the request before this step, and may have given it to
+    # another; it never puts one into the prefix cache.
     passed = np.flatnonzero((begins > since) & ((begins - 1) // size > since // size))
     if not len(passed):
         return blocks_np
@@ -342,17 +332,17 @@ def _without_passed(
 
 
 def _tiles(starts: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """[M, 2] int32, see `Sequences.tiles`."""
+    """Returns [M, 2] int32, see `Sequences.tiles`."""
     counts = np.maximum(-(-rows // sequences.TILE_ROWS), 1)
     if len(rows) and counts.max() == 1:
         return np.stack([np.arange(len(rows)), np.zeros(len(rows))], axis=1).astype(np.int32)
-    whose = np.repeat(np.arange(len(rows)), counts)
-    places = np.arange(len(whose)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.stack([whose, places * sequences.TILE_ROWS], axis=1).astype(np.int32)
+    owners = np.repeat(np.arange(len(rows)), counts)
+    tile_numbers = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.stack([owners, tile_numbers * sequences.TILE_ROWS], axis=1).astype(np.int32)
 
 
 def _rows_of(entries: Entries) -> mx.array:
-    """[c] int32, the kept rows of entries, one after another."""
+    """Returns [c] int32, the kept rows of all entries in order."""
     parts: Sequence[np.ndarray] = [
         np.arange(first, first + count)
         for first, count in zip(entries.first_np.tolist(), entries.counts_np.tolist(), strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of layers whose modules are called once for all rows; drafts leave their inputs only."""
+"""States of layers that are called once for all rows; drafts only leave their inputs."""
 
 from __future__ import annotations
 
@@ -21,23 +21,19 @@ TreeT = TypeVar("TreeT")
 
 
 class SequenceState(RecurrentState[SequencePlan]):
-    """States that our own operations compute, and the rows that each layer's newest step kept."""
+    """States computed by our own operations, and the rows kept by each layer's newest step."""
 
     def __init__(
         self, storage: LayerKVCache, form: StateFormat, idle: Callable[[SequenceCall], None]
     ) -> None:
-        """
-        Args:
-            storage, form: see RecurrentState.
-            idle: the layer's operations, over rows of zeros.
-        """
+        """idle: runs the layer's operations over rows of zeros."""
         super().__init__(storage, form)
         self._idle = idle
-        self._kept: dict[int, list[mx.array]] = {}  # by scope, of the layer that has it
+        self._kept: dict[int, list[mx.array]] = {}  # by scope of the layer
 
     @property
     def _kernels(self) -> KernelKVCache | None:
-        """The storage, if kernels compute the states where they lie."""
+        """The storage, if kernels update states in place."""
         storage = self._storage
         return (
             storage
@@ -47,12 +43,11 @@ class SequenceState(RecurrentState[SequencePlan]):
 
     @property
     def by_kernels(self) -> bool:
-        """Whether kernels compute the states where they lie."""
         return self._kernels is not None
 
     @property
     def long_prompt(self) -> int | None:
-        """Rows from which on a prompt may go by MLX's function in chunks; None: none does."""
+        """Rows from which a prompt may use MLX's chunked function; None: never."""
         return None if self._kernels is None else self._kernels.backend.long_prompt
 
     def begin_step(self) -> None:
@@ -60,6 +55,7 @@ class SequenceState(RecurrentState[SequencePlan]):
         for left in pending:
             self._kept.pop(left.plan.scope, None)
             groups = left.plan.groups
+            # Without kernels, end states come first (see `ByOperations.left`).
             num_ended = 0 if groups is None else len(self.form.shapes)
             if kept := left.arrays[num_ended:]:
                 self._kept[left.plan.scope] = kept
@@ -84,14 +80,10 @@ class SequenceState(RecurrentState[SequencePlan]):
     def call(
         self, plan: SequencePlan, module: Callable[[SequenceCall], TreeT]
     ) -> tuple[TreeT, list[mx.array]]:
-        """A layer's call over the step's rows.
+        """Calls a layer over the step's rows.
 
-        Args:
-            plan: of the step.
-            module: computes, with what goes from token to token left to its argument.
-
-        Returns:
-            What the module returns; and arrays that must be computed with it.
+        `module` computes with a SequenceCall, to which it leaves all work that goes from token to
+        token. Returns its result, and arrays that must be computed with it.
         """
         kept = self._kept.get(plan.scope, []) if plan.applies else []
         call: ByKernels | ByOperations
@@ -107,5 +99,5 @@ class SequenceState(RecurrentState[SequencePlan]):
 
     def settle(self, plan: SequencePlan) -> None:
         """Applies kept rows in a step without rows."""
-        if plan.scope in self._kept:  # else the layer was not called in the step before
+        if plan.scope in self._kept:  # else the layer did not run in the previous step
             self.call(plan, self._idle)
