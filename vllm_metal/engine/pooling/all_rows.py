@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AllRows: a pooler that gives hidden states as they are, chunk by chunk: what a start checks."""
+"""Implements a pooler that returns hidden states unchanged, for checks at start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class AllRows(Pooler):
-    """Gives [n, H] hidden states of a prompt of n tokens, in as many chunks as it comes in."""
+    """Returns [n, H] hidden states of a prompt of n tokens, in any number of chunks."""
 
     TASK: ClassVar[PoolingTask] = "token_embed"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the layer that makes scores of hidden states: of the checkpoint's files, or of its head."""
+"""Reads the layer that scores hidden states, from the checkpoint's files or from its head."""
 
 from __future__ import annotations
 
@@ -17,19 +17,15 @@ from vllm_metal.identity.model_files import ModelLoadError
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
-#: vLLM's names for scores made of rows of the model's own head.
+#: vLLM's methods for scores from rows of the model's own head.
 _TWO_WAYS, _EACH_TOKEN = "from_2_way_softmax", "no_post_processing"
 
 
 def stored(folder: Path, model_config: ModelConfig) -> torch.nn.Linear:
-    """The layer `score` of a checkpoint that was made to classify; float32, or the head's dtype.
-
-    Args:
-        folder: of the checkpoint.
-        model_config: vLLM's, which has the number of labels.
+    """Returns the layer `score` of a sequence-classification checkpoint in the head's dtype.
 
     Raises:
-        ModelLoadError: there is none, or it is not such a layer.
+        ModelLoadError: the layer is missing or malformed.
     """
     arrays = stored_arrays(folder)
     found = {name: array for name, array in arrays if name.startswith(OTHER_HEAD)}
@@ -41,6 +37,7 @@ def stored(folder: Path, model_config: ModelConfig) -> torch.nn.Linear:
             "checkpoint that was made for sequence classification"
         )
     weight, bias = found[f"{OTHER_HEAD}weight"], found.get(f"{OTHER_HEAD}bias")
+    # (number of labels, hidden size)
     expected = (model_config.hf_config.get_text_config().num_labels, model_config.get_hidden_size())
     if weight.shape != expected:
         raise ModelLoadError(
@@ -51,18 +48,15 @@ def stored(folder: Path, model_config: ModelConfig) -> torch.nn.Linear:
 
 
 def of_head(model: nn.Module, embedding: nn.Module, model_config: ModelConfig) -> torch.nn.Linear:
-    """What compares the logits of a few tokens, which a reranker answers with: "no" and "yes" say.
+    """Returns a layer of the head's rows for a reranker's answer tokens, such as "no" and "yes".
 
-    Args:
-        model: with its head, if it has one of its own.
-        embedding: of the model.
-        model_config: vLLM's. `classifier_from_token` of its configuration names the tokens.
+    `classifier_from_token` of the configuration names the tokens.
 
     Raises:
-        ModelLoadError: a name is no token of the tokenizer, or the method is not vLLM's.
+        ModelLoadError: a name is not a token of the tokenizer, or vLLM lacks the method.
     """
     tokens, method = _setting(model_config, "classifier_from_token"), asked(model_config)
-    rows = head_rows(model, embedding, _ids_of(tokens, model_config))
+    rows = head_rows(model, embedding, _token_ids(tokens, model_config))
     if method == _TWO_WAYS:
         # The softmax over two logits is the logistic function of their difference.
         rows = rows[1:] - rows[:1]
@@ -75,17 +69,17 @@ def of_head(model: nn.Module, embedding: nn.Module, model_config: ModelConfig) -
 
 
 def asked(model_config: ModelConfig) -> str | None:
-    """How scores are made of rows of the model's head; None: the checkpoint has a layer."""
+    """Returns how scores use rows of the model's head; None: the checkpoint has a layer."""
     return cast("str | None", _setting(model_config, "method"))
 
 
 def _setting(model_config: ModelConfig, name: str) -> Any:
-    """A key of the configuration, of the whole model's or of its text model's."""
+    """Returns a key of the whole model's configuration or of its text model's."""
     whole = model_config.hf_config
     return getattr(whole, name, None) or getattr(whole.get_text_config(), name, None)
 
 
-def _ids_of(tokens: list[str], model_config: ModelConfig) -> list[int]:
+def _token_ids(tokens: list[str], model_config: ModelConfig) -> list[int]:
     from vllm.tokenizers import get_tokenizer
 
     tokenizer: Any = get_tokenizer(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a decoder that pools: mlx-lm's module without its head, and the pooler of its results."""
+"""Loads a pooling decoder: mlx-lm's module without its head, and a pooler for its results."""
 
 from __future__ import annotations
 
@@ -24,18 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pooling:
-    """A model that pools."""
-
     parts: ModelParts
     pooler: Pooler
 
 
 def load(config: VllmConfig) -> Pooling:
-    """The decoder of `config`, without a head for logits, and its pooler.
+    """Loads the decoder without a head for logits, and its pooler.
 
     Raises:
-        ModelLoadError: see `loader.load`; or the files have no classifier where one is asked for,
-            or what the model computes behind its layers is more than a head.
+        ModelLoadError: see `loader.load`; or the files lack a required classifier, or the model has
+            more than a head after its layers.
     """
     found: list[tuple[ModelParts, torch.nn.Module | None]] = []
 
@@ -60,7 +58,6 @@ def _classifier(parts: ModelParts, config: VllmConfig) -> torch.nn.Module | None
 
 
 def _check_that_only_a_head_follows(parts: ModelParts, model_type: str) -> None:
-    """A norm, say, that the whole model has behind its layers would be left out."""
     if (decoder := parts.decoder_path) is None:
         raise ModelLoadError(
             f"{model_type} cannot be served with --runner pooling: mlx-lm's module of it does not "
@@ -70,8 +67,9 @@ def _check_that_only_a_head_follows(parts: ModelParts, model_type: str) -> None:
     inside = tuple(f"{path}." for path in (decoder, head) if path is not None)
     parameters = cast(list[tuple[str, mx.array]], tree_flatten(parts.model.parameters()))
     names = [name for name, _ in parameters]
-    if beside := [name for name in names if not name.startswith(inside)]:
+    # Headless pooling would silently skip such parameters, for example a norm after the layers.
+    if others := [name for name in names if not name.startswith(inside)]:
         raise ModelLoadError(
             f"{model_type} cannot be served with --runner pooling: mlx-lm's module of it has "
-            f"{', '.join(beside[:3])} beside the layers, which may belong to the hidden states"
+            f"{', '.join(others[:3])} beside the layers, which may belong to the hidden states"
         )

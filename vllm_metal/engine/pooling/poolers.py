@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes vLLM's pooler for a model, with all that its sentence-transformers files ask for."""
+"""Creates vLLM's pooler for a model, including layers from its sentence-transformers files."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ if TYPE_CHECKING:
 
 
 def make(config: VllmConfig, classifier: torch.nn.Module | None) -> Pooler:
-    """The pooler that vLLM gives a decoder.
+    """Returns the pooler that vLLM would give this decoder.
 
-    Args:
-        config: vLLM's.
-        classifier: [n, H] hidden states to [n, labels]; None: the model embeds.
+    classifier: maps [n, H] hidden states to [n, labels]; None: the model embeds.
 
     Raises:
         ModelLoadError: a layer of the sentence-transformers files could not be read.
@@ -39,20 +37,17 @@ def make(config: VllmConfig, classifier: torch.nn.Module | None) -> Pooler:
 
 
 def check_projector(config: VllmConfig, pooler: Any) -> None:
-    """Checks that a pooler projects as the checkpoint says: vLLM leaves out what it cannot read.
-
-    Args:
-        config: vLLM's.
-        pooler: of one task, made by vLLM.
+    """Checks that a pooler has all Dense layers of the checkpoint.
 
     Raises:
-        ModelLoadError: a Dense layer is not there.
+        ModelLoadError: a Dense layer is missing.
     """
     from vllm.transformers_utils.config import try_get_dense_modules
 
     model = config.model_config
     named = try_get_dense_modules(model.model, revision=model.revision) or ()
     layers = pooler.head.projector.modules() if pooler.head.projector is not None else ()
+    # vLLM silently skips layers it cannot read, so count those it made.
     read = sum(isinstance(layer, torch.nn.Linear) for layer in layers)
     if read != len(named):
         folders = ", ".join(str(layer["folder"]) for layer in named)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PoolingEnd: the end of steps that has vLLM's pooler make vectors of hidden states."""
+"""Implements the output head that turns hidden states into vectors with vLLM's pooler."""
 
 from __future__ import annotations
 
@@ -25,67 +25,55 @@ if TYPE_CHECKING:
     from vllm_metal.engine.batch.input_batch import InputBatch
     from vllm_metal.engine.batch.requests import Requests, RequestState
 
-#: Rows of a prompt that its result is made of.
+#: Rows of a prompt that its result depends on.
 Needed = Literal["first", "last", "all"]
-#: By the way of pooling whole texts, as vLLM names it.
+#: Needed rows by vLLM's name of the pooling type for whole texts.
 _NEEDED: dict[str, Needed] = {"LAST": "last", "CLS": "first", "MEAN": "all"}
-#: Tasks whose result is one vector a text.
+#: Tasks whose result is one vector per text.
 _OF_TEXTS = ("embed", "classify")
 
 
 def rows_needed(task: str | None, config: PoolerConfig) -> Needed:
-    """The rows of a prompt that a task reads.
-
-    Args:
-        task: of the request.
-        config: has how texts are pooled.
-    """
     return _NEEDED[config.get_seq_pooling_type()] if task in _OF_TEXTS else "all"
 
 
 @dataclass
 class _Entry:
-    """One request's wishes, and what is kept of its earlier chunks."""
+    """One request's parameters, and the state of its earlier chunks."""
 
     params: PoolingParams
     needed: Needed
-    prompt_token_ids: list[int] | None  # where the pooler reads them
+    prompt_token_ids: list[int] | None  # only if the pooler reads them
     states: PoolingStates = field(default_factory=PoolingStates)
 
 
 @dataclass(frozen=True)
-class _Share:
-    """The rows that the pooler gets of one request of a step."""
+class _RequestSlice:
+    """The rows that the pooler gets of one request in a step."""
 
     index: int  # of the request in the batch
     entry: _Entry
     rows: range  # in the batch
-    prompt_len: int  # as the pooler is told: of whole prompts alone it needs the true one
-    seq_len: int  # likewise; what it has seen of the prompt, with these rows
+    prompt_len: int  # for the pooler, which needs the true length only with all rows
+    seq_len: int  # likewise; prompt tokens seen including these rows
     done: bool  # the prompt ends here
 
 
 class PoolingHead(OutputHead):
-    """Pools the rows of prompts as vLLM's pooler says.
+    """Pools the rows of prompts with vLLM's pooler.
 
-    Only rows that the pooler reads leave the device: of a text whose last token counts, one row.
-    The host pools them when vLLM asks for the step's results.
+    Only rows that the pooler reads leave the device, for example one row for last-token pooling.
+    The host pools them when vLLM requests the step's results.
     """
 
     at_once = True
 
     def __init__(self, pooler: Pooler, config: PoolerConfig, requests: Requests) -> None:
-        """
-        Args:
-            pooler: vLLM's; it takes torch tensors on the CPU.
-            config: has how texts are pooled.
-            requests: of the runner.
-        """
         self._pooler = pooler
         self._config = config
         self._requests = requests
         self._entries: dict[int, _Entry] = {}  # by req_idx
-        self._begun: tuple[InputBatch, list[_Share], mx.array] | None = None
+        self._begun: tuple[InputBatch, list[_RequestSlice], mx.array] | None = None
 
     def enter(self, state: RequestState) -> None:
         params = state.request.pooling_params
@@ -100,20 +88,20 @@ class PoolingHead(OutputHead):
         self._entries.pop(req_idx, None)
 
     def begin(self, batch: InputBatch, hidden_states: mx.array) -> None:
-        shares = self._shares(batch)
-        rows = [row for share in shares for row in share.rows]
+        slices = self._slices(batch)
+        rows = [row for part in slices for row in part.rows]
         if len(rows) < len(batch.positions_np):
             hidden_states = hidden_states[mx.array(np.array(rows, np.int32))]
         # float32 holds every dtype of weights exactly; numpy has no bfloat16.
-        self._begun = batch, shares, hidden_states[:, 0].astype(mx.float32)
+        self._begun = batch, slices, hidden_states[:, 0].astype(mx.float32)
 
     def finish(self, grammar_output: GrammarOutput | None) -> tuple[StepOutput, list[mx.array]]:
         assert self._begun is not None
-        (batch, shares, rows), self._begun = self._begun, None
-        # Also where no row is read: a chunk that ends no text fills the pool.
-        return PooledOutput(batch, self._requests, self._pooler, shares, rows), [rows]
+        (batch, slices, rows), self._begun = self._begun, None
+        # Also without rows to read: a chunk that ends no text still fills the pool.
+        return PooledOutput(batch, self._requests, self._pooler, slices, rows), [rows]
 
-    def _shares(self, batch: InputBatch) -> list[_Share]:
+    def _slices(self, batch: InputBatch) -> list[_RequestSlice]:
         starts, done = batch.query_start_loc_np.tolist(), set(batch.sampling_np.tolist())
         found = []
         for index, state in enumerate(batch.requests):
@@ -123,78 +111,71 @@ class PoolingHead(OutputHead):
             elif index not in done:
                 continue
             else:
+                # A pooler that reads one row gets it as a complete prompt of length 1.
                 rows, lens = rows[:1] if entry.needed == "first" else rows[-1:], (1, 1)
-            found.append(_Share(index, entry, rows, *lens, index in done))
+            found.append(_RequestSlice(index, entry, rows, *lens, index in done))
         return found
 
 
 class PooledOutput(StepOutput):
-    """A step's rows on the device, and how the host pools them."""
+    """A step's rows on the device; the host pools them in `get_output`."""
 
     def __init__(
         self,
         batch: InputBatch,
         requests: Requests,
         pooler: Pooler,
-        shares: Sequence[_Share],
+        slices: Sequence[_RequestSlice],
         rows: mx.array,
     ) -> None:
-        """
-        Args:
-            batch: the step's inputs.
-            requests: of the runner.
-            pooler: vLLM's.
-            shares: whose rows they are.
-            rows: [n, H] float32, of all shares, in their order.
-        """
+        """rows: [n, H] float32, of all slices in order."""
         super().__init__(batch, None, {}, requests)
         self._pooler = pooler
-        self._shares = shares
+        self._slices = slices
         self._rows = rows
 
     def get_output(self) -> StepResult:
-        """The step's results as vLLM wants them; waits for the device, and pools."""
         result = super().get_output()
         pooled: list[torch.Tensor | None] = [None] * len(self.batch.requests)
-        for share, found in zip(self._shares, self._pooled(), strict=True):
-            if not share.done:
+        for part, found in zip(self._slices, self._pool(), strict=True):
+            if not part.done:
                 continue
+            # NaN fails one request, not the step.
             assert found is not None
             if bool(torch.isnan(found).any()):
-                result.failures[self.batch.requests[share.index].req_id] = NOT_A_NUMBER
+                result.failures[self.batch.requests[part.index].req_id] = NOT_A_NUMBER
             else:
-                pooled[share.index] = found
+                pooled[part.index] = found
         result.pooler_output = pooled
         return result
 
-    def _pooled(self) -> Sequence[torch.Tensor | None]:
+    def _pool(self) -> Sequence[torch.Tensor | None]:
         rows = torch.from_numpy(np.array(self._rows))
-        if not self._shares:
+        if not self._slices:
             return ()
         with torch.inference_mode():
-            found: Sequence[torch.Tensor | None] = self._pooler(rows, _metadata(self._shares))
+            found: Sequence[torch.Tensor | None] = self._pooler(rows, _metadata(self._slices))
         return found
 
 
-def _metadata(shares: Sequence[_Share]) -> PoolingMetadata:
-    """What vLLM's poolers are told of the rows."""
-    prompt_lens = [share.prompt_len for share in shares]
+def _metadata(slices: Sequence[_RequestSlice]) -> PoolingMetadata:
+    prompt_lens = [part.prompt_len for part in slices]
     token_ids = None
-    if any(share.entry.params.requires_token_ids for share in shares):
-        token_ids = torch.zeros((len(shares), max(prompt_lens)), dtype=torch.int64)
-        for row, share in zip(token_ids, shares, strict=True):
-            known = share.entry.prompt_token_ids or ()
+    if any(part.entry.params.requires_token_ids for part in slices):
+        token_ids = torch.zeros((len(slices), max(prompt_lens)), dtype=torch.int64)
+        for row, part in zip(token_ids, slices, strict=True):
+            known = part.entry.prompt_token_ids or ()
             row[: len(known)] = torch.tensor(known)
     metadata = PoolingMetadata(
         prompt_lens=torch.tensor(prompt_lens),
         prompt_token_ids=token_ids,
         prompt_token_ids_cpu=token_ids,
-        pooling_params=[share.entry.params for share in shares],
-        pooling_states=[share.entry.states for share in shares],
+        pooling_params=[part.entry.params for part in slices],
+        pooling_states=[part.entry.states for part in slices],
     )
     metadata.build_pooling_cursor(
-        np.array([len(share.rows) for share in shares]),
-        torch.tensor([share.seq_len for share in shares]),
+        np.array([len(part.rows) for part in slices]),
+        torch.tensor([part.seq_len for part in slices]),
         torch.device("cpu"),
     )
     return metadata

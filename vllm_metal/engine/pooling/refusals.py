@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which settings are refused of an engine that pools."""
+"""Decides which settings a pooling engine rejects."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ if TYPE_CHECKING:
 
 
 def refusals(config: VllmConfig, encoder: bool, encoders: Iterable[str]) -> dict[str, bool]:
-    """Settings by name, and whether each was asked for; empty where an engine generates.
+    """Maps rejected settings to whether each was requested; empty for engines that generate.
 
-    Args:
-        config: vLLM's.
-        encoder: whether the model is served as one that attends in both directions.
-        encoders: architectures that are.
+    encoder: the model is served with bidirectional attention. encoders: architectures served so.
     """
     model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
     if not pools(config):
@@ -28,7 +25,7 @@ def refusals(config: VllmConfig, encoder: bool, encoders: Iterable[str]) -> dict
     assert pooler is not None
     way = f"{pooler.seq_pooling_type}/{pooler.tok_pooling_type} pooling"
     beside = "with --runner pooling"
-    return _of_model(model, encoder, encoders) | {
+    return _model_refusals(model, encoder, encoders) | {
         f"--speculative-config {beside} (nothing is sampled)": config.speculative_config
         is not None,
         f"--io-processor-plugin {beside}": bool(model.io_processor_plugin),
@@ -42,7 +39,7 @@ def refusals(config: VllmConfig, encoder: bool, encoders: Iterable[str]) -> dict
     }
 
 
-def _of_model(model: ModelConfig, encoder: bool, encoders: Iterable[str]) -> dict[str, bool]:
+def _model_refusals(model: ModelConfig, encoder: bool, encoders: Iterable[str]) -> dict[str, bool]:
     config, architectures = model.hf_config, ", ".join(model.architectures)
     both_ways = (
         model.attn_type == "encoder_only"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of torch, for vLLM's poolers, of MLX's weights; float32, and never trained."""
+"""Creates frozen float32 torch layers from MLX weights, for vLLM's poolers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 
 def linear(weight: mx.array, bias: mx.array | None = None) -> torch.nn.Linear:
-    """A layer of weights [out, in] and perhaps a bias [out]."""
+    """Returns a layer from weights [out, in] and an optional bias [out]."""
     size_out, size_in = weight.shape
     return _filled(torch.nn.Linear(size_in, size_out, bias=bias is not None), weight, bias)
 
 
 def layer_norm(weight: mx.array, bias: mx.array | None, eps: float) -> torch.nn.LayerNorm:
-    """A norm over the last axis, of weights [H] and perhaps a bias [H]."""
+    """Returns a norm over the last axis from weights [H] and an optional bias [H]."""
     return _filled(torch.nn.LayerNorm(weight.size, eps=eps, bias=bias is not None), weight, bias)
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that read a whole text at once, every token the ones behind it too."""
+"""Bidirectional encoders, which read a whole text at once."""

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which texts of a step attend together, and attends: every token to its whole text.
+"""Computes bidirectional attention of a step's texts in groups of similar length.
 
-All else of an encoder goes from token to token, and takes a step's T rows as they are. Only
-attention has to know where texts begin. Texts are sorted by length and cut into *groups*, whose
-texts are padded to the longest of them. A group goes on while
+All other parts of an encoder work per token and take a step's T rows as they are. Only attention
+needs to know where texts begin. Texts are sorted by length and cut into *groups*, which are padded
+to their longest text. A group continues while
 
     length <= PADDING * shortest + SLACK    and    texts * longest <= MAX_ROWS
 
-so a text pays for a little padding at most, texts of like lengths share a call, and there are
-log(longest / shortest) / log(PADDING) groups, about. Queries of a group are taken in chunks of as
-many rows as keep its scores under MAX_SCORES for a head: the memory of a step does not grow with
-the square of a text. A chunk of a layer with a window reads no keys but those that its window
-reaches.
+so texts need little padding, texts of similar length share a call, and there are about log(longest
+/ shortest) / log(PADDING) groups. A group's queries are cut into chunks that keep its scores under
+MAX_SCORES per head, so a step's memory does not grow with the square of a text. With a window, a
+chunk reads only keys within the window.
 """
 
 from __future__ import annotations
@@ -24,41 +23,40 @@ import numpy as np
 
 from vllm_metal.patches.mlx_patches.seam import AttendingCache, Scoring
 
-#: How much longer than the shortest a group's texts may be. A step of 12 texts of 8 to 250 tokens
-#: through all-MiniLM-L6-v2 (float32, one core of a busy x86 machine) took 1.13 times as long with 2
-#: in its place, 2.1 times where all were padded to the longest, and 1.3 times where only equal
-#: lengths attended together; of 32 texts of 3 to 40 tokens 1.4, 1.8 and 1.6 times.
+#: Largest ratio of a group's longest to its shortest text. A step of 12 texts of 8 to 250 tokens
+#: through all-MiniLM-L6-v2 (float32, one core of a busy x86 machine) took 1.13 times as long with
+#: 2, 2.1 times with all texts padded to the longest, and 1.3 times when only equal lengths attended
+#: together; 32 texts of 3 to 40 tokens took 1.4, 1.8 and 1.6 times as long.
 PADDING = 1.25
-SLACK = 8  # tokens: so very short texts make one group
-#: Padded rows of a group, and scores of a head that one call computes.
+SLACK = 8  # tokens, so that very short texts form one group
+#: Limits of one group's padded rows, and of one call's scores per head.
 MAX_ROWS = 2**15
 MAX_SCORES = 2**20
-MIN_QUERIES = 64  # rows of a chunk, whatever their scores: fewer would not pay for reading keys
+MIN_QUERIES = 64  # minimum rows of a chunk for any scores: fewer would not pay for reading keys
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One call of attention: n texts, Q query rows and K key rows of each."""
+    """One call of attention: n texts with Q query rows and K key rows each."""
 
-    queries: mx.array  # [n, Q] int32, rows of the step; behind a text's end, its last row
+    queries: mx.array  # [n, Q] int32, rows of the step; a text's last row as padding
     keys: mx.array  # [n, K] int32, likewise
-    mask: mx.array | None  # bool, [n, 1, 1, K] or [n, 1, Q, K]: where to look; None: everywhere
+    mask: mx.array | None  # bool, [n, 1, 1, K] or [n, 1, Q, K], keys to attend to; None: all
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the rows of a step attend in layers of one window."""
+    """Attention of a step's rows in layers with one window."""
 
     pieces: Sequence[Piece]
-    places: mx.array | None  # [T] int32, of each row in the pieces' results; None: in order
+    places: mx.array | None  # [T] int32, index of each row in the pieces' results; None: in order
 
 
 def plan(query_start_loc_np: np.ndarray, window: int | None) -> Plan:
-    """Plans a step whose every request is there from its first token to its last.
+    """Plans a step whose requests are all complete texts.
 
-    Args:
-        query_start_loc_np: [R + 1] int32, where the rows of each request begin.
-        window: a token sees those that are so far away, or nearer; None: all.
+    query_start_loc_np: [R + 1] int32, first row of each request. window: largest distance of tokens
+    that attend to each other; None: unlimited.
     """
     starts_np = query_start_loc_np[:-1]
     lengths_np = np.diff(query_start_loc_np)
@@ -67,32 +65,28 @@ def plan(query_start_loc_np: np.ndarray, window: int | None) -> Plan:
         for piece, rows_np in _pieces(starts_np[group_np], lengths_np[group_np], window):
             pieces.append(piece)
             rows.append(rows_np)
-    rows_np = np.concatenate(rows)  # of each result its row, -1 for padding
+    rows_np = np.concatenate(rows)  # row of each result, -1 for padding
     count = int(query_start_loc_np[-1])
     if len(rows_np) == count and (rows_np == np.arange(count)).all():
         return Plan(pieces, None)
-    places_np = np.zeros(count, np.int32)
+    index_np = np.zeros(count, np.int32)
     real_np = np.flatnonzero(rows_np >= 0)
-    places_np[rows_np[real_np]] = real_np
-    return Plan(pieces, mx.array(places_np))
+    index_np[rows_np[real_np]] = real_np
+    return Plan(pieces, mx.array(index_np))
 
 
 def groups(lengths_np: np.ndarray) -> list[np.ndarray]:
-    """Texts that attend together.
+    """Groups [R] int32 text lengths of at least 1 for shared attention calls.
 
-    Args:
-        lengths_np: [R] int32, tokens of each text, 1 at least.
-
-    Returns:
-        [n] int64 each, indices of texts; shortest first, in the order of the step among equals.
+    Returns [n] int64 text indices per group, shortest first; equal lengths keep the step's order.
     """
     order_np = np.argsort(lengths_np, kind="stable")
     sorted_np, found, begin = lengths_np[order_np], [], 0
     while begin < len(order_np):
         longest = PADDING * sorted_np[begin] + SLACK
         end = int(np.searchsorted(sorted_np, longest, side="right"))
-        # Padded rows grow with each text, in number and by the longest: so the first that is too
-        # many ends a group.
+        # Padded rows grow with each text, both in number and in length, so the first text over the
+        # limit ends a group.
         padded_np = np.arange(1, end - begin + 1) * sorted_np[begin:end].astype(np.int64)
         end = begin + max(int(np.searchsorted(padded_np, MAX_ROWS, side="right")), 1)
         found.append(order_np[begin:end])
@@ -103,7 +97,7 @@ def groups(lengths_np: np.ndarray) -> list[np.ndarray]:
 def _pieces(
     starts_np: np.ndarray, lengths_np: np.ndarray, window: int | None
 ) -> Iterator[tuple[Piece, np.ndarray]]:
-    """The calls of one group, and of each [n * Q] int32: the row of a result, -1 for padding."""
+    """Yields one group's calls, each with [n * Q] int32 rows of its results, -1 for padding."""
     count, longest = len(lengths_np), int(lengths_np.max())
     for begin, end, first, last in _chunks(count, longest, window):
         at_np = np.arange(begin, end)
@@ -114,7 +108,7 @@ def _pieces(
         if window is not None and longest > window + 1:
             near_np = np.abs(at_np[:, None] - seen_np[None]) <= window  # [Q, K]
             mask_np = mask_np & near_np[None]
-            mask_np[~mask_np.any(-1)] = True  # rows of padding, which nobody reads
+            mask_np[~mask_np.any(-1)] = True  # padding rows, whose results are unused
         mask = None if mask_np.all() else mx.array(mask_np[:, None])
         rows_np = np.where(at_np < lengths_np[:, None], queries_np, -1)
         piece = Piece(_indices(queries_np), _indices(keys_np), mask)
@@ -122,18 +116,12 @@ def _pieces(
 
 
 def _chunks(count: int, longest: int, window: int | None) -> Iterator[tuple[int, int, int, int]]:
-    """Queries and keys of each call, both as positions of a text: from, to, from, to.
-
-    Args:
-        count: texts of the group.
-        longest: tokens of the longest.
-        window: of the layer.
-    """
+    """Yields each call's range of queries and range of keys, as positions in a text."""
     begin = 0
     while begin < longest:
         rows = max(MAX_SCORES // (count * longest), MIN_QUERIES)
         if window is not None and rows < longest:
-            # A chunk of so many rows reads as many keys, and a window before and behind.
+            # A chunk reads its own rows as keys, plus one window on each side.
             rows = max(min(rows, 2 * window), MIN_QUERIES)
         end = min(begin + rows, longest)
         if window is None:
@@ -148,14 +136,10 @@ def _indices(rows_np: np.ndarray) -> mx.array:
 
 
 class TextAttention(AttendingCache):
-    """Attention of one kind of layer in one step; what a module gets as its cache, or its mask."""
+    """Attention of one kind of layer in one step; modules receive it as cache or mask."""
 
     def __init__(self, plan: Plan, positions: mx.array) -> None:
-        """
-        Args:
-            plan: of the step, for the layer's window.
-            positions: [T] int32, of the rows.
-        """
+        """positions: [T] int32, of the rows."""
         self._plan = plan
         self._positions = positions
 
@@ -169,7 +153,7 @@ class TextAttention(AttendingCache):
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring
     ) -> mx.array:
-        """[T, H, 1, D] queries over the keys of their texts; [T, H, 1, D] back.
+        """Attends [T, H, 1, D] queries to the keys of their texts; returns [T, H, 1, D].
 
         Raises:
             NotImplementedError: the layer caps its scores.
@@ -187,7 +171,7 @@ class TextAttention(AttendingCache):
 def _attend(
     piece: Piece, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring
 ) -> mx.array:
-    """[n * Q, H, D]: results of a piece's queries, padding included."""
+    """Returns [n * Q, H, D] results of a piece's queries, including padding."""
     q = queries[piece.queries].transpose(0, 2, 1, 3)
     k = keys[piece.keys].transpose(0, 2, 1, 3)
     v = values[piece.keys].transpose(0, 2, 1, 3)

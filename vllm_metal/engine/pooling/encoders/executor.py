@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EncoderExecutor runs an encoder over whole texts, without a pool: rows in, hidden states out."""
+"""Runs an encoder over whole texts without a pool."""
 
 from __future__ import annotations
 
@@ -14,26 +14,19 @@ from vllm_metal.engine.pooling.encoders.networks import Encoder, with_positions
 
 
 class EncoderExecutor(PagedLayers):
-    """Runs an encoder; of its layers none keeps anything between steps."""
+    """Runs an encoder, whose layers keep nothing between steps."""
 
     def __init__(self, encoder: Encoder, block_size: int) -> None:
-        """
-        Args:
-            encoder: loaded.
-            block_size: of the scheduler's, which has no blocks to give.
-        """
+        # PagedLayers needs a block size, although the scheduler has no blocks to allocate.
         super().__init__((), {}, {}, block_size)
         self._encoder = encoder
 
     def forward_hidden(
         self, rows: Rows, block_tables: BlockTables | None, inputs: ForwardInputs | None = None
     ) -> mx.array:
-        """[T, 1, H] hidden states of the rows; lazy.
+        """Returns lazy [T, 1, H] hidden states of a step's whole texts.
 
-        Args:
-            rows: the step's, of whole texts.
-            block_tables: of the requests; nothing is looked up.
-            inputs: what the model reads; None: the rows' own `inputs`.
+        block_tables are unused. inputs: None: the rows' own `inputs`.
 
         Raises:
             RuntimeError: part of a text is missing.

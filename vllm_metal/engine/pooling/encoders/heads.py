@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the head that scores pooled hidden states, in torch: what vLLM's poolers call."""
+"""Creates torch heads that score pooled hidden states, for vLLM's poolers."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from vllm_metal.engine.weights.layers import dense_rows
 
 
 def of_bert(model: Any) -> torch.nn.Module:
-    """[R, H] to [R, labels] of mlx-vlm's BERT, whose pooler has a layer before the labels."""
+    """Maps [R, H] to [R, labels] for mlx-vlm's BERT, whose pooler has a layer before the labels."""
     return torch.nn.Sequential(
         _linear(model.pooler.dense), torch.nn.Tanh(), _linear(model.classifier)
     )
 
 
 def of_roberta(model: Any) -> torch.nn.Module:
-    """Likewise of RoBERTa, whose classifier has it."""
+    """Maps [R, H] to [R, labels] for RoBERTa, whose classifier has that layer."""
     head = model.classifier
     return torch.nn.Sequential(_linear(head.dense), torch.nn.Tanh(), _linear(head.out_proj))
 
 
 def of_modernbert(model: Any) -> torch.nn.Module:
-    """Likewise of ModernBERT, with a norm before the labels."""
+    """Maps [R, H] to [R, labels] for ModernBERT, with a norm before the labels."""
     dense, norm, labels = model.head.dense, model.head.norm, model.classifier
     return torch.nn.Sequential(_linear(dense), torch.nn.GELU(), _norm(norm), _linear(labels))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads an encoder from a folder, and has it compute what the folder's config.json says."""
+"""Loads an encoder from a folder and makes it follow the folder's config.json."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.patches.mlx_patches import encoder_seam
 from vllm_metal.patches.mlx_patches import registry as patches
 
-_LONGEST_REASON = 400  # characters of another package's message
-#: What the layer norms of Google's first files are called, and are called now.
+_LONGEST_REASON = 400  # characters kept of another package's message
+#: Old and new names of layer norms: Google's first files use the old ones.
 _OLD_NAMES = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))
-#: Modules behind the pooling, which leave the model once a head is made of them.
+#: Modules after the pooling, removed from the model once a torch head is made of them.
 _HEADS = ("pooler", "classifier", "head")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -52,17 +52,13 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 def lazy_encoder(
     path: Path, served: Architecture, dtype: mx.Dtype, overrides: Config | None = None
 ) -> tuple[Encoder, torch.nn.Module | None]:
-    """The encoder of a folder, whose weights are read when they are used, and its head in float32.
+    """Returns an encoder with lazy weights in `dtype`, and its head in float32.
 
-    Args:
-        path: the folder.
-        served: its architecture.
-        dtype: of its weights.
-        overrides: keys of config.json, and what they are instead.
+    overrides: replace keys of config.json.
 
     Raises:
-        ImportError: mlx-vlm computes it, and is not installed.
-        ModelLoadError: the folder is incomplete or unreadable, or asks for what is not computed.
+        ImportError: the encoder needs mlx-vlm, which is not installed.
+        ModelLoadError: the folder is incomplete or unreadable, or has unsupported settings.
     """
     config = load_config(path) | dict(overrides or {})
     config = {key: value for key, value in config.items() if value is not None}
@@ -89,8 +85,8 @@ def lazy_encoder(
 Classes = tuple[type, type]
 
 
-def _of_mlx_vlm(served: Architecture, config: Config) -> tuple[Classes, dict[str, Any]]:
-    """Classes of the model and of its arguments, and keys that the latter read otherwise."""
+def _mlx_vlm_classes(served: Architecture, config: Config) -> tuple[Classes, dict[str, Any]]:
+    """Returns classes of the model and its arguments, and keys that the latter override."""
     check_config(config, served.family)
     module = mlx_vlm_family(served.family.module, "an encoder of this family")
     model = module.SequenceClassificationModel if served.classifies else module.Model
@@ -98,13 +94,13 @@ def _of_mlx_vlm(served: Architecture, config: Config) -> tuple[Classes, dict[str
     return (_renamed(model), module.ModelConfig), {"num_labels": num_labels(config)}
 
 
-def _of_gemma(served: Architecture, config: Config) -> tuple[Classes, dict[str, Any]]:
-    """Likewise of mlx-lm's module, which is to have no head."""
+def _gemma_classes(served: Architecture, config: Config) -> tuple[Classes, dict[str, Any]]:
+    """Returns classes of mlx-lm's module without its head, likewise."""
     causal = {key: value for key, value in config.items() if key != "use_bidirectional_attention"}
     base, arguments = patches.classes({**causal, "model_type": served.family.module})
 
     class Headless(base):  # type: ignore[misc, valid-type]
-        """Gemma 3 without a head, of files that may leave out the name of its body."""
+        """Gemma 3 without a head; files may omit the `model.` prefix."""
 
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
             self.pop("lm_head")
@@ -115,10 +111,8 @@ def _of_gemma(served: Architecture, config: Config) -> tuple[Classes, dict[str, 
 
 
 def _renamed(base: type) -> type:
-    """The model, of files with old names, too."""
-
     class Renamed(base):
-        """A model of mlx-vlm's whose norms may have the names of old files."""
+        """A model of mlx-vlm that also accepts old names of norms."""
 
         def sanitize(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
             found = {}
@@ -140,11 +134,9 @@ def _roberta(model: nn.Module, config: Config) -> Encoder:
 
 
 def _modernbert(model: Any, config: Config) -> Encoder:
-    """mlx-vlm's ModernBERT, with the activation, the angles and the kinds of layers of its file.
-
-    The module has GELU by the tangent, where "gelu" is the exact one, reads no `rope_parameters`
-    and no `layer_types`, and rotates by the row.
-    """
+    """Corrects mlx-vlm's ModernBERT: activation, rotation angles and kinds of layers."""
+    # The module uses tanh-approximated GELU, where "gelu" is the exact one, ignores
+    # `rope_parameters` and `layer_types`, and rotates by row index.
     bases = {
         _FULL: float(config.get("global_rope_theta", 160_000.0)),
         _SLIDING: float(config.get("local_rope_theta", 10_000.0)),
@@ -169,12 +161,12 @@ def _no_head(model: nn.Module) -> torch.nn.Module:
 
 
 def _gemma(model: nn.Module, config: Config) -> Encoder:
-    # A token sees so many on either side (transformers' Gemma3TextConfig halves what it reads).
+    # The window on either side: transformers' Gemma3TextConfig halves the configured value.
     return EmbeddingGemma(model, window=int(config.get("sliding_window", 4096)) // 2)
 
 
 class _Parts(NamedTuple):
-    """How a family's encoder is made."""
+    """Functions that create a family's encoder."""
 
     classes: Callable[[Architecture, Config], tuple[Classes, dict[str, Any]]]
     encoder: Callable[[Any, Config], Encoder]
@@ -182,8 +174,8 @@ class _Parts(NamedTuple):
 
 
 _PARTS: Mapping[str, _Parts] = {
-    BERT.module: _Parts(_of_mlx_vlm, _bert, heads.of_bert),
-    ROBERTA.module: _Parts(_of_mlx_vlm, _roberta, heads.of_roberta),
-    MODERNBERT.module: _Parts(_of_mlx_vlm, _modernbert, heads.of_modernbert),
-    EMBEDDING_GEMMA.module: _Parts(_of_gemma, _gemma, _no_head),
+    BERT.module: _Parts(_mlx_vlm_classes, _bert, heads.of_bert),
+    ROBERTA.module: _Parts(_mlx_vlm_classes, _roberta, heads.of_roberta),
+    MODERNBERT.module: _Parts(_mlx_vlm_classes, _modernbert, heads.of_modernbert),
+    EMBEDDING_GEMMA.module: _Parts(_gemma_classes, _gemma, _no_head),
 }

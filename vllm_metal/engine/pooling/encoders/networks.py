@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward of each family of encoders: token ids of many texts in, hidden states out."""
+"""Runs each family of encoders: token ids of many texts in, hidden states out."""
 
 from __future__ import annotations
 
@@ -12,37 +12,31 @@ import mlx.nn as nn
 from vllm_metal.engine.attention.forward_inputs import ForwardInputs, of_rows
 from vllm_metal.engine.pooling.encoders.attention import TextAttention
 
-#: Which of a pair's texts a token is of, in `ForwardInputs.extras`: [T] int32.
+#: Key in `ForwardInputs.extras` of [T] int32: which text of a pair each token belongs to.
 TOKEN_TYPES = "token_types"
-#: Where a token stands in its text, likewise.
+#: Key of [T] int32: position of each token in its text.
 _POSITIONS = "positions"
 
-#: Attention of a step by a layer's window; None: without one.
+#: Attention of a step by layer window; None: unlimited.
 Attention = Mapping[int | None, TextAttention]
 
 
 class Encoder(Protocol):
-    """An encoder whose weights are loaded."""
-
     model: nn.Module
-    windows: tuple[int | None, ...]  # of its layers, each once
+    windows: tuple[int | None, ...]  # distinct windows of the layers
 
     def hidden(self, inputs: ForwardInputs, attention: Attention) -> mx.array:
-        """[T, 1, H] hidden states of a step's rows, after the last norm; lazy."""
+        """Returns lazy [T, 1, H] hidden states of a step's rows, after the last norm."""
         ...
 
 
 class Bert:
-    """BERT, RoBERTa and XLM-R: learned positions, and norms behind the residuals."""
+    """BERT, RoBERTa and XLM-R: learned positions, and norms after the residuals."""
 
     windows: tuple[int | None, ...] = (None,)
 
     def __init__(self, model: nn.Module, first_position: int) -> None:
-        """
-        Args:
-            model: mlx-vlm's.
-            first_position: of a text, in the table of positions.
-        """
+        """first_position: of a text, in the position table."""
         self.model: Any = model
         self._first_position = first_position
 
@@ -59,11 +53,7 @@ class ModernBert:
     """ModernBERT: rotated queries and keys, and layers with and without a window."""
 
     def __init__(self, model: nn.Module, window: int) -> None:
-        """
-        Args:
-            model: mlx-vlm's, with `PlacedRoPE` in its layers.
-            window: of its local layers.
-        """
+        """model: mlx-vlm's, with `PlacedRoPE` in its layers. window: of its local layers."""
         self.model: Any = model
         self._window = window
         kinds = [layer.attn.local for layer in self.model.layers]
@@ -78,32 +68,23 @@ class ModernBert:
 
 
 class PlacedRoPE(nn.Module):
-    """Rotates each row by its place in its text, where mlx-vlm's modules count rows."""
+    """Rotates each row by its position in its text; mlx-vlm's modules count rows instead."""
 
     def __init__(self, dims: int, base: float) -> None:
-        """
-        Args:
-            dims: of a head.
-            base: of the angles.
-        """
         super().__init__()
         self.dims, self.base = dims, base
 
     def __call__(self, x: mx.array) -> mx.array:
-        """[T, H, 1, D] of the forward at hand."""
+        """Rotates [T, H, 1, D] of the current forward."""
         at = of_rows(_POSITIONS)[:, 0]
         return mx.fast.rope(x, self.dims, traditional=False, base=self.base, scale=1.0, offset=at)
 
 
 class EmbeddingGemma:
-    """Gemma 3 whose tokens see those behind them, too."""
+    """Gemma 3 with bidirectional attention."""
 
     def __init__(self, model: nn.Module, window: int) -> None:
-        """
-        Args:
-            model: mlx-lm's, without a head.
-            window: of its sliding layers.
-        """
+        """model: mlx-lm's, without a head. window: of its sliding layers."""
         self.model: Any = model
         kinds = [layer.self_attn.is_sliding for layer in self.model.layers]
         self._by_layer = [window if sliding else None for sliding in kinds]
@@ -115,5 +96,5 @@ class EmbeddingGemma:
 
 
 def with_positions(inputs: ForwardInputs) -> ForwardInputs:
-    """The inputs of a forward, and what `PlacedRoPE` reads of them."""
+    """Adds the positions that `PlacedRoPE` reads."""
     return inputs.with_extras({_POSITIONS: inputs.positions[0]})

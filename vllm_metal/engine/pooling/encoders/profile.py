@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the largest step that a scheduler may ask an encoder for, once, to measure its memory."""
+"""Runs the largest step an encoder may get, once, to measure its memory."""
 
 from __future__ import annotations
 
@@ -16,30 +16,25 @@ if TYPE_CHECKING:
 
 
 def profile_step(executor: EncoderExecutor, config: VllmConfig) -> None:
-    """Runs max_num_batched_tokens rows, of the longest texts: their scores take the most."""
+    """Runs max_num_batched_tokens rows of the longest texts, whose scores take the most memory."""
     scheduler, longest = config.scheduler_config, config.model_config.max_model_len
     lengths = largest_lengths(scheduler.max_num_batched_tokens, longest, scheduler.max_num_seqs)
     mx.eval(executor.forward_hidden(rows_of(lengths), None))
 
 
 def largest_lengths(rows: int, longest: int, texts: int) -> list[int]:
-    """Tokens of each text of a step that takes the most.
+    """Returns text lengths of the largest step: at most `rows` rows and `texts` texts.
 
-    Args:
-        rows: of a step, at most.
-        longest: tokens of a text, at most.
-        texts: of a step, at most.
+    longest: maximum tokens of a text.
     """
     whole, rest = divmod(rows, longest)
     return ([longest] * whole + [rest] * (rest > 0))[:texts]
 
 
 def rows_of(lengths: list[int], token_ids: np.ndarray | None = None) -> Rows:
-    """Rows of whole texts.
+    """Returns rows of whole texts.
 
-    Args:
-        lengths: [R] tokens of each, 1 at least.
-        token_ids: [T] int32, of all; None: the first of the vocabulary.
+    lengths: [R] tokens of each, at least 1. token_ids: [T] int32; None: id 0 for all.
     """
     lengths_np = np.array(lengths, np.int32)
     ends_np = np.cumsum(lengths_np)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which settings are refused of an encoder besides, and how long its texts may be."""
+"""Decides which further settings an encoder rejects, and how long its texts may be."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def refusals(config: VllmConfig) -> dict[str, bool]:
-    """Settings of an encoder by name, and whether each was asked for."""
+    """Maps rejected settings of an encoder to whether each was requested."""
     model, served, cache = config.model_config, of_config(config), config.cache_config
     if served is None:
         return {}
@@ -30,8 +30,8 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
 
 
 def _positions(config: VllmConfig) -> dict[str, bool]:
-    """Whether texts were asked for that are longer than the table of positions."""
     model, most = config.model_config, most_tokens(config)
+    # Without --max-model-len, `fit_positions` shortens the length instead.
     asked = model.original_max_model_len not in (None, -1)
     return {
         f"--max-model-len {model.max_model_len} (the model has {most} positions)": (
@@ -41,14 +41,14 @@ def _positions(config: VllmConfig) -> dict[str, bool]:
 
 
 def fit_positions(config: VllmConfig) -> None:
-    """Makes the longest text no longer than an encoder's table of positions; nothing of others."""
+    """Limits the longest text to an encoder's position table; no-op for other models."""
     if (most := most_tokens(config)) is not None:
         model = config.model_config
         model.max_model_len = min(model.max_model_len, most)
 
 
 def most_tokens(config: VllmConfig) -> int | None:
-    """Positions of an encoder's table; None: it has none, or the model is no encoder."""
+    """Returns the size of an encoder's position table; None: no table, or not an encoder."""
     served = of_config(config)
     if served is None or served.family.positions is None:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists the architectures that are served as encoders, and what their config.json may say."""
+"""Lists supported encoder architectures, and what their config.json may contain."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Family:
-    """Models that one module of mlx-vlm, or of mlx-lm, computes."""
+    """Models computed by one module of mlx-vlm or mlx-lm."""
 
-    module: str  # its name
+    module: str  # module name
     by_mlx_vlm: bool
-    #: Keys of config.json that the module, or our code around it, computes by.
+    #: Keys of config.json used by the module or by our code around it.
     read: frozenset[str]
-    #: Keys with the values that are computed. A file without such a key has the first.
+    #: Keys with their supported values; the first is the default.
     fixed: Mapping[str, tuple[Any, ...]]
-    inert: frozenset[str] = frozenset()  # keys that change nothing, beside `inert_keys`
-    #: How many positions there are by config.json; None: as many as a text has tokens.
+    inert: frozenset[str] = frozenset()  # keys without effect, besides `inert_keys`
+    #: Returns the number of positions for a config.json; None: unlimited.
     positions: Callable[[Config], int] | None = None
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """An entry of `architectures` in a config.json that is served."""
+    """A supported entry of `architectures` in a config.json."""
 
     family: Family
     classifies: bool = False  # has a head over labels
 
 
-#: Of transformers' first encoders, which differ in where positions begin.
+#: Keys of transformers' first encoders, which differ in their first position.
 _BERT_READ = names(
     "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size "
     "max_position_embeddings type_vocab_size layer_norm_eps pad_token_id"
@@ -54,7 +54,7 @@ _BERT_FIXED: Mapping[str, tuple[Any, ...]] = {
     "is_decoder": (False,),
     "add_cross_attention": (False,),
 }
-#: Of a pooler and of heads that transformers and vLLM do not read, and what vLLM reads by itself.
+#: Keys of a pooler and of heads that transformers and vLLM ignore, and keys vLLM reads itself.
 _INERT = names(
     "directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers "
     "pooler_size_per_head pooler_type tie_word_embeddings gradient_checkpointing output_past "
@@ -63,8 +63,8 @@ _INERT = names(
 )
 
 
-def _after_padding(config: Config) -> int:
-    """Positions of RoBERTa's table: the first ones, to the padding's own, are no token's."""
+def _positions_after_padding(config: Config) -> int:
+    # RoBERTa's table reserves the positions up to and including the padding's.
     return int(config["max_position_embeddings"]) - int(config.get("pad_token_id", 1)) - 1
 
 
@@ -76,7 +76,7 @@ BERT = Family(
     _INERT,
     lambda config: int(config["max_position_embeddings"]),
 )
-ROBERTA = Family("xlm_roberta", True, _BERT_READ, _BERT_FIXED, _INERT, _after_padding)
+ROBERTA = Family("xlm_roberta", True, _BERT_READ, _BERT_FIXED, _INERT, _positions_after_padding)
 MODERNBERT = Family(
     "modernbert",
     True,
@@ -91,7 +91,8 @@ MODERNBERT = Family(
         "classifier_activation": ("gelu",),
         "rope_scaling": (None,),
     },
-    # transformers' class reads norm_eps, and turns queries and keys whatever the last one says.
+    # transformers' class reads norm_eps, and rotates queries and keys for any
+    # position_embedding_type.
     _INERT
     | names(
         "decoder_bias deterministic_flash_attn initializer_cutoff_factor layer_norm_eps "
@@ -99,7 +100,7 @@ MODERNBERT = Family(
         "sparse_pred_ignore_index sparse_prediction"
     ),
 )
-#: Its other keys are for `models.published_config`, as where it generates.
+#: `models.published_config` judges its other keys, as for models that generate.
 EMBEDDING_GEMMA = Family("gemma3_text", False, frozenset(), {})
 
 _HEAD = partial(Architecture, classifies=True)
@@ -118,7 +119,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def of_config(config: VllmConfig) -> Architecture | None:
-    """The encoder that a configuration asks for; None: its model is no encoder."""
+    """Returns the configured encoder; None if the model is not an encoder."""
     if not pools(config):
         return None
     model = config.model_config
@@ -129,7 +130,7 @@ def of_config(config: VllmConfig) -> Architecture | None:
 
 
 def of_content(content: Config) -> Architecture | None:
-    """Likewise of what a config.json says, where its model would be served as vLLM chooses."""
+    """Returns the encoder for a config.json alone, assuming vLLM's default runner."""
     (name, *_) = content.get("architectures") or ("",)
     found = ARCHITECTURES.get(name)
     causal = not content.get("use_bidirectional_attention", False)
@@ -137,10 +138,10 @@ def of_content(content: Config) -> Architecture | None:
 
 
 def refuse_others(content: Config) -> None:
-    """Refuses an encoder that is none of `ARCHITECTURES`, of a family that has some there.
+    """Rejects unsupported encoders of supported families.
 
     Raises:
-        ModelLoadError: it is one; the message has those that are served.
+        ModelLoadError: lists the supported architectures.
     """
     families = [name.removesuffix("Model") for name in ARCHITECTURES if name.endswith("Model")]
     (name, *_) = content.get("architectures") or ("",)
@@ -152,19 +153,15 @@ def refuse_others(content: Config) -> None:
 
 
 def is_causal(hf_config: Any) -> bool:
-    """Whether tokens of a Gemma see only those before them."""
+    """Returns whether a Gemma uses causal attention."""
     return not getattr(hf_config, "use_bidirectional_attention", False)
 
 
 def check_config(config: Config, family: Family) -> None:
-    """
-    Args:
-        config: of config.json, --hf-overrides included.
-        family: that is to compute it.
+    """Checks config.json, including --hf-overrides, for values that `family` does not compute.
 
     Raises:
-        ModelLoadError: it asks for what is not computed, or has a key that the module does not read
-            and that may mean something.
+        ModelLoadError: a value is not supported, or a key that may matter is not read.
     """
     for key, values in family.fixed.items():
         value = config.get(key)
@@ -187,7 +184,7 @@ def check_config(config: Config, family: Family) -> None:
 
 
 def num_labels(config: Config) -> int:
-    """Labels of a head, as transformers counts them."""
+    """Returns the number of labels, as transformers counts them."""
     if config.get("id2label"):
         return len(config["id2label"])
     return int(config.get("num_labels") or 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TokenTypes: which of a pair's texts each token is of, as requests to score pairs say."""
+"""Tells an encoder which text of a pair each token belongs to, for requests that score pairs."""
 
 from __future__ import annotations
 
@@ -16,21 +16,17 @@ if TYPE_CHECKING:
     from vllm_metal.engine.batch.requests import RequestState
     from vllm_metal.engine.batch.rows import Rows
 
-#: vLLM's name for where the second text begins and ends in a prompt, in
-#: `PoolingParams.extra_kwargs`. Padding that follows is of the first type.
+#: vLLM's key in `PoolingParams.extra_kwargs` for where the second text begins and ends in a
+#: prompt. Padding that follows is of the first type.
 _SECOND_TEXT = "compressed_token_type_ids"
 _NOWHERE = np.iinfo(np.int32).max
 
 
 class TokenTypes(PerRequestState):
-    """Where the second text begins and ends in the prompt of each request."""
+    """Stores the range of the second text in each request's prompt."""
 
     def __init__(self, max_num_reqs: int, num_types: int) -> None:
-        """
-        Args:
-            max_num_reqs: rows of the per-request tables.
-            num_types: that the model has embeddings of.
-        """
+        """num_types: number of token types that the model can embed."""
         self._num_types = num_types
         self._ranges_np = np.full((max_num_reqs, 2), _NOWHERE, np.int32)
 
