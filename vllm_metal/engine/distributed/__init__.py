@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallel and pipeline parallel: process groups, sharding, and heartbeats of the ranks."""
+"""Tensor and pipeline parallelism: process groups, sharding and heartbeats of ranks."""

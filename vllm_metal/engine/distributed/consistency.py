@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-#: Options by whose values every rank computes, and where vLLM's configuration has them.
+#: Options that all ranks must share, and their attributes in vLLM's configuration.
 SETTINGS = {
     "--seed": "model_config.seed",
     "--max-model-len": "model_config.max_model_len",
@@ -31,40 +31,33 @@ SETTINGS = {
 
 
 class RanksDiffer(RuntimeError):
-    """Ranks would compute parts of different models."""
+    """Ranks would run parts of different models."""
 
 
 def facts_of(config: VllmConfig) -> dict[str, Any]:
-    """By name what must be the same on all ranks.
-
-    Args:
-        config: vLLM's.
+    """Returns everything that must be the same on all ranks, by name.
 
     Raises:
-        OSError: a file of the weights cannot be read.
+        OSError: a weights file cannot be read.
     """
     return rank_facts.of(config) | settings_of(config)
 
 
 def settings_of(config: VllmConfig) -> dict[str, str]:
-    """Values of SETTINGS by option, as texts."""
+    """Returns values of SETTINGS by option, as strings."""
     return {option: str(facts.plain(attrgetter(at)(config))) for option, at in SETTINGS.items()}
 
 
 def check(mine: Mapping[str, Any], share: Callable[[object], Sequence[object]]) -> None:
-    """Compares what ranks have; all of them raise where one differs.
-
-    Args:
-        mine: of this rank, by name.
-        share: gives what each rank gave, by rank; every rank calls it once.
+    """Compares this rank's values with those gathered by `share`, which every rank calls once.
 
     Raises:
-        RanksDiffer: names what differs, and where.
+        RanksDiffer: on every rank; names the differing values and ranks.
     """
-    everyone = share(dict(mine))
-    first = everyone[0]
+    gathered = share(dict(mine))
+    first = gathered[0]
     assert isinstance(first, dict)
-    for rank, theirs in enumerate(everyone):
+    for rank, theirs in enumerate(gathered):
         assert isinstance(theirs, dict)
         if found := differences(first, theirs, "rank 0 has"):
             raise RanksDiffer(f"ranks 0 and {rank} of the engine differ: {'; '.join(found)}")

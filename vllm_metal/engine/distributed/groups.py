@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joins vLLM's process groups over gloo, in a worker that has other ranks beside it."""
+"""Joins vLLM's process groups over gloo when an engine has several ranks."""
 
 from __future__ import annotations
 
@@ -9,22 +9,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
 
-#: Seconds after which a rank that waits in a group gives up where vLLM's options name no other
-#: time. One loads its weights within it while another waits; the death of a rank is heard of much
-#: sooner, by heartbeats.
+#: Default timeout in seconds of a rank that waits in a group. Ranks load their weights within it
+#: while others wait. Heartbeats detect the death of a rank much sooner.
 TIMEOUT_S = 600
 
 
 def is_distributed(parallel: ParallelConfig) -> bool:
-    """Whether the ranks of one engine share a model."""
+    """Returns whether several ranks share a model."""
     return parallel.world_size > 1
 
 
 def set_timeouts(parallel: ParallelConfig) -> None:
-    """Has ranks wait for each other no longer than TIMEOUT_S where the user has not said how long.
-
-    torch's own default for gloo is half an hour.
-    """
+    """Defaults vLLM's group timeouts to TIMEOUT_S."""
+    # torch's own default for gloo is half an hour.
     if parallel.distributed_timeout_seconds is None:
         parallel.distributed_timeout_seconds = TIMEOUT_S
     if parallel.cpu_distributed_timeout_seconds is None:
@@ -32,20 +29,13 @@ def set_timeouts(parallel: ParallelConfig) -> None:
 
 
 def join(parallel: ParallelConfig, rank: int, local_rank: int, init_method: str) -> None:
-    """Joins the world and its groups for tensor and pipeline parallel; nothing where a rank is all.
-
-    vLLM's configuration must be the current one: its groups read their timeouts from there.
-
-    Args:
-        parallel: of the engine.
-        rank: of this worker among the engine's.
-        local_rank: of this worker on its machine.
-        init_method: where ranks of one machine meet, as the executor says; those of several meet at
-            the --master-addr.
+    """Joins the world, tensor and pipeline parallel groups; no-op for a single rank.
 
     Raises:
         RuntimeError: other ranks did not come in time.
     """
+    # vLLM's groups read their timeouts from its current configuration. `init_method` is the
+    # executor's address for ranks of one machine; those of several meet at --master-addr.
     if not is_distributed(parallel):
         return
     from vllm.distributed.parallel_state import (
@@ -67,7 +57,7 @@ def join(parallel: ParallelConfig, rank: int, local_rank: int, init_method: str)
 
 
 def share(mine: object) -> list[object]:
-    """What each rank of the engine gave, by rank; all of them call it, and wait for each other.
+    """Gathers each rank's value by rank; all ranks must call it, and it waits for them.
 
     Raises:
         RuntimeError: other ranks did not come in time.
@@ -76,6 +66,6 @@ def share(mine: object) -> list[object]:
     from vllm.distributed.parallel_state import get_world_group
 
     world = get_world_group()
-    everyone: list[object] = [None] * world.world_size
-    torch.distributed.all_gather_object(everyone, mine, group=world.cpu_group)
-    return everyone
+    gathered: list[object] = [None] * world.world_size
+    torch.distributed.all_gather_object(gathered, mine, group=world.cpu_group)
+    return gathered

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heartbeats between the ranks of an engine: where one is silent, all of them end.
-
-Rank 0 is joined to every other rank by a TCP connection, on which both ends send a byte every two
-seconds. A rank whose process ends closes its connection, which is heard at once; one that hangs as
-a machine, or whose link is cut, is silent. vLLM's executor sees that a worker of its machine ends,
-and fails the engine.
-"""
+"""Exchanges heartbeats between the ranks of an engine; if one is silent, all of them end."""
 
 from __future__ import annotations
 
@@ -26,27 +20,28 @@ from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
+# Rank 0 has a TCP connection to every other rank, on which both ends send a byte every two seconds.
+# A rank whose process ends closes its connection, which is noticed at once; a hanging machine or a
+# cut link is silent. vLLM's executor notices if a worker on its machine ends, and fails the engine.
 INTERVAL_S = 2.0  # between two beats
 SILENCE_S = 8.0  # after which a rank counts as dead
 _TOKEN_BYTES = 16
-#: Connections that have not said who they are. Ranks do at once, so the oldest is a stranger's.
+#: Limit of unidentified connections. Ranks identify at once, so the oldest is a stranger's.
 _MAX_WAITING = 64
-_GOODBYE = b"x"  # of a rank that ends as it should
+_GOODBYE = b"x"  # sent by a rank that ends normally
 _BEAT = b"."
 
 
 def end_process(reason: str) -> None:
-    """Ends this worker at once, whatever its other threads wait for."""
+    """Ends this worker at once, even if other threads are blocked."""
     logger.error("Shutting down this rank: %s", reason)
     os._exit(1)
 
 
 def end_engine() -> None:
-    """Kills the process of the server's engine that this worker is of.
-
-    vLLM's executor in it would wait minutes for what a rank of another machine answers, whether or
-    not that is there, and clients for the engine.
-    """
+    """Kills the engine process that started this worker."""
+    # vLLM's executor would wait minutes for a rank of another machine, even a dead one, and clients
+    # would wait for the engine.
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None and parent.name.startswith("EngineCore"):
         os.kill(parent.pid, signal.SIGKILL)
@@ -54,31 +49,25 @@ def end_engine() -> None:
 
 @dataclass
 class Heartbeat:
-    """Watches other ranks in a thread of its own.
+    """Watches other ranks in its own thread."""
 
-    peers: open connections, by rank. lost: called once, with what happened, in the thread.
-    pids: processes of ranks on this machine, by rank. One that is silent is killed: vLLM's executor
-    waits for it to end before it says anything.
-    leave: called before `lost` where a rank of another machine is lost.
-    interval_s, silence_s: see INTERVAL_S, SILENCE_S.
-    """
-
-    peers: Mapping[int, socket.socket]
-    lost: Callable[[str], object] = end_process
+    peers: Mapping[int, socket.socket]  # open connections by rank
+    lost: Callable[[str], object] = end_process  # called once in the thread, with the reason
+    #: Processes of ranks on this machine. A silent one is killed: vLLM's executor reports an error
+    #: only once it ends.
     pids: Mapping[int, int] = field(default_factory=dict)
-    leave: Callable[[], object] = end_engine
+    leave: Callable[[], object] = end_engine  # called before `lost` if that rank is remote
     interval_s: float = INTERVAL_S
     silence_s: float = SILENCE_S
     _closing: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begins to send and to listen."""
         self._thread = threading.Thread(target=self._run, name="Heartbeat", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Tells the others that this rank ends as it should, and lets go of the connections."""
+        """Notifies the others that this rank ends normally, and closes the connections."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(timeout=self.interval_s)
@@ -97,7 +86,7 @@ class Heartbeat:
         self.lost(reason)
 
     def _watch(self) -> tuple[int, str] | None:
-        """The rank that was lost, and how; None where this rank ends as it should."""
+        """Returns the lost rank and the reason; None if this rank ends normally."""
         heard = dict.fromkeys(self.peers, time.monotonic())
         with selectors.DefaultSelector() as selector:
             for rank, peer in self.peers.items():
@@ -114,8 +103,8 @@ class Heartbeat:
                     if (reason := self.hear(key.data, heard)) is not None:
                         return key.data, reason
                 for rank, at in heard.items():
-                    # What came until `now` was read behind it. This thread may get no processor
-                    # for long: what has come meanwhile is not known yet.
+                    # Compare with `now` from before the reads: this thread may get no CPU for
+                    # long, and beats that arrived meanwhile are still unread.
                     if now - at > self.silence_s:
                         self._end_silence(rank)
                         return rank, f"rank {rank} has been silent for {self.silence_s:g} s"
@@ -131,20 +120,20 @@ class Heartbeat:
             try:
                 peer.send(_BEAT)
             except BlockingIOError:
-                continue  # its buffer is full: it will have been silent, too
+                continue  # its buffer is full, so it will be silent too
             except OSError as error:
                 return rank, f"rank {rank} is gone: {error}"
         return None
 
     def hear(self, rank: int, heard: dict[int, float]) -> str | None:
-        """Takes what a rank sent. Returns what was lost, if anything."""
+        """Reads from a rank; returns the reason if it is lost."""
         try:
             received = self.peers[rank].recv(4096)
         except BlockingIOError:
             return None
         except OSError as error:
             return f"rank {rank} is gone: {error}"
-        if _GOODBYE in received:  # as a rule all ranks end together: this one is about to
+        if _GOODBYE in received:  # usually all ranks end together, this one shortly
             self._closing.wait(self.interval_s)
             return f"rank {rank} has ended"
         if not received:
@@ -158,38 +147,35 @@ def join(
 ) -> Heartbeat:
     """Connects rank 0 with all others.
 
-    Args:
-        rank, size: of this process, and how many there are.
-        host: an address of rank 0's machine that the others reach.
-        share: gives what each rank gave, by rank; every rank calls it once.
-        timeout_s: for connections to be made.
+    host: address of rank 0's machine for the others. share: gathers each rank's value by rank;
+    every rank calls it once.
 
     Raises:
-        OSError: they were not.
+        OSError: the connections were not made within timeout_s.
     """
     if rank:
-        place = share(None)[0]
-        assert isinstance(place, tuple)
-        port, token = place
+        address = share(None)[0]
+        assert isinstance(address, tuple)
+        port, token = address
         peer = socket.create_connection((host, port), timeout_s)
         peer.sendall(token + rank.to_bytes(4))
         return Heartbeat({0: peer})
     token = secrets.token_bytes(_TOKEN_BYTES)
     with socket.create_server((host, 0)) as server:
         share((server.getsockname()[1], token))
-        return Heartbeat(_greeted(server, token, size, time.monotonic() + timeout_s))
+        return Heartbeat(_accept_ranks(server, token, size, time.monotonic() + timeout_s))
 
 
-def _greeted(
+def _accept_ranks(
     server: socket.socket, token: bytes, size: int, deadline: float
 ) -> dict[int, socket.socket]:
-    """Takes the connection of each rank, whatever strangers say or do not say meanwhile.
+    """Accepts the connection of each rank; strangers cannot block it.
 
     Raises:
         TimeoutError: not all ranks came in time.
     """
     peers: dict[int, socket.socket] = {}
-    waiting: dict[socket.socket, bytes] = {}  # what each has said so far, the oldest first
+    waiting: dict[socket.socket, bytes] = {}  # bytes received from each, oldest first
     server.setblocking(False)
     with selectors.DefaultSelector() as selector:
         selector.register(server, selectors.EVENT_READ)
@@ -200,22 +186,22 @@ def _greeted(
                     raise TimeoutError("not all ranks have connected in time")
                 for key, _ in ready:
                     if key.fileobj is server:
-                        _take(server, selector, waiting)
+                        _accept(server, selector, waiting)
                     elif (peer := cast(socket.socket, key.fileobj)) in waiting:
-                        _listen_to(peer, selector, waiting, peers, token, size)
+                        _read_greeting(peer, selector, waiting, peers, token, size)
         finally:
             for peer in waiting:
                 peer.close()
     return peers
 
 
-def _take(
+def _accept(
     server: socket.socket, selector: selectors.BaseSelector, waiting: dict[socket.socket, bytes]
 ) -> None:
     try:
         peer, _ = server.accept()
     except OSError:
-        return  # who came has gone
+        return  # the client has gone
     peer.setblocking(False)
     if len(waiting) >= _MAX_WAITING:
         oldest = next(iter(waiting))
@@ -226,7 +212,7 @@ def _take(
     selector.register(peer, selectors.EVENT_READ)
 
 
-def _listen_to(
+def _read_greeting(
     peer: socket.socket,
     selector: selectors.BaseSelector,
     waiting: dict[socket.socket, bytes],
@@ -234,14 +220,14 @@ def _listen_to(
     token: bytes,
     size: int,
 ) -> None:
-    """Reads what a connection says, and takes or closes it when that is enough."""
+    """Reads a greeting; accepts or closes the connection once it is complete."""
     try:
-        said = peer.recv(_TOKEN_BYTES + 4 - len(waiting[peer]))
+        received = peer.recv(_TOKEN_BYTES + 4 - len(waiting[peer]))
     except OSError:
-        said = b""
-    waiting[peer] += said
+        received = b""
+    waiting[peer] += received
     greeting = waiting[peer]
-    if said and len(greeting) < _TOKEN_BYTES + 4:
+    if received and len(greeting) < _TOKEN_BYTES + 4:
         return
     selector.unregister(peer)
     del waiting[peer]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HiddenIn and HiddenOut: a step's hidden states come from the rank before, and go to the next."""
+"""Receives a step's hidden states from the previous pipeline stage and sends them to the next."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 
 class Link(Protocol):
-    """What carries hidden states from one stage to the next."""
+    """Carries hidden states from one stage to the next."""
 
     def send(self, hidden_states: mx.array) -> None:
-        """Sends [T, ...] of a step; waits until they are computed, and no longer."""
+        """Sends [T, ...] of a step; waits only until they are computed."""
         ...
 
     def receive(self) -> mx.array:
-        """[T, ...] of the next step; waits for them."""
+        """Waits for [T, ...] of the next step."""
         ...
 
 
 @dataclass
 class GroupLink:
-    """Carries them through vLLM's group of pipeline parallel, over gloo."""
+    """Carries hidden states through vLLM's pipeline group, over gloo."""
 
     group: GroupCoordinator
     _num_sent: int = 0
@@ -51,10 +51,10 @@ class GroupLink:
         self._num_sent += 1
 
     def receive(self) -> mx.array:
-        """[T, ...] of the next step.
+        """Waits for [T, ...] of the next step.
 
         Raises:
-            RuntimeError: they are of another step: one of the ranks has left one out.
+            RuntimeError: they belong to another step, because a rank skipped one.
         """
         found: dict[str, Any] | None = self.group.recv_tensor_dict()
         assert found is not None
@@ -68,7 +68,8 @@ class GroupLink:
 
 
 def to_torch(array: mx.array) -> torch.Tensor:
-    """Copies an array into a tensor of torch's; numpy, which is between, has no bfloat16."""
+    """Copies an array to torch."""
+    # numpy, which converts between the two, has no bfloat16.
     if array.dtype == mx.bfloat16:
         bits = np.array(array.view(mx.uint16))
         return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
@@ -76,14 +77,14 @@ def to_torch(array: mx.array) -> torch.Tensor:
 
 
 def to_mlx(tensor: torch.Tensor) -> mx.array:
-    """Copies a tensor into an array of MLX's."""
+    """Copies a tensor to MLX."""
     if tensor.dtype == torch.bfloat16:
         return mx.array(tensor.view(torch.int16).numpy().view(np.uint16)).view(mx.bfloat16)
     return mx.array(tensor.numpy())
 
 
 class HiddenIn(PerRequestState):
-    """Has the forward of a step begin with the hidden states of the rank before."""
+    """Starts a step's forward from the previous stage's hidden states."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -95,10 +96,10 @@ class HiddenIn(PerRequestState):
         return
 
     def inputs(self, rows: Rows, inputs: ForwardInputs) -> ForwardInputs:
-        """Adds what the rank before computed of the rows.
+        """Adds the previous stage's hidden states.
 
         Raises:
-            RuntimeError: it laid the step out in another way.
+            RuntimeError: their number of rows differs from this rank's.
         """
         hidden, count = self._link.receive(), len(rows.positions_np)
         if len(hidden) != count:
@@ -109,7 +110,7 @@ class HiddenIn(PerRequestState):
 
 
 class HiddenOut(OutputHead):
-    """The end of a step on a rank that has others behind it: its hidden states are sent."""
+    """Sends a step's hidden states on ranks that have a next stage."""
 
     at_once: ClassVar[bool] = True
 
@@ -134,7 +135,7 @@ class HiddenOut(OutputHead):
 
 
 class _Sending(StepOutput):
-    """A step without tokens: whoever asks for its results sends what the next rank waits for."""
+    """A step without tokens; getting its results sends the hidden states to the next stage."""
 
     always_waits = True
 
@@ -147,6 +148,7 @@ class _Sending(StepOutput):
 
     def get_output(self) -> StepResult:
         if self._hidden is not None:
+            # Wait for the device here, so that gloo gets finished data; send once per step.
             mx.eval(self._hidden)
             self._link.send(self._hidden)
             self._hidden = None

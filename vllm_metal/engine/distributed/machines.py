@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks of an engine are on one machine, and by which address others reach the first."""
+"""Finds which ranks share a machine, and the address of the first one."""
 
 from __future__ import annotations
 
@@ -16,30 +16,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a rank knows of where the others are.
+    """A rank's view of the machines."""
 
-    host_of_first: address of rank 0's machine. pids: processes of the ranks of this machine, its
-    own among them, by rank.
-    """
-
-    host_of_first: str
-    pids: dict[int, int]
+    host_of_first: str  # address of rank 0's machine
+    pids: dict[int, int]  # processes on this machine by rank, including its own
 
 
 def find(parallel: ParallelConfig, rank: int, init_method: str) -> Machine:
-    """What this rank knows of its machine; every rank calls it once, and they wait for each other.
-
-    Args:
-        parallel: of the engine.
-        rank: of this process.
-        init_method: where the ranks met, as the executor says.
+    """Finds this rank's machine; all ranks, which met at `init_method`, must call it once.
 
     Raises:
         RuntimeError: other ranks did not come in time.
     """
-    everyone = groups.share((_machine(parallel, rank), os.getpid()))
-    places = dict(enumerate(each for each in everyone if isinstance(each, tuple)))
-    here = {other: pid for other, (machine, pid) in places.items() if machine == places[rank][0]}
+    gathered = groups.share((_machine(parallel, rank), os.getpid()))
+    ranks = dict(enumerate(each for each in gathered if isinstance(each, tuple)))
+    here = {other: pid for other, (machine, pid) in ranks.items() if machine == ranks[rank][0]}
     return Machine(_host_of_first(parallel, init_method), here)
 
 
@@ -52,6 +43,6 @@ def _machine(parallel: ParallelConfig, rank: int) -> str:
 
 
 def _host_of_first(parallel: ParallelConfig, init_method: str) -> str:
-    if parallel.use_ray:  # ranks meet at a port of the first one's
+    if parallel.use_ray:  # ranks meet at a port on rank 0's machine
         return urlsplit(init_method).hostname or ""
     return parallel.master_addr if parallel.nnodes > 1 else "127.0.0.1"

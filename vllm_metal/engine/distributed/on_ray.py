@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has Ray start the ranks of an engine with what they read of their environment at once."""
+"""Makes Ray start the ranks with environment variables that they read on import."""
 
 from __future__ import annotations
 
@@ -12,17 +12,11 @@ if TYPE_CHECKING:
 
 
 def carry(parallel: ParallelConfig, names: Iterable[str]) -> None:
-    """Adds variables of this process to those of the ranks, where it has them.
-
-    vLLM's executor tells its ranks all variables, but after they have imported what is there; a
-    platform reads its own earlier.
-
-    Args:
-        parallel: of an engine that Ray starts, before its executor is made.
-        names: of variables.
-    """
+    """Copies variables of this process to the ranks; call it before the executor is created."""
     from ray.runtime_env import RuntimeEnv
 
+    # vLLM's executor sends all variables, but after the ranks have imported modules; a platform
+    # reads its own earlier.
     given = dict(parallel.ray_runtime_env or {})
     mine = {name: os.environ[name] for name in names if name in os.environ}
     given["env_vars"] = (given.get("env_vars") or {}) | mine

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-parallel sharding: splits a model among ranks, or raises with the reason it cannot."""
+"""Splits a model among tensor-parallel ranks, or raises with the reason it cannot."""
 
 from __future__ import annotations
 
@@ -17,15 +17,11 @@ if TYPE_CHECKING:
 
 
 class ShardingError(ValueError):
-    """A model that ranks cannot share."""
+    """A model that cannot be split among ranks."""
 
 
 def refusal(config: Mapping[str, Any]) -> str | None:
-    """Why a family's heads cannot be split, from a config.json alone; None: mlx-lm can do it.
-
-    Args:
-        config: of config.json.
-    """
+    """Returns why config.json's family cannot split its heads; None: mlx-lm can split them."""
     try:
         model, _ = registry.classes(dict(config))
     except ValueError as error:
@@ -36,18 +32,13 @@ def refusal(config: Mapping[str, Any]) -> str | None:
 
 
 def shard(model: nn.Module, group: mx.distributed.Group, model_type: str) -> None:
-    """Leaves a rank its share of a model: heads, columns of experts and of MLPs.
+    """Keeps a rank's share of a lazy model: heads, and columns of experts and MLPs.
 
-    The embedding is whole on every rank. It is called before weights are read, so that each rank
-    reads the share alone into memory.
-
-    Args:
-        model: mlx-lm's, lazy.
-        group: the ring.
-        model_type: for messages.
+    Call it before weights are read, so that each rank reads only its share into memory. Every rank
+    keeps the whole embedding.
 
     Raises:
-        ShardingError: the family has no way to, or its sizes do not divide by the ranks.
+        ShardingError: the family cannot be split, or its sizes do not divide by the ranks.
     """
     size = group.size()
     method = getattr(model, "shard", None)
@@ -58,7 +49,7 @@ def shard(model: nn.Module, group: mx.distributed.Group, model_type: str) -> Non
         )
     before = _counts(model)
     try:
-        _without_scales(model, partial(method, group))
+        _split_with_scales(model, partial(method, group))
     except ShardingError:
         raise
     except (ValueError, AssertionError) as error:
@@ -68,13 +59,11 @@ def shard(model: nn.Module, group: mx.distributed.Group, model_type: str) -> Non
     _check_counts(before, _counts(model), size, model_type)
 
 
-def _without_scales(model: nn.Module, method: Callable[[], object]) -> None:
+def _split_with_scales(model: nn.Module, method: Callable[[], object]) -> None:
     """Splits layers with an output scale, which mlx-lm's methods do not know.
 
-    For as long as it takes, the scale stands beside the layer's bias: both are of rows.
-
     Raises:
-        ShardingError: a layer's inputs are to be split, and come in an order of their own.
+        ShardingError: a layer's inputs would be split, but have an order of their own.
     """
     held = {}
     for path, module in model.named_modules():
@@ -82,8 +71,10 @@ def _without_scales(model: nn.Module, method: Callable[[], object]) -> None:
             bias, scale = module.get("bias"), module.pop("output_scale", None)
             held[path] = (bias, scale, module.pop("input_order", None), module["scales"].shape[-1])
             if scale is not None:
-                beside = mx.zeros_like(scale) if bias is None else bias.astype(mx.float32)
-                module.bias = mx.stack([beside, scale])
+                # While `method` runs, the scale is stacked with the layer's bias: both are split by
+                # rows.
+                bias_row = mx.zeros_like(scale) if bias is None else bias.astype(mx.float32)
+                module.bias = mx.stack([bias_row, scale])
             make_plain(module)
     method()
     modules = dict(model.named_modules())
@@ -94,6 +85,7 @@ def _without_scales(model: nn.Module, method: Callable[[], object]) -> None:
             both = module.pop("bias")
             if bias is not None:
                 module.bias = both[0].astype(bias.dtype)
+            # Layers split by input keep all rows, and so their whole scale.
             split = both.shape[-1] != scale.shape[-1]
             module["output_scale"] = mx.contiguous(both[1]) if split else scale
         if order is not None:
@@ -108,10 +100,10 @@ def _without_scales(model: nn.Module, method: Callable[[], object]) -> None:
 
 
 def _counts(model: nn.Module) -> dict[tuple[str, str], int]:
-    """Whole numbers that modules compute with, such as their heads, by place and name."""
+    """Returns integers of modules, such as their number of heads, by path and name."""
     return {
-        (place, name): value
-        for place, module in model.named_modules()
+        (path, name): value
+        for path, module in model.named_modules()
         for name, value in vars(module).items()
         if type(value) is int
     }
@@ -123,15 +115,13 @@ def _check_counts(
     size: int,
     model_type: str,
 ) -> None:
-    """Refuses heads that were rounded: mlx-lm divides their number without a look at the rest.
-
-    A family may give each rank a copy of a key head where there are fewer than ranks.
-    """
-    for (place, name), count in after.items():
-        whole = before.get((place, name), count)
+    """Rejects rounded numbers of heads: mlx-lm divides them and ignores the remainder."""
+    for (path, name), count in after.items():
+        whole = before.get((path, name), count)
+        # A family may copy a key head to several ranks if it has fewer heads than ranks.
         copied = count == 1 and 0 < whole < size and size % whole == 0
         if count != whole and count * size != whole and not copied:
             raise ShardingError(
                 f"--tensor-parallel-size {size} does not divide {name} {whole} of {model_type!r} "
-                f"({place})"
+                f"({path})"
             )

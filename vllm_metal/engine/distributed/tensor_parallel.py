@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallel: joins the ranks of a group in an MLX ring, over which layers all-reduce."""
+"""Joins the ranks of a tensor-parallel group in an MLX ring, over which layers all-reduce."""
 
 from __future__ import annotations
 
@@ -21,25 +21,19 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-#: The back end of mx.distributed: TCP between neighbors, on any interface.
+#: Backend of mx.distributed: TCP between neighbors, on any interface.
 BACKEND = "ring"
 
 
 def join_ring(parallel: ParallelConfig) -> mx.distributed.Group | None:
-    """Makes this rank's ring; every rank of the tensor group calls it at the same time.
+    """Creates the ring of this rank's tensor group, all of whose ranks must call it together.
 
-    Addresses are agreed on over vLLM's tensor group, which has been joined. Each pipeline stage has
-    a ring of its own. A process has one in its life: MLX keeps the first.
-
-    Args:
-        parallel: of the engine.
-
-    Returns:
-        The ring, with the ranks of the tensor group; None where a rank has no others beside it.
+    Returns None for a single rank.
 
     Raises:
-        RuntimeError: MLX has no ring here, or a neighbor cannot be reached.
+        RuntimeError: MLX has no ring backend, or a neighbor cannot be reached.
     """
+    # Each pipeline stage has its own ring, and a process can have only one: MLX keeps the first.
     if parallel.tensor_parallel_size == 1:
         return None
     if not mx.distributed.is_available(BACKEND):
@@ -50,10 +44,11 @@ def join_ring(parallel: ParallelConfig) -> mx.distributed.Group | None:
 
     tensor = get_tp_group()
     size, rank = tensor.world_size, tensor.rank_in_group
-    with _reserved_port(_own_address(parallel)) as own:
+    with _reserve_port(_own_address(parallel)) as own:
         addresses: list[Any] = [None] * size
+        # vLLM's tensor group exists already, so ranks agree on addresses through it.
         torch.distributed.all_gather_object(addresses, own, group=tensor.cpu_group)
-        with _told_to_mlx(addresses, rank):
+        with _mlx_environment(addresses, rank):
             group = mx.distributed.init(strict=True, backend=BACKEND)
     if (group.size(), group.rank()) != (size, rank):
         raise RuntimeError(
@@ -65,7 +60,7 @@ def join_ring(parallel: ParallelConfig) -> mx.distributed.Group | None:
 
 
 def _own_address(parallel: ParallelConfig) -> str:
-    """Where the neighbors find this rank: VLLM_HOST_IP, or what vLLM makes out, beyond one host.
+    """Returns this rank's address for its neighbors: VLLM_HOST_IP, or vLLM's guess.
 
     Raises:
         ValueError: it is an IPv6 address, which MLX's ring does not read.
@@ -83,24 +78,24 @@ def _own_address(parallel: ParallelConfig) -> str:
 
 
 @contextmanager
-def _reserved_port(address: str) -> Iterator[str]:
-    """Holds a free port until MLX listens on it: "address:port"."""
+def _reserve_port(address: str) -> Iterator[str]:
+    """Yields "address:port" of a free port, held until MLX listens on it."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as MLX does, beside this one
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as MLX does, to share the port
         held.bind((address, 0))
         yield f"{address}:{held.getsockname()[1]}"
 
 
 @contextmanager
-def _told_to_mlx(addresses: list[str], rank: int) -> Iterator[None]:
-    """Has MLX find the ring's addresses where it looks for them: a file that variables name."""
+def _mlx_environment(addresses: list[str], rank: int) -> Iterator[None]:
+    """Passes the ring's addresses to MLX: a file named by environment variables."""
     with tempfile.TemporaryDirectory(prefix="vllm-metal-ring-") as folder:  # 0700
         hostfile = Path(folder) / "hosts.json"
         hostfile.write_text(json.dumps([[address] for address in addresses]))
-        told = {"MLX_HOSTFILE": str(hostfile), "MLX_RANK": str(rank)}
-        before = {name: os.environ.get(name) for name in told}
-        os.environ.update(told)
+        variables = {"MLX_HOSTFILE": str(hostfile), "MLX_RANK": str(rank)}
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
         try:
             yield
         finally:
