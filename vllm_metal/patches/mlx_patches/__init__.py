@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that changes MLX or mlx-lm: a module for each reason."""
+"""All changes to MLX and mlx-lm, one module per reason."""

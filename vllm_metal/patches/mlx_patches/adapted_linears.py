@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers of one model, and experts' projections, to whose outputs updates are added."""
+"""Adds updates to the outputs of one model's linear layers and expert projections."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ RELEASES = ("mlx 0.32", "mlx-lm 0.32")
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a layer multiplies with."""
+    """Sizes of a layer's matrices."""
 
-    num_in: int  # elements of a row that goes in
-    num_out: int  # of one that comes out
-    num_experts: int | None = None  # None: it has one matrix
+    num_in: int  # elements per input row
+    num_out: int  # elements per output row
+    num_experts: int | None = None  # None: a single matrix
 
 
 @dataclass(frozen=True)
 class Expert:
-    """Which expert each row of a call goes to."""
+    """The expert of each row in a call."""
 
-    indices: mx.array  # [..., k] of rows [...], or [T * k] where they were sorted by expert
-    #: [T * k] int, where they were sorted: the row that each comes from, of T.
+    indices: mx.array  # [..., k] for rows [...], or [T * k] if sorted by expert
+    #: [T * k] int, source row of each if sorted.
     rows: mx.array | None
 
 
 def sizes(module: nn.Module) -> Sizes | None:
-    """What a layer multiplies with; None: it is none of those that can be adapted."""
+    """Returns a layer's sizes; None if it cannot be adapted."""
     if isinstance(module, SwitchLinear | QuantizedSwitchLinear):
         return Sizes(module.input_dims, module.output_dims, module.num_experts)
     if isinstance(module, nn.QuantizedLinear):
@@ -47,18 +47,13 @@ def sizes(module: nn.Module) -> Sizes | None:
 
 
 def adapt(module: nn.Module, update: Callable[[mx.array, Expert | None], mx.array | None]) -> None:
-    """Adds to what a layer returns.
+    """Adds `update` to a layer's output; the module gets its own class.
 
-    The module gets a class of its own.
-
-    Args:
-        module: of which `sizes` knows.
-        update: from the layer's input, and its experts if it has any, to what is added; None:
-            nothing is.
+    update: maps the layer's input, and its experts if any, to an array to add, or None.
     """
     family = type(module)
     if isinstance(module, SwitchLinear | QuantizedSwitchLinear):
-        replace(switch_layers, "_gather_sort", _noting_order)
+        replace(switch_layers, "_gather_sort", _record_order)
 
     def call(self: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         computed: mx.array = family.__call__(self, x, *args, **kwargs)
@@ -70,20 +65,20 @@ def adapt(module: nn.Module, update: Callable[[mx.array, Expert | None], mx.arra
 
 @dataclass(frozen=True)
 class _Sorted:
-    indices: mx.array  # [T * k], as they are handed to the projections
-    rows: mx.array  # [T * k], the row that each comes from
+    indices: mx.array  # [T * k], as passed to the projections
+    rows: mx.array  # [T * k], source row of each
 
 
 _newest: list[_Sorted] = []  # one at most
 
 
-def _noting_order(
+def _record_order(
     sort: Callable[..., tuple[mx.array, mx.array, mx.array]], x: mx.array, indices: mx.array
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """mlx-lm sorts rows by expert before it calls the projections, which are not told the order."""
     found = sort(x, indices)
     _, sorted_indices, inverse = found
-    # Once for all projections of a layer.
+    # mlx-lm sorts rows by expert before it calls the projections, but does not pass them the order.
+    # Compute it once for all projections of a layer.
     _newest[:] = [_Sorted(sorted_indices, mx.argsort(inverse) // indices.shape[-1])]
     return found
 

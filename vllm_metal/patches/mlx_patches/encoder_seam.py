@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes attention calls of mlx-vlm's encoders to whatever attends in place of their mask."""
+"""Routes attention of mlx-vlm's encoders to a cache passed as their mask."""
 
 from __future__ import annotations
 
@@ -15,16 +15,12 @@ _NAME = "scaled_dot_product_attention"
 
 
 def install(module: ModuleType) -> None:
-    """Has a module's attention ask the mask where that is an `AttendingCache`; idempotent.
+    """Makes a module's attention call the mask if it is an `AttendingCache`; idempotent.
 
-    mlx-vlm's encoders hand one mask to all layers of a kind, and each layer hands it on with its
-    queries, keys and values.
-
-    Args:
-        module: of an encoder, which has imported mlx-vlm's attention.
+    module: of an encoder that has imported mlx-vlm's attention.
 
     Raises:
-        ValueError: mlx-vlm is of a release whose modules were not compared with transformers'.
+        ValueError: this mlx-vlm release has not been compared with transformers.
     """
     release = "mlx-vlm " + ".".join(version("mlx-vlm").split(".")[:2])
     if release not in RELEASES:
@@ -40,6 +36,8 @@ def install(module: ModuleType) -> None:
     def dispatch(
         queries: Any, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: Any = None
     ) -> Any:
+        # mlx-vlm's encoders pass one mask to all layers of a kind, and each layer passes it on with
+        # its queries, keys and values.
         if isinstance(mask, AttendingCache):
             return mask.attend(queries, keys, values, Scoring(scale, sinks))
         return dense(queries, keys, values, cache, scale, mask, sinks)

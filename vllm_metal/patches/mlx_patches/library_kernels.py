@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares mlx-lm's own Metal kernels with its operations on this GPU; a wrong one is not used.
+"""Checks mlx-lm's own Metal kernels on this GPU, and replaces wrong ones by MLX's operations.
 
-mlx-lm launches them wherever there is a GPU. Each has a twin in MLX's operations, which mlx-lm
-takes elsewhere. The kernel runs on the GPU, the twin in float32 on the CPU, over the shapes that a
-model has, once for a machine, in a process of its own. Where the kernel is wrong, hangs or ends its
-process, its twin takes its place.
+mlx-lm launches them on any GPU; elsewhere it uses an equivalent in MLX's operations, the kernel's
+twin. The kernel runs on the GPU and its twin in float32 on the CPU, over the model's shapes, once
+per machine, in its own process. The twin replaces a kernel that is wrong, hangs or crashes.
 
     python -m vllm_metal.patches.mlx_patches.library_kernels < call.json
 
-Reads a call and prints its outcome, as JSON.
+reads a call and prints its verdict, as JSON.
 """
 
 from __future__ import annotations
@@ -32,45 +31,45 @@ from vllm_metal.patches.mlx_patches.replacing import replaced
 
 RELEASES = ("mlx-lm 0.32",)
 COMMAND = (sys.executable, "-m", "vllm_metal.patches.mlx_patches.library_kernels")
-#: Seconds for one kernel. Importing mlx-lm takes the most of what it needs; only a hang takes more.
+#: Seconds for one kernel, most of them for importing mlx-lm; only a hang takes longer.
 TIME_LIMIT = 90.0
 _KIND = "library kernel"  # of rows in the record
 _SEQUENCES = 2
-#: Share of the largest element of a result by which float32 sums over a head, and the GPU's fast
-#: exponential, may be off; on top of the rounding to the result's own dtype.
+#: Tolerance relative to a result's largest element, for float32 sums over a head and the GPU's
+#: fast exponential; added to the rounding of the result's dtype.
 _ROUNDING = 2e-4
 
-Arguments = tuple[Any, ...]  # arrays, or None and JSON values as they are
+Arguments = tuple[Any, ...]  # arrays, None or JSON values
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel of mlx-lm's: a function whose place in its module another one may take."""
+    """A kernel of mlx-lm: a replaceable function of its module."""
 
     module: str  # of mlx_lm.models
-    kernel: str  # name of the function that launches it
-    twin: str | None  # name of the same in MLX's operations; None: `operations`
-    state: int  # place among the arguments; the second result is the state after them
-    factors: tuple[int, ...]  # places of arguments between 0 and 1
-    lengths: tuple[int, ...]  # of sequences that it takes
+    kernel: str  # function that launches it
+    twin: str | None  # function with the same result in MLX's operations; None: `operations`
+    state: int  # index of the state argument; the second result is the new state
+    factors: tuple[int, ...]  # indices of arguments between 0 and 1
+    lengths: tuple[int, ...]  # supported sequence lengths
 
     @property
     def name(self) -> str:
         return f"{self.module}.{self.kernel}"
 
     def loaded(self) -> ModuleType | None:
-        """Its module, if mlx-lm has imported it."""
+        """Returns its module if mlx-lm has imported it."""
         return sys.modules.get(f"mlx_lm.models.{self.module}")
 
     def operations(self, module: ModuleType) -> Callable[..., Any]:
-        """The twin."""
+        """Returns the twin."""
         if self.twin is not None:
             twin: Callable[..., Any] = getattr(module, self.twin)
             return twin
         return lambda *arguments: _stepwise(module, *arguments)
 
 
-#: All that models which are served launch with a state.
+#: All kernels with a state that served models launch.
 ENTRIES = (
     Entry("ssm", "ssm_update_kernel", "ssm_attn", state=7, factors=(), lengths=(1,)),
     Entry(
@@ -86,15 +85,15 @@ _BY_NAME: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in
 
 @dataclass(frozen=True)
 class Call:
-    """A kernel and the arguments of one token that a model gives it."""
+    """A kernel and its arguments for one token of a model."""
 
     name: str  # of an Entry
-    #: For each argument, the shape and the dtype of an array, else the value.
+    #: Shape and dtype of each array argument, else the value.
     arguments: tuple[tuple[tuple[int, ...], str] | Any, ...]
 
     @property
     def takes_texts(self) -> bool:
-        """Whether mlx-lm launches the kernel for more than one token at a time."""
+        """Whether mlx-lm launches the kernel for several tokens at once."""
         return max(_BY_NAME[self.name].lengths) > 1
 
     @staticmethod
@@ -104,11 +103,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check of a call found."""
+    """The result of checking a call."""
 
     call: Call
     ok: bool
-    detail: str = ""  # what is wrong
+    detail: str = ""  # the error
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> Verdict:
@@ -117,25 +116,26 @@ class Verdict:
 
 @contextmanager
 def noted() -> Iterator[list[Call]]:
-    """Within, calls of the kernels, or of their twins, are added to the list, each once."""
+    """Collects distinct calls of the kernels or their twins within the block."""
     calls: list[Call] = []
     with ExitStack() as stack:
         for entry in ENTRIES:
             if (module := entry.loaded()) is None:
                 continue
             for name in filter(None, (entry.kernel, entry.twin)):
-                noting = _noting(entry, getattr(module, name), calls)
-                stack.enter_context(replaced(module, name, noting))
+                recording = _recording(entry, getattr(module, name), calls)
+                stack.enter_context(replaced(module, name, recording))
         yield calls
 
 
-def _noting(entry: Entry, function: Callable[..., Any], calls: list[Call]) -> Callable[..., Any]:
+def _recording(entry: Entry, function: Callable[..., Any], calls: list[Call]) -> Callable[..., Any]:
     def called(*arguments: Any, **named: Any) -> Any:
         results = function(*arguments, **named)
         given = list(arguments)
         if len(given) > entry.state and given[entry.state] is None:
+            # Without a state, take the shape of the one it returned.
             given[entry.state] = results[1]
-        call = Call(entry.name, tuple(map(_described, given)))
+        call = Call(entry.name, tuple(map(_describe, given)))
         if call not in calls:
             calls.append(call)
         return results
@@ -149,16 +149,15 @@ def replace_wrong(
     time_limit: float = TIME_LIMIT,
     record: Record | None = None,
 ) -> list[Verdict]:
-    """Checks each call once for a machine; operations take the place of kernels that fail.
+    """Checks each call once per machine; operations replace kernels that fail.
 
     Args:
-        calls: that a model makes.
-        command: of a process that reads a call and prints a verdict, as this module does.
-        time_limit: seconds for a call.
-        record: where verdicts are kept; None: in the user's cache folder.
+        command: starts a process that reads a call and prints a verdict, as this module does.
+        time_limit: seconds per call.
+        record: stores verdicts; None: in the user's cache folder.
 
     Returns:
-        The verdicts that are failures.
+        The failed verdicts.
     """
     record = record or Record()
     known = {verdict.call: verdict for verdict in map(Verdict.from_json, record.rows(_KIND))}
@@ -166,7 +165,7 @@ def replace_wrong(
     for call in dict.fromkeys(calls):
         verdict = known.get(call)
         if verdict is None:
-            verdict = _checked_apart(call, command, time_limit)
+            verdict = _check_in_process(call, command, time_limit)
             record.add(_KIND, asdict(verdict))
         if not verdict.ok:
             use_operations(_BY_NAME[call.name])
@@ -175,65 +174,65 @@ def replace_wrong(
 
 
 def use_operations(entry: Entry) -> None:
-    """Puts the twin in the place of the kernel, for this process."""
+    """Replaces the kernel by its twin in this process."""
     module = importlib.import_module(f"mlx_lm.models.{entry.module}")
     setattr(module, entry.kernel, entry.operations(module))
 
 
 def check(call: Call) -> Verdict:
-    """Compares kernel and twin in this process, on MLX's default device and on the CPU."""
+    """Compares kernel and twin in this process, on MLX's default device and the CPU."""
     entry = _BY_NAME[call.name]
     module = importlib.import_module(f"mlx_lm.models.{entry.module}")
     operations = entry.operations(module)
     worst, detail = 0.0, ""
     for length in entry.lengths:
-        arguments = _made(entry, call, length)
+        arguments = _make_arguments(entry, call, length)
         found = getattr(module, entry.kernel)(*arguments)
         mx.eval(found)
         with mx.stream(mx.cpu):
-            wanted = operations(*(_exact(argument) for argument in arguments))
+            wanted = operations(*(_to_float32(argument) for argument in arguments))
             mx.eval(wanted)
         for what, ours, theirs in zip(("output", "state"), found, wanted, strict=True):
-            share, said = _compared(ours, theirs)
+            share, message = _compare(ours, theirs)
             if share > worst:
-                worst, detail = share, f"{what} of {length} tokens {said}"
+                worst, detail = share, f"{what} of {length} tokens {message}"
     return Verdict(call, worst <= 1, "" if worst <= 1 else detail)
 
 
-def _compared(found: mx.array, wanted: mx.array) -> tuple[float, str]:
-    """The largest error as a share of what rounding allows, and what it is, for people."""
+def _compare(found: mx.array, wanted: mx.array) -> tuple[float, str]:
+    """Returns the largest error relative to the tolerance, and a message about it."""
     eps = mx.finfo(found.dtype).eps
     ours, theirs = (np.array(array.astype(mx.float32)) for array in (found, wanted))
     allowed = 2 * eps * np.abs(theirs) + _ROUNDING * np.abs(theirs).max()
     error = np.nan_to_num(np.abs(ours - theirs), nan=np.inf)
-    place = np.unravel_index(np.argmax(error / allowed), error.shape)
-    said = f"is {ours[place]:.6g}, expected {theirs[place]:.6g} within {allowed[place]:.2g}"
-    return float((error / allowed)[place]), said
+    index = np.unravel_index(np.argmax(error / allowed), error.shape)
+    message = f"is {ours[index]:.6g}, expected {theirs[index]:.6g} within {allowed[index]:.2g}"
+    return float((error / allowed)[index]), message
 
 
-def _made(entry: Entry, call: Call, length: int) -> Arguments:
-    """Random arguments like the call's, for two sequences of so many tokens."""
+def _make_arguments(entry: Entry, call: Call, length: int) -> Arguments:
+    """Creates random arguments like the call's, for two sequences of `length` tokens."""
     rng = np.random.default_rng(0)
     made = []
-    for place, described in enumerate(call.arguments):
+    for index, described in enumerate(call.arguments):
         if not _is_array(described):
             made.append(described)
             continue
         shape, dtype = described
-        if place == entry.state:
+        if index == entry.state:
             shape = (_SEQUENCES, *shape[1:])
         elif shape[:2] == (1, 1):
             shape = (_SEQUENCES, length, *shape[2:])
-        if place in entry.factors:
+        if index in entry.factors:
             values = rng.uniform(0.5, 1.0, shape)
-        else:  # rows of length 1, so that states stay small
+        else:  # norm about 1 per row, so that states stay small
             values = rng.normal(size=shape) / np.sqrt(shape[-1])
         made.append(mx.array(values.astype(np.float32)).astype(getattr(mx, dtype)))
     return tuple(made)
 
 
 def _stepwise(module: ModuleType, *arguments: Any) -> tuple[mx.array, mx.array]:
-    """The recurrence of RWKV-7, a token at a time, by mlx-lm's own step."""
+    """Runs RWKV-7's recurrence one token at a time with mlx-lm's own step."""
     *rows, state = arguments
     outputs = []
     for token in range(rows[0].shape[1]):
@@ -242,7 +241,7 @@ def _stepwise(module: ModuleType, *arguments: Any) -> tuple[mx.array, mx.array]:
     return mx.stack(outputs, axis=1).astype(rows[0].dtype), state
 
 
-def _checked_apart(call: Call, command: Sequence[str], time_limit: float) -> Verdict:
+def _check_in_process(call: Call, command: Sequence[str], time_limit: float) -> Verdict:
     try:
         ended = subprocess.run(
             command,
@@ -259,13 +258,13 @@ def _checked_apart(call: Call, command: Sequence[str], time_limit: float) -> Ver
             return Verdict.from_json(json.loads(last))
         except (ValueError, KeyError, TypeError):
             pass
-    said = (ended.stderr.strip().splitlines() or [last])[-1]
+    message = (ended.stderr.strip().splitlines() or [last])[-1]
     status = ended.returncode
     how = f"signal {-status}" if status < 0 else f"status {status}"
-    return Verdict(call, False, f"ended its process with {how}: {said}")
+    return Verdict(call, False, f"ended its process with {how}: {message}")
 
 
-def _described(argument: Any) -> Any:
+def _describe(argument: Any) -> Any:
     if isinstance(argument, mx.array):
         return tuple(argument.shape), dtype_name(argument.dtype)
     return _as_tuples(argument)
@@ -280,7 +279,7 @@ def _is_array(described: Any) -> bool:
     )
 
 
-def _exact(argument: Any) -> Any:
+def _to_float32(argument: Any) -> Any:
     return argument.astype(mx.float32) if isinstance(argument, mx.array) else argument
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of MLX's modules: noted, handed to a cache, or followed and replaced in one module.
+"""Intercepts calls of MLX modules: records them, routes them to a cache, or replaces one.
 
-`mlx.nn.Module` has no hooks: Python looks up ``__call__`` on the class, so it is changed there.
+`mlx.nn.Module` has no hooks: Python looks up ``__call__`` on the class, so that is changed.
 """
 
 from __future__ import annotations
@@ -24,36 +24,34 @@ RELEASES = ("mlx 0.32",)
 
 
 class CallingCache(ABC):
-    """Stands where a model expects a layer's cache, and calls the layer's module itself."""
+    """Takes the place of a layer's cache, and calls the layer's module itself."""
 
     @abstractmethod
     def call(self, module: MethodType, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """What the module makes of T rows.
+        """Returns the module's result for T rows.
 
-        Args:
-            module: its own call, which takes what the model gave it.
-            args, kwargs: the arguments; this cache is one of them.
+        module: its original call. args, kwargs: the arguments, including this cache.
         """
 
 
 class SequenceCache(CallingCache):
-    """Stands where a model expects mlx-lm's ArraysCache."""
+    """Takes the place of mlx-lm's ArraysCache."""
 
-    # What mlx-lm's models look at, of batches that are padded.
+    # Attributes that mlx-lm's models read for padded batches.
     lengths = None
     left_padding = None
 
     def make_mask(self, *args: object, **kwargs: object) -> None:
-        """No mask: sequences are not padded."""
+        # No mask: sequences are not padded.
         return None
 
 
 def ask_caches(cls: type[nn.Module]) -> None:
-    """Has calls of such modules ask a `CallingCache` that is among their arguments; idempotent."""
-    replace(cls, "__call__", _asking)
+    """Makes calls of these modules use a `CallingCache` among their arguments; idempotent."""
+    replace(cls, "__call__", _ask_cache)
 
 
-def _asking(call: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _ask_cache(call: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, CallingCache):
             return argument.call(MethodType(call, self), args, kwargs)
@@ -62,44 +60,44 @@ def _asking(call: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any
 
 @dataclass(frozen=True, eq=False)
 class ModuleCall:
-    """A call of a module that is under way."""
+    """A running call of a module."""
 
     module: nn.Module
     args: tuple[Any, ...]
-    options: dict[str, Any]  # arguments by name
+    options: dict[str, Any]  # keyword arguments
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         return (*self.args, *self.options.values())
 
 
-_under_way: list[ModuleCall] = []
+_active_calls: list[ModuleCall] = []
 
 
 def under_way() -> list[ModuleCall]:
-    """The calls that are under way, outermost first, where they are `noted`."""
-    return list(_under_way)
+    """Returns running calls, outermost first, within `noted`."""
+    return list(_active_calls)
 
 
 @contextmanager
 def noted(model: nn.Module) -> Iterator[None]:
-    """Within, `under_way` knows the calls of the model's modules."""
+    """Makes `under_way` track the calls of the model's modules within the block."""
 
-    def noting(call: Callable[..., Any]) -> Callable[..., Any]:
+    def recording(call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            _under_way.append(ModuleCall(self, args, kwargs))
+            _active_calls.append(ModuleCall(self, args, kwargs))
             try:
                 return call(self, *args, **kwargs)
             finally:
-                _under_way.pop()
+                _active_calls.pop()
 
         return called
 
     with ExitStack() as stack:
         for cls in {type(module) for module in model.modules()}:
             if call := vars(cls).get("__call__"):
-                stack.enter_context(replaced(cls, "__call__", noting(call)))
+                stack.enter_context(replaced(cls, "__call__", recording(call)))
         yield
 
 
@@ -108,9 +106,9 @@ def follow_call(
     then: Callable[[mx.array], mx.array],
     instead: Callable[[], mx.array | None] = lambda: None,
 ) -> None:
-    """Applies `then` to what one module returns, or returns what `instead` has.
+    """Applies `then` to one module's result, or returns the value of `instead`.
 
-    The module gets a class of its own.
+    The module gets its own class.
     """
     family = type(module)
 

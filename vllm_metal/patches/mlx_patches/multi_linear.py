@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Projections into latents and out of them: for all rows of a step one matrix product a head.
+"""Projects all rows of a step into or out of latents with one matrix product per head.
 
-Such a projection has a matrix a head, [H, out, in]. mlx-lm multiplies it with [B, H, L, in]; the
-rows of a step are B rows of length 1, so these are B * H products of a matrix and a vector, each of
-which reads its matrix. With the rows beside each other there are H products, for quantized weights
-as for others. A cache may also leave them out of a module's call, and apply them itself.
+A cache may also skip these projections in a module's call, and apply them itself.
 """
 
 from __future__ import annotations
@@ -19,28 +16,28 @@ from mlx_lm.models import mla
 from vllm_metal.patches.vllm_patches.replacing import replace
 
 RELEASES = ("mlx-lm 0.32",)
-_are_left_out = False
+_is_skipping = False
 
 
 def install() -> None:
-    """Has mlx-lm's projections of latents multiply so; idempotent."""
+    """Patches mlx-lm's projections of latents; idempotent."""
     for cls in (mla.MultiLinear, mla.QuantizedMultiLinear):
-        replace(cls, "__call__", _beside_each_other)
+        replace(cls, "__call__", _multiply_by_head)
 
 
 @contextmanager
 def left_out() -> Iterator[None]:
-    """Within, projections give a step's rows back as they are."""
-    global _are_left_out
-    before, _are_left_out = _are_left_out, True
+    """Makes projections return a step's rows unchanged within the block."""
+    global _is_skipping
+    before, _is_skipping = _is_skipping, True
     try:
         yield
     finally:
-        _are_left_out = before
+        _is_skipping = before
 
 
 def sizes(projection: Any) -> tuple[int, int]:
-    """Elements of a row that goes in, and of one that comes out."""
+    """Returns the elements of an input row and of an output row."""
     num_outputs, num_inputs = projection.weight.shape[1:]
     if isinstance(projection, mla.QuantizedMultiLinear):
         num_inputs = projection.scales.shape[-1] * projection.group_size
@@ -48,25 +45,26 @@ def sizes(projection: Any) -> tuple[int, int]:
 
 
 def matrices(projection: Any, heads: slice, dtype: mx.Dtype) -> mx.array:
-    """[h, out, in] matrices of some heads, as values of the dtype.
-
-    For many rows: MLX's CPU backend multiplies these ten times faster than quantized ones.
-    """
+    """Returns [h, out, in] matrices of some heads in `dtype`."""
     weight: mx.array = projection.weight[heads]
     if not isinstance(projection, mla.QuantizedMultiLinear):
         return weight
+    # Dequantized for many rows: MLX's CPU backend multiplies these ten times faster.
     biases = None if projection.biases is None else projection.biases[heads]
     packing = projection.group_size, projection.bits, projection.mode
     return mx.dequantize(weight, projection.scales[heads], biases, *packing, dtype=dtype)
 
 
-def _beside_each_other(
+def _multiply_by_head(
     call: Callable[..., mx.array], self: Any, x: mx.array, transpose: bool = True
 ) -> mx.array:
-    """[T, H, 1, out] of [T, H, 1, in]; whatever else there is, as mlx-lm has it."""
+    """Maps [T, H, 1, in] to [T, H, 1, out]; other shapes use mlx-lm's code."""
     of_rows = x.ndim == 4 and x.shape[1:3] == (len(self.weight), 1)
-    if of_rows and _are_left_out:
+    if of_rows and _is_skipping:
         return x
     if not of_rows or len(x) == 1:
         return call(self, x, transpose)
+    # The weight is a matrix per head, [H, out, in]. For [B, H, 1, in], B rows of length 1, mlx-lm
+    # would compute B * H matrix-vector products that each read their matrix. With the rows side by
+    # side it computes H matrix products, for quantized weights too.
     return call(self, x.swapaxes(0, 2), transpose).swapaxes(0, 2)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mlx-lm's recurrent modules, called once for all rows of a step: their inside goes to a cache.
+"""Calls mlx-lm's recurrent modules once for all rows of a step, with their core in a cache.
 
-Such a module is token-wise but for its convolutions and its recurrence. With a `SequenceCall` among
-its arguments it gets [1, T, ...]: one sequence, as far as it knows, of the rows of all requests.
-What is token-wise stays as mlx-lm has it, one product a weight; `nn.Conv1d` and the function of the
-recurrence go to the `SequenceCall`, which knows where each request begins.
+Such a module works per token except for its convolutions and its recurrence. With a `SequenceCall`
+among its arguments it gets [1, T, ...], the rows of all requests as if they were one sequence.
+mlx-lm's code does all per-token work, one product per weight; `nn.Conv1d` and the recurrence
+function call the `SequenceCall`, which knows where each request begins.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from vllm_metal.patches.vllm_patches.replacing import replace
 RELEASES = ("mlx-lm 0.32",)
 _gated_delta, _ssm = gated_delta.gated_delta_update, ssm.ssm_update
 
-#: Modules of mlx_lm.models whose convolutions and recurrence are the only parts that are not
-#: token-wise, by class.
+#: Classes in mlx_lm.models whose convolutions and recurrence are their only parts that do not work
+#: per token.
 KNOWN = frozenset(
     {
         ("bailing_moe_v3", "BailingKDA"),
@@ -51,25 +51,22 @@ KNOWN = frozenset(
 
 
 class SequenceCall(ABC):
-    """Stands where such a module expects its cache, and computes what goes from token to token.
+    """Takes the place of a module's cache, and computes everything that spans tokens.
 
-    A module asks for the parts of the state in their order: first those of its convolutions, then
-    that of its recurrence. It gets nothing of them, and what it puts back is not looked at.
+    A module reads the parts of the state in order: those of its convolutions, then that of its
+    recurrence. It reads empty arrays, and its writes are ignored.
     """
 
-    # What mlx-lm's modules look at, of batches that are padded.
+    # Attributes that mlx-lm's modules read for padded batches.
     lengths = None
     left_padding = None
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[mx.Dtype]) -> None:
-        """
-        Args:
-            shapes, dtypes: of the parts of a state, for one sequence.
-        """
+        """shapes, dtypes: of the parts of one sequence's state."""
         self._part_forms = list(zip(shapes, dtypes, strict=True))
 
     def advance(self, num_tokens: int) -> None:  # noqa: B027 - positions are the step's
-        """Does nothing: positions are the step's."""
+        """No-op: the step knows the positions."""
 
     def __bool__(self) -> bool:
         return True
@@ -78,54 +75,40 @@ class SequenceCall(ABC):
         return (self[index] for index in range(len(self._part_forms)))
 
     def __getitem__(self, index: int) -> mx.array:
-        """Stands for a part: of a convolution [1, 0, C], so that rows come behind nothing."""
+        """Returns an empty part; a convolution's is [1, 0, C], so that no rows come before."""
         shape, dtype = self._part_forms[index]
         return mx.zeros((1, 0, *shape[1:]), dtype)
 
     def __setitem__(self, index: int, value: object) -> None:  # noqa: B027 - kept elsewhere
-        """Does nothing: the state is kept elsewhere."""
+        """No-op: the state is stored elsewhere."""
 
     @abstractmethod
     def convolve(self, inputs: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
-        """The module's next convolution.
+        """Runs the module's next convolution; returns [T, C] in the dtype of `inputs`.
 
-        Args:
-            inputs: [T, C], of this step's rows.
-            weight: [C, K], of each channel the taps, the newest input's last.
-            bias: [C].
-
-        Returns:
-            [T, C] of the dtype of `inputs`.
+        inputs: [T, C], of this step's rows. weight: [C, K], the newest input's tap last. bias: [C].
         """
 
     @abstractmethod
     def recur(
         self,
-        queries: mx.array,
+        queries: mx.array,  # [T, HK, DK], of this step's rows
         inputs: RecurrenceInputs,
-        delta: bool,
-        log_rates: mx.array | None = None,
+        delta: bool,  # use the delta rule
+        log_rates: mx.array | None = None,  # [HV, DK] float32, A if `inputs` has no decays
     ) -> mx.array:
-        """The module's recurrence.
+        """Runs the module's recurrence.
 
-        Args:
-            queries: [T, HK, DK], of this step's rows.
-            inputs: of the same.
-            delta: by the delta rule.
-            log_rates: [HV, DK] float32, A where `inputs` has no decays.
-
-        Returns:
-            [T, HV, DV] of the dtype of the values: what each query reads of the state after its own
-            row.
+        Returns [T, HV, DV] in the dtype of the values, read from the state after each query's row.
         """
 
 
-_call: SequenceCall | None = None  # of the module whose call is under way
+_call: SequenceCall | None = None  # of the running module call
 
 
 @contextmanager
 def handed_to(call: SequenceCall) -> Iterator[None]:
-    """Within, convolutions and recurrences of mlx-lm's modules go to `call`."""
+    """Routes convolutions and recurrences of mlx-lm's modules to `call` within the block."""
     global _call
     before, _call = _call, call
     try:
@@ -135,7 +118,7 @@ def handed_to(call: SequenceCall) -> Iterator[None]:
 
 
 def known(module: nn.Module) -> bool:
-    """Whether all of the module's inside is known that goes from token to token."""
+    """Returns whether KNOWN has this module's class or one of its bases."""
     return any(
         (cls.__module__.removeprefix("mlx_lm.models."), cls.__name__) in KNOWN
         for cls in type(module).__mro__
@@ -143,8 +126,8 @@ def known(module: nn.Module) -> bool:
 
 
 def hand_over(module: nn.Module) -> None:
-    """Prepares calls of a known module within `handed_to`; idempotent."""
-    replace(nn.Conv1d, "__call__", _convolved)
+    """Prepares a known module for calls within `handed_to`; idempotent."""
+    replace(nn.Conv1d, "__call__", _convolve)
     spread("gated_delta_update", _gated_delta, _gated_delta_update)
     spread("ssm_update", _ssm, _ssm_update)
     for cls in type(module).__mro__:
@@ -154,11 +137,11 @@ def hand_over(module: nn.Module) -> None:
         elif name == ("jamba", "JambaMambaMixer"):
             replace(cls, "ssm_step", _jamba)
         elif name == ("kimi_k3", "KimiK3DeltaAttention"):
-            # Its decode step is compiled apart, by a graph that would keep the first call's rows.
+            # Its decode step is compiled separately, and would keep the first call's rows.
             replace(cls, "__call__", _kimi_k3)
 
 
-def _convolved(call: Callable[..., mx.array], self: Any, x: mx.array) -> mx.array:
+def _convolve(call: Callable[..., mx.array], self: Any, x: mx.array) -> mx.array:
     if _call is None:
         return call(self, x)
     channels, taps, _ = self.weight.shape
@@ -181,7 +164,7 @@ def _gated_delta_update(
     allow_neg_eigval: bool = False,
     **options: Any,
 ) -> tuple[mx.array, mx.array | None]:
-    """mlx-lm's function of the name, whose rates and decays are computed as there."""
+    """Replaces mlx-lm's function; computes rates and decays as it does."""
     if _call is None:
         options |= {"lower_bound": lower_bound, "allow_neg_eigval": allow_neg_eigval}
         found: tuple[mx.array, mx.array] = _gated_delta(
@@ -212,7 +195,7 @@ def _ssm_update(
     mask: mx.array | None = None,
     lengths: mx.array | None = None,
 ) -> tuple[mx.array, mx.array | None]:
-    """mlx-lm's function of the name, whose steps of time are computed as there."""
+    """Replaces mlx-lm's function; computes time steps as it does."""
     if _call is None:
         found: tuple[mx.array, mx.array] = _ssm(
             hidden_states, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask, lengths
@@ -228,13 +211,9 @@ def _ssm_update(
 def _selective_scan(
     x: mx.array, A: mx.array, B: mx.array, C: mx.array, D: mx.array, rates: mx.array
 ) -> mx.array:
-    """[1, T, N] of Mamba's recurrence: each of N channels has a state of S numbers.
+    """Returns [1, T, N] of Mamba's recurrence, in which each of N channels has S numbers of state.
 
-    Args:
-        x, rates: [1, T, N], channels and their steps of time.
-        A: [N, S].
-        B, C: [1, T, S].
-        D: [N].
+    x, rates: [1, T, N], channels and their time steps. A: [N, S]. B, C: [1, T, S]. D: [N].
     """
     assert _call is not None
     inputs = RecurrenceInputs(B[0][:, None], x[0][..., None], rates[0].astype(mx.float32), None)
@@ -245,7 +224,7 @@ def _selective_scan(
 def _mamba(
     process: Callable[..., Any], self: Any, x: mx.array, conv_cache: Any, state_cache: Any
 ) -> Any:
-    """`MambaBlock._process_sequence`, whose loop over tokens has products with weights in it."""
+    """Replaces `MambaBlock._process_sequence`, whose loop over tokens includes weight products."""
     if _call is None:
         return process(self, x, conv_cache, state_cache)
     inputs, gate = mx.split(self.in_proj(x), 2, axis=-1)
@@ -261,7 +240,7 @@ def _mamba(
 
 
 def _jamba(step: Callable[..., Any], self: Any, x: mx.array, A: mx.array, state: Any = None) -> Any:
-    """`JambaMambaMixer.ssm_step`, whose loop over tokens is the recurrence alone."""
+    """Replaces `JambaMambaMixer.ssm_step`, whose loop over tokens is only the recurrence."""
     if _call is None:
         return step(self, x, A, state)
     ends = [self.time_step_rank, self.time_step_rank + self.ssm_state_size]

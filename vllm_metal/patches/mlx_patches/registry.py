@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which of mlx-lm's modules are patched, and finds a model's module.
+"""Lists patches of mlx-lm's modules, and finds a model's module.
 
-A model must compute what its files say, as transformers' class does, or be refused.
+A model must compute what transformers' class computes for its files, or be rejected.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from vllm_metal.patches.mlx_patches.families import (
     windows,
 )
 
-#: The releases of mlx-lm whose modules the families' patches were written by.
+#: Releases of mlx-lm for which the family patches were written.
 RELEASES = ("mlx-lm 0.32",)
 _MODULES = "mlx_lm.models."
 _MARK = "_vllm_metal_patched"
 
-#: What transformers calls the text model of a multimodal one where it stands alone, and mlx-lm's
-#: module of the whole, which reads it too.
+#: Maps transformers' name of a multimodal model's separate text model to mlx-lm's module of the
+#: whole, which reads it too.
 TEXT_MODELS = {
     "gemma3n_text": "gemma3n",
     "qwen3_5_moe_text": "qwen3_5_moe",
     "qwen3_5_text": "qwen3_5",
 }
 
-#: What transformers calls a model whose module mlx-lm has under a name of its own.
+#: Maps transformers' names to mlx-lm's where they differ.
 OTHER_NAMES = {"lfm2_vl": "lfm2-vl"}
 
 Patches = Mapping[str, tuple[Callable[[ModuleType], None], ...]]
-#: What modules of mlx_lm.models lack to compute what transformers' classes do. Applied in this
-#: order, once, when mlx-lm has imported the module.
+#: Fixes that make modules of mlx_lm.models agree with transformers' classes. Applied in this
+#: order, once, after mlx-lm has imported the module.
 PATCHES: Patches = {
     "cohere2": (layer_kinds.cohere2,),
     "ernie4_5_moe": (experts.ernie4_5_moe,),
@@ -99,9 +99,9 @@ PATCHES: Patches = {
         arrays.renamed(arrays.dense_of_kimi),
     ),
 }
-#: Modules that the paged path could not serve as they are. They compute with rows of many texts
-#: what they compute with one text: the reference is mlx-lm's own forward, for transformers has no
-#: classes of these families.
+#: Fixes for modules that the paged path cannot serve unchanged. With rows of many texts they
+#: compute the same as with one text: the reference is mlx-lm's own forward, since transformers has
+#: no classes of these families.
 PAGED: Patches = {
     "afm7": (shared_kv.afm7,),
     "baichuan_m1": (states.baichuan_m1,),
@@ -115,15 +115,15 @@ PAGED: Patches = {
 
 
 def classes(config: dict[str, Any]) -> tuple[type, type]:
-    """mlx-lm's model and its arguments for a config.json, patched; for mlx-lm's `load_model`.
+    """Returns mlx-lm's patched model and arguments classes for a config.json, for `load_model`.
 
     Raises:
-        ValueError: mlx-lm's module is not there, or needs what is not installed.
+        ValueError: mlx-lm has no such module, or the module needs a missing package.
     """
     config = {**config, "model_type": _model_type(config)}
     try:
         _get_classes(config)
-    except SystemExit as error:  # of a module that finds a package missing
+    except SystemExit as error:  # raised by modules that miss a package
         raise ValueError(
             f"mlx-lm's module of model_type {config['model_type']!r} needs a package that is not "
             f"installed: {error.__context__}"
@@ -133,11 +133,9 @@ def classes(config: dict[str, Any]) -> tuple[type, type]:
 
 
 def module_of(config: Mapping[str, Any], model: type) -> str:
-    """The name of mlx-lm's module that reads a config.json.
+    """Returns the name of mlx-lm's module that reads a config.json.
 
-    Args:
-        config: of config.json.
-        model: its model, which the module may have of another one.
+    model: its class, which the module may have imported from another one.
     """
     known = _model_type(config)
     name = str(MODEL_REMAPPING.get(known, known))
@@ -148,25 +146,25 @@ def module_of(config: Mapping[str, Any], model: type) -> str:
 
 
 def has_module(config: Mapping[str, Any]) -> bool:
-    """Whether mlx-lm has a module that reads a config.json; none is imported."""
+    """Returns whether mlx-lm has a module that reads a config.json, without importing it."""
     known = _model_type(config)
     name = str(MODEL_REMAPPING.get(known, known))
-    # Some have dashes in their names, such as nemotron-nas.
+    # Some names have dashes, such as nemotron-nas.
     is_name = name.replace("-", "_").isidentifier()
     return is_name and importlib.util.find_spec(_MODULES + name) is not None
 
 
 def _model_type(config: Mapping[str, Any]) -> str:
-    """The type as mlx-lm knows it."""
+    """Returns mlx-lm's name of the type."""
     model_type = str(config["model_type"])
     return {**TEXT_MODELS, **OTHER_NAMES}.get(model_type, model_type)
 
 
 def install() -> None:
-    """Patches attention, its parts and the modules that mlx-lm has imported; idempotent.
+    """Patches attention, its parts and the modules mlx-lm has imported; idempotent.
 
     Raises:
-        ValueError: a module is of a release of mlx-lm that its patches were not written for.
+        ValueError: mlx-lm's release is not one the patches were written for.
     """
     release = "mlx-lm " + ".".join(version("mlx-lm").split(".")[:2])
     for name, patches in {**PATCHES, **PAGED}.items():

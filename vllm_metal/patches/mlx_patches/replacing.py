@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts functions of ours in the place of MLX's and mlx-lm's, for good or for a while."""
+"""Replaces functions of MLX and mlx-lm, permanently or within a block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Gives an attribute another value, until the end of the block."""
+    """Sets an attribute until the end of the block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -22,19 +22,13 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 
 def wrap(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
-    """Puts `make(before)` in the place of a function; each call wraps it once more.
-
-    Args:
-        owner: a module, or a class.
-        name: of the function or method.
-        make: takes the function, returns the new one.
-    """
+    """Replaces a function of a module or class by `make(before)`; each call wraps it again."""
     before = getattr(owner, name)
     setattr(owner, name, functools.wraps(before)(make(before)))
 
 
 def after_init(cls: Any, then: Callable[..., None]) -> None:
-    """Has `then` follow the `__init__` of a class, with its arguments."""
+    """Runs `then` with the same arguments after the `__init__` of a class."""
 
     def following(before: Callable[..., None]) -> Callable[..., None]:
         def init(self: Any, *args: Any, **options: Any) -> None:
@@ -47,12 +41,9 @@ def after_init(cls: Any, then: Callable[..., None]) -> None:
 
 
 def spread(name: str, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    """Replaces a function in each of mlx-lm's modules that has imported it by now; idempotent.
+    """Replaces `before` by `after` in all mlx-lm modules imported so far; idempotent.
 
-    Args:
-        name: that the modules know it by.
-        before: as mlx-lm has it.
-        after: the one to call instead.
+    name: the modules' name of the function.
     """
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("mlx_lm.models.") and getattr(module, name, None) is before:

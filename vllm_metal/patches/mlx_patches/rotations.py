@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotations by position that a layer has asked for, so that whoever keeps its keys may do them.
-
-mlx-lm's modules rotate queries and keys before they call the cache, each by an operation of its
-own (`mx.fast.rope`, which all of mlx-lm's ropes end in). MLX computes an array only where somebody
-reads it. So the call goes on as it would, and what it was made of is noted: a cache that is given
-such keys may take them as they were before, and rotate them itself. Then nobody reads the rotated
-ones. Whoever does read them, or anything made of them, has them rotated, as ever.
-"""
+"""Records rotary embeddings of a layer, so that its cache can rotate the keys itself."""
 
 from __future__ import annotations
 
@@ -23,27 +16,27 @@ from vllm_metal.patches.mlx_patches.replacing import replaced
 
 RELEASES = ("mlx 0.32",)
 _HOW = ("traditional", "base", "scale")
-#: A layer rotates queries and keys. What nobody asked for goes: it holds arrays.
+#: A layer rotates queries and keys. Drop older records, because they hold arrays.
 _KEPT = 4
 
 
 @dataclass(frozen=True, eq=False)
 class Rotated:
-    """One call of `mx.fast.rope` for rows of length 1, each at a position of its own."""
+    """One call of `mx.fast.rope` for rows of length 1, each with its own position."""
 
-    source: mx.array  # [T, H, 1, D], before
-    result: mx.array  # [T, H, 1, D], after
+    source: mx.array  # [T, H, 1, D], unrotated
+    result: mx.array  # [T, H, 1, D], rotated
     positions: mx.array  # [T]
     rotation: Rotation
 
     def alike(self, other: Rotated) -> bool:
-        """Whether both are rotated by the same positions, in the same way."""
+        """Returns whether both have the same positions and rotation."""
         same = self.positions is other.positions and self.source.dtype == other.source.dtype
         return same and self.rotation.same_as(other.rotation)
 
 
 class OfLayer(NamedTuple):
-    """Keys of a layer, and its queries where they were rotated alike before."""
+    """A layer's keys, and its queries if they had the same rotation."""
 
     keys: Rotated
     queries: Rotated | None
@@ -54,10 +47,14 @@ _newest: deque[Rotated] = deque(maxlen=_KEPT)
 
 @contextmanager
 def noted() -> Iterator[None]:
-    """Within, `of_keys` knows what was rotated last."""
+    """Makes `of_keys` track the newest rotations within the block."""
     rope = mx.fast.rope
 
     def rotate(x: mx.array, dims: int, **options: Any) -> mx.array:
+        # mlx-lm's modules rotate queries and keys before they call the cache; all of its ropes end
+        # here. MLX computes an array only when it is read, so the call runs as usual: if the cache
+        # takes the recorded input and rotates it itself, the result is never computed, unless
+        # someone else reads it.
         result = rope(x, dims, **options)
         offset = options["offset"]
         if isinstance(offset, mx.array) and x.ndim == 4 and x.shape[2] == 1:
@@ -76,19 +73,17 @@ def noted() -> Iterator[None]:
 
 
 def of_keys(positions: mx.array, *given: mx.array) -> OfLayer | None:
-    """What a layer's keys were before they were rotated; None: that is not known.
+    """Returns a layer's keys before their rotation, or None if unknown; forgets all records.
 
-    Forgets what was noted.
-
-    Args:
-        positions: [T], as the layer's cache handed them to it.
-        given: [T, Hkv, 1, D] each, what the layer hands to its cache; one of them its keys.
+    positions: [T], as the layer's cache provided them. given: [T, Hkv, 1, D] each, arrays that the
+    layer passes to its cache, among them its keys.
     """
     known = list(_newest)
     _newest.clear()
     of = next((each for each in known if any(each.result is array for array in given)), None)
+    # Compare by identity: only the cache's own array is certain to hold the rows' positions.
     if of is None or of.positions is not positions:
         return None
     size = of.source.shape[-1]
-    beside = (each for each in reversed(known) if each is not of and each.alike(of))
-    return OfLayer(of, next((each for each in beside if each.source.shape[-1] == size), None))
+    others = (each for each in reversed(known) if each is not of and each.alike(of))
+    return OfLayer(of, next((each for each in others if each.source.shape[-1] == size), None))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes mlx-lm models' attention calls to whichever cache they pass along."""
+"""Routes attention calls of mlx-lm models to the cache they pass along."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _dense = getattr(base, _NAME)
 
 
 class Scoring(NamedTuple):
-    """How attention weighs a context: softmax(scale * q @ k), with what some models add."""
+    """Parameters of softmax(scale * q @ k) and of what some models add."""
 
     scale: float
-    sinks: mx.array | None = None  # [H] logits that take part in the softmax and have no value
+    sinks: mx.array | None = None  # [H] extra logits in the softmax, without values
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
 
 
 class AttendingCache(ABC):
-    """A layer's cache, in mlx-lm's sense, that computes attention itself.
+    """A layer's cache for mlx-lm that computes attention itself.
 
     mlx-lm's models call `offset`, `make_mask` and `update_and_fetch`; `_dispatch` calls `attend`.
     """
@@ -38,12 +38,12 @@ class AttendingCache(ABC):
         """[T] int32, position of each row."""
 
     def make_mask(self, *args: object, **kwargs: object) -> None:
-        """No dense mask: the cache itself knows which keys a row may see."""
+        # No dense mask: the cache knows which keys a row may see.
         return None
 
     @abstractmethod
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Takes K and V, each [T, Hkv, 1, D]; what it returns goes on to `attend`."""
+        """Takes K and V, each [T, Hkv, 1, D]; passes its result to `attend`."""
 
     @abstractmethod
     def attend(
@@ -53,22 +53,16 @@ class AttendingCache(ABC):
         values: mx.array,
         scoring: Scoring,
     ) -> mx.array:
-        """[T, H, 1, D] queries over each row's context; [T, H, 1, DV] back."""
+        """Attends [T, H, 1, D] queries to each row's context; returns [T, H, 1, DV]."""
 
     def attend_latent(
         self, queries: mx.array, values: mx.array, position_queries: mx.array, scale: float
     ) -> mx.array | None:
-        """Attention over latents, of layers with multi-head latent attention (MLA).
+        """Attends over latents (MLA); returns [T, H, 1, rank], or None without latents.
 
-        Args:
-            queries: [T, H, 1, rank], to be multiplied with latents.
-            values: what `update_and_fetch` gave as latents; or made of it, of longer rows.
-            position_queries: [T, H, 1, n], what the layer would add to the scores. Of a cache of
-                latents it is the rotated part of the queries, times `scale`: see `LatentCache`.
-            scale: factor on the scores of `queries`.
-
-        Returns:
-            [T, H, 1, rank]; None: the layer keeps no latents.
+        queries: [T, H, 1, rank], to multiply with latents. values: latents from `update_and_fetch`,
+        or longer rows made of them. position_queries: [T, H, 1, n], added to the scores; with
+        latents in the cache the rotated part of the queries times `scale`: see `LatentCache`.
         """
         return None
 
@@ -84,7 +78,7 @@ def _dispatch(
     sinks: mx.array | None = None,
 ) -> mx.array:
     if cache is None and isinstance(keys, AttendingCache):
-        cache = keys  # a layer that reads the K/V of another gets that layer's cache in their place
+        cache = keys  # a layer that shares another layer's K/V gets that layer's cache instead
     if isinstance(cache, AttendingCache):
         if isinstance(mask, mx.array):
             out = cache.attend_latent(queries, values, mask, scale)
@@ -96,7 +90,7 @@ def _dispatch(
 
 
 def _refusal(mask: mx.array) -> str:
-    """Why the caller's caller is not served."""
+    """Explains why the caller's caller is not supported."""
     call = sys._getframe(2)
     return (
         f"{call.f_globals.get('__name__')}.{call.f_code.co_qualname} gives attention a mask of its "
@@ -105,5 +99,5 @@ def _refusal(mask: mx.array) -> str:
 
 
 def install() -> None:
-    """Puts the dispatching attention under the name every mlx-lm model imports; idempotent."""
+    """Installs the dispatching attention in all mlx-lm models; idempotent."""
     spread(_NAME, _dense, _dispatch)

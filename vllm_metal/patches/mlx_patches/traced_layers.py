@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLX's own layers while a forward is traced: what is the same each time is computed once.
+"""Computes repeated parts of MLX's layers once while a forward is traced.
 
-A compiled graph repeats every operation that was traced, in every step. Two kinds of them give the
-same results again and again: views of weights, and the angles of rotary embeddings, which all
-layers compute from the same positions. Quantized layers have no such views, and on a GPU angles are
-computed within one operation, so this serves MLX's CPU backend most.
-
-Without both, host time of a decode step there is 17 % more for 1 request and 10 % for 32; without
-shared angles 13 % and 10 %, without views 4 % and 3 % (benchmarks/step_overhead.py's model of 28
-layers; medians of 40 rounds of 10 steps each, in turn, in one process).
+A compiled graph repeats every traced operation in every step. Two kinds of them have the same
+result each time: views of weights, and the angles of rotary embeddings, which all layers compute
+from the same positions.
 """
 
 from __future__ import annotations
@@ -25,20 +20,22 @@ from vllm_metal.patches.mlx_patches.replacing import replaced
 
 RELEASES = ("mlx 0.32",)
 
+# Quantized layers have no such views, and on a GPU angles are part of one operation, so this mostly
+# serves MLX's CPU backend. Without both, host time of a decode step there is 17 % longer for 1
+# request and 10 % for 32; without shared angles 13 % and 10 %, without views 4 % and 3 %
+# (benchmarks/step_overhead.py's model of 28 layers; medians of 40 alternating rounds of 10 steps
+# each, in one process).
+
 
 class TransposedWeights:
-    """Views of the weights of a network's linear layers, in place of one made in every call."""
+    """Views of the weights of a network's linear layers, instead of one per call."""
 
     def __init__(self, model: nn.Module) -> None:
-        """
-        Args:
-            model: whose layers they are.
-        """
         self._model = model
         self._by_layer: dict[int, mx.array] = {}  # by id
 
     def make(self) -> None:
-        """Makes the views, once: a trace takes arrays that are computed as they are."""
+        """Computes the views once: a trace takes computed arrays as they are."""
         if not self._by_layer:
             for _, module in self._model.named_modules():
                 if isinstance(module, nn.Linear):
@@ -47,7 +44,7 @@ class TransposedWeights:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Within, the network's linear layers multiply by the views that were made."""
+        """Makes the network's linear layers multiply by the views within the block."""
         call = nn.Linear.__call__
 
         def multiply(layer: nn.Linear, x: mx.array) -> mx.array:
@@ -62,17 +59,15 @@ class TransposedWeights:
 
 @contextmanager
 def angles_shared() -> Iterator[None]:
-    """Within, rotary embeddings of the same positions have their sines and cosines in common.
-
-    On a GPU a rotary embedding is one operation. The CPU backend makes it of many, and MLX's
-    compiler leaves those of each layer apart, because they begin with an operation without input.
-    """
+    """Shares sines and cosines between rotary embeddings of the same positions in the block."""
+    # On a GPU a rotary embedding is one operation. The CPU backend uses many, and MLX's compiler
+    # cannot merge those of different layers, because they begin with an operation without input.
     if mx.default_device().type == mx.DeviceType.gpu:
         yield
         return
     rope = mx.fast.rope
     found: dict[tuple[Any, ...], tuple[mx.array, mx.array]] = {}
-    kept: list[object] = []  # what keys have the id of
+    kept: list[object] = []  # keeps objects alive whose ids are keys
 
     def rotate(
         x: mx.array,
@@ -101,7 +96,7 @@ def angles_shared() -> Iterator[None]:
             angles = _angles(dims, base, scale, offset, freqs)
             found[key] = mx.cos(angles).astype(x.dtype), mx.sin(angles).astype(x.dtype)
             kept.extend((offset, freqs))
-        return _rotated(x, dims, traditional, *found[key])
+        return _rotate(x, dims, traditional, *found[key])
 
     with replaced(mx.fast, "rope", rotate):
         yield
@@ -110,21 +105,21 @@ def angles_shared() -> Iterator[None]:
 def _angles(
     dims: int, base: float | None, scale: float, offset: mx.array, freqs: mx.array | None
 ) -> mx.array:
-    """[T, 1, 1, dims / 2] float32 of [T] positions, as `mx.fast.rope` documents them."""
+    """Returns [T, 1, 1, dims / 2] float32 of [T] positions, as `mx.fast.rope` documents."""
     positions = offset.astype(mx.float32).reshape(-1, 1, 1, 1) * scale
     if freqs is not None:
         return positions * mx.reciprocal(freqs.astype(mx.float32))
-    assert base is not None  # MLX wants one of the two
+    assert base is not None  # MLX requires one of the two
     exponents = mx.arange(0, -(dims // 2), -1, mx.float32)
     return positions * mx.exp(exponents * (math.log(base) / (dims // 2)))
 
 
-def _rotated(
+def _rotate(
     x: mx.array, dims: int, traditional: bool, cosines: mx.array, sines: mx.array
 ) -> mx.array:
-    """[T, H, 1, D] with the first `dims` of each head rotated (Su et al. 2021, arXiv:2104.09864).
+    """Rotates the first `dims` of each head of [T, H, 1, D] (Su et al. 2021, arXiv:2104.09864).
 
-    Pairs are neighbors where `traditional`, else a half apart.
+    Pairs are neighbors if `traditional`, else half the dims apart.
     """
     half = dims // 2
     if traditional:

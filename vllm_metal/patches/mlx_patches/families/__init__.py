@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules of mlx-lm's that differ from transformers' classes, mended."""
+"""Fixes mlx-lm modules that differ from transformers' classes."""

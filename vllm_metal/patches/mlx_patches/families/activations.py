@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GELU as the configuration names it: exact, or by a hyperbolic tangent.
+"""Uses the configured GELU: exact, or approximated by tanh.
 
-mlx-lm's modules of some families compute one of the two, whatever the file says; the published
-models of these families ask for the other.
+mlx-lm's modules of some families always compute one of the two; these families' published models
+configure the other.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _GELUS: dict[str, Callable[[mx.array], mx.array]] = {
 
 
 def gemma(module: ModuleType) -> None:
-    """Gemma's gate: published files say "gelu", and mean the approximation (transformers'
-    `GemmaConfig`)."""
+    """Uses the approximation in Gemma's gate."""
 
+    # Published files say "gelu" but mean the approximation (transformers' `GemmaConfig`).
     def call(self: Any, x: mx.array) -> mx.array:
         out: mx.array = self.down_proj(nn.gelu_approx(self.gate_proj(x)) * self.up_proj(x))
         return out
@@ -38,10 +38,8 @@ def gemma(module: ModuleType) -> None:
 def gelu(key: str, default: str, first: str, second: str) -> Callable[[ModuleType], None]:
     """Patches a module whose activation is a GELU.
 
-    Args:
-        key: of the activation's name in config.json.
-        default: of transformers' configuration.
-        first, second: projections of the module's `MLP`.
+    key: config.json's key of the activation. default: of transformers' configuration. first,
+    second: projections of the module's `MLP`.
     """
 
     def apply(module: ModuleType) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays that a family's files have under other names or in another shape than mlx-lm's module."""
+"""Renames or converts arrays whose published form differs from mlx-lm's."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ _DENSE = re.compile(r"\.block_sparse_moe\.((?:gate|up|down)_proj)\.")
 
 
 def converted(convert: Callable[[Any, Arrays], Arrays]) -> Callable[[ModuleType], None]:
-    """Patches a module so that its model's `sanitize` gets what `convert` returns.
-
-    Args:
-        convert: takes the model and the arrays of its files.
-    """
+    """Patches a module so that its model's `sanitize` gets `convert(model, arrays)`."""
 
     def converting(before: Callable[..., Arrays]) -> Callable[..., Arrays]:
         return lambda self, weights: before(self, convert(self, weights))
@@ -34,24 +30,20 @@ def converted(convert: Callable[[Any, Arrays], Arrays]) -> Callable[[ModuleType]
 
 
 def renamed(rename: Callable[[str], str]) -> Callable[[ModuleType], None]:
-    """Patches a module whose arrays have other names in files.
-
-    Args:
-        rename: gives the name that the module knows, of one in files.
-    """
+    """Patches a module so that `rename` maps names in files to the module's names."""
     return converted(lambda model, weights: {rename(name): a for name, a in weights.items()})
 
 
 def without_transformer(name: str) -> str:
-    """GPT-2's name of an array that transformers 5 writes as a part of a `transformer`."""
+    """Maps GPT-2's names, which transformers 5 writes as parts of a `transformer`."""
     return name.removeprefix("transformer.")
 
 
 def dense_of_kimi(name: str) -> str:
-    """Kimi's name for layers without experts, which transformers writes as those with experts."""
+    """Maps Kimi's layers without experts, which transformers names like those with experts."""
     return _DENSE.sub(r".mlp.\1.", name)
 
 
 def norms_of_olmo(name: str) -> str:
-    """OLMo hybrid's names of norms; transformers' conversion_mapping.py has the same two."""
+    """Maps OLMo hybrid's names of norms; transformers' conversion_mapping.py has the same two."""
     return ".".join(_NORMS.get(part, part) for part in name.split("."))

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts: which are chosen, what they weigh, and how files write them.
-
-Each function says what mlx-lm's module does otherwise than transformers' class.
-"""
+"""Corrects the choice, weights and files of experts where mlx-lm differs from transformers."""
 
 from __future__ import annotations
 
@@ -28,20 +25,16 @@ _EXPERT = re.compile(r".*\.mlp\.experts\.(\d+)\..*")
 
 
 def grouped(name: str = "group_expert_select") -> Callable[[ModuleType], None]:
-    """Patches a module's choice among experts in groups: none of a group that was left out.
-
-    A router adds a bias to its scores, and chooses among the experts of the best groups. mlx-lm's
-    modules give the others a score of 0, which is more than that of an expert whose bias is below
-    minus its score; transformers' classes give them minus infinity (`route_tokens_to_experts`).
-
-    Args:
-        name: of the module's function that chooses.
-    """
+    """Makes a module's function that chooses among groups of experts skip those left out."""
 
     def choosing(before: Callable[..., Any]) -> Callable[..., Any]:
         def select(gates: mx.array, bias: mx.array, top_k: int, n_group: int, *others: Any) -> Any:
-            # Scores are positive, and the same amount on all changes no choice: with biases from 0
-            # on, a score of 0 is the least there can be. Weights are of scores without biases.
+            # A router adds a bias to its scores, and chooses among the experts of the best groups.
+            # mlx-lm gives the others a score of 0, which exceeds that of an expert whose bias is
+            # below minus its score; transformers gives them minus infinity
+            # (`route_tokens_to_experts`). Scores are positive, and a constant added to all changes
+            # no choice: with biases of at least 0, a score of 0 is the minimum. Weights use scores
+            # without biases.
             chosen_by = bias - bias.min() if n_group > 1 else bias
             return before(gates, chosen_by, top_k, n_group, *others)
 
@@ -51,14 +44,11 @@ def grouped(name: str = "group_expert_select") -> Callable[[ModuleType], None]:
 
 
 def jamba(module: ModuleType) -> None:
-    """Weights of experts, and which layers have experts.
-
-    mlx-lm normalizes the weights of the chosen experts; the model was trained with their share of
-    all (`JambaSparseMoeBlock.route_tokens_to_experts`). It counts `expert_layer_offset` from the
-    other end of a period (`JambaConfig.layers_num_experts`), which is the same for a period of two.
-    """
+    """Corrects the weights of experts, and which layers have experts."""
 
     def routed(self: Any, x: mx.array) -> mx.array:
+        # mlx-lm normalizes the weights of the chosen experts; the model was trained with their
+        # share of all (`JambaSparseMoeBlock.route_tokens_to_experts`).
         shares = mx.softmax(self.router(x), axis=-1, precise=True)
         count = self.num_experts_per_tok
         chosen = mx.stop_gradient(mx.argpartition(-shares, kth=count - 1, axis=-1)[..., :count])
@@ -68,7 +58,9 @@ def jamba(module: ModuleType) -> None:
 
     def built(before: Callable[..., Any]) -> Callable[..., Any]:
         def init(self: Any, args: Any, layer_type: str, layer_idx: int) -> None:
-            # mlx-lm asks whether index + offset is a multiple of the period, and nothing else.
+            # mlx-lm counts `expert_layer_offset` from the other end of a period
+            # (`JambaConfig.layers_num_experts`), which is the same for a period of two. It only
+            # tests whether index + offset is a multiple of the period.
             before(self, args, layer_type, -layer_idx)
 
         return init
@@ -78,10 +70,7 @@ def jamba(module: ModuleType) -> None:
 
 
 def ernie4_5_moe(module: ModuleType) -> None:
-    """The bias of the choice, which mlx-lm drops (`Ernie4_5_MoeTopKRouter`).
-
-    Folders that mlx-lm has converted lack it, and are served as they are.
-    """
+    """Adds the bias of the choice, which mlx-lm drops (`Ernie4_5_MoeTopKRouter`)."""
 
     def add_bias(layer: Any, args: Any) -> None:
         layer[_BIAS] = mx.zeros(args.moe_num_experts)
@@ -106,7 +95,7 @@ def ernie4_5_moe(module: ModuleType) -> None:
             found = before(self, weights)
             for index, layer in enumerate(self.layers):
                 if isinstance(layer.mlp, module.Ernie4_5_MoeMLP):
-                    if not given:
+                    if not given:  # converted by mlx-lm: served without the bias
                         logger.warning_once(_LACKS)
                     name = f"model.layers.{index}.mlp.{_BIAS}"
                     found[name] = given.get(name, layer.mlp[_BIAS])
@@ -120,11 +109,9 @@ def ernie4_5_moe(module: ModuleType) -> None:
 
 
 def with_weights(model: Any, weights: Arrays) -> Arrays:
-    """LongCat-Flash's arrays without those of experts that give back what they get.
-
-    transformers makes room for them all the same in the array of gates and values
-    (`LongcatFlashExperts`), and writes it; mlx-lm's module has no place for it.
-    """
+    """Drops arrays of LongCat-Flash's identity experts."""
+    # transformers also reserves and writes rows for them (`LongcatFlashExperts`); mlx-lm's module
+    # has no place for them.
     count = model.args.n_routed_experts
     return {
         name: array
@@ -134,19 +121,17 @@ def with_weights(model: Any, weights: Arrays) -> Arrays:
 
 
 def in_full_precision(model: Any, weights: Arrays) -> Arrays:
-    """gpt-oss's experts as mlx-lm has them, of files in any floating-point dtype.
-
-    mlx-lm's module knows the names and the layout of MXFP4 files only, where rows are outputs. In
-    full precision rows are inputs, and outputs of the gate and of the values stand side by side by
-    turns (transformers' `GptOssExperts`).
-    """
+    """Converts gpt-oss's experts from files in any floating-point dtype."""
+    # mlx-lm's module only knows the names and the layout of MXFP4 files, where rows are outputs. In
+    # full precision rows are inputs, and gate and value outputs alternate (transformers'
+    # `GptOssExperts`).
     if not any(name.endswith("experts.gate_up_proj") for name in weights):
         return weights
     return dict(pair for name, array in weights.items() for pair in _split(name, array))
 
 
 def _split(name: str, array: mx.array) -> list[tuple[str, mx.array]]:
-    """An array of gpt-oss under mlx-lm's names."""
+    """Returns an array of gpt-oss under mlx-lm's names."""
     head, _, last = name.rpartition(".")
     if not head.endswith(".experts"):
         return [(name, array)]

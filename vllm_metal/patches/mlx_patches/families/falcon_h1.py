@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Falcon-H1: multipliers of the configuration that mlx-lm's module leaves out.
-
-mlx-lm multiplies the weights of a published folder by most of them when it loads it. It leaves out
-`key_multiplier`, that of the values' projection, those of biases, and the groups of the norm
-(transformers' `FalconH1Attention`, `FalconH1Mixer`, `FalconH1RMSNormGated`).
-"""
+"""Applies Falcon-H1's multipliers and groups of the norm that mlx-lm's module leaves out."""
 
 from __future__ import annotations
 
@@ -20,31 +15,33 @@ from vllm_metal.patches.mlx_patches.replacing import after_init
 
 _CONVOLUTION = "model.layers.0.mamba.conv1d.weight"
 
+# mlx-lm multiplies the weights of a published folder by most multipliers when it loads it. It
+# leaves out `key_multiplier`, those of the value projection and of biases, and the groups of the
+# norm (transformers' `FalconH1Attention`, `FalconH1Mixer`, `FalconH1RMSNormGated`).
+
 
 def falcon_h1(module: ModuleType) -> None:
-    """Multiplies by all of them."""
-
     def multiply_scores(layer: Any, args: Any) -> None:
-        # A factor of the keys is one of the scores: rotating them is linear. So it holds for
-        # folders that mlx-lm converted, too.
+        # A factor of the keys is one of the scores, since rotation is linear; so this also works
+        # for folders converted by mlx-lm.
         layer.scale *= args.key_multiplier
 
     def normed(self: Any, hidden_states: mx.array, gate: mx.array | None = None) -> mx.array:
         if gate is not None and not self.norm_before_gate:
             hidden_states = nn.silu(gate) * hidden_states
-        apart = mx.unflatten(hidden_states, -1, (self.n_groups, -1))
-        whole = mx.fast.rms_norm(apart, None, self.variance_epsilon).flatten(-2) * self.weight
-        return whole if gate is None or not self.norm_before_gate else nn.silu(gate) * whole
+        grouped = mx.unflatten(hidden_states, -1, (self.n_groups, -1))
+        scaled = mx.fast.rms_norm(grouped, None, self.variance_epsilon).flatten(-2) * self.weight
+        return scaled if gate is None or not self.norm_before_gate else nn.silu(gate) * scaled
 
     after_init(module.FalconH1Attention, multiply_scores)
-    converted(_multiplied)(module)
+    converted(_multiply)(module)
     module.FalconH1RMSNormGated.__call__ = normed
 
 
-def _multiplied(model: Any, weights: Arrays) -> Arrays:
+def _multiply(model: Any, weights: Arrays) -> Arrays:
     convolution = weights[_CONVOLUTION]
-    published = convolution.shape[-1] > convolution.shape[1]  # as mlx-lm tells them apart
-    for key, suffix, factor in _left_out(model):
+    published = convolution.shape[-1] > convolution.shape[1]  # mlx-lm's own test
+    for key, suffix, factor in _missing_factors(model):
         for name in [name for name in weights if name.endswith(suffix)]:
             if published:
                 weights[name] = weights[name] * factor.astype(weights[name].dtype)
@@ -56,8 +53,8 @@ def _multiplied(model: Any, weights: Arrays) -> Arrays:
     return weights
 
 
-def _left_out(model: Any) -> Iterator[tuple[str, str, mx.array]]:
-    """The key of a multiplier, the end of the names of arrays it is left out of, and its value."""
+def _missing_factors(model: Any) -> Iterator[tuple[str, str, mx.array]]:
+    """Yields a multiplier's key, the suffix of arrays that lack it, and its value."""
     args = model.args
     factors = (
         ("attention_in_multiplier", "self_attn.v_proj.weight", args.attention_in_multiplier),

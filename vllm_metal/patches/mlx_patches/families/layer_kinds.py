@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of two kinds in any order, which `layer_types` names.
+"""Reads the order of two kinds of layers from `layer_types`.
 
-mlx-lm's modules of Qwen3-Next and Qwen3.5 (attention, or a recurrence), of Gemma 3 (with a window,
-or without one) and of Command R7B (the same, and without positions) read a period instead: every so
-manieth layer is of the second kind. Gemma 3's rounds a factor to bfloat16 in every dtype.
+mlx-lm's modules of Qwen3-Next and Qwen3.5 (attention, or a recurrence), of Gemma 3 (with or without
+a window) and of Command R7B (likewise, and without positions) read a period instead: every n-th
+layer is of the second kind. Gemma 3's module also rounds a factor to bfloat16 for every dtype.
 """
 
 from __future__ import annotations
@@ -25,43 +25,39 @@ _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attent
 
 
 def qwen3_next(module: ModuleType) -> None:
-    """Its arguments, its layers, and which of them the masks are made for."""
+    """Patches the arguments, the layers and the choice of layers that make masks."""
     _with_layer_types(module, "ModelArgs", "full_attention_interval", _LINEAR)
-    _built_by_kind(module.Qwen3NextDecoderLayer, "full_attention_interval")
+    _build_by_kind(module.Qwen3NextDecoderLayer, "full_attention_interval")
     after_init(module.Qwen3NextModel, _find_first_layers)
 
 
 def qwen3_5(module: ModuleType) -> None:
-    """Arguments, layers and masks of Qwen3.5 and its mixture of experts, as of Qwen3-Next."""
+    """Patches arguments, layers and masks of Qwen3.5 and its mixture of experts."""
     _with_layer_types(module, "TextModelArgs", "full_attention_interval", _LINEAR)
-    _built_by_kind(module.DecoderLayer, "full_attention_interval")
+    _build_by_kind(module.DecoderLayer, "full_attention_interval")
     after_init(module.Qwen3_5TextModel, _find_first_layers)
 
 
 def cohere2(module: ModuleType) -> None:
-    """Its arguments, its layers, their caches, and the forward around them."""
+    """Patches the arguments, the layers, their caches and the forward."""
     _with_layer_types(module, "ModelArgs", "sliding_window_pattern", _SLIDING)
-    _built_by_kind(module.Attention, "sliding_window_pattern")
+    _build_by_kind(module.Attention, "sliding_window_pattern")
     module.CohereModel.__call__ = by_kind(embedded)
     module.Model.make_cache = caches_by_window
 
 
 def gemma3_text(module: ModuleType) -> None:
-    """Layers in any order, and the embeddings' factor in the model's dtype."""
+    """Allows layers in any order, and computes the embeddings' factor in the model's dtype."""
     _with_layer_types(module, "ModelArgs", "sliding_window_pattern", _SLIDING)
-    _built_by_kind(module.Attention, "sliding_window_pattern")
+    _build_by_kind(module.Attention, "sliding_window_pattern")
     module.Gemma3Model.__call__ = by_kind(scaled_embeddings)
     module.Model.make_cache = caches_by_window
 
 
 def _with_layer_types(module: ModuleType, name: str, period: str, other: str) -> None:
-    """Gives arguments the key; files without it have every so manieth layer whole.
+    """Adds `layer_types` to arguments; by default every n-th layer has full attention.
 
-    Args:
-        module: of mlx-lm.
-        name: of its class of arguments.
-        period: the key that says how manieth.
-        other: the kind of the other layers.
+    name: mlx-lm's class of arguments. period: its key of n. other: the kind of the other layers.
     """
     base: Any = getattr(module, name)
 
@@ -78,22 +74,22 @@ def _with_layer_types(module: ModuleType, name: str, period: str, other: str) ->
                     other if (index + 1) % every else _FULL
                     for index in range(self.num_hidden_layers)
                 ]
-            strange = sorted(set(self.layer_types) - {_FULL, other})
-            if strange:
-                raise ValueError(f"layer_types of config.json name {', '.join(strange)}")
+            unknown = sorted(set(self.layer_types) - {_FULL, other})
+            if unknown:
+                raise ValueError(f"layer_types of config.json name {', '.join(unknown)}")
             if other == _LINEAR and _LINEAR not in self.layer_types:
-                # mlx-lm tells by a convolution whether norms are stored less one.
+                # mlx-lm infers from a convolution whether norms are stored minus one.
                 raise ValueError("layer_types of config.json have no layer of linear_attention")
 
     setattr(module, name, ModelArgs)
 
 
-def _built_by_kind(cls: Any, period: str) -> None:
-    """Has a class make the kind of layer that `layer_types` says."""
+def _build_by_kind(cls: Any, period: str) -> None:
+    """Makes a class build the kind of layer in `layer_types`."""
 
     def built(before: Callable[..., Any]) -> Callable[..., Any]:
         def init(self: Any, args: Any, layer_idx: int) -> None:
-            # mlx-lm asks whether the layer's number is a multiple of the period, and no more.
+            # mlx-lm only tests whether the layer's number is a multiple of the period.
             every = 1 if args.layer_types[layer_idx] == _FULL else layer_idx + 2
             with replaced(args, period, every):
                 before(self, args, layer_idx)
@@ -104,6 +100,6 @@ def _built_by_kind(cls: Any, period: str) -> None:
 
 
 def _find_first_layers(model: Any, args: Any) -> None:
-    """Masks are made for the first layer of each kind; where there is none, no mask is."""
+    """Sets the layers that make masks: the first of each kind, or none."""
     kinds = {kind: args.layer_types.index(kind) for kind in set(args.layer_types)}
     model.ssm_idx, model.fa_idx = kinds.get(_LINEAR), kinds.get(_FULL)

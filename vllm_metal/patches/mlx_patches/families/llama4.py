@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama 4 in texts of one chunk of its attention, where chunks are the whole context.
+"""Serves Llama 4 for texts of one attention chunk, where a chunk is the whole context.
 
-Most layers see the chunk of `attention_chunk_size` positions that a token is in, and no other: the
-pool has no blocks of that kind. Texts longer than a chunk are refused.
+Most layers only see the chunk of `attention_chunk_size` positions that a token is in, for which the
+pool has no block type. Texts longer than a chunk are rejected.
 
-mlx-lm's module of the text model alone, `llama4_text`, knows dense models only. It normalizes
-queries and keys of every layer, and neither scales queries by their place in the text nor attends
-within chunks (transformers' `Llama4TextAttention`).
+mlx-lm's module `llama4_text` of the text model knows dense models only. It normalizes queries and
+keys in every layer, and neither scales queries by position nor attends within chunks (transformers'
+`Llama4TextAttention`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DOWN = ".experts.down_proj"
 
 
 def llama4(module: ModuleType) -> None:
-    """Layers over the whole context, and factors of the queries by each row's position."""
+    """Gives layers the whole context, and scales queries by each row's position."""
 
     def make_cache(self: Any) -> list[Any]:
         return [KVCache() for _ in self.layers]
@@ -41,7 +41,7 @@ def llama4(module: ModuleType) -> None:
 
 
 def llama4_text(module: ModuleType) -> None:
-    """Experts, norms where positions are, temperatures where they are not, and the head's name."""
+    """Adds experts, and fixes norms, temperatures and the head's name."""
     from mlx_lm.models.llama4 import MoE
 
     def add_experts(model: Any, args: Any) -> None:
@@ -55,18 +55,19 @@ def llama4_text(module: ModuleType) -> None:
 
 
 def _attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-    settings = getattr(self, "args", self)  # those of temperatures, in one module or the other
+    settings = getattr(self, "args", self)  # one of the two has the temperature settings
     offset = offset_of(cache)
     queries, keys, values = heads(self, x, self.head_dim)
+    # As in transformers: norms only in layers with positions, temperatures only in the others.
     if self.use_rope:
         queries, keys = self.rope(queries, offset=offset), self.rope(keys, offset=offset)
         if self.use_qk_norm:
             eps = getattr(self, "rms_norm_eps", 1e-6)
             queries, keys = (mx.fast.rms_norm(rows, None, eps) for rows in (queries, keys))
     elif settings.attn_temperature_tuning:
-        # [B, 1, L, 1], or [1, 1, L, 1]: grows with the steps of `floor_scale` tokens behind a row.
-        places = mx.array(offset).reshape(-1, 1, 1, 1) + mx.arange(1, x.shape[1] + 1)[:, None]
-        steps = mx.log1p(mx.floor(places / settings.floor_scale))
+        # [B, 1, L, 1] or [1, 1, L, 1]; grows with every `floor_scale` tokens before a row.
+        positions = mx.array(offset).reshape(-1, 1, 1, 1) + mx.arange(1, x.shape[1] + 1)[:, None]
+        steps = mx.log1p(mx.floor(positions / settings.floor_scale))
         queries = (queries * (steps * settings.attn_scale + 1.0)).astype(queries.dtype)
     return attend(queries, keys, values, self.scale, cache, mask, self.o_proj)
 
@@ -106,13 +107,13 @@ def _arguments(base: Any) -> type:
 
 
 def _sanitize(self: Any, weights: Arrays) -> Arrays:
-    """Arrays under mlx-lm's names, each expert's rows as outputs."""
+    """Renames arrays for mlx-lm, with each expert's rows as outputs."""
     found: Arrays = {}
     for name, array in weights.items():
         if name.endswith(_JOINED):
             gate, up = mx.split(array.swapaxes(-1, -2), 2, axis=-2)
-            place = name.removesuffix(_JOINED) + ".experts"
-            found |= {f"{place}.gate_proj.weight": gate, f"{place}.up_proj.weight": up}
+            prefix = name.removesuffix(_JOINED) + ".experts"
+            found |= {f"{prefix}.gate_proj.weight": gate, f"{prefix}.up_proj.weight": up}
         elif name.endswith(_DOWN):
             found[f"{name}.weight"] = array.swapaxes(-1, -2)
         elif name.startswith("lm_head."):

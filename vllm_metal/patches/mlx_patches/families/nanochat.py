@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""nanochat as transformers has it: names of arrays, the cap of logits, what norms add to a mean.
+"""Matches transformers' nanochat: array names, the cap of logits and the epsilon of norms.
 
-mlx-lm's module has names of the training code's, a cap of 15 and 1e-5. It keeps both for folders
-under its own names, whose configuration has neither key.
+mlx-lm's module uses the training code's names, a cap of 15 and 1e-5. Folders with its own names,
+whose configuration has neither key, keep both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import mlx.core as mx
 from vllm_metal.patches.mlx_patches.families.forwards import attend, heads, offset_of, through
 from vllm_metal.patches.mlx_patches.replacing import after_init
 
-#: Parts of names, in transformers' files and in mlx-lm's module.
+#: Parts of names in transformers' files, and in mlx-lm's module.
 _PARTS = {
     "model": "transformer",
     "embed_tokens": "wte",
@@ -32,7 +32,7 @@ _PARTS = {
 
 
 def nanochat(module: ModuleType) -> None:
-    """The forward around mlx-lm's projections."""
+    """Patches the forward around mlx-lm's projections."""
     base: Any = module.ModelArgs
 
     @dataclass
@@ -47,8 +47,8 @@ def nanochat(module: ModuleType) -> None:
 
     def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         def positioned(rows: mx.array) -> mx.array:
-            turned = module.apply_rotary_emb(rows, offset=offset_of(cache), freqs=self._rope_freqs)
-            return mx.fast.rms_norm(turned, None, self.eps)
+            rotated = module.apply_rotary_emb(rows, offset=offset_of(cache), freqs=self._rope_freqs)
+            return mx.fast.rms_norm(rotated, None, self.eps)
 
         queries, keys, values = heads(self, x, self.head_dim, ("c_q", "c_k", "c_v"))
         queries, keys = positioned(queries), positioned(keys)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The epsilon of norms that mlx-lm's modules make with a default of their own."""
+"""Sets the epsilon of norms for which mlx-lm's modules use their own default."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from vllm_metal.patches.mlx_patches.replacing import after_init
 
 
 def epsilon(key: str) -> Callable[[ModuleType], None]:
-    """Patches a module whose norms all have one epsilon in transformers' class.
-
-    Args:
-        key: of config.json, which has it.
-    """
+    """Patches a module whose norms share the epsilon in config.json's `key`."""
 
     def apply(module: ModuleType) -> None:
         kinds = (nn.RMSNorm, getattr(module, "RMSNorm", nn.RMSNorm))
@@ -33,11 +29,7 @@ def epsilon(key: str) -> Callable[[ModuleType], None]:
 
 
 def of_latents(attention: str) -> Callable[[ModuleType], None]:
-    """Patches a module whose norms of MLA's latents have 1e-6 in transformers' class.
-
-    Args:
-        attention: name of the module's class that has them.
-    """
+    """Patches MLA norms in class `attention`, for which transformers always uses 1e-6."""
 
     def set_epsilon(layer: nn.Module, *args: Any, **options: Any) -> None:
         for name, norm in layer.named_modules():

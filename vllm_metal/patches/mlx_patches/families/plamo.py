@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PLaMo: attention of three generations, in the words of the paged cache.
+"""Adapts attention of three PLaMo generations to the paged cache.
 
-PLaMo 13B has its query heads in another order than others: head h reads K/V head h modulo their
-number. PLaMo 2 calls MLX's attention past the function that mlx-lm's other modules call. PLaMo 3
-sees one position more than its window, which mlx-lm's own cache of a text forgets.
+PLaMo 13B orders query heads differently: head h reads K/V head h modulo their number. PLaMo 2 calls
+MLX's attention directly instead of the function that mlx-lm's other modules call. PLaMo 3 sees one
+position more than its window, which mlx-lm's own cache drops.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from vllm_metal.patches.mlx_patches.replacing import wrap
 
 
 def plamo(module: ModuleType) -> None:
-    """Queries in the order of the K/V heads that they read, on the way through attention."""
+    """Orders queries by their K/V head during attention."""
 
     def call(
         self: Any, hidden_states: mx.array, attention_mask: Any = None, cache: Any = None
     ) -> mx.array:
         def project(mixed: mx.array) -> mx.array:
-            apart = mx.unflatten(mixed, -1, (-1, self.v_dim)).swapaxes(1, 2)
-            back = joined(_reordered(apart, self.q_num_heads // self.k_num_heads))
-            projected: mx.array = self.o_proj(back)
+            per_head = mx.unflatten(mixed, -1, (-1, self.v_dim)).swapaxes(1, 2)
+            reordered = joined(_reordered(per_head, self.q_num_heads // self.k_num_heads))
+            projected: mx.array = self.o_proj(reordered)
             return projected
 
         queries, keys, values = heads(self, hidden_states, self.qk_dim)
@@ -41,12 +41,12 @@ def plamo(module: ModuleType) -> None:
 
 
 def _reordered(heads: mx.array, inner: int) -> mx.array:
-    """[B, H, L, D] with heads counted by their place in rows of `inner` first."""
+    """Orders heads of [B, H, L, D] by their index within groups of `inner` first."""
     return mx.unflatten(heads, 1, (-1, inner)).swapaxes(1, 2).flatten(1, 2)
 
 
 def plamo2(module: ModuleType) -> None:
-    """Attention by the function that all modules share."""
+    """Calls the attention function that all modules share."""
 
     def call(self: Any, hidden_states: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         ends = [self.q_proj_dim, self.q_proj_dim + self.k_proj_dim]
@@ -67,7 +67,7 @@ def _normed(heads: mx.array, weight: mx.array) -> mx.array:
 
 
 def plamo3(module: ModuleType) -> None:
-    """Caches that hold all that the module's mask lets a token see."""
+    """Makes caches as large as the module's mask."""
 
     def with_windows(before: Callable[..., Any]) -> Callable[..., Any]:
         def make_cache(self: Any) -> list[Any]:

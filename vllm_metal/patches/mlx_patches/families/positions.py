@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions: YaRN and LongRoPE as transformers computes them, and GPT-BigCode's embeddings.
+"""Computes YaRN, LongRoPE and GPT-BigCode's position embeddings as transformers does.
 
-mlx-lm rounds YaRN's range of rotated pairs outwards, always; gpt-oss was trained without
-(`truncate`). It drops `attention_factor` (transformers' `_compute_yarn_parameters`). Of LongRoPE it
-reads the factors of long contexts alone. Its module of GPT-BigCode counts from one number, of the
-cache of a single text.
+mlx-lm always rounds YaRN's range of rotated pairs outwards; gpt-oss was trained without rounding
+(`truncate`). It drops `attention_factor` (transformers' `_compute_yarn_parameters`). It only reads
+LongRoPE's factors for long contexts. Its GPT-BigCode module counts from the cache length of a
+single text.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ _LONG = ("longrope", "su")
 
 
 def rope_utils(module: ModuleType) -> None:
-    """Patches the function that makes ropes, which `spread_ropes` puts where it was imported, the
-    class of LongRoPE, which keeps what it was given, and that of dynamic ropes."""
-    wrap(module.SuScaledRoPE, "__init__", _keeping_short_factors)
-    wrap(module.DynamicNTKScalingRoPE, "__call__", _of_rows)
+    """Patches `initialize_rope`, LongRoPE's class (to keep its arguments) and dynamic ropes."""
+    wrap(module.SuScaledRoPE, "__init__", _keep_arguments)
+    wrap(module.DynamicNTKScalingRoPE, "__call__", _rotate_rows)
     before = getattr(module, _NAME)
 
     @functools.wraps(before)
@@ -59,21 +58,21 @@ def rope_utils(module: ModuleType) -> None:
     setattr(module, _NAME, initialize_rope)
 
 
-def _keeping_short_factors(before: Callable[..., Any]) -> Callable[..., Any]:
+def _keep_arguments(before: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(before)
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         before(self, *args, **kwargs)
         given = signature.bind(None, *args, **kwargs)
         given.apply_defaults()
-        # In no container: the module would take it for modules of its own.
+        # A namespace, because the module would register a container's content as its own modules.
         self.given = SimpleNamespace(**given.arguments)
 
     return init
 
 
-def _of_rows(before: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Rotates rows of many texts, each by its position, none behind the trained context."""
+def _rotate_rows(before: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Rotates rows of many texts by their positions, within the trained context."""
 
     def call(self: Any, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         if not isinstance(offset, mx.array):
@@ -91,16 +90,14 @@ def _of_rows(before: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 
 def spread_ropes() -> None:
-    """Puts the patched function under the name that mlx-lm's modules have imported; idempotent."""
+    """Replaces the function in mlx-lm's modules that have imported it; idempotent."""
     if original := getattr(module_of_ropes.initialize_rope, "__wrapped__", None):
         spread(_NAME, original, module_of_ropes.initialize_rope)
 
 
 def _frequencies(dims: int, base: float, scaling: Mapping[str, Any]) -> mx.array:
-    """[dims / 2] wavelengths / 2 pi, between those of the trained context and those of the longer.
-
-    Peng et al. 2023, arXiv:2309.00071, section 3.2, with an unrounded range.
-    """
+    """Returns [dims / 2] wavelengths / 2 pi, interpolated between trained and longer context."""
+    # Peng et al. 2023, arXiv:2309.00071, section 3.2, with an unrounded range.
     trained = scaling.get("original_max_position_embeddings", 4096)
 
     def pair(rotations: float) -> float:
@@ -115,7 +112,7 @@ def _frequencies(dims: int, base: float, scaling: Mapping[str, Any]) -> mx.array
 
 
 def gpt_bigcode(module: ModuleType) -> None:
-    """Embeddings of positions that are arrays, a row each."""
+    """Embeds positions given as an array with one row per text."""
 
     def forward(self: Any, inputs: mx.array, cache: Any = None) -> mx.array:
         offset = offset_of(None if cache is None else cache[0])

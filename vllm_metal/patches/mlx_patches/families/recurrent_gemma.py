@@ -1,13 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RecurrentGemma: the first token of a text is told by the state, not by its absence.
-
-transformers' class has the embeddings' factor in bfloat16, whatever the model's dtype.
-
-The recurrence takes its first input whole, all others by a factor (De et al. 2024,
-arXiv:2402.19427, section 2.4, and transformers' `RecurrentGemmaRglru`). mlx-lm's module knows the
-first one by a cache that holds nothing. States in the pool begin as zeros, so they get one more
-part here: whether a token went before.
-"""
+"""Stores in RecurrentGemma's state whether a text has begun."""
 
 from __future__ import annotations
 
@@ -21,11 +13,13 @@ from mlx_lm.models.cache import ArraysCache
 from vllm_metal.patches.mlx_patches.families.forwards import through
 from vllm_metal.patches.mlx_patches.replacing import wrap
 
-_PARTS = 3  # the convolution's inputs, the recurrence's state, [B, 1] whether there was a token
+#: The convolution's inputs, the recurrence's state, [B, 1] whether a token came before. mlx-lm's
+#: module detects the first token by an empty cache, but states in the pool begin as zeros.
+_PARTS = 3
 
 
 def recurrent_gemma(module: ModuleType) -> None:
-    """The block, the caches of its layers, and the forward around them."""
+    """Patches the block, the caches of its layers and the forward."""
 
     def block(self: Any, x: mx.array, cache: Any = None, mask: Any = None) -> mx.array:
         gate = nn.gelu_approx(self.linear_y(x))
@@ -48,6 +42,7 @@ def recurrent_gemma(module: ModuleType) -> None:
     def forward(self: Any, tokens: mx.array, cache: Any = None) -> mx.array:
         hidden = self.embed_tokens(tokens)
         if self.scale_by_sqrt_dim:
+            # transformers' class rounds the embeddings' factor to bfloat16 for every dtype.
             factor = mx.array(hidden.shape[-1] ** 0.5, mx.bfloat16)
             hidden = hidden * factor.astype(hidden.dtype)
         return through(
@@ -62,13 +57,10 @@ def recurrent_gemma(module: ModuleType) -> None:
 def _recurrence(
     layer: Any, x: mx.array, state: mx.array | None, begun: mx.array | None
 ) -> mx.array:
-    """[B, L, D] states after each of [B, L, D] inputs.
+    """Returns [B, L, D] states after each of [B, L, D] inputs x.
 
-    Args:
-        layer: mlx-lm's RGLRU, for its weights.
-        x: the inputs.
-        state: [B, D] before them; None: zeros.
-        begun: [B, 1], 0 where the first input is that of a text; None: of all.
+    layer: mlx-lm's RGLRU with its weights. state: [B, D] before them; None: zeros. begun: [B, 1], 0
+    if x begins a text; None: all do.
     """
 
     def gate(weight: mx.array, bias: mx.array) -> mx.array:
@@ -79,6 +71,8 @@ def _recurrence(
     log_decay = log_decay * nn.softplus(layer.recurrent_param)
     decay = mx.exp(log_decay)
     factor = mx.sqrt(1 - mx.exp(2 * log_decay))
+    # The recurrence takes a text's first input whole and scales all others (De et al. 2024,
+    # arXiv:2402.19427, section 2.4, and transformers' `RecurrentGemmaRglru`).
     first = mx.ones_like(factor[:, 0])
     if begun is not None:
         first = mx.where(begun == 0, first, factor[:, 0])

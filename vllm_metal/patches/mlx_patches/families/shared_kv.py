@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that attend to K and V of other layers.
+"""Passes paged caches to layers that attend to K and V of other layers.
 
-mlx-lm's modules hand them arrays. A paged cache stands for its K and V itself, so the layers are
-told where those come from.
+mlx-lm's modules pass arrays. A paged cache represents its own K and V, so the layers get the cache.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from vllm_metal.patches.mlx_patches.seam import AttendingCache
 
 
 def afm7(module: ModuleType) -> None:
-    """Positions of layers that have no K of their own, where no length tells them."""
+    """Takes positions from the paged cache for layers without their own K."""
 
     def call(self: Any, x: mx.array, keys: Any, values: Any, mask: Any = None) -> mx.array:
         paged = isinstance(keys, AttendingCache)
@@ -32,7 +31,7 @@ def afm7(module: ModuleType) -> None:
 
 
 def iquestloopcoder(module: ModuleType) -> None:
-    """The second pass over the layers attends to K and V of the first one by that one's cache."""
+    """Makes the second pass over the layers read K and V from the first pass's cache."""
 
     def forward(self: Any, inputs: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
         count = len(self.layers)
@@ -42,27 +41,27 @@ def iquestloopcoder(module: ModuleType) -> None:
         near = create_attention_mask(hidden, caches[count], window_size=self.loop_window_size)
         first: list[tuple[Any, Any]] = []
         for layer, of_layer in zip(self.layers, caches[:count], strict=True):
-            queries, *kept = _projected(layer, hidden, of_layer)
+            queries, *kept = _project(layer, hidden, of_layer)
             first.append((kept[0], kept[1]))
             out = layer.self_attn.attention(queries, *kept, mask, cache=of_layer)
-            hidden = _rest(layer, hidden, out)
+            hidden = _finish_layer(layer, hidden, out)
         whole = zip(first, caches[:count], strict=True)
         for layer, gating, of_layer, (of_pass, of_first) in zip(
             self.layers, self.gate_projections, caches[count:], whole, strict=True
         ):
-            queries, *own = _projected(layer, hidden, of_layer)
+            queries, *own = _project(layer, hidden, of_layer)
             attention, gate = layer.self_attn.attention, gating(queries)
             far = attention(queries, *of_pass, mask, cache=of_first)
             out = attention(queries, *own, near, cache=of_layer)
-            hidden = _rest(layer, hidden, module._mix_attention(gate, far, out))
+            hidden = _finish_layer(layer, hidden, module._mix_attention(gate, far, out))
         normed: mx.array = self.norm(hidden)
         return normed
 
     module.IQuestLoopCoderModel.__call__ = forward
 
 
-def _projected(layer: Any, hidden: mx.array, cache: Any) -> tuple[mx.array, Any, Any]:
-    """Queries of this step; keys and values of all."""
+def _project(layer: Any, hidden: mx.array, cache: Any) -> tuple[mx.array, Any, Any]:
+    """Returns this step's queries, and all keys and values."""
     normed = layer.input_layernorm(hidden)
     queries, keys, values = layer.self_attn.get_qkv(normed, offset_of(cache))
     if cache is not None:
@@ -70,8 +69,8 @@ def _projected(layer: Any, hidden: mx.array, cache: Any) -> tuple[mx.array, Any,
     return queries, keys, values
 
 
-def _rest(layer: Any, hidden: mx.array, out: mx.array) -> mx.array:
-    """[B, L, H] after the layer, of [B, heads, L, D] that its attention gave."""
+def _finish_layer(layer: Any, hidden: mx.array, out: mx.array) -> mx.array:
+    """Completes a layer from its attention's [B, heads, L, D]; returns [B, L, H]."""
     hidden = hidden + layer.self_attn.o_proj(joined(out))
     after: mx.array = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
     return after

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of a fixed size, which a module of their own computes.
+"""Moves states of fixed size into modules of their own.
 
-Baichuan M1 mixes K and V with those of the token before inside its attention. LongCat with n-grams
-keeps the tokens before, as many as there are: zeros before a text begins say the same.
+Baichuan M1 mixes K and V with the previous token's inside its attention. LongCat with n-grams keeps
+up to n - 1 previous tokens; zeros before the text have the same effect.
 """
 
 from __future__ import annotations
@@ -19,23 +19,17 @@ from vllm_metal.patches.mlx_patches.replacing import after_init, wrap
 
 
 class _Mixed(nn.Module):
-    """K and V of each token, mixed with those of the token before."""
+    """Mixes K and V of each token with those of the previous one."""
 
     def __init__(self, attention: nn.Module) -> None:
-        """
-        Args:
-            attention: whose weights are taken.
-        """
         super().__init__()
-        # In no container: the module would take it for a module of its own.
+        # A namespace, because the module would register a container's content as its own modules.
         self._attention = SimpleNamespace(module=attention)
 
     def __call__(self, keys: mx.array, values: mx.array, cache: Any) -> dict[str, mx.array]:
-        """[B, L, H, D] each.
+        """Returns mixed keys and values, [B, L, H, D] each.
 
-        Args:
-            keys, values: [B, L, H, D].
-            cache: of [B, H, D] K and V of the token before; None: there is none.
+        cache: [B, H, D] K and V of the previous token; None: no previous token.
         """
         weights: Any = self._attention.module
         found = {}
@@ -53,7 +47,7 @@ class _Mixed(nn.Module):
 
 
 def baichuan_m1(module: ModuleType) -> None:
-    """The mixture as a module of its own beside attention."""
+    """Makes the mixture a separate module next to attention."""
 
     def add_mixture(layer: Any, *args: Any, **options: Any) -> None:
         layer.mixed = _Mixed(layer)
@@ -78,7 +72,7 @@ def baichuan_m1(module: ModuleType) -> None:
 
 
 def longcat_flash_ngram(module: ModuleType) -> None:
-    """Keeps as many tokens before as the longest n-gram reads."""
+    """Keeps as many previous tokens as the longest n-gram reads."""
 
     def embedded(before: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, input_ids: mx.array, cache: Any = None) -> mx.array:

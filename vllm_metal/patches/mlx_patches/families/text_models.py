@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text models alone, of families that mlx-lm reads as parts of multimodal ones.
+"""Reads separate text models of families that mlx-lm reads as multimodal ones.
 
-transformers writes them under names of their own, experts one by one, and nothing that is not used:
-Gemma 3n's last layers read K/V of others, and have no projections for their own. mlx-lm's module
-would compute their own where it is given no caches.
+transformers writes them under their own names, one array per expert, without unused arrays: Gemma
+3n's last layers share K/V of others, and have no K/V projections. mlx-lm's module would use its own
+if it gets no caches.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ import mlx.core as mx
 from vllm_metal.patches.mlx_patches.families.arrays import Arrays, converted
 from vllm_metal.patches.mlx_patches.replacing import after_init, wrap
 
-#: Parts of Gemma 3n's multimodal model.
+#: Components of Gemma 3n's multimodal model.
 _PARTS = ("language_model", "vision_tower", "audio_tower", "embed_audio", "embed_vision")
-_OF_KV = ("k_proj", "v_proj", "k_norm")
-_OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
+_KV_PARTS = ("k_proj", "v_proj", "k_norm")
+_IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.")
 _EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(.*)")
 
 
 def gemma3n(module: ModuleType) -> None:
-    """Names, the projections that are not there, and caches where none are given."""
+    """Fixes names, drops missing projections, and creates caches if none are given."""
 
     def drop_unused(layer: Any, config: Any, layer_idx: int, is_kv_shared_layer: bool) -> None:
         if is_kv_shared_layer:
-            for name in _OF_KV:
+            for name in _KV_PARTS:
                 delattr(layer, name)
 
     def used(model: Any, weights: Arrays) -> Arrays:
         first = model.model.language_model.first_kv_shared_layer_idx
-        return {_around(name): a for name, a in weights.items() if not _unused(name, first)}
+        return {_with_prefix(name): a for name, a in weights.items() if not _is_unused(name, first)}
 
     def cached(before: Callable[..., Any]) -> Callable[..., Any]:
         def forward(
@@ -52,48 +52,47 @@ def gemma3n(module: ModuleType) -> None:
     converted(used)(module)
 
 
-def _around(name: str) -> str:
+def _with_prefix(name: str) -> str:
     first, _, rest = name.partition(".")
     if first != "model" or rest.partition(".")[0] in _PARTS:
         return name
     return f"model.language_model.{rest}"
 
 
-def _unused(name: str, first: int) -> bool:
-    """Whether an array is of a projection for K/V in a layer from the first that reads others'."""
+def _is_unused(name: str, first: int) -> bool:
+    """Returns whether an array is a K/V projection in a layer that shares K/V, from `first` on."""
     parts = name.split(".")
-    if "self_attn" not in parts or parts[parts.index("self_attn") + 1] not in _OF_KV:
+    if "self_attn" not in parts or parts[parts.index("self_attn") + 1] not in _KV_PARTS:
         return False
     return int(parts[parts.index("self_attn") - 1]) >= first
 
 
 def of_lfm2_vl(model: Any, weights: Arrays) -> Arrays:
-    """The text's arrays of LFM2-VL, as transformers or mlx-vlm writes them.
-
-    mlx-lm's module of the whole knows neither transformers' names nor its order of a convolution.
-    """
+    """Renames LFM2-VL's text arrays, as written by transformers or mlx-vlm."""
     text: Arrays = {}
     for name, array in weights.items():
         inner = name.removeprefix("model.")
-        if inner.startswith(_OF_IMAGES):
+        if inner.startswith(_IMAGE_PREFIXES):
+            # mlx-lm's module of the whole model knows neither transformers' names nor its axis
+            # order of a convolution.
             continue
-        if inner != name and inner.startswith("language_model."):  # as transformers writes it
+        if inner != name and inner.startswith("language_model."):  # transformers' name
             name = f"model.{inner.removeprefix('language_model.')}"
         text[name.removeprefix("language_model.")] = array
     return {f"language_model.{n}": a for n, a in model.language_model.sanitize(text).items()}
 
 
 def stacked(model: Any, weights: Arrays) -> Arrays:
-    """Puts the arrays of experts, each under its number, into one under `switch_mlp`."""
-    apart: dict[str, dict[int, mx.array]] = {}
+    """Stacks the arrays of numbered experts into one under `switch_mlp`."""
+    by_name: dict[str, dict[int, mx.array]] = {}
     others: Arrays = {}
     for name, array in weights.items():
         if (found := _EXPERT.fullmatch(name)) is None:
             others[name] = array
             continue
-        place, number, last = found.groups()
-        apart.setdefault(f"{place}.switch_mlp.{last}", {})[int(number)] = array
+        prefix, number, last = found.groups()
+        by_name.setdefault(f"{prefix}.switch_mlp.{last}", {})[int(number)] = array
     return others | {
         name: mx.stack([arrays[number] for number in sorted(arrays)])
-        for name, arrays in apart.items()
+        for name, arrays in by_name.items()
     }

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers have a sliding window, where mlx-lm's modules do not read it as transformers does.
+"""Sets sliding windows of layers that mlx-lm's modules read differently from transformers.
 
-mlx-lm's module of Gemma 2 gives every layer the whole context, and caps scores of attention that it
-computes by itself. Those of Phi 3, StarCoder 2 and Mistral know no window of all layers: the first
-models of each were trained with one (Mistral 7B v0.1: 4096 tokens).
+mlx-lm's Gemma 2 module gives every layer the whole context, and caps attention scores in its own
+code. Those of Phi 3, StarCoder 2 and Mistral ignore a window of all layers, with which the first
+models of each were trained (Mistral 7B v0.1: 4096 tokens).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from vllm_metal.patches.mlx_patches.replacing import replaced, wrap
 from vllm_metal.patches.mlx_patches.seam import AttendingCache, Scoring
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_NOT_SAID = -1  # by config.json; None says that there is no window
+_UNSET = -1  # missing in config.json; None means no window
 
 
 def gemma2(module: ModuleType) -> None:
-    """Windows, in every other layer where nothing else is said, and caches that attend."""
+    """Adds windows, by default in every other layer, and caches that attend."""
     base: Any = module.ModelArgs
 
     @dataclass
@@ -40,12 +40,12 @@ def gemma2(module: ModuleType) -> None:
                 self.layer_types = [pair[index % 2] for index in range(self.num_hidden_layers)]
 
     module.ModelArgs = ModelArgs  # type: ignore[attr-defined]
-    wrap(module.Attention, "__call__", _capped)
+    wrap(module.Attention, "__call__", _attend_with_cap)
     module.GemmaModel.__call__ = by_kind(scaled_embeddings, return_array=True)
     module.Model.make_cache = caches_by_window
 
 
-def _capped(dense: Callable[..., mx.array]) -> Callable[..., mx.array]:
+def _attend_with_cap(dense: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         if not isinstance(cache, AttendingCache):
             return dense(self, x, mask, cache)
@@ -61,11 +61,7 @@ def _capped(dense: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 
 def of_all_layers(model: str) -> Callable[[ModuleType], None]:
-    """Patches a module that gives every layer the whole context.
-
-    Args:
-        model: name of the module's class that calls the layers.
-    """
+    """Patches a module that gives every layer the whole context; `model` calls its layers."""
 
     def apply(module: ModuleType) -> None:
         base: Any = module.ModelArgs
@@ -88,16 +84,16 @@ def of_all_layers(model: str) -> Callable[[ModuleType], None]:
 
 
 def mistral(module: ModuleType) -> None:
-    """The module of Llama, which Mistral's files are read with."""
+    """Patches Llama's module, which also reads Mistral's files."""
     base: Any = module.ModelArgs
 
     @dataclass
     class ModelArgs(base):
-        sliding_window: int | None = _NOT_SAID
+        sliding_window: int | None = _UNSET
 
         def __post_init__(self) -> None:
             of_mistral = self.model_type == "mistral"
-            if self.sliding_window == _NOT_SAID:  # transformers' default of MistralConfig
+            if self.sliding_window == _UNSET:  # transformers' default of MistralConfig
                 self.sliding_window = 4096 if of_mistral else None
             if of_mistral:  # all layers or none, as in transformers' class
                 kind = _SLIDING if self.sliding_window else _FULL
@@ -109,7 +105,7 @@ def mistral(module: ModuleType) -> None:
     def built(before: Callable[..., Any]) -> Callable[..., Any]:
         def init(self: Any, args: Any) -> None:
             kinds = args.layer_types
-            # mlx-lm looks for a layer without a window, to make a mask by.
+            # mlx-lm needs a layer without a window to make a mask from.
             shown = kinds if _FULL in kinds else [*kinds[:-1], _FULL]
             with replaced(args, "layer_types", shown):
                 before(self, args)
@@ -125,13 +121,13 @@ def mistral(module: ModuleType) -> None:
 
 
 def embedded(model: Any, inputs: mx.array, embeddings: mx.array | None) -> mx.array:
-    """Embeddings of tokens, or those given in their place."""
+    """Returns embeddings of tokens, or the given ones."""
     found: mx.array = model.embed_tokens(inputs) if embeddings is None else embeddings
     return found
 
 
 def scaled_embeddings(model: Any, inputs: mx.array, embeddings: mx.array | None) -> mx.array:
-    """Embeddings as Gemma has them, by a factor in the model's dtype."""
+    """Scales embeddings as Gemma does, by a factor in the model's dtype."""
     hidden = embedded(model, inputs, embeddings)
     return hidden * mx.array(model.args.hidden_size**0.5, hidden.dtype)
 
@@ -139,11 +135,9 @@ def scaled_embeddings(model: Any, inputs: mx.array, embeddings: mx.array | None)
 def by_kind(
     embed: Callable[[Any, mx.array, mx.array | None], mx.array], **options: bool
 ) -> Callable[..., mx.array]:
-    """The forward of a model whose layers differ in their window alone.
+    """Returns the forward of a model whose layers differ only in their window.
 
-    Args:
-        embed: makes embeddings of tokens, or takes those given in their place.
-        options: of the masks.
+    embed: returns embeddings of tokens, or the given ones. options: of the masks.
     """
 
     def forward(
@@ -167,7 +161,6 @@ def by_kind(
 
 
 def caches_by_window(self: Any) -> list[Any]:
-    """mlx-lm's caches of the layers."""
     window = self.args.sliding_window
     return [
         RotatingKVCache(max_size=window) if kind == _SLIDING and window else KVCache()
