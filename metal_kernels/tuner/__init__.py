@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds, on the machine it runs on, what kernels are quickest with."""
+"""Finds the fastest kernel settings for the machine it runs on."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes one thing that the tuner finds: on which layers, how, and what comes out."""
+"""Describes one setting to tune: its layers, its search and its result."""
 
 from __future__ import annotations
 
@@ -15,54 +15,54 @@ from metal_kernels.tuner.stopwatch import Stopwatch, Timing
 
 @dataclass(frozen=True)
 class Layer:
-    """A kind of layer, and what is known of it before anything is timed."""
+    """A kind of layer, and what is known about it before timing."""
 
     case: Case
     tiles: Tiles  # that passed their self-check
-    states: bool = False  # whether the kernel of its recurrence did
-    gathered: bool = False  # whether MLX's attention of prompts did
+    states: bool = False  # whether the recurrence kernel passed
+    gathered: bool = False  # whether MLX's attention of prompts passed
     cores: int | None = None  # of the GPU
-    #: Batches to time with, smaller ones for tests: positions of a long context, rows of prompts.
+    #: Batches to time, smaller in tests: positions of a long context, rows of prompts.
     context: int = 32768
     prompts: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048)
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a choice came to."""
+    """The result of a search."""
 
-    #: By name of the choice's fields. None as a value: as it is by default, or never.
+    #: Maps the choice's fields to values; None: the default, or never.
     values: Mapping[str, Any] = field(default_factory=dict)
-    gain: float = 1.0  # the time of the defaults over its own
+    gain: float = 1.0  # time of the defaults over that of the values
 
 
 class Search(Protocol):
     def __call__(self, layer: Layer, stopwatch: Stopwatch) -> Chosen:
-        """Searches, in 24 timings at most.
+        """Searches with at most 24 timings.
 
         Raises:
-            Unsteady: the machine is.
+            Unsteady: the machine is unsteady.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A row of the registry."""
+    """An entry of the registry."""
 
-    name: str  # for people
-    wanted: Callable[[Layer], bool]  # on which kinds of layer
+    name: str  # for users
+    wanted: Callable[[Layer], bool]  # selects kinds of layers
     search: Search
-    #: Whether each kind of layer has its own value; else the first one that is wanted decides.
+    #: Each kind of layer has its own value; else the first selected one decides.
     of_layer: bool = True
 
 
 @dataclass(frozen=True)
 class ProcessChoice:
-    """A row of the registry for a number that MLX reads once, so that each needs a process."""
+    """An entry of the registry for a number that MLX reads only once, so each needs a process."""
 
-    name: str  # for people
-    #: Takes what times a number in a process of its own, and the one that serves now.
+    name: str  # for users
+    #: Takes a function that times a number in its own process, and the current number.
     search: Callable[[Measure[int], int], Found[int]]
     time: Callable[[Stopwatch], Timing]  # within such a process
-    usual: int  # MLX's own number
+    usual: int  # MLX's default

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the largest tile of the decode kernel, of those that the self-check found right."""
+"""Finds the largest useful tile of the decode kernel among those that passed the self-check."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from metal_kernels.tuner.choice import Choice, Chosen, Layer
 from metal_kernels.tuner.search import Measure, best_of
 from metal_kernels.tuner.stopwatch import Stopwatch, Timing
 
-_REQUESTS = 8  # that verify drafts, and share the context's tokens
+_REQUESTS = 8  # that verify drafts and split the context's tokens
 
 
 def search(measure: Measure[int], sizes: Sequence[int]) -> Chosen:
-    """Times requests whose rows fill the largest tile; past the chosen size `prefill` serves them.
+    """Times requests whose rows fill the largest tile; `prefill` serves rows beyond the result.
 
-    Args:
-        measure: times tiles of so many packed rows at most.
-        sizes: ascending; the largest serves now.
+    measure: times tiles up to a number of packed rows. sizes: ascending; the largest is current.
     """
     found = best_of(measure, sizes, sizes[-1])
     return Chosen({"decode_rows": found.value}, found.gain)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times a chain of small dispatches, as a decode step is, in a process with one limit of MLX's."""
+"""Times a chain of small dispatches, like a decode step, with one of MLX's limits per process."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from metal_kernels.tuner.choice import ProcessChoice
 from metal_kernels.tuner.search import Found, Measure, best_of
 from metal_kernels.tuner.stopwatch import Stopwatch, Timing
 
-#: Dispatches of a command buffer to choose from; MLX's own are 40 and 50.
+#: Candidates for dispatches per command buffer; MLX's defaults are 40 and 50.
 VALUES = (50, 100, 200, 500, 1000)
 _LAYERS = 32
-_SIZE = 4096  # numbers of each array: a row of an 8B model
+_SIZE = 4096  # elements of each array, like a row of an 8B model
 
 
 def search(measure: Measure[int], current: int) -> Found[int]:
-    """The limit that a step is quickest with.
+    """Returns the limit with the fastest step.
 
-    Args:
-        measure: times a step in a process of its own, with such a limit.
-        current: what serves now.
+    measure: times a step with a limit in its own process. current: the current limit.
     """
     return best_of(measure, sorted({*VALUES, current}), current)
 
 
 def time_step(stopwatch: Stopwatch, layers: int = _LAYERS) -> Timing:
-    """Times dispatches of so many layers, each of which waits for the one before."""
+    """Times the dispatches of `layers` layers, each of which waits for the previous one."""
     weights = mx.ones((_SIZE,))
     mx.eval(weights)
 
@@ -35,7 +33,7 @@ def time_step(stopwatch: Stopwatch, layers: int = _LAYERS) -> Timing:
         for _ in range(count):
             row = weights
             for _ in range(layers * DISPATCHES_OF_A_LAYER // 2):
-                # Two kernels that MLX does not join into one.
+                # Two kernels that MLX does not fuse.
                 row = mx.fast.rms_norm(row, weights, 1e-6) + weights
             mx.eval(row)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds whether MLX's attention of prompts is to take a fused kernel that it passes over."""
+"""Finds whether to force a fused kernel that MLX skips for attention of prompts."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from metal_kernels.tuner.choice import Choice, Chosen, Layer
 from metal_kernels.tuner.search import Measure, confirmed
 from metal_kernels.tuner.stopwatch import Stopwatch, Timing
 
-#: Head sizes that MLX has fused kernels for, but takes plain operations by default.
+#: Head sizes for which MLX has fused kernels, but uses plain operations by default.
 _SIZES = (192, 256)
 _ROWS = 512
 
 
 def search(measure: Measure[bool]) -> Chosen:
-    """Four timings; a fused kernel stays unless MLX's own choice is clearly faster.
+    """Uses four timings; keeps the fused kernel unless MLX's own choice is clearly faster.
 
-    Args:
-        measure: times a prompt whose attention is forced, or not.
+    measure: times a prompt with or without a forced kernel.
     """
     found = confirmed(measure, True, False)
     return Chosen({"force_fused": found.value}, found.gain)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds from how many rows on a prompt goes through states by MLX's function in chunks."""
+"""Finds the number of rows from which a prompt uses MLX's chunked recurrence."""
 
 from __future__ import annotations
 
@@ -15,25 +15,23 @@ from metal_kernels.tuner.stopwatch import Stopwatch, Timing
 
 
 class Arm(NamedTuple):
-    """A way of WAYS through so many rows."""
+    """One of WAYS with a number of rows."""
 
     way: str
     rows: int
 
 
 def search(measure: Measure[Arm], prompts: Sequence[int]) -> Chosen:
-    """Compares both ways at some sizes; MLX's has to win clearly from the size found on.
+    """Compares both ways at several sizes; MLX's must win clearly from the result on.
 
-    Args:
-        measure: times an arm.
-        prompts: rows, ascending.
+    prompts: rows, ascending.
     """
     gains = {}
 
     def wins(rows: int) -> bool:
-        fought = duel(measure, *(Arm(way, rows) for way in WAYS))
-        gains[rows] = fought.gain
-        return fought.clear
+        result = duel(measure, *(Arm(way, rows) for way in WAYS))
+        gains[rows] = result.gain
+        return result.clear
 
     found = fewest(wins, prompts)
     return Chosen({"long_prompt": found}, 1.0 if found is None else gains[found])

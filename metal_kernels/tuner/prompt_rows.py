@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds from how many rows on a prompt attends by MLX, over what is gathered of its context."""
+"""Finds the number of rows from which MLX attends over a prompt's gathered context."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from metal_kernels.tuner.choice import Choice, Chosen, Layer
 from metal_kernels.tuner.search import Duel, Measure, fewest, is_clear
 from metal_kernels.tuner.stopwatch import Stopwatch, Timing
 
-#: Contexts that are timed, as shares of the layer's: 1k, 8k and 32k.
+#: Divisors of the layer's context for the timed contexts: 1k, 8k and 32k.
 _SHARES = (32, 4, 1)
-#: Sizes of prompts to choose from, the smallest of the layer's: three of four are timed a context.
+#: Number of smallest prompt sizes to choose from; three of four are timed per context.
 _SIZES = 4
 
 
 class Arm(NamedTuple):
-    """A way of WAYS for the last so many rows of a context."""
+    """One of WAYS for the last `rows` of a context."""
 
     way: str
     rows: int
@@ -30,16 +30,12 @@ class Arm(NamedTuple):
 
 
 def search(measure: Measure[Arm], contexts: Sequence[int], prompts: Sequence[int]) -> Chosen:
-    """Compares both ways at some sizes over each context; MLX's has to win clearly.
+    """Compares both ways at several sizes over each context; MLX's must win clearly.
 
-    A size that is passed on the way is timed once by each way, one that is found once more in the
-    other order: eight timings a context of four sizes.
-
-    Args:
-        measure: times an arm.
-        contexts: positions.
-        prompts: rows, ascending.
+    contexts: positions. prompts: rows, ascending.
     """
+    # Rejected sizes are timed once per way, the result once more in the other order: eight timings
+    # per context for four sizes.
     found = {str(context): _fewest(measure, context, prompts) for context in contexts}
     gains = [gain for _, gain in found.values()]
     return Chosen(
@@ -51,7 +47,7 @@ def search(measure: Measure[Arm], contexts: Sequence[int], prompts: Sequence[int
 def _fewest(
     measure: Measure[Arm], context: int, prompts: Sequence[int]
 ) -> tuple[int | None, float]:
-    """Rows from which on MLX's way wins over a context, None for never, and its gain there."""
+    """Returns the rows from which MLX's way wins over a context, or None, and its gain there."""
     seen: dict[int, tuple[Timing, Timing]] = {}
 
     def wins(rows: int) -> bool:
@@ -63,8 +59,8 @@ def _fewest(
     if rows is None:
         return None, 1.0
     mlx, ours = (measure(Arm(way, rows, context)) for way in reversed(WAYS))
-    fought = Duel((seen[rows][0], ours), (seen[rows][1], mlx))
-    return (rows, fought.gain) if fought.clear else (None, 1.0)
+    result = Duel((seen[rows][0], ours), (seen[rows][1], mlx))
+    return (rows, result.gain) if result.clear else (None, 1.0)
 
 
 def _search(layer: Layer, stopwatch: Stopwatch) -> Chosen:
@@ -73,7 +69,7 @@ def _search(layer: Layer, stopwatch: Stopwatch) -> Chosen:
 
     def measure(arm: Arm) -> Timing:
         if arm not in calls:
-            # What no command buffer may hold is timed over the context that one may.
+            # A context that exceeds a command buffer is timed with the largest one that fits.
             batch = bounded(layer.case, (1, arm.rows, max(arm.context, arm.rows)), 1)
             ours = arm.way == WAYS[0]
             calls[arm] = over.attend(*batch, layer.tiles) if ours else over.attend_gathered(*batch)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists what the tuner chooses: a row each, in the order of the search."""
+"""Lists the tuner's choices in the order of the search."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHOICES: tuple[Choice, ...] = (
     shared.CHOICE,
     long_prompt.CHOICE,
     force_fused.CHOICE,
-    prompt_rows.CHOICE,  # the longest; the self-check has an answer to begin with
+    prompt_rows.CHOICE,  # last, as it takes longest; the self-check has a first answer
 )
-#: By the name that their values have in the record.
+#: By the name of their values in the record.
 OF_PROCESSES: Mapping[str, ProcessChoice] = MappingProxyType({"dispatches": dispatches.CHOICE})

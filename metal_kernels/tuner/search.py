@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides between values by timings: A-B-B-A, and a change only where it clearly pays."""
+"""Compares values by A-B-B-A timings, and changes one only if it clearly pays."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Generic, TypeVar
 
 from metal_kernels.tuner.stopwatch import Timing
 
-#: A change is taken from such a gain on, in both orders (llama.cpp takes 1.05 too).
+#: Minimum gain of a change, in both orders (llama.cpp also uses 1.05).
 LEAST_GAIN = 1.05
-#: Standard errors that the mean gain must be above LEAST_GAIN by: windows that differ by 10 % ask
-#: for a gain of some 14 %, a quiet machine's 1 % for 6 %.
+#: Standard errors between the mean gain and LEAST_GAIN: windows that differ by 10 % need a gain
+#: of some 14 %, those of a quiet machine, 1 %, need 6 %.
 _ERRORS = 3
-#: What comes so near to the best at first sight is compared with it.
+#: Values within this ratio of the best are compared with it.
 _NEAR = 1.12
 
 ValueT = TypeVar("ValueT")
@@ -25,10 +25,10 @@ Measure = Callable[[ValueT], Timing]
 
 @dataclass(frozen=True)
 class Found(Generic[ValueT]):
-    """What a search ends with."""
+    """The result of a search."""
 
     value: ValueT
-    gain: float  # the time of what served before over its own; 1: nothing was changed
+    gain: float  # time of the previous value over that of this one; 1: no change
 
 
 @dataclass(frozen=True)
@@ -40,47 +40,45 @@ class Duel:
 
     @property
     def gains(self) -> tuple[float, float]:
-        """Time of A over B's, with A before B and behind it."""
-        before, lag = zip(self.first, self.second, strict=True)
-        return before[0].seconds / before[1].seconds, lag[0].seconds / lag[1].seconds
+        """Time of A over that of B, with A first and with A last."""
+        first, last = zip(self.first, self.second, strict=True)
+        return first[0].seconds / first[1].seconds, last[0].seconds / last[1].seconds
 
     @property
     def gain(self) -> float:
-        """Time of A over B's: the geometric mean over all windows."""
+        """Time of A over that of B: the geometric mean over all windows."""
         return exp(fmean(_logs(self.first)) - fmean(_logs(self.second)))
 
     @property
     def clear(self) -> bool:
-        """Whether B is faster in both orders by more than the noise, and by LEAST_GAIN."""
+        """Whether B is faster in both orders by LEAST_GAIN, and by more than the noise."""
         return min(self.gains) >= LEAST_GAIN and is_clear(self.first, self.second)
 
 
 def is_clear(first: Sequence[Timing], second: Sequence[Timing]) -> bool:
-    """Whether the second arm is faster by more than the noise, and by LEAST_GAIN."""
+    """Returns whether the second arm is faster by LEAST_GAIN and by more than the noise."""
     gain = fmean(_logs(first)) - fmean(_logs(second))
     noise = sqrt(sum(_squared_error(arm) for arm in (first, second)))
     return gain - _ERRORS * noise >= log(LEAST_GAIN)
 
 
 def duel(measure: Measure[ValueT], first: ValueT, second: ValueT) -> Duel:
-    """Times two values, so that a machine which slows down slows both alike."""
-    before, one, two, lag = (measure(value) for value in (first, second, second, first))
-    return Duel((before, lag), (one, two))
+    """Times two values in an order in which a slowing machine affects both equally."""
+    start, one, two, last = (measure(value) for value in (first, second, second, first))
+    return Duel((start, last), (one, two))
 
 
 def best_of(measure: Measure[ValueT], values: Sequence[ValueT], current: ValueT) -> Found[ValueT]:
-    """The quickest value, where it beats the current one clearly; 8 timings above their number.
+    """Returns the fastest value if it clearly beats the current one; at most 8 extra timings.
 
-    Args:
-        measure: times a value.
-        values: to choose from, the current one among them.
-        current: what serves now.
+    values: include the current one.
     """
     seen = {value: measure(value) for value in dict.fromkeys((current, *values))}
     order = sorted(seen, key=lambda value: seen[value].seconds)
     best, *others = order
     if best == current:
         return Found(current, 1.0)
+    # Noise may rank two close values wrongly, so compare the best with its nearest rival.
     rival = next((value for value in others if value != current), None)
     if rival is not None and seen[rival].seconds <= _NEAR * seen[best].seconds:
         best = rival if duel(measure, best, rival).gain > 1 else best
@@ -88,21 +86,18 @@ def best_of(measure: Measure[ValueT], values: Sequence[ValueT], current: ValueT)
 
 
 def confirmed(measure: Measure[ValueT], current: ValueT, other: ValueT) -> Found[ValueT]:
-    """The other value, where it beats the current one clearly; 4 timings, none of equal values."""
+    """Returns the other value if it clearly beats the current one; 4 timings, or none if equal."""
     if other == current:
         return Found(current, 1.0)
-    fought = duel(measure, current, other)
-    return Found(other, fought.gain) if fought.clear else Found(current, 1.0)
+    result = duel(measure, current, other)
+    return Found(other, result.gain) if result.clear else Found(current, 1.0)
 
 
 def fewest(wins: Callable[[int], bool], sizes: Sequence[int]) -> int | None:
-    """The smallest of ascending sizes from which on all win; None: the largest does not.
-
-    Halves the sizes that are left, so a way that wins from some size on is found in
-    1 + log2(sizes) comparisons.
-    """
+    """Returns the smallest of ascending sizes from which all win; None: the largest loses."""
     if not wins(sizes[-1]):
         return None
+    # Bisection: 1 + log2(sizes) comparisons, if one way wins from some size on.
     low, high = 0, len(sizes) - 1  # `high` wins
     while low < high:
         middle = (low + high) // 2
@@ -115,6 +110,6 @@ def _logs(arm: Sequence[Timing]) -> list[float]:
 
 
 def _squared_error(arm: Sequence[Timing]) -> float:
-    """The error of the mean of the logarithms of an arm's windows, by their spread in a timing."""
+    """Returns the squared error of an arm's mean log window, from the spread within timings."""
     spreads = [variance([log(window) for window in timing.windows]) for timing in arm]
     return fmean(spreads) / sum(len(timing.windows) for timing in arm)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds how much reading must be saved before requests share the beginning of their contexts."""
+"""Finds how many reads must be saved before requests share a common prefix of their contexts."""
 
 from __future__ import annotations
 
@@ -14,25 +14,22 @@ from metal_kernels.tuner.search import Measure, duel, fewest
 from metal_kernels.tuner.stopwatch import Stopwatch, Timing
 
 _MOST_REQUESTS = 16
-#: Positions in common, as shares of what a request may have of the context.
+#: Divisors of a request's part of the context, for lengths of the common prefix.
 _SHARES = (16, 8, 4, 2, 1)
-_TAIL = 256  # positions of a request alone
+_TAIL = 256  # positions that are not shared
 
 
 class Arm(NamedTuple):
-    """Requests that begin with so many positions in common, which they share or read apart."""
+    """Requests with a common prefix, which they read together or separately."""
 
     shares: bool
     common: int
 
 
 def search(measure: Measure[Arm], lengths: Sequence[int], saved: int) -> Chosen:
-    """Compares both ways at some lengths; the way that is left must lose clearly.
+    """Compares both ways at several lengths; the default must lose clearly to change.
 
-    Args:
-        measure: times an arm.
-        lengths: positions in common, ascending.
-        saved: tiles that need not read them.
+    lengths: positions of the prefix, ascending. saved: tiles that need not read the prefix.
     """
     gains = {}
 
@@ -41,9 +38,9 @@ def search(measure: Measure[Arm], lengths: Sequence[int], saved: int) -> Chosen:
 
     def wins(common: int) -> bool:
         by_default = shares(common)
-        fought = duel(measure, Arm(by_default, common), Arm(not by_default, common))
-        gains[common] = fought.gain
-        return by_default != fought.clear
+        result = duel(measure, Arm(by_default, common), Arm(not by_default, common))
+        gains[common] = result.gain
+        return by_default != result.clear
 
     found = fewest(wins, lengths)
     if found is None:
@@ -76,7 +73,7 @@ def _search(layer: Layer, stopwatch: Stopwatch) -> Chosen:
 
 
 def _requests(layer: Layer) -> int:
-    """As many as the largest tile takes the rows of."""
+    """Returns as many requests as the largest tile has rows for."""
     return min(layer.tiles.decode[-1] // layer.case.shape.group, _MOST_REQUESTS)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what the machine does at most, and which share of it our attention reaches."""
+"""Measures the machine's peak speeds and the share of them that our attention reaches."""
 
 from __future__ import annotations
 
@@ -19,24 +19,20 @@ _CHAIN = 512  # dispatches
 
 @dataclass(frozen=True)
 class Share:
-    """One batch's attention, by our kernels and by MLX's over K and V side by side in memory."""
+    """Times of one batch's attention by our kernels, and by MLX's on contiguous K and V."""
 
     name: str
-    moved: int  # bytes of K and V that it must read
+    moved: int  # bytes of K and V to read
     ours: float  # seconds
-    mlx: float | None  # seconds; None: MLX has none for such a layer
+    mlx: float | None  # seconds; None: MLX does not support such a layer
 
 
 def facts(
     stopwatch: Stopwatch, copied: int = _COPIED, matrix: int = _MATRIX, chain: int = _CHAIN
 ) -> dict[str, float]:
-    """Bytes a second of a copy, FLOPs a second of a float16 product, seconds of a dispatch.
+    """Measures bytes/s of a copy, FLOP/s of a float16 product, and seconds per dispatch.
 
-    Args:
-        stopwatch: to time with.
-        copied: bytes.
-        matrix: rows and columns of each factor.
-        chain: dispatches, each of which waits for the one before.
+    copied: bytes. matrix: rows and columns of each factor. chain: dependent dispatches.
     """
     source = mx.zeros(copied // 4, mx.float32)
     factor = mx.zeros((matrix, matrix), mx.float16)
@@ -68,7 +64,7 @@ def facts(
 
 
 def shares(layer: Layer, stopwatch: Stopwatch) -> Iterator[Share]:
-    """Shares of decode over one long context, over eight short ones, and of a prompt's chunk."""
+    """Yields shares of decode over one long and eight short contexts, and of a prompt's chunk."""
     case, context = layer.case, layer.context
     batches = ((1, 1, context), (8, 1, context // 8), (1, context // 64, context // 8))
     over = timing.Layer(case, context)

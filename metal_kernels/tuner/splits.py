@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds how contexts are cut: what a part costs, and how many threadgroups are under way at once.
+"""Finds how to split contexts: the cost of a part, and the number of concurrent threadgroups.
 
-Both follow from six timings of one long context in equal parts. n parts of L keys on S slots take
-t * (ceil(n / S) * (L + c) + j), where c is what a part costs in keys, and j what the reduction
-does: a few long parts tell t, many of middle length S, many short ones c.
+Six timings of one long context in equal parts determine both. n parts of L keys on S slots take t *
+(ceil(n / S) * (L + c) + j), where c is the cost of a part in keys, and j that of the reduction: a
+few long parts determine t, many of medium length S, many short ones c.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from metal_kernels.tuner.choice import Choice, Chosen, Layer
 from metal_kernels.tuner.search import Measure, confirmed
 from metal_kernels.tuner.stopwatch import Stopwatch, Timing
 
-#: Keys of the parts that are timed, as shares of the context: 64 of 32k and up.
+#: Divisors of the context for the timed lengths of parts: 64 for 32k and up.
 _SHARES = (512, 256, 128, 64, 32, 8)
-_SHORTEST = 16  # keys: kernels walk strips of so many at most
+_SHORTEST = 16  # keys: kernels process strips of up to this length
 _COSTS = (6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # keys
-#: Threadgroups of a core.
+#: Candidates for threadgroups per core.
 _THREADGROUPS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
-_CORES = 24  # where they are not known
+_CORES = 24  # used if unknown
 
 
 @dataclass(frozen=True)
 class LongContext:
-    """One request's context, which all K/V heads walk."""
+    """One request's context, read by all K/V heads."""
 
     keys: int
     heads: int  # Hkv
 
     def duration(self, length: int, splits: Splits) -> float:
-        """In keys' time, of parts of so many keys."""
+        """Returns the time of parts of `length` keys, in units of a key's time."""
         parts = -(-self.keys // length)
         turns = -(-parts * self.heads // splits.slots)
         return turns * (min(length, self.keys) + splits.part_cost) + join_cost(parts)
@@ -46,13 +46,9 @@ class LongContext:
 def search(
     measure: Measure[Splits], context: LongContext, cores: int | None, current: Splits
 ) -> Chosen:
-    """Six timings, and four that compare what follows from them with the current values.
+    """Uses six timings, and four to compare the derived values with the current ones.
 
-    Args:
-        measure: times the context's attention.
-        context: that is timed.
-        cores: of the GPU; None: unknown.
-        current: what serves now.
+    cores: of the GPU; None: unknown.
     """
     lengths = dict.fromkeys(max(context.keys // share, _SHORTEST) for share in _SHARES)
     seen = {length: measure(replace(current, fixed=length)).seconds for length in lengths}
@@ -63,9 +59,10 @@ def search(
 
 
 def fitted(seen: Mapping[int, float], context: LongContext, candidates: Sequence[Splits]) -> Splits:
-    """The candidate that explains the seconds of each length of parts best."""
+    """Returns the candidate that best explains the seconds of each length of parts."""
 
     def unexplained(splits: Splits) -> float:
+        # Only the unknown factor t separates model and time, so their log ratio should be constant.
         return variance(
             [log(took / context.duration(length, splits)) for length, took in seen.items()]
         )

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times one thing by the clock: a warm-up, then windows of fixed time; refuses unsteady machines.
-
-A fixed count of calls drifts threefold on Macs, whose GPU's clock follows the load (mlx#3837).
-"""
+"""Times calls: a warm-up, then windows of fixed time; rejects unsteady machines."""
 
 from __future__ import annotations
 
@@ -13,30 +10,33 @@ from statistics import median
 
 from metal_kernels.selfcheck.timing import Call, queue
 
+# Windows are fixed in time, not in calls: timings of fixed counts drift threefold on Macs, whose
+# GPU clock follows the load (mlx#3837).
+
 #: Seconds of work before the first timing and after a pause, and before any other.
 WARM_UP, _AGAIN = 1.0, 0.2
-#: A pause is longer than so many seconds: the GPU's clock falls in it.
+#: Seconds of a pause after which the GPU's clock has dropped.
 _PAUSE = 0.5
-WINDOWS, WINDOW = 5, 0.4  # of a timing; seconds of each
-#: Seconds of calls that are handed over together: far from what macOS ends a process for.
+WINDOWS, WINDOW = 5, 0.4  # per timing; seconds of each
+#: Seconds of calls submitted together, far below the limit at which macOS kills a process.
 BATCH = 0.05
-#: The second slowest window over the second fastest: above it something else runs.
+#: Limit of the second slowest window over the second fastest; above it something else runs.
 _STEADY = 1.3
-#: A timing of an arm over its first one: by more, this is another machine than before. 28 % were
-#: seen in one that ran hot (mlx#3842).
+#: Limit of a timing over the arm's first one; above it the machine's state has changed. 28 % was
+#: seen on a hot machine (mlx#3842).
 _SAME = 1.2
 
-#: Runs so many calls to their end.
+#: Runs a number of calls to completion.
 Run = Callable[[int], None]
 
 
 class Unsteady(Exception):
-    """The machine is hot, busy or on battery: what is timed now says nothing."""
+    """The machine is hot, busy or on battery, so timings are meaningless."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call of an arm, in each window."""
+    """Seconds per call of an arm, in each window."""
 
     arm: str
     windows: tuple[float, ...]
@@ -48,22 +48,22 @@ class Timing:
 
 @dataclass
 class Stopwatch:
-    """Times arms one after the other, and keeps the timings."""
+    """Times arms in sequence, and keeps the timings."""
 
-    #: Raises Unsteady where the machine says so itself; asked before each timing.
+    #: Raises Unsteady if the system reports a problem; called before each timing.
     watch: Callable[[], None] = lambda: None
     clock: Callable[[], float] = time.perf_counter
     window: float = WINDOW  # seconds
     warm_up: float = WARM_UP
     batch: float = BATCH
     timings: list[Timing] = field(default_factory=list)
-    _ended: float | None = None  # of the last timing
+    _ended: float | None = None  # when the last timing ended
 
     def time(self, arm: str, run: Run) -> Timing:
         """Times calls.
 
         Raises:
-            Unsteady: the windows differ by more than a steady machine's, or from the arm's first.
+            Unsteady: the windows differ too much, or the arm differs from its first timing.
         """
         self.watch()
         batch = self._warm(run)
@@ -78,12 +78,13 @@ class Stopwatch:
         return self.keep(Timing(arm, tuple(windows)))
 
     def keep(self, timing: Timing) -> Timing:
-        """Adds a timing that was made elsewhere.
+        """Adds a timing from another process.
 
         Raises:
             Unsteady: see `time`.
         """
         self.timings.append(timing)
+        # Drop one outlier on either side.
         arm, (_, fast, *_, slow, _) = timing.arm, sorted(timing.windows)
         if slow > fast * _STEADY:
             raise Unsteady(
@@ -99,12 +100,12 @@ class Stopwatch:
         return timing
 
     def time_call(self, arm: str, call: Call) -> Timing:
-        """Times calls that take the fence of the one before."""
+        """Times calls that each take the previous one's fence."""
         return self.time(arm, lambda count: queue(call, count))
 
     def _warm(self, run: Run) -> int:
         """Runs calls for a while; returns how many fill a batch."""
-        run(1)  # compiles
+        run(1)  # compiles the kernel
         start, calls = self.clock(), 0
         paused = self._ended is None or start - self._ended > _PAUSE
         wanted = self.warm_up if paused else min(_AGAIN, self.warm_up)
