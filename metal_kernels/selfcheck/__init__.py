@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plays engine steps on this machine's kernels and compares them with the references."""
+"""Runs engine steps through this machine's kernels and compares them with the references."""
 
 from metal_kernels.selfcheck.case import (
     CHOICES,

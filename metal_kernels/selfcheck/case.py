@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists every kernel there is to check; Case is a kind of layer, Outcome what came of one check."""
+"""Lists all kernels to check; Case is a kind of layer, Outcome the result of one check."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from metal_kernels.kv_write import RotationKind
 from metal_kernels.op_common import CODE_DTYPES, SCALE_DTYPE
 from metal_kernels.paged_attention import AttentionShape
 
-#: In the order they are checked. All others read what kv_write wrote. `graph` is no kernel: writes
-#: and attention of a step's layers, in a graph that MLX traced and builds again by itself. Neither
-#: is `gathered`: MLX's attention of prompts, over contexts that `kv_gather` reads. `rotation` is
-#: kv_write where it rotates keys and queries on the way.
+#: In the order of the checks. All others read what kv_write wrote. Three are not kernels: `graph`
+#: runs a step's writes and attention in a graph that MLX traced and rebuilds; `gathered` is MLX's
+#: attention of prompts over contexts read by `kv_gather`; `rotation` is kv_write with rotation of
+#: keys and queries.
 KERNELS = (
     "kv_write",
     "kv_gather",
@@ -33,33 +33,33 @@ KERNELS = (
     "recurrence",
     "rotation",
 )
-#: Checked after the kernels: by which way rows attend faster, and long prompts go through states by
-#: the delta rule. An outcome has the times of each way.
+#: Checked after the kernels: the fastest way for rows to attend, and for long prompts through the
+#: delta rule. Their outcomes have the times of each way.
 CHOICES = ("decode_way", "prefill_way", "recurrence_way")
-#: The ways: our kernels; or MLX's fused attention over contexts that `kv_gather` reads, and its
-#: chunked delta rule between a read and a write of states by `kv_states`.
+#: The ways: our kernels; or MLX's fused attention over contexts read by `kv_gather`, and its
+#: chunked delta rule between a read and a write by `kv_states`.
 WAYS = ("metal", "mlx")
-#: The first way of WAYS is left only where another is faster by more than this share: two runs of
-#: one thing differ by a few per cent.
+#: The first of WAYS is only replaced by one that is faster by more than this share: repeated runs
+#: differ by a few percent.
 TIE = 0.05
 _DTYPES = ("dtype", "cache_dtype")
 
 
 @dataclass(frozen=True)
 class StateKind:
-    """States of recurrent layers, and the rule by which rows change them."""
+    """States of recurrent layers, and the rule that updates them."""
 
-    #: (HK, DK, HV, DV) of `RecurrenceInputs`; None: there is no recurrence.
+    #: (HK, DK, HV, DV) of `RecurrenceInputs`; None: no recurrence.
     heads: tuple[int, int, int, int] | None = None
     delta: bool = False
-    decays: str = "heads"  # one of a head, of each of its "keys", or from "rates"
-    dtype: mx.Dtype = mx.float32  # of recurrent states; a convolution's have that of rows
-    channels: int = 0  # of the convolution; 0: there is none
+    decays: str = "heads"  # one per head, per key element ("keys"), or computed from "rates"
+    dtype: mx.Dtype = mx.float32  # of recurrent states; a convolution's states have the rows' dtype
+    channels: int = 0  # of the convolution; 0: no convolution
     taps: int = 4
 
     @property
     def has_chunks(self) -> bool:
-        """Whether MLX has a function for it that takes a prompt in chunks."""
+        """Whether MLX has a chunked function for it."""
         by_heads = self.delta and self.decays == "heads" and self.dtype == mx.float32
         return self.heads is not None and by_heads
 
@@ -91,16 +91,16 @@ class Case:
     dtype: mx.Dtype  # of queries, keys and values
     cache_dtype: mx.Dtype  # of the pool: `dtype`, or uint8 (fp8 e4m3) or int8
     block_size: int
-    window: int | None = None  # positions a query sees, itself included; None: all before it
+    window: int | None = None  # positions a query sees, including its own; None: all before it
     sinks: bool = False  # in every other step
     softcap: float | None = None
-    kernels: tuple[str, ...] = KERNELS  # which of them, and of CHOICES, to check
+    kernels: tuple[str, ...] = KERNELS  # subset of KERNELS and CHOICES to check
     states: StateKind | None = None  # of recurrent layers that share the pool
-    rotation: RotationKind | None = None  # that a write may do
+    rotation: RotationKind | None = None  # supported by writes
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one position's K, or V, of all heads."""
+        """Bytes of one position's K or V, over all heads."""
         scale = SCALE_DTYPE.size if self.cache_dtype in CODE_DTYPES else 0
         row = self.shape.head_size * self.cache_dtype.size + scale
         return self.shape.num_kv_heads * row
@@ -145,11 +145,11 @@ class Case:
 
 
 class Check(NamedTuple):
-    """One kernel of a case; for a kernel that works in tiles, one size of tile."""
+    """One kernel of a case, with one size of tile if it uses tiles."""
 
     kernel: str  # of KERNELS or CHOICES
-    rows: int | None = None  # packed rows of a tile; None: the kernel has none
-    wide: bool = False  # of decode: whether threadgroups have 512 threads
+    rows: int | None = None  # packed rows of a tile; None: no tiles
+    wide: bool = False  # for decode: threadgroups of 512 threads
 
     def __str__(self) -> str:
         size = "" if self.rows is None else f" of {self.rows} rows"
@@ -163,16 +163,17 @@ class Outcome:
     kernel: str
     case: Case
     ok: bool
-    detail: str = ""  # what went wrong and where
-    largest_error: float | None = None  # of the element nearest to its tolerance, or furthest past
-    tolerance: float | None = None  # that element's; both None where nothing was computed
-    seconds: float = 0.0  # compiling included
-    rows: int | None = None  # packed rows of the tile that was checked; None: the kernel has none
-    wide: bool = False  # as of its check
-    log: str = ""  # an exception's whole message, of which `detail` is a line
-    #: For one of CHOICES: by way, then call, median seconds. Empty: nothing was timed.
+    detail: str = ""  # the error and its location
+    #: Of the element nearest to, or furthest beyond, its tolerance. None: nothing was computed.
+    largest_error: float | None = None
+    tolerance: float | None = None  # of that element, likewise
+    seconds: float = 0.0  # including compilation
+    rows: int | None = None  # packed rows of the checked tile; None: no tiles
+    wide: bool = False  # as in its check
+    log: str = ""  # an exception's full message; `detail` is a line of it
+    #: For one of CHOICES: median seconds by way, then call. Empty: not timed.
     times: dict[str, dict[str, float]] = field(default_factory=dict)
-    #: For "decode_way": by call, how near our kernels come to what the machine does, see
+    #: For "decode_way": by call, our kernels' share of the machine's peak, see
     #: `contiguous.decode_shares`.
     shares: dict[str, dict[str, float]] = field(default_factory=dict)
 
@@ -181,21 +182,21 @@ class Outcome:
         return Check(self.kernel, self.rows, self.wide)
 
     def gain(self, way: str) -> float:
-        """Time of the first way over that of `way`: the geometric mean over the calls."""
+        """Returns the first way's time over that of `way`: the geometric mean over the calls."""
         first = self.times[WAYS[0]]
         return exp(fmean(log(first[call] / seconds) for call, seconds in self.times[way].items()))
 
     @property
     def fastest(self) -> str:
-        """The fastest way; the first, also in a tie, and where the ways could not be timed."""
+        """The fastest way; the first one in a tie or without timings."""
         best = max(self.times, key=self.gain) if self.ok and self.times else WAYS[0]
         return best if best in self.times and self.gain(best) > 1 + TIE else WAYS[0]
 
     @property
     def fewest_rows(self) -> int | None:
-        """Rows of one request from which on the last way is faster than the first; None: never.
+        """Rows of one request from which the last way is faster than the first; None: never.
 
-        By more than a tie, in each call, whose name begins with "1 x " and its rows.
+        It must win by more than a tie in each call, whose name begins with "1 x " and its rows.
         """
         fewest = None
         ours, others = (self.times.get(way, {}) if self.ok else {} for way in WAYS)
@@ -215,5 +216,5 @@ class Outcome:
 
 
 def dtype_name(dtype: mx.Dtype) -> str:
-    """Such as ``bfloat16``."""
+    """Returns a name such as ``bfloat16``."""
     return str(dtype).rpartition(".")[2]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the checks that a case names, in order, and decides which tiles may serve after them."""
+"""Runs a case's checks in order, and decides which tiles are usable after them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from metal_kernels.selfcheck import contiguous, state_timing, states, timing
 from metal_kernels.selfcheck.case import CHOICES, KERNELS, Case, Check, Outcome, StateKind
 from metal_kernels.selfcheck.findings import findings
 
-#: Steps of one layer that are played for each kernel. A kernel's sizes of tiles share them.
+#: Steps of one layer per kernel. A kernel's sizes of tiles share them.
 STEPS = 40
 _FEWEST = 12
-#: What is checked only where another check passed.
+#: Checks that require another one to pass.
 _NEEDS = {"gathered": "kv_gather", "decode_way": "kv_gather", "prefill_way": "gathered"}
 
 
 def checks(case: Case) -> list[Check]:
-    """The checks of a case in order: a kernel relies on those before it."""
+    """Returns a case's checks in order: a kernel relies on those before it."""
     sizes = Tiles.for_layer(case.shape, case.window)
     kind = case.states or StateKind()
     of_states = {
@@ -44,12 +44,12 @@ def checks(case: Case) -> list[Check]:
 
 
 def next_check(case: Case, outcomes: Iterable[Outcome]) -> Check | None:
-    """The first check without an outcome; None: all that can be checked is.
+    """Returns the first check without an outcome; None: nothing is left to check.
 
-    Where kv_write failed, nothing else is checked, as it would fail for that reason. `reduce` joins
-    the results of decode or prefill, and `graph` has them in a graph, so both are checked only if
-    one of their tiles passed. So is a tile in 512 threads only if it passed in fewer. A choice is
-    left where one of the ways does not work.
+    After a failure of kv_write nothing else is checked, since it would fail for that reason.
+    `reduce` joins results of decode or prefill, and `graph` runs them in a graph, so both need a
+    tile that passed. A tile of 512 threads needs the same tile with fewer. A choice needs all of
+    its ways.
     """
     ours = {outcome.check: outcome.ok for outcome in outcomes if outcome.case == case}
     if ours.get(Check("kv_write"), True) is False:
@@ -75,7 +75,7 @@ def next_check(case: Case, outcomes: Iterable[Outcome]) -> Check | None:
 
 
 def usable(case: Case, outcomes: Iterable[Outcome]) -> Tiles:
-    """The tiles that passed. Contexts may be split if `reduce` passed."""
+    """Returns the tiles that passed; contexts may be split if `reduce` passed."""
     passed = {outcome.check for outcome in outcomes if outcome.case == case and outcome.ok}
     sizes = Tiles.for_layer(case.shape, case.window)
     wide = {Check("decode", WIDE_ROWS), Check("decode", WIDE_ROWS, True)}
@@ -90,20 +90,17 @@ def usable(case: Case, outcomes: Iterable[Outcome]) -> Tiles:
 def check_kernel(
     case: Case, check: Check, num_steps: int = STEPS, tiles: Tiles | None = None
 ) -> Outcome:
-    """Runs one check. Checks of other kernels take kv_write to be right.
+    """Runs one check of checks(case); those of other kernels rely on kv_write.
 
-    Args:
-        case: of the layer.
-        check: of checks(case).
-        num_steps: steps to play.
-        tiles: that passed, for `reduce`, `graph` and choices to use; None: all.
+    tiles: that passed, for `reduce`, `graph` and choices; None: all.
     """
     start = time.perf_counter()
     every = Tiles.for_layer(case.shape, case.window)
     if check.rows is not None:
         sizes = every.decode if check.kernel == "decode" else every.prefill
         num_steps = max(num_steps // len(sizes), min(num_steps, _FEWEST))
-    if check.kernel in ("recurrence", "gathered"):  # token by token on the host too; of many rows
+    # The host also computes these token by token, or with many rows.
+    if check.kernel in ("recurrence", "gathered"):
         num_steps = min(num_steps, _FEWEST)
     error = tolerance = None
     log = detail = ""
@@ -124,7 +121,7 @@ def check_kernel(
             worst = max(found, key=lambda finding: finding.share)
             error, tolerance = worst.error, worst.tolerance
             detail = "" if worst.share <= 1 else worst.detail
-    except Exception as failure:  # a compiler's or a driver's error is this check's outcome
+    except Exception as failure:  # compiler and driver errors are the check's outcome
         detail, log = _first_error(failure), str(failure)
     seconds = round(time.perf_counter() - start, 3)
     return Outcome(
@@ -136,7 +133,7 @@ def check_kernel(
 
 
 def _first_error(error: Exception) -> str:
-    """The line that says what is wrong: a compiler's message may begin with the file's text."""
+    """Returns the line with the error: a compiler's message may begin with the file's text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     wrong = (line for line in lines if "error:" in line)
     return f"{type(error).__name__}: {next(wrong, lines[0] if lines else '')}"

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLX's own attention, over K and V side by side in memory: a measure of our kernels' speed.
-
-Gathering first, as MLX serves a pool, moves three times the bytes: our kernels beat that at half
-their speed.
-"""
+"""Times MLX's own attention on contiguous K and V, as a yardstick for our kernels."""
 
 from __future__ import annotations
 
@@ -15,12 +11,15 @@ import mlx.core as mx
 from metal_kernels.op_common import CODE_DTYPES
 from metal_kernels.selfcheck.case import WAYS, Case
 
-#: Beside WAYS, and cannot serve: a pool has K and V in blocks.
+# Gathering first, as MLX would serve a pool, moves three times the bytes: our kernels beat that
+# even at half their speed.
+
+#: Besides WAYS; cannot serve, because a pool has K and V in blocks.
 WAY = "contiguous"
 
 
 def serves(case: Case) -> bool:
-    """Whether MLX has an attention kernel that does the same."""
+    """Returns whether MLX has an attention kernel for this case."""
     plain = case.window is None and case.softcap is None and not case.shape.latent
     return plain and case.cache_dtype not in CODE_DTYPES
 
@@ -28,7 +27,7 @@ def serves(case: Case) -> bool:
 def attend(
     case: Case, requests: int, query: int, keys: int, rotated: int
 ) -> Callable[[mx.array], list[mx.array]]:
-    """A call that takes the fence of the call before; over `rotated` bytes of K and V in turn."""
+    """Returns a call that takes the previous call's fence, and cycles over `rotated` bytes."""
     shape, dtype = case.shape, case.dtype
     size = 2 * requests * shape.num_kv_heads * keys * shape.head_size * dtype.size
     pairs = [
@@ -43,7 +42,7 @@ def attend(
     turn, scale = itertools.cycle(pairs), shape.head_size**-0.5
 
     def call(fence: mx.array) -> list[mx.array]:
-        # Each call waits for the one before, as layers do.
+        # Each call waits for the previous one, as layers do.
         first = queries + fence[0].astype(dtype)
         out = mx.fast.scaled_dot_product_attention(
             first, *next(turn), scale=scale, mask="causal" if query > 1 else None
@@ -57,16 +56,15 @@ def attend(
 def decode_shares(
     case: Case, times: dict[str, dict[str, float]], copy: float
 ) -> dict[str, dict[str, float]]:
-    """How near our kernels come to what the machine does; takes the times of WAY away.
+    """Returns our kernels' share of the machine's peak, and removes the times of WAY.
 
     Args:
-        case: of the layer.
         times: of `timing.compare`.
-        copy: bytes a second, see `timing.copy_bandwidth`.
+        copy: bytes per second, see `timing.copy_bandwidth`.
 
     Returns:
-        By call: their bytes of K and V a second as a share of a `copy`'s; and, where `mlx` has an
-        attention that does the same, their speed beside that over K and V side by side.
+        By call: their bytes/s of K and V relative to `copy`; and, if `mlx` supports the case, their
+        speed relative to contiguous K and V.
     """
     found = {}
     theirs = times.pop(WAY, {})

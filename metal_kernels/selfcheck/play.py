@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the kernels of an engine's steps; each step is queued while the one before it runs."""
+"""Runs the kernels of an engine's steps; each step is queued while the previous one runs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from metal_kernels.plan_arrays import all_else, with_arrays
 from metal_kernels.selfcheck.case import Case, Check
 from metal_kernels.selfcheck.steps import Step, contents
 
-LAYERS = (
-    2  # of a step; they share the pool, so that reads and writes follow each other within a step
-)
-_LOAD = 1024  # rows of the matrix product that runs beside each step, some 1 ms of a GPU
+#: Layers of a step; they share the pool, so reads and writes alternate within a step.
+LAYERS = 2
+#: Rows of the matrix product that runs during each step, some 1 ms of a GPU.
+_LOAD = 1024
 
 
 class _Pool:
-    """K/V as an engine keeps them: arrays that stay, and fences that order writes and reads."""
+    """K/V as in an engine: permanent arrays, and fences that order writes and reads."""
 
     def __init__(
         self, case: Case, num_blocks: int, tiles: Iterator[Tiles], splits: Iterator[Splits]
@@ -79,7 +79,7 @@ def _rotate(pool: _Pool, step: Step) -> list[mx.array]:
     rows = step.keys
     if kind.first:
         rows, tails = mx.split(rows, [kind.first], axis=-1)
-    turned, fence = kv_write.rotate_and_write(
+    rotated, fence = kv_write.rotate_and_write(
         rows,
         step.values,
         mx.array(layout.slot_mapping_np),
@@ -94,11 +94,11 @@ def _rotate(pool: _Pool, step: Step) -> list[mx.array]:
         tails=tails,
     )
     pool.fences = [fence]
-    return [] if turned is None else [turned]
+    return [] if rotated is None else [rotated]
 
 
 def rotation_of(case: Case) -> Rotation:
-    """One of the case's kind, of Llama 2's base; where frequencies are listed, they are scaled."""
+    """Returns a rotation of the case's kind with Llama 2's base; listed frequencies are scaled."""
     kind, base = case.rotation, 10000.0
     assert kind is not None
     if not kind.listed:
@@ -108,7 +108,7 @@ def rotation_of(case: Case) -> Rotation:
 
 
 def positions_of(step: Step) -> mx.array:
-    """[T] int32: the last of each request's."""
+    """Returns [T] int32, the last positions of each request."""
     lens = np.diff(step.layout.query_start_loc_np)
     rows = zip(step.layout.seq_lens_np, lens, strict=True)
     ranges = [np.arange(length - query, length) for length, query in rows]
@@ -132,7 +132,7 @@ def _gather(pool: _Pool, step: Step) -> list[mx.array]:
 
 
 def bounds(layout: RaggedLayout) -> mx.array:
-    """[R, 2] int32, what each request holds, but for its first three tokens."""
+    """Returns [R, 2] int32, each request's context without its first three tokens."""
     lens_np = layout.seq_lens_np.astype(np.int32)
     return mx.array(np.stack([np.full_like(lens_np, 3), lens_np], axis=1))
 
@@ -147,7 +147,7 @@ def _move_blocks(pool: _Pool, step: Step) -> list[mx.array]:
 
 
 def moves(step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Blocks to copy, where to, and one to clear."""
+    """Returns blocks to copy, their targets, and a block to clear."""
     return step.blocks_np[:2], step.blocks_np[2:4], step.blocks_np[4:5]
 
 
@@ -161,12 +161,12 @@ def _move_states(pool: _Pool, step: Step) -> list[mx.array]:
 
 
 def elements(pools: Pools) -> list[mx.array]:
-    """Returns the arrays that states lie in: of K, and of V where there are any."""
+    """Returns the arrays that states lie in: K, and V if any."""
     return [pools.keys] if pools.values is None else [pools.keys, pools.values]
 
 
 def state_width(arrays: Sequence[mx.array]) -> int:
-    """Elements of a state that goes on in V, where there is one, and does not fill its block."""
+    """Returns the elements of a state that continues in V, if any, and does not fill its block."""
     return sum(map(block_elements, arrays)) * 3 // 4
 
 
@@ -175,7 +175,7 @@ def _attend(pool: _Pool, step: Step) -> list[mx.array]:
 
 
 def _attend_gathered(pool: _Pool, step: Step) -> list[mx.array]:
-    """By MLX, as prompts."""
+    """Attends with MLX, as for prompts."""
     layout, case = step.layout, pool.case
     plan = prompts.plan(
         layout.query_start_loc_np,
@@ -213,10 +213,7 @@ def _attend_by(plan: AttentionPlan, pool: _Pool, step: Step, written: mx.array) 
 
 
 def _attend_in_graph(pool: _Pool, layers: Sequence[Step]) -> list[list[mx.array]]:
-    """What the layers of a step read. MLX traces what they compute, and builds it from the trace.
-
-    Kernels that cannot be traced are called.
-    """
+    """Returns each layer's output, from a graph that MLX traced and rebuilds."""
     slots = [mx.array(step.layout.slot_mapping_np) for step in layers]
     parts = tuple(zip(layers, map(pool.plan, layers), slots, strict=True)), pool.arrays
     given = [merged(pool.fences)]
@@ -229,11 +226,12 @@ def _attend_in_graph(pool: _Pool, layers: Sequence[Step]) -> list[list[mx.array]
         described, held = with_arrays(parts, left)
         traced.arrays = Pools._make(held)
         outputs = [
-            _attend_by(plan, traced, step, traced.write(step, places))
-            for step, plan, places in described
+            _attend_by(plan, traced, step, traced.write(step, slot_mapping))
+            for step, plan, slot_mapping in described
         ]
         return [*outputs, *traced.fences]
 
+    # Kernels of other compilers cannot be traced, so they are called directly.
     found = (mx.compile(forward) if kernel.in_graphs() else forward)(given)
     pool.fences = found[len(layers) :]
     return [[output] for output in found[: len(layers)]]
@@ -257,29 +255,25 @@ _USES: dict[str, Callable[[_Pool, Step], list[mx.array]]] = {
 
 
 def _tiles(check: Check, tiles: Tiles) -> Iterator[Tiles]:
-    """For each attention, tiles of one size: the one checked, or for `reduce` each size in turn.
-
-    Contexts are split for `reduce`, and their beginnings shared wherever they are alike, and for
-    `graph` where `reduce` passed: where it fails, no other check does. `graph` has all sizes to
-    choose from, as the layers of a model have.
-    """
+    """Yields tiles of one size per attention: the checked one, or for `reduce` each in turn."""
+    # All sizes, as a model's layers have.
     if check.kernel == "graph":
         yield from itertools.repeat(tiles)
     if check.kernel == "reduce":
         sizes = [(True, rows) for rows in tiles.decode] + [(False, rows) for rows in tiles.prefill]
     else:
         sizes = [(check.kernel == "decode", check.rows or 0)]
+    # Contexts are split, and their common prefixes shared, only for `reduce`, and for `graph` if
+    # `reduce` passed: so a failure of splitting fails no other check.
     split = check.kernel == "reduce"
     for decode, rows in itertools.cycle(sizes):
         yield replace(tiles.only(decode, rows), split=split, shared=0, wide=check.wide)
 
 
 def _splits(check: Check, tiles: Tiles) -> Iterator[Splits]:
-    """For each attention, on every machine the same: `reduce` by one simdgroup a row, or by eight.
-
-    Each number has all sizes of tiles in turn.
-    """
-    sizes = len(tiles.decode) + len(tiles.prefill) or 1  # none: MLX alone attends
+    """Yields the same splits on every machine: `reduce` joins with 1 or 8 simdgroups."""
+    # Each number of simdgroups runs with all sizes of tiles.
+    sizes = len(tiles.decode) + len(tiles.prefill) or 1  # none if only MLX attends
     for walkers in itertools.cycle((1, WALKS) if check.kernel == "reduce" else (None,)):
         yield from itertools.repeat(replace(ALWAYS, joined_by=walkers), sizes)
 
@@ -287,7 +281,7 @@ def _splits(check: Check, tiles: Tiles) -> Iterator[Splits]:
 def play(
     case: Case, check: Check, played: Sequence[Step], tiles: Tiles
 ) -> tuple[list[list[mx.array]], Pools]:
-    """Arrays that each step read, and the pool after the last one."""
+    """Returns the arrays that each step read, and the final pool."""
     chosen = _tiles(check, tiles), _splits(check, tiles)
     pool = _Pool(case, len(played[0].blocks_np), *chosen)
     load = mx.zeros((_LOAD, _LOAD) if mx.default_device() == mx.Device(mx.gpu) else (1, 1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times long prompts through states by the delta rule: our kernel, and MLX's function in chunks."""
+"""Times long prompts through the delta rule with our kernel and with MLX's chunked function."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from metal_kernels.selfcheck.states import make_pools, parts_of, recurrence_rows
 from metal_kernels.selfcheck.timing import Call, in_turn
 from metal_kernels.sequences import Sequences
 
-_ROWS = (512, 2048)  # of a prompt's chunk
-_CALLS = 4  # of a round, queued together
-_BLOCK = 1  # of the pool, which the chunk's state is in
+_ROWS = (512, 2048)  # rows of a prompt's chunk
+_CALLS = 4  # per round, queued together
+_BLOCK = 1  # the block of the chunk's state
 
 
 def compare(
@@ -27,15 +27,10 @@ def compare(
     prompts: Sequence[int] = _ROWS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, dict[str, float]]:
-    """Times the ways of WAYS in turn, as `timing.compare` does.
+    """Times the ways of WAYS alternately, as `timing.compare` does.
 
-    Args:
-        case: of a layer whose states have float32 numbers, the delta rule and a decay a head.
-        prompts: rows of each chunk, of one request.
-        clock: seconds.
-
-    Returns:
-        By way, then call: the median of the rounds' seconds for one call.
+    case: a layer with float32 states, the delta rule and one decay per head. prompts: rows of each
+    chunk, of one request. Returns median seconds per call, by way, then call.
     """
     found: dict[str, dict[str, float]] = {way: {} for way in WAYS}
     for num_rows in prompts:
@@ -46,7 +41,7 @@ def compare(
 
 
 def ways_through(case: Case, num_rows: int) -> tuple[Call, Call]:
-    """Calls of each of WAYS that bring the state in _BLOCK on by so many rows."""
+    """Returns calls of each of WAYS that advance the state in _BLOCK by `num_rows` rows."""
     part = parts_of(case)[1]
     pools, split = make_pools(case, part, fill=0)
     kind = case.states
@@ -54,7 +49,7 @@ def ways_through(case: Case, num_rows: int) -> tuple[Call, Call]:
     queries, inputs = recurrence_rows(np.random.default_rng(0), case, kind, num_rows)
     table = [0, num_rows, num_rows, 0, 0, 1, _BLOCK, _BLOCK, 0]
     nowhere = mx.zeros((1, num_rows // case.block_size + 1), mx.int32)
-    tiles = mx.array([[0, 0]], mx.int32)  # the convolution's
+    tiles = mx.array([[0, 0]], mx.int32)  # for the convolution
     step = Sequences(
         mx.array([table], mx.int32), nowhere, tiles, case.block_size, num_rows, num_kept=1
     )
@@ -81,13 +76,13 @@ def ways_through(case: Case, num_rows: int) -> tuple[Call, Call]:
         written = mx.concatenate(
             [bits.view(mx.uint8)[:, : part.start], state.reshape(1, -1).view(mx.uint8)], axis=1
         )
-        return [kv_states.write(pools, blocks_np, _whole(written, case), split, [read]), out]
+        return [kv_states.write(pools, blocks_np, _pad_bytes(written, case), split, [read]), out]
 
     return ours, chunked
 
 
-def _whole(state: mx.array, case: Case) -> mx.array:
-    """The bytes of states as `kv_states.write` takes them."""
+def _pad_bytes(state: mx.array, case: Case) -> mx.array:
+    """Pads bytes of states as `kv_states.write` takes them."""
     size = case.cache_dtype.size
     missing = -state.shape[1] % size
     return (mx.pad(state, [(0, 0), (0, missing)]) if missing else state).view(BITS[size])

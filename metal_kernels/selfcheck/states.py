@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plays steps of recurrent layers, and compares them with the formulas, token by token."""
+"""Runs steps of recurrent layers, and compares them with the formulas, token by token."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from metal_kernels.sequences import TILE_ROWS, RecurrenceInputs, Sequences, Stat
 from metal_kernels.token_ops import UNIT_BYTES
 
 _REQUESTS = 3
-_OF_REQUEST = 4  # blocks: two that its state is written to in turn, two for full blocks in turn
+_OF_REQUEST = 4  # blocks: two alternating for its state, two alternating for full blocks
 _MOST_DRAFTS = 3
 _LONGEST = {"convolution": TILE_ROWS + 6, "recurrence": 9}  # rows of a prompt's chunk
 _FLOAT_EPS = 2.0**-23
 
-#: The next state and the output, of a state, a step's index and a row of that step.
+#: Maps a state, a step's index and a row of that step to the next state and the output.
 _Apply = Callable[[np.ndarray, int, int], tuple[np.ndarray, np.ndarray]]
 
 
@@ -50,10 +50,9 @@ class _Step:
 
 
 def findings(case: Case, kernel: str, num_steps: int) -> Iterator[Finding]:
-    """Plays `num_steps` steps by the kernel; yields a finding for each step's outputs and for the
-    states at the end."""
+    """Runs `num_steps` steps; yields findings of each step's outputs and of the final states."""
     kind = case.states
-    assert kind is not None  # checks() asks for these kernels only where there are states
+    assert kind is not None  # checks() selects these kernels only for cases with states
     steps = _steps(np.random.default_rng(0), case.block_size, num_steps, _LONGEST[kernel])
     layer = (_Convolution if kernel == "convolution" else _Recurrence)(case, kind, steps)
     pools, split = make_pools(case, layer.part)
@@ -66,35 +65,35 @@ def findings(case: Case, kernel: str, num_steps: int) -> Iterator[Finding]:
         )
         results.append(out)
         after = [fence]
-    mx.eval(results, after)  # nothing waited before
+    mx.eval(results, after)  # nothing waited before, so dispatches could overlap
     states: dict[int, np.ndarray] = {}
-    wanted = _replayed(steps, np.zeros(layer.part.shape), states, layer.apply, case.block_size)
+    wanted = _replay(steps, np.zeros(layer.part.shape), states, layer.apply, case.block_size)
     axes: tuple[str, ...] = ("row", "channel")
     if kernel == "recurrence":
         axes = ("row", "head", "element")
     for index, (found, expected) in enumerate(zip(results, wanted, strict=True)):
         if not expected.size:
             continue
-        allowed = np.abs(expected) * mx.finfo(case.dtype).eps + _near(layer.part, expected)
+        allowed = np.abs(expected) * mx.finfo(case.dtype).eps + _tolerance(layer.part, expected)
         yield compare(f"step {index}: output", axes, floats(found), expected, allowed)
     blocks = sorted(states)
     expected = np.stack([states[block] for block in blocks])
     with mx.stream(mx.cpu):
         state = _read(pools, blocks, layer.part, split)
-    allowed = np.broadcast_to(_near(layer.part, expected), expected.shape)
+    allowed = np.broadcast_to(_tolerance(layer.part, expected), expected.shape)
     of_state = ("input", "channel") if kernel == "convolution" else ("head", "row", "element")
     yield compare("states at the end", ("block", *of_state), state, expected, allowed)
 
 
-def _near(part: StatePart, expected: np.ndarray) -> float:
-    """Roundings of sums in float32, some of a row's length; and of a state to its dtype."""
+def _tolerance(part: StatePart, expected: np.ndarray) -> float:
+    """Tolerates float32 roundings of sums, some as long as a row, and of a state to its dtype."""
     eps = 0.0 if part.dtype == mx.float32 or len(part.shape) == 2 else mx.finfo(part.dtype).eps
     largest = float(np.abs(expected).max(initial=0.0))
     return largest * (16 * eps + _FLOAT_EPS * (64 + 4 * part.shape[-1] ** 0.5))
 
 
 def _steps(rng: np.random.Generator, block_size: int, count: int, longest: int) -> list[_Step]:
-    """Requests from their first token on: chunks of prompts, decode, drafts, kept rows alone."""
+    """Creates requests from their first token on: prompt chunks, decode, drafts, only kept rows."""
     width = count * (longest + _MOST_DRAFTS) // block_size + 2
     position, read, drafts = np.zeros((3, _REQUESTS), int)
     found = []
@@ -118,14 +117,14 @@ def _steps(rng: np.random.Generator, block_size: int, count: int, longest: int) 
     return found
 
 
-def _replayed(
+def _replay(
     steps: list[_Step],
     zeros: np.ndarray,
     states: dict[int, np.ndarray],
     apply: _Apply,
     block_size: int,
 ) -> Iterator[np.ndarray]:
-    """Outputs of each step, [T, ...]; `states` becomes those of all blocks that have one."""
+    """Yields outputs of each step, [T, ...]; fills `states` with those of all blocks."""
     drafts: list[list[tuple[int, int]]] = [[]] * _REQUESTS  # by step and row
     for index, step in enumerate(steps):
         outputs = []
@@ -138,8 +137,8 @@ def _replayed(
                 if number >= accepted:
                     outputs.append(output)
                 if number < accepted + certain:
-                    block, lag = divmod(position + number + 1, block_size)
-                    if lag == 0:
+                    block, offset = divmod(position + number + 1, block_size)
+                    if offset == 0:
                         states[int(step.blocks_np[request, block - 1])] = state
                     states[write] = state
             if accepted + certain == 0:
@@ -177,7 +176,7 @@ class _Convolution:
 
 
 class _Recurrence:
-    """A recurrence of random rows, whose keys have length 1 or so."""
+    """A recurrence of random rows with keys of length about 1."""
 
     def __init__(self, case: Case, kind: StateKind, steps: list[_Step]) -> None:
         assert kind.heads is not None
@@ -231,7 +230,7 @@ class _Recurrence:
 def recurrence_rows(
     rng: np.random.Generator, case: Case, kind: StateKind, num_rows: int
 ) -> tuple[mx.array, RecurrenceInputs]:
-    """Queries and inputs of random rows."""
+    """Returns queries and inputs of random rows."""
     assert kind.heads is not None
     num_keys, key_size, num_heads, value_size = kind.heads
     queries, keys = (
@@ -256,7 +255,7 @@ def _normal(
 
 
 def parts_of(case: Case) -> tuple[StatePart, StatePart]:
-    """The convolution's part of a state, and behind it the recurrence's."""
+    """Returns the convolution's part of a state and the recurrence's after it."""
     kind = case.states
     assert kind is not None
     first = StatePart(0, (kind.taps - 1, kind.channels), case.dtype)
@@ -267,9 +266,9 @@ def parts_of(case: Case) -> tuple[StatePart, StatePart]:
 
 
 def make_pools(case: Case, part: StatePart, fill: int = 255) -> tuple[list[mx.array], int]:
-    """Pools as the case's layers have them, and how many of their blocks hold a state.
+    """Creates pools like the case's layers', and returns the number of their blocks per state.
 
-    Each byte is `fill`: 255 makes NaN of floats.
+    Each byte is `fill`: 255 makes floats NaN.
     """
     shape = case.shape
     sizes = [shape.head_size] if shape.latent else [shape.head_size, shape.value_size]
@@ -287,7 +286,7 @@ def make_pools(case: Case, part: StatePart, fill: int = 255) -> tuple[list[mx.ar
 
 
 def _read(pools: list[mx.array], blocks: list[int], part: StatePart, split: int) -> np.ndarray:
-    """[n, ...] of the part of states in these blocks."""
+    """Returns [n, ...] of the part of states in these blocks."""
     size = prod(part.shape) * part.dtype.size
     width = -(-(part.start + size) // pools[0].dtype.size)
     bits = states_reference.read(pools, mx.array(blocks, mx.int32), width, split)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps that are played: their requests, blocks and contents."""
+"""Creates the steps to run: their requests, blocks and contents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from metal_kernels.op_common import CODE_DTYPES
 from metal_kernels.paged_attention import Tiles
 from metal_kernels.selfcheck.case import KERNELS, Case
 
-_LONG = 600  # positions: split
+_LONG = 600  # positions of a context that is split
 _SPARE_BLOCKS = 3
 
 
@@ -25,7 +25,7 @@ class Step:
     """The inputs of one layer in one step."""
 
     layout: RaggedLayout
-    blocks_np: np.ndarray  # [B] int32, all of the pool in the order they were handed out
+    blocks_np: np.ndarray  # [B] int32, all of the pool in the order of allocation
     queries: mx.array  # [T, H, D]
     keys: mx.array  # [T, Hkv, D]
     values: mx.array | None  # [T, Hkv, D]; None: the keys hold them
@@ -33,24 +33,24 @@ class Step:
 
 
 def layouts(case: Case, kernel: str, count: int) -> list[tuple[RaggedLayout, np.ndarray]]:
-    """Layouts of steps, each with the pool's blocks in the order they were handed out.
+    """Returns layouts of steps, each with the pool's blocks in the order of allocation.
 
-    Each step hands the pool's few blocks out anew, so it writes over what the last ones read. The
+    Each step allocates the pool's few blocks anew, so it overwrites what previous steps read. The
     context before a request's rows is what earlier steps left in those blocks.
     """
     rng = np.random.default_rng(KERNELS.index(kernel))
     batches = [_requests(case, kernel, index) for index in range(count)]
     common = [_common(case, kernel, index) for index in range(count)]
     most = max(sum(-(-length // case.block_size) for _, length in batch) for batch in batches)
-    dealt = [rng.permutation(most + _SPARE_BLOCKS).astype(np.int32) for _ in batches]
+    orders = [rng.permutation(most + _SPARE_BLOCKS).astype(np.int32) for _ in batches]
     return [
-        (_layout(case, batch, blocks, alike), blocks)
-        for batch, blocks, alike in zip(batches, dealt, common, strict=True)
+        (_layout(case, batch, blocks, num_common), blocks)
+        for batch, blocks, num_common in zip(batches, orders, common, strict=True)
     ]
 
 
 def _requests(case: Case, kernel: str, step: int) -> list[tuple[int, int]]:
-    """Query rows and context of each request; a few steps have tiles of every size."""
+    """Returns query rows and context of each request; a few steps cover tiles of every size."""
     group, block = case.shape.group, case.block_size
     verified = range(1, max(1, case.shape.decode_rows // group) + 1)  # rows that verify drafts
     chunks = [max(1, rows // group) for rows in (64, 8, 16, 32) if rows <= case.shape.tile_rows]
@@ -73,13 +73,13 @@ def _requests(case: Case, kernel: str, step: int) -> list[tuple[int, int]]:
 
 
 def _turn(case: Case, step: int) -> int:
-    """Each step of `reduce` plays one size of tiles (play.py): a turn has all of them."""
+    """Returns the number of full passes of `reduce` over all sizes of tiles (see play.py)."""
     sizes = Tiles.for_layer(case.shape, case.window)
     return step // (len(sizes.decode) + len(sizes.prefill))
 
 
 def _common(case: Case, kernel: str, step: int) -> int:
-    """Blocks that the first request and the last begin with in common."""
+    """Returns the number of blocks in the common prefix of the first and the last request."""
     shares = kernel == "reduce" and _turn(case, step) % 2 == 0
     return (1 + step % 2) * (_LONG // 4 // case.block_size) if shares else 0
 
@@ -109,7 +109,7 @@ def _layout(
 
 
 def contents(case: Case, num_blocks: int) -> Pools:
-    """The pool before the first step, in memory of its own."""
+    """Creates the pool's contents before the first step."""
     rng = np.random.default_rng(0)
     shape = (case.shape.num_kv_heads, num_blocks, case.block_size)
     rows = _rows(rng, (*shape, case.shape.head_size), case, True)
@@ -122,7 +122,7 @@ def contents(case: Case, num_blocks: int) -> Pools:
 
 
 def steps(case: Case, kernel: str, count: int) -> list[Step]:
-    """Steps to play. A cache of codes holds their rows exactly, except when kv_write is checked."""
+    """Creates steps; a quantized cache holds their rows exactly, except to check kv_write."""
     rng = np.random.default_rng(1 + KERNELS.index(kernel))
     exact = kernel != "kv_write"
     played = []
@@ -145,10 +145,11 @@ def steps(case: Case, kernel: str, count: int) -> list[Step]:
 
 
 def _rows(rng: np.random.Generator, shape: tuple[int, ...], case: Case, exact: bool) -> mx.array:
-    """[..., D] of the case's dtype; exact: codes times a power of two, which all dtypes hold."""
+    """Creates [..., D] rows; `exact` ones are quantized values times a power of two."""
     rows = mx.array(rng.normal(size=shape).astype(np.float32))
     if exact and case.cache_dtype in CODE_DTYPES:
         codes, _ = write_reference.encode(rows, case.cache_dtype)
+        # All dtypes hold these products exactly.
         step = 2.0**-7 if case.cache_dtype == mx.uint8 else 2.0**-5
         rows = gather_reference.decode(codes, mx.full(shape[:-1], step))
     return rows.astype(case.dtype)

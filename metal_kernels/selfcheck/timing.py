@@ -30,30 +30,30 @@ from metal_kernels.paged_attention.splits import DEFAULT
 from metal_kernels.selfcheck import contiguous
 from metal_kernels.selfcheck.case import WAYS, Case, dtype_name
 
-#: Bytes of K and V that calls go through in turn, so that none finds its own in a system cache:
-#: those of an Ultra hold 96 MB.
+#: Bytes of K and V that calls cycle through, so that none finds its own in a system cache: an
+#: Ultra's holds 96 MB.
 ROTATED = 2**28
 _ROUNDS = 5
-_CALLS = 20  # of a round, queued together
-#: What is timed to choose a way: by choice, (requests, rows of each, positions of each). Contexts
-#: are halved where the calls of a round would be too much for a command buffer.
+_CALLS = 20  # per round, queued together
+#: Batches to time by choice: (requests, rows of each, positions of each). Contexts are halved if
+#: the calls of a round would exceed a command buffer.
 COMPARED = {
     "decode_way": ((8, 1, 1024), (1, 1, 8192)),
     "prefill_way": tuple((1, rows, 4096) for rows in (64, 128, 256, 512)),
 }
 _COMPARED_CALLS = {"decode_way": 20, "prefill_way": 2}
 
-#: Takes the fence of the call before; returns its own fence and its other outputs.
+#: Takes the previous call's fence; returns its own fence and its other outputs.
 Call = Callable[[mx.array], list[mx.array]]
 
 
 def rotated_here() -> int:
-    """ROTATED on a GPU, 0 elsewhere."""
+    """Returns ROTATED on a GPU, else 0."""
     return ROTATED if mx.default_device().type == mx.DeviceType.gpu else 0
 
 
 def copy_bandwidth(size: int = 2**28) -> float:
-    """Bytes a second, read and written, of MLX's own elementwise pass over `size` bytes."""
+    """Measures bytes/s, read and written, of MLX's elementwise pass over `size` bytes."""
     source = mx.zeros(size // 4, mx.float32)
     mx.eval(source)
 
@@ -63,27 +63,22 @@ def copy_bandwidth(size: int = 2**28) -> float:
 
 @dataclass(frozen=True)
 class Work:
-    """One kernel over one batch, to be timed."""
+    """One kernel over one batch to time."""
 
     name: str  # kernel and batch
     call: Call
-    moved: int  # bytes of K/V that it must read or write
+    moved: int  # bytes of K/V to read or write
 
     def seconds(self) -> float:
-        """A call's seconds: the median of rounds of calls, each after the one before.
-
-        A compiler's or a driver's error passes through.
-        """
+        """Returns seconds per call: the median of rounds of dependent calls."""
         (seconds,) = in_turn([self.call], _CALLS)
         return seconds
 
 
 def works(case: Case, contexts: tuple[int, int] = (1024, 8192)) -> list[Work]:
-    """Calls to time over one layer's pool; none of latent attention.
+    """Returns calls to time over one layer's pool; not for latent attention.
 
-    Args:
-        case: of the layer.
-        contexts: positions of each of 8 requests, and of one alone.
+    contexts: positions of each of 8 requests, and of a single one.
     """
     short, long = contexts
     chunk, blocks = short // 2, 8
@@ -112,19 +107,15 @@ def compare(
     clock: Callable[[], float] = time.perf_counter,
     rotated: int | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Times the ways of WAYS in turn, so that what slows the machine slows both.
+    """Times the ways of WAYS alternately, so that a slowing machine affects both.
 
     Args:
-        case: of the layer.
-        choice: of CHOICES.
-        tiles: that the kernels may use.
-        batches: requests, rows of each, positions of each; none: those of the choice.
+        batches: requests, rows of each, positions of each; empty: those of the choice.
         clock: seconds.
-        rotated: bytes of K and V that the calls go through; None: ROTATED on a GPU.
+        rotated: bytes of K and V that the calls cycle through; None: ROTATED on a GPU.
 
     Returns:
-        By way, then call: the median of the rounds' seconds for one call. Of decodes also the way
-        "contiguous", where MLX has one.
+        Median seconds per call, by way, then call. Decodes include "contiguous" if MLX supports it.
     """
     calls = _COMPARED_CALLS[choice]
     batches = [bounded(case, batch, calls) for batch in batches or COMPARED[choice]]
@@ -146,7 +137,7 @@ def compare(
 
 
 def bounded(case: Case, batch: tuple[int, int, int], calls: int) -> tuple[int, int, int]:
-    """The batch, its contexts halved until so many calls of it fit a command buffer."""
+    """Halves the batch's context until `calls` calls fit in a command buffer."""
     requests, query, context = batch
     rows = query * case.shape.group
     while context > query and calls * case.shape.work(rows, requests * context) > MOST_WORK:
@@ -157,7 +148,7 @@ def bounded(case: Case, batch: tuple[int, int, int], calls: int) -> tuple[int, i
 def in_turn(
     ways: Sequence[Call], calls: int, clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[float]:
-    """Median seconds of one of `calls` calls each way; the first round, which compiles, is left."""
+    """Returns each way's median seconds per call, without the first round, which compiles."""
     rounds: list[list[float]] = [[] for _ in ways]
     for number in range(_ROUNDS + 1):
         for call, seconds in zip(ways, rounds, strict=True):
@@ -170,15 +161,10 @@ def in_turn(
 
 
 class Layer:
-    """A pool, and calls of kernels over it, each call over other blocks than the one before."""
+    """A pool, and calls of kernels over it, each over other blocks than the previous one."""
 
     def __init__(self, case: Case, num_slots: int, rotated: int | None = None) -> None:
-        """
-        Args:
-            case: of the layer.
-            num_slots: that the largest call needs.
-            rotated: bytes that the pool has at least; None: ROTATED on a GPU, 0 elsewhere.
-        """
+        """num_slots: needed by the largest call. rotated: minimum bytes; None: ROTATED on a GPU."""
         shape, self.row_bytes = case.shape, case.row_bytes
         self._case = case
         coded = case.cache_dtype in CODE_DTYPES
@@ -199,8 +185,8 @@ class Layer:
             self._value_scales = self._key_scales
         mx.eval(self._arrays())
 
-    def _in_turn(self, blocks: int, call_of: Callable[[np.ndarray], Call]) -> Call:
-        """A call that goes on, each time, to the next so many blocks of the pool."""
+    def _rotate_blocks(self, blocks: int, call_of: Callable[[np.ndarray], Call]) -> Call:
+        """Returns a call that moves to the next `blocks` blocks each time."""
         count = max(len(self._blocks) // blocks, 1)
         calls = [
             call_of(self._blocks[first : first + blocks])
@@ -224,7 +210,7 @@ class Layer:
                 kv_write.write(keys, values, slots, keys_to, values_to, [fence], *scales)
             ]
 
-        return self._in_turn(-(-num_rows // block_size), call_of)
+        return self._rotate_blocks(-(-num_rows // block_size), call_of)
 
     def attend(
         self,
@@ -235,12 +221,12 @@ class Layer:
         splits: Splits = DEFAULT,
         common: int = 0,
     ) -> Call:
-        """By our kernels; `common` positions are those that all requests begin with."""
-        case, blocks_alike = self._case, common // self._case.block_size
+        """Attends with our kernels; all requests share `common` positions."""
+        case, num_common = self._case, common // self._case.block_size
 
         def call_of(blocks: np.ndarray) -> Call:
             starts, lens, tables = self._layout(requests, query, context, blocks)
-            tables = np.where(np.arange(tables.shape[1]) < blocks_alike, tables[0], tables)
+            tables = np.where(np.arange(tables.shape[1]) < num_common, tables[0], tables)
             plan = paged_attention.plan(
                 starts,
                 lens,
@@ -251,14 +237,14 @@ class Layer:
                 splits=splits,
                 block_size=case.block_size,
             )
-            return self._attending(plan, paged_attention.run, requests * query)
+            return self._attend_call(plan, paged_attention.run, requests * query)
 
-        return self._in_turn(requests * self._width_of(context), call_of)
+        return self._rotate_blocks(requests * self._width_of(context), call_of)
 
     def attend_gathered(
         self, requests: int, query: int, context: int, force_fused: bool | None = None
     ) -> Call:
-        """By MLX's attention over what `kv_gather` reads, as decodes or as prompts.
+        """Attends with MLX over what `kv_gather` reads, as for decodes or prompts.
 
         `force_fused`: see `prompts.plan`.
         """
@@ -269,15 +255,15 @@ class Layer:
         def call_of(blocks: np.ndarray) -> Call:
             layout = self._layout(requests, query, context, blocks)
             if query > buckets.DECODE_ROWS:
-                of_prompts = prompts.plan(
+                prompt_plan = prompts.plan(
                     *layout, case.block_size, case.shape, case.window, force_fused
                 )
-                return self._attending(of_prompts, prompts.run, requests * query)
+                return self._attend_call(prompt_plan, prompts.run, requests * query)
             nowhere = np.full(requests * query, -1, np.int32)
             plan = buckets.plan(*layout, nowhere, case.block_size, case.window, bounded=True)
-            return self._attending(plan, gathered.run, requests * query)
+            return self._attend_call(plan, gathered.run, requests * query)
 
-        return self._in_turn(requests * self._width_of(context), call_of)
+        return self._rotate_blocks(requests * self._width_of(context), call_of)
 
     def _width_of(self, context: int) -> int:
         return -(-context // self._case.block_size)
@@ -291,7 +277,7 @@ class Layer:
             blocks.reshape(requests, self._width_of(context)),
         )
 
-    def _attending(
+    def _attend_call(
         self,
         plan: AttentionPlan | BucketPlan | PromptPlan,
         run: Callable[..., tuple[mx.array, list[mx.array]]],
@@ -312,7 +298,7 @@ class Layer:
                 key_scales=self._key_scales,
                 value_scales=self._value_scales,
             )
-            # Where contexts are split, the output comes after the fence.
+            # With split contexts, the output comes after the fence.
             return [merged(reads), out]
 
         return call
@@ -324,14 +310,14 @@ class Layer:
             table = mx.array(blocks[None])
             return lambda fence: [*reversed(kv_gather.gather(keys, table, dtype, [fence], scales))]
 
-        return self._in_turn(self._width_of(context), call_of)
+        return self._rotate_blocks(self._width_of(context), call_of)
 
     def copy(self, blocks: int) -> Call:
         def call_of(both: np.ndarray) -> Call:
             sources, targets = both[:blocks], both[blocks:]
             return lambda fence: [kv_blocks.copy(self._arrays(), sources, targets, [fence])]
 
-        return self._in_turn(2 * blocks, call_of)
+        return self._rotate_blocks(2 * blocks, call_of)
 
     @property
     def state_bytes(self) -> int:
@@ -351,12 +337,12 @@ class Layer:
                 *reversed(kv_states.read(pools, table, self._width, after=[fence]))
             ]
 
-        return self._in_turn(count, call_of)
+        return self._rotate_blocks(count, call_of)
 
     def write_states(self, count: int) -> Call:
         pools = [self._keys, self._values]
         states = mx.zeros((count, self._width), BITS[self._keys.dtype.size])
-        return self._in_turn(
+        return self._rotate_blocks(
             count,
             lambda blocks: lambda fence: [kv_states.write(pools, blocks, states, after=[fence])],
         )
@@ -367,7 +353,7 @@ class Layer:
 
 
 def queue(call: Call, count: int) -> None:
-    """So many calls, each after the one before, to their end."""
+    """Runs dependent calls to completion."""
     fence, results = mx.zeros(FENCE_SHAPE, FENCE_DTYPE), []
     for _ in range(count):
         fence, *others = call(fence)
