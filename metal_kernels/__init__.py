@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations on paged K/V: arrays in, arrays out; knows nothing of vLLM."""
+"""Operations on paged K/V, from arrays to arrays, without vLLM."""

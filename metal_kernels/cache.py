@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names the one folder where results are kept between runs; as a script: what may be removed.
+"""Defines the cache folder; as a script, lists what `make distclean` may remove.
 
-It imports the standard library only and runs on Python 3.9, so that `make distclean` can ask it.
+Only uses the standard library, and runs on Python 3.9, for `make distclean`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-#: Names of the folders in it, one for each kind of result. `make distclean` removes them.
+#: Folders in it, one per kind of result. `make distclean` removes them.
 PARTS = (
     "gguf",
     "interpreter",
@@ -25,12 +25,12 @@ PARTS = (
 
 
 def cache_dir() -> Path:
-    """``VLLM_METAL_CACHE``, else ``vllm-metal`` in the platform's cache folder."""
+    """Returns ``VLLM_METAL_CACHE``, else ``vllm-metal`` in the platform's cache folder."""
     if chosen := os.environ.get("VLLM_METAL_CACHE"):
         return Path(chosen).expanduser()
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "vllm-metal"
-    base = os.environ.get("XDG_CACHE_HOME")  # the specification says to ignore relative ones
+    base = os.environ.get("XDG_CACHE_HOME")  # the XDG specification says to ignore relative paths
     root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
     return root / "vllm-metal"
 

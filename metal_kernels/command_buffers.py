@@ -1,35 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides how much MLX puts into a command buffer of the GPU; comes before MLX is used.
-
-MLX ends a command buffer after so many dispatches, or once the distinct arrays bound in it hold so
-many Mi elements (mlx/backend/metal/device.cpp, 0.32.4). The second counts a KV pool whole, so that
-each layer would end two command buffers, at some 20 microseconds each (mlx#4521), and MLX waits for
-the device once ten are under way. So the second limit is raised, and the first, with Pace, is what
-ends command buffers.
-"""
+"""Sets how much work MLX puts into a GPU command buffer; import before MLX is used."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-#: Dispatches, unless the variable says otherwise: 40 on base and Pro chips, 50 on Max and Ultra.
+# MLX ends a command buffer after a number of dispatches, or once the distinct arrays bound in it
+# hold a number of Mi elements (mlx/backend/metal/device.cpp, 0.32.4). The second limit counts a
+# whole KV pool, so each layer would end two command buffers, at some 20 microseconds each
+# (mlx#4521), and MLX waits for the device once ten are pending. So the second limit is raised; the
+# first one and Pace end command buffers.
+
+#: Largest default number of MLX's dispatches: 40 on base and Pro chips, 50 on Max and Ultra.
 MOST_DISPATCHES = 50
-#: Dispatches of a layer of Llama: seven products, two norms, one write of K and V, which rotates,
+#: Dispatches of a Llama layer: seven products, two norms, one write of K and V with rotation,
 #: attention, the gate, two sums.
 DISPATCHES_OF_A_LAYER = 14
 _DISPATCHES = "MLX_MAX_OPS_PER_BUFFER"
 _ELEMENTS = "MLX_MAX_MB_PER_BUFFER"
-_RAISED = str(2**20)  # Mi elements: more than any memory holds
+_RAISED = str(2**20)  # Mi elements, more than any memory holds
 
 _too_late = False
 
 
 def raise_limit() -> None:
-    """Raises the limit on elements, unless its variable is set. Child processes inherit it.
-
-    MLX reads the variable once, when it first uses the GPU: the first array that it makes will do.
-    """
+    """Raises the limit on elements unless its variable is set. Child processes inherit it."""
+    # MLX reads the variable once, when it first uses the GPU, for example for the first array.
     global _too_late
     if _ELEMENTS not in os.environ:
         _too_late = "mlx.core" in sys.modules
@@ -37,10 +34,10 @@ def raise_limit() -> None:
 
 
 def most_dispatches() -> int:
-    """Dispatches of a command buffer in this process, once MLX has read its variable.
+    """Returns the dispatches per command buffer in this process, as MLX reads its variable.
 
     Raises:
-        ValueError: the variable is no number above 0.
+        ValueError: the variable is not a positive number.
     """
     text = os.environ.get(_DISPATCHES, "")
     if not text:
@@ -51,5 +48,5 @@ def most_dispatches() -> int:
 
 
 def may_be_too_late() -> bool:
-    """Whether MLX was imported before the limit was raised, and may have used the GPU."""
+    """Returns whether MLX was imported before the limit was raised, and may have used the GPU."""
     return _too_late

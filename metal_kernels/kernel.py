@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a kernel run: its text and buffers, and the compiler for it.
+"""Loads kernels from .metal files and runs them through a compiler.
 
 A .metal file holds functions, then a line `// ---- kernel body`, then the body of the kernel, whose
 signature `mx.fast.metal_kernel` generates from the names of its buffers. The compiler is that
-function, on a Mac, or another of the same signature, such as the interpreter's, anywhere.
+function on a Mac, or another one with its signature, such as the interpreter's.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import mlx.core as mx
 
 from metal_kernels.kernel_text import Part, compact, used
 
-#: The line between the functions and the body of a .metal file.
+#: Separates the functions from the body of a .metal file.
 BODY_MARKER = "// ---- kernel body\n"
-#: MLX passes inputs of fewer elements in the constant address space. That is another signature, so
-#: another kernel to compile, and a kernel cannot write through such an input.
+#: MLX passes smaller inputs in the constant address space. That changes the signature, so another
+#: kernel must be compiled, and kernels cannot write through such an input.
 MIN_ELEMENTS = 8
 
 _SHARED = Path(__file__).parent / "shared"
 
-Compiler = Callable[..., Any]  # mx.fast.metal_kernel, or what has its signature
+Compiler = Callable[..., Any]  # mx.fast.metal_kernel, or a function with its signature
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel; compiled for each set of template arguments when first called with them."""
+    """A kernel, compiled for each set of template arguments on its first call."""
 
     name: str
     input_names: tuple[str, ...]
@@ -42,14 +42,14 @@ class Kernel:
     body: str
 
     def __call__(self, **call: Any) -> list[mx.array]:
-        """Takes the arguments of a kernel made by `mx.fast.metal_kernel`, by name."""
+        """Takes the keyword arguments of a kernel made by `mx.fast.metal_kernel`."""
         return _compiled(_compiler, self)(**call)
 
 
 def load(
     path: Path, input_names: Sequence[str], output_names: Sequence[str], shared: Sequence[str] = ()
 ) -> Kernel:
-    """Reads a .metal file; `shared` names files of metal_kernels/shared whose functions it uses."""
+    """Reads a .metal file that uses functions from `shared` files of metal_kernels/shared."""
     functions, body = path.read_text().split(BODY_MARKER)
     first_line = functions.count("\n") + 2
     files = [Part((_SHARED / name).read_text(), name, 1) for name in shared]
@@ -74,10 +74,8 @@ def use(compiler: Compiler) -> None:
 
 
 def in_graphs() -> bool:
-    """Whether kernels are operations of MLX, which run when their results are computed.
-
-    Those of another compiler run when they are called, so that a graph of them cannot be traced.
-    """
+    """Returns whether kernels are MLX operations, which run when their results are computed."""
+    # Other compilers run kernels when they are called, so a graph with them cannot be traced.
     return _compiler is mx.fast.metal_kernel
 
 
@@ -93,7 +91,7 @@ def using(compiler: Compiler) -> Iterator[None]:
 
 
 def named(compiler: str) -> Compiler:
-    """The compiler of the name `module:function`, which a package beside this one may bring.
+    """Returns the compiler named `module:function`, possibly of another package.
 
     Raises:
         RuntimeError: that package is not installed.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shortens the text of kernels: MLX hashes all of it at each dispatch (CustomKernel::eval_gpu).
+"""Shortens the text of kernels, since MLX hashes all of it per dispatch (CustomKernel::eval_gpu).
 
-Comments, indentation and functions that a kernel does not use are left out. Lines keep their
-numbers, by `#line`, so that a compiler's messages point into the file.
+Drops comments, indentation and unused functions. `#line` keeps line numbers, so that compiler
+messages point into the file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 _COMMENT = re.compile(r"//.*")
 _WORD = re.compile(r"[A-Za-z_]\w*")
-#: The name that a definition brings: of a macro, a struct, a constant, or a function.
+#: The name that a definition introduces: a macro, struct, constant or function.
 _NAMES = re.compile(
     r"^#define (\w+)|\bstruct (\w+)|^constant .*?(\w+) =|^inline .*?(\w+)(?:<[^()]*>)?\(",
     re.MULTILINE,
@@ -22,33 +22,28 @@ _NAMES = re.compile(
 
 @dataclass(frozen=True)
 class Part:
-    """A function, struct, constant or macro, with its comments; several without a gap; a body."""
+    """A function, struct, constant or macro with its comments, several without a gap, or a body."""
 
     text: str
     file: str
-    line: int  # its first, from 1
+    line: int  # first line, from 1
 
     @property
     def names(self) -> set[str]:
-        """What others call it; none: it is kept."""
+        """Names that others use; empty: the part is always kept."""
         found = _NAMES.findall(without_comments(self.text))
         return {name for names in found for name in names if name}
 
     @property
     def words(self) -> set[str]:
-        """All that it may use."""
+        """All names that it may use."""
         return set(_WORD.findall(without_comments(self.text)))
 
 
 def used(functions: Sequence[Part], body: Part) -> str:
-    """What a body uses of functions, and what these use, compact.
-
-    Args:
-        functions: of files, in order.
-        body: of the kernel.
-    """
+    """Returns the functions that a body uses, directly or indirectly, in compact form."""
     left = [part for file in functions for part in _definitions(file)]
-    order = {part: place for place, part in enumerate(left)}
+    order = {part: index for index, part in enumerate(left)}
     words, kept = body.words, list[Part]()
     while found := [part for part in left if not part.names or part.names & words]:
         kept += found
@@ -58,31 +53,32 @@ def used(functions: Sequence[Part], body: Part) -> str:
 
 
 def compact(parts: Sequence[Part]) -> str:
-    """The texts without comments and indentation."""
-    lines, file, place = list[str](), "", 0
+    """Returns the texts without comments and indentation."""
+    lines, file, next_line = list[str](), "", 0
     for part in parts:
         for number, text in enumerate(without_comments(part.text).split("\n"), part.line):
             if not (code := text.strip()):
                 continue
-            position = f"#line {number}"
+            directive = f"#line {number}"
             if part.file != file:
-                lines.append(f'{position} "{part.file}"')
-            elif 0 <= number - place <= len(position):
-                lines += [""] * (number - place)
+                lines.append(f'{directive} "{part.file}"')
+            # For small gaps, empty lines are shorter than a directive.
+            elif 0 <= number - next_line <= len(directive):
+                lines += [""] * (number - next_line)
             else:
-                lines.append(position)
+                lines.append(directive)
             lines.append(code)
-            file, place = part.file, number + 1
+            file, next_line = part.file, number + 1
     return "".join(f"{line}\n" for line in lines)
 
 
 def without_comments(text: str) -> str:
-    """As many lines. There are no comments but those to a line's end."""
+    """Removes comments, all of which extend to a line's end; keeps the number of lines."""
     return _COMMENT.sub("", text)
 
 
 def _definitions(file: Part) -> Iterator[Part]:
-    """Cut at empty lines that are in no braces."""
+    """Splits a file at empty lines outside braces."""
     lines, first, depth = file.text.split("\n"), 0, 0
     for number, line in enumerate([*lines, ""]):
         code = without_comments(line)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ops over a KV pool share: dtypes and their checks, fences, padded metadata.
+"""Shares dtypes, checks, fences and padding between ops on a KV pool.
 
-A kernel that writes to a pool takes the pool as an input. MLX does not copy inputs, and sees no
-dependency through them. Explicit fences order writes and reads: small arrays that every kernel over
-the pool returns, and that the next one takes. MLX binds each input, read or not, and lets a
+A kernel that writes to a pool takes the pool as an input. MLX does not copy inputs, and does not
+see dependencies through them. Explicit fences order writes and reads: small arrays that every
+kernel on the pool returns and the next one takes. MLX binds each input even if unused, and makes a
 dispatch wait for the one that wrote it.
 """
 
@@ -21,10 +21,10 @@ command_buffers.raise_limit()  # before the arrays below
 VALUE_DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 CODE_DTYPES = (mx.uint8, mx.int8)  # fp8 e4m3, integers; with scales
 POOL_DTYPES = VALUE_DTYPES + CODE_DTYPES
-#: Unsigned integers by the bytes of a dtype: what holds its bits, whatever they stand for.
+#: Unsigned integers by element size in bytes, to hold the bits of any dtype.
 BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
-SCALE_DTYPE = mx.bfloat16  # codes are computed from the rounded scale: it costs no accuracy
-#: Bound in the place of scales where a pool holds values.
+SCALE_DTYPE = mx.bfloat16  # quantization uses the rounded scale, so this costs no accuracy
+#: Bound instead of scales if a pool is not quantized.
 NO_SCALES = mx.array([0.0] * MIN_ELEMENTS, SCALE_DTYPE)
 
 FENCE_SHAPE, FENCE_DTYPE = (MIN_ELEMENTS,), mx.uint32
@@ -32,10 +32,10 @@ _NOTHING_BEFORE = mx.array(np.zeros(FENCE_SHAPE, np.uint32))
 
 
 def fences(after: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
-    """Two fences, [8] uint32 each, that stand for all of `after`: kernels bind exactly two.
+    """Merges `after` into two fences, [8] uint32 each, because kernels bind exactly two.
 
     Raises:
-        ValueError: an array of `after` is no fence.
+        ValueError: an array of `after` is not a fence.
     """
     for fence in after:
         if fence.shape != FENCE_SHAPE or fence.dtype != FENCE_DTYPE:
@@ -48,24 +48,24 @@ def fences(after: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
 
 
 def merged(after: Sequence[mx.array]) -> mx.array:
-    """One fence, [8] uint32, that stands for all of `after`."""
+    """Merges `after` into one fence, [8] uint32."""
     first, second = fences(after)
     return first if second is _NOTHING_BEFORE else first + second
 
 
 def padded(metadata: mx.array, fill: int) -> mx.array:
-    """`metadata`, flat, with `fill` behind it up to MIN_ELEMENTS."""
+    """Pads flat `metadata` with `fill` to at least MIN_ELEMENTS."""
     missing = MIN_ELEMENTS - metadata.size
     return metadata if missing <= 0 else mx.pad(metadata, (0, missing), constant_values=fill)
 
 
 def block_elements(pool: mx.array, split: int = 1) -> int:
-    """Elements that a block of `split` parts has in a pool [Hkv, B * split, ...], of all heads."""
+    """Returns the elements of a block in [Hkv, B * split, ...], over all heads and parts."""
     return pool.size // pool.shape[1] * split
 
 
 def check_scales(name: str, scales: mx.array | None, pool: mx.array) -> None:
-    """Raises ValueError unless a pool of codes has scales of its shape, one of values none."""
+    """Raises ValueError unless a quantized pool has scales of its shape, and other pools none."""
     if pool.dtype not in CODE_DTYPES:
         if scales is not None:
             raise ValueError(f"{name}: expected None for a pool of {pool.dtype}")
@@ -75,7 +75,7 @@ def check_scales(name: str, scales: mx.array | None, pool: mx.array) -> None:
 
 
 def check_blocks(name: str, blocks_np: np.ndarray, num_blocks: int) -> None:
-    """Raises ValueError unless all are the pool's: MLX and kernels go wherever an index leads."""
+    """Raises ValueError for blocks outside the pool: MLX and kernels do not check indices."""
     outside = blocks_np[(blocks_np < 0) | (blocks_np >= num_blocks)]
     if outside.size:
         raise ValueError(f"{name}: block {outside[0]} is not one of the pool's {num_blocks}")

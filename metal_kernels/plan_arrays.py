@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's plan in two parts: the arrays in it, and all else."""
+"""Separates the arrays of a step's plan from the rest."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ PlanT = TypeVar("PlanT")
 
 
 def all_else(plan: object, arrays: list[mx.array]) -> Hashable:
-    """What plans must have in common for a forward built with one to be one with another's arrays.
+    """Appends a plan's arrays to `arrays`; returns the rest.
 
-    Args:
-        plan: dataclasses, tuples and hashable values; fields that are not compared do not count.
-        arrays: gets those of the plan, in order.
+    A forward that was built with one plan can use another one's arrays if both have the same rest.
+    Plans consist of dataclasses, tuples and hashable values; fields without comparison are ignored.
     """
     if isinstance(plan, mx.array):
         arrays.append(plan)
@@ -31,7 +30,7 @@ def all_else(plan: object, arrays: list[mx.array]) -> Hashable:
 
 
 def with_arrays(plan: PlanT, arrays: Iterator[mx.array]) -> PlanT:
-    """The plan with other arrays in the place of its own, taken in order."""
+    """Returns the plan with its arrays replaced by others, in order."""
     found: Any = plan
     if isinstance(plan, mx.array):
         found = next(arrays)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which sequences of a step go together in MLX's operations, and where their states end.
+"""Groups a step's sequences for MLX's operations, and finds where their states end.
 
-The host knows all numbers here. A sequence is padded: the kept rows that are applied, rows that
-change nothing up to the most that could have been applied, the step's own rows, again rows that
-change nothing. So steps of one shape differ in the plan's arrays alone.
+The host knows all numbers here. A sequence is padded: kept rows to apply, dead rows up to the most
+that could have been applied, the step's own rows, dead rows again. So steps of one shape differ
+only in the plan's arrays.
 """
 
 from __future__ import annotations
@@ -24,72 +24,72 @@ from metal_kernels.sequences import (
     WRITE,
 )
 
-#: Sequences up to this length go together: decode and verification.
+#: Sequences up to this length share a group: decode and verification.
 SHORT = 16
-#: Rows that a state goes through at once; what is quadratic in them then costs as much as the rest.
+#: Rows per pass through a state, for which quadratic work costs as much as the rest.
 CHUNK = 32
-#: Where a step has so many times more rows than heads, a convolution takes whole slices of rows.
+#: From this ratio of rows to heads, a convolution reads whole slices of rows.
 _FEW_HEADS = 8
-#: Inputs that a row of a convolution has, at most, unless a plan is made for more.
+#: Default maximum of inputs per row of a convolution.
 NUM_TAPS = 8
 
 
 @dataclass(frozen=True)
 class Endings:
-    """States that are wanted of a chunk, E of them."""
+    """E states to store after a chunk."""
 
-    length: int  # D, the chunk's first rows: no ending comes after more
-    sequences: mx.array | None  # [E] int32, of the group; None: of each sequence, in order
-    #: [E, D] bool, the rows up to the one that the state comes after; None: all D
+    length: int  # D, the chunk's first rows: no state ends after more
+    sequences: mx.array | None  # [E] int32, index in the group; None: each sequence once, in order
+    #: [E, D] bool, rows up to the end of each state; None: all D
     applied: mx.array | None
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows that a group's states go through at once."""
+    """Rows in one pass through a group's states."""
 
-    start: int  # of the group's L rows
+    start: int  # index in the group's L rows
     stop: int
     endings: Endings | None
 
 
 @dataclass(frozen=True)
 class Group:
-    """Sequences that are computed together, n of them padded to L rows."""
+    """n sequences that are computed together, padded to L rows."""
 
     size: int  # n
     length: int  # L
-    #: [n * L] int32, of the step's rows and then those kept before; None: the step's, in order
+    #: [n * L] int32, indices in the step's rows and then the kept rows; None: the step's, in order
     rows: mx.array | None
-    #: [n * Q] int32, of the step's rows: those of the last Q of each sequence's L rows. The rows
+    #: [n * Q] int32, indices in the step's rows of the last Q of each sequence's L rows. Rows
     #: before these are kept ones, which have no outputs. None: the step's, in order.
     outputs: mx.array | None
-    live: mx.array | None  # [n, L] bool, the rows that change something; None: all
-    sequences: mx.array | None  # [n] int32, of the N; None: all, in order
-    fresh: mx.array | None  # [n] bool, whose state is zero whatever it holds; None: nobody's
+    live: mx.array | None  # [n, L] bool, rows that change the state; None: all
+    sequences: mx.array | None  # [n] int32, indices in the N; None: all, in order
+    fresh: mx.array | None  # [n] bool, sequences whose state starts as zero; None: none
     chunks: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True)
 class ReferencePlan:
-    """The way of N sequences through a step of T rows, in MLX's operations."""
+    """Plan of a step with N sequences and T rows for MLX's operations."""
 
     num_rows: int  # T
-    num_kept: int  # rows to be kept for the next step
+    num_kept: int  # rows to keep for the next step
     groups: tuple[Group, ...]
-    places: mx.array | None  # [T] int32, where the groups' rows have each row; None: as they come
-    keep: mx.array  # [num_kept] int32, of the step's rows
+    places: mx.array | None  # [T] int32, index of each row in the groups' rows; None: in order
+    keep: mx.array  # [num_kept] int32, indices in the step's rows
     uses_kept: bool  # whether kept rows may be applied
-    num_kept_before: int  # P', rows that the step before kept; 0: none
-    #: [T, num_taps] int32, inputs of a convolution, oldest first, by their number among: the step's
-    #: rows, those kept before, a zero, the inputs of the N states (the newest of each, then the
-    #: second newest of each, ...)
+    num_kept_before: int  # P', rows kept by the previous step; 0: none
+    #: [T, num_taps] int32, inputs of a convolution, oldest first, as indices in: the step's rows,
+    #: previously kept rows, a zero, the inputs of the N states (the newest of each, then the second
+    #: newest of each, ...)
     taps: mx.array
-    #: [F] int32, the rows that `taps` are of: those near a sequence's first, whose inputs are not
-    #: just the rows before them; None: of all rows
+    #: [F] int32, the rows of `taps`: those near a sequence's first, whose inputs are not just the
+    #: rows before them; None: all rows
     heads: mx.array | None
     end_taps: mx.array  # [E, num_taps] int32, the newest inputs after each end, oldest first
-    #: [E] int32, the block of each end state, in the order in which the ops return them; no 0
+    #: [E] int32, block of each end state in the ops' order; never 0
     ends_blocks_np: np.ndarray = field(compare=False)
 
 
@@ -103,38 +103,37 @@ def plan(
     bounds_np: np.ndarray,
     num_taps: int = NUM_TAPS,
 ) -> ReferencePlan:
-    """Plans a step whose numbers are all known to the host.
+    """Plans a step whose numbers the host knows.
 
     Args:
         table_np: [N, COLUMNS] int32, `Sequences.table`.
         blocks_np: [N, W] int32, `Sequences.blocks`.
-        block_size: tokens of a block.
         num_rows: T.
-        num_kept: rows to be kept for the next step, 1 at least.
-        num_kept_before: rows that the step before kept.
-        bounds_np: [N] int, the most kept rows that could have been applied of each sequence.
-        num_taps: inputs that a row of a convolution has, at most.
+        num_kept: rows to keep for the next step, at least 1.
+        num_kept_before: rows kept by the previous step.
+        bounds_np: [N] int, maximum of each sequence's kept rows to apply.
+        num_taps: maximum of inputs per row of a convolution.
     """
     step = _Step(table_np, bounds_np, num_rows, num_kept_before)
     ends = _Ends.find(step, blocks_np, block_size)
-    groups, order, places_np = [], [], np.zeros(num_rows, np.int32)
+    groups, order, index_np = [], [], np.zeros(num_rows, np.int32)
     placed = 0
     for members in _members(step):
         group, in_group, outputs_np = _group(step, ends, members)
         groups.append(group)
         order.append(in_group)
         own = np.flatnonzero(outputs_np >= 0)
-        places_np[outputs_np[own]] = placed + own
+        index_np[outputs_np[own]] = placed + own
         placed += outputs_np.size
     order_np = np.concatenate(order)
     taps_np = _taps(step, ends.sequences_np[order_np], ends.applied_np[order_np], num_taps)
     heads_np = _heads(step, num_taps)
-    in_order = placed == num_rows and np.array_equal(places_np, np.arange(num_rows))
+    in_order = placed == num_rows and np.array_equal(index_np, np.arange(num_rows))
     return ReferencePlan(
         num_rows,
         num_kept,
         tuple(groups),
-        None if in_order else mx.array(places_np),
+        None if in_order else mx.array(index_np),
         mx.array(_keep(step, num_kept)),
         bool(step.bounds_np.any()),
         num_kept_before,
@@ -146,7 +145,7 @@ def plan(
 
 
 class _Step:
-    """A step's table by columns; rows are named as in `Group.rows`."""
+    """A step's table by columns; rows are numbered as in `Group.rows`."""
 
     def __init__(
         self, table_np: np.ndarray, bounds_np: np.ndarray, num_rows: int, num_kept_before: int
@@ -161,30 +160,28 @@ class _Step:
         self.lengths_np = self.bounds_np + self.counts_np
 
     def padded(self, members: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[n, L] rows, and which of them are the step's, and which are kept ones.
-
-        Padding repeats a row of the same sequence, so that no other's NaN gets into it.
-        """
+        """Returns [n, L] rows, and masks of the step's own and of kept ones."""
         at = np.arange(length)
         first_rows, first_kept = self.first_rows_np[members], self.first_kept_np[members]
-        lag = at - self.bounds_np[members, None]
-        own = (lag >= 0) & (lag < self.counts_np[members, None])
+        own_index = at - self.bounds_np[members, None]
+        own = (own_index >= 0) & (own_index < self.counts_np[members, None])
         kept = at < self.kept_np[members, None]
+        # Padding repeats a row of the same sequence, so that a NaN of another one cannot get in.
         padding = np.where(self.bounds_np[members] > 0, first_kept, 0)
         padding = np.where(self.counts_np[members] > 0, first_rows, padding)
-        rows = np.where(own, first_rows[:, None] + lag, padding[:, None])
+        rows = np.where(own, first_rows[:, None] + own_index, padding[:, None])
         return np.where(kept, first_kept[:, None] + at, rows), own, kept
 
 
 @dataclass(frozen=True)
 class _Ends:
-    """End states: of each sequence that writes one, by sequence, then those of full blocks."""
+    """End states: one per sequence that writes one, in order, then those of full blocks."""
 
     sequences_np: np.ndarray  # [E]
     blocks_np: np.ndarray  # [E]
-    applied_np: np.ndarray  # [E], how many rows its sequence has applied, kept ones included
-    padded_np: np.ndarray  # [E], how many of its padded rows that takes
-    most_np: np.ndarray  # [E], how many it may take in a step of this shape
+    applied_np: np.ndarray  # [E], rows applied by its sequence, including kept ones
+    padded_np: np.ndarray  # [E], padded rows that this takes
+    most_np: np.ndarray  # [E], maximum of padded rows in a step of this shape
     full_np: np.ndarray  # [E] bool
 
     @staticmethod
@@ -194,10 +191,10 @@ class _Ends:
         last = np.flatnonzero(write_np)
         first_np, stop_np = positions_np // block_size, (positions_np + totals_np) // block_size
         num_full_np = stop_np - first_np
-        owner, number = _counted(num_full_np)
+        owner, number = _expand(num_full_np)
         columns = first_np[owner] + number
         full_blocks = blocks_np[owner, columns]
-        # Where a sequence's last state goes to the same block, that one counts.
+        # If a sequence's last state goes to the same block, the last one wins.
         wanted = (full_blocks != 0) & (full_blocks != write_np[owner])
         owner, columns, full_blocks = owner[wanted], columns[wanted], full_blocks[wanted]
         sequences = np.concatenate([last, owner])
@@ -214,14 +211,14 @@ class _Ends:
 
 
 def _members(step: _Step) -> list[np.ndarray]:
-    """Sequences of each group: short ones, then those of as many chunks as each other."""
+    """Returns sequences per group: short ones, then those with equal numbers of chunks."""
     lengths_np = step.lengths_np
     num_chunks = np.where(lengths_np <= SHORT, 0, -(-lengths_np // CHUNK))
     return [np.flatnonzero(num_chunks == number) for number in np.unique(num_chunks)]
 
 
 def _group(step: _Step, ends: _Ends, members: np.ndarray) -> tuple[Group, np.ndarray, np.ndarray]:
-    """A group, its end states in order, and [n * Q] rows that its outputs are of; -1: of none."""
+    """Returns a group, its end states in order, and [n * Q] rows of its outputs, -1 for none."""
     lengths_np = step.lengths_np[members]
     length = max(int(lengths_np.max()), 1)
     rows_np, own_np, kept_np = step.padded(members, length)
@@ -246,7 +243,7 @@ def _group(step: _Step, ends: _Ends, members: np.ndarray) -> tuple[Group, np.nda
 
 
 def _chunks(ends: _Ends, members: np.ndarray, length: int) -> tuple[tuple[Chunk, ...], np.ndarray]:
-    """A group's chunks, and its end states in their order."""
+    """Returns a group's chunks, and its end states in their order."""
     ours = np.flatnonzero(np.isin(ends.sequences_np, members))
     padded = ends.padded_np[ours]
     found, order = [], []
@@ -267,9 +264,9 @@ def _endings(
     sequences_np = np.searchsorted(members, ends.sequences_np[here])
     in_order = np.array_equal(sequences_np, np.arange(len(members)))
     padded = ends.padded_np[here]
-    # What comes after is drafts and padding.
+    # Only drafts and padding follow.
     length = min(max(int(ends.most_np[here].max()), 1), stop) - start
-    # A full block's place changes from step to step, so it does not decide.
+    # A full block's position changes from step to step, so it must not change the plan's shape.
     to_the_end = not ends.full_np[here].any() and (padded == start + length).all()
     applied_np = np.arange(start, start + length) < padded[:, None]
     return Endings(
@@ -279,16 +276,16 @@ def _endings(
     )
 
 
-def _counted(numbers_np: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Things of which each sequence has a number: [sum] whose they are, and which of its."""
+def _expand(numbers_np: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Expands ragged items: owning sequence and index within it, [sum] each."""
     owner = np.repeat(np.arange(len(numbers_np)), numbers_np)
     return owner, np.arange(len(owner)) - (np.cumsum(numbers_np) - numbers_np)[owner]
 
 
 def _keep(step: _Step, num_kept: int) -> np.ndarray:
-    """[num_kept] int32, the drafts' rows."""
+    """Returns [num_kept] int32, the drafts' rows."""
     certain_np = step.table_np[:, NUM_CERTAIN]
-    owner, number = _counted(step.counts_np - certain_np)
+    owner, number = _expand(step.counts_np - certain_np)
     keep_np = np.zeros(num_kept, np.int32)
     rows_np = (step.first_rows_np + certain_np)[owner] + number
     keep_np[step.table_np[owner, KEEP_AT] + number] = rows_np
@@ -296,24 +293,21 @@ def _keep(step: _Step, num_kept: int) -> np.ndarray:
 
 
 def _heads(step: _Step, num_taps: int) -> np.ndarray | None:
-    """[F] int32, rows with fewer than num_taps - 1 rows of their sequence before them; None: these
-    are not few."""
-    owner, number = _counted(step.counts_np)
+    """Returns [F] int32, rows with less than num_taps - 1 rows of their sequence before them."""
+    owner, number = _expand(step.counts_np)
     heads = np.flatnonzero(number < num_taps - 1)
+    # Too many for separate work: None stands for all rows.
     if len(heads) * _FEW_HEADS > step.num_rows:
         return None
     return (step.first_rows_np[owner] + number)[heads].astype(np.int32)
 
 
 def _taps(step: _Step, ends_np: np.ndarray, applied_np: np.ndarray, num_taps: int) -> np.ndarray:
-    """[T + E, num_taps] int32, the newest inputs at each row and after each end, oldest first.
+    """Returns [T + E, num_taps] int32, the newest inputs at each row and each end, oldest first.
 
-    Args:
-        step: its sequences' rows.
-        ends_np: [E], the sequence of each end.
-        applied_np: [E], how many rows it has applied then.
+    ends_np: [E], sequence of each end. applied_np: [E], rows applied by then.
     """
-    owner, number = _counted(step.counts_np)
+    owner, number = _expand(step.counts_np)
     rows_np = step.first_rows_np[owner] + number
     sequences = np.concatenate([np.zeros(step.num_rows, np.int64), ends_np])
     applied = np.concatenate([np.zeros(step.num_rows, np.int64), applied_np])
@@ -322,7 +316,7 @@ def _taps(step: _Step, ends_np: np.ndarray, applied_np: np.ndarray, num_taps: in
     zero = step.num_rows + step.num_kept_before
     before = zero + 1 + (-1 - at) * len(step.counts_np) + sequences
     before = np.where(step.table_np[sequences, POSITION] == 0, zero, before)
-    lag = at - step.kept_np[sequences]
+    own_index = at - step.kept_np[sequences]
     kept = step.first_kept_np[sequences] + at
-    rows = np.where(lag < 0, kept, step.first_rows_np[sequences] + lag)
+    rows = np.where(own_index < 0, kept, step.first_rows_np[sequences] + own_index)
     return np.where(at < 0, before, rows).astype(np.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ops share that go from token to token: checks of a step, and of where states lie."""
+"""Shares checks of steps and of state locations between ops that work token by token."""
 
 import math
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from metal_kernels import op_common
 from metal_kernels.kernel import MIN_ELEMENTS
 from metal_kernels.sequences import COLUMNS, Sequences, StatePart
 
-#: What a part of a state begins at a multiple of, and a block's share of a head has a multiple of.
+#: Alignment of a state's parts, and of a block's bytes per head.
 UNIT_BYTES = 16
-#: By dtype, what is bound in the place of rows that there are none of.
+#: By dtype, bound instead of missing rows.
 NO_ROWS = {dtype: mx.array([0.0] * MIN_ELEMENTS, dtype) for dtype in op_common.VALUE_DTYPES}
 
 
 def step_inputs(sequences: Sequences) -> tuple[mx.array, mx.array]:
-    """The table and the blocks of a step as kernels bind them.
+    """Returns a step's table and blocks as kernels bind them.
 
     Raises:
         ValueError: shapes or dtypes are not those of `Sequences`.
@@ -41,10 +41,10 @@ def step_inputs(sequences: Sequences) -> tuple[mx.array, mx.array]:
 def state_template(
     pools: Sequence[mx.array], part: StatePart, shape: tuple[int, ...], split: int
 ) -> list[tuple[str, Any]]:
-    """Template arguments that say where states of `shape` lie in blocks of `split` parts.
+    """Returns template arguments for states of `shape` in blocks of `split` parts.
 
     Raises:
-        ValueError: the pools do not fit together, or the part does not lie in a block.
+        ValueError: the pools do not match, or the part does not fit in a block.
     """
     _check_pools(pools, split)
     keys, values = (split * math.prod(pool.shape[2:]) for pool in (pools[0], pools[-1]))
@@ -75,7 +75,7 @@ def state_template(
 
 
 def padded(array: mx.array) -> mx.array:
-    """The array, or, of fewer than MIN_ELEMENTS, its elements with zeros behind them."""
+    """Pads an array of fewer than MIN_ELEMENTS, flattened, with zeros."""
     enough = array.size >= MIN_ELEMENTS
     return array if enough else op_common.padded(array.flatten(), fill=0)
 
@@ -83,7 +83,7 @@ def padded(array: mx.array) -> mx.array:
 def check_rows(
     name: str, rows: mx.array, shape: tuple[int, ...], dtypes: Sequence[mx.Dtype]
 ) -> None:
-    """Raises ValueError unless rows are of this shape, -1 for any size, and one of the dtypes."""
+    """Raises ValueError unless rows have this shape (-1: any size) and one of the dtypes."""
     fits = rows.ndim == len(shape) and all(
         wanted in (-1, found) for wanted, found in zip(shape, rows.shape, strict=True)
     )
@@ -94,8 +94,8 @@ def check_rows(
 
 
 def _check_pools(pools: Sequence[mx.array], split: int) -> None:
-    alike = {(pool.dtype, *pool.shape[:2]) for pool in pools}
-    if len(pools) not in (1, 2) or len(alike) != 1 or pools[0].shape[1] % split:
+    layouts = {(pool.dtype, *pool.shape[:2]) for pool in pools}
+    if len(pools) not in (1, 2) or len(layouts) != 1 or pools[0].shape[1] % split:
         raise ValueError(
             f"pools: expected one or two [Hkv, B * {split}, ...] alike in dtype, Hkv and B, "
             f"found {[pool.shape for pool in pools]}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies and clears whole blocks of the pool, in place."""
+"""Copies and clears whole blocks of the pool in place."""
 
 from metal_kernels.kv_blocks.op import copy, zero
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""copy() and zero() work on whole blocks, for all heads: grid and checks, one dispatch a pool."""
+"""Implements copy() and zero() of whole blocks, over all heads, with one dispatch per pool."""
 
 import math
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ import numpy as np
 
 from metal_kernels import kernel, op_common
 
-_THREADS = 256  # of a threadgroup
-_RUN_BYTES = 16  # bytes that a thread moves
+_THREADS = 256  # per threadgroup
+_RUN_BYTES = 16  # bytes per thread
 _KERNEL = kernel.load(
     Path(__file__).with_name("kv_blocks.metal"),
     input_names=("pool", "sources", "targets", "after_0", "after_1"),
@@ -25,20 +25,20 @@ def copy(
     targets: np.ndarray,
     after: Sequence[mx.array] = (),
 ) -> mx.array:
-    """Copies blocks within each pool, in place: done once the fence is computed.
+    """Copies blocks within each pool in place; done once the fence is computed.
 
     Args:
-        pools: [Hkv, B, block_size, ...] each, row-contiguous, of any dtype: keys, values, scales.
-        sources: [P] integers, on the host: blocks to copy.
-        targets: [P] integers: where each goes. No block is both source and target, none a target
-            twice, so that the order of the copies does not matter.
-        after: fences of the dispatches that must come before.
+        pools: [Hkv, B, block_size, ...] each, row-contiguous, any dtype: keys, values, scales.
+        sources: [P] integers on the host.
+        targets: [P] integers. No block may be both source and target, or a target twice, because
+            copies run in any order.
+        after: fences of earlier dispatches.
 
     Returns:
-        [8] uint32, the fence of the last copy, which comes after all others.
+        [8] uint32, the fence of the last copy, which follows all others.
 
     Raises:
-        ValueError: blocks are not as above, or not in a pool.
+        ValueError: blocks are invalid or outside a pool.
     """
     _check_blocks("sources", sources, pools)
     _check_blocks("targets", targets, pools)
@@ -53,7 +53,7 @@ def copy(
 
 
 def zero(pools: Sequence[mx.array], blocks: np.ndarray, after: Sequence[mx.array] = ()) -> mx.array:
-    """Sets [P] blocks to zero, in place; arguments and fence as for `copy`. Names may repeat."""
+    """Clears [P] blocks in place; arguments and fence as for `copy`. Blocks may repeat."""
     _check_blocks("blocks", blocks, pools)
     blocks = np.unique(blocks)
     return _each(pools, blocks, blocks, after, is_copy=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kv_blocks in MLX's operations, which return new pools."""
+"""kv_blocks with MLX's operations, which return new pools."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def copy(pools: Sequence[mx.array], sources: np.ndarray, targets: np.ndarray) -> list[mx.array]:
-    """The pools after `kv_blocks.copy` of the same arguments."""
+    """Returns the pools after `kv_blocks.copy`."""
     source, target = mx.array(sources.astype(np.int32)), mx.array(targets.astype(np.int32))
     copied = [mx.array(pool) for pool in pools]
     for pool in copied:
@@ -17,7 +17,7 @@ def copy(pools: Sequence[mx.array], sources: np.ndarray, targets: np.ndarray) ->
 
 
 def zero(pools: Sequence[mx.array], blocks: np.ndarray) -> list[mx.array]:
-    """The pools after `kv_blocks.zero` of the same arguments."""
+    """Returns the pools after `kv_blocks.zero`."""
     target = mx.array(blocks.astype(np.int32))
     cleared = [mx.array(pool) for pool in pools]
     for pool in cleared:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""read() and write() move states between blocks and rows of bits: grid and checks.
+"""Implements read() and write(), which move states between blocks and rows of bits.
 
-A state fills the K of a block, head by head, and goes on in its V. A write makes what is left of K,
-and of V where the state goes on there, zero: nothing of the block's last owner stays with it.
+A state fills a block's K, head by head, and continues in its V. A write clears the rest of K, and
+of V if the state continues there: nothing of the block's last owner remains.
 """
 
 import math
@@ -15,8 +15,8 @@ import numpy as np
 
 from metal_kernels import kernel, op_common
 
-_THREADS = 256  # of a threadgroup
-_RUN_BYTES = 16  # bytes that a thread moves, at most
+_THREADS = 256  # per threadgroup
+_RUN_BYTES = 16  # maximum bytes per thread
 _FOLDER = Path(__file__).parent
 _POOLS = ("key_pool", "value_pool")
 _AFTER = ("after_0", "after_1")
@@ -42,19 +42,19 @@ def read(
     """Reads the states of n blocks.
 
     Args:
-        pools: of keys, and of values where there are any: [Hkv, B * split, ...], row-contiguous,
-            both of one dtype and Hkv.
-        blocks: [n] int32, blocks of the pool, of which it has B.
-        width: elements of a state, MIN_ELEMENTS at least and no more than a block has.
+        pools: keys, and values if any: [Hkv, B * split, ...], row-contiguous, with equal dtype and
+            Hkv.
+        blocks: [n] int32, below B.
+        width: elements of a state, at least MIN_ELEMENTS and at most a block's.
         split: parts of a block.
-        after: fences of the dispatches that must come before.
+        after: fences of earlier dispatches.
 
     Returns:
         states: [n, width] unsigned integers of the pools' element size.
-        fence: [8] uint32, for the writes that must wait for this read.
+        fence: [8] uint32, for writes that must wait for this read.
 
     Raises:
-        ValueError: shapes or dtypes are not as above.
+        ValueError: shapes or dtypes are invalid.
     """
     _check_pools(pools, width, split)
     if blocks.ndim != 1 or blocks.dtype != mx.int32:
@@ -83,20 +83,18 @@ def write(
     split: int = 1,
     after: Sequence[mx.array] = (),
 ) -> mx.array:
-    """Writes states into blocks, in place: done once the fence is computed.
+    """Writes states into blocks in place; done once the fence is computed.
 
     Args:
-        pools: see `read`.
-        blocks_np: [n] integers, on the host: where each state goes, none twice.
+        pools, split, after: see `read`.
+        blocks_np: [n] distinct integers on the host, one per state.
         states: [n, width] as `read` returns them.
-        split: parts of a block.
-        after: fences of the dispatches that must come before.
 
     Returns:
         [8] uint32, the fence of this write.
 
     Raises:
-        ValueError: shapes or dtypes are not as above, or a block is not the pool's.
+        ValueError: shapes or dtypes are invalid, or a block is outside the pool.
     """
     if states.ndim != 2 or len(states) != len(blocks_np):
         raise ValueError(f"states: expected [{len(blocks_np)}, width], found {states.shape}")
@@ -107,7 +105,7 @@ def write(
             f"found {states.dtype}"
         )
     op_common.check_blocks("blocks_np", blocks_np, pools[0].shape[1] // split)
-    if len(set(blocks_np.tolist())) != len(blocks_np):  # of few, quicker than numpy
+    if len(set(blocks_np.tolist())) != len(blocks_np):  # faster than numpy for a few blocks
         raise ValueError("blocks_np: a block is named twice")
     if not len(blocks_np):
         return op_common.merged(after)
@@ -129,16 +127,16 @@ def write(
 
 
 def _room(pools: Sequence[mx.array], split: int) -> int:
-    """Elements of a block, of all heads."""
     return sum(op_common.block_elements(pool, split) for pool in pools)
 
 
 def _launch(
     pools: Sequence[mx.array], count: int, width: int, split: int, touched: int
 ) -> dict[str, Any]:
-    """Arguments of both kernels, for `count` states, `touched` elements of each block."""
+    """Returns arguments of both kernels, for `touched` elements of `count` blocks."""
     dtype = pools[0].dtype
     keys, values = (split * math.prod(pool.shape[2:]) for pool in (pools[0], pools[-1]))
+    # The largest run that divides all boundaries, so that no thread's move crosses one.
     run = math.gcd(keys, values, width, _RUN_BYTES // dtype.size)
     return {
         "template": [
@@ -158,8 +156,8 @@ def _launch(
 
 def _check_pools(pools: Sequence[mx.array], width: int, split: int) -> None:
     shapes = [pool.shape for pool in pools]
-    alike = {(pool.dtype, *pool.shape[:2]) for pool in pools}
-    if len(pools) not in (1, 2) or len(alike) != 1 or pools[0].shape[1] % split:
+    layouts = {(pool.dtype, *pool.shape[:2]) for pool in pools}
+    if len(pools) not in (1, 2) or len(layouts) != 1 or pools[0].shape[1] % split:
         raise ValueError(
             f"pools: expected one or two [Hkv, B * {split}, ...] alike in dtype, Hkv and B, "
             f"found {shapes}"

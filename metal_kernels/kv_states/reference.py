@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kv_states in MLX's operations."""
+"""kv_states with MLX's operations."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from metal_kernels.op_common import BITS, block_elements
 
 
 def read(pools: Sequence[mx.array], blocks: mx.array, width: int, split: int = 1) -> mx.array:
-    """[n, width] states of `kv_states.read` of the same arguments."""
+    """Returns [n, width] states, as `kv_states.read` does."""
     bits = BITS[pools[0].dtype.size]
     if split > 1:
         blocks = (blocks[:, None] * split + mx.arange(split, dtype=blocks.dtype)).flatten()
@@ -27,8 +27,8 @@ def read(pools: Sequence[mx.array], blocks: mx.array, width: int, split: int = 1
 def write(
     pools: Sequence[mx.array], blocks_np: np.ndarray, states: mx.array, split: int = 1
 ) -> None:
-    """As `kv_states.write`; what is left of a block becomes zero. MLX's scatter is in place where
-    nothing else holds the pools' memory."""
+    """Writes as `kv_states.write` does; clears the rest of a block."""
+    # MLX's scatter is in place if nothing else holds the pools' memory.
     width = states.shape[1]
     parts_np = blocks_np[:, None].astype(np.int32) * split + np.arange(split, dtype=np.int32)
     rows = mx.array(parts_np.ravel())
@@ -43,7 +43,7 @@ def write(
 
 
 def _used(pools: Sequence[mx.array], width: int, split: int) -> list[tuple[int, mx.array]]:
-    """The pools that states lie in, each with its first element of a state."""
+    """Returns the pools that hold states, each with its offset within a state."""
     sizes = [block_elements(pool, split) for pool in pools]
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return [(start, pool) for start, pool in zip(starts, pools, strict=True) if start < width]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts a step's keys and values into the pool: grid and checks, one dispatch.
+"""Writes a step's keys and values into the pool with one dispatch.
 
-`write` takes keys as they shall be kept; `rotate_and_write` rotates them, and queries, first.
+`write` stores keys unchanged; `rotate_and_write` rotates them, and queries, first.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from metal_kernels import kernel, op_common
 from metal_kernels.kv_write.rotation import Rotation, RotationKind
 
 _LANES = 32
-_SIMDGROUPS = 8  # of a threadgroup
+_SIMDGROUPS = 8  # per threadgroup
 _KERNEL = kernel.load(
     Path(__file__).with_name("kv_write.metal"),
     input_names=(
@@ -32,7 +32,7 @@ _NO_ROTATION = Rotation(RotationKind(0))
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Rows and where they go, as `write` describes them."""
+    """Rows and their destination, as for `write`."""
 
     keys: mx.array
     values: mx.array | None
@@ -54,30 +54,30 @@ def write(
     key_scales: mx.array | None = None,
     value_scales: mx.array | None = None,
 ) -> mx.array:
-    """Writes rows into the pools, in place: done once the fence is computed.
+    """Writes rows into the pools in place; done once the fence is computed.
 
     Args:
         keys: [T, Hkv, D] float16, bfloat16 or float32.
-        values: [T, Hkv, Dv], the dtype of keys; None: the pool has keys only, as MLA's latents.
+        values: [T, Hkv, Dv], the dtype of keys; None: the pool has keys only, such as MLA latents.
         slot_mapping: [T or more] int32 or int64; row t goes to block slot // block_size, offset
-            slot % block_size. A row whose slot the pool lacks, as -1, is not written; two rows must
-            not share a slot. What exceeds T is ignored: with 8 or more entries nothing is padded.
-        key_pool: [Hkv, B, block_size, D], row-contiguous (a copy would be written otherwise), of
-            one of the dtypes of keys, or uint8 for fp8 e4m3 codes, or int8 for integer ones.
+            slot % block_size. Rows with slots outside the pool, such as -1, are not written; two
+            rows must not share a slot. Entries beyond T are ignored: 8 or more avoid padding.
+        key_pool: [Hkv, B, block_size, D], row-contiguous (otherwise a copy would be written), in a
+            dtype of keys, uint8 for fp8 e4m3 or int8 for integers.
         value_pool: [Hkv, B, block_size, Dv], the dtype of key_pool; None as `values`.
-        after: fences of the dispatches that must come before.
-        key_scales: [Hkv, B, block_size] bfloat16, for a pool of codes: value = code * scale, where
-            scale = max |row| / 127 for int8, rounded to bfloat16, and each code is that of
-            element / scale; for fp8 the one of / 448, / 416, / 384, / 352, / 320, / 288 and / 256
-            that gives the row the least sum of squared errors. No element of a row that holds a NaN
-            or an infinity decodes to a finite number.
+        after: fences of earlier dispatches.
+        key_scales: [Hkv, B, block_size] bfloat16, for a quantized pool: value = quantized * scale,
+            where scale = max |row| / 127 for int8, rounded to bfloat16, and elements are quantized
+            as element / scale; for fp8 the one of / 448, / 416, / 384, / 352, / 320, / 288 and
+            / 256 with the smallest sum of squared errors. In a row with a NaN or an infinity no
+            element decodes to a finite number.
         value_scales: likewise.
 
     Returns:
         [8] uint32, the fence of this write.
 
     Raises:
-        ValueError: shapes or dtypes are not as above.
+        ValueError: shapes or dtypes are invalid.
     """
     rows = _Rows(keys, values, slot_mapping, key_pool, value_pool, after, key_scales, value_scales)
     _check(rows)
@@ -101,25 +101,22 @@ def rotate_and_write(
     rotation: Rotation,
     tails: mx.array | None = None,
 ) -> tuple[mx.array | None, mx.array]:
-    """As `write`, of keys that are rotated first, as queries are.
-
-    Each is rotated in float32 and rounded to its dtype, as `mx.fast.rope` does on a GPU; then it is
-    encoded.
+    """Rotates keys and queries, then writes as `write` does.
 
     Args:
-        keys: [T, Hkv, D], not rotated yet; with tails, the elements before those.
+        keys: [T, Hkv, D], unrotated; with tails, the elements before those.
         values, slot_mapping, key_pool, value_pool, after, key_scales, value_scales: see `write`.
-        queries: [T, H, D] of the dtype of keys, not rotated yet; None: none shall be.
-        positions: [T or more] int32 of the rows. With 8 or more entries nothing is padded.
+        queries: [T, H, D] in the dtype of keys, unrotated; None: do not rotate queries.
+        positions: [T or more] int32 of the rows; 8 or more entries avoid padding.
         rotation: of keys and queries.
-        tails: [T, Hkv, n] of the dtype of keys, the last elements of their rows: those from the
-            first on that is rotated. None: keys have all.
+        tails: [T, Hkv, n] in the dtype of keys, the last elements of their rows from the first
+            rotated one on. None: keys are complete.
 
     Returns:
-        Rotated queries, [T, H, D]; None without queries. Then the fence, [8] uint32.
+        Rotated queries, [T, H, D], or None; then the fence, [8] uint32.
 
     Raises:
-        ValueError: shapes or dtypes are not as above.
+        ValueError: shapes or dtypes are invalid.
     """
     rows = _Rows(keys, values, slot_mapping, key_pool, value_pool, after, key_scales, value_scales)
     _check_tails(keys, tails, key_pool, rotation)
@@ -127,45 +124,48 @@ def rotate_and_write(
     _check_rotation(keys, queries, positions, rotation, key_pool.shape[3])
     if keys.shape[0] == 0:
         return queries, op_common.merged(after)
-    turned, fence = _launch(
+    # The kernel rotates in float32 and rounds to the rows' dtype, as `mx.fast.rope` does on a GPU,
+    # before it quantizes.
+    rotated, fence = _launch(
         rows, queries=queries, positions=positions, rotation=rotation, tails=tails
     )
-    return (None if queries is None else turned), fence
+    return (None if queries is None else rotated), fence
 
 
 def _launch(
-    placed: _Rows,
+    inputs: _Rows,
     queries: mx.array | None,
     positions: mx.array,
     rotation: Rotation,
     tails: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Rotated queries, or an array of no meaning, and the fence."""
-    keys, values = placed.keys, placed.values
+    """Returns rotated queries (or an unused array) and the fence."""
+    keys, values = inputs.keys, inputs.values
     num_tokens, num_heads, _ = keys.shape
-    key_size = placed.key_pool.shape[3]
+    key_size = inputs.key_pool.shape[3]
     kind, frequencies = rotation.kind, rotation.frequencies
     rows = num_heads + (0 if queries is None else queries.shape[1])
     heads = min(rows, _SIMDGROUPS)
-    turned, fence = _KERNEL(
+    rotated, fence = _KERNEL(
         inputs=[
             keys,
+            # MLX binds every input: unused ones get an array that is already there.
             keys if values is None else values,
-            op_common.padded(placed.slot_mapping.astype(mx.int32), fill=-1),
-            placed.key_pool,
-            placed.key_pool if placed.value_pool is None else placed.value_pool,
-            op_common.NO_SCALES if placed.key_scales is None else placed.key_scales,
-            op_common.NO_SCALES if placed.value_scales is None else placed.value_scales,
+            op_common.padded(inputs.slot_mapping.astype(mx.int32), fill=-1),
+            inputs.key_pool,
+            inputs.key_pool if inputs.value_pool is None else inputs.value_pool,
+            op_common.NO_SCALES if inputs.key_scales is None else inputs.key_scales,
+            op_common.NO_SCALES if inputs.value_scales is None else inputs.value_scales,
             keys if tails is None else tails,
             keys if queries is None else queries,
             op_common.padded(positions.astype(mx.int32), fill=0),
             _NO_ANGLES if frequencies is None else frequencies,
             rotation.angles if kind.dims else _NO_ANGLES,
-            *op_common.fences(placed.after),
+            *op_common.fences(inputs.after),
         ],
         template=[
             ("T", keys.dtype),
-            ("C", placed.key_pool.dtype),
+            ("C", inputs.key_pool.dtype),
             ("KEY_SIZE", key_size),
             ("VALUE_SIZE", key_size if values is None else values.shape[2]),
             ("HAS_VALUES", values is not None),
@@ -182,25 +182,24 @@ def _launch(
         ],
         output_dtypes=[keys.dtype, op_common.FENCE_DTYPE],
     )
-    return turned, fence
+    return rotated, fence
 
 
 def _check(rows: _Rows, tails: mx.array | None = None) -> None:
-    """Raises ValueError unless all are as `write` wants them."""
     keys, values, key_pool, value_pool = rows.keys, rows.values, rows.key_pool, rows.value_pool
     _check_rows("keys", keys, key_pool, 0 if tails is None else tails.shape[-1])
     if (values is None) != (value_pool is None):
         raise ValueError("values and value_pool: expected both or neither")
     if values is not None and value_pool is not None:
         _check_rows("values", values, value_pool)
-        _check_alike(keys, values, key_pool, value_pool)
+        _check_same_layout(keys, values, key_pool, value_pool)
         op_common.check_scales("value_scales", rows.value_scales, value_pool)
     op_common.check_scales("key_scales", rows.key_scales, key_pool)
     _check_numbers("slot_mapping", rows.slot_mapping, keys.shape[0])
 
 
 def _check_rows(name: str, rows: mx.array, pool: mx.array, more: int = 0) -> None:
-    """`name` is keys or values; `more` elements of each row are elsewhere."""
+    """Checks keys or values, each row of which has `more` elements elsewhere."""
     part = name.removesuffix("s")
     if rows.ndim != 3 or rows.dtype not in op_common.VALUE_DTYPES:
         raise ValueError(f"{name}: expected [T, Hkv, D] floats, found {rows.shape} {rows.dtype}")
@@ -218,7 +217,7 @@ def _check_rows(name: str, rows: mx.array, pool: mx.array, more: int = 0) -> Non
         raise ValueError(f"{part}_pool: expected floats, uint8 or int8, found {pool.dtype}")
 
 
-def _check_alike(
+def _check_same_layout(
     keys: mx.array, values: mx.array, key_pool: mx.array, value_pool: mx.array
 ) -> None:
     if values.shape[:2] != keys.shape[:2] or values.dtype != keys.dtype:
@@ -283,8 +282,8 @@ def _check_rotation(
         )
     if queries is None:
         return
-    alike = queries.ndim == 3 and (queries.shape[0], queries.shape[2]) == (num_tokens, size)
-    if not alike or queries.dtype != keys.dtype:
+    fits = queries.ndim == 3 and (queries.shape[0], queries.shape[2]) == (num_tokens, size)
+    if not fits or queries.dtype != keys.dtype:
         raise ValueError(
             f"queries: expected [{num_tokens}, H, {size}] {keys.dtype} as keys are, "
             f"found {queries.shape} {queries.dtype}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kv_write in MLX's operations, which return new pools."""
+"""kv_write with MLX's operations, which return new pools."""
 
 from typing import NamedTuple
 
@@ -8,9 +8,9 @@ import mlx.core as mx
 from metal_kernels.kv_write.rotation import Rotation
 from metal_kernels.op_common import SCALE_DTYPE
 
-# The codes that the largest element of a row may become; each gives the row another scale. Codes of
-# fp8 have the same relative spacing in each octave, so another scale moves the elements against the
-# codes and loses no range that matters. A row takes the scale of least error. An eighth, 240,
+# Quantized values for the largest element of a row; each gives the row another scale. Values of fp8
+# have the same relative spacing in each octave, so another scale moves the elements relative to
+# them and loses no useful range. A row takes the scale with the least error. An eighth value, 240,
 # would lower the RMS error by 1 %.
 _TOP_CODES = {
     mx.uint8: (448.0, 416.0, 384.0, 352.0, 320.0, 288.0, 256.0),
@@ -34,7 +34,7 @@ def write(
     key_scales: mx.array | None = None,
     value_scales: mx.array | None = None,
 ) -> Pools:
-    """The pools after `kv_write.write` of the same arguments."""
+    """Returns the pools after `kv_write.write`."""
     new_keys, new_key_scales = _write_one(keys, slot_mapping, key_pool, key_scales)
     if values is None or value_pool is None:
         return Pools(new_keys, None, new_key_scales, None)
@@ -43,10 +43,10 @@ def write(
 
 
 def rotate(rows: mx.array, positions: mx.array, rotation: Rotation) -> mx.array:
-    """[T, H, D] rows rotated by [T] positions, in float32; of the rows' dtype."""
+    """Rotates [T, H, D] rows by [T] positions in float32; returns the rows' dtype."""
     kind = rotation.kind
     before, rest = mx.split(rows.astype(mx.float32), [kind.first], axis=-1)
-    turned = mx.fast.rope(
+    rotated = mx.fast.rope(
         rest[:, :, None],
         kind.dims,
         traditional=kind.traditional,
@@ -55,15 +55,12 @@ def rotate(rows: mx.array, positions: mx.array, rotation: Rotation) -> mx.array:
         offset=positions[: len(rows)],
         freqs=rotation.frequencies,
     )
-    return mx.concatenate([before, turned[:, :, 0]], axis=-1).astype(rows.dtype)
+    return mx.concatenate([before, rotated[:, :, 0]], axis=-1).astype(rows.dtype)
 
 
 def encode(rows: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array | None]:
-    """Elements of a pool of `dtype` for [..., D] rows, and their [...] scales if it holds codes.
-
-    Each row is encoded by itself, so what a pool holds of a token is the same whichever step and
-    batch brought it there.
-    """
+    """Encodes [..., D] rows for a pool of `dtype`; returns [...] scales if it is quantized."""
+    # Each row is encoded independently, so a token's K/V do not depend on its step or batch.
     if dtype not in _TOP_CODES:
         return rows.astype(dtype), None
     rows = rows.astype(mx.float32)
@@ -83,10 +80,10 @@ def encode(rows: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array | None]:
 
 
 def _encode(rows: mx.array, dtype: mx.Dtype, top: float) -> tuple[mx.array, mx.array]:
-    """Codes of float32 rows, each with its largest element at the code `top`; scales."""
+    """Returns float32 rows quantized with the largest element at `top`, and scales."""
     scales = (mx.abs(rows).max(axis=-1) / top).astype(SCALE_DTYPE)
-    # A scale rounded down puts the largest element past `top` by 2^-9 of it at most, too little to
-    # round to anything else.
+    # A scale that was rounded down moves the largest element beyond `top` by at most 2^-9 of it,
+    # too little to change its rounding.
     rows = rows / _divisors(scales)
     if dtype == mx.uint8:
         return mx.to_fp8(rows), scales
@@ -94,18 +91,16 @@ def _encode(rows: mx.array, dtype: mx.Dtype, top: float) -> tuple[mx.array, mx.a
 
 
 def _divisors(scales: mx.array) -> mx.array:
-    """[..., 1] float32."""
+    """Returns [..., 1] float32."""
     factors = scales.astype(mx.float32)
     return mx.where(factors > 0, factors, 1.0)[..., None]
 
 
 def _error(rows: mx.array, codes: mx.array, scales: mx.array) -> mx.array:
-    """Sum of squared errors of rows in fp8, [...] uint32, in units of (max |row| / 2^14)^2.
-
-    Whole numbers add up to the same in any order, so a kernel finds the same best scale. An error
-    is a sixteenth of the largest element at most: rows of up to 4096 elements do not overflow. A
-    row of zeros, or with a NaN or an infinity, has no error, but the same codes by every scale.
-    """
+    """Returns [...] uint32 sums of squared fp8 errors, in units of (max |row| / 2^14)^2."""
+    # Integer sums do not depend on their order, so a kernel finds the same best scale. An error is
+    # at most a sixteenth of the largest element: rows of up to 4096 elements do not overflow. A row
+    # of zeros, or with a NaN or an infinity, has no error, but the same values for every scale.
     errors = rows - mx.from_fp8(codes, dtype=mx.float32) * _divisors(scales)
     shares = errors / mx.abs(rows).max(axis=-1, keepdims=True) * 2.0**14
     return (shares * shares).astype(mx.uint32).sum(axis=-1)
@@ -122,9 +117,10 @@ def _write_one(
 
 
 def _scatter(pool: mx.array, slots: mx.array, rows: mx.array) -> mx.array:
-    """[T, Hkv, ...] rows in a [Hkv, B, block_size, ...] pool."""
+    """Scatters [T, Hkv, ...] rows into a [Hkv, B, block_size, ...] pool."""
     flat = pool.flatten(1, 2)
     num_slots = flat.shape[1]
-    flat = mx.concatenate([flat, flat[:, :1]], axis=1)  # one more slot, for rows that go nowhere
+    # One extra slot for rows that are not written.
+    flat = mx.concatenate([flat, flat[:, :1]], axis=1)
     flat[:, mx.where((slots < 0) | (slots >= num_slots), num_slots, slots)] = rows.swapaxes(0, 1)
     return flat[:, :num_slots].reshape(pool.shape)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotation says how keys and queries are rotated by their positions where a write does it."""
+"""Defines Rotation: how a write rotates keys and queries by their positions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from metal_kernels.kernel import MIN_ELEMENTS
 
 
 class RotationKind(NamedTuple):
-    """What a pipeline is compiled for."""
+    """Compile-time parameters of a rotation."""
 
-    dims: int  # elements of a row that are rotated
-    first: int = 0  # of the row, the first of them
+    dims: int  # rotated elements of a row
+    first: int = 0  # index of the first one
     traditional: bool = False  # pairs are neighbors; else dims / 2 apart
     listed: bool = False  # frequencies are an array; else powers of a base
 
@@ -31,10 +31,10 @@ class RotationKind(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """A rotation of pairs by position (Su et al. 2021, arXiv:2104.09864), as `mx.fast.rope` has it.
+    """Rotates pairs by position (Su et al. 2021, arXiv:2104.09864), as `mx.fast.rope` does.
 
-    Pair i of a row at position p turns by the angle scale * p * base^(-2i / dims), or by
-    scale * p / frequencies[i].
+    Pair i of a row at position p turns by the angle scale * p * base^(-2i / dims), or by scale * p
+    / frequencies[i].
     """
 
     kind: RotationKind
@@ -51,11 +51,9 @@ class Rotation:
         frequencies: mx.array | None,
         dtype: mx.Dtype,
     ) -> Rotation | None:
-        """By arguments of `mx.fast.rope`; None: the kernel does not take them.
+        """Converts arguments of `mx.fast.rope`; None if the kernel does not support them.
 
-        Args:
-            dims, traditional, base, scale, frequencies: as MLX's.
-            dtype: of the rows.
+        dtype: of the rows.
         """
         kind = RotationKind(dims, 0, traditional, frequencies is not None)
         if dims < 2 or dims % 2 or dtype not in (mx.float16, mx.bfloat16, mx.float32):
@@ -63,25 +61,25 @@ class Rotation:
         if frequencies is None:
             known = isinstance(base, (int, float)) and base > 0
             return Rotation(kind, float(scale), float(base)) if known and base else None
-        few = frequencies.size < MIN_ELEMENTS  # would be constants, and so another pipeline
+        few = frequencies.size < MIN_ELEMENTS  # passed as constants, which needs another pipeline
         if few or frequencies.shape != (dims // 2,) or frequencies.dtype != mx.float32:
             return None
         return Rotation(kind, float(scale), None, frequencies)
 
     @staticmethod
     def of_zeros(kind: RotationKind) -> Rotation:
-        """One of the kind, of no meaning, to compile and to measure."""
+        """Returns a rotation of this kind to compile and to measure with."""
         listed = mx.ones(kind.dims // 2) if kind.listed else None
         return Rotation(kind, 1.0, None if kind.listed else 10000.0, listed)
 
     def from_element(self, first: int) -> Rotation:
-        """This rotation, of the elements that begin at `first`."""
+        """Returns this rotation for elements from `first` on."""
         return replace(self, kind=self.kind._replace(first=first))
 
     def same_as(self, other: Rotation) -> bool:
-        """Whether it turns alike."""
-        alike = self.frequencies is other.frequencies
-        return alike and (self.kind, self.scale, self.base) == (other.kind, other.scale, other.base)
+        """Returns whether both rotate identically."""
+        same = self.frequencies is other.frequencies
+        return same and (self.kind, self.scale, self.base) == (other.kind, other.scale, other.base)
 
     @property
     def angles(self) -> mx.array:
@@ -91,7 +89,7 @@ class Rotation:
 
 @functools.cache
 def _angles(scale: float, base: float | None) -> mx.array:
-    """Kept, so that a graph takes it as a value that is there."""
+    # Computed and cached, so that graphs take it as an existing array.
     angles = mx.array([scale, math.log2(base or 1.0), *[0.0] * (MIN_ELEMENTS - 2)])
     mx.eval(angles)
     return angles
