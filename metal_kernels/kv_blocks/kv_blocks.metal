@@ -2,8 +2,8 @@
 // Copies blocks onto others or clears them, through a pool given as an input, for all heads.
 
 // ---- kernel body
-// Template: T, dtype of the pool; SIZE, elements of a block in one head; RUN, neighbors of a thread,
-// dividing SIZE; COPY, or clear. Grid: (SIZE / RUN, blocks, Hkv).
+// Template: T, dtype of the pool; SIZE, elements of a block in one head; RUN, elements per thread,
+// a divisor of SIZE; COPY, or clear. Grid: (SIZE / RUN, blocks, Hkv).
 const uint first = thread_position_in_grid.x * RUN;
 const uint pair = thread_position_in_grid.y;
 const uint head = thread_position_in_grid.z;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads states out of blocks. A state's bits fill a block's K, head by head, and go on in its V.
+// Reads states from blocks. A state's bits fill a block's K, head by head, and continue in its V.
 
 // ---- kernel body
-// Template: T, U, dtype of the pools and the unsigned one of its size; KEYS, VALUES, elements of a block
+// Template: T, U, dtype of the pools and the unsigned dtype of its size; KEYS, VALUES, elements of a block
 // in one head of each; NUM_HEADS; SPLIT, parts of a block; WIDTH, elements of a state; RUN, neighbors of
 // a thread, dividing the three. Grid: (WIDTH / RUN, states).
 const uint first = thread_position_in_grid.x * RUN;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writes states into blocks, through pools given as inputs. Where a state lies, read_states.metal says;
-// what is left of that memory becomes zero.
+// Writes states into blocks, through pools given as inputs. See read_states.metal for a state's location;
+// the rest of that memory becomes zero.
 
 // ---- kernel body
-// Template: as in read_states.metal. Grid: (elements of the pools that states lie in / RUN, states).
+// Template: as in read_states.metal. Grid: (elements of the pools that hold states / RUN, states).
 const uint first = thread_position_in_grid.x * RUN;
 const uint state = thread_position_in_grid.y;
 if (state == 0) {

@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 // Writes keys and values through the pools given as inputs; one simdgroup per batch row and K/V head.
-// A slot counts across blocks, so that to a write the pool is [Hkv, slots, head size]. Where keys come
-// before their rotation (Su et al. 2021, arXiv:2104.09864) they get it here, and so do queries: one
-// simdgroup per batch row and query head besides.
+// Slots are numbered across blocks, so a write sees the pool as [Hkv, slots, head size]. If keys arrive
+// unrotated (Su et al. 2021, arXiv:2104.09864), this kernel rotates them, and queries too: one more
+// simdgroup per batch row and query head.
 
-// Neighboring elements of a lane, which the compiler may move together. Nothing is assumed of their
+// Neighboring elements of a lane, which the compiler may move together. Nothing is assumed about their
 // alignment: keys are often a slice of a larger array.
 constant constexpr int RUN = 4;
 
-// A row of T, of which DIMS elements from FIRST on are turned in pairs: neighbors where TRADITIONAL,
-// else DIMS / 2 apart. DIMS of 0: none are. Operation by operation as MLX's own rotation (0.32.4), whose
-// place this takes, so that a row comes out the same by either.
+// A row of T, of which DIMS elements from FIRST on are rotated in pairs: neighbors if TRADITIONAL,
+// else DIMS / 2 apart. DIMS of 0: none are. Same operations as MLX's own rotation (0.32.4), which this
+// replaces, so that both give the same row.
 template <typename T, int DIMS, int FIRST, bool TRADITIONAL, bool LISTED>
 struct Row {
   const device T* elements;
   const device T* turned;  // those from FIRST on
-  const device float* frequencies;  // of each pair, what an angle is divided by, where LISTED
+  const device float* frequencies;  // divisor of each pair's angle, if LISTED
   float position;  // of the row, scaled
-  float base;  // log2, where frequencies are its powers
+  float base;  // log2, if frequencies are its powers
 
   float angle(int pair) const {
     if (LISTED) {
@@ -27,7 +27,7 @@ struct Row {
     return position * metal::exp2(-share * base);
   }
 
-  // An element as it shall be, a number that T holds; `least` is the first of those that the lanes take
+  // An element after rotation, rounded to T; `least` is the first of those that the lanes take
   // together. Both of a pair are loaded without a condition, so that no load waits for another.
   float at(int index, int least) const {
     if (DIMS == 0 || least + 32 * RUN <= FIRST) {
@@ -52,7 +52,7 @@ struct Row {
   }
 };
 
-// Of a row whose largest magnitude is `largest`, coded as `top`. What readers multiply by.
+// Scale of a row whose largest magnitude is `largest`, quantized as `top`. Readers multiply by it.
 inline bfloat16_t scale_for(float largest, float top) {
   return static_cast<bfloat16_t>(largest / top);
 }
@@ -62,8 +62,8 @@ inline float divisor_for(bfloat16_t scale) {
   return divisor > 0.0f ? divisor : 1.0f;  // a row of zeros, or one with a NaN
 }
 
-// Sum of squared errors of a row, in units of (largest / 2^14)^2: whole numbers add up to the same in
-// any order. An error is a sixteenth of `largest` at most, so 4096 elements do not overflow.
+// Sum of squared errors of a row, in units of (largest / 2^14)^2: sums of integers do not depend on the
+// order. An error is at most a sixteenth of `largest`, so 4096 elements do not overflow.
 template <typename C, int RUNS>
 inline uint error_of(const thread float (&row)[RUNS][RUN], float largest, float divisor) {
   uint error = 0;
@@ -79,9 +79,9 @@ inline uint error_of(const thread float (&row)[RUNS][RUN], float largest, float 
   return metal::simd_sum(error);
 }
 
-// The scale by which a row loses least, of those that code its largest element as 448, 416, ... 256;
-// that of the largest code for int8, whose codes are evenly spaced. A row of zeros, or one with a NaN or
-// an infinity, has no error that could be told, but the same codes by every scale.
+// The scale with the least error, of those that quantize the largest element as 448, 416, ... 256;
+// for int8, whose values are evenly spaced, that of the largest value. A row of zeros, or with a NaN or
+// an infinity, has no usable error, but the same values for every scale.
 template <typename C, int RUNS>
 inline bfloat16_t best_scale(const thread float (&row)[RUNS][RUN], float largest) {
   bfloat16_t best = scale_for(largest, largest_code<C>());
@@ -103,7 +103,7 @@ inline void write_row(
     const thread R& source, device C* target, device bfloat16_t* scale, uint lane) {
   constexpr int RUNS = (SIZE + 32 * RUN - 1) / (32 * RUN);
   float row[RUNS][RUN];
-  uint largest = 0;  // magnitude, as its bits: they order as the numbers do, NaN above all
+  uint largest = 0;  // bits of the magnitude, which order as the numbers do, NaN above all
 #pragma clang loop unroll(full)
   for (int i = 0; i < RUNS; i++) {
     const int first = (i * 32 + static_cast<int>(lane)) * RUN;
@@ -138,9 +138,9 @@ inline void write_row(
 
 // ---- kernel body
 // Template: T, dtype of keys, values and queries; C, dtype of the pools; KEY_SIZE, VALUE_SIZE,
-// HAS_VALUES; DIMS, FIRST, TRADITIONAL, LISTED of the rotation of keys and queries. Where FIRST is not 0,
+// HAS_VALUES; DIMS, FIRST, TRADITIONAL, LISTED of the rotation of keys and queries. If FIRST is not 0,
 // keys end there, and tails have the rest.
-// Grid: (32, Hkv + H where there are queries, rows).
+// Grid: (32, Hkv, plus H with queries, rows).
 const uint lane = thread_position_in_grid.x;
 const uint head = thread_position_in_grid.y;
 const uint row = thread_position_in_grid.z;
@@ -165,7 +165,7 @@ if (head >= static_cast<uint>(key_pool_shape[0])) {
 
 const ulong num_slots = static_cast<ulong>(key_pool_shape[1]) * key_pool_shape[2];
 const ulong slot = static_cast<ulong>(static_cast<long>(slot_mapping[row]));
-if (slot < num_slots) {  // negative ones are huge here
+if (slot < num_slots) {  // negative slots are huge here
   const ulong source = static_cast<ulong>(row) * key_pool_shape[0] + head;
   const ulong target = head * num_slots + slot;
   const device T* key = keys + source * (FIRST > 0 ? FIRST : KEY_SIZE);

@@ -1,41 +1,41 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the attention kernels share: how a tile of queries is described, where a request's K/V lie.
-// Scores are kept in units of log2, so that exp2 serves as the exponential.
+// Shared by the attention kernels: descriptions of query tiles, and locations of a request's K/V.
+// Scores are in units of log2, so that exp2 can replace exp.
 
-// Before loops over arrays that must stay in registers: an index known only at run time spills them.
+// For loops over arrays that must stay in registers: a run-time index would spill them.
 #define UNROLLED _Pragma("clang loop unroll(full)")
-// Before loops that would load into too many at once.
+// For loops that would load into too many registers at once.
 #define ROLLED _Pragma("clang loop unroll(disable)")
 
 constant constexpr float LOG2_E = 1.4426950408889634f;
 
-// A request's rows in the step, or one row of those that are listed; fields as dispatch.py lays them out.
+// A request's rows in the step, or one listed row; dispatch.py defines the order of fields.
 struct Request {
-    int first_row;       // of the queries
-    int first_out_row;   // of the output, where all parts of a row follow each other
-    int first_position;  // in the request, of its first row
-    int length;          // of its context: a slot past it may be another request's
+    int first_row;       // in the queries
+    int first_out_row;   // in the output, where all parts of a row are adjacent
+    int first_position;  // of its first row, in the request
+    int length;          // of its context: slots beyond it may be another request's
 };
 
-// What one threadgroup works on: query rows against a range of the context. Rows are packed: packed
+// Work of one threadgroup: query rows against a range of the context. Rows are packed: packed
 // row p is query row p / group, head p % group of the query heads that share a K/V head.
 struct Tile {
-    int request;  // of its rows; where they are listed, that of packed row 0
+    int request;  // of its rows; if they are listed, that of packed row 0
     int packed_begin;
     int packed_count;
     int begin;  // first context position
-    int end;    // past the last; the request may end before
-    int split;  // which part of the context this is
-    int parts;  // how many there are; 1: it is whole
-    int table;  // block table, where rows are listed; else that of the request
+    int end;    // after the last; the request may end before
+    int split;  // index of this part of the context
+    int parts;  // number of parts; 1: not split
+    int table;  // block table if rows are listed; else the request's
 };
 
-// What holds for all tiles of a dispatch: how dot products become scores, and which do.
+// Parameters of all tiles of a dispatch: how dot products become scores, and which of them.
 struct Scoring {
-    float scale;  // on the queries, log2(e) or the cap's divisor included
+    float scale;  // on the queries, including log2(e) or the cap's divisor
     float cap;    // of tanh, in units of log2
-    int window;   // positions a query sees, itself included
-    int listed;   // whether each query row has a Request of its own, and sees the tile's whole range
+    int window;   // positions a query sees, including its own
+    int listed;   // each query row has its own Request, and sees the tile's whole range
     int unused[4];
 };
 
@@ -43,7 +43,7 @@ inline float capped(float product, float cap) {
     return cap * metal::precise::tanh(product);
 }
 
-// Where one K/V head of one request lies in a pool of [heads, blocks, block_size, row].
+// Location of one K/V head of one request in a pool of [heads, blocks, block_size, row].
 struct Context {
     ulong first_slot;  // of the head
     uint shift;        // log2 of the block size
@@ -62,8 +62,8 @@ struct Context {
     }
 };
 
-// Lane's place in an 8x8 matrix: its row, and the first of two neighboring columns. Apple does not
-// document it; MLX's own matrix kernels rely on it, and the self-check would find it changed.
+// Lane's position in an 8x8 matrix: its row, and the first of two neighboring columns. Apple does not
+// document it; MLX's own matrix kernels rely on it, and the self-check would detect a change.
 struct Place {
     int row;
     int column;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How bytes of a pool become elements of 8x8 matrices. A lane holds two elements of each; of 16 bytes of a
-// row it fills COUNT matrices, with elements in an order that costs least: `at` says which.
+// Converts bytes of a pool to elements of 8x8 matrices. A lane holds two elements of each; from 16 bytes of
+// a row it fills COUNT matrices, with elements in the cheapest order, which `at` returns.
 
 template <typename C>
 struct Fragments {
@@ -8,7 +8,7 @@ struct Fragments {
     typedef uint Pair;  // two neighboring elements
     static constant constexpr int COUNT = 4;
 
-    // Which of the 16 bytes' elements is element e of matrix i.
+    // Index among the 16 bytes' elements of element e of matrix i.
     static inline int at(int i, int e) {
         return i * 2 + e;
     }
@@ -40,18 +40,18 @@ struct Fragments<float> {
     }
 };
 
-// Codes become halves two at a time, in the words where they are: a word's first and third are one pair, its
-// second and fourth the next. So of 16 codes element e of matrix i is:
+// Quantized values become halves in pairs within their words: a word's first and third are one pair, its
+// second and fourth the next. So of 16 values element e of matrix i is:
 inline int code_at(int i, int e) {
     return i / 2 * 4 + i % 2 + e * 2;
 }
 
-// A word whose first and third code are a pair's.
+// A word whose first and third values form a pair.
 inline uint spread(ushort pair) {
     return uint(pair) | uint(pair) << 8;
 }
 
-// fp8, whose exponent is put where a half's ends: 2^-8 of what the codes stand for.
+// fp8, with its exponent at the low end of a half's: 2^-8 of the actual values.
 template <>
 struct Fragments<uint8_t> {
     typedef half Element;
@@ -72,7 +72,7 @@ struct Fragments<uint8_t> {
     }
 };
 
-// int8: with its sign inverted the last byte of a half that is 1152 more.
+// int8: with its sign inverted it is the last byte of a half that is larger by 1152.
 template <>
 struct Fragments<int8_t> {
     typedef half Element;
@@ -93,7 +93,7 @@ struct Fragments<int8_t> {
     }
 };
 
-// What an element of a cache is a multiple of, beside its row's scale.
+// Factor of a cache's elements, in addition to their row's scale.
 template <typename C>
 inline float unit() {
     return 1.0f;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Elements of a KV cache as floats and back.
 //
-// A cache holds half, bfloat16_t or float values, or one-byte codes with a bfloat16_t scale per row,
-// where value = code * scale: uint8_t for fp8 e4m3 in its finite form (1 sign, 4 exponent and 3 mantissa
+// A cache holds half, bfloat16_t or float values, or quantized bytes with a bfloat16_t scale per row,
+// where value = byte * scale: uint8_t for fp8 e4m3 in its finite form (1 sign, 4 exponent and 3 mantissa
 // bits, bias 7, no infinities; Micikevicius et al. 2022, arXiv:2209.05433), int8_t for integers.
 
 // Below every attention score, and finite: sums and differences of two scores stay finite or LOWEST.
@@ -24,15 +24,15 @@ inline float decode_element(int8_t code) {
   return static_cast<float>(code);
 }
 
-// Exponent and mantissa are a half's with its low bits cut and a bias of 7 for 15, subnormals too.
-// The two NaN codes, which encode_element never makes, read as +-480.
+// Exponent and mantissa are a half's without low bits and with bias 7 instead of 15, also if subnormal.
+// The two NaNs, which encode_element never produces, read as +-480.
 inline float decode_element(uint8_t code) {
   const uint wide = code;
   const ushort bits = static_cast<ushort>((wide & 0x80u) << 8 | (wide & 0x7fu) << 7);
   return static_cast<float>(as_type<half>(bits)) * 256.0f;
 }
 
-// The largest code of a quantized cache; 0 for one that holds values.
+// The largest quantized value of a cache; 0 if it is not quantized.
 template <typename C>
 inline float largest_code() {
   return 0.0f;
@@ -54,7 +54,7 @@ inline C encode_element(float value) {
   return static_cast<C>(value);
 }
 
-// Saturates, NaN too: a row with a NaN has a NaN for its scale.
+// Saturates, also for NaN: a row with a NaN has a NaN scale.
 template <>
 inline uint8_t encode_element<uint8_t>(float value) {
   const uint bits = as_type<uint>(value);

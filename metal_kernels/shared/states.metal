@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What kernels share that go from token to token: a request's way through the step, and where its state
-// lies. A state's bytes fill a block's K, head by head, and go on in its V.
+// Shared by kernels that work token by token: a request's part of the step, and the location of its state.
+// A state's bytes fill a block's K, head by head, and continue in its V.
 
 #define UNROLLED _Pragma("clang loop unroll(full)")
 
@@ -17,8 +17,8 @@ struct Sequence {
   int keep_at;
 };
 
-// Where the byte `at` of the state in a block lies, in pools of P. KEYS and VALUES are elements of a block
-// in one head of each pool, 16 bytes or a multiple: what lies in 16 bytes of a state is not torn.
+// Location of byte `at` of the state in a block, in pools of P. KEYS and VALUES are elements of a block
+// in one head of each pool, a multiple of 16 bytes, so that aligned 16 bytes of a state stay together.
 template <typename P, int KEYS, int VALUES, int NUM_HEADS>
 inline device uchar* state_at(
     const device P* key_pool, const device P* value_pool, ulong num_blocks, int block, uint at) {
