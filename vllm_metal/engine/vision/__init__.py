@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images in the engine's process: towers, their outputs by hash, rows and positions of images."""
+"""Images: vision towers, their cached outputs, and the positions of image tokens."""

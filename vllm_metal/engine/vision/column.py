@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests with images bring to a step: embeddings and positions of their rows."""
+"""ImageColumn: embeddings and positions of image tokens in a step."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Axes:
-    """How a model places rows of images by three positions."""
+    """How a model assigns three positions to image tokens."""
 
     rotation: Rotation
-    merge_size: int  # patches of a row of an image, on each side
+    merge_size: int  # patches per token, along each side
 
 
 @dataclass(frozen=True)
@@ -40,62 +40,47 @@ class _Prompt:
 
     req_id: str
     images: list[Image]
-    shifts: Shifts | None  # None: its positions are its places
+    shifts: Shifts | None  # None: positions equal indices in the request
 
 
 @dataclass(frozen=True)
 class _Span:
-    """Rows of a request with images in a step."""
+    """Scheduled tokens of a request that has images."""
 
     prompt: _Prompt
-    start: int  # its first row
-    places_np: np.ndarray  # [n] int32, of its rows
+    start: int  # batch index of its first token
+    places_np: np.ndarray  # [n] int32, the tokens' indices in the request
 
 
 class ImageColumn(PerRequestState):
-    """Keeps the images of requests, and puts what a tower makes of them in their rows' place.
+    """Keeps the requests' images and replaces their tokens' embeddings by the tower's output.
 
-    A step whose rows are all of text gets nothing but the positions of those behind an image: it is
-    the step that it would be without.
+    Steps with text only run unchanged, except for shifted positions after an image.
     """
 
     def __init__(
         self,
         encoder: Encoder,
-        embed: Callable[[mx.array], mx.array],
-        axes: Axes | None = None,
-        scale: float = 1.0,
-        whole: bool = False,
-        windowed: bool = False,
+        embed: Callable[[mx.array], mx.array],  # the text model's, [T] int32 to [T, 1, H]
+        axes: Axes | None = None,  # None: image tokens are positioned as text
+        scale: float = 1.0,  # the text model multiplies text embeddings by it, but not images'
+        whole: bool = False,  # an image's tokens attend to each other bidirectionally
+        windowed: bool = False,  # they do so only in sliding-window layers, within the window
+        # Token id that stands for image tokens in layers that read token ids; None: no layer does.
         padding: int | None = None,
     ) -> None:
-        """
-        Args:
-            encoder: makes embeddings of images, and keeps them.
-            embed: makes [T, 1, H] embeddings of [T] int32 tokens, the text model's own.
-            axes: of rows of images; None: they are placed as text is.
-            scale: what the text model multiplies embeddings with, and those of images not.
-            whole: whether the rows of an image see each other whatever their order.
-            windowed: whether they do so in layers with a window alone, and within it.
-            padding: the token that a row of an image is for layers that look at tokens themselves;
-                None: no layer does.
-        """
         self.encoder, self._embed = encoder, embed
         self._axes, self._embed_scale, self._whole = axes, scale, whole
         self._windowed, self._padding = windowed, padding
         self._prompts: dict[int, _Prompt] = {}  # by req_idx
 
     def step_begins(self, scheduler_output: SchedulerOutput) -> None:
-        """Frees what the scheduler names."""
+        """Frees the outputs that the scheduler evicted from its encoder cache."""
         self.encoder.free(scheduler_output.free_encoder_mm_hashes)
 
     def enter(self, state: RequestState) -> None:
-        """Reads where a request's images lie.
-
-        Raises:
-            ValueError: they are not as the processor of the family places them.
-        """
-        self._prompts.pop(state.req_idx, None)  # of one that failed as it entered
+        """Locates a request's images. Raises ValueError if one does not match its grid."""
+        self._prompts.pop(state.req_idx, None)  # of a request that failed in enter()
         images = images_of(state.request.mm_features)
         if not images:
             return
@@ -103,13 +88,14 @@ class ImageColumn(PerRequestState):
         self._prompts[state.req_idx] = _Prompt(state.req_id, images, moved)
 
     def leave(self, req_idx: int) -> None:
-        """See RequestColumn."""
         self._prompts.pop(req_idx, None)
 
     def inputs(self, rows: Rows, inputs: ForwardInputs) -> ForwardInputs:
-        """See RequestColumn; computes the images that have rows, where that was not done before."""
+        """Adds the step's image embeddings; computes images that the encoder does not have yet."""
         spans = self._spans(rows) if self._prompts else []
-        return self._placed(spans, self._embedded(spans, inputs)) if spans else inputs
+        return (
+            self._with_positions(spans, self._with_embeddings(spans, inputs)) if spans else inputs
+        )
 
     def _spans(self, rows: Rows) -> list[_Span]:
         starts, found = rows.query_start_loc_np, []
@@ -119,8 +105,8 @@ class ImageColumn(PerRequestState):
                 found.append(_Span(prompt, start, rows.positions_np[start:end]))
         return found
 
-    def _placed(self, spans: list[_Span], inputs: ForwardInputs) -> ForwardInputs:
-        """The inputs with the positions of rows in and behind images."""
+    def _with_positions(self, spans: list[_Span], inputs: ForwardInputs) -> ForwardInputs:
+        """Adds the positions of tokens in and after images."""
         if self._axes is None:
             return inputs
         moved = np.zeros((AXES, inputs.positions.shape[1]), np.int32)
@@ -133,12 +119,8 @@ class ImageColumn(PerRequestState):
         rotation = self._axes.rotation.of_rows(inputs.positions + mx.array(moved))
         return inputs.with_extras({ROTATION: rotation})
 
-    def _embedded(self, spans: list[_Span], inputs: ForwardInputs) -> ForwardInputs:
-        """The inputs with embeddings, and DeepStack's additions, where there are rows of images.
-
-        Raises:
-            RequestsRefused: images could not be computed.
-        """
+    def _with_embeddings(self, spans: list[_Span], inputs: ForwardInputs) -> ForwardInputs:
+        """Adds embeddings and DeepStack's levels; fails only requests with unusable images."""
         where: list[np.ndarray] = []
         outputs: list[mx.array] = []
         runs: list[Run] = []
@@ -156,23 +138,24 @@ class ImageColumn(PerRequestState):
         if not where:
             return inputs
         at = mx.array(np.concatenate(where))
-        of_images = mx.concatenate(outputs)
+        image_rows = mx.concatenate(outputs)
         input_ids = mx.array(inputs.input_ids)
-        input_ids[at] = self._padding or 0  # an image's token may lie beyond the embedding
+        input_ids[at] = self._padding or 0  # an image's token id may exceed the vocabulary
         embeddings = self._embed(input_ids)
-        scale = mx.array(self._embed_scale, embeddings.dtype)  # rounded as the text model's
-        embeddings[at, 0] = (of_images[:, 0] / scale).astype(embeddings.dtype)
+        # Divided by what the text model multiplies with, rounded as it rounds it.
+        scale = mx.array(self._embed_scale, embeddings.dtype)
+        embeddings[at, 0] = (image_rows[:, 0] / scale).astype(embeddings.dtype)
         inputs = replace(inputs, embeddings=embeddings, runs=tuple(runs))
         if self._padding is not None:
             inputs = replace(inputs, input_ids=input_ids)
-        if (levels := of_images.shape[1] - 1) == 0:
+        if (levels := image_rows.shape[1] - 1) == 0:
             return inputs
-        added = mx.zeros((len(embeddings), levels, embeddings.shape[-1]), of_images.dtype)
-        added[at] = of_images[:, 1:]
+        added = mx.zeros((len(embeddings), levels, embeddings.shape[-1]), image_rows.dtype)
+        added[at] = image_rows[:, 1:]
         return inputs.with_extras({DEEPSTACK: added})
 
     def _outputs(self, span: _Span) -> Iterator[tuple[np.ndarray, mx.array]]:
-        """Rows of the batch that are of images, and what the tower made for them."""
+        """Yields the batch indices of image tokens and the tower's output for them."""
         first, last = int(span.places_np[0]), int(span.places_np[-1])
         for image in span.prompt.images:
             places = image.places_np
@@ -182,11 +165,7 @@ class ImageColumn(PerRequestState):
                 yield rows.astype(np.int32), self.encoder.output(image)[int(begin) : int(end)]
 
     def _runs(self, span: _Span) -> Iterator[Run]:
-        """Rows of the batch that see each other.
-
-        Raises:
-            ValueError: some of them are to be computed in a later step.
-        """
+        """Yields the runs of tokens that attend to each other; each must end in this step."""
         first, last = int(span.places_np[0]), int(span.places_np[-1])
         for image in span.prompt.images if self._whole else ():
             for begin, end in image.runs_np.tolist():

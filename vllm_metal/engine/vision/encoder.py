@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outputs of a tower by hash, from the step that first needs one until the scheduler frees it."""
+"""Keeps a tower's outputs by hash from first use until the scheduler frees them."""
 
 from __future__ import annotations
 
@@ -14,32 +14,20 @@ from vllm_metal.metrics.figures import measure
 
 
 class Encoder:
-    """A tower, and what it made of images that requests still need, or may need again.
+    """A tower and its outputs for images that requests still need or may need again.
 
-    vLLM's scheduler decides what is kept, within its encoder cache, and names by hash what is to
-    go. It outlives a runner and its pool, as the scheduler's own count does.
+    vLLM's scheduler decides what stays in its encoder cache and frees by hash. The encoder
+    outlives the runner and its pool, as the scheduler's accounting does.
     """
 
     def __init__(self, tower: Tower, dtype: mx.Dtype) -> None:
-        """
-        Args:
-            tower: with its weights.
-            dtype: of the embeddings.
-        """
         self.tower, self._dtype = tower, dtype
         self._outputs: dict[str, mx.array] = {}
-        #: How many images were computed, ever.
+        #: Number of images computed so far.
         self.num_encoded = 0
 
     def output(self, image: Image) -> mx.array:
-        """[n, 1 + levels, H]: an image's embeddings, then what DeepStack adds in each layer.
-
-        The device has computed it: an image that cannot be computed fails here, by itself, and the
-        tower's memory is not needed beside that of the step.
-
-        Raises:
-            Exception: the tower cannot compute the image.
-        """
+        """An image's output [n, 1 + levels, H]: embeddings, then what DeepStack adds per layer."""
         found = self._outputs.get(image.key)
         if found is None:
             started = time.perf_counter()
@@ -49,6 +37,8 @@ class Encoder:
                     f"the tower made {len(found)} rows of a {image.modality} that has "
                     f"{len(image.places_np)} in the prompt"
                 )
+            # Evaluated here so that a bad image fails alone, and so that the tower's memory is
+            # free again before the step needs its own.
             mx.eval(found)
             measure("image_seconds", time.perf_counter() - started)
             measure("images_encoded")
@@ -57,19 +47,19 @@ class Encoder:
         return found
 
     def free(self, keys: Iterable[str]) -> None:
-        """Forgets outputs that the scheduler does not count any more."""
+        """Drops outputs that the scheduler no longer counts."""
         for key in keys:
             self._outputs.pop(key, None)
 
     def reset(self) -> None:
-        """Forgets all outputs."""
+        """Drops all outputs."""
         self._outputs.clear()
 
     def row_bytes(self, rows: mx.array) -> int:
-        """Bytes that are kept of one of [n, 1 + levels, H] rows."""
+        """Bytes kept per row of [n, 1 + levels, H]."""
         return rows[0].size * self._dtype.size
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is kept."""
+        """Bytes of all kept outputs."""
         return sum(output.nbytes for output in self._outputs.values())

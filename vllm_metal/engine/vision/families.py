@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families whose images are served: which tower, and what the text model needs beside it."""
+"""Model families with image support: their tower and what the text model needs for it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from vllm_metal.engine.vision.tower import Config, Tower
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """What is particular to a family."""
+    """A family's tower and its treatment of image tokens."""
 
-    tower: Callable[[Config], Tower]  # of the configuration of the whole model
-    mrope: bool = False  # rows of images have three positions
-    whole: bool = False  # rows of an image see each other whatever their order
-    #: They do so within the window of layers that have one, where the configuration says so.
+    tower: Callable[[Config], Tower]  # takes the whole model's configuration
+    mrope: bool = False  # image tokens have three positions
+    whole: bool = False  # an image's tokens attend to each other bidirectionally
+    #: They do so only within sliding windows, if the configuration asks for it.
     windowed: bool = False
-    #: Layers have embeddings of their own of tokens; a row of an image has those of padding.
+    #: Layers have per-layer token embeddings; image tokens use those of the padding token.
     padded: bool = False
-    scaled: bool = False  # the text model multiplies embeddings with sqrt(H), those of images not
+    scaled: bool = False  # the text model multiplies text embeddings by sqrt(H), images' not
 
 
 #: By `model_type` of config.json.
@@ -33,7 +33,7 @@ FAMILIES = {
     "gemma3": VisionFamily(GemmaTower, whole=True, scaled=True),
     "gemma4": VisionFamily(Gemma4Tower, whole=True, windowed=True, padded=True, scaled=True),
     "lfm2_vl": VisionFamily(Lfm2Tower),
-    "llava": VisionFamily(PixtralTower),  # with the tower of Pixtral alone
+    "llava": VisionFamily(PixtralTower),  # only LLaVA models with Pixtral's tower
     "mistral3": VisionFamily(MistralTower),
     "qwen3_5": VisionFamily(QwenTower, mrope=True),
     "qwen3_5_moe": VisionFamily(QwenTower, mrope=True),

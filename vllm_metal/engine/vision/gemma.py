@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tower of Gemma 3: SigLIP over squares of one size, and a projector that pools patches."""
+"""Gemma 3's tower: SigLIP over fixed-size squares and a projector that pools patches."""
 
 from __future__ import annotations
 
@@ -20,28 +20,24 @@ class GemmaTower(Tower):
     unread = ("vision_tower.vision_model.head.",)  # makes SigLIP's own pooled output
 
     def __init__(self, config: Config) -> None:
-        """
-        Args:
-            config: of the whole model.
-        """
         super().__init__()
         module = mlx_vlm_families.family("gemma3", "an image")
         vision = {**config["vision_config"], "model_type": "siglip_vision_model"}
         self.check_fixed(vision, hidden_act="gelu_pytorch_tanh")
-        of_tower = module.VisionConfig.from_dict(vision)
-        self._square = of_tower.num_channels, of_tower.image_size, of_tower.image_size
-        self.vision_tower = module.VisionModel(of_tower)
+        tower_config = module.VisionConfig.from_dict(vision)
+        self._square = tower_config.num_channels, tower_config.image_size, tower_config.image_size
+        self.vision_tower = module.VisionModel(tower_config)
         # mlx-vlm leaves its last norm at MLX's default.
-        self.vision_tower.vision_model.post_layernorm.eps = of_tower.layer_norm_eps
+        self.vision_tower.vision_model.post_layernorm.eps = tower_config.layer_norm_eps
         text = SimpleNamespace(
             hidden_size=config["text_config"]["hidden_size"],
             mm_tokens_per_image=config["mm_tokens_per_image"],
         )
-        of_projector = SimpleNamespace(vision_config=of_tower, text_config=text)
-        self.multi_modal_projector = module.gemma3.Gemma3MultiModalProjector(of_projector)
+        projector_config = SimpleNamespace(vision_config=tower_config, text_config=text)
+        self.multi_modal_projector = module.gemma3.Gemma3MultiModalProjector(projector_config)
 
     def encode(self, modality: str, data: Mapping[str, mx.array]) -> mx.array:
-        """See Tower; crops of an image come one after another."""
+        """See Tower; an image's crops follow each other."""
         pixels = data["pixel_values"]  # [n, C, height, width]
         weight = self.vision_tower.vision_model.embeddings.patch_embedding.weight
         states, *_ = self.vision_tower(pixels.transpose(0, 2, 3, 1).astype(weight.dtype))
@@ -49,5 +45,4 @@ class GemmaTower(Tower):
         return rows.flatten(0, 1)[:, None]
 
     def sample(self, rows: int) -> Mapping[str, mx.array]:
-        """See Tower."""
         return {"pixel_values": mx.zeros((1, *self._square))}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tower of Gemma 4: patches of any grid, averaged by squares, and a projection."""
+"""Gemma 4's tower: patches of any grid, averaged by squares, and a projection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_metal.engine.vision.tower import Config, Tower
 
 
 class Gemma4Tower(Tower):
-    """mlx-vlm's layers, pooler and projection of Gemma 4's images."""
+    """mlx-vlm's vision layers, pooler and projection of Gemma 4."""
 
     parts: ClassVar[Mapping[str, str]] = {
         "model.vision_tower": "vision_tower",
@@ -24,36 +24,34 @@ class Gemma4Tower(Tower):
     }
 
     def __init__(self, config: Config) -> None:
-        """
-        Args:
-            config: of the whole model.
-        """
         super().__init__()
         module = mlx_vlm_families.family("gemma4", "an image")
         vision = dict(config["vision_config"])
         self.check_fixed(vision, hidden_activation="gelu_pytorch_tanh", attention_bias=False)
-        of_tower = module.VisionConfig.from_dict(vision)
-        self.vision_tower = module.VisionModel(of_tower)
+        tower_config = module.VisionConfig.from_dict(vision)
+        self.vision_tower = module.VisionModel(tower_config)
         self.embed_vision = module.gemma4.MultimodalEmbedder(
-            of_tower.hidden_size, config["text_config"]["hidden_size"], of_tower.rms_norm_eps
+            tower_config.hidden_size,
+            config["text_config"]["hidden_size"],
+            tower_config.rms_norm_eps,
         )
 
     def encode(self, modality: str, data: Mapping[str, mx.array]) -> mx.array:
-        """See Tower; the patches that fill an image up to the largest are left out."""
+        """See Tower; drops the patches that pad an image to the largest size."""
         tower = self.vision_tower
-        positions = data["pixel_position_ids"]  # [L, 2], x and y; -1 of what fills up
-        kept = mx.array(np.flatnonzero(np.array(positions)[:, 0] >= 0))
-        places, pixels = positions[kept].astype(mx.int32), data["pixel_values"][kept]
+        positions = data["pixel_position_ids"]  # [L, 2], x and y; -1 for padding
+        unpadded = mx.array(np.flatnonzero(np.array(positions)[:, 0] >= 0))
+        xy, pixels = positions[unpadded].astype(mx.int32), data["pixel_values"][unpadded]
         embedder, dtype = tower.patch_embedder, tower.patch_embedder.input_proj.weight.dtype
         table = embedder.position_embedding_table
         states = embedder.input_proj((2 * (pixels - 0.5)).astype(dtype))
-        states = states + table[0][places[:, 0]] + table[1][places[:, 1]]
-        states = tower.encoder(states[None], places[None], None)
-        rows, _ = tower.pooler(  # in float32: the shift below takes two large numbers apart
+        states = states + table[0][xy[:, 0]] + table[1][xy[:, 1]]
+        states = tower.encoder(states[None], xy[None], None)
+        rows, _ = tower.pooler(  # in float32: the shift below subtracts two large numbers
             states.astype(mx.float32),
-            places[None],
-            mx.zeros((1, len(places)), mx.bool_),
-            len(places) // tower.pooling_kernel_size**2,
+            xy[None],
+            mx.zeros((1, len(xy)), mx.bool_),
+            len(xy) // tower.pooling_kernel_size**2,
         )
         if tower.config.standardize:
             rows = (rows - tower.std_bias) * tower.std_scale
@@ -61,7 +59,7 @@ class Gemma4Tower(Tower):
         return embedded[:, None]
 
     def sample(self, rows: int) -> Mapping[str, mx.array]:
-        """See Tower; they lie beside each other, so that there are as many as asked for."""
+        # One strip of squares yields exactly as many rows as asked for.
         vision = self.vision_tower.config
         side = vision.pooling_kernel_size
         y, x = np.indices((side, rows * side), np.int32).reshape(2, -1)

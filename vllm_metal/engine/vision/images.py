@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An image of a request: which rows of the prompt are its own, and the tower's inputs."""
+"""An image of a request: its tokens in the prompt and the tower's inputs."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Image:
-    """An image, or a video, as vLLM's processor placed it in a prompt."""
+    """An image or a video as vLLM's processor placed it in a prompt."""
 
     feature: MultiModalFeatureSpec
 
     @property
     def key(self) -> str:
-        """The hash of what was processed, by which the scheduler counts and frees outputs."""
+        """Content hash by which the scheduler counts and frees outputs."""
         return self.feature.identifier
 
     @property
     def modality(self) -> str:
-        """What it is: "image" or "video"."""
+        """Either "image" or "video"."""
         return self.feature.modality
 
     @cached_property
     def places_np(self) -> np.ndarray:
-        """[n] int32, the places in the prompt whose embeddings the tower makes, in its order."""
+        """Indices in the prompt of the tokens that the tower embeds, [n] int32, in its order."""
         position = self.feature.mm_position
         places = np.arange(position.offset, position.offset + position.length, dtype=np.int32)
         return places if position.is_embed is None else places[position.is_embed.numpy()]
 
     @property
     def end(self) -> int:
-        """The first place behind it."""
+        """Index of the first token after it."""
         return self.feature.mm_position.offset + self.feature.mm_position.length
 
     @cached_property
     def runs_np(self) -> np.ndarray:
-        """[m, 2] int32, the first place of each run of `places_np`, and the one behind its last."""
+        """Contiguous runs of `places_np`, [m, 2] int32: first index and one past the last."""
         places = self.places_np
         gaps = np.flatnonzero(np.diff(places) != 1)
         firsts, lasts = places[np.append(0, gaps + 1)], places[np.append(gaps, len(places) - 1)]
@@ -54,24 +54,16 @@ class Image:
 
     @property
     def data(self) -> Mapping[str, mx.array]:
-        """The tower's inputs by name, as the processor made them.
-
-        Raises:
-            ValueError: vLLM did not send them.
-        """
+        """The tower's inputs by name. Raises ValueError if vLLM did not send them."""
         item = self.feature.data
         if item is None or not item:
             raise ValueError(f"the scheduler sent no data of a {self.modality}")
-        # The times of a video's frames are texts in the prompt, and none of a tower's inputs.
+        # A video's frame times are texts in the prompt, not inputs of the tower.
         data = item.get_data().items()
         return {name: _on_device(each) for name, each in data if isinstance(each, torch.Tensor)}
 
     def numbers(self, name: str) -> list[int]:
-        """Integers among the inputs.
-
-        Raises:
-            ValueError: they did not come with the request.
-        """
+        """Returns one of the inputs as integers. Raises ValueError if vLLM did not send it."""
         item = self.feature.data
         if item is None or name not in item:
             raise ValueError(f"the scheduler sent no {name} of a {self.modality}")
@@ -81,7 +73,7 @@ class Image:
 
 
 def images_of(features: Sequence[MultiModalFeatureSpec]) -> list[Image]:
-    """The images of a request, by their place in the prompt."""
+    """Returns a request's images in prompt order."""
     return [Image(each) for each in sorted(features, key=lambda f: f.mm_position.offset)]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tower of LFM2-VL: SigLIP 2 over tiles and a thumbnail of any grid, patches put together."""
+"""LFM2-VL's tower: SigLIP 2 over tiles and a thumbnail of any grid, then pixel unshuffle."""
 
 from __future__ import annotations
 
@@ -22,34 +22,27 @@ class Lfm2Tower(Tower):
     unread = ("vision_tower.head.",)  # makes SigLIP's own pooled output
 
     def __init__(self, config: Config) -> None:
-        """
-        Args:
-            config: of the whole model.
-
-        Raises:
-            ModelLoadError: it is computed in another way than mlx-vlm's modules do.
-        """
         super().__init__()
         module = mlx_vlm_families.family("lfm2_vl", "an image")
         vision = {**config["vision_config"], "model_type": "siglip2_vision_model"}
         self.check_fixed(vision, hidden_act="gelu_pytorch_tanh")
         self.check_fixed(config, projector_hidden_act="gelu", vision_feature_layer=-1)
-        of_tower = module.VisionConfig.from_dict(vision)
+        tower_config = module.VisionConfig.from_dict(vision)
         self._factor = config["downsample_factor"]
-        self.vision_tower = module.VisionModel(of_tower)
+        self.vision_tower = module.VisionModel(tower_config)
         self.pixel_unshuffle = module.lfm2_vl.PixelUnshuffleBlock(self._factor)
-        of_projector = SimpleNamespace(
-            vision_config=of_tower,
+        projector_config = SimpleNamespace(
+            vision_config=tower_config,
             text_config=SimpleNamespace(hidden_size=config["text_config"]["hidden_size"]),
             downsample_factor=self._factor,
             projector_hidden_size=config["projector_hidden_size"],
             projector_bias=config.get("projector_bias", True),
             projector_use_layernorm=config.get("projector_use_layernorm", True),
         )
-        self.multi_modal_projector = module.lfm2_vl.Lfm2VlMultiModalProjector(of_projector)
+        self.multi_modal_projector = module.lfm2_vl.Lfm2VlMultiModalProjector(projector_config)
 
     def encode(self, modality: str, data: Mapping[str, mx.array]) -> mx.array:
-        """See Tower; one view is computed after another, so that memory is that of the largest."""
+        """See Tower; chains the views, so that peak memory is that of the largest view."""
         views: list[mx.array] = []
         shapes = np.array(data["spatial_shapes"]).reshape(-1, 2).tolist()
         for padded, (height, width) in zip(data["pixel_values"], shapes, strict=True):
@@ -62,7 +55,6 @@ class Lfm2Tower(Tower):
         return mx.concatenate(views)[:, None]
 
     def sample(self, rows: int) -> Mapping[str, mx.array]:
-        """See Tower."""
         config = self.vision_tower.embeddings.config
         side = math.isqrt(max(rows, 1)) * self._factor
         width = config.num_channels * config.patch_size**2

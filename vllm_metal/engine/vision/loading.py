@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the tower of a model that is served with images, and fits the text model to it."""
+"""Loads a model's vision tower and connects it to the text model."""
 
 from __future__ import annotations
 
@@ -22,14 +22,10 @@ if TYPE_CHECKING:
 
 
 def load(config: VllmConfig, text: ModelParts) -> ImageColumn:
-    """The column that brings images to the text model of a checkpoint.
-
-    Args:
-        config: vLLM's.
-        text: the loaded text model; its layers get what rows of images need.
+    """Loads the tower of a checkpoint and returns the column that feeds images to its text model.
 
     Raises:
-        ModelLoadError: the family's images are not served, or the checkpoint's tower cannot be.
+        ModelLoadError: the family's images are not supported, or the tower cannot be loaded.
         ImportError: mlx-vlm is not installed.
     """
     name = loader.model_type(config)
@@ -37,26 +33,16 @@ def load(config: VllmConfig, text: ModelParts) -> ImageColumn:
         raise ModelLoadError(
             f"images of {name!r} are not served: serve its text with --language-model-only"
         )
-    family, of_model = FAMILIES[name], config.model_config.hf_config.to_dict()
+    family, model_config = FAMILIES[name], config.model_config.hf_config.to_dict()
     folder = model_files.model_folder(config.model_config, config)
     dtype = loader.mlx_dtype(config)
-    tower = family.tower(of_model)
+    tower = family.tower(model_config)
     load_weights(tower, folder, dtype, load_config(folder))
-    return fitted(Encoder(tower, dtype), text, of_model, family)
+    return fitted(Encoder(tower, dtype), text, model_config, family)
 
 
 def fitted(encoder: Encoder, text: ModelParts, config: Config, family: VisionFamily) -> ImageColumn:
-    """The column over a tower and a text model, whose layers are given what rows of images need.
-
-    Args:
-        encoder: of a tower with its weights.
-        text: the text model.
-        config: of the whole model.
-        family: of the model.
-
-    Raises:
-        ModelLoadError: an image does not fit into a window of the text model.
-    """
+    """Connects a tower to a text model and patches the model's layers for image tokens."""
     _check_window(config, family)
     deepstack.put_in(text.model, encoder.tower.levels)
     axes = None
@@ -73,10 +59,8 @@ def fitted(encoder: Encoder, text: ModelParts, config: Config, family: VisionFam
 
 
 def _check_window(config: Config, family: VisionFamily) -> None:
-    """Rows of an image see each other in layers with a window, too, as far as it reaches.
-
-    No published model has a window that is less than an image.
-    """
+    # In windowed layers an image's tokens see each other only within the window. No published
+    # model has a window smaller than an image.
     window, rows = config["text_config"].get("sliding_window"), config.get("mm_tokens_per_image")
     if family.whole and not family.windowed and window and rows and window < rows:
         raise ModelLoadError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The towers of Pixtral, patches of any grid, and of Mistral 3, whose projector merges squares."""
+"""The towers of Pixtral (patches of any grid) and Mistral 3 (its projector merges squares)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,12 @@ from vllm_metal.identity.model_files import ModelLoadError
 
 
 class PixtralTower(Tower):
-    """mlx-vlm's vision model of Pixtral, and LLaVA's projector, which makes a row of each patch."""
+    """mlx-vlm's Pixtral vision model and LLaVA's projector, which makes one row per patch."""
 
     parts: ClassVar[Mapping[str, str]] = with_projector("vision_tower.vision_model")
     family: ClassVar[str] = "pixtral"  # mlx-vlm's name
 
     def __init__(self, config: Config) -> None:
-        """
-        Args:
-            config: of the whole model.
-
-        Raises:
-            ModelLoadError: the tower is not Pixtral's, or the projector reads several layers of it.
-        """
         super().__init__()
         module = mlx_vlm_families.family(self.family, "an image")
         vision = dict(config["vision_config"])
@@ -48,13 +41,7 @@ class PixtralTower(Tower):
         self.multi_modal_projector = self.projector(module, of_tower, config)
 
     def projector(self, module: ModuleType, of_tower: Any, config: Config) -> nn.Module:
-        """What makes embeddings of patches.
-
-        Args:
-            module: mlx-vlm's, of the family.
-            of_tower: the vision model's configuration there.
-            config: of the whole model.
-        """
+        """Builds the module that maps patches to embeddings; `of_tower` is mlx-vlm's config."""
         self.check_fixed(config, multimodal_projector_bias=True)
         size = SimpleNamespace(hidden_size=config["text_config"]["hidden_size"])
         made: nn.Module = module.pixtral.LlavaMultiModalProjector(
@@ -64,21 +51,15 @@ class PixtralTower(Tower):
 
     @property
     def merged(self) -> int:
-        """Patches, along a side, that make one row."""
+        """Patches along each side of one row."""
         return 1
 
     def project(self, states: mx.array, height: int, width: int) -> mx.array:
-        """Embeddings [n, H] of an image's patches.
-
-        Args:
-            states: [patches, hidden size of the tower].
-            height, width: of the image, in pixels.
-        """
+        """Maps [patches, D] of an image, whose size is in pixels, to embeddings [n, H]."""
         rows: mx.array = self.multi_modal_projector(states)
         return rows
 
     def encode(self, modality: str, data: Mapping[str, mx.array]) -> mx.array:
-        """See Tower."""
         pixels = data["pixel_values"]  # [C, height, width]
         _, height, width = pixels.shape
         *_, states = self.vision_tower(
@@ -89,7 +70,6 @@ class PixtralTower(Tower):
         return self.project(states[self._layer][0], height, width)[:, None]
 
     def sample(self, rows: int) -> Mapping[str, mx.array]:
-        """See Tower."""
         vision = self.vision_tower.vision_model.config
         pixels = vision.patch_size * self.merged
         most = max(vision.image_size // pixels, 1)
@@ -98,12 +78,11 @@ class PixtralTower(Tower):
 
 
 class MistralTower(PixtralTower):
-    """Pixtral's tower, and Mistral 3's projector."""
+    """Pixtral's tower with Mistral 3's projector."""
 
     family: ClassVar[str] = "mistral3"
 
     def projector(self, module: ModuleType, of_tower: Any, config: Config) -> nn.Module:
-        """See PixtralTower."""
         text = config["text_config"]
         made: nn.Module = module.mistral3.Mistral3MultiModalProjector(
             SimpleNamespace(
@@ -120,11 +99,9 @@ class MistralTower(PixtralTower):
 
     @property
     def merged(self) -> int:
-        """See PixtralTower."""
         merger: Any = self.multi_modal_projector
         return int(merger.patch_merger.spatial_merge_size)
 
     def project(self, states: mx.array, height: int, width: int) -> mx.array:
-        """See PixtralTower."""
         rows: mx.array = self.multi_modal_projector(states, [(height, width)])
         return rows

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions in a prompt with images: three a row, by time, height and width (M-RoPE).
+"""Positions in prompts with images: time, height and width per token (M-RoPE).
 
-Text counts all three on together. The rows of an image, or of one frame of a video, share the time
-at which it begins and are told apart by height and width; what follows begins behind the largest
-of them (Qwen2-VL, arXiv:2409.12191, section 2.1; frames as Qwen3-VL has them, each behind a text
-that says its time: `get_rope_index` of transformers' qwen3_vl).
+Text advances all three together. The tokens of an image, or of a video frame, share the time at
+which it begins and differ by height and width; what follows begins after the largest of them
+(Qwen2-VL, arXiv:2409.12191, section 2.1; each frame follows a text with its time as in Qwen3-VL:
+`get_rope_index` of transformers' qwen3_vl).
 """
 
 from __future__ import annotations
@@ -21,28 +21,20 @@ AXES = 3
 
 @dataclass(frozen=True)
 class Shifts:
-    """What a row's positions are beyond its place in the request."""
+    """Differences between a token's positions and its index in the request."""
 
     of_places_np: np.ndarray  # [3, P] int32, up to the end of the last image
-    behind: int  # of all places after those; what was generated has it, too
+    behind: int  # for all later indices, including generated tokens
 
     def at(self, places_np: np.ndarray) -> np.ndarray:
-        """[3, n] int32, of [n] places."""
+        """Looks up the shifts of [n] indices, [3, n] int32."""
         width = self.of_places_np.shape[1]
         known = self.of_places_np[:, np.minimum(places_np, width - 1)]
         return np.where(places_np < width, known, np.int32(self.behind))
 
 
 def shifts(images: Sequence[Image], merge_size: int) -> Shifts:
-    """The shifts of a prompt.
-
-    Args:
-        images: of the prompt, at least one, in order.
-        merge_size: patches of a row of an image, on each side.
-
-    Raises:
-        ValueError: an image has another number of rows than its grid.
-    """
+    """Computes a prompt's shifts from its images in order, at least one."""
     parts: list[np.ndarray] = []
     shift = end = 0
     for image in images:
@@ -58,7 +50,7 @@ def shifts(images: Sequence[Image], merge_size: int) -> Shifts:
 
 
 def _frames(image: Image, merge_size: int) -> Iterator[tuple[int, int, int]]:
-    """(first place, height, width) of each frame, in rows."""
+    """Yields (first index, height, width) of each frame, in tokens."""
     frames, height, width = image.numbers(f"{image.modality}_grid_thw")
     height, width = height // merge_size, width // merge_size
     places = image.places_np
@@ -67,7 +59,7 @@ def _frames(image: Image, merge_size: int) -> Iterator[tuple[int, int, int]]:
             f"a {image.modality} of {frames} x {height} x {width} has {len(places)} rows in the "
             "prompt"
         )
-    for of_frame in places.reshape(frames, -1):
-        if of_frame[-1] - of_frame[0] != len(of_frame) - 1:
+    for frame in places.reshape(frames, -1):
+        if frame[-1] - frame[0] != len(frame) - 1:
             raise ValueError(f"the rows of a frame of a {image.modality} do not lie together")
-        yield int(of_frame[0]), height, width
+        yield int(frame[0]), height, width

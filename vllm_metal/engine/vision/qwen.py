@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The towers of Qwen3-VL and Qwen3.5: patches of any grid, merged by squares, with DeepStack."""
+"""The tower of Qwen3-VL and Qwen3.5: patches of any grid, merged by squares, with DeepStack."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import mlx.core as mx
 from vllm_metal.engine.models import mlx_vlm_families
 from vllm_metal.engine.vision.tower import Config, Tower
 
-#: Names of the processor's outputs.
+#: The processor's output that holds the pixels, by modality.
 _PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 
 
@@ -27,10 +27,6 @@ class QwenTower(Tower):
     }
 
     def __init__(self, config: Config) -> None:
-        """
-        Args:
-            config: of the whole model.
-        """
         super().__init__()
         module = mlx_vlm_families.family("qwen3_vl", "an image")
         vision = {**config["vision_config"], "model_type": "qwen3_vl"}
@@ -40,7 +36,6 @@ class QwenTower(Tower):
         self.levels = len(vision["deepstack_visual_indexes"])
 
     def encode(self, modality: str, data: Mapping[str, mx.array]) -> mx.array:
-        """See Tower."""
         pixels = data[_PIXELS[modality]]
         grid = data[f"{modality}_grid_thw"].reshape(1, 3)
         dtype = self.vision_tower.patch_embed.proj.weight.dtype
@@ -48,7 +43,6 @@ class QwenTower(Tower):
         return mx.stack([rows, *levels], axis=1)
 
     def sample(self, rows: int) -> Mapping[str, mx.array]:
-        """See Tower."""
         config = self.vision_tower.config
         side = math.isqrt(max(rows, 1)) * config.spatial_merge_size
         width = config.in_channels * config.temporal_patch_size * config.patch_size**2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the memory of images: what is kept of them, and what a tower needs to compute one."""
+"""Measures the memory of images: cached outputs, and the tower at work."""
 
 from __future__ import annotations
 
@@ -15,18 +15,13 @@ from vllm_metal.engine.vision.encoder import Encoder
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-#: Rows of the image that is measured, at most. The largest that a model takes would hold up a start
-#: by a minute; attention in towers is fused, so that memory grows with the rows and no faster.
+#: Largest image that is measured, in rows. A model's largest would delay the start by a minute;
+#: towers use fused attention, so memory grows linearly with rows.
 SAMPLED_ROWS = 256
 
 
 def image_bytes(encoder: Encoder, config: VllmConfig) -> int:
-    """Bytes of the outputs that vLLM's scheduler counts at once, and of the tower at work.
-
-    Args:
-        encoder: with a tower that has its weights.
-        config: vLLM's, whose encoder cache bounds what is kept.
-    """
+    """Bytes of vLLM's full encoder cache plus the tower's peak for the largest image."""
     budget = MultiModalBudget(config, MULTIMODAL_REGISTRY)
     largest = max(budget.mm_max_toks_per_item.values(), default=0)
     kept = budget.encoder_cache_size

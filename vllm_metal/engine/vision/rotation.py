@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotation by three positions a row, put beside the rope of a text model's layers.
+"""Rotary embedding with three positions per token, on top of a text model's RoPE.
 
-mlx-lm's modules of the text alone turn each row by one position: right where the three are equal,
-which they are in all text. So a step without images goes on as it did, and only in a step with
-rows of images do the layers turn their queries and keys by what is made here.
+mlx-lm's text models rotate by one position per token, which is right if all three are equal, as in
+text. Only steps with image tokens rotate queries and keys by the values computed here.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ import numpy as np
 from vllm_metal.engine.attention.forward_inputs import optional_of_rows
 from vllm_metal.identity.model_files import ModelLoadError
 
-#: Name of the cosines and sines of a step's rows among its extras.
+#: Key of a step's cosines and sines in its extras.
 ROTATION = "rotation"
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """How a model's layers turn a head by several positions."""
+    """Rotary frequencies, and the position axis of each."""
 
     frequencies: mx.array  # [D / 2] float32, of each pair
-    axes: mx.array  # [D / 2] int32, which position turns it
+    axes: mx.array  # [D / 2] int32, index of the position that rotates the pair
 
     def of_rows(self, positions: mx.array) -> mx.array:
         """[T, 2, D / 2] float32 cosines and sines of [A, T] int32 positions."""
@@ -37,23 +36,23 @@ class Rotation:
 
 
 class RopeOfRows(nn.Module):
-    """A layer's rope, which turns by a step's ROTATION where it has one."""
+    """A layer's RoPE that uses the step's ROTATION if present."""
 
     def __init__(self, rope: nn.RoPE) -> None:
         super().__init__()
         self._rope: Any = rope
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        """[n, H, L, D] queries or keys, turned."""
+        """Rotates [n, H, L, D] queries or keys."""
         rotation = optional_of_rows(ROTATION)
         if rotation is not None:
-            return _turned(x, rotation)
+            return _rotate(x, rotation)
         plain: mx.array = self._rope(x, offset)
         return plain
 
 
-def _turned(x: mx.array, rotation: mx.array) -> mx.array:
-    """[n, H, L, D] by [n, L, 2, d] cosines and sines; element i turns with element i + d."""
+def _rotate(x: mx.array, rotation: mx.array) -> mx.array:
+    """Rotates [n, H, L, D] by [n, L, 2, d] cosines and sines; pairs elements i and i + d."""
     cos, sin = rotation[:, None, :, 0], rotation[:, None, :, 1]
     pairs = rotation.shape[-1]
     first, second = x[..., :pairs].astype(mx.float32), x[..., pairs : 2 * pairs].astype(mx.float32)
@@ -63,16 +62,16 @@ def _turned(x: mx.array, rotation: mx.array) -> mx.array:
 
 
 def put_in(model: nn.Module, sections: Sequence[int]) -> Rotation:
-    """Has the ropes of a text model turn by a step's ROTATION.
+    """Makes a text model's RoPE modules use a step's ROTATION.
 
     Args:
-        model: mlx-lm's, whose ropes are alike.
-        sections: pairs that each axis turns, of time, height and width, interleaved: the pairs
-            3i + 1 are of the height and 3i + 2 of the width, as far as each has sections, and all
-            others of the time (`apply_interleaved_mrope` of transformers' qwen3_vl).
+        model: mlx-lm's model, with one RoPE setting for all layers.
+        sections: pairs per axis (time, height, width), interleaved: pairs 3i + 1 belong to the
+            height and 3i + 2 to the width, up to each one's section; all others to the time
+            (`apply_interleaved_mrope` of transformers' qwen3_vl).
 
     Raises:
-        ModelLoadError: a rope is of another kind than these positions are known for.
+        ModelLoadError: a layer has another kind of RoPE.
     """
     ropes = [(layer, layer.rope) for _, layer in model.named_modules() if "rope" in layer]
     kinds = {_kind(rope) for _, rope in ropes}
@@ -92,7 +91,6 @@ def put_in(model: nn.Module, sections: Sequence[int]) -> Rotation:
 
 
 def _kind(rope: Any) -> tuple[int, float]:
-    """Dimensions and base of a plain rope."""
     if type(rope) is not nn.RoPE or rope.traditional or rope.scale != 1.0:
         raise ModelLoadError(
             f"images need RoPE with three positions per token, and {type(rope).__name__} has one"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tower: mlx-vlm's modules that make embeddings of images, with the checkpoint's weights."""
+"""Base class of vision towers: mlx-vlm's modules filled with the checkpoint's weights."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ Config = Mapping[str, Any]
 
 
 def with_projector(tower: str) -> Mapping[str, str]:
-    """`Tower.parts` of a tower with a projector beside it, as transformers and mlx-vlm name them.
+    """`Tower.parts` with a projector, as transformers and mlx-vlm name them.
 
-    Args:
-        tower: the attribute that the tower's own weights belong to.
+    `tower` is the attribute that holds the tower's own weights.
     """
     return {
         f"{before}{name}": attribute
         for before in ("model.", "")
-        for name, attribute in {  # the longer ones first
+        for name, attribute in {  # longer prefixes first: the first match wins
             "vision_tower.vision_model": tower,
             "vision_tower": tower,
             "multi_modal_projector": "multi_modal_projector",
@@ -39,44 +38,32 @@ def with_projector(tower: str) -> Mapping[str, str]:
 
 
 class Tower(nn.Module, ABC):
-    """Modules of a vision tower and its projector; one class for each family.
+    """A vision tower and its projector; one subclass per family.
 
-    A family's class makes them of the configuration, under the names of `parts`.
+    A subclass takes the whole model's configuration, builds the modules under the attributes
+    named in `parts`, and raises ModelLoadError for what mlx-vlm's modules do not compute.
     """
 
-    #: What checkpoints put before the names of the tower's weights, and the attribute that it is.
+    #: Maps prefixes of the tower's weights in checkpoints to attributes of the tower.
     parts: ClassVar[Mapping[str, str]]
-    #: What the names here begin with of weights that checkpoints have and nobody reads.
+    #: Prefixes, in the tower's own names, of checkpoint weights that are not used.
     unread: ClassVar[tuple[str, ...]] = ()
-    #: How many of the text model's layers add something to rows of images (see deepstack).
+    #: Number of text layers that add something to image tokens (see deepstack).
     levels: int = 0
 
     @abstractmethod
     def encode(self, modality: str, data: Mapping[str, mx.array]) -> mx.array:
-        """[n, 1 + levels, H] of an image or a video; lazy.
+        """Computes an image or a video, lazily: [n, 1 + levels, H].
 
-        Args:
-            modality: "image" or "video".
-            data: what vLLM's processor of the family made of it, by name.
-
-        Raises:
-            Exception: it cannot be computed.
+        `data` holds the outputs of vLLM's processor by name. Raises what mlx-vlm's modules raise.
         """
 
     @abstractmethod
     def sample(self, rows: int) -> Mapping[str, mx.array]:
-        """What `encode` takes of an image that makes about so many rows, to measure it."""
+        """`encode`'s input for an image of about `rows` rows, used to measure memory."""
 
     def check_fixed(self, config: Config, **fixed: Any) -> None:
-        """Refuses what mlx-vlm's modules have no choice of.
-
-        Args:
-            config: of the tower, or of the whole model.
-            fixed: the values that they compute, by key.
-
-        Raises:
-            ModelLoadError: the configuration has another one.
-        """
+        """Raises ModelLoadError if a key has a value other than the one that mlx-vlm computes."""
         for key, value in fixed.items():
             if config.get(key, value) != value:
                 raise ModelLoadError(
@@ -85,14 +72,14 @@ class Tower(nn.Module, ABC):
                 )
 
     def own_name(self, name: str) -> str | None:
-        """The name here of a checkpoint's array; None where it is of the text model."""
+        """A checkpoint array's name in the tower; None if it belongs to the text model."""
         for before, attribute in self.parts.items():
             if name.startswith(f"{before}."):
                 return attribute + name[len(before) :]
         return None
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """The arrays as mlx-vlm's modules take them, of those of transformers or mlx-vlm."""
+        """Converts arrays named by transformers or mlx-vlm to what mlx-vlm's modules take."""
         weights = {n: a for n, a in weights.items() if not n.startswith(self.unread)}
         for part in self.children().values():
             if hasattr(part, "sanitize"):
@@ -101,17 +88,7 @@ class Tower(nn.Module, ABC):
 
 
 def load_weights(tower: Tower, folder: Path, dtype: mx.Dtype, config: Config) -> None:
-    """Fills a tower from a checkpoint's files.
-
-    Args:
-        tower: as it was made.
-        folder: of the checkpoint.
-        dtype: of floating-point numbers.
-        config: of config.json.
-
-    Raises:
-        ModelLoadError: weights are missing, or the tower has no place for some.
-    """
+    """Fills a tower with a checkpoint's weights. Raises ModelLoadError if any do not fit."""
     headers = files.headers(folder)
     plan = plan_of(config, headers, folder)
     mine = {name: header for name, header in headers.items() if tower.own_name(name) is not None}
