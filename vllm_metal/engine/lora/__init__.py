@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters: files, tensor names, slots, and the updates of layers."""
+"""LoRA adapters: files, tensor names, slots, and updates of layers."""

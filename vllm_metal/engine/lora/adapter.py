@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads an adapter's low-rank updates, as PEFT writes them or mlx-lm's trainer."""
+"""Reads an adapter's low-rank updates in PEFT's or mlx-lm's format."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ logger = init_logger(__name__)
 
 _PEFT_KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 _MLX_KEY = re.compile(r"(.+)\.lora_([ab])")
-#: Keys of PEFT's configuration that are read here or by vLLM's PEFTHelper, which refuses values
-#: that nobody serves; and those that say how an adapter was made, or where.
+#: Keys of PEFT's configuration that are read here or checked by vLLM's PEFTHelper, and keys that
+#: only record how or where an adapter was trained.
 _READ = {
     *("peft_type", "r", "lora_alpha", "bias", "use_rslora", "use_dora", "lora_bias"),
     *("init_lora_weights", "alora_invocation_tokens", "layer_replication", "use_bdlora"),
@@ -46,16 +46,13 @@ _HOW_MADE = {
     *("task_type", "velora_config"),
 }
 
-#: Of an element of a weight's update. Those of trained adapters are below 10; float16 ends here.
+#: Bound of one element of a weight's update: float16's maximum. Trained adapters stay below 10.
 _LARGEST_UPDATE = 65504.0
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """An update of one weight, b @ a; the adapter's scale is in b. Float32.
-
-    Of experts there are E of each.
-    """
+    """An update b @ a of one weight, or of E experts; float32, with the adapter's scale in b."""
 
     a: mx.array  # [r, in] or [E, r, in]
     b: mx.array  # [out, r] or [E, out, r]
@@ -66,11 +63,11 @@ class LowRank:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Elements of a row that goes in, and of one that comes out."""
+        """Elements of an input row and of an output row."""
         return int(self.a.shape[-1]), int(self.b.shape[-2])
 
     def of_rank(self, rank: int) -> LowRank:
-        """This update with zeros up to a rank."""
+        """Zero-pads this update to a higher rank."""
         more = rank - self.rank
         if not more:
             return self
@@ -81,32 +78,28 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter as its files have it."""
+    """An adapter as stored in its files."""
 
     name: str
-    #: By the name of what is updated: in PEFT's a module of the checkpoint, as transformers names
-    #: it, or a parameter of experts; in mlx-lm's a module of mlx-lm's model.
+    #: Keys: for PEFT, a checkpoint module as named by transformers, or a parameter of experts; for
+    #: mlx-lm, a module of mlx-lm's model.
     updates: Mapping[str, LowRank]
     is_peft: bool
-    #: Whether the checkpoint's weights are [in, out] (GPT-2's Conv1D).
+    #: Whether the checkpoint stores weights as [in, out] (GPT-2's Conv1D).
     fan_in_fan_out: bool = False
 
 
 def read_adapter(content: AdapterContent, max_rank: int) -> Adapter:
-    """Reads an adapter's files, and checks all in them that does not depend on the model.
-
-    Args:
-        content: of the files.
-        max_rank: --max-lora-rank.
+    """Reads an adapter and checks everything that does not depend on the model.
 
     Raises:
-        AdapterError: the files cannot be read, or the adapter does what is not served.
+        AdapterError: the files are unreadable or use an unsupported feature.
     """
     config = _config(content)
     if "peft_type" in config or "target_modules" in config:
-        return _of_peft(content, config, max_rank)
+        return _from_peft(content, config, max_rank)
     if "lora_parameters" in config:
-        return _of_mlx_lm(content, config, max_rank)
+        return _from_mlx_lm(content, config, max_rank)
     raise AdapterError(content.name, "has a configuration that is neither PEFT's nor mlx-lm's")
 
 
@@ -121,16 +114,15 @@ def _config(content: AdapterContent) -> dict[str, Any]:
 
 
 def _tensors(content: AdapterContent) -> dict[str, mx.array]:
-    """The file's tensors by name, in float32."""
     try:
-        found = _torch_tensors(content) if content.file.endswith(".bin") else _arrays(content)
+        found = _torch_tensors(content) if content.file.endswith(".bin") else _safetensors(content)
         return {name: array.astype(mx.float32) for name, array in found.items()}
     except (RuntimeError, ValueError, EOFError, UnpicklingError, AttributeError) as error:
         problem = f"has an unreadable {content.file}: {str(error).splitlines()[0]}"
         raise AdapterError(content.name, problem) from error
 
 
-def _arrays(content: AdapterContent) -> dict[str, mx.array]:
+def _safetensors(content: AdapterContent) -> dict[str, mx.array]:
     return cast(dict[str, mx.array], mx.load(io.BytesIO(content.weights), format="safetensors"))
 
 
@@ -139,7 +131,7 @@ def _torch_tensors(content: AdapterContent) -> dict[str, mx.array]:
     return {name: mx.array(tensor.float().numpy()) for name, tensor in tensors.items()}
 
 
-def _of_peft(content: AdapterContent, config: dict[str, Any], max_rank: int) -> Adapter:
+def _from_peft(content: AdapterContent, config: dict[str, Any], max_rank: int) -> Adapter:
     name = content.name
     if (kind := config.get("peft_type", "LORA")) != "LORA":
         raise AdapterError(name, f"is of peft_type {kind!r}: only LORA is served")
@@ -153,13 +145,13 @@ def _of_peft(content: AdapterContent, config: dict[str, Any], max_rank: int) -> 
         _check_features(PEFTHelper.from_dict(config))
         patterns = Patterns(config, pairs)
         found = {module: patterns.update_of(module) for module in pairs}
-        left_out = [module for module in pairs if not patterns.is_targeted(found[module])]
+        ignored = [module for module in pairs if not patterns.is_targeted(found[module])]
     except (ValueError, TypeError, KeyError, re.error) as error:
         raise AdapterError(name, f"has a configuration that is not supported: {error}") from error
-    if left_out:
-        _tell_left_out(name, left_out, len(pairs))
+    if ignored:
+        _warn_ignored(name, ignored, len(pairs))
     updates = {}
-    for module in (each for each in pairs if each not in left_out):
+    for module in (each for each in pairs if each not in ignored):
         (a, b), update = pairs[module], found[module]
         if update.is_parameter:
             a, b = _by_expert(name, module, a, b, update.rank)
@@ -168,25 +160,21 @@ def _of_peft(content: AdapterContent, config: dict[str, Any], max_rank: int) -> 
     return Adapter(name, updates, True, bool(config.get("fan_in_fan_out")))
 
 
-def _tell_left_out(name: str, left_out: Sequence[str], count: int) -> None:
-    """Says that tensors are ignored, as PEFT ignores them.
-
-    Raises:
-        AdapterError: all of them are.
-    """
-    reason = f"its configuration does not target {left_out[0]}"
-    if len(left_out) == count:
+def _warn_ignored(name: str, ignored: Sequence[str], count: int) -> None:
+    # PEFT ignores such tensors, too. An adapter with no others would change nothing.
+    reason = f"its configuration does not target {ignored[0]}"
+    if len(ignored) == count:
         raise AdapterError(name, f"has no tensor that applies: {reason}")
     logger.warning(
         "LoRA adapter %r has %d tensors that are ignored, as by PEFT: %s",
         name,
-        len(left_out),
+        len(ignored),
         reason,
     )
 
 
 def _check_features(helper: PEFTHelper) -> None:
-    """vLLM's own check, of all but the rank, which is of each tensor."""
+    """vLLM's own check, except for its rank limit: ranks may differ per tensor."""
     problems = helper._validate_features()
     if helper.bias != "none":
         problems.append(f"bias {helper.bias!r} is not supported")
@@ -207,7 +195,7 @@ def _by_expert(
     return a.reshape(experts, rank, -1), by_rank.transpose(2, 0, 1)
 
 
-def _of_mlx_lm(content: AdapterContent, config: dict[str, Any], max_rank: int) -> Adapter:
+def _from_mlx_lm(content: AdapterContent, config: dict[str, Any], max_rank: int) -> Adapter:
     name = content.name
     if (kind := config.get("fine_tune_type", "lora")) != "lora":
         raise AdapterError(name, f"has fine_tune_type {kind!r}: only lora is served")
@@ -226,12 +214,8 @@ def _of_mlx_lm(content: AdapterContent, config: dict[str, Any], max_rank: int) -
 
 
 def _scaled(name: str, module: str, a: mx.array, b: mx.array, scale: float) -> LowRank:
-    """An update with its scale.
-
-    Raises:
-        AdapterError: what it adds to a weight is none of float16's numbers. Requests would fail.
-    """
-    largest = abs(scale) * a.shape[-2] * _largest(a) * _largest(b)
+    """Applies the scale; rejects updates beyond float16, which would make requests fail."""
+    largest = abs(scale) * a.shape[-2] * _max_abs(a) * _max_abs(b)
     if not largest <= _LARGEST_UPDATE:
         raise AdapterError(
             name, f"has an update of up to {largest:g} at {module} (with its scale {scale:g})"
@@ -239,19 +223,14 @@ def _scaled(name: str, module: str, a: mx.array, b: mx.array, scale: float) -> L
     return LowRank(a, b * scale)
 
 
-def _largest(array: mx.array) -> float:
+def _max_abs(array: mx.array) -> float:
     return float(cast(float, mx.abs(array).max().item())) if array.size else 0.0
 
 
 def _pairs(
     name: str, tensors: dict[str, mx.array], pattern: re.Pattern[str], letters: str
 ) -> dict[str, tuple[mx.array, mx.array]]:
-    """Both arrays of each module, checked for numbers.
-
-    Raises:
-        AdapterError: one of them is missing, is not a matrix, or holds what is not a number; or a
-            tensor is neither.
-    """
+    """Pairs the A and B matrices of each module; rejects incomplete, misshapen or NaN tensors."""
     found: dict[str, dict[str, mx.array]] = {}
     for key, array in tensors.items():
         if (match := pattern.fullmatch(key)) is None:

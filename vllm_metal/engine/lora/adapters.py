@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters: which are loaded, by content, and which of them have a slot."""
+"""Keeps LoRA adapters by content digest and assigns them slots."""
 
 from __future__ import annotations
 
@@ -26,50 +26,40 @@ logger = init_logger(__name__)
 
 
 class Adapters:
-    """The adapters of an engine, by digests of their files.
+    """The adapters of an engine, by digest of their files.
 
-    As many as --max-cpu-loras are kept, and as many as --max-loras have a slot; of both the least
-    recently used go first. A slot is given when a step needs it.
+    --max-cpu-loras adapters are kept and --max-loras have a slot; both evict the least recently
+    used. A slot is assigned when a step needs it.
     """
 
     def __init__(self, model: nn.Module, config: LoRAConfig, dtype: mx.Dtype) -> None:
-        """
-        Args:
-            model: mlx-lm's, whose layers are changed.
-            config: vLLM's settings.
-            dtype: of the model.
-        """
         self._model, self._max_rank = model, int(config.max_lora_rank)
         self._num_slots = config.max_loras
         self._max_kept = kept_at_most(config)
         self.updates = Updates(model, self._num_slots, self._max_rank, dtype, config.target_modules)
         self._kept: OrderedDict[str, Mapping[str, LowRank]] = OrderedDict()
-        self._slots: OrderedDict[str, int] = OrderedDict()  # the least recently used first
-        self._by_id: dict[int, str] = {}  # by the client's number
+        self._slots: OrderedDict[str, int] = OrderedDict()  # least recently used first
+        self._by_id: dict[int, str] = {}  # maps a client's adapter id to the digest
         self._pinned: set[int] = set()
-        self.in_use: Collection[str] = ()  # digests that requests of a step may need
+        self.in_use: Collection[str] = ()  # digests that running requests may need
 
     @property
     def nbytes(self) -> AdapterBytes:
-        """What adapters of the largest rank take, of all layers."""
+        """Memory of slots and kept adapters at the largest rank."""
         return AdapterBytes(self.updates.nbytes, self._max_kept * self.updates.slot_bytes)
 
     def add(self, request: LoRARequest) -> bool:
-        """Loads an adapter for a client; what it had under the same number is let go of.
-
-        Raises:
-            LoRAAdapterNotFoundError, AdapterError: it cannot be served.
-        """
+        """Loads an adapter for a client; replaces one of the same id. Raises what `load` does."""
         version = of_content(request)
         self.load(version)
         self._by_id[version.asked_id] = version.digest
         return True
 
     def load(self, request: AdapterRequest) -> None:
-        """Sees to it that an adapter is there, with the content that a request was promised.
+        """Makes sure that an adapter is loaded with exactly the content a request was hashed with.
 
         Raises:
-            LoRAAdapterNotFoundError, AdapterError: it cannot be served.
+            LoRAAdapterNotFoundError, AdapterError: it cannot be served, or changed on disk.
         """
         if request.digest in self._kept:
             self._kept.move_to_end(request.digest)
@@ -92,7 +82,7 @@ class Adapters:
         mx.eval([[update.a, update.b] for update in kept.values()])
         self._kept[request.digest] = kept
         self._by_id.setdefault(request.asked_id, request.digest)
-        self._let_go()
+        self._evict()
         logger.info("LoRA adapter %s: %d layers", request.lora_name, len(kept))
 
     def _check(self, name: str, updates: Mapping[str, LowRank]) -> None:
@@ -109,13 +99,13 @@ class Adapters:
                     f"[{sizes.num_out}, {sizes.num_in}]{experts}",
                 )
 
-    def _let_go(self) -> None:
-        """Forgets adapters beyond the most; not those of requests, nor pinned ones."""
+    def _evict(self) -> None:
+        """Evicts adapters beyond the limit, except those of requests and pinned ones."""
         needed = {*self.in_use, *self._pinned_digests()}
         for digest in [digest for digest in self._kept if digest not in needed]:
             if len(self._kept) <= self._max_kept:
                 return
-            if digest != next(reversed(self._kept)):
+            if digest != next(reversed(self._kept)):  # not the one being loaded
                 self._forget(digest)
 
     def _forget(self, digest: str) -> None:
@@ -127,7 +117,7 @@ class Adapters:
         return {self._by_id[asked_id] for asked_id in self._pinned if asked_id in self._by_id}
 
     def remove(self, asked_id: int) -> bool:
-        """Forgets a client's adapter, if it is there; requests that have it end with it."""
+        """Removes a client's adapter if present; requests that use it keep it until they end."""
         self._pinned.discard(asked_id)
         digest = self._by_id.pop(asked_id, None)
         if digest is None:
@@ -137,10 +127,10 @@ class Adapters:
         return True
 
     def pin(self, asked_id: int) -> bool:
-        """Has a client's adapter stay, and gives it a slot.
+        """Pins a client's adapter in a slot.
 
         Raises:
-            ValueError: it is not loaded, or a slot must be left for others.
+            ValueError: it is not loaded, or no slot would be left for others.
         """
         if asked_id not in self._by_id:
             raise ValueError(f"LoRA adapter {asked_id} is not loaded: it cannot be pinned")
@@ -154,14 +144,14 @@ class Adapters:
         return True
 
     def ids(self) -> set[int]:
-        """Numbers that clients have given to adapters that are loaded."""
+        """Clients' ids of loaded adapters."""
         return set(self._by_id)
 
     def activate(self, digests: Collection[str]) -> Mapping[str, int]:
-        """The slots of adapters of one step, which are given if they have none.
+        """Gives each adapter of a step a slot and returns all slots by digest.
 
         Raises:
-            RuntimeError: they are more than there are slots for.
+            RuntimeError: the step has more adapters than there are slots.
         """
         missing = []
         for digest in digests:
@@ -176,7 +166,7 @@ class Adapters:
         return self._slots
 
     def _free_slot(self, needed: Collection[str]) -> int:
-        taken = set(self._slots.values())
+        taken = set(self._slots.values())  # slot 0 is all zeros, for requests without an adapter
         if free := [slot for slot in range(1, self._num_slots + 1) if slot not in taken]:
             return free[0]
         keep = {*needed, *self._pinned_digests()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdapterColumn: which adapter each request named, and its rows' slots in a step."""
+"""AdapterColumn: the adapter of each request, and its tokens' slots in a step."""
 
 from __future__ import annotations
 
@@ -19,18 +19,14 @@ if TYPE_CHECKING:
 
 
 class AdapterColumn(PerRequestState):
-    """By req_idx, the digest of the adapter that a request named."""
+    """Maps req_idx to the digest of the request's adapter."""
 
     def __init__(self, adapters: Adapters) -> None:
         self._adapters = adapters
         self._digests: dict[int, str] = {}  # of requests that named one
 
     def enter(self, state: RequestState) -> None:
-        """Loads the adapter where it is not there.
-
-        Raises:
-            LoRAAdapterNotFoundError, AdapterError: it cannot be served.
-        """
+        """Loads the adapter if needed; raises what Adapters.load does."""
         self.leave(state.req_idx)
         if state.request.lora_request is None:
             return
@@ -44,7 +40,7 @@ class AdapterColumn(PerRequestState):
             self._adapters.in_use = frozenset(self._digests.values())
 
     def extras(self, rows: Rows) -> Mapping[str, mx.array]:
-        """[T] uint32 slots; nothing where no row has an adapter: the plain forward serves those."""
+        """[T] uint32 slots; empty if no token has an adapter, so that the plain forward runs."""
         if not self._digests:
             return {}
         digests = [self._digests.get(req_idx) for req_idx in rows.req_indices_np.tolist()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the files of an adapter, reads them, and names their content by a digest; without MLX."""
+"""Finds, reads and digests an adapter's files; does not import MLX."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from vllm.exceptions import LoRAAdapterNotFoundError
 
 CONFIG = "adapter_config.json"
-#: PEFT's two formats, then mlx-lm's; the first that is there is read.
+#: PEFT's two formats, then mlx-lm's; the first one found is read.
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapters.safetensors")
 
 
 class AdapterError(ValueError):
-    """An adapter that cannot be served as it is; the message names it, and what is wrong."""
+    """An adapter cannot be served; the message names it and the problem."""
 
     def __init__(self, adapter: str, problem: str) -> None:
         super().__init__(f"LoRA adapter {adapter!r} {problem}")
@@ -23,7 +23,7 @@ class AdapterError(ValueError):
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """Where an adapter lies."""
+    """Paths of an adapter's files."""
 
     name: str
     config: Path
@@ -31,17 +31,13 @@ class AdapterFiles:
 
     @staticmethod
     def find(name: str, path: str) -> AdapterFiles:
-        """The files of a folder, or of a repository of the hub, which is fetched.
-
-        Args:
-            name: of the adapter, for messages.
-            path: as a user wrote it.
+        """Finds an adapter in a folder, or downloads it if `path` is a repository of the hub.
 
         Raises:
-            LoRAAdapterNotFoundError: there is no such folder, and the hub has none of that name.
+            LoRAAdapterNotFoundError: there is neither such a folder nor such a repository.
             AdapterError: the folder has no adapter.
         """
-        folder = _folder(name, path)
+        folder = _find_folder(name, path)
         config = folder / CONFIG
         if not config.is_file():
             raise AdapterError(name, f"has no {CONFIG} in {folder}")
@@ -51,39 +47,38 @@ class AdapterFiles:
         raise AdapterError(name, f"has none of {', '.join(WEIGHTS)} in {folder}")
 
     def stamp(self) -> tuple[tuple[int, int, int], ...]:
-        """Changes as a rule when a file is written: of each, its inode, size and time."""
+        """(inode, size, mtime) of each file, which changes as a rule when a file is written."""
         stats = [path.stat() for path in (self.config, self.weights)]
         return tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats)
 
     def digest(self) -> str:
-        """64 hex digits that name what is in the files, wherever they lie."""
+        """SHA-256 of the content as 64 hex digits, independent of the location."""
         with self.weights.open("rb") as file:
             weights = hashlib.file_digest(file, "sha256").hexdigest()
         return self._digest(self.config.read_bytes(), weights)
 
     def read(self) -> AdapterContent:
-        """What is in the files."""
         config, weights = self.config.read_bytes(), self.weights.read_bytes()
         digest = self._digest(config, hashlib.sha256(weights).hexdigest())
         return AdapterContent(self.name, self.weights.name, config, weights, digest)
 
     def _digest(self, config: bytes, weights: str) -> str:
-        of_config = hashlib.sha256(config).hexdigest()
-        return hashlib.sha256(f"{self.weights.name} {of_config} {weights}".encode()).hexdigest()
+        config_digest = hashlib.sha256(config).hexdigest()
+        return hashlib.sha256(f"{self.weights.name} {config_digest} {weights}".encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class AdapterContent:
-    """An adapter's files as they were read."""
+    """Content of an adapter's files."""
 
     name: str  # of the adapter
-    file: str  # name of the file with its weights, one of WEIGHTS
+    file: str  # name of the weights file, one of WEIGHTS
     config: bytes
     weights: bytes
     digest: str  # see AdapterFiles.digest
 
 
-def _folder(name: str, path: str) -> Path:
+def _find_folder(name: str, path: str) -> Path:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder

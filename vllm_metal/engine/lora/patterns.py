@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matches the patterns of a PEFT configuration with the names of a file's updates, as PEFT does.
+"""Matches a PEFT configuration's patterns with the updates in a file, as PEFT does.
 
-PEFT matches names of modules, and of parameters where `target_parameters` has them. A file names
-the update of a parameter by its module: `experts` for the outermost of the wrappers around experts,
-`experts.base_layer` for the one inside it. PEFT wraps a module's parameters in the order in which
-the module defines them, the first innermost.
+PEFT matches names of modules, and of parameters listed in `target_parameters`. A file names a
+parameter's update by its module: `experts` for the outermost wrapper around experts,
+`experts.base_layer` for the one inside it. PEFT wraps parameters in the order in which the module
+defines them, the first one innermost.
 """
 
 from __future__ import annotations
@@ -16,46 +16,38 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: Parameters of experts in the order in which transformers' modules define them.
+#: Experts' parameters in the order in which transformers' modules define them.
 _ORDER = ("gate_up_proj", "gate_up_proj_bias", "gate_proj", "up_proj", "down_proj")
 _INNER = re.compile(r"(\.base_layer)+$")
-#: The module of one expert, in older checkpoints. PEFT takes it for a part of the array.
+#: One expert's module in older checkpoints, which PEFT treats as part of the array.
 _ONE_EXPERT = re.compile(r"(.+\.experts)\.\d+\.\w+")
-#: The first number behind two names, as in "model.layers.3.": a layer's.
+#: The layer index: the first number after two names, as in "model.layers.3.".
 _LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class Update:
-    """What PEFT knows of one update."""
+    """PEFT's settings for one update."""
 
-    name: str  # the module's, or the parameter's behind its module's
+    name: str  # of the module, or of the parameter including its module
     is_parameter: bool
     rank: int
     scale: float
 
 
 class Patterns:
-    """A PEFT configuration as far as it says what is updated, and how."""
+    """Decides from a PEFT configuration what is updated, and how."""
 
     def __init__(self, config: Mapping[str, Any], modules: Iterable[str]) -> None:
-        """
-        Args:
-            config: adapter_config.json.
-            modules: all names in the adapter's file, without "base_model.model.".
-
-        Raises:
-            ValueError: more or fewer parameters of a module are updated than the configuration
-                names, or a pattern is no regular expression.
-        """
+        # `modules`: all names in the adapter's file, without "base_model.model.".
         self._config = config
         self._wrappers = Counter(_INNER.sub("", module) for module in modules)
 
     def update_of(self, module: str) -> Update:
-        """What PEFT makes of the update of a name in the file.
+        """Returns PEFT's settings for a name in the file.
 
         Raises:
-            ValueError: see the class.
+            ValueError: the file and the configuration disagree on the number of parameters.
         """
         config = self._config
         parameter = self._parameter(module)
@@ -66,26 +58,25 @@ class Patterns:
         return Update(name, parameter is not None, rank, alpha / divisor)
 
     def is_targeted(self, update: Update) -> bool:
-        """Whether PEFT would update this module or parameter; if not, it ignores the tensors."""
+        """Whether PEFT would apply this update; otherwise it ignores the tensors."""
         if update.is_parameter or self._is_target(update.name):
             return True
         expert = _ONE_EXPERT.fullmatch(update.name)
         return bool(expert and self._parameters(expert[1]))
 
     def _is_target(self, module: str) -> bool:
-        """Whether a module is among those that are updated."""
         config, name = self._config, module
-        if _named(config.get("exclude_modules"), name):
+        if _matches(config.get("exclude_modules"), name):
             return False
         targets = config.get("target_modules")
         if isinstance(targets, str):
-            return targets == "all-linear" or _named(targets, name)
-        # Layers are looked at where the end of a name matches, not all of it.
+            return targets == "all-linear" or _matches(targets, name)
+        # As in PEFT, layers_to_transform matters only for names that match by their end.
         whole = name in (targets or ())
-        return whole or (_named(targets, name) and self._is_of_a_layer(name))
+        return whole or (_matches(targets, name) and self._is_of_a_layer(name))
 
     def _is_of_a_layer(self, name: str) -> bool:
-        """Whether layers_to_transform names the layer."""
+        """Whether layers_to_transform includes the module's layer."""
         wanted = self._config.get("layers_to_transform")
         if wanted is None or wanted == []:
             return True
@@ -93,14 +84,14 @@ class Patterns:
         patterns = [patterns] if isinstance(patterns, str) else patterns
         found = _LAYER.match(name)
         if patterns:
-            of_patterns = (re.match(rf"(?:^|.*?\.){each}\.(\d+)\.", name) for each in patterns)
-            found = next(filter(None, of_patterns), None)
+            matches = (re.match(rf"(?:^|.*?\.){each}\.(\d+)\.", name) for each in patterns)
+            found = next(filter(None, matches), None)
         return found is not None and int(found[1]) in (
             [wanted] if isinstance(wanted, int) else wanted
         )
 
     def _parameter(self, module: str) -> str | None:
-        """The parameter that a name means; None: it means a module."""
+        """The parameter that a name stands for; None if it stands for a module."""
         outer = _INNER.sub("", module)
         names = self._parameters(outer)
         if not names or self._is_target(outer):
@@ -114,26 +105,26 @@ class Patterns:
         return f"{outer}.{names[count - 1 - depth]}"
 
     def _parameters(self, module: str) -> Sequence[str]:
-        """Names of a module's parameters that are updated, in the order of their definition."""
+        """Names of a module's updated parameters, in the order of their definition."""
         targets = self._config.get("target_parameters") or ()
         if not module.endswith("experts"):  # no other module has parameters of these names
             targets = [target for target in targets if target not in _ORDER]
         names = {target.rpartition(".")[2] for target in targets}
-        mine = [name for name in names if _named(targets, f"{module}.{name}")]
-        known = {name: place for place, name in enumerate(_ORDER)}
+        mine = [name for name in names if _matches(targets, f"{module}.{name}")]
+        known = {name: index for index, name in enumerate(_ORDER)}
         return sorted(mine, key=lambda name: (known.get(name, len(_ORDER)), name))
 
     @staticmethod
     def _first(pattern: Mapping[str, Any] | None, name: str, default: Any) -> Any:
-        """The value of the first key that matches the end of a name, from a dot on."""
+        """The value of the first key that matches a suffix of the name, from a dot on."""
         matching = (
             value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", name)
         )
         return next(matching, default)
 
 
-def _named(targets: str | Iterable[str] | None, name: str) -> bool:
-    """Whether a list has a name or its end, from a dot on; or an expression matches all of it."""
+def _matches(targets: str | Iterable[str] | None, name: str) -> bool:
+    """Matches names in a list exactly or as a suffix after a dot; a string is a regex for all."""
     if isinstance(targets, str):
         return bool(re.fullmatch(targets, name))
     return any(name == target or name.endswith(f".{target}") for target in targets or ())

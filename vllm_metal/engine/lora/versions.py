@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says which content an adapter's id stands for, in the process that schedules.
+"""Resolves an adapter's id to the content it stands for, in the scheduler's process.
 
-vLLM keeps adapters apart by the numbers that its clients give, and K/V by name and path. An adapter
-may be trained anew under all three. Here a request gets the digest of its adapter's files when it
-arrives, and its number is made from the digest: the scheduler counts by it, blocks are hashed with
-it, and the worker applies exactly that content or fails the request.
+vLLM tells adapters apart by the clients' ids, and K/V by name and path, but an adapter may be
+retrained under all three. Here a request gets the digest of its adapter's files on arrival and an
+id derived from it. The scheduler counts by that id, blocks are hashed with it, and the worker
+applies exactly that content or fails the request.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from vllm.lora.request import LoRARequest
 
 from vllm_metal.engine.lora.files import AdapterFiles
 
-_DIGITS = 15  # hex, of a content's number: it stays below 2^60
+_DIGITS = 15  # hex digits of a content id, which stays below 2^60
 
 
 class AdapterRequest(LoRARequest, omit_defaults=True, array_like=True):
-    """A LoRARequest whose content is known; `lora_int_id` is the content's number."""
+    """A LoRARequest with known content; `lora_int_id` is derived from the content."""
 
     digest: str = ""  # see AdapterFiles.digest
-    asked_id: int = 0  # the client's number, by which it unloads and pins
+    asked_id: int = 0  # the client's id, used to unload and pin
 
 
 @dataclass(frozen=True)
@@ -33,24 +33,17 @@ class _Version:
 
 
 class Versions:
-    """The contents that an engine's adapters stand for."""
+    """Current content of an engine's adapters."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, str], _Version] = {}  # by the client's number, and path
-        self._lock = threading.Lock()  # requests arrive in a thread of their own
+        self._known: dict[tuple[int, str], _Version] = {}  # by the client's id and the path
+        self._lock = threading.Lock()  # requests arrive on another thread
 
     def of(self, request: LoRARequest, anew: bool = False) -> AdapterRequest:
-        """The request with the content that its adapter has now.
+        """Returns the request with the content its adapter had when first loaded or used.
 
-        That is what was there when the adapter was loaded or used first, until it is forgotten.
-        With `load_inplace` it is what is there now.
-
-        Args:
-            request: a client's.
-            anew: whether to read files that look unchanged, too.
-
-        Raises:
-            LoRAAdapterNotFoundError, AdapterError: see AdapterFiles.find.
+        `load_inplace` asks for the current content instead; `anew` also re-reads files whose stamp
+        did not change. Raises what AdapterFiles.find does.
         """
         key = request.lora_int_id, request.lora_path
         with self._lock:
@@ -71,14 +64,14 @@ class Versions:
         )
 
     def forget(self, asked_id: int) -> None:
-        """Has the next request of an adapter read its files again."""
+        """Makes the adapter's next request read its files again."""
         with self._lock:
             for key in [key for key in self._known if key[0] == asked_id]:
                 del self._known[key]
 
 
 def of_content(request: LoRARequest) -> AdapterRequest:
-    """The request with its content, which is looked up where that is not known yet."""
+    """Returns the request with its content, resolving it if still unknown."""
     if isinstance(request, AdapterRequest):
         return request
     return Versions().of(request)
