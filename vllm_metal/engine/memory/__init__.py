@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory the KV pool may take, and how MLX is held to it."""
+"""Sizes the KV pool and holds MLX to its share of memory."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides what would make the pool fit: an engine's error and `vllm-metal fit` print its advice."""
+"""Suggests settings with which the pool fits, for the engine's error and `vllm-metal fit`."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from vllm_metal.engine.memory.budget import (
     room,
 )
 
-#: Smallest --max-num-batched-tokens to advise: below it, prompts take for ever.
+#: Smallest --max-num-batched-tokens to suggest: below it, prompts take forever.
 FEWEST_TOKENS = 64
-#: How many changes an error names.
+#: How many changes an error lists.
 NAMED_CHANGES = 3
 
 
 class BudgetError(ValueError):
-    """The KV pool does not fit; the message holds the sum and what would make it fit."""
+    """The KV pool does not fit; the message has the budget and what would make it fit."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Something that makes it fit, and how things stand then."""
+    """A change that may make the pool fit, with the measurements and settings it results in."""
 
     advice: str
     measured: Measured
@@ -45,10 +45,10 @@ class Change:
 
 
 def check(measured: Measured, settings: Settings, request: Request) -> Budget:
-    """The sum, where the pool holds a request.
+    """Returns the budget if the pool holds a request.
 
     Raises:
-        BudgetError: it does not; or it was asked to be larger than the device allows.
+        BudgetError: it does not, or the requested pool exceeds what the device allows.
     """
     budget = budget_of(measured, settings)
     if fits(measured, settings, request):
@@ -69,17 +69,19 @@ def check(measured: Measured, settings: Settings, request: Request) -> Budget:
     if advice:
         advice = f"Any one of these makes it fit:\n{advice}"
     else:
-        in_use = _in_use_beyond_the_share(measured, settings)
-        close = f"close other programs, which hold {_up(in_use):.2f} GiB, and " if in_use else ""
+        in_use = _excess_in_use(measured, settings)
+        close = (
+            f"close other programs, which hold {_ceil_gib(in_use):.2f} GiB, and " if in_use else ""
+        )
         advice = f"No single setting makes it fit: {close}use a smaller model, or more memory"
     raise BudgetError(f"{problem}:\n{budget.table()}\n{advice}")
 
 
 def changes(measured: Measured, settings: Settings, request: Request) -> Iterator[Change]:
-    """What would make it fit, each change by itself, first those that cost least."""
-    kinds = (_higher_share, _other_pool, _less_elsewhere, _smaller_steps, _fewer_requests)
+    """Yields single changes that make the pool fit, the least costly first."""
+    kinds = (_higher_share, _other_pool, _close_programs, _smaller_steps, _fewer_requests)
     smaller = (_fewer_drafts, _shorter_requests, _quantized_cache, _no_images)
-    several = (_less_elsewhere_and_shorter, _all_smaller)
+    several = (_close_programs_and_shorten, _all_smaller)
     for kind in (*kinds, *smaller, *several, _smaller_model):
         for change in kind(Change("", measured, settings, request)):
             if fits(change.measured, change.settings, change.request):
@@ -87,7 +89,7 @@ def changes(measured: Measured, settings: Settings, request: Request) -> Iterato
                 break
 
 
-# Each kind of change from the least of it to the most; the first that fits is the one to advise.
+# Each function yields variants of one change, the smallest first; the first that fits is suggested.
 
 
 def _higher_share(now: Change) -> Iterator[Change]:
@@ -100,7 +102,7 @@ def _higher_share(now: Change) -> Iterator[Change]:
 
 
 def _other_pool(now: Change) -> Iterator[Change]:
-    """The size that is needed, by the setting that says so; or the most that there is room for."""
+    """Suggests the needed size for the setting that determines it, or the largest that fits."""
     needed = least(now.settings, now.request)
     asked = now.settings.asked
     if asked is None:
@@ -113,7 +115,7 @@ def _other_pool(now: Change) -> Iterator[Change]:
         return
     enough = replace(asked, count=-(-needed // asked.unit))
     free = budget_of(now.measured, replace(now.settings, asked=replace(asked, count=0))).left
-    # A byte at least is left for steps.
+    # Leaves at least one byte for steps: a budget with nothing left counts as not fitting.
     largest = replace(asked, count=max(free - 1, 0) // asked.unit)
     for pool, bound in ((enough, "more"), (largest, "less")):
         if (pool.count > asked.count) == (bound == "more"):
@@ -121,14 +123,14 @@ def _other_pool(now: Change) -> Iterator[Change]:
             yield replace(now, advice=f"{pool.setting} {pool.count} or {bound}", settings=settings)
 
 
-def _less_elsewhere(now: Change) -> Iterator[Change]:
+def _close_programs(now: Change) -> Iterator[Change]:
     in_use = now.measured.in_use - now.measured.other_engines
-    missing = _missing(now)
+    missing = _shortfall(now)
     if 0 < missing <= in_use and now.settings.asked is None:
         yield replace(
             now,
             advice=f"close other programs: they hold {in_use / GIB:.2f} GiB, and "
-            f"{_up(missing):.2f} are missing",
+            f"{_ceil_gib(missing):.2f} are missing",
             measured=replace(now.measured, in_use=now.measured.in_use - missing),
         )
 
@@ -154,14 +156,14 @@ def _fewer_requests(now: Change) -> Iterator[Change]:
         yield replace(
             now,
             advice=f"--max-num-seqs {fewer} or less",
-            measured=_of_requests(now, fewer),
+            measured=_with_max_num_seqs(now, fewer),
             settings=replace(now.settings, max_num_seqs=fewer),
         )
         fewer //= 2
 
 
 def _fewer_drafts(now: Change) -> Iterator[Change]:
-    """Only where a step keeps a state after each."""
+    # Drafts only take memory in models whose layers keep a state after each.
     if now.measured.states is not None:
         for drafts in range(now.settings.num_drafts - 1, 0, -1):
             yield replace(
@@ -171,8 +173,8 @@ def _fewer_drafts(now: Change) -> Iterator[Change]:
             )
 
 
-def _of_requests(now: Change, requests: int) -> Measured:
-    """The figures for so many requests; what does not depend on their number stays."""
+def _with_max_num_seqs(now: Change, requests: int) -> Measured:
+    """Scales what depends on the number of requests."""
     logits, counts = (
         -(-nbytes * requests // now.settings.max_num_seqs)
         for nbytes in (now.measured.logits, now.measured.counts)
@@ -208,15 +210,15 @@ def _no_images(now: Change) -> Iterator[Change]:
         yield replace(now, advice=advice, measured=replace(now.measured, images=0))
 
 
-def _less_elsewhere_and_shorter(now: Change) -> Iterator[Change]:
-    """Both, where others have taken so much that neither is enough."""
-    in_use = _in_use_beyond_the_share(now.measured, now.settings)
+def _close_programs_and_shorten(now: Change) -> Iterator[Change]:
+    """Suggests both together if neither is enough."""
+    in_use = _excess_in_use(now.measured, now.settings)
     measured = replace(now.measured, in_use=now.measured.in_use - in_use)
     tokens = longest(measured, now.settings, now.request)
     if in_use and 0 < tokens < now.settings.least_context:
         yield replace(
             now,
-            advice=f"close other programs that hold {_up(in_use):.2f} GiB, and "
+            advice=f"close other programs that hold {_ceil_gib(in_use):.2f} GiB, and "
             f"--max-model-len {tokens}, together",
             measured=measured,
             settings=replace(now.settings, max_model_len=tokens, fitted=False),
@@ -224,12 +226,14 @@ def _less_elsewhere_and_shorter(now: Change) -> Iterator[Change]:
 
 
 def _all_smaller(now: Change) -> Iterator[Change]:
-    """Several settings at once, for where none is enough."""
+    """Suggests several smaller settings together."""
     for parts in (2, 4, 8):
         tokens = max(now.settings.max_num_batched_tokens // parts, 1)
         requests = max(now.settings.max_num_seqs // parts, 1)
         settings = replace(now.settings, max_num_batched_tokens=tokens, max_num_seqs=requests)
-        measured = replace(_of_requests(now, requests), forward=-(-now.measured.forward // parts))
+        measured = replace(
+            _with_max_num_seqs(now, requests), forward=-(-now.measured.forward // parts)
+        )
         length = longest(measured, settings, now.request)
         if tokens >= FEWEST_TOKENS and length:
             yield replace(
@@ -242,25 +246,25 @@ def _all_smaller(now: Change) -> Iterator[Change]:
 
 
 def _smaller_model(now: Change) -> Iterator[Change]:
-    less = _missing(now)
+    less = _shortfall(now)
     if 0 < less < now.measured.weights:
         yield replace(
             now,
-            advice=f"a model whose weights take {_up(less):.2f} GiB less",
+            advice=f"a model whose weights take {_ceil_gib(less):.2f} GiB less",
             measured=replace(now.measured, weights=now.measured.weights - less),
         )
 
 
-def _in_use_beyond_the_share(measured: Measured, settings: Settings) -> int:
-    """Bytes that would be this engine's, were they not in use by other programs."""
+def _excess_in_use(measured: Measured, settings: Settings) -> int:
+    """Bytes this engine could use if other programs did not hold them."""
     if settings.asked is not None:
         return 0
     alone = replace(measured, in_use=measured.other_engines)
     return room(alone, settings) - room(measured, settings)
 
 
-def _missing(now: Change) -> int:
-    """Bytes that would have to be free as well."""
+def _shortfall(now: Change) -> int:
+    """Bytes that would have to be free in addition."""
     if now.settings.asked is not None:
         return 1 - budget_of(now.measured, now.settings).left
     pool, states = least(now.settings, now.request), now.measured.states
@@ -269,6 +273,6 @@ def _missing(now: Change) -> int:
     return pool - budget_of(replace(now.measured, states=None), now.settings).left
 
 
-def _up(nbytes: int) -> float:
-    """GiB, rounded up to what a message shows."""
+def _ceil_gib(nbytes: int) -> float:
+    """GiB, rounded up to the two decimals that messages show."""
     return math.ceil(nbytes / GIB * 100) / 100

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides the KV pool's size: arithmetic on what was measured, with its margins and shares.
+"""Computes the KV pool's size from measurements, margins and shares. All sizes are bytes.
 
-Nothing here asks the device; `vllm_metal.engine.memory.planner` measures. All sizes are bytes.
+Nothing here queries the device; `vllm_metal.engine.memory.planner` measures.
 """
 
 from __future__ import annotations
@@ -14,77 +14,77 @@ from dataclasses import dataclass, replace
 from metal_kernels.layout import stable
 
 GIB = 2**30
-#: Never used, whatever --gpu-memory-utilization says. Metal's recommended working set is a limit
-#: for the GPU, not a share that is ours: Macs whose whole working set was wired have panicked, and
-#: the window server and this process's own Python live in the same memory. A sixteenth lies below
-#: what vLLM's default utilization of 0.92 leaves free, so it costs nothing there; half a GiB is
-#: what that would be on a Mac of 8 GB, whose working set is 5.3.
+#: Never used, regardless of --gpu-memory-utilization. Metal's recommended working set is a limit
+#: for the GPU, not a share reserved for us: Macs with the whole working set wired have panicked,
+#: and the window server and this process's own Python live in the same memory. One sixteenth is
+#: less than vLLM's default utilization of 0.92 leaves free, so it costs nothing there; half a GiB
+#: is that share on a Mac with 8 GB, whose working set is 5.3 GB.
 MARGIN_SHARE = 1 / 16
 MARGIN_FLOOR = GIB // 2
-#: Where the length of a context is what fits, the least that will do: a share of what the model is
-#: made for, and so many tokens at most, a question of a page and its answer.
+#: Smallest acceptable context if --max-model-len is fitted: a share of the model's own length, but
+#: no more than this many tokens, enough for a question about a page and its answer.
 LEAST_CONTEXT_SHARE = 1 / 8
 LEAST_CONTEXT = 1024
-#: Of what the pool and the states of steps have, the most that is set aside for drafts, unless one
-#: request's take more. It is a bound where a draft has a state of its own, some 100 MiB: beside 24
-#: GiB some 30 requests verify one each. Where more run at once, a step has rows enough to keep the
-#: device busy, and drafts gain least. Drafts that leave only inputs all have room, as a rule.
+#: Share of the memory for the pool and step states that drafts may use, but always enough for one
+#: request's. It only matters where a draft has its own state of some 100 MiB: next to 24 GiB, some
+#: 30 requests can verify one draft each. With more requests a step has enough tokens to keep the
+#: device busy, and drafts gain least. Drafts that leave only inputs fit as a rule.
 DRAFTS_SHARE = 1 / 8
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured on a device with the networks loaded; bytes. At rest, steps take none."""
+    """Bytes measured on a device with the networks loaded; at rest, those of steps are 0."""
 
-    source: str  # of `total`, in words
+    source: str  # describes `total`
     total: int  # what the device may use at all
     in_use: int  # by other engines of this process and by other programs
     weights: int
     cache: int  # buffers that MLX may keep for reuse
-    other_engines: int = 0  # of `in_use`, by other engines of this process
+    other_engines: int = 0  # the part of `in_use` held by other engines of this process
     draft_weights: int = 0
-    adapters: int = 0  # slots of LoRA adapters, and those that are kept beside them
-    forward: int = 0  # the most that a step of max_num_batched_tokens rows needs
-    attention: int = 0  # what it needs besides where a long context is gathered
-    sampling: int = 0  # the most that sampling one chunk of rows needs, after the forward pass
+    adapters: int = 0  # LoRA slots and adapters kept besides
+    forward: int = 0  # peak of a step of max_num_batched_tokens tokens
+    attention: int = 0  # additional peak where a long context is gathered
+    sampling: int = 0  # peak of sampling one chunk of rows, after the forward pass
     logits: int = 0  # of all rows, held while sampling
     counts: int = 0  # token counts of all requests, for penalties; held at all times
-    transfers: int = 0  # staging of K/V on their way to a prefix cache on disk, or from it
-    images: int = 0  # embeddings of images that are kept, and what a tower needs to make them
-    states: StepStates | None = None  # None: no layer keeps states
+    transfers: int = 0  # staging of K/V on their way to or from a prefix cache on disk
+    images: int = 0  # cached embeddings and the tower's peak
+    states: StepStates | None = None  # None: no layer is recurrent
 
 
 @dataclass(frozen=True)
 class StepStates:
-    """What layers that go from token to token take of a step beside its rows of prompts; bytes.
+    """Bytes that recurrent layers take in a step, in addition to its prompt tokens.
 
-    Our kernels bring states on where they lie in the pool, and nothing is kept of a request;
-    where MLX's operations do, its newest state is, from one step to the next. A draft leaves the
-    inputs of the convolutions and recurrences until the step after the next one begins. A layer
-    whose module is called by runs keeps a state a request and one a draft.
+    Our kernels update states in place in the pool and keep nothing per request; with MLX's
+    operations each request's newest state is held from one step to the next. A draft leaves the
+    inputs of convolutions and recurrences until the step after next begins. A layer whose module
+    is called per sequence keeps one state per request and one per draft.
     """
 
-    request: int  # of one without drafts
-    draft: int  # of each draft besides
+    request: int  # of a request without drafts
+    draft: int  # of each draft in addition
 
 
 @dataclass(frozen=True)
 class Settings:
-    """vLLM's settings that the sum depends on."""
+    """vLLM's settings that the budget depends on."""
 
     utilization: float  # --gpu-memory-utilization
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
-    fitted: bool = False  # --max-model-len -1: the longest that the pool has room for
+    fitted: bool = False  # --max-model-len -1: the longest context that fits into the pool
     most: Most | None = None
     asked: AskedPool | None = None
-    num_drafts: int = 0  # of a request in a step, at most
-    request_bytes: int = 1  # of the pool, that every request of a step has for itself at least
+    num_drafts: int = 0  # per request and step, at most
+    request_bytes: int = 1  # of the pool that each request of a step needs for itself, at least
 
     @property
     def most_bytes(self) -> int | None:
-        """Bytes of the largest pool that is made unasked; None: all that is left."""
+        """Bytes of the largest pool created by default; None if all that is left may be used."""
         if self.most is None:
             return None
         fitted = self.most.fitted if self.fitted else None
@@ -100,19 +100,19 @@ class Settings:
 
 @dataclass(frozen=True)
 class Most:
-    """The largest pool that is made unasked."""
+    """The largest pool created by default."""
 
     nbytes: int
-    reason: str  # for the line of what it leaves
-    fitted: int | None = None  # where the length of a context is what fits; None: as much
+    reason: str  # for the budget's line of unused memory
+    fitted: int | None = None  # bytes if the context length is fitted; None: the same
 
 
 @dataclass(frozen=True)
 class AskedPool:
-    """A pool whose size the user has set."""
+    """A pool size set by the user."""
 
     setting: str
-    count: int  # what it was set to
+    count: int  # value of the setting
     unit: int  # bytes of one
 
     @property
@@ -124,8 +124,8 @@ class AskedPool:
 class Request:
     """The smallest need: one request of max_model_len tokens."""
 
-    needed: Callable[[int], int]  # bytes by tokens, never falling
-    quantized: float | None = None  # the share of `needed` with a quantized cache; None: it is one
+    needed: Callable[[int], int]  # maps tokens to bytes, monotonically
+    quantized: float | None = None  # ratio to `needed` with a quantized cache; None: it is one
 
 
 @dataclass(frozen=True)
@@ -134,29 +134,29 @@ class Line:
 
     name: str  # for programs
     label: str  # for people
-    nbytes: int  # negative: what it takes away
+    nbytes: int  # negative if it takes memory away
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A sum, line by line: the memory there is, less all that is not the pool's."""
+    """Available memory minus everything that is not the pool's, line by line."""
 
     lines: tuple[Line, ...]
     result: str = "KV pool"
 
     @property
     def left(self) -> int:
-        """What the lines come to; negative where they take more than there is."""
+        """Sum of the lines; negative if they take more than there is."""
         return sum(line.nbytes for line in self.lines)
 
     def table(self) -> str:
-        """One line each, in GiB; not those that take nothing."""
+        """Formats the non-zero lines, in GiB."""
         rows = [(line.label, line.nbytes) for line in self.lines if line.nbytes]
         rows.append((f"= {self.result}", self.left))
         return "\n".join(f"  {label:<56}{nbytes / GIB:>9.2f} GiB" for label, nbytes in rows)
 
     def as_json(self) -> dict[str, int]:
-        """Bytes of each line by its name; together, what is left."""
+        """Bytes by line name; they sum to what is left."""
         return {line.name: line.nbytes for line in self.lines}
 
 
@@ -166,7 +166,7 @@ def margin(total: int) -> int:
 
 
 def budget_of(measured: Measured, settings: Settings) -> Budget:
-    """The sum for the pool; if the user set the pool's size, the sum of what is left for steps."""
+    """The pool's budget, or, if the user set the pool's size, the budget for steps."""
     total = measured.total
     most_of_it = total - margin(total)
     networks = [
@@ -227,45 +227,33 @@ def budget_of(measured: Measured, settings: Settings) -> Budget:
 
 
 def peak_of_a_step(measured: Measured) -> int:
-    """What a step needs at most over short contexts."""
+    """Peak of a step over short contexts."""
     return max(measured.forward, measured.sampling + measured.logits) + measured.counts
 
 
 def at_once(settings: Settings, pool: int) -> int:
-    """Requests of a step at most, one at least, where the pool has so many bytes.
-
-    Each writes to blocks that no other one has, so there are no more than the pool has room for.
-    """
+    """Maximum number of requests in a step (at least 1) with a pool of `pool` bytes."""
+    # Each request writes to blocks of its own, so the pool's size is a bound, too.
     most = min(settings.max_num_seqs, settings.max_num_batched_tokens)
     return max(min(most, pool // settings.request_bytes), 1)
 
 
 def states_of_a_step(states: StepStates, settings: Settings, pool: int, drafts: int) -> int:
-    """What the states and drafts of a step take at most, beside a pool of so many bytes.
-
-    Args:
-        states: what one request takes.
-        settings: of the engine.
-        pool: its bytes.
-        drafts: bytes that are set aside for those of all requests.
-    """
+    """Peak bytes of a step's states and drafts; `drafts` bytes are reserved for all drafts."""
     requests = at_once(settings, pool)
     rows = min(requests * settings.num_drafts, settings.max_num_batched_tokens - requests)
-    # Arrays of drafts' inputs have room for more.
+    # Arrays of drafts' inputs are padded to stable shapes.
     rows = stable(rows) if rows else 0
     return requests * states.request + min(rows * states.draft, drafts)
 
 
 def for_drafts(states: StepStates, settings: Settings, nbytes: int) -> int:
-    """Bytes to set aside for drafts, of `nbytes` for the pool and the states of steps.
-
-    At least those of one request, whatever there is.
-    """
+    """Bytes to reserve for drafts, of `nbytes` for pool and states; at least one request's."""
     return max(int(nbytes * DRAFTS_SHARE), settings.num_drafts * states.draft)
 
 
 def most_drafts(measured: Measured, settings: Settings) -> int | None:
-    """Drafts of a step, at most; None: as many as it has rows for."""
+    """Maximum number of drafts in a step; None if only its number of tokens limits it."""
     if measured.states is None or not measured.states.draft or not settings.num_drafts:
         return None
     left = _left_without_states(measured, settings)
@@ -273,7 +261,7 @@ def most_drafts(measured: Measured, settings: Settings) -> int | None:
 
 
 def set_aside_for_states(measured: Measured, settings: Settings, pool: int) -> int:
-    """What the states and drafts of steps take of the sum, beside a pool of so many bytes."""
+    """Bytes reserved for the states and drafts of steps, next to a pool of `pool` bytes."""
     if measured.states is None:
         return 0
     drafts = for_drafts(measured.states, settings, _left_without_states(measured, settings))
@@ -285,44 +273,43 @@ def _left_without_states(measured: Measured, settings: Settings) -> int:
 
 
 def enough_for(states: StepStates, settings: Settings, pool: int) -> int:
-    """Bytes that are enough for a pool of so many and for the states of steps."""
+    """Bytes that suffice for a pool of `pool` bytes plus the states of steps."""
     without = pool + at_once(settings, pool) * states.request
-    # What is set aside for drafts is a share of the sum of both.
+    # The reserve for drafts is a share of pool and states together.
     drafts = math.ceil(without * DRAFTS_SHARE / (1 - DRAFTS_SHARE)) + 1
     drafts = max(drafts, settings.num_drafts * states.draft)
     return pool + states_of_a_step(states, settings, pool, drafts)
 
 
 def _pool_and_states(states: StepStates, settings: Settings, nbytes: int) -> tuple[int, int]:
-    """Bytes of the largest pool within `nbytes` that leaves room for its requests' states.
+    """Splits `nbytes` into the largest pool with room for its requests' states, and the states.
 
-    Returns:
-        Its size, no more than the most that is made, and not positive where there is no room for
-        the states of one request; and what of `nbytes` is theirs.
+    The pool respects the default limit; it is not positive if one request's states do not fit.
     """
     most = nbytes if settings.most_bytes is None else min(nbytes, settings.most_bytes)
     drafts = for_drafts(states, settings, nbytes)
 
-    def beside(pool: int) -> int:
+    def states_with(pool: int) -> int:
         return states_of_a_step(states, settings, pool, drafts)
 
-    if nbytes <= beside(0):
-        return nbytes - beside(0), beside(0)
-    if most + beside(most) <= nbytes:
-        return most, beside(most)
-    fits = bisect_right(range(1, most), nbytes, key=lambda pool: pool + beside(pool))
+    if nbytes <= states_with(0):
+        return nbytes - states_with(0), states_with(0)
+    if most + states_with(most) <= nbytes:
+        return most, states_with(most)
+    # A larger pool admits more requests and so more states: find where the sum exceeds nbytes.
+    fits = bisect_right(range(1, most), nbytes, key=lambda pool: pool + states_with(pool))
     return fits, nbytes - fits
 
 
 def room(measured: Measured, settings: Settings) -> int:
-    """What this engine may use in all."""
+    """Bytes this engine may use in total."""
     share = int(measured.total * settings.utilization)
     beside = measured.total - margin(measured.total) - measured.other_engines
     return min(share, beside, measured.total - measured.in_use)
 
 
 def pool_bytes(measured: Measured, settings: Settings) -> int:
-    """Size of the pool; not positive where there is no memory for it."""
+    """Size of the pool; not positive if there is no memory for it."""
     left = budget_of(measured, settings).left
     if settings.asked is None:
         return left
@@ -330,16 +317,16 @@ def pool_bytes(measured: Measured, settings: Settings) -> int:
 
 
 def fits(measured: Measured, settings: Settings, request: Request) -> bool:
-    """Whether the pool holds a request of max_model_len tokens, or the least, if that is fitted."""
+    """Whether the pool holds the longest request, or the smallest context if that is fitted."""
     return least(settings, request) <= pool_bytes(measured, settings)
 
 
 def longest(measured: Measured, settings: Settings, request: Request) -> int:
-    """Tokens of the longest request that the pool holds, up to max_model_len; at least 0."""
+    """Tokens of the longest request that the pool holds, from 0 to max_model_len."""
     pool = pool_bytes(measured, settings)
     return bisect_right(range(1, settings.max_model_len + 1), pool, key=request.needed)
 
 
 def least(settings: Settings, request: Request) -> int:
-    """Bytes of the smallest pool that will do."""
+    """Bytes of the smallest acceptable pool."""
     return request.needed(settings.least_context)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reckons the bytes of a pool that holds requests, by vLLM's own plan of groups and blocks."""
+"""Estimates a pool's bytes for given requests, using vLLM's own plan of groups and blocks."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes of a pool that holds requests of one length, by vLLM's own reckoning."""
+    """Bytes of a pool that holds requests of one length, as vLLM computes them."""
 
     block_bytes: int
-    blocks: Callable[[int], int]  # of one request, by its tokens
+    blocks: Callable[[int], int]  # maps one request's tokens to its blocks
     requests: int = 1
-    groups: int = 1  # of layers, each with blocks of its own
+    groups: int = 1  # of layers; each has its own blocks
 
     def __call__(self, tokens: int) -> int:
-        blocks = self.requests * self.blocks(tokens) + 1  # vLLM keeps one block for itself
+        blocks = self.requests * self.blocks(tokens) + 1  # vLLM reserves one block (the null block)
         return blocks * self.block_bytes
 
     @staticmethod
@@ -38,13 +38,10 @@ class Needs:
         specs: Mapping[str, KVCacheSpec],
         elsewhere: Collection[str] = (),
     ) -> Needs:
-        """What one request needs over layers of these specs.
+        """Computes one request's needs over layers with these specs.
 
-        Args:
-            config: vLLM's.
-            specs: by layer name.
-            elsewhere: layers among them that other ranks have. vLLM makes its groups of all layers,
-                and a request has blocks of each of them on every rank.
+        `elsewhere` names layers that other ranks compute: vLLM forms its groups over all layers,
+        and a request has blocks of each group on every rank.
         """
         retained = max(0, config.num_prefill_lookahead_tokens - 1)
         specs = {
@@ -61,6 +58,7 @@ class Needs:
 
         def blocks(tokens: int) -> int:
             model, before = config.model_config, config.model_config.max_model_len
+            # vLLM computes the concurrency for max_model_len only.
             model.max_model_len = tokens
             try:
                 at_once = get_max_concurrency_for_kv_cache_config(config, placed)

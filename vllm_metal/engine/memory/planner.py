@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what a model needs for budget.py's sum, and holds MLX to it.
+"""Measures what budget.py needs and holds MLX to the result.
 
-`vllm_metal.engine.memory.wiring` says what is wired. Metal also limits the number of buffers
-(`resource_limit` of `mx.device_info`, 499000 on every Mac known); the pool is two arrays a layer,
-four if quantized, and the rest of a step is bounded with the bytes of MLX's cache.
+`vllm_metal.engine.memory.wiring` decides what is wired. Metal also limits the number of buffers
+(`resource_limit` of `mx.device_info`, 499000 on every known Mac); the pool has two arrays per
+layer, or four if quantized, and the bytes of MLX's cache bound the rest of a step.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-#: Freed buffers that MLX may keep to use again. Its own limits are 1.5 times the working set on
-#: Metal, where they would crowd out the pool, and 32 MiB on a CPU. A 64th of the working set (171
-#: MiB on a Mac of 16 GB) holds what a decode step uses, again and again. On Metal what is set aside
-#: for a full step may stay with MLX as well: it is given back where the sum would be exceeded.
+#: Freed buffers that MLX may keep for reuse. Its own limits are 1.5 times the working set on Metal,
+#: which would crowd out the pool, and 32 MiB on a CPU. A 64th of the working set (171 MiB on a Mac
+#: with 16 GB) holds what decode steps reuse. On Metal MLX may also keep what is reserved for a full
+#: step: it returns it before the budget would be exceeded.
 METAL_CACHE_SHARE = 1 / 64
 CPU_CACHE = 32 * 2**20
-#: Peaks are rounded up to a multiple of this: MLX runs ahead of the device by as much as timing
-#: allows, and the same model should get the same pool at every start.
+#: Peaks are rounded up to a multiple of this: how far MLX runs ahead of the device depends on
+#: timing, and the same model should get the same pool at every start.
 ROUNDING = 16 * 2**20
-#: Rows of sampling that are measured; the rest is in proportion.
+#: Rows of sampling that are measured; more are extrapolated linearly.
 SAMPLED_ROWS = 8
-#: Tokens of a block, for ratios of bytes in which it has no part: vLLM's default.
+#: Tokens per block, for ratios of bytes that do not depend on it: vLLM's default.
 _BLOCK = 16
-#: A request's count of a token, for penalties (sample.penalties): int32.
+#: int32 count of a token of a request, for penalties (sample.penalties).
 COUNT_BYTES = 4
 
 SOURCES: dict[Device, str] = {
@@ -58,77 +58,61 @@ SOURCES: dict[Device, str] = {
 
 @dataclass(frozen=True)
 class AdapterBytes:
-    """What LoRA adapters take at most."""
+    """Maximum bytes of LoRA adapters."""
 
     slots: int  # allocated with the weights
-    kept: int  # of adapters beside them, not allocated yet
+    kept: int  # of adapters kept besides, not allocated yet
 
 
 class MemoryPlanner:
     """A process's share of a device, from before its model is loaded until it is gone."""
 
+    # `share`: this process's part if other engines use the device, too; None: all of it.
     def __init__(self, kind: Device, share: Share | None = None) -> None:
-        """Looks at the device.
-
-        Args:
-            kind: of it.
-            share: which the process has of it, with other engines; None: all.
-        """
         self._kind = kind
         self._source = SOURCES[kind] + (share.words if share else "")
-        # Others have what they have now: once the model is loaded, macOS counts its pages as wired
-        # or not as the GPU's work goes, and no figure says which.
+        # Read before loading: once the model is loaded, macOS counts its pages as wired or not
+        # depending on the GPU's work, so other programs' memory can no longer be told apart.
         before = mlx_device.memory(kind)
         self._before = share.part(before) if share else before
         self._cache = cache_limit(kind, self._before.total)
-        self._other_engines = self._before.active  # by other engines of this process
+        self._other_engines = self._before.active  # held by other engines of this process
         self._cache_before = mx.set_cache_limit(self._cache)
         self._limit_before: int | None = None
-        self.limit: int | None = None  # bytes that MLX is held to, once the pool's size is known
-        self.most_drafts: int | None = None  # of a step, where layers keep states
+        self.limit: int | None = None  # MLX's memory limit in bytes once the pool's size is known
+        self.most_drafts: int | None = None  # drafts per step; None: unlimited
 
     def pool_size(
         self,
         config: VllmConfig,
-        needs: Needs,
-        draft_weights: int,
-        quantized: float | None,
+        needs: Needs,  # of this process's layers
+        draft_weights: int,  # bytes of the loaded weights that belong to the draft network
+        quantized: float | None,  # relative size of a quantized cache; None: it is one
         calls: LargestCalls,
-        forward: Callable[[], None],
+        forward: Callable[[], None],  # runs the largest forward pass
+        # Given a number of drafts, returns what runs steps of the requests of `profile.drafted`
+        # once their pool exists; only called for models with recurrent layers.
         requests: Callable[[int], Callable[[], None]],
-        transfer_bytes: int = 0,
+        transfer_bytes: int = 0,  # staging of K/V transfers, not allocated yet
         adapters: AdapterBytes | None = None,
-        image_bytes: int = 0,
+        image_bytes: int = 0,  # cached image embeddings and the tower's peak
     ) -> int:
-        """Bytes for the KV pool; measures with the networks loaded and nothing else.
-
-        Args:
-            config: vLLM's.
-            needs: of a pool for the layers of this process.
-            draft_weights: bytes of what is loaded that are the draft network's.
-            quantized: share of its bytes that a quantized cache would take; None: it is one.
-            calls: of the model.
-            forward: runs its largest forward pass.
-            requests: gives what runs steps of the requests of `profile.drafted` with so many
-                drafts, once their pool is there; asked where layers keep states.
-            transfer_bytes: of staging for K/V transfers, not allocated yet; 0: there are none.
-            adapters: of LoRA; None: none are served.
-            image_bytes: of embeddings of images and of their tower at work; 0: there is none.
+        """Returns the KV pool's bytes; measures with only the networks loaded.
 
         Raises:
-            BudgetError: it would not hold one request of max_model_len.
+            BudgetError: the pool would not hold one request of max_model_len.
         """
         settings = settings_of(config, self._kind, needs, self._before.total)
         request = Request(needs, quantized)
         measured = replace(
             self._at_rest(draft_weights, adapters),
             transfers=transfer_bytes,
-            images=_rounded(image_bytes),
+            images=_round_up(image_bytes),
         )
         if settings.asked is not None:
             advice.check(measured, settings, request)
-            self._warn_of_much(measured, settings)
-            self._hold_to(measured.total - budget.margin(measured.total))
+            self._warn_if_large(measured, settings)
+            self._limit_mlx(measured.total - budget.margin(measured.total))
             return settings.asked.nbytes
         peaks = self._peaks(calls, forward, requests)
         measured = at_work(measured, settings, request, calls, peaks)
@@ -142,7 +126,7 @@ class MemoryPlanner:
                 length,
                 settings.max_model_len,
             )
-        self._hold_to(self._other_engines + budget.room(measured, settings))
+        self._limit_mlx(self._other_engines + budget.room(measured, settings))
         self.most_drafts = budget.most_drafts(measured, settings)
         if self._kind == "metal":
             states = budget.set_aside_for_states(measured, settings, found.left)
@@ -155,25 +139,19 @@ class MemoryPlanner:
         forward: Callable[[], None],
         requests: Callable[[int], Callable[[], None]],
     ) -> Peaks:
-        """Runs the largest steps; see `pool_size`."""
-        # On a CPU, waiting makes a step twice as slow, and MLX is few operations ahead.
+        # On a CPU, waiting doubles a step's time, and MLX runs only a few operations ahead.
         waiting = self._kind == "metal"
         peaks = Peaks(peak_of(forward, waiting))
         if calls.keeps_states:
             _, most = calls.drafted
-            without, drafting = (peak_of(requests(drafts), waiting) for drafts in (0, most))
-            peaks = replace(peaks, requests=without, drafts=drafting)
+            undrafted, drafted = (peak_of(requests(drafts), waiting) for drafts in (0, most))
+            peaks = replace(peaks, requests=undrafted, drafts=drafted)
         return peaks
 
     def without_pool(self, config: VllmConfig, forward: Callable[[], None]) -> None:
-        """Logs the sum of an engine that keeps no K/V, and holds MLX to it.
+        """Logs the budget of an engine without K/V and limits MLX's memory accordingly.
 
-        Args:
-            config: vLLM's.
-            forward: runs its largest forward pass.
-
-        Raises:
-            BudgetError: steps do not fit.
+        `forward` runs the largest forward pass. Raises BudgetError if steps do not fit.
         """
         scheduler, model = config.scheduler_config, config.model_config
         settings = Settings(
@@ -182,7 +160,7 @@ class MemoryPlanner:
             max_num_seqs=scheduler.max_num_seqs,
             max_model_len=model.max_model_len,
         )
-        peak = _rounded(peak_of(forward, waiting=self._kind == "metal"))
+        peak = _round_up(peak_of(forward, waiting=self._kind == "metal"))
         measured = replace(self._at_rest(0, None), forward=peak)
         found = replace(budget.budget_of(measured, settings), result="left: there is no KV pool")
         if found.left < 0:
@@ -192,7 +170,7 @@ class MemoryPlanner:
                 "if it sets the former), or close other programs"
             )
         logger.info("Memory:\n%s", found.table())
-        self._hold_to(self._other_engines + budget.room(measured, settings))
+        self._limit_mlx(self._other_engines + budget.room(measured, settings))
         if self._kind == "metal":
             mx.set_cache_limit(self._cache + peak)
 
@@ -211,14 +189,14 @@ class MemoryPlanner:
             cache=self._cache,
         )
 
-    def _hold_to(self, nbytes: int) -> None:
-        """Has MLX wait for the device, and give buffers back, rather than hold more than this."""
+    def _limit_mlx(self, nbytes: int) -> None:
+        # At this limit MLX waits for the device and frees cached buffers instead of allocating.
         self.limit = nbytes
         before = mx.set_memory_limit(nbytes)
         if self._limit_before is None:
             self._limit_before = before
 
-    def _warn_of_much(self, measured: Measured, settings: Settings) -> None:
+    def _warn_if_large(self, measured: Measured, settings: Settings) -> None:
         share = budget.budget_of(measured, replace(settings, asked=None, most=None))
         assert settings.asked is not None
         if settings.asked.nbytes > share.left:
@@ -230,12 +208,9 @@ class MemoryPlanner:
             )
 
     def check_room(self, nbytes: int) -> None:
-        """Checks that so much can be had that was given back before.
+        """Raises RuntimeError if memory that was released before is no longer available.
 
-        On a CPU, memory that is not there is found out by the system, which ends a process for it.
-
-        Raises:
-            RuntimeError: it cannot.
+        On a CPU, over-allocation is only noticed by the system, which kills the process.
         """
         available = mlx_device.memory(self._kind).available
         if nbytes > available:
@@ -246,7 +221,7 @@ class MemoryPlanner:
             )
 
     def release(self) -> None:
-        """Puts MLX's limits back, and gives its spare buffers to the system."""
+        """Restores MLX's limits and returns its cached buffers to the system."""
         mx.set_cache_limit(self._cache_before)
         if self._limit_before is not None:
             mx.set_memory_limit(self._limit_before)
@@ -254,24 +229,17 @@ class MemoryPlanner:
 
 
 def cache_limit(kind: Device, total: int) -> int:
-    """Bytes of freed buffers that MLX may keep, of `total` that the device may use."""
+    """Bytes of freed buffers that MLX may keep on a device with `total` usable bytes."""
     return CPU_CACHE if kind == "cpu" else int(total * METAL_CACHE_SHARE)
 
 
 def at_work(
     measured: Measured, settings: Settings, request: Request, calls: LargestCalls, peaks: Peaks
 ) -> Measured:
-    """`measured` at rest, and what steps take.
-
-    Args:
-        measured: a device with the networks on it, at rest.
-        settings, request: of the engine.
-        calls: are run and measured here.
-        peaks: of the largest forward passes.
-    """
+    """Adds what steps take to a measurement at rest; runs `calls` to measure them."""
     measured = replace(
         measured,
-        forward=_rounded(peaks.forward),
+        forward=_round_up(peaks.forward),
         sampling=_sampling(calls),
         logits=calls.most_sampled * calls.vocab_size * calls.logit_bytes,
         counts=settings.max_num_seqs * calls.vocab_size * COUNT_BYTES,
@@ -279,32 +247,30 @@ def at_work(
     )
     if (attention := calls.attention) is None:
         return measured
-    # Of contexts that the pool has room for at all; where there is none, all is lost anyway.
+    # Longest context that fits into the pool at all; if none does, `check` rejects it afterwards.
     context = max(budget.longest(measured, settings, request), 1)
-    return replace(measured, attention=_rounded(peak_of(lambda: attention(context))))
+    return replace(measured, attention=_round_up(peak_of(lambda: attention(context))))
 
 
 def _sampling(calls: LargestCalls) -> int:
-    """What sampling takes at most; it is measured of a few rows."""
+    """Extrapolates the peak of sampling from a few rows."""
     if (sampling := calls.sampling) is None:
         return 0
     at_once = min(rows_at_once(calls.vocab_size), calls.most_sampled)
     rows = min(SAMPLED_ROWS, at_once)
-    return _rounded(-(-peak_of(lambda: sampling(rows)) * at_once // rows))
+    return _round_up(-(-peak_of(lambda: sampling(rows)) * at_once // rows))
 
 
 def peak_of(run: Callable[[], None], waiting: bool = True) -> int:
-    """What `run` takes above what there is, in bytes, cached buffers aside.
+    """Peak bytes of `run` above the current memory, excluding cached buffers.
 
-    Args:
-        run: to be measured.
-        waiting: whether MLX waits for each operation. It may be hundreds of them ahead of the
-            device, with the memory of all their outputs, and waits only where its limit is
-            reached (`MemoryPlanner._hold_to`). So the least it can do with is what counts.
+    With `waiting`, MLX waits for each operation. Otherwise it may be hundreds of operations ahead
+    of the device, holding all their outputs, and waits only at its limit
+    (`MemoryPlanner._limit_mlx`); so the least it can do with is the relevant peak.
     """
     mx.synchronize()
     collects = gc.isenabled()
-    gc.disable()  # what earlier objects give back meanwhile would hide as much of the peak
+    gc.disable()  # memory that older objects free meanwhile would hide as much of the peak
     before = mx.get_active_memory()
     limit = mx.set_memory_limit(0) if waiting else None
     mx.reset_peak_memory()
@@ -319,14 +285,14 @@ def peak_of(run: Callable[[], None], waiting: bool = True) -> int:
     return max(mx.get_peak_memory() - before, 0)
 
 
-def _rounded(nbytes: int) -> int:
+def _round_up(nbytes: int) -> int:
     return -(-nbytes // ROUNDING) * ROUNDING
 
 
 def quantized_share(layers: Sequence[StatefulLayer], dtype: mx.Dtype) -> float | None:
-    """What a quantized cache would take of a pool with elements of `dtype`; None: it is one.
+    """Relative size of a quantized cache to one of `dtype`; None if it is quantized already.
 
-    Of layers that keep other state than K/V, a block takes as much in either.
+    Blocks of layers with other state than K/V have the same size in both.
     """
     if dtype in CODE_DTYPES:
         return None

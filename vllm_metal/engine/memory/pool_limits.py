@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caps a KV pool whose size nobody asked for, and reads what else of vLLM's settings counts."""
+"""Limits a KV pool whose size the user did not set; collects the settings a budget needs."""
 
 from __future__ import annotations
 
@@ -16,33 +16,26 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.cache import CacheConfig
 
-#: The CPU device shares memory with everything else on the machine and is for trying things out,
-#: so it takes this much and no more unless --kv-cache-memory-bytes says otherwise.
+#: The CPU device shares memory with everything else on the machine and is meant for trying things
+#: out, so the pool is limited to this unless --kv-cache-memory-bytes is set.
 CPU_POOL_LIMIT = 4 * budget.GIB
-#: The largest pool on Metal: a share of the working set, and so many bytes, unless one request of
-#: --max-model-len takes more, or --gpu-memory-utilization is set. Where the length is what fits,
-#: the share stands, and a request may take more than so many bytes. All of a pool is touched at
-#: start, and after a pause macOS takes some 19 ms a GB to have it in place again (llama.cpp#10119):
-#: 0.6 s for 32. So a larger one is for whoever wants it: 12 GiB, the share of a Mac of 64 GB, are
-#: 85,000 tokens of an 8B model.
+#: The largest default pool on Metal: a share of the working set, limited to this many bytes unless
+#: one request of --max-model-len takes more or --gpu-memory-utilization is set. If the length is
+#: fitted, the share still holds, but a request may exceed the limit in bytes. The whole pool is
+#: touched at start, and after a pause macOS takes some 19 ms per GB to page it in again
+#: (llama.cpp#10119): 0.6 s for 32. So larger pools are opt-in: 12 GiB, the share of a 64 GB Mac,
+#: hold 85,000 tokens of an 8B model.
 METAL_POOL_SHARE = 1 / 4
 METAL_POOL_LIMIT = 32 * budget.GIB
-#: On Macs of up to 16 GB a quarter may be less than a conversation with documents needs: there up
-#: to a half goes to a fitted context of so many tokens. Of 24 GB, Metal recommends 16.
+#: On Macs with up to 16 GB, a quarter may be too little for a conversation with documents: there a
+#: fitted context of this length may take up to half. A 24 GB Mac has a working set of 16.
 SMALL_TOTAL = 14 * budget.GIB
 SMALL_CONTEXT = 16_384
 SMALL_POOL_SHARE = 1 / 2
 
 
 def settings_of(config: VllmConfig, kind: Device, needs: Needs, total: int) -> Settings:
-    """What of vLLM's settings the sum depends on.
-
-    Args:
-        config: vLLM's.
-        kind: of the device.
-        needs: of a pool for the model.
-        total: bytes that the device may use at all.
-    """
+    """Collects vLLM's settings; `total` is the device's usable bytes."""
     cache, scheduler, model = config.cache_config, config.scheduler_config, config.model_config
     asked = None
     if cache.num_gpu_blocks_override is not None:
@@ -59,16 +52,16 @@ def settings_of(config: VllmConfig, kind: Device, needs: Needs, total: int) -> S
         fitted=model.original_max_model_len == -1,
         asked=asked,
         num_drafts=num_drafts(config),
-        # A block of each group is written in a step, and nobody else's.
+        # A step writes one block of each group for every request, which no other request shares.
         request_bytes=needs.groups * needs.block_bytes,
     )
-    return replace(settings, most=_most(cache, kind, settings, needs, total))
+    return replace(settings, most=_default_limit(cache, kind, settings, needs, total))
 
 
-def _most(
+def _default_limit(
     cache: CacheConfig, kind: Device, settings: Settings, needs: Needs, total: int
 ) -> Most | None:
-    """The largest pool that is made unasked."""
+    # vLLM's default utilization means that the user did not choose one.
     if kind == "cpu":
         return Most(CPU_POOL_LIMIT, "on a CPU")
     if cache.gpu_memory_utilization != type(cache).gpu_memory_utilization:

@@ -14,38 +14,30 @@ from vllm_metal.device import sysctl
 
 logger = init_logger(__name__)
 
-#: kern.memorystatus_vm_pressure_level as the kernel numbers it.
+#: Values of kern.memorystatus_vm_pressure_level.
 NORMAL, WARNING, CRITICAL = 1, 2, 4
 NAMES = {WARNING: "low", CRITICAL: "critically low"}
-#: Seconds between two looks at the level, a system call, and between two lines of log about it. At
-#: WARNING, where a Mac of 8 GB is most of the time, buffers are returned no more often than that:
-#: each step would have to allocate its own anew.
+#: Seconds between two reads of the level, each a system call, and between two log lines about it.
+#: At WARNING, the usual level of an 8 GB Mac, buffers are also returned no more often than that:
+#: otherwise each step would have to allocate its buffers anew.
 POLL_EVERY = 1.0
 LOG_EVERY = 60.0
 
 
 class MemoryPressure:
-    """Looks at macOS's level of memory pressure from an engine's steps.
-
-    An idle engine need not look: it takes no more memory.
-    """
+    """Polls macOS's memory pressure from an engine's steps; an idle engine takes no more memory."""
 
     def __init__(
         self,
-        read_level: Callable[[], int] | None = None,
+        read_level: Callable[[], int] | None = None,  # None: the kernel's level, on macOS
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
-        Args:
-            read_level: the level; None: the kernel's, on macOS.
-            clock: seconds.
-        """
         self._read_level = read_level or (read_kernel_level if sys.platform == "darwin" else None)
         self._clock = clock
         self._next_poll = self._next_log = -float("inf")
 
     def poll(self) -> None:
-        """Called every step; looks at the level no more often than POLL_EVERY."""
+        """Called every step; reads the level at most every POLL_EVERY seconds."""
         if self._read_level is None or (now := self._clock()) < self._next_poll:
             return
         self._next_poll = now + POLL_EVERY
@@ -65,5 +57,5 @@ class MemoryPressure:
 
 
 def read_kernel_level() -> int:
-    """The level; NORMAL where it cannot be read. macOS only."""
+    """Reads the kernel's level, or NORMAL if it cannot be read. macOS only."""
     return sysctl.read("kern.memorystatus_vm_pressure_level") or NORMAL

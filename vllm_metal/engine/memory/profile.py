@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the largest steps and calls that a scheduler may ask for, once, to measure their memory."""
+"""Runs the largest steps and calls that a scheduler can ask for, to measure their memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-#: Requests that are measured while they decode: of one, some operations are less.
+#: Requests measured while decoding: with a single one, some operations need less memory.
 DRAFTED = 2
 
 
@@ -40,10 +40,10 @@ def profile_step(
     backend: KVBackend,
     extras: Callable[[Rows], Mapping[str, mx.array]] = lambda rows: {},
 ) -> None:
-    """Runs prompts of max_num_batched_tokens rows, with logits of all that may be sampled.
+    """Runs prompts of max_num_batched_tokens tokens with logits of all that may be sampled.
 
-    The figure of interest is the peak of MLX's memory while it runs; the small pool it needs is
-    part of that and gone afterwards. `extras` gives what modules of the model read of rows besides.
+    Its small pool counts towards the peak and is freed afterwards. `extras` returns further
+    inputs of the model's modules.
     """
     step = LargestStep.of(layers, config, backend)
     _run(parts, step, extras(step.rows))
@@ -56,10 +56,9 @@ def requests_profile(
     backend: KVBackend,
     drafts: int,
 ) -> Callable[[], None]:
-    """What runs two steps of the requests of `drafted`, with so many drafts each.
+    """Returns a function that runs two steps of the requests of `drafted`; their pool exists then.
 
-    The second step has what the first one leaves for it, and leaves as much itself. The pool of
-    both is there already.
+    The second step starts with what the first one leaves behind, and leaves as much itself.
     """
     step = LargestStep.of(layers, config, backend, drafts)
     mx.eval(step.layers.pool_arrays())
@@ -76,7 +75,7 @@ def _run(
 ) -> None:
     inputs = step.rows.inputs.with_extras(extras or {})
     with step.caches() as caches:
-        # Of all rows nobody holds the hidden states, as in a step.
+        # The hidden states are not kept in a variable, as in a step.
         results = step.results(parts, parts.forward_hidden(inputs, caches))
     mx.eval(results)
 
@@ -87,9 +86,9 @@ def profile_layers(
     backend: KVBackend,
     context: int,
 ) -> None:
-    """Runs one layer of each kind over `context` tokens, in the largest calls a step is made of.
+    """Runs one layer of each kind over `context` tokens, in a step's largest calls.
 
-    Only what gathers a context needs more memory for a longer one than `profile_step` had.
+    Only layers that gather a context need more memory than in `profile_step`.
     """
     num_tokens, _ = largest_step(config)
     bounds = StepBounds(
@@ -103,7 +102,7 @@ def profile_layers(
 
 
 def profile_sampling(config: VllmConfig, vocab_size: int, rows: int) -> None:
-    """Samples `rows` requests at once, each with the parameters that need the most memory."""
+    """Samples `rows` requests at once with the parameters that need the most memory."""
     model = config.model_config
     sampler = Sampler(vocab_size, rows, model.logprobs_mode, model.seed)
     most_logprobs = min(max(model.max_logprobs, 0), vocab_size) or None
@@ -116,7 +115,7 @@ def profile_sampling(config: VllmConfig, vocab_size: int, rows: int) -> None:
 
 
 def largest_step(config: VllmConfig) -> tuple[int, mx.array]:
-    """Rows of the largest step, and which of them are sampled ([N] int32)."""
+    """Tokens of the largest step, and the indices of those that are sampled ([N] int32)."""
     scheduler = config.scheduler_config
     most = scheduler.max_num_seqs * config.model_config.max_model_len
     num_tokens = min(scheduler.max_num_batched_tokens, most)
@@ -124,17 +123,15 @@ def largest_step(config: VllmConfig) -> tuple[int, mx.array]:
 
 
 def most_sampled(config: VllmConfig) -> int:
-    """Rows that are sampled in a step, at most: a request's newest token, and its drafts."""
+    """Maximum rows sampled in a step: each request's newest token and its drafts."""
     scheduler = config.scheduler_config
     return min(scheduler.max_num_seqs * (1 + num_drafts(config)), scheduler.max_num_batched_tokens)
 
 
 def drafted(config: VllmConfig) -> tuple[int, int]:
-    """Requests that are measured while they decode, and the most drafts of each.
-
-    What a request takes does not depend on how many there are, and of the most that there may be
-    the states alone may be more than the device has.
-    """
+    """Number of requests to measure while decoding, and the most drafts of each."""
+    # A request takes as much however many there are, and the states of the maximum number might
+    # exceed the device's memory.
     scheduler = config.scheduler_config
     tokens = scheduler.max_num_batched_tokens
     drafts = min(num_drafts(config), tokens - 1)
@@ -142,38 +139,29 @@ def drafted(config: VllmConfig) -> tuple[int, int]:
 
 
 def num_drafts(config: VllmConfig) -> int:
-    """Drafts of a request in a step, at most."""
+    """Maximum drafts of a request in a step."""
     speculation = config.speculative_config
     return speculation.num_speculative_tokens if speculation is not None else 0
 
 
 @dataclass(frozen=True)
 class LargestStep:
-    """A step over a small pool of its own."""
+    """A step with its own small pool."""
 
     layers: PagedLayers
-    rows: Rows  # tokens are zeros, logits those of the rows that are sampled
+    rows: Rows  # all token ids are 0; logits of the sampled rows
     block_tables: BlockTables
-    pools: bool = False  # whether all hidden states are wanted, and no logits
+    pools: bool = False  # whether a pooler needs all hidden states, instead of logits
 
     @staticmethod
     def of(
         layers: Sequence[StatefulLayer],
         config: VllmConfig,
         backend: KVBackend,
-        drafts: int | None = None,
+        drafts: int | None = None,  # per request after a one-token context; None: prompts only
         paced: bool = True,
     ) -> LargestStep:
-        """As few prompts of one network as possible, or the few requests of `drafted`.
-
-        Args:
-            layers: the network's.
-            config: vLLM's.
-            backend: see StatefulLayer.allocate.
-            drafts: of each request, behind a context of a token; None: all rows are of prompts,
-                from their beginning.
-            paced: see PagedLayers.
-        """
+        """Builds a step of as few prompts as possible, or of the few requests of `drafted`."""
         if drafts is None:
             num_tokens, sampled = largest_step(config)
             longest = min(num_tokens, config.model_config.max_model_len)
@@ -191,10 +179,10 @@ class LargestStep:
         num_blocks = begin + num_reqs * width
         tables = BlockTables(1, num_reqs, width)
         for req_idx in range(num_reqs):
-            first = begin + req_idx * width  # a request's states are not kept in block 0
+            first = begin + req_idx * width  # block 0 does not hold a request's states
             tables.replace(req_idx, [range(first, first + width)])
-        places = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
-        positions = (begin + places).astype(np.int32)
+        offsets = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
+        positions = (begin + offsets).astype(np.int32)
         rows = Rows(
             req_indices_np=np.arange(num_reqs, dtype=np.int32),
             query_start_loc_np=starts,
@@ -214,21 +202,17 @@ class LargestStep:
         return LargestStep(paged, rows, tables, pools(config))
 
     def results(self, parts: ModelParts, hidden_states: mx.array) -> mx.array:
-        """What the step computes of its [T, 1, H] hidden states; lazy.
-
-        Returns:
-            [N, V] logits of the rows that are sampled; or [T, H] float32, for a pooler of all rows.
-        """
+        """Lazy [N, V] logits of sampled rows, or [T, H] float32 for a pooler of all rows."""
         if self.pools:
             return hidden_states[:, 0].astype(mx.float32)
         return parts.compute_logits(self.rows.of_logits(hidden_states))
 
     def caches(self) -> AbstractContextManager[list[Any]]:
-        """The layers' caches, for a forward of the rows; see PagedLayers.step."""
+        """The layers' caches for a forward pass; see PagedLayers.step."""
         return self.layers.step(self.rows, self.block_tables)
 
     def next(self) -> LargestStep:
-        """The step after this one, whose forward was built: all of its drafts were accepted."""
+        """The following step, as if all drafts of this one were accepted; its forward is built."""
         rows = self.rows
         starts = rows.query_start_loc_np
         counts = np.diff(starts)
@@ -236,7 +220,7 @@ class LargestStep:
         positions = rows.positions_np + np.repeat(counts, counts)
         following = replace(
             rows,
-            query_start_loc_np=starts.copy(),  # by which a step is known
+            query_start_loc_np=starts.copy(),  # a step is identified by this array
             seq_lens_np=rows.seq_lens_np + counts,
             positions_np=positions,
             positions=mx.array(positions),
@@ -248,13 +232,13 @@ class LargestStep:
 class LargestCalls:
     """The largest attention and sampling calls of a step, run once to measure their memory."""
 
-    attention: Callable[[int], None] | None  # over a context of so many tokens; None: nothing more
-    sampling: Callable[[int], None] | None  # of so many rows; None: nothing is sampled
+    attention: Callable[[int], None] | None  # over a context of n tokens; None: nothing to add
+    sampling: Callable[[int], None] | None  # of n rows; None: nothing is sampled
     vocab_size: int  # 0: nothing is sampled
     most_sampled: int  # rows of a step
-    logit_bytes: int  # of one
+    logit_bytes: int  # of one logit
     drafted: tuple[int, int] = (1, 0)  # see `drafted`
-    keeps_states: bool = False  # whether any layer keeps a state
+    keeps_states: bool = False  # whether any layer is recurrent
 
     @staticmethod
     def of(
@@ -263,14 +247,7 @@ class LargestCalls:
         backend: KVBackend,
         vocab_size: int,
     ) -> LargestCalls:
-        """What an engine with these settings and layers is asked for.
-
-        Args:
-            config: vLLM's.
-            layers: that the process computes.
-            backend: see StatefulLayer.allocate.
-            vocab_size: of logits; 0: the process samples nothing.
-        """
+        """Builds the calls for this process's layers; `vocab_size` 0 if it samples nothing."""
         samples = vocab_size > 0 and not pools(config)
         gathers = any(layer.gathers(backend) for layer in layers)
         return LargestCalls(
@@ -284,31 +261,27 @@ class LargestCalls:
         )
 
     def step_states(self, peaks: Peaks, num_tokens: int) -> StepStates | None:
-        """What requests and drafts take besides; None where no layer keeps states.
+        """Memory of requests and drafts besides their tokens; None without recurrent layers.
 
-        A step is taken for the sum of its parts: rows of prompts, as many as it may have, and what
-        each request and each draft takes beyond a row of them. Memory grows with the drafts of a
-        request as a maximum of lines does, so that a line from none to all of them is above it.
-
-        Args:
-            peaks: that were measured.
-            num_tokens: rows that `peaks.forward` is of.
+        A step is estimated as a sum: prompt tokens (`peaks.forward` has `num_tokens` of them) plus
+        what each request and each draft takes beyond one token. A request's memory grows with its
+        drafts as a maximum of linear functions, which a line from no drafts to all of them bounds.
         """
         if not self.keeps_states:
             return None
         requests, drafts = self.drafted
         row = peaks.forward // num_tokens
-        of_drafts = peaks.drafts - peaks.requests
+        draft_peak = peaks.drafts - peaks.requests
         return StepStates(
             max(-(-peaks.requests // requests) - row, 0),
-            max(-(-of_drafts // (requests * drafts)) - row, 0) if drafts else 0,
+            max(-(-draft_peak // (requests * drafts)) - row, 0) if drafts else 0,
         )
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """What forward passes take at most; bytes."""
+    """Peak bytes of forward passes."""
 
-    forward: int  # of max_num_batched_tokens rows of prompts
-    requests: int = 0  # two steps of the requests of `drafted`, without drafts
-    drafts: int = 0  # the same with all drafts that they may have
+    forward: int  # of max_num_batched_tokens prompt tokens
+    requests: int = 0  # of two steps of the requests of `drafted`, without drafts
+    drafts: int = 0  # the same with the maximum number of drafts

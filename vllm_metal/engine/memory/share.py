@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A device's memory where several workers of one server have it: each has an equal part."""
+"""Splits a device's memory equally between the workers of one server."""
 
 from __future__ import annotations
 
@@ -10,27 +10,25 @@ from vllm_metal.device.mlx_device import MemoryFigures
 
 @dataclass(frozen=True)
 class Share:
-    """One of `workers` equal parts of a device's memory.
+    """One of `workers` equal parts of a device's memory."""
 
-    How much other programs hold is what was there before the first of them started: a worker
-    cannot tell from the system's figures what those beside it have taken meanwhile.
-    """
-
-    workers: int  # whole engines, or ranks that have a part of one model each
-    in_use: int  # bytes of the device that other programs hold
+    workers: int  # whole engines, or ranks of one model
+    # Bytes held by other programs before the first worker started: system-wide figures cannot tell
+    # a worker what its siblings have allocated since.
+    in_use: int
 
     @staticmethod
     def of(workers: int, figures: MemoryFigures) -> Share:
-        """A share of what a device has now, before any of the workers is there."""
+        """A share of a device's current memory, taken before any worker starts."""
         return Share(workers, max(figures.total - figures.available, 0))
 
     def part(self, figures: MemoryFigures) -> MemoryFigures:
-        """What one of the workers may see of a device; what it holds itself stays its own."""
+        """A worker's view of the device; `active` is what it holds itself."""
         total = figures.total // self.workers
         available = max(total - self.in_use // self.workers, 0)
         return MemoryFigures(total=total, available=available, active=figures.active)
 
     @property
     def words(self) -> str:
-        """What follows the name of a device's memory in a sum."""
+        """Suffix to the name of a device's memory in a budget."""
         return f", 1 of {self.workers} parts"

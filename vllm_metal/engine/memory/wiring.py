@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps weights, or weights and KV pool, resident: from macOS 15 on, by MLX's wired limit.
+"""Keeps weights, or weights and KV pool, resident through MLX's wired limit, from macOS 15 on.
 
-macOS lets go of what the GPU has not used for a second or so, and models of more than half of the
-memory have then run at a tenth of their speed (osaurus-ai/vmlx-swift#418), so their weights are
-wired unasked. But what is wired is taken from all other programs: Macs have frozen with all of the
-working set wired (vmlx-swift#421), and panicked where much of it came and went (mlx#3186,
-mlx#3346). Weights do neither; hence `LEFT_FREE`. A process that is killed may leave what it had
-wired until a reboot (omlx#2184), so
-`vllm_metal.patches.vllm_patches.shutdown` waits longer on a Mac.
+macOS evicts what the GPU has not used for about a second; models larger than half of the memory
+have then run at a tenth of their speed (osaurus-ai/vmlx-swift#418), so their weights are wired by
+default. But wired memory is unavailable to all other programs: Macs have frozen with the whole
+working set wired (vmlx-swift#421) and panicked when much wired memory came and went (mlx#3186,
+mlx#3346). Weights do neither; hence `LEFT_FREE`. A killed process may leave its memory wired until
+a reboot (omlx#2184), so `vllm_metal.patches.vllm_patches.shutdown` waits longer on a Mac.
 """
 
 from __future__ import annotations
@@ -22,62 +21,53 @@ from vllm_metal.settings.envs import Device
 logger = init_logger(__name__)
 
 GIB = 2**30
-#: Weights are wired unasked where they take more than this share of the memory,
+#: Weights are wired by default if they take more than this share of the memory
 LARGE_WEIGHTS = 1 / 2
-#: and so much of it, or so many bytes if that is more, stays for all else.
+#: and this share, or this many bytes if that is more, stays free for everything else.
 LEFT_FREE_SHARE = 0.35
 LEFT_FREE = 8 * GIB
-#: Metal has smaller arrays in whole pages, and MLX counts their bytes.
+#: Metal allocates smaller arrays in whole pages, and MLX counts the arrays' bytes.
 _PAGE = 16384
-#: MLX keeps the smallest arrays in one buffer (heap_size_ of its allocator, 1 MiB).
+#: MLX keeps its smallest arrays in one buffer (heap_size_ of its allocator, 1 MiB).
 _HEAP = 1 << 20
-#: Of a layer: quantized values and their scales, of K and of V.
+#: Per layer: quantized values and their scales, for K and V.
 MOST_POOL_ARRAYS = 4
 
 
 class Wiring:
-    """What of a process's memory is wired, from its first pool until it ends."""
+    """The wired part of a process's memory, from its first pool until it ends."""
 
-    def __init__(self, kind: Device, asked: bool | None, alone: bool) -> None:
-        """
-        Args:
-            kind: of the device.
-            asked: the setting `wire_memory`; None: large weights alone are wired.
-            alone: whether no other worker of the server shares the machine.
-        """
+    def __init__(
+        self,
+        kind: Device,
+        asked: bool | None,  # the setting `wire_memory`; None: only large weights are wired
+        alone: bool,  # no other worker of the server shares the machine
+    ) -> None:
         self._can = mlx_device.can_wire(kind)
         self._asked = asked
         self._alone = alone
-        self._before: int | None = None  # MLX's limit; None: nothing is wired by us
+        self._before: int | None = None  # MLX's limit before; None: nothing is wired by us
 
     def weights(self, num_arrays: int) -> None:
-        """Wires weights where they are large; call it before there is a pool.
-
-        Args:
-            num_arrays: arrays that they are.
-        """
+        """Wires large weights, given as `num_arrays` arrays; call it before a pool exists."""
         if self._asked is None and self._can and self._alone:
             weights = mx.get_active_memory()
             if is_large(psutil.virtual_memory().total, weights):
                 self._wire(num_arrays, "weights")
 
     def everything(self, num_arrays: int) -> None:
-        """Wires weights and pool, and what is made in their place, where the setting asks for it.
-
-        Args:
-            num_arrays: arrays that they are.
-        """
+        """Wires weights and pool (`num_arrays` arrays), and their successors, if configured."""
         if self._asked:
             self._wire(num_arrays, "weights and KV pool")
 
     def release(self) -> None:
-        """Lets the system move memory again, as before."""
+        """Restores MLX's limit, so that the system may evict memory again."""
         if self._before is not None:
             mx.set_wired_limit(self._before)
             self._before = None
 
     def _wire(self, num_arrays: int, what: str) -> None:
-        """MLX wires its buffers in no order, spare ones too, as long as the limit has room."""
+        # MLX wires buffers in any order, also cached ones, as long as the limit has room.
         mx.clear_cache()
         held = mx.get_active_memory()
         try:
@@ -99,18 +89,13 @@ class Wiring:
                 what,
             )
             return
-        way_out = ""
+        hint = ""
         if self._asked is None:
-            way_out = "; --additional-config '{\"wire_memory\": false}' leaves them to macOS"
-        logger.info("%.2f GiB are wired: %s%s", held / GIB, what, way_out)
+            hint = "; --additional-config '{\"wire_memory\": false}' leaves them to macOS"
+        logger.info("%.2f GiB are wired: %s%s", held / GIB, what, hint)
 
 
 def is_large(memory: int, weights: int) -> bool:
-    """Whether weights are wired unasked.
-
-    Args:
-        memory: bytes of the machine.
-        weights: bytes.
-    """
+    """Whether weights are wired by default, on a machine with `memory` bytes."""
     left = memory - weights
     return weights > memory * LARGE_WEIGHTS and left >= max(LEFT_FREE, memory * LEFT_FREE_SHARE)
