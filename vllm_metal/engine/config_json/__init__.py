@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges config.json: whether each key is computed as it asks."""
+"""Checks config.json: whether each key is computed as it asks."""

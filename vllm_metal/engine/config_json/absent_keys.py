@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that config.json and the reference do not share with mlx-lm's module.
+"""Values of keys that config.json omits, and keys that only mlx-lm's module reads.
 
-A key that config.json leaves out has the default of transformers' class, which may differ from the
-module's. A key that only the module reads changes nothing in the reference.
+An omitted key takes the default of transformers' class, which may differ from the module's. A key
+that only the module reads has no effect in the reference.
 """
 
 from __future__ import annotations
@@ -28,28 +28,24 @@ Fields = Iterable["dataclasses.Field[Any]"]
 def values(
     config: Config, module: str, fields: Fields, reference: Reference
 ) -> tuple[dict[str, Any], set[str]]:
-    """Values of absent keys by the reference, and the keys of config.json that state them.
+    """Returns omitted keys with the reference's values, and the keys of config.json used for them.
 
-    Args:
-        config: of config.json, or its text_config.
-        module: of mlx-lm, that reads it.
-        fields: of the module's `ModelArgs`.
-        reference: of the model.
+    `fields` are those of the module's `ModelArgs`.
     """
     found: dict[str, Any] = {}
     used: set[str] = set()
-    without = {*rope_keys.KEYS, *inert_keys.OF_MODULE.get(module, ())}
+    skipped = {*rope_keys.KEYS, *inert_keys.OF_MODULE.get(module, ())}
     names = {**reference.aliases, **{key: other for other, key in reference.aliases.items()}}
     for field in fields:
         key = field.name
         if key in config:
             if config[key] is None and isinstance(reference.declared.get(key), bool):
-                found[key] = False  # modules may take null for no word on it
+                found[key] = False  # modules may treat null like an omitted key
             continue
         if config.get(names.get(key, "")) is not None:
             found[key] = config[names[key]]
             used.add(names[key])
-        elif key not in without:
+        elif key not in skipped:
             declared = next((k for k in (key, names.get(key)) if k in reference.declared), None)
             if declared is not None and reference.declared[declared] != _default(field):
                 found[key] = reference.declared[declared]
@@ -57,26 +53,20 @@ def values(
         stated = found.get("num_key_value_heads", config.get("num_key_value_heads"))
         heads = found.get("num_attention_heads", config.get("num_attention_heads"))
         if stated is None and heads is not None:
-            found["num_key_value_heads"] = heads  # as all of transformers' classes have it
+            found["num_key_value_heads"] = heads  # the default of all transformers' classes
     return found, used
 
 
-#: Keys that state a rope's base, or its share.
+#: Keys for a rope's base, and for the share of each head that it rotates.
 _THETAS = ("rope_theta", "rotary_emb_base", "rope_local_base_freq", "swa_rope_theta")
 _SHARES = ("partial_rotary_factor", "rotary_pct", "rope_pct", "rotary_dim", "qk_rope_head_dim")
 
 
 def rope(config: Config, module: str, read: set[str], reference: Reference) -> dict[str, Any]:
-    """Keys of a rope that config.json does not state, as transformers' class takes them.
-
-    Args:
-        config: of config.json, or its text_config.
-        module: of mlx-lm, that reads it.
-        read: keys that the module reads.
-        reference: of the model.
+    """Returns omitted RoPE keys with the values of transformers' class.
 
     Raises:
-        ModelLoadError: the class has defaults by type of layers, which are not read.
+        ModelLoadError: the class has defaults by layer type, and config.json sets others.
     """
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not reference.is_complete or not read & {*_THETAS, *rope_keys.KEYS}:
@@ -95,12 +85,12 @@ def rope(config: Config, module: str, read: set[str], reference: Reference) -> d
                 f"with mlx-lm's module {module!r}: layers differ in them. State rope_parameters"
             )
     found: dict[str, Any] = {}
-    for key, usual in (("rope_theta", _THETAS), ("partial_rotary_factor", _SHARES)):
+    for key, default_names in (("rope_theta", _THETAS), ("partial_rotary_factor", _SHARES)):
         own = reference.rope_names.get(key)
-        names: tuple[str, ...] = usual if own is None else (own,)
+        names: tuple[str, ...] = default_names if own is None else (own,)
         if parameters.get(key) is None and all(config.get(name) is None for name in names):
             if key == "partial_rotary_factor" and key in config and key in names:
-                found[key] = 1.0  # null; the class's default is that of an absent key
+                found[key] = 1.0  # null; the class's default is for an omitted key only
             elif key in reference.rope:
                 found[key] = reference.rope[key]
             elif key == "rope_theta":
@@ -109,7 +99,7 @@ def rope(config: Config, module: str, read: set[str], reference: Reference) -> d
                     f"mlx-lm's module {module!r}: layers differ in them. State rope_parameters"
                 )
     local = "rope_local_base_freq"
-    if local in reference.rope:  # of layers with windows; modules read both by these names
+    if local in reference.rope:  # of sliding-window layers; modules read both by these names
         if local in read and config.get(local) is None:
             found[local] = reference.rope[local]
     elif found or ("rope_parameters" in read and not parameters):
@@ -125,18 +115,14 @@ def check(
     changed: Mapping[str, Any],
     reference: Reference,
 ) -> None:
-    """Checks the keys that mlx-lm's module reads and the reference does not.
+    """Checks keys that mlx-lm's module reads and a complete reference does not.
 
     Args:
-        config: of config.json, or its text_config.
-        module: of mlx-lm, that reads it.
-        args: its `ModelArgs`.
-        changed: keys that have another value already.
-        reference: of the model.
+        args: the module's `ModelArgs`.
+        changed: keys whose value is replaced anyway.
 
     Raises:
-        ModelLoadError: a key has another value than the module's default, and the reference, which
-            is complete, does not read it.
+        ModelLoadError: such a key differs from the module's default.
     """
     if not reference.is_complete:
         return

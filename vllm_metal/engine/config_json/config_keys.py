@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which keys of a config.json are read, and by whom; what nobody reads refuses the model.
+"""Finds keys of config.json that mlx-lm's module does not read and rejects those with an effect.
 
-mlx-lm drops the keys that a module does not name. One of them may say what the model computes, and
-tomorrow's files have keys that nobody knows today.
+mlx-lm drops keys that a module does not name. Such a key may determine what the model computes,
+and future files will have keys unknown today.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from vllm_metal.identity.model_files import ModelLoadError
 
 logger = init_logger(__name__)
 
-_LONGEST_VALUE = 60  # characters of one in a message
-_LONGEST_LIST = 60  # characters of the names of files
-#: A key that transformers' shared code reads of all families.
+_LONGEST_VALUE = 60  # characters of a value in a message
+_LONGEST_LIST = 60  # characters of a list of file names
+#: A key that transformers' shared code reads for all families.
 _CHUNK = "attention_chunk_size"
 #: Keys that mlx-lm's `load_model` reads.
 _LOADER = frozenset(("model_file", "model_type", "quantization", "quantization_config"))
@@ -39,8 +39,8 @@ _PATCHES: Mapping[str, frozenset[str]] = {
     "gpt_neox": frozenset(("hidden_act",)),
     "starcoder2": frozenset(("hidden_act",)),
 }
-#: What modules take apart of a key whose value is a mapping, and the values of the rest that they
-#: compute. Others hand it on whole.
+#: Parts of mapping-valued keys that modules read, and the values of the remaining parts that they
+#: compute (`...`: any). Other modules pass the mapping on whole.
 _NESTED: Mapping[tuple[str, str], tuple[frozenset[str], Mapping[str, Any]]] = {
     ("dbrx", "attn_config"): (frozenset(("clip_qkv", "kv_n_heads", "rope_theta")), {}),
     ("dbrx", "ffn_config"): (
@@ -67,14 +67,11 @@ Path = tuple[str, ...]
 def unread(
     config: Config, module: str, read: set[str], used: set[str], reference: Reference
 ) -> dict[Path, Any]:
-    """Keys that the module does not read and the reference may, with what stands there; by path.
+    """Returns keys by path that the module does not read and the reference may.
 
     Args:
-        config: of config.json, or its text_config.
-        module: of mlx-lm, that reads it.
-        read: fields of its `ModelArgs`.
-        used: keys from which others were made that it reads.
-        reference: of the model.
+        read: fields of the module's `ModelArgs`.
+        used: keys from which keys that it reads were derived.
     """
     beside_text = "text_config" in read
     text = config.get("text_config") or {}
@@ -88,23 +85,25 @@ def unread(
             continue
         if implied_values.must_follow(config, module, key):
             found[(key,)] = value
-        elif key in known or _says_again(config, key):
-            found |= {(key, *path): each for path, each in _inside(config, module, key).items()}
+        elif key in known or _repeats_rope(config, key):
+            found |= {
+                (key, *path): each for path, each in _unread_nested(config, module, key).items()
+            }
         elif not (
             inert_keys.is_inert(key, module, beside_text)
             or implied_values.is_implied(config, module, key)
             or reference.is_default(key, value)
             or key in reference.beside_text
-            or (beside_text and _is_of_images(config, key, reference))
+            or (beside_text and _repeats_other_part(config, key, reference))
             or (key == _CHUNK and _has_no_chunks(config, reference))
-            or (key in text and text[key] == value)  # written twice
+            or (key in text and text[key] == value)  # repeated in text_config
         ):
             found[(key,)] = value
     return found
 
 
-def _is_of_images(config: Config, key: str, reference: Reference) -> bool:
-    """Whether a key around the text model says again what stands in a part beside it."""
+def _repeats_other_part(config: Config, key: str, reference: Reference) -> bool:
+    """Whether a top-level key repeats a value of a non-text part, such as vision_config."""
     parts = [config.get(name) for name in reference.beside_text]
     return key not in reference.declared and any(
         isinstance(part, Mapping) and part.get(key) == config[key] for part in parts
@@ -112,18 +111,18 @@ def _is_of_images(config: Config, key: str, reference: Reference) -> bool:
 
 
 def _has_no_chunks(config: Config, reference: Reference) -> bool:
-    """Whether no layer attends to chunks, by layer types of a class that has no chunks itself."""
+    """Whether no layer uses chunked attention, in a class with layer types but no chunk size."""
     kinds = config.get("layer_types") or ()
     return reference.has_types_of_layers(_CHUNK) and "chunked_attention" not in kinds
 
 
-def _says_again(config: Config, key: str) -> bool:
-    """Whether a key has what the rope's parameters have, which are read."""
+def _repeats_rope(config: Config, key: str) -> bool:
+    """Whether a key repeats a value of the RoPE parameters, which are read."""
     return key in OF_THEIR_OWN and config[key] == rope(config).get(key)
 
 
-def _inside(config: Config, module: str, key: str) -> dict[Path, Any]:
-    """Keys within a mapping that nobody reads, by path, and their values."""
+def _unread_nested(config: Config, module: str, key: str) -> dict[Path, Any]:
+    """Returns keys within a mapping that the module does not read, by path."""
     value = config[key]
     if not isinstance(value, Mapping):
         return {}
@@ -151,17 +150,10 @@ def judge(
     reference: Reference,
     library: str = "mlx-lm",
 ) -> None:
-    """Logs the keys that the reference does not read either, and rejects the others.
-
-    Args:
-        found: keys that the module does not read, by path.
-        module: that reads the file.
-        config: of config.json.
-        reference: of the model.
-        library: of the module.
+    """Logs keys that the reference does not read either and rejects the others.
 
     Raises:
-        ModelLoadError: the reference reads some of them, or there is no reference.
+        ModelLoadError: the reference reads some of `found`, or there is no reference.
     """
     ignored = [path for path in found if not reference.reads(path[-1])]
     if ignored:
@@ -170,27 +162,27 @@ def judge(
             config.get("model_type"),
             ", ".join(map(".".join, ignored)),
         )
-    if meant := {path: value for path, value in found.items() if path not in ignored}:
+    if effective := {path: value for path, value in found.items() if path not in ignored}:
         raise ModelLoadError(
             f"config.json has keys that {library}'s module {module!r} does not read: "
-            + _rejection(meant, module, config, reference)
+            + _rejection(effective, module, config, reference)
         )
 
 
 def _rejection(found: Mapping[Path, Any], module: str, config: Config, reference: Reference) -> str:
-    named = ", ".join(_named(path, value, module, config) for path, value in found.items())
+    named = ", ".join(_describe(path, value, module, config) for path, value in found.items())
     readers = shorten(", ".join(reference.files), _LONGEST_LIST)
     reason = f"read by {readers}" if readers else "no reference implementation is installed"
     return (
         f"{named} ({reason}). To serve the model as if they were not there, pass "
-        f"--hf-overrides '{json.dumps(_without(list(found), config))}'"
+        f"--hf-overrides '{json.dumps(_removal_overrides(list(found), config))}'"
     )
 
 
-def _named(path: Path, value: Any, module: str, config: Config) -> str:
-    """A key, its value, and the keys that the value does not follow from."""
-    of = implied_values.sources(config, module, path[0]) if len(path) == 1 else ()
-    why = f", which does not follow from {', '.join(of)}" if of else ""
+def _describe(path: Path, value: Any, module: str, config: Config) -> str:
+    """Describes a key: its path, its value and the keys that determine the expected value."""
+    determined_by = implied_values.sources(config, module, path[0]) if len(path) == 1 else ()
+    why = f", which does not follow from {', '.join(determined_by)}" if determined_by else ""
     return f"{'.'.join(path)} ({_short(value)}{why})"
 
 
@@ -198,16 +190,17 @@ def _short(value: Any) -> str:
     return shorten(json.dumps(value, default=repr), _LONGEST_VALUE, placeholder=" ...")
 
 
-def _without(paths: Sequence[Path], config: Config) -> dict[str, Any]:
-    """What takes the keys away. Of a rope it says all the rest too: vLLM replaces it as a whole."""
-    nothing: dict[str, Any] = {}
+def _removal_overrides(paths: Sequence[Path], config: Config) -> dict[str, Any]:
+    """Returns --hf-overrides that remove the keys."""
+    # vLLM replaces RoPE parameters as a whole, so they are repeated without the removed ones.
+    overrides: dict[str, Any] = {}
     for path in paths:
-        inner, stated = nothing, config
+        inner, stated = overrides, config
         for key in path[:-1]:
             stated = stated[key]
-            if key in rope_keys.KEYS:  # the loader makes one rope of both names
+            if key in rope_keys.KEYS:  # the loader merges both names into rope_parameters
                 inner = inner.setdefault("rope_parameters", dict(stated))
             else:
                 inner = inner.setdefault(key, {})
         inner[path[-1]] = None
-    return nothing
+    return overrides

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a config.json asks for that mlx-lm's module does not compute: it is refused by name."""
+"""Rejects settings of config.json that mlx-lm's module does not compute."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from vllm_metal.engine.config_json.rope_parameters import (
 )
 from vllm_metal.identity.model_files import ModelLoadError
 
-#: Modules that take all of `rope_parameters` by themselves.
+#: Modules that read `rope_parameters` themselves.
 READ_ROPE = names(
     "gemma4_text glm_moe_dsa laguna mellum minimax_m3_vl ministral3 mistral4 muse_glimmer "
     "muse_spark qwen3 qwen3_5 spark2_5"
 )
-#: Modules that rotate whole heads, whatever share the config says; see `patches.plain_ropes`.
+#: Modules that rotate whole heads whatever share is configured; see `patches.plain_ropes`.
 PARTIAL = frozenset(("glm",))
-#: Keys that hold the theta of layers with windows.
+#: Keys for the theta of sliding-window layers.
 _LOCAL_THETA = ("rope_local_base_freq", "swa_rope_theta")
-#: Modules that scale the rope of layers without windows only.
+#: Modules that scale only the RoPE of layers without sliding windows.
 _LOCAL_PLAIN = frozenset(("gemma3_text", "gemma3n", "gear", "olmo3"))
-#: Types of scaled ropes that modules compute which make their own. The others call mlx-lm's
-#: `initialize_rope`, which refuses those it does not know.
+#: Types of scaled RoPE computed by modules that build their own. The others call mlx-lm's
+#: `initialize_rope`, which rejects types it does not know.
 _TYPES: Mapping[str, frozenset[str]] = {
     "deepseek": frozenset(("linear",)),
     "gemma3n": frozenset(),
@@ -43,19 +43,19 @@ _TYPES: Mapping[str, frozenset[str]] = {
     "phi3": frozenset(("linear", "longrope", "su")),
     "phimoe": frozenset(("longrope", "su")),
 }
-#: Modules that need a scaling.
+#: Modules that require a scaled RoPE.
 _SCALED = frozenset(("deepseek_v2", "minicpm3"))
-#: Modules that read no scaling, or read it and do not compute it, and whose rope can be replaced by
-#: one that is scaled; see `patches.plain_ropes`.
+#: Modules that do not read or compute a scaling, but have RoPE modules that can be replaced by
+#: scaled ones; see `patches.plain_ropes`.
 UNSCALED = names(
     "cohere cohere2 dots1 ernie4_5 ernie4_5_moe gemma gemma2 glm4_moe helium llama4_text mixtral "
     "qwen2_moe qwen3_moe solar_open starcoder2"
 )
-#: Keys that name an activation.
+#: Keys for an activation's name.
 _ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
 _SILU = frozenset(("silu", "swish"))
 _GELU_TANH = frozenset(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh"))
-#: Activations that modules compute which do not read their name.
+#: Activations computed by modules that do not read the name.
 _ACTIVATIONS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(
         names(
@@ -81,29 +81,23 @@ _ACTIVATIONS: Mapping[str, frozenset[str]] = {
     ),
     "recurrent_gemma": _GELU_TANH,
 }
-#: The share of a head that modules rotate which do not read it.
+#: Share of each head rotated by modules that do not read it.
 _ROTATED = {"recurrent_gemma": 0.5}
 
 
 def keys(module: str) -> set[str]:
-    """Keys whose values `check` looks at, whether or not the module reads them."""
-    of_rope = (
+    """Keys that `check` examines, whether or not the module reads them."""
+    rope_keys = (
         () if module in READ_ROPE else ("partial_rotary_factor", "rope_parameters", "rope_scaling")
     )
-    return {*of_rope, *(_ACTIVATION_KEYS if module in _ACTIVATIONS else ())}
+    return {*rope_keys, *(_ACTIVATION_KEYS if module in _ACTIVATIONS else ())}
 
 
 def check(config: Config, module: str, read: set[str]) -> None:
-    """Looks at what the module computes one way only, at the activation and at the ropes.
-
-    Args:
-        config: of config.json.
-        module: of mlx-lm, that reads it.
-        read: keys that the module reads.
+    """Checks activation, RoPE, and settings with a single supported value.
 
     Raises:
-        ModelLoadError: the config asks for what the module does not compute, or says two things of
-            one key.
+        ModelLoadError: the module does not compute a setting, or the config contradicts itself.
     """
     fixed_values.check(config, module)
     _check_activation(config, module, read)
@@ -114,10 +108,6 @@ def check(config: Config, module: str, read: set[str]) -> None:
 
 
 def _check_activation(config: Config, module: str, read: set[str]) -> None:
-    """
-    Raises:
-        ModelLoadError: the config names an activation that the module does not compute.
-    """
     computed = _ACTIVATIONS.get(module)
     if computed is None:
         return
@@ -130,10 +120,7 @@ def _check_activation(config: Config, module: str, read: set[str]) -> None:
 
 
 def _check_blocks(config: Config) -> None:
-    """
-    Raises:
-        ModelLoadError: a block of nemotron-nas has a window or sinks, which its module drops.
-    """
+    # Blocks of nemotron-nas: mlx-lm's module drops their windows and sinks.
     for index, block in enumerate(config.get("block_configs") or ()):
         for part in ("attention", "ffn"):
             for key in ("window_length", "num_sink_tokens", "sparsify"):
@@ -145,10 +132,7 @@ def _check_blocks(config: Config) -> None:
 
 
 def _check_agreement(config: Config, read: set[str]) -> None:
-    """
-    Raises:
-        ModelLoadError: the config says two things of the rope.
-    """
+    # transformers writes these keys both at the top level and in rope_parameters.
     for key in (*OF_THEIR_OWN, *(read & {"original_max_position_embeddings"})):
         given, stated = config.get(key), rope(config).get(key)
         if given is not None and stated is not None and given != stated:
@@ -159,10 +143,6 @@ def _check_agreement(config: Config, read: set[str]) -> None:
 
 
 def _check_rope(config: Config, module: str, read: set[str]) -> None:
-    """
-    Raises:
-        ModelLoadError: the config says something of the rope that the module drops.
-    """
     parameters = config.get("rope_parameters") or {}
     rope_type = (scaling(config) or {}).get("rope_type", "default")
     if rope_type == "default" and module in _SCALED:
@@ -188,11 +168,7 @@ def _check_rope(config: Config, module: str, read: set[str]) -> None:
 
 
 def _check_types(parameters: Config, module: str, read: set[str]) -> None:
-    """Refuses ropes by layer type of which the module computes fewer.
-
-    Raises:
-        ModelLoadError: a layer type has parameters of its own that mlx-lm does not read.
-    """
+    """Rejects RoPE parameters of a layer type that the module does not compute separately."""
     whole = parameters.get("full_attention") or {}
     theta, scaled = whole.get("rope_theta"), scaling_of({"rope_parameters": whole})
     share = whole.get("partial_rotary_factor")
@@ -209,9 +185,9 @@ def _check_types(parameters: Config, module: str, read: set[str]) -> None:
             "partial_rotary_factor": own.get("partial_rotary_factor"),
             "rope_type": scaling_of({"rope_parameters": own}),
         }
-        lost = [key for key in computed if computed[key] != stated[key]]
-        if lost:
+        uncomputed = [key for key in computed if computed[key] != stated[key]]
+        if uncomputed:
             raise ModelLoadError(
-                f"rope_parameters of config.json set a different {', '.join(lost)} for "
+                f"rope_parameters of config.json set a different {', '.join(uncomputed)} for "
                 f"{layer_type} layers, which mlx-lm's module {module!r} does not support"
             )

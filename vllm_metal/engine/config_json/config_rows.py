@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that mlx-lm's modules read, and what they follow from in files that have other words.
+"""Keys that mlx-lm's modules read, derived from other keys of config.json.
 
-transformers 5 renamed keys, and left out what follows from others: most modules then take their own
-default. Each row gives one key that modules read from what a config.json says instead.
+transformers 5 renamed keys and omits derivable ones, for which most modules take their own default.
+Each row derives one key that modules read.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from vllm_metal.engine.config_json.rope_parameters import (
 )
 from vllm_metal.identity.model_files import ModelLoadError
 
-#: The value of a key that is to be None.
+#: Sets a key to None.
 NOTHING = object()
 
 
 @dataclass(frozen=True)
 class Row:
-    """A key that modules read, and what it follows from."""
+    """A key that modules read and how to derive it."""
 
     key: str
-    value: Callable[[Config], Any]  # None: the config says nothing of it
-    families: tuple[str, ...] = ()  # modules of mlx-lm; none: all that read the key
-    always: bool = False  # also where the config has the key, in other words or stale
-    no_default: bool = False  # of modules only that demand the key; others know better
+    value: Callable[[Config], Any]  # returns None if the config does not determine it
+    families: tuple[str, ...] = ()  # modules of mlx-lm; empty: all that read the key
+    always: bool = False  # even if the config has the key, which may be stale or in other words
+    no_default: bool = False  # only for modules that require the key; others have a better default
 
 
-def _of_rope(key: str, layer_type: str = "full_attention") -> Callable[[Config], Any]:
+def _from_rope(key: str, layer_type: str = "full_attention") -> Callable[[Config], Any]:
     return lambda config: rope(config, layer_type).get(key)
 
 
-def _renamed(key: str) -> Callable[[Config], Any]:
+def _copy_of(key: str) -> Callable[[Config], Any]:
     return lambda config: config.get(key)
 
 
@@ -50,22 +50,18 @@ def _head_dim(config: Config) -> int | None:
 
 
 def _window_letters(config: Config) -> Any:
-    """A letter a layer: L with a window, G without.
-
-    Raises:
-        ModelLoadError: all layers are of one type where there is a window.
-    """
+    """One letter per layer: L with a sliding window, G without; rejects a single layer type."""
     types, window = config.get("layer_types"), config.get("sliding_window")
     every = config.get("sliding_window_pattern")
     if types:
         letters = "".join("G" if kind == "full_attention" else "L" for kind in types)
-    elif isinstance(every, int):  # of so many layers, the last has no window
+    elif isinstance(every, int):  # the last of every so many layers has no window
         layers = range(1, config.get("num_hidden_layers", 0) + 1)
         letters = "".join("L" if window and index % every else "G" for index in layers)
     else:
         return None
     if "L" not in letters and window is None:
-        return NOTHING  # as it turns layers then whatever their type
+        return NOTHING  # the module then applies RoPE in all layers, whatever their type
     if len(set(letters)) == 1:
         raise ModelLoadError(
             "layer_types and sliding_window_pattern of config.json have all layers "
@@ -75,14 +71,12 @@ def _window_letters(config: Config) -> Any:
     return letters
 
 
-def _layers_with_attention(config: Config) -> list[int]:
-    """Layers of LFM2 that are not convolutions: all, where the config does not say.
-
-    Raises:
-        ModelLoadError: there are layers of one type only.
-    """
+def _lfm2_attention_layers(config: Config) -> list[int]:
+    """LFM2's attention layers (by default all); rejects configs with a single layer type."""
     stated, count = config.get("full_attn_idxs"), config["num_hidden_layers"]
-    layers = _whole_layers(config) or (list(range(count)) if stated is None else list(stated))
+    layers = _full_attention_layers(config) or (
+        list(range(count)) if stated is None else list(stated)
+    )
     if len(layers) in (0, count):
         raise ModelLoadError(
             "layer_types of config.json, or their absence, make all layers of one type: mlx-lm's "
@@ -91,8 +85,8 @@ def _layers_with_attention(config: Config) -> list[int]:
     return layers
 
 
-def _whole_layers(config: Config) -> list[int] | None:
-    """Layers without a window; None where the config does not say."""
+def _full_attention_layers(config: Config) -> list[int] | None:
+    """Indices of full-attention layers; None if the config does not say."""
     types = config.get("layer_types")
     if not types:
         return None
@@ -105,11 +99,7 @@ def _sparse_layers(config: Config) -> list[bool] | None:
 
 
 def _num_dense_layers(config: Config) -> int | None:
-    """How many layers come before those of experts.
-
-    Raises:
-        ModelLoadError: there are dense ones behind them.
-    """
+    """Number of leading dense layers; rejects dense layers after expert layers."""
     sparse = _sparse_layers(config)
     if sparse is None:
         return None
@@ -122,18 +112,18 @@ def _num_dense_layers(config: Config) -> int | None:
     return count
 
 
-def _always(value: Any) -> Callable[[Config], Any]:
+def _constant(value: Any) -> Callable[[Config], Any]:
     return lambda config: value
 
 
-def _kinds_of_granite(config: Config) -> list[str] | None:
+def _granite_layer_types(config: Config) -> list[str] | None:
     names = {"linear_attention": "mamba", "full_attention": "attention"}
     types = config.get("layer_types")
     return [names.get(kind, kind) for kind in types] if types else None
 
 
-def _rotates(config: Config) -> str:
-    """Granite hybrids turn queries and keys where config.json says so; null and no word are no."""
+def _position_embedding_type(config: Config) -> str:
+    # Granite hybrids apply RoPE only if config.json says so; null or an omitted key mean no.
     stated = config.get("position_embedding_type")
     return str(stated) if stated in ("rope", "nope") else "nope"
 
@@ -157,29 +147,29 @@ def _layers_of_experts(config: Config) -> list[int] | None:
     return None if sparse is None else [int(each) for each in sparse]
 
 
-def _share_of_whole_layers(config: Config) -> Any:
-    """Where ropes differ by layer type, each says its own share."""
+def _no_shared_factor(config: Config) -> Any:
+    # If RoPE differs by layer type, each type's parameters have their own share.
     return NOTHING if by_layer_type(config.get("rope_parameters") or {}) else None
 
 
-def _head_dim_of_whole_layers(config: Config) -> int | None:
-    """transformers 5 says it layer by layer; layers of one kind have one."""
+def _full_attention_head_dim(config: Config) -> int | None:
+    # transformers 5 sets it per layer; all layers of one type have the same.
     changed, size = config.get("per_layer_config"), config.get("head_dim")
     if changed is None:
         return None
-    for index in _whole_layers(config) or ():
+    for index in _full_attention_layers(config) or ():
         size = (changed.get(str(index)) or {}).get("head_dim", size)
     return size
 
 
-def _expanded(config: Config) -> int | None:
-    """Channels of Mamba 2, whose class of transformers' has them by a factor."""
+def _expanded_width(config: Config) -> int | None:
+    # transformers' Mamba 2 class has a factor in place of the width.
     factor, size = config.get("expand"), config.get("hidden_size")
     return int(factor * size) if factor and size else None
 
 
 def _last_layer_of_experts(config: Config) -> int | None:
-    """The last of all, which -1 stands for in transformers' class."""
+    # In transformers' class, -1 stands for the last layer.
     last = config.get("moe_layer_end_index")
     return config["num_hidden_layers"] - 1 if last == -1 else last
 
@@ -198,12 +188,12 @@ def _rotated_width(config: Config) -> int | None:
     return int(size * rotated_share(config)) if size else None
 
 
-def _delta_attention(config: Config) -> dict[str, Any] | None:
-    """Layers are counted from 1 here."""
+def _kimi_linear_attention(config: Config) -> dict[str, Any] | None:
+    """Kimi Linear's attention settings, whose layers are counted from 1."""
     types = config.get("layer_types")
     if not types:
         return None
-    whole = [index + 1 for index in _whole_layers(config) or ()]
+    whole = [index + 1 for index in _full_attention_layers(config) or ()]
     return {
         "full_attn_layers": whole,
         "kda_layers": [n for n in range(1, len(types) + 1) if n not in whole],
@@ -213,12 +203,8 @@ def _delta_attention(config: Config) -> dict[str, Any] | None:
     }
 
 
-def _attention_of_dbrx(config: Config) -> dict[str, Any] | None:
-    """Older files have the rope's base in here.
-
-    Raises:
-        ModelLoadError: the config says two of them.
-    """
+def _dbrx_attention(config: Config) -> dict[str, Any] | None:
+    """Adds the rope's base, which older files have here; rejects two different ones."""
     own, theta = config.get("attn_config"), rope(config).get("rope_theta")
     if own is None or theta is None:
         return None
@@ -230,13 +216,13 @@ def _attention_of_dbrx(config: Config) -> dict[str, Any] | None:
     return {**own, "rope_theta": theta}
 
 
-def _vocabulary_of_text(config: Config) -> int | None:
-    """mlx-lm's module of the whole model reads it beside the text's own configuration."""
+def _text_vocab_size(config: Config) -> int | None:
+    # mlx-lm's multimodal module reads it in addition to the text configuration.
     return (config.get("text_config") or {}).get("vocab_size")
 
 
-def _width_of_meta(config: Config) -> int | None:
-    """Width of a Llama's MLP by the words of Meta's params.json."""
+def _meta_mlp_width(config: Config) -> int | None:
+    """Width of a Llama's MLP from the keys of Meta's params.json."""
     size, multiple = config.get("dim"), config.get("multiple_of")
     if not size or not multiple:
         return None
@@ -244,7 +230,7 @@ def _width_of_meta(config: Config) -> int | None:
     return int(multiple * -(-width // multiple))
 
 
-#: By module, what transformers' class has no choice of, so that its files do not name it.
+#: By module, settings that are fixed in transformers' class and therefore absent from its files.
 _CHOICES: Mapping[str, Mapping[str, Any]] = {
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
     "ernie4_5_moe": {"moe_use_aux_free": True},
@@ -271,9 +257,9 @@ _CHOICES: Mapping[str, Mapping[str, Any]] = {
         "intermediate_size": 0,
     },
 }
-#: Names of keys in older files, by module and the key that it reads.
+#: Older names, by module and the key that it reads.
 _OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
-    "llama": {  # of Meta's params.json, in files that MLX's first examples wrote
+    "llama": {  # Meta's params.json, in files from MLX's first examples
         "hidden_size": "dim",
         "num_hidden_layers": "n_layers",
         "num_attention_heads": "n_heads",
@@ -289,40 +275,40 @@ _OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
         "max_position_embeddings": "n_positions",
     },
 }
-#: Of modules that do not take `rope_parameters` by themselves.
+#: For modules that do not read `rope_parameters` themselves.
 ROPE_ROWS: Sequence[Row] = (
-    Row("rope_theta", _of_rope("rope_theta")),
+    Row("rope_theta", _from_rope("rope_theta")),
     Row("rope_scaling", scaling_of),
-    Row("partial_rotary_factor", _of_rope("partial_rotary_factor")),
-    Row("rotary_pct", _of_rope("partial_rotary_factor"), ("gpt_neox",)),
-    Row("rotary_emb_base", _of_rope("rope_theta"), ("gpt_neox",)),
+    Row("partial_rotary_factor", _from_rope("partial_rotary_factor")),
+    Row("rotary_pct", _from_rope("partial_rotary_factor"), ("gpt_neox",)),
+    Row("rotary_emb_base", _from_rope("rope_theta"), ("gpt_neox",)),
     Row(
         "original_max_position_embeddings",
-        _of_rope("original_max_position_embeddings"),
+        _from_rope("original_max_position_embeddings"),
         ("phi3", "phimoe"),
     ),
-    Row("rope_local_base_freq", _of_rope("rope_theta", "sliding_attention")),
-    Row("swa_rope_theta", _of_rope("rope_theta", "sliding_attention")),
+    Row("rope_local_base_freq", _from_rope("rope_theta", "sliding_attention")),
+    Row("swa_rope_theta", _from_rope("rope_theta", "sliding_attention")),
 )
 ROWS: Sequence[Row] = (
     Row("head_dim", _head_dim, no_default=True),
     Row("sliding_window_pattern", _window_letters, ("exaone4",), always=True),
     Row("first_k_dense_replace", _num_dense_layers),
     Row("is_moe_layer", _sparse_layers),
-    Row("mlp_only_layers", _always([])),
-    Row("num_experts", _renamed("num_local_experts")),
-    Row("vocab_size", _vocabulary_of_text, ("gemma3", "gemma4")),
-    Row("n_ctx", _renamed("n_positions"), ("gpt2",)),
-    Row("block_dim", _renamed("hidden_size"), ("lfm2",)),
-    Row("full_attn_idxs", _layers_with_attention, ("lfm2", "lfm2_moe")),
-    # transformers' default; mlx-lm's other one is of no file.
-    Row("time_step_limit", _always((0.0, math.inf)), ("granitemoehybrid",)),
-    Row("position_embedding_type", _rotates, ("granitemoehybrid",), always=True),
+    Row("mlp_only_layers", _constant([])),
+    Row("num_experts", _copy_of("num_local_experts")),
+    Row("vocab_size", _text_vocab_size, ("gemma3", "gemma4")),
+    Row("n_ctx", _copy_of("n_positions"), ("gpt2",)),
+    Row("block_dim", _copy_of("hidden_size"), ("lfm2",)),
+    Row("full_attn_idxs", _lfm2_attention_layers, ("lfm2", "lfm2_moe")),
+    # transformers' default; no file has mlx-lm's, which differs.
+    Row("time_step_limit", _constant((0.0, math.inf)), ("granitemoehybrid",)),
+    Row("position_embedding_type", _position_embedding_type, ("granitemoehybrid",), always=True),
     Row("mlp_multipliers", _ones("mlp_multipliers", 2), ("falcon_h1",)),
     Row("ssm_multipliers", _ones("ssm_multipliers", 5), ("falcon_h1",)),
-    Row("layer_types", _kinds_of_granite, ("granitemoehybrid",), always=True),
-    Row("global_head_dim", _head_dim_of_whole_layers, ("gemma4_text",)),
-    Row("intermediate_size", _expanded, ("mamba2",)),
+    Row("layer_types", _granite_layer_types, ("granitemoehybrid",), always=True),
+    Row("global_head_dim", _full_attention_head_dim, ("gemma4_text",)),
+    Row("intermediate_size", _expanded_width, ("mamba2",)),
     Row("moe_layer_end_index", _last_layer_of_experts, ("ernie4_5_moe",), always=True),
     Row("mamba_d_head", _mamba_head_dim, ("falcon_h1", "granitemoehybrid"), always=True),
     Row("rotary_dim", _rotated_width, ("minimax",)),
@@ -331,7 +317,7 @@ ROWS: Sequence[Row] = (
     Row("hybrid_layer_pattern", _layers_with_windows, ("mimo_v2_flash",)),
     Row("moe_layer_freq", _layers_of_experts, ("mimo_v2_flash",)),
     *(
-        Row(key, _renamed(name), ("mimo_v2_flash",))
+        Row(key, _copy_of(name), ("mimo_v2_flash",))
         for key, name in {
             "sliding_window_size": "sliding_window",
             "layernorm_epsilon": "rms_norm_eps",
@@ -341,18 +327,18 @@ ROWS: Sequence[Row] = (
         }.items()
     ),
     *(
-        Row(key, _renamed(name), (module,))
+        Row(key, _copy_of(name), (module,))
         for module, other_names in _OTHER_NAMES.items()
         for key, name in other_names.items()
     ),
-    Row("intermediate_size", _width_of_meta, ("llama",)),
-    Row("partial_rotary_factor", _share_of_whole_layers, ("laguna",), always=True),
-    # transformers' class bounds these weights while it trains only.
-    Row("altup_coef_clip", _always(NOTHING), ("gemma3n",), always=True),
-    Row("attn_config", _attention_of_dbrx, ("dbrx",), always=True),
-    Row("linear_attn_config", _delta_attention, ("kimi_linear",)),
+    Row("intermediate_size", _meta_mlp_width, ("llama",)),
+    Row("partial_rotary_factor", _no_shared_factor, ("laguna",), always=True),
+    # transformers' class only clips these weights in training.
+    Row("altup_coef_clip", _constant(NOTHING), ("gemma3n",), always=True),
+    Row("attn_config", _dbrx_attention, ("dbrx",), always=True),
+    Row("linear_attn_config", _kimi_linear_attention, ("kimi_linear",)),
     *(
-        Row(key, _always(value), (module,), always=True)
+        Row(key, _constant(value), (module,), always=True)
         for module, choices in _CHOICES.items()
         for key, value in choices.items()
     ),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rejects a config.json whose numbers no model has, before anything is built of them.
+"""Rejects a config.json with absurd numbers before anything is built from it.
 
-transformers and mlx-lm make lists as long as the layers are many, and divide by counts of heads, so
-a small file from a stranger would take all memory, or end in a traceback.
+transformers and mlx-lm allocate lists by the number of layers and divide by numbers of heads, so a
+small file from a stranger could exhaust memory or end in a traceback.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from typing import Any
 
 from vllm_metal.identity.model_files import ModelLoadError
 
-#: Bytes of a config.json; those with names of thousands of classes have some hundred KB.
+#: Bytes of a config.json; files with thousands of class names have some hundred KB.
 _MAX_BYTES = 2**26
 _MAX_DEPTH = 64
-#: Largest values by the end of a key. The largest published model has 126 layers, 512 experts and
-#: 262,144 tokens in its vocabulary.
+#: Upper bounds by a key's ending. The largest published models have 126 layers, 512 experts and a
+#: vocabulary of 262,144 tokens.
 _LARGEST = {
     **dict.fromkeys(("layers", "n_layer", "depth", "num_blocks"), 10_000),
     **dict.fromkeys(("heads", "n_head", "experts"), 100_000),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "intermediate_size"), 10_000_000),
     **dict.fromkeys(("vocab_size", "head_dim", "state_size"), 100_000_000),
 }
-#: Of these, zero is divided by, or makes no model.
+#: Keys that are divisors, or whose zero makes no model.
 _POSITIVE = (
     *("num_attention_heads", "hidden_size", "n_head", "n_embd", "d_model"),
     *("num_hidden_layers", "n_layer"),
 )
-_MAX_FACTOR = 10**6  # of a rope: contexts are extended 64-fold at most
+_MAX_FACTOR = 10**6  # of a rope; published models extend their context 64-fold at most
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Reads config.json of a folder.
+    """Reads a folder's config.json.
 
     Raises:
-        ModelLoadError: it is missing, is no JSON object, or has a number that no model has.
+        ModelLoadError: it is missing, not a JSON object, or has an absurd number.
     """
     path = folder / "config.json"
     try:
@@ -57,18 +57,14 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Checks the numbers of a config.json, of all its parts.
-
-    Raises:
-        ModelLoadError: one is none that a model has; the message names the key.
-    """
+    """Raises ModelLoadError, naming the key, if a number in any part exceeds every real model."""
     for key, value in _numbers(config):
         most = next((most for end, most in _LARGEST.items() if key.endswith(end)), None)
         if key == "factor":
             most = _MAX_FACTOR
         if most is not None and isinstance(value, str):
             raise ModelLoadError(f"config.json sets {key}={value!r}, which is not a number")
-        if most is not None and not value <= most:  # NaN, too
+        if most is not None and not value <= most:  # also catches NaN
             raise ModelLoadError(
                 f"config.json sets {key}={value}, and models have {most:g} at most"
             )
@@ -77,11 +73,8 @@ def check(config: Mapping[str, Any]) -> None:
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the numbers with a key of their own, and text that may stand in place of one.
-
-    Raises:
-        ModelLoadError: objects are nested deeper than any model's.
-    """
+    """Yields numbers with their keys, and strings in place of numbers; limits the nesting."""
+    # Level by level instead of recursively: the depth is the file's choice.
     level: list[Any] = [config]
     for _ in range(_MAX_DEPTH):
         below: list[Any] = []

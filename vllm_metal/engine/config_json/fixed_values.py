@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that modules of mlx-lm do not read, and the values of them that they compute."""
+"""Settings that mlx-lm's modules do not read, and the values that they compute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_metal.identity.model_files import ModelLoadError
 
 @dataclass(frozen=True)
 class AtMost:
-    """Numbers up to a bound."""
+    """Accepts numbers up to a bound."""
 
     bound: float
 
@@ -23,10 +23,10 @@ class AtMost:
 
 
 _LARGEST_FLOAT32 = 3.5e38
-#: Modules whose head is the embedding, and modules whose head is an array of its own.
+#: Modules that use the embedding as head, and modules with a separate head.
 _TIED = {"tie_word_embeddings": (True,)}
 _UNTIED = {"tie_word_embeddings": (False,)}
-#: By module and key of config.json; no value: the key must not be there.
+#: Supported values by module and key of config.json; if empty, the key must be absent.
 FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "afm7": _TIED,
     "afmoe": {"attention_bias": (False,)},
@@ -50,7 +50,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     },
     "deepseek_v3": _UNTIED | {"rope_interleave": (True,), "scoring_func": ("sigmoid",)},
     "deepseek_v32": _UNTIED | {"scoring_func": ("sigmoid",)},
-    # transformers' class reads no scoring_func; the published files say "noaux_tc".
+    # transformers' class does not read scoring_func; the published files say "noaux_tc".
     "dots1": {"attention_bias": (False,), "scoring_func": ("noaux_tc", "sigmoid")},
     "ernie4_5_moe": {
         "moe_norm_min": (1e-12,),
@@ -105,7 +105,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "mellum": {"attention_bias": (False,)},
     "mimo": {"attention_bias": (True,)},
     "mimo_v2_flash": _UNTIED | {"attention_bias": (False,), "scoring_func": ("sigmoid",)},
-    # mlx-lm's module of this name is MiniMax-M2's.
+    # mlx-lm's module of this name implements MiniMax-M2.
     "minimax": {
         "linear_attn_alpha_factor": (),
         "scoring_func": ("sigmoid",),
@@ -118,8 +118,8 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "muse_glimmer": {"hidden_activation": ("silu",)},
     "nanochat": _UNTIED | {"attention_bias": (False,)},
     "nemotron": {"hidden_act": ("relu2",), "rope_traditional": (False,)},
-    # transformers 5 bounds steps by time_step_min; the published code and mlx-lm do so by
-    # time_step_limit. Published files say 0.001 and no limit.
+    # transformers 5 clips steps by time_step_min; the published code and mlx-lm clip them by
+    # time_step_limit. Published files set 0.001 and no limit.
     "nemotron_h": _UNTIED
     | {
         "mamba_hidden_act": ("silu",),
@@ -170,37 +170,30 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "starcoder2": {"use_bias": (True,)},
     "step3p5": _UNTIED,
 }
-#: By module and key, values that the module does not compute as transformers' class does; None is
-#: null.
+#: By module and key, values that the module computes differently from transformers' class; None
+#: is null.
 NOT_COMPUTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "afmoe": {"num_experts_per_tok": (1,)},  # whose weight it does not normalize
+    "afmoe": {"num_experts_per_tok": (1,)},  # does not normalize a single expert's weight
     "gemma2": {"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)},
 }
-#: The same of all modules.
+#: Supported values for all modules.
 EVERYWHERE: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "is_encoder_decoder": (False,),
     "tie_encoder_decoder": (False,),
     "use_mrope": (False,),
-    # "vision": of the tokens of an image.
+    # "vision": between the tokens of an image.
     "use_bidirectional_attention": (False, "vision"),
 }
 
 
 def keys(module: str) -> set[str]:
-    """Keys whose values `check` looks at."""
+    """Keys that `check` examines."""
     return {*EVERYWHERE, *FIXED.get(module, ())}
 
 
 def check(config: Mapping[str, Any], module: str) -> None:
-    """
-    Args:
-        config: of config.json, or its `text_config`.
-        module: of mlx-lm, that reads it.
-
-    Raises:
-        ModelLoadError: a setting has a value that the module does not compute.
-    """
+    """Raises ModelLoadError if a setting has a value that the module does not compute."""
     for key, computed in {**EVERYWHERE, **FIXED.get(module, {})}.items():
         value = config.get(key, rope(config).get(key) if key in OF_THEIR_OWN else None)
         null_is_no = key in config and computed == (True,)
@@ -222,7 +215,7 @@ def check(config: Mapping[str, Any], module: str) -> None:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Lists of JSON and tuples are alike, and no float32 is beyond a bound that it cannot hold."""
+    """Equality for which JSON lists match tuples, and infinity any value beyond float32."""
     if isinstance(other, AtMost):
         return bool(value <= other.bound)
     if isinstance(value, list) and isinstance(other, tuple):

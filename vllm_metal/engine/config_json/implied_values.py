@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that modules do not read, whose value follows from keys that they do read."""
+"""Keys that modules do not read, but that follow from keys they do read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from vllm_metal.engine.config_json.rope_parameters import Config
 
 Follows = Callable[[Config], Any]
-#: Families whose window counts where `use_sliding_window` says so (transformers' configurations).
+#: Families whose window only applies if `use_sliding_window` is set (transformers' configurations).
 _SWITCHED = frozenset(("qwen2", "qwen2_moe", "qwen2_vl", "qwen3", "qwen3_moe", "smollm3"))
 
 
@@ -23,15 +23,15 @@ def _head_dim(config: Config) -> int:
     return int(config["hidden_size"] // config["num_attention_heads"])
 
 
-def _of_mamba(config: Config) -> float:
+def _mamba_expand(config: Config) -> float:
     return float(config["mamba_n_heads"] * config["mamba_d_head"] / config["hidden_size"])
 
 
-def _of_mamba2(config: Config) -> float:
+def _mamba2_expand(config: Config) -> float:
     return float(config["num_heads"] * config["head_dim"] / config["hidden_size"])
 
 
-def _heads_of_latent(config: Config) -> int:
+def _mla_head_dim(config: Config) -> int:
     return int(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
 
 
@@ -39,12 +39,12 @@ def _all(value: Any) -> Follows:
     return lambda config: [value] * config["num_hidden_layers"]
 
 
-def _share_of_whole_layers(config: Config) -> float:
+def _full_attention_share(config: Config) -> float:
     return float(config["rope_parameters"]["full_attention"]["partial_rotary_factor"])
 
 
-def _layers_with_ropes(config: Config) -> list[int]:
-    """Three of four layers; transformers' Llama 4 takes an empty list for them."""
+def _llama4_rope_layers(config: Config) -> list[int]:
+    # transformers' Llama 4 class takes an empty list for RoPE in three of four layers.
     return config["no_rope_layers"] and [
         int((index + 1) % 4 != 0) for index in range(config["num_hidden_layers"])
     ]
@@ -54,15 +54,15 @@ _LATENT: dict[str, Follows] = {
     "head_dim": _key("qk_rope_head_dim"),
     "num_key_value_heads": _key("num_attention_heads"),
 }
-#: The value that a key must have, by module and key, whether or not the module names it.
+#: Required values by module and key, whether or not the module names the key.
 _FOLLOWS: Mapping[str, Mapping[str, Follows]] = {
     "bailing_moe_v3": {"num_key_value_heads": _key("num_attention_heads")},
     "dbrx": {"num_key_value_heads": lambda config: config["attn_config"]["kv_n_heads"]},
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "deepseek_v32": _LATENT,
-    "falcon_h1": {"mamba_expand": _of_mamba},
-    "gemma4_text": {"global_partial_rotary_factor": _share_of_whole_layers},
+    "falcon_h1": {"mamba_expand": _mamba_expand},
+    "gemma4_text": {"global_partial_rotary_factor": _full_attention_share},
     "glm4_moe_lite": _LATENT,
     "glm_moe_dsa": _LATENT | {"indexer_types": _all("full")},
     "gpt2": {"n_ctx": _key("n_positions"), "n_inner": _key("n_embd", 4)},
@@ -71,7 +71,7 @@ _FOLLOWS: Mapping[str, Mapping[str, Follows]] = {
         "rope_theta": _key("rotary_emb_base"),
     },
     "gptj": {"n_ctx": _key("n_positions"), "n_inner": _key("n_embd", 4)},
-    "granitemoehybrid": {"mamba_expand": _of_mamba},
+    "granitemoehybrid": {"mamba_expand": _mamba_expand},
     "helium": {"head_dim": _head_dim},
     "kimi_k3": {"num_key_value_heads": _key("num_attention_heads")},
     "kimi_vl": _LATENT,
@@ -79,14 +79,14 @@ _FOLLOWS: Mapping[str, Mapping[str, Follows]] = {
         "conv_dim": _key("hidden_size"),
         "num_heads": _key("num_attention_heads"),
     },
-    "llama4": {"no_rope_layers": _layers_with_ropes},
+    "llama4": {"no_rope_layers": _llama4_rope_layers},
     "longcat_flash": _LATENT | {"num_hidden_layers": _key("num_layers")},
     "longcat_flash_ngram": _LATENT | {"num_hidden_layers": _key("num_layers")},
     "mamba": {"expand": lambda config: config["intermediate_size"] / config["hidden_size"]},
-    "mamba2": {"expand": _of_mamba2},
+    "mamba2": {"expand": _mamba2_expand},
     "mellum": {"mlp_layer_types": _all("sparse")},
     "minicpm3": _LATENT | {"v_head_dim": _head_dim},
-    "mistral4": {"head_dim": _heads_of_latent, "num_key_value_heads": _key("num_attention_heads")},
+    "mistral4": {"head_dim": _mla_head_dim, "num_key_value_heads": _key("num_attention_heads")},
     "nemotron_h": {"rms_norm_eps": _key("layer_norm_epsilon")},
     "recurrent_gemma": {
         "_block_types": _key("block_types"),
@@ -99,14 +99,14 @@ _FOLLOWS: Mapping[str, Mapping[str, Follows]] = {
     },
     "youtu_llm": _LATENT,
 }
-#: The same of all modules.
+#: Required values for all modules.
 _FOLLOWS_EVERYWHERE: Mapping[str, Follows] = {
     "head_dim": _head_dim,
     "num_experts": _key("n_routed_experts"),
     "qk_head_dim": lambda config: config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
 }
-#: Keys that count where a list of the layers is missing, and the lists.
-_WITHOUT: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+#: Keys that only apply in the absence of one of these lists of layers, by module.
+_WITHOUT_LISTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "afmoe": {"global_attn_every_n_layers": ("layer_types",)},
     "falcon_h1": {"mamba_expand": ("mamba_d_ssm",)},
     "exaone_moe": {
@@ -120,7 +120,7 @@ _WITHOUT: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 
 class Asked(Mapping[str, Any]):
-    """A config.json that notes which of its keys it was asked for."""
+    """A config.json that records which of its keys were read."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -143,18 +143,12 @@ def keys(module: str) -> set[str]:
 
 
 def must_follow(config: Config, module: str, key: str) -> bool:
-    """Whether a key that the module names, and does not use, has another value than it computes."""
+    """Whether a key differs from what the module computes although it does not use the key."""
     return key in _FOLLOWS.get(module, {}) and not is_implied(config, module, key)
 
 
 def is_implied(config: Config, module: str, key: str) -> bool:
-    """Whether a key says nothing that the keys do not say which the module reads.
-
-    Args:
-        config: of config.json.
-        module: of mlx-lm, that reads it, and not the key.
-        key: of the config.
-    """
+    """Whether a key that the module does not read follows from keys that it reads."""
     if key in ("sliding_window", "max_window_layers", "use_sliding_window"):
         return not has_windows(config, module)
     if key == "attention_chunk_size":
@@ -164,7 +158,7 @@ def is_implied(config: Config, module: str, key: str) -> bool:
         if is_implied(config, module, "attention_chunk_size"):
             served.add("chunked_attention")
         return set(config[key]) <= served
-    if any(config.get(of) for of in _WITHOUT.get(module, {}).get(key, ())):
+    if any(config.get(name) for name in _WITHOUT_LISTS.get(module, {}).get(key, ())):
         return True
     follows = _follows(module, key)
     if follows is None:
@@ -176,13 +170,7 @@ def is_implied(config: Config, module: str, key: str) -> bool:
 
 
 def sources(config: Config, module: str, key: str) -> tuple[str, ...]:
-    """The keys of a config that a key's value must follow from; none where it follows from none.
-
-    Args:
-        config: of config.json.
-        module: of mlx-lm, that reads it.
-        key: of the config.
-    """
+    """Keys that determine a key's required value; empty if none do."""
     asked = Asked(config)
     if (follows := _follows(module, key)) is not None:
         with suppress(KeyError, TypeError):
@@ -195,7 +183,7 @@ def _follows(module: str, key: str) -> Follows | None:
 
 
 def has_windows(config: Config, module: str) -> bool:
-    """Whether a layer may see less than the longest text, as transformers reads the config."""
+    """Whether any layer's window is shorter than the context, as transformers reads the config."""
     window = config.get("sliding_window")
     longest = config.get("max_position_embeddings")
     if not window or window < 0 or (longest and window >= longest):

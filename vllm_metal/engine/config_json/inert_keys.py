@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of config.json that change nothing of what a text model computes.
+"""Keys of config.json that do not affect what a text model computes.
 
-None of them may stand here that transformers' class of the family computes with
-(`tests/engine/config_json/test_inert_keys.py` reads the classes). A key whose other values do
-change something belongs into `fixed_values`, with the values that the module computes.
+A key must not be listed if transformers' class of the family computes with it
+(`tests/engine/config_json/test_inert_keys.py` reads the classes). A key with effects for some
+values belongs in `fixed_values`, with the values that the module computes.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Mapping
 
 
 def names(words: str) -> frozenset[str]:
-    """Words as a set."""
+    """Splits words into a set."""
     return frozenset(words.split())
 
 
-#: Ends of the names of tokens and of where images and sounds stand among them.
+#: Endings of keys for token ids and for the positions of images and audio among tokens.
 _OF_TOKENS = ("_token_id", "_token_ids", "_token_index", "_token_idx", "_placeholder")
-#: Names of what only training does, and of dtypes, which vLLM chooses.
+#: Keys for training only, and for dtypes, which vLLM chooses.
 _OF_TRAINING = re.compile(r"dropout|_pdrop$|initializer|(^|_)(dtype|fp16|bf16|fp32)$")
 
-#: Names of layers that draft, which are read apart.
+#: Keys of draft layers (multi-token prediction), which are loaded separately.
 _OF_DRAFTS = re.compile(r"(^|_)mtp(_|$)")
 
-#: By reason.
+#: Inert keys by reason.
 GROUPS: Mapping[str, frozenset[str]] = {
     "names and versions": names(
         "_attn_implementation _attn_implementation_autoset _attn_implementation_internal "
@@ -96,7 +96,7 @@ GROUPS: Mapping[str, frozenset[str]] = {
 }
 GENERAL: frozenset[str] = frozenset().union(*GROUPS.values())
 
-#: Parts of a multimodal folder that the text model is served without.
+#: Parts of a multimodal configuration that the text model does not need.
 BESIDE_TEXT: frozenset[str] = names(
     "audio_config audio_ms_per_token audio_soft_tokens_per_image ignore_index image_grid_pinpoints "
     "image_seq_length mm_tokens_per_image multimodal_projector_bias patch_size "
@@ -107,37 +107,34 @@ BESIDE_TEXT: frozenset[str] = names(
 )
 
 _OF_STEPS = names("time_step_floor time_step_max time_step_min time_step_scale")
-#: By module of mlx-lm, which computes the same without them.
+#: Keys without effect in one module of mlx-lm.
 OF_MODULE: Mapping[str, frozenset[str]] = {
-    # attn_config has kv_n_heads, which both transformers' class and the module read.
+    # Both transformers' class and the module read attn_config's kv_n_heads instead.
     "dbrx": names("num_key_value_heads"),
-    "falcon_h1": names("mlp_expansion_factor"),  # intermediate_size counts
-    "gemma3_text": names("tie_word_embeddings"),  # it looks whether there is a head
-    "granitemoehybrid": names("mamba_chunk_size"),  # how a sum is taken apart
+    "falcon_h1": names("mlp_expansion_factor"),  # intermediate_size is used
+    "gemma3_text": names("tie_word_embeddings"),  # it checks whether a head exists
+    "granitemoehybrid": names("mamba_chunk_size"),  # only splits a sum
     "lfm2-vl": names(
         "do_image_splitting downsample_factor encoder_patch_size max_image_tokens max_num_patches "
         "max_pixels_tolerance max_tiles min_image_tokens min_tiles projector_bias "
         "projector_use_layernorm tile_size use_image_special_tokens use_thumbnail"
-    ),  # of images alone
-    "mamba": _OF_STEPS,  # of the first weights
+    ),  # of images only
+    "mamba": _OF_STEPS,  # of weight initialization
     "mamba2": _OF_STEPS | names("chunk_size"),
-    "nemotron_h": _OF_STEPS  # the width follows from the heads, shared experts from arrays
+    "nemotron_h": _OF_STEPS  # the width follows from the heads; shared experts, from the arrays
     | names(
         "n_shared_experts chunk_size expand moe_shared_expert_overlap rope_theta sliding_window"
     ),
-    # Of texts longer than seq_length, which vLLM does not admit.
+    # Only for texts longer than seq_length, which vLLM does not admit.
     "qwen": names("use_dynamic_ntk use_logn_attn"),
     "recurrent_gemma": names("tie_word_embeddings"),  # as gemma3_text
 }
 
 
 def is_inert(key: str, module: str, beside_text: bool) -> bool:
-    """Whether a key says nothing of what a module computes.
+    """Whether a key has no effect on what a module computes.
 
-    Args:
-        key: of config.json, or of its text_config.
-        module: of mlx-lm, that reads it.
-        beside_text: whether the module reads a `text_config`, and this stands around it.
+    `beside_text`: the module reads a `text_config`, and the key is next to it.
     """
     return (
         key in GENERAL

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads config.json for mlx-lm's modules, as transformers and vLLM understand it.
+"""Translates config.json for mlx-lm's modules so that they read it as transformers and vLLM do.
 
-mlx-lm hands a module those keys that its `ModelArgs` name, and drops all others without a word.
+mlx-lm passes a module the keys that its `ModelArgs` name and silently drops all others.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from vllm_metal.engine.config_json.stored_head import Head
 from vllm_metal.identity.model_files import ModelLoadError
 
 Unread = dict[tuple[str, ...], Any]
-#: Classes within a module that read its `text_config`, where no module of that name does.
+#: Classes within a module that read its `text_config` if there is no module for the text model.
 _TEXT_ARGS = ("TextConfig", "TextModelArgs", "TextArgs")
-#: Modules that read the `text_config` of others, which have no class for it.
+#: Text modules of multimodal modules without a class for `text_config`.
 _TEXT_OF = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
@@ -53,21 +53,20 @@ def as_read(
     folder: Path | None = None,
     head: Head | None = None,
 ) -> dict[str, Any]:
-    """The keys that must be changed in a config.json for a module of mlx-lm's to read what it says.
+    """Returns keys to change in config.json so that mlx-lm's module reads it as intended.
 
-    Logs keys that neither the module nor a reference implementation of the model reads.
+    Logs keys that neither the module nor a reference implementation reads.
 
     Args:
-        config: of config.json, --hf-overrides included. What it spells as the module reads it
-            stays.
+        config: config.json including --hf-overrides.
         module: the module's name.
         args: its `ModelArgs`.
-        folder: of the model, whose own code is a reference; None: it has none.
-        head: what the model's files have of one; None: that is not known, and config.json counts.
+        folder: the model's folder, whose own code is a reference, too; None if it has no code.
+        head: what the model's files store as head; None if unknown, then config.json decides.
 
     Raises:
-        ModelLoadError: the config says two things of one key, or what the module cannot compute, or
-            it has a key that the module does not read and that may mean something.
+        ModelLoadError: the config contradicts itself, asks for what the module does not compute, or
+            has an unread key that may have an effect.
     """
     reader = _Reader(config, folder, head)
     changed, unread = reader.read(config, module, args)
@@ -88,17 +87,17 @@ class _Reader:
         return reference_of(self.config, self.folder)
 
     def read(self, config: Config, module: str, args: type) -> tuple[dict[str, Any], Unread]:
-        """What `as_read` returns, and the keys that the module does not read."""
+        """Returns `as_read`'s result and the keys that the module does not read."""
         if not dataclasses.is_dataclass(args):
             return {}, {}
         read = {field.name for field in dataclasses.fields(args)}
         if "text_config" in read and config.get("text_config") is None:
-            # A text model without the multimodal one around it.
+            # A text model's own configuration, read by a multimodal module.
             inner, inner_args = _text_args(config, module)
             if inner_args is None:
                 return {}, {}
-            of_text, unread = self.read(config, inner, inner_args)
-            return {"text_config": {**config, **of_text}}, unread
+            text_changes, unread = self.read(config, inner, inner_args)
+            return {"text_config": {**config, **text_changes}}, unread
         is_inner = config is not self.config
         config, tied = self._tied(config, module, read)
         around = self.config if is_inner else {}
@@ -113,17 +112,16 @@ class _Reader:
             inner, inner_args = _text_args(text, module)
             if inner_args is not None:
                 tied = _tied(config, text, inner_args)
-                of_text, unread_of_text = self.read({**text, **tied}, inner, inner_args)
-                if of_text := tied | of_text:  # replaced as a whole
-                    changed["text_config"] = {**text, **of_text}
-                unread |= {("text_config", *path): value for path, value in unread_of_text.items()}
+                text_changes, text_unread = self.read({**text, **tied}, inner, inner_args)
+                if text_changes := tied | text_changes:  # --hf-overrides replace it as a whole
+                    changed["text_config"] = {**text, **text_changes}
+                unread |= {("text_config", *path): value for path, value in text_unread.items()}
         return changed, unread
 
     def _tied(self, config: Config, module: str, read: set[str]) -> tuple[Config, dict[str, bool]]:
-        """The config with the answer of the files on whether head and embedding are one.
+        """Sets tie_word_embeddings by what the files store.
 
-        Raises:
-            ModelLoadError: the files have a head of its own, and the module none.
+        Raises ModelLoadError if they store a separate head and the module has none.
         """
         key = "tie_word_embeddings"
         computed = fixed_values.FIXED.get(module, {}).get(key)
@@ -143,7 +141,7 @@ class _Reader:
 
 
 def _tied(config: Config, text: Config, args: type) -> dict[str, bool]:
-    """Whether head and embedding are one, which transformers says around the text model alone."""
+    """Takes tie_word_embeddings from around the text model, where transformers puts it."""
     key = "tie_word_embeddings"
     if key in text or key not in _required(args):
         return {}
@@ -151,7 +149,6 @@ def _tied(config: Config, text: Config, args: type) -> dict[str, bool]:
 
 
 def _required(args: type) -> set[str]:
-    """Keys without a default."""
     fields: Any = dataclasses.fields(args)
     return {
         field.name
@@ -163,12 +160,12 @@ def _required(args: type) -> set[str]:
 def _changed(
     config: Config, module: str, args: type, reference: Reference
 ) -> tuple[dict[str, Any], set[str]]:
-    """The keys that rows give, and those that they were made of."""
+    """Returns changed keys, by ROWS and the reference's defaults, and the keys they came from."""
     fields: Any = dataclasses.fields(args)
     read = {field.name for field in fields}
     required = _required(args)
     absent, used = absent_keys.values(config, module, fields, reference)
-    words = {**reference.declared, **config, **absent}
+    stated_or_default = {**reference.declared, **config, **absent}
     changed: dict[str, Any] = {}
     sources: dict[str, set[str]] = {}
     for row in (*ROWS, *(() if module in config_refusals.READ_ROPE else ROPE_ROWS)):
@@ -178,23 +175,23 @@ def _changed(
             continue
         if row.families and module not in row.families:
             continue
-        asked = implied_values.Asked(words)
+        asked = implied_values.Asked(stated_or_default)
         value = row.value(asked)
         if value is None:
             sources[row.key] = asked.keys_asked
             continue
-        # The reference computes with what the row asked for, whatever a key of mlx-lm's alone says.
+        # The reference computes with the row's sources and ignores a key that only mlx-lm reads.
         if row.always or config.get(row.key) is None or not reference.reads(row.key):
             changed[row.key] = None if value is NOTHING else value
             used |= asked.keys_asked
-        elif config[row.key] == value:  # it says the same by both names
+        elif config[row.key] == value:  # both names have the same value
             used |= asked.keys_asked
     changed = absent | changed
     for field in fields:
         key = field.name
         stated = changed.get(key, config.get(key, ...))
         is_lost = stated is ... and "from_dict" not in vars(args) and key != "rope_scaling"
-        is_null = stated is None and _takes_no_null(field.type) and not _asks_for_null(args, key)
+        is_null = stated is None and _is_never_null(field.type) and not _checks_for_none(args, key)
         if key in required and (is_lost or is_null):
             names = " or ".join(sorted({key} | sources.get(key, set())))
             raise ModelLoadError(
@@ -204,38 +201,40 @@ def _changed(
     if "rope_scaling" in required and "rope_scaling" not in config:
         changed.setdefault("rope_scaling", None)
     if module in config_refusals.UNSCALED and "rope_scaling" in read:
-        changed["rope_scaling"] = None  # some refuse what they would not compute in any case
+        changed["rope_scaling"] = (
+            None  # fix_ropes() applies it; some modules reject what they ignore
+        )
     return changed, used
 
 
-def _takes_no_null(annotation: Any) -> bool:
-    """Whether a field is a number or a list, and must be there."""
-    if isinstance(annotation, str):  # of a module that postpones annotations
+def _is_never_null(annotation: Any) -> bool:
+    """Whether a field is a number or list that must not be null."""
+    if isinstance(annotation, str):  # the module postpones annotations
         return annotation.split("[")[0] in ("int", "float", "list", "List")
     return annotation in (int, float, list) or get_origin(annotation) is list
 
 
-def _asks_for_null(args: type, name: str) -> bool:
-    """Whether the module of the arguments asks whether a key is null, whatever its type is."""
+def _checks_for_none(args: type, name: str) -> bool:
+    """Whether the module compares a key with None, whatever its annotation says."""
     source = inspect.getsource(sys.modules[args.__module__])
     return re.search(rf"\.{name} is (not )?None\b", source) is not None
 
 
 def _text_args(text: Config, module: str) -> tuple[str, type | None]:
-    """The module that reads a `text_config`, and its arguments."""
+    """Returns the module that reads a `text_config`, and its arguments class."""
     if module == "mistral3":
         inner = text.get("model_type")
         module = inner if inner in ("ministral3", "mistral4") else "llama"
     module = _TEXT_OF.get(module, module)
     own = sys.modules[f"mlx_lm.models.{module}"]
-    for cls in own.Model.__mro__:  # of another module, where it is a variant of its model
+    for cls in own.Model.__mro__:  # variants inherit their model from another module
         for name in _TEXT_ARGS:
             found = getattr(sys.modules[cls.__module__], name, None)
             if found is not None:
-                own_place = found.__module__.startswith("mlx_lm.")  # else a patch has made it
-                place = found.__module__ if own_place else cls.__module__
-                return place.rpartition(".")[2], found
-    of_text: type | None = getattr(own, "ModelArgs", None)
-    if of_text is None or "text_config" in inspect.signature(of_text).parameters:
+                is_mlx_lm = found.__module__.startswith("mlx_lm.")  # else it is from a patch
+                owner = found.__module__ if is_mlx_lm else cls.__module__
+                return owner.rpartition(".")[2], found
+    text_changes: type | None = getattr(own, "ModelArgs", None)
+    if text_changes is None or "text_config" in inspect.signature(text_changes).parameters:
         return module, None
-    return module, of_text
+    return module, text_changes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads configuration classes as text: their fields, defaults and other names of keys."""
+"""Reads configuration classes as text: their fields, defaults and aliases of keys."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-#: A parameter with a default in the `__init__` of a configuration class.
+#: A parameter with a default in a configuration class's `__init__`.
 _PARAMETER = re.compile(r"^ {4,}(\w+)(?:\s*:[^=\n]+)?\s*=\s*([^=\n]+?),?\s*$", re.MULTILINE)
-#: The class of a text model within a multimodal one.
+#: The text model's class within a multimodal one.
 _TEXT_CLASS = re.compile(r"self\.text_config = (\w+)\(\*\*self\.text_config\)")
-#: A condition of classes that have a rope of their own where config.json has none.
+#: A condition in classes that have their own default for absent RoPE parameters.
 ROPE_IS_ABSENT = "self.rope_parameters is None"
-#: In the place of a value that is no literal.
+#: Stands for a value that is not a literal.
 MISSING = object()
 
 
 def parameters(text: str) -> dict[str, Any]:
-    """Defaults of the parameters in a configuration file or class of older style."""
+    """Defaults of parameters in an older configuration file or class."""
     found: dict[str, Any] = {}
     for key, default in _PARAMETER.findall(text):
         if (value := literal(default)) is not MISSING:
@@ -30,11 +30,9 @@ def parameters(text: str) -> dict[str, Any]:
 
 
 def classes_of(path: Path, model_type: str) -> Iterator[ast.ClassDef]:
-    """The configuration class of a model_type, and what it inherits from in its file.
+    """Yields the configuration class of a model_type and its base classes in the same file.
 
-    Args:
-        path: of the file.
-        model_type: of the class; empty: of the text model within a multimodal one.
+    An empty model_type stands for the text model within a multimodal one.
     """
     classes = _classes_in(path)
     if model_type:
@@ -53,7 +51,7 @@ def _classes_in(path: Path) -> dict[str, ast.ClassDef]:
 
 
 def assigned(node: ast.ClassDef) -> dict[str, Any]:
-    """Attributes of a class that are literals."""
+    """Literal attributes of a class."""
     return {
         target.id: value
         for each in node.body
@@ -64,12 +62,12 @@ def assigned(node: ast.ClassDef) -> dict[str, Any]:
 
 
 def aliases(node: ast.ClassDef) -> dict[str, str]:
-    """Other names of keys, and the names that the class declares."""
+    """Maps aliases of keys to the names that the class declares."""
     return dict(assigned(node).get("attribute_map") or {})
 
 
 def beside_text(node: ast.ClassDef) -> frozenset[str]:
-    """Keys of a multimodal class's configurations but for the text's; none of other classes."""
+    """Keys of a multimodal class's non-text configurations; empty for other classes."""
     keys: set[str] = set()
     for each in node.body:
         if isinstance(each, ast.Assign | ast.AnnAssign) and isinstance(each.value, ast.Dict):
@@ -95,7 +93,7 @@ def fields(node: ast.ClassDef) -> Iterator[tuple[str, Any]]:
 
 
 def overwritten(node: ast.ClassDef) -> frozenset[str]:
-    """Keys that the class sets from other keys, whatever config.json says of them."""
+    """Keys that the class always computes from other keys, ignoring config.json."""
     found = set()
     for each in _post_init(node):
         target = each.targets[0] if isinstance(each, ast.Assign) else None
@@ -110,7 +108,7 @@ def overwritten(node: ast.ClassDef) -> frozenset[str]:
 
 
 def absent_rope(node: ast.ClassDef) -> dict[str, Any] | None:
-    """What the class takes for `rope_parameters` that are absent; None: no literal."""
+    """The class's default for absent `rope_parameters`; None if it is not a literal."""
     literals: dict[str, ast.expr] = {}
     for each in _post_init(node):
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and each.value:
@@ -125,7 +123,7 @@ def absent_rope(node: ast.ClassDef) -> dict[str, Any] | None:
 
 
 def _entries(node: ast.Dict) -> dict[str, Any] | None:
-    """A mapping's value without entries that repeat a key of config.json; None: no literal."""
+    """A mapping's literal entries, without those that copy a key of config.json; None: others."""
     found: dict[str, Any] = {}
     for key, value in zip(node.keys, node.values, strict=True):
         name = key.value if isinstance(key, ast.Constant) else None
@@ -143,7 +141,7 @@ def _post_init(node: ast.ClassDef) -> list[ast.stmt]:
 
 
 def _constant(node: ast.expr) -> Any:
-    """The value of a literal, or the `default` of a call such as a validator's."""
+    """The value of a literal, or the `default` argument of a call such as a validator."""
     if isinstance(node, ast.Call):
         for keyword in node.keywords:
             if keyword.arg == "default":

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds which keys of config.json the reference implementations of a model read.
+"""Finds which keys of config.json a model's reference implementations read.
 
-The references are transformers' configuration and modeling files of the family, vLLM's model file,
-and the folder's own code that `auto_map` names. All of them are read as text, and none is imported
-or run. A key that none of them reads cannot change what they compute.
-
-The text is searched for attribute names and quoted words, which finds more reads than there are: a
-key may be judged although no reference reads it, but none is passed over that a reference names.
+References are transformers' configuration and modeling files, vLLM's model file, and the folder's
+own code named in `auto_map`. All are searched as text, for attribute names and quoted words; none
+is imported or run. This overestimates: a key may be checked although no reference reads it, but no
+key that a reference names is skipped.
 """
 
 from __future__ import annotations
@@ -30,27 +28,27 @@ _COMMENT = re.compile(r"#.*")
 _READ = r"""(?:\b(\w+)|[)\]])\.{key}\b(?!\s*(?:\(|(?::[^=\n()]+)?=[^=]))|["']{key}["']"""
 #: A default beside a read: `getattr(config, "key", default)` and `config.get("key", default)`.
 _FALLBACK = r"""(?:getattr\(\s*[\w.]+,\s*|\.get\(\s*)["']{key}["'],\s*([^()\n]+?),?\s*\)"""
-#: A local variable for an attribute.
+#: A local variable assigned from an attribute.
 _ALIAS = r"\b{name}\s*=\s*[\w.]*\b(\w+)[ \t]*(?:$|if\b)"
-#: vLLM's own configurations as fields of others; `hf_config` and such are the model's.
+#: Fields of vLLM's configurations that hold other vLLM configurations; `hf_config` is the model's.
 _SETTINGS = re.compile(r"^    ((?!hf_)\w+_config): [A-Z]\w*Config\b", re.MULTILINE)
 _IMPORT = re.compile(
     r"^[ \t]*from (\.[\w.]*|vllm\.\w[\w.]*) import\s*(\([^)]*\)|[^\n]+)", re.MULTILINE
 )
 _DEFINITION = re.compile(r"^(?:class|def) (\w+)", re.MULTILINE)
-#: An entry of vLLM's registry, and one of transformers' tables of classes.
+#: An entry of vLLM's registry; an entry of transformers' class tables.
 _LISTED = re.compile(r'"(\w+)":\s*\(\s*"([\w.]+)",')
 _MAPPED = re.compile(r'\(\s*"([\w-]+)",\s*"(\w+)"\s*\)')
 _REGISTERED = re.compile(r'^    "?([\w-]+)"?\s*[=:]', re.MULTILINE)
-#: Defaults of a rope in transformers' classes: of the share, and the base class's theta.
+#: The default share of a rope in transformers' classes.
 _SHARE = re.compile(r'setdefault\("partial_rotary_factor", (?:kwargs\.\w+\("\w+", )?([\d.]+)\)')
-#: A key of a rope that a class reads by another name of its own alone.
+#: A RoPE key that a class reads only under a name of its own.
 _RENAMED = re.compile(r'rope_parameters\.setdefault\("(\w+)", kwargs\.\w+\("(\w+)"')
-_BASES = {"global": "rope_theta", "local": "rope_local_base_freq"}  # by type of layers
-#: What configuration classes inherit from; transformers has renamed it.
-_OF_CONFIGURATIONS = re.compile(r"\(PreTrainedConfig|\(PretrainedConfig")
+_BASES = {"global": "rope_theta", "local": "rope_local_base_freq"}  # by layer type
+#: Base class of configurations; transformers renamed it.
+_CONFIG_BASE = re.compile(r"\(PreTrainedConfig|\(PretrainedConfig")
 _THETA = 10_000.0
-#: What each of transformers' families reads through the library's shared files.
+#: Shared files of transformers that read keys for every family.
 _SHARED = (
     "cache_utils.py",
     "configuration_utils.py",
@@ -60,43 +58,43 @@ _SHARED = (
     "modeling_rope_utils.py",
     "modeling_utils.py",
 )
-#: vLLM's files that every model imports and that read no key for one family.
-_OF_ALL_MODELS = frozenset({"adapters", "interfaces", "interfaces_base", "utils"})
-#: vLLM's entry for models that it leaves to transformers.
+#: vLLM's files that every model imports and that read no family's keys.
+_COMMON_FILES = frozenset({"adapters", "interfaces", "interfaces_base", "utils"})
+#: vLLM's registry entry for models that transformers implements.
 _LEFT_TO_TRANSFORMERS = "transformers"
-#: Where vLLM keeps what models share with one another.
-_OF_MODELS = (["model_executor", "models"], ["transformers_utils", "configs"])
-_WHOLE = ""  # in the place of a definition's name
-#: transformers' tables of classes by model_type, and of folders that have other names than it.
+#: Where vLLM keeps code shared by models.
+_MODEL_FOLDERS = (["model_executor", "models"], ["transformers_utils", "configs"])
+_WHOLE = ""  # in place of a definition's name
+#: transformers' tables of classes by model_type, and of folders named differently.
 _CLASSES = Path("models/auto/modeling_auto.py")
 _FOLDERS = Path("models/auto/auto_mappings.py")
-_FOLDERS_OF = "\nSPECIAL_MODEL_TYPE_TO_MODULE_NAME"
+_FOLDER_TABLE = "\nSPECIAL_MODEL_TYPE_TO_MODULE_NAME"
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The implementations of one model that are at hand."""
+    """The installed implementations of one model."""
 
-    files: tuple[str, ...]  # for messages; empty: none is at hand
+    files: tuple[str, ...]  # for messages; empty if none is installed
     is_complete: bool  # has transformers' modeling files of the model_type
-    texts: tuple[str, ...]  # of the files, and of what they share with others
-    #: What transformers' class takes for a key that is absent, and the other names of keys.
+    texts: tuple[str, ...]  # of the files and of the code that they share with others
+    #: Defaults of transformers' class, and aliases of keys.
     declared: Mapping[str, Any]
     aliases: Mapping[str, str]
-    rope: Mapping[str, float]  # what it takes for a rope's base and share that are absent
-    rope_names: Mapping[str, str]  # of a rope's base and share outside of rope_parameters
-    absent_rope: Mapping[str, Any] | None  # what it takes for absent rope_parameters, if more
-    overwritten: frozenset[str]  # keys that it sets from others, whatever config.json says
-    beside_text: frozenset[str]  # keys of its configurations of images and sounds
-    #: What the folder's own class, or else vLLM's, takes for a key that is absent.
+    rope: Mapping[str, float]  # defaults for a rope's base and share
+    rope_names: Mapping[str, str]  # names of a rope's base and share outside rope_parameters
+    absent_rope: Mapping[str, Any] | None  # default rope_parameters, if more than base and share
+    overwritten: frozenset[str]  # keys that it always computes from others
+    beside_text: frozenset[str]  # keys of its image and audio configurations
+    #: Defaults of the folder's own class, or else of vLLM's.
     parameters: Mapping[str, Any]
 
     def reads(self, key: str) -> bool:
-        """Whether a key may change what the reference computes; True where there is none."""
+        """Whether a key may affect what the reference computes; True without a reference."""
         return not self.files or any(key in text and _reads(text, key) for text in self.texts)
 
     def is_default(self, key: str, value: Any) -> bool:
-        """Whether a config.json without the key would mean the same."""
+        """Whether omitting the key would mean the same."""
         for defaults in (self.declared, self.parameters):
             if key in defaults:
                 return same(defaults[key], value)
@@ -105,19 +103,16 @@ class Reference:
         return bool(found) and all(same(literal(each), value) for each in found)
 
     def has_types_of_layers(self, key: str) -> bool:
-        """Whether the types of layers decide where a key counts that its class does not have."""
+        """Whether layer types decide which layers use a key that the class does not declare."""
         return "layer_types" in self.declared and key not in self.declared
 
 
 def reference_of(
     config: Config, folder: Path | None = None, around: Config | None = None
 ) -> Reference:
-    """The reference of a config.json, its `text_config` included.
+    """Finds the references of a config.json or of a `text_config` within `around`.
 
-    Args:
-        config: of config.json, or its `text_config`.
-        folder: of the model, for its own code; None: it has none.
-        around: the config.json that has it as its `text_config`; None: there is none.
+    `folder` is the model's, for its own code; None if it has none.
     """
     inner = config.get("text_config")
     around = around or {}
@@ -130,7 +125,7 @@ def reference_of(
 
 
 def listed_by_vllm(table: str) -> dict[str, str]:
-    """Architectures in a table of vLLM's registry by name, and their modules."""
+    """Maps architectures in a table of vLLM's registry to their modules."""
     package = _package("vllm")
     if package is None:
         return {}
@@ -140,7 +135,7 @@ def listed_by_vllm(table: str) -> dict[str, str]:
 
 @functools.cache
 def decoders_of_transformers() -> frozenset[str]:
-    """Architectures of transformers that generate text: vLLM takes many that it does not list."""
+    """Architectures of transformers that generate text; vLLM runs many without listing them."""
     if (transformers := _package("transformers")) is None:
         return frozenset()
     text = _text(transformers / "models" / "auto" / "modeling_auto.py")
@@ -150,7 +145,7 @@ def decoders_of_transformers() -> frozenset[str]:
 
 @functools.cache
 def families() -> frozenset[str]:
-    """Values of model_type that transformers or vLLM has a configuration class of."""
+    """Values of model_type for which transformers or vLLM has a configuration class."""
     found: set[str] = set()
     if (transformers := _package("transformers")) is not None:
         text = _text(transformers / _FOLDERS).partition("\nCONFIG_MAPPING_NAMES")[2]
@@ -162,7 +157,7 @@ def families() -> frozenset[str]:
 
 
 def is_used(args: type, key: str) -> bool:
-    """Whether mlx-lm's module computes with a field of its `ModelArgs`; it may only name it."""
+    """Whether mlx-lm's module uses a field of its `ModelArgs`, instead of only naming it."""
     file = inspect.getsourcefile(args)
     return file is None or _reads(_text(Path(file)), key)
 
@@ -171,8 +166,8 @@ def is_used(args: type, key: str) -> bool:
 def _reference(
     model_type: str, types: tuple[str, ...], architectures: tuple[str, ...], own: tuple[Path, ...]
 ) -> Reference:
-    by_transformers = _of_transformers(types, architectures)
-    files = (*by_transformers, *_of_vllm(architectures), *own)
+    by_transformers = _transformers_files(types, architectures)
+    files = (*by_transformers, *_vllm_files(architectures), *own)
     declared: dict[str, Any] = {}
     aliases: dict[str, str] = {}
     rope: dict[str, float] = {"rope_theta": _THETA} if by_transformers else {}
@@ -200,7 +195,7 @@ def _reference(
         if classes:
             rope_names |= dict(_RENAMED.findall(_text(path)))
         if classes and f"{reference_classes.ROPE_IS_ABSENT}:" in _text(path) and not absent_rope:
-            rope = {}  # it is more than a base and a share
+            rope = {}  # the default has more than a base and a share, but is not a literal
     texts = tuple(_texts([*files, *(_shared() if by_transformers else ())]))
     parameters = _parameters_by_vllm(texts)
     for path in own:
@@ -208,7 +203,7 @@ def _reference(
             parameters |= reference_classes.parameters(_text(path))
     return Reference(
         tuple(f"{path.parent.name}/{path.name}" for path in files),
-        any(path.name.startswith("modeling_") for path in _of_transformers((model_type,), ())),
+        any(path.name.startswith("modeling_") for path in _transformers_files((model_type,), ())),
         texts,
         declared,
         aliases,
@@ -222,23 +217,23 @@ def _reference(
 
 
 def _parameters_by_vllm(texts: Iterable[str]) -> dict[str, Any]:
-    """Defaults of absent keys in vLLM's configuration classes, where these agree."""
+    """Defaults in vLLM's configuration classes on which these agree."""
     found: dict[str, Any] = {}
     for text in texts:
-        if _OF_CONFIGURATIONS.search(text):
+        if _CONFIG_BASE.search(text):
             for key, value in reference_classes.parameters(text).items():
                 agreed = key not in found or same(found[key], value)
                 found[key] = value if agreed else MISSING
     return {key: value for key, value in found.items() if value is not MISSING}
 
 
-def _of_transformers(types: Iterable[str], architectures: Iterable[str]) -> list[Path]:
-    """Configuration and modeling files of the families, by model_type or by architecture."""
+def _transformers_files(types: Iterable[str], architectures: Iterable[str]) -> list[Path]:
+    """Finds configuration and modeling files by model_type or architecture."""
     root = _package("transformers")
     if root is None:
         return []
     by_class = {name: key for key, name in _MAPPED.findall(_text(root / _CLASSES))}
-    table = _text(root / _FOLDERS).partition(_FOLDERS_OF)[2].partition("\n)")[0]
+    table = _text(root / _FOLDERS).partition(_FOLDER_TABLE)[2].partition("\n)")[0]
     folders = dict(_MAPPED.findall(table))
     known = [*types, *(by_class[name] for name in architectures if name in by_class)]
     found: list[Path] = []
@@ -248,8 +243,7 @@ def _of_transformers(types: Iterable[str], architectures: Iterable[str]) -> list
     return list(dict.fromkeys(found))
 
 
-def _of_vllm(architectures: Iterable[str]) -> list[Path]:
-    """vLLM's files of the architectures."""
+def _vllm_files(architectures: Iterable[str]) -> list[Path]:
     package = _package("vllm")
     if package is None:
         return []
@@ -264,23 +258,23 @@ def _of_vllm(architectures: Iterable[str]) -> list[Path]:
 
 
 def _files_of(module: str, package: Path, root: Path) -> list[Path]:
-    """A module's file, or those of a package; `module` is absolute where it has a dot."""
-    place = package.joinpath(*module.split(".")[1:]) if "." in module else root / module
-    if place.is_dir():
-        return sorted(place.rglob("*.py"))
-    file = place.with_suffix(".py")
+    """Files of a module or package; `module` is absolute if it has a dot."""
+    location = package.joinpath(*module.split(".")[1:]) if "." in module else root / module
+    if location.is_dir():
+        return sorted(location.rglob("*.py"))
+    file = location.with_suffix(".py")
     return [file] if file.is_file() else []
 
 
 def _own_code(config: Config, folder: Path) -> list[Path]:
-    """Python files that `auto_map` names, and those of the folder that they import."""
+    """Existing Python files that `auto_map` names."""
     auto_map = config.get("auto_map")
     if not isinstance(auto_map, Mapping):
         return []
     named: list[Path] = []
     for entry in auto_map.values():
         for name in entry if isinstance(entry, list | tuple) else (entry,):
-            if isinstance(name, str) and "--" not in name:  # else it is of another repository
+            if isinstance(name, str) and "--" not in name:  # "--" refers to another repository
                 named.append(folder.joinpath(*name.split(".")[:-1]).with_suffix(".py"))
     return [path for path in dict.fromkeys(named) if path.is_file()]
 
@@ -291,7 +285,7 @@ def _shared() -> list[Path]:
 
 
 def _texts(files: Iterable[Path]) -> Iterator[str]:
-    """Texts of the files, and of the definitions that they import from files of models."""
+    """Yields the texts of files and of the model code that they import."""
     seen: set[tuple[Path, str]] = set()
     todo = [(path, _WHOLE) for path in files]
     while todo:
@@ -303,12 +297,12 @@ def _texts(files: Iterable[Path]) -> Iterator[str]:
         yield text
         if name != _WHOLE:
             todo += [(path, other) for other in _definitions(path) if other in text]
-        todo += [place for other, place in _imported(path).items() if other in text]
+        todo += [location for other, location in _imported(path).items() if other in text]
 
 
 @functools.cache
 def _definitions(path: Path) -> dict[str, str]:
-    """Texts of a file's classes and functions by name, without their decorators."""
+    """Texts of a file's classes and functions by name, without decorators."""
     text = _text(path)
     starts = [*_DEFINITION.finditer(text)]
     ends = [each.start() for each in starts[1:]] + [len(text)]
@@ -319,10 +313,10 @@ def _definitions(path: Path) -> dict[str, str]:
 
 @functools.cache
 def _imported(path: Path) -> dict[str, tuple[Path, str]]:
-    """By name in a file, the file of a model that it comes from, and its name there."""
+    """Maps names imported by a file from model files to (file, name there)."""
     found: dict[str, tuple[Path, str]] = {}
     for module, names in _IMPORT.findall(_text(path)):
-        if (file := _file_of(module, path)) is None or file.stem in _OF_ALL_MODELS:
+        if (file := _file_of(module, path)) is None or file.stem in _COMMON_FILES:
             continue
         for name, _, own in (
             each.strip().partition(" as ") for each in names.strip("()").split(",")
@@ -333,21 +327,21 @@ def _imported(path: Path) -> dict[str, tuple[Path, str]]:
 
 
 def _file_of(module: str, path: Path) -> Path | None:
-    """The file that an import in `path` names; None: no file of a model."""
+    """The model file that an import in `path` refers to; None for other files."""
     if module.startswith("vllm."):
         words = module.split(".")[1:]
         package = _package("vllm")
-        if package is None or (words[0] != "models" and words[:2] not in _OF_MODELS):
+        if package is None or (words[0] != "models" and words[:2] not in _MODEL_FOLDERS):
             return None
-        place = package.joinpath(*words)
+        location = package.joinpath(*words)
     else:
-        place = path.parent
+        location = path.parent
         for _ in range(len(module) - len(module.lstrip(".")) - 1):
-            place = place.parent
-        place = place.joinpath(*filter(None, module.split(".")))
-    file = place.with_suffix(".py")
+            location = location.parent
+        location = location.joinpath(*filter(None, module.split(".")))
+    file = location.with_suffix(".py")
     if not file.is_file():
-        file = place / "__init__.py"
+        file = location / "__init__.py"
     shared = _package("transformers")
     outside = shared is not None and file.parent in (
         shared,
@@ -363,19 +357,19 @@ def _text(path: Path) -> str:
 
 
 def _reads(text: str, key: str) -> bool:
-    """Whether code reads a key of the model's configuration, and not of vLLM's own."""
+    """Whether code reads a key of the model's configuration, not of vLLM's own."""
     for match in re.finditer(_READ.format(key=re.escape(key)), text):
         if (owner := match.group(1)) is None:
             return True
         known = {owner, *re.findall(_ALIAS.format(name=owner), text, re.MULTILINE)}
-        if known.isdisjoint(_settings_of_vllm()):
+        if known.isdisjoint(_vllm_config_names()):
             return True
     return False
 
 
 @functools.cache
-def _settings_of_vllm() -> frozenset[str]:
-    """Names of vLLM's own configurations in its files, whose attributes are no keys."""
+def _vllm_config_names() -> frozenset[str]:
+    """Names of vLLM's own configurations in its code; their attributes are not keys."""
     package = _package("vllm")
     if package is None:
         return frozenset()
@@ -386,7 +380,7 @@ def _settings_of_vllm() -> frozenset[str]:
 
 @functools.cache
 def _package(name: str) -> Path | None:
-    """Where a package lies; None: it is not installed."""
+    """A package's folder; None if it is not installed."""
     found = importlib.util.find_spec(name)
     if found is None or not found.submodule_search_locations:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters of a rope are read, by mlx-lm's `initialize_rope` or by modules themselves."""
+"""RoPE parameters that are read by mlx-lm's `initialize_rope` or by modules themselves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_metal.engine.config_json.inert_keys import names
 from vllm_metal.engine.config_json.rope_parameters import Config, by_layer_type
 
 KEYS = ("rope_parameters", "rope_scaling")
-#: Judged with the keys of the same names, or of images alone.
+#: Parameters that are checked under top-level names, or that only concern images.
 _EVERY = names(
     "rope_type type rope_theta partial_rotary_factor mrope_section mrope_interleaved "
     "mrope_sections finetuned"
@@ -19,7 +19,7 @@ _YARN = names(
     "factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim "
     "attention_factor truncate"
 )
-#: By type, what is read; see `patches.ropes` for `attention_factor` and `truncate`.
+#: Parameters read, by type; see `patches.ropes` for `attention_factor` and `truncate`.
 _OF_TYPE: Mapping[str, frozenset[str]] = {
     "linear": names("factor"),
     # Computed from max_position_embeddings.
@@ -32,9 +32,9 @@ _OF_TYPE: Mapping[str, frozenset[str]] = {
     "su": names("short_factor long_factor original_max_position_embeddings"),
     "proportional": names("factor"),
 }
-#: A rope that is not scaled has none of the others; transformers passes over them.
+#: Scaling parameters; transformers ignores them in an unscaled RoPE.
 _PLAIN = frozenset().union(*_OF_TYPE.values())
-#: What modules read that make ropes of their own, or more than the others.
+#: Parameters read by modules that build their own RoPE or read more than others.
 _OF_MODULE: Mapping[tuple[str, str], frozenset[str]] = {
     ("deepseek_v2", "yarn"): _YARN - {"attention_factor", "truncate"},
     **{
@@ -50,21 +50,15 @@ _OF_MODULE: Mapping[tuple[str, str], frozenset[str]] = {
     ("phimoe", "longrope"): _OF_TYPE["longrope"] | {"short_mscale", "long_mscale"},
     ("phimoe", "su"): _OF_TYPE["longrope"] | {"short_mscale", "long_mscale"},
 }
-#: Modules that read the trained length beside the rope's parameters.
-_BESIDE = names("phi3 phimoe")
+#: Modules that also read the trained length next to the RoPE parameters.
+_TRAINED_BESIDE = names("phi3 phimoe")
 _TRAINED = "original_max_position_embeddings"
-#: Modules that rotate plainly, whatever `rope_parameters` say.
+#: Modules that never scale, whatever `rope_parameters` say.
 _ONLY_PLAIN = names("muse_glimmer muse_spark spark2_5")
 
 
 def unread(config: Config, module: str, key: str) -> dict[tuple[str, ...], Any]:
-    """Parameters of a rope that nobody reads, by the path to them.
-
-    Args:
-        config: of config.json.
-        module: of mlx-lm, that reads it.
-        key: one of `KEYS`.
-    """
+    """Returns parameters under `key` (one of `KEYS`) that the module does not read, by path."""
     parameters = config[key]
     if not by_layer_type(parameters):
         return _unread_of_one(config, module, parameters)
@@ -86,16 +80,16 @@ def _unread_of_one(config: Config, module: str, parameters: Config) -> dict[tupl
         for name, value in parameters.items()
         if value is not None and name not in read
     }
-    trained, of_config = (each.get(_TRAINED) for each in (parameters, config))
-    if module in _BESIDE and None not in (trained, of_config) and trained != of_config:
+    trained, top_level = (each.get(_TRAINED) for each in (parameters, config))
+    if module in _TRAINED_BESIDE and None not in (trained, top_level) and trained != top_level:
         lost[(_TRAINED,)] = trained
     if rope_type in ("longrope", "su") and _is_ratio(config, parameters):
         lost.pop(("factor",), None)
-    return lost | _half_of_yarn(parameters, rope_type)
+    return lost | _lone_yarn_mscale(parameters, rope_type)
 
 
 def _is_ratio(config: Config, parameters: Config) -> bool:
-    """Whether LongRoPE's `factor` is that of the lengths, which modules compute with."""
+    """Whether LongRoPE's `factor` equals the ratio of lengths, which modules use instead."""
     trained = parameters.get("original_max_position_embeddings") or config.get(
         "original_max_position_embeddings"
     )
@@ -103,8 +97,8 @@ def _is_ratio(config: Config, parameters: Config) -> bool:
     return bool(trained and longest and parameters.get("factor") == longest / trained)
 
 
-def _half_of_yarn(parameters: Config, rope_type: str) -> dict[tuple[str, ...], Any]:
-    """One of YaRN's two mscales alone, which transformers passes over and mlx-lm does not."""
+def _lone_yarn_mscale(parameters: Config, rope_type: str) -> dict[tuple[str, ...], Any]:
+    """Only one of YaRN's two mscales: transformers ignores it, and mlx-lm applies it."""
     if rope_type not in ("yarn", "deepseek_yarn") or parameters.get("attention_factor") is not None:
         return {}
     mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a config.json says of positions, in the words of transformers 5 or in older ones."""
+"""RoPE settings of config.json, as transformers 5 or older versions write them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 Config = Mapping[str, Any]
-#: Keys of a rope's parameters that have keys of their own.
+#: RoPE parameters that also exist as top-level keys.
 OF_THEIR_OWN = ("rope_theta", "partial_rotary_factor")
 
 
 def rope(config: Config, layer_type: str = "full_attention") -> Config:
-    """Parameters of the rope, or of the layers of a type; empty where the config has none."""
+    """The RoPE parameters (of one layer type); empty if the config has none."""
     parameters = config.get("rope_parameters") or {}
     if by_layer_type(parameters):
         return parameters.get(layer_type) or {}
@@ -24,7 +24,7 @@ def by_layer_type(parameters: Config) -> bool:
 
 
 def scaling_of(config: Config) -> dict[str, Any] | None:
-    """What `rope_parameters` say, as `rope_scaling` was: the type by both of its names."""
+    """Converts `rope_parameters` to the older `rope_scaling`, with both names of the type."""
     found = {key: value for key, value in rope(config).items() if key not in OF_THEIR_OWN}
     rope_type = found.get("rope_type") or found.get("type") or "default"
     if rope_type == "default":
@@ -33,13 +33,13 @@ def scaling_of(config: Config) -> dict[str, Any] | None:
 
 
 def scaling(config: Config) -> dict[str, Any] | None:
-    """How positions are scaled, in either spelling; None: they are not."""
+    """The scaling in either format; None if positions are not scaled."""
     given = config.get("rope_scaling")
     return scaling_of({"rope_parameters": given} if given else config)
 
 
 def stated_share(config: Config) -> float | None:
-    """The share of each head that a rope turns; None: the config does not say."""
+    """The configured share of each head that is rotated; None if not configured."""
     stated = config.get("partial_rotary_factor")
     if stated is None:
         stated = rope(config).get("partial_rotary_factor")
@@ -47,6 +47,6 @@ def stated_share(config: Config) -> float | None:
 
 
 def rotated_share(config: Config) -> float:
-    """The share of each head that a rope turns; all of it where the config does not say."""
+    """The share of each head that is rotated, by default all of it."""
     stated = stated_share(config)
     return 1.0 if stated is None else stated

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions of one loaded model: its ropes, and the longest text that they serve."""
+"""Adjusts a loaded model's RoPE modules to config.json and the maximum length."""
 
 from __future__ import annotations
 
@@ -16,19 +16,15 @@ from vllm_metal.identity.model_files import ModelLoadError
 
 
 def fix_ropes(model: nn.Module, config: Mapping[str, Any]) -> None:
-    """Replaces plain ropes where the config asks for others: scaled, or of a share of each head.
+    """Replaces plain RoPE modules if the config asks for scaled or partial ones.
 
-    The new ones are those that mlx-lm's other modules have for such a configuration.
-
-    Args:
-        model: as mlx-lm makes it.
-        config: of config.json.
+    The new ones are what mlx-lm's other modules use for such a configuration.
 
     Raises:
-        ModelLoadError: mlx-lm knows no such scaling, or a rope has an odd width.
+        ModelLoadError: mlx-lm does not know the scaling, or a rope has an odd width.
     """
-    words = config.get("text_config") or config
-    scaled, share = scaling(words), rotated_share(words)
+    text_config = config.get("text_config") or config
+    scaled, share = scaling(text_config), rotated_share(text_config)
     for _, layer in model.named_modules():
         module = type(layer).__module__.rpartition(".")[2]
         rope = layer.get("rope")
@@ -41,40 +37,32 @@ def fix_ropes(model: nn.Module, config: Mapping[str, Any]) -> None:
                 "rope_parameters) in config.json"
             )
         scales = scaled if module in UNSCALED else None
-        turns = share if module in PARTIAL else 1.0
-        if scales is None and turns == 1.0:
+        rotated = share if module in PARTIAL else 1.0
+        if scales is None and rotated == 1.0:
             continue
         try:
             layer.rope = rope_utils.initialize_rope(
-                int(rope.dims * turns),
+                int(rope.dims * rotated),
                 rope.base,
                 rope.traditional,
                 scales,
-                words.get("max_position_embeddings"),
+                text_config.get("max_position_embeddings"),
             )
         except (KeyError, ValueError) as error:
             raise ModelLoadError(f"the RoPE settings of config.json: {error}") from error
 
 
 def fit_context(model: nn.Module, max_model_len: int) -> None:
-    """Has LongRoPE rotate by its factors for short contexts, where none longer will come.
+    """Selects LongRoPE's short-context factors if no longer context is allowed.
 
-    transformers chooses by each text's length; K in a cache cannot change, so vLLM chooses by the
-    longest that is allowed, as this does (Ding et al. 2024, arXiv:2402.13753).
-
-    A rope of type "dynamic" has a base for each text's length behind the trained one, of the keys
-    that were computed before as well: those in a cache cannot change. Most layers of Llama 4 see
-    the chunk of `attention_chunk_size` positions that a token is in, and no other: the pool has no
-    blocks of that kind.
-
-    Args:
-        model: as mlx-lm makes it, with factors for long contexts.
-        max_model_len: tokens of the longest text.
+    transformers selects by each text's length. Cached K cannot change, so vLLM selects by the
+    maximum length, as this does (Ding et al. 2024, arXiv:2402.13753).
 
     Raises:
-        ModelLoadError: a text may be longer than those that a dynamic rope was trained with, or
-            than a chunk of attention.
+        ModelLoadError: texts may exceed a dynamic rope's trained length or an attention chunk.
     """
+    # With chunked attention, most layers of Llama 4 see only a token's own chunk of
+    # `attention_chunk_size` positions; the pool has no blocks of that kind.
     text: Any = getattr(getattr(model, "args", None), "text_config", None)
     chunk = getattr(text, "attention_chunk_size", None)
     if chunk is not None and max_model_len > chunk:
@@ -83,6 +71,8 @@ def fit_context(model: nn.Module, max_model_len: int) -> None:
             f"one chunk: set --max-model-len to {chunk} or less"
         )
     for _, rope in model.named_modules():
+        # A "dynamic" rope's base depends on the text's length beyond the trained one, also for
+        # earlier keys: those in a cache cannot change.
         if isinstance(rope, rope_utils.DynamicNTKScalingRoPE):
             trained = rope.max_position_embeddings
             if max_model_len > trained:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells by a model's files whether its head is its embedding.
+"""Determines from a model's files whether its head is its embedding.
 
-transformers and vLLM load `lm_head.weight` wherever the files have it, also where config.json says
-that the two are tied.
+transformers and vLLM load `lm_head.weight` if the files have it, even if config.json ties them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _EMBEDDING = re.compile(
 
 
 class Head(Enum):
-    """What the files have of a head."""
+    """How a model's files store the head."""
 
     NONE = "none"
     COPY = "a copy of the embedding"  # bit for bit
@@ -29,11 +28,9 @@ class Head(Enum):
 
 
 def head_of(arrays: Mapping[str, mx.array], may_be_copy: bool = True) -> Head:
-    """What a model's files have of a head. Both weights are read, if they must be compared.
+    """Determines how lazy arrays store the head; evaluates both weights if they must be compared.
 
-    Args:
-        arrays: of the files by name; lazy.
-        may_be_copy: False if config.json says that the two differ: they are not compared.
+    `may_be_copy` is False if config.json says that head and embedding differ.
     """
     head = {match[1]: name for name in arrays if (match := _HEAD.fullmatch(name))}
     if "weight" not in head:
@@ -46,12 +43,12 @@ def head_of(arrays: Mapping[str, mx.array], may_be_copy: bool = True) -> Head:
 
 
 def is_head(name: str) -> bool:
-    """Whether an array is the head's, or belongs to its packed weight."""
+    """Whether an array is the head's weight or a part of its packed weight."""
     return _HEAD.fullmatch(name) is not None
 
 
 def _embeddings(arrays: Mapping[str, mx.array], head: str) -> Iterator[str]:
-    """The outermost embeddings of the head's shape: others are of layers that draft."""
+    """The outermost embeddings of the head's shape; deeper ones belong to draft layers."""
     found = [
         name
         for name, array in arrays.items()
