@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model folder's weight files: which count, whether they are complete, and the arrays in them.
+"""Finds a model folder's weight files, checks that they are complete, and opens their arrays.
 
 Format of safetensors: https://huggingface.co/docs/safetensors/index#format
 """
@@ -26,28 +26,28 @@ from vllm_metal.identity.model_files import (
     weight_map,
 )
 
-_MOST_HEADER = 100_000_000  # bytes; the library safetensors reads no more
-_LFS = b"version "  # how a pointer of Git LFS begins
+_MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
+_LFS = b"version "  # start of a Git LFS pointer
 #: Dtypes of safetensors that MLX does not read.
-_UNREAD = ("F64", "F8_E5M2", "F4", "F6_E2M3", "F6_E3M2", "F8_E5M2FNUZ", "F8_E4M3FNUZ")
+_UNSUPPORTED = ("F64", "F8_E5M2", "F4", "F6_E2M3", "F6_E3M2", "F8_E5M2FNUZ", "F8_E4M3FNUZ")
 
 
 @dataclass(frozen=True)
 class Header:
-    """A stored tensor, as its file's header describes it."""
+    """A stored tensor as described by its file's header."""
 
-    dtype: str  # safetensors' word, such as "BF16" or "F8_E4M3"
+    dtype: str  # safetensors' name, such as "BF16" or "F8_E4M3"
     shape: tuple[int, ...]
     file: Path
     nbytes: int
 
 
 def check_weight_files(folder: Path) -> None:
-    """Checks the header and the size of each file that is read.
+    """Checks the header and size of each weight file.
 
     Raises:
-        ModelLoadError: a file is missing, truncated or no safetensors file, or two files have a
-            tensor of the same name; the message names it.
+        ModelLoadError: a file is missing, truncated or not safetensors, or two files have a tensor
+            of the same name; the message names it.
     """
     if is_gguf(folder):
         for path in weight_files(folder):
@@ -58,7 +58,7 @@ def check_weight_files(folder: Path) -> None:
 
 
 def headers(folder: Path) -> dict[str, Header]:
-    """Headers of a model's tensors by name; of names that the index maps, from the file it says.
+    """Headers of a model's tensors by name; the index decides which file a tensor is read from.
 
     Raises:
         ModelLoadError: see `check_weight_files`.
@@ -89,11 +89,7 @@ def headers(folder: Path) -> dict[str, Header]:
 def headers_of(
     files: Iterable[Path], counts: Callable[[str, Path], bool] = lambda name, path: True
 ) -> dict[str, Header]:
-    """Headers of the tensors in several files by name.
-
-    Args:
-        files: of safetensors.
-        counts: whether a file's tensor of a name is read at all.
+    """Headers of tensors in several safetensors files; `counts` filters by name and file.
 
     Raises:
         ModelLoadError: a file is unreadable or truncated, or two have a tensor of the same name.
@@ -113,15 +109,13 @@ def headers_of(
 
 
 def arrays_of(found: Mapping[str, Header]) -> dict[str, mx.array]:
-    """Arrays of stored tensors by name; each is read when it is evaluated.
-
-    MLX has no 8-bit floating-point dtypes: those are uint8.
+    """Lazy arrays of stored tensors by name; 8-bit floats, which MLX lacks, become uint8.
 
     Raises:
         ModelLoadError: a tensor's dtype is not supported.
     """
     for name, header in found.items():
-        if header.dtype in _UNREAD:
+        if header.dtype in _UNSUPPORTED:
             raise ModelLoadError(
                 f"{name} in {header.file} is stored as {header.dtype}, which MLX does not read: "
                 "choose a checkpoint in another format"
@@ -134,7 +128,7 @@ def arrays_of(found: Mapping[str, Header]) -> dict[str, mx.array]:
 
 
 def stored_arrays(folder: Path) -> Iterator[tuple[str, mx.array]]:
-    """Yields names and arrays of a model's weight files; each is read when it is evaluated."""
+    """Yields names and lazy arrays of a model's weight files."""
     yield from arrays_of(headers(folder)).items()
 
 
@@ -173,12 +167,8 @@ def _headers_in(path: Path) -> dict[str, Header]:
 
 
 def _check_start(path: Path, first: bytes, header_size: int) -> None:
-    """Checks that a file begins as safetensors do, and is no text in place of the weights.
-
-    Raises:
-        ModelLoadError: it does not.
-    """
-    if header_size <= _MOST_HEADER:
+    """Rejects files that do not start like safetensors, such as a text in place of the weights."""
+    if header_size <= _MAX_HEADER:
         return
     if not first.isascii():
         raise ModelLoadError(f"{path} is not a safetensors file; {AGAIN}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resolves a model's name to the folder to load: a GGUF file gets one that stands for it."""
+"""Resolves a model's name to the folder to load; a GGUF file is represented by a small folder."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from vllm_metal.settings import envs
 
 
 def folder_of(model: str, tokenizer: bool = True) -> str:
-    """The folder that stands for a GGUF model; any other model as it is named.
+    """Returns the folder that represents a GGUF model; returns other names unchanged.
 
     Args:
-        model: a file, known by its first bytes; "owner/name:TAG" for a file in the Hugging Face
-            cache; or anything else.
+        model: a file, recognized by its first bytes; "owner/name:TAG" for a file in the Hugging
+            Face cache; or anything else.
         tokenizer: whether the file's own tokenizer is used.
 
     Raises:
@@ -27,10 +27,10 @@ def folder_of(model: str, tokenizer: bool = True) -> str:
 
 
 def checked_folder_of(model: str, tokenizer: bool = True) -> str:
-    """Like `folder_of`; a name that is no GGUF model's is checked.
+    """Like `folder_of`, but checks names of other models with `model_names.check`.
 
     Raises:
-        ModelLoadError: also where `model_names.check` raises it.
+        ModelLoadError: as `folder_of` or `model_names.check` raise it.
     """
     folder = folder_of(model, tokenizer)
     if folder == model:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 (E4M3) weights with scales of a tensor, of rows, or of blocks.
+"""FP8 (E4M3) weights with scales per tensor, row or block.
 
-Scales of a tensor and of rows are exact: the stored values as MLX's mxfp8, with an output scale. So
-are scales of blocks that are powers of two. Other scales of blocks change within a row, for which
-MLX has no 8-bit packing but the affine one, to which these are rounded.
+Scales per tensor and row are exact: the stored values become MLX's mxfp8, with an output scale. So
+are block scales that are powers of two. Other block scales vary within a row; MLX's only 8-bit mode
+for that is the affine one, to which these are rounded.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from vllm_metal.engine.weights.packed import (
 )
 from vllm_metal.identity.model_files import ModelLoadError
 
-_GROUP = 32  # of mxfp8
+_GROUP = 32  # group size of mxfp8
 
 
 def of_rows(values: mx.array, scales: mx.array, dtype: mx.Dtype) -> Weight:
-    """A weight with one scale, or one a row.
+    """Converts a weight with one scale, or one per row.
 
     Args:
         values: [..., out, in] uint8, E4M3.
@@ -39,11 +39,11 @@ def of_rows(values: mx.array, scales: mx.array, dtype: mx.Dtype) -> Weight:
     if num_in % _GROUP:
         dense = mx.from_fp8(values, mx.float32) * scales
         return dense.astype(dtype)
-    exponents, left = exponents_of(scales)
+    exponents, mantissas = exponents_of(scales)
     shape = (*outer, num_out, num_in // _GROUP)
-    output_scale = mx.broadcast_to(left, (*outer, num_out, 1))[..., 0]
-    spread = mx.contiguous(mx.broadcast_to(exponents, shape))
-    return Packed(values.view(mx.uint32), spread, None, "mxfp8", 8, _GROUP, output_scale)
+    output_scale = mx.broadcast_to(mantissas, (*outer, num_out, 1))[..., 0]
+    by_group = mx.contiguous(mx.broadcast_to(exponents, shape))
+    return Packed(values.view(mx.uint32), by_group, None, "mxfp8", 8, _GROUP, output_scale)
 
 
 def of_blocks(
@@ -53,17 +53,17 @@ def of_blocks(
     powers_of_two: bool,
     dtype: mx.Dtype,
 ) -> Weight:
-    """A weight with a scale a block; blocks at the edges may be cut.
+    """Converts a weight with a scale per block; blocks at the edges may be cut.
 
     Args:
         values: [..., out, in] uint8, E4M3.
         scales: [..., ceil(out / block[0]), ceil(in / block[1])] floating point, or uint8: E8M0.
         block: rows and columns of a block.
-        powers_of_two: whether scales are said to be powers of two.
+        powers_of_two: whether the checkpoint declares its scales to be powers of two.
         dtype: of activations.
 
     Raises:
-        ModelLoadError: the scales fit no such blocks, or are no powers of two.
+        ModelLoadError: the scales do not fit such blocks, or are not powers of two.
     """
     *outer, num_out, num_in = values.shape
     expected = (*outer, -(-num_out // block[0]), -(-num_in // block[1]))
@@ -76,11 +76,12 @@ def of_blocks(
     if powers_of_two and num_in % _GROUP == 0 and block[1] % _GROUP == 0:
         exponents = scales if scales.dtype == mx.uint8 else _exponents(scales)
         columns = mx.arange(0, num_in, _GROUP) // block[1]
-        spread = mx.take(mx.take(exponents, rows, axis=-2), columns, axis=-1)
-        return Packed(values.view(mx.uint32), spread, None, "mxfp8", 8, _GROUP)
+        by_group = mx.take(mx.take(exponents, rows, axis=-2), columns, axis=-1)
+        return Packed(values.view(mx.uint32), by_group, None, "mxfp8", 8, _GROUP)
     factors = from_e8m0(scales) if scales.dtype == mx.uint8 else scales.astype(mx.float32)
     columns = mx.arange(num_in) // block[1]
     parts = []
+    # In chunks: float32 values of the whole weight would take four times its memory.
     for part in chunks(num_out, num_in):
         by_row = mx.take(mx.take(factors, rows[part], axis=-2), columns, axis=-1)
         parts.append(requantized(mx.from_fp8(values[..., part, :], mx.float32) * by_row, dtype))
@@ -88,7 +89,7 @@ def of_blocks(
 
 
 def of_mxfp8(values: mx.array, exponents: mx.array) -> Packed:
-    """MX's own 8-bit format: a power of two for every 32 values of a row.
+    """Converts MX's own 8-bit format, with a power of two for every 32 values of a row.
 
     Args:
         values: [..., out, in] uint8, E4M3.
@@ -98,24 +99,24 @@ def of_mxfp8(values: mx.array, exponents: mx.array) -> Packed:
 
 
 def from_e8m0(exponents: mx.array) -> mx.array:
-    """Float32 powers of two of E8M0 exponents; 2**-127 becomes 0."""
+    """Float32 powers of two from E8M0 exponents; 2**-127 becomes 0."""
     return (exponents.astype(mx.uint32) << 23).view(mx.float32)
 
 
 def _by_row(scales: mx.array, shape: tuple[int, ...]) -> mx.array:
-    """[..., out or 1, 1] of the ways in which scales of rows are stored."""
+    """Reshapes scales per row or tensor to [..., out or 1, 1]."""
     *outer, num_out, _ = shape
     if scales.size == 1:
         return scales.reshape([1] * len(shape))
-    for fitting in ((*outer, num_out, 1), (*outer, 1, 1)):
-        if scales.size == mx.zeros(fitting).size:
-            return scales.reshape(fitting)
+    for shape_by_row in ((*outer, num_out, 1), (*outer, 1, 1)):
+        if scales.size == mx.zeros(shape_by_row).size:
+            return scales.reshape(shape_by_row)
     raise ModelLoadError(f"has scales of shape {tuple(scales.shape)} for a weight of {shape}")
 
 
 def _exponents(scales: mx.array) -> mx.array:
-    exponents, left = exponents_of(scales)
-    if not mx.all((left == 1) | (scales == 0)).item():
+    exponents, mantissas = exponents_of(scales)
+    if not mx.all((mantissas == 1) | (scales == 0)).item():
         raise ModelLoadError(
             "has scales that are no powers of two, though quantization_config says scale_fmt=ue8m0"
         )

@@ -29,14 +29,14 @@ from vllm_metal.engine.weights.plan import Arrays
 
 Order = npt.NDArray[np.intp] | None
 Convert = Callable[[Arrays, mx.Dtype], Weight]
-#: Values that are decoded and rounded at a time: such steps take some 20 bytes a value.
+#: Values decoded and rounded at a time; rounding takes some 20 bytes per value.
 _ROUNDED_AT_ONCE = 1 << 20
-#: Values that are decoded at a time, so that temporary arrays stay in cache.
+#: Values decoded at a time, so that temporary arrays stay in the CPU's cache.
 _AT_ONCE = 1 << 18
 
 
 def is_readable(kind: GGMLQuantizationType) -> bool:
-    """Whether weights of a type can be served."""
+    """Whether weights of a type are supported."""
     if kind in FLOATS or kind in EXACT:
         return True
     try:
@@ -47,21 +47,21 @@ def is_readable(kind: GGMLQuantizationType) -> bool:
 
 
 def plain(tensor: GGUFTensor, order: Order = None) -> LazyArray:
-    """A tensor of floating-point numbers, its rows in `order`."""
+    """Opens a floating-point tensor, with its rows in `order`."""
 
     def fill(target: Bytes) -> None:
-        rows = tensor.data  # of a vector, a row is an element
+        rows = tensor.data  # for a vector, each element is a row
         target.reshape(rows.shape)[:] = rows if order is None else rows[order]
 
     return LazyArray(FLOATS[tensor.kind], tensor.shape, fill)
 
 
 def exact(tensor: GGUFTensor, order: Order = None) -> tuple[dict[str, LazyArray], Convert]:
-    """Arrays of a tensor of a type in EXACT, and what makes the packed weight of them.
+    """Opens a tensor of a type in EXACT: its arrays, and a function that packs them.
 
     Args:
         tensor: [..., out, in].
-        order: rows of the file for each row of the weight; None: as they are.
+        order: the file's row for each row of the weight; None for the same order.
     """
     kind, bits = tensor.kind, EXACT[tensor.kind]
     *outer, num_in = tensor.shape
@@ -91,12 +91,12 @@ def exact(tensor: GGUFTensor, order: Order = None) -> tuple[dict[str, LazyArray]
 def decoded(
     tensor: GGUFTensor, packs: bool, order: Order = None
 ) -> tuple[dict[str, LazyArray], Convert]:
-    """Arrays of a tensor of any type, dequantized, and what makes a weight of them.
+    """Opens a tensor of any type, dequantized: its arrays, and a function that makes a weight.
 
     Args:
         tensor: [..., out, in].
-        packs: whether the weight is packed in 8 bits; else it is dense.
-        order: rows of the file for each row of the weight; None: as they are.
+        packs: whether to pack the weight in 8 bits instead of leaving it dense.
+        order: the file's row for each row of the weight; None for the same order.
     """
     *outer, num_in = tensor.shape
     num_rows = tensor.rows.shape[0]
@@ -115,14 +115,13 @@ def decoded(
         for index in range(len(parts)):
             rows = arrays[str(index)]
             made.append(requantized(rows, dtype) if packs else rows.astype(dtype))
-            settle(arrays_in(made[-1]))  # so that float32 rows do not add up
+            settle(arrays_in(made[-1]))  # so that float32 rows do not accumulate
         return _shaped(stacked(made), outer)
 
     return parts, convert
 
 
 def arrays_in(weight: Weight) -> list[mx.array]:
-    """All arrays of a weight."""
     if not isinstance(weight, Packed):
         return [weight]
     found = (weight.codes, weight.scales, weight.biases, weight.output_scale, weight.input_order)
@@ -130,7 +129,7 @@ def arrays_in(weight: Weight) -> list[mx.array]:
 
 
 def _shaped(weight: Weight, outer: list[int]) -> Weight:
-    """A weight whose rows are those of [..., out] in one axis, in its own shape."""
+    # Rows of [..., out] were flattened into one axis.
     if not isinstance(weight, Packed):
         return weight.reshape(*outer, weight.shape[-1])
     codes, scales, biases = (
@@ -157,7 +156,7 @@ def _fill(
     of: Callable[[Bytes], Bytes],
     part: slice = slice(None),
 ) -> None:
-    """Writes what a function makes of the blocks of rows, some rows at a time."""
+    """Converts the blocks of rows into `target`, some rows at a time."""
     rows = tensor.rows
     wanted = range(*part.indices(rows.shape[0]))
     out = target.reshape(len(wanted), -1)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF models: the small folder that stands for one, and its weights as a plan.
+"""GGUF models: the small folder that represents one, and its weights as a plan.
 
-The folder has what vLLM and mlx-lm read beside weights: config.json, generation_config.json and the
-tokenizer. Weights stay in the GGUF file and are read from there.
+The folder has what vLLM and mlx-lm read besides weights: config.json, generation_config.json and
+the tokenizer. Weights are read from the GGUF file.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from vllm_metal.settings.envs import GGUFInexact
 
 
 def folder_of(file: Path, root: Path, inexact: GGUFInexact, tokenizer: bool = True) -> Path:
-    """The folder that stands for a GGUF model; it is made where it is not there.
+    """Returns the folder that represents a GGUF model; creates it if missing.
 
     Args:
         file: the model, or any of its parts.
-        root: of all such folders.
-        inexact: how matrices are served of types that MLX has no packing for.
-        tokenizer: whether to make the tokenizer of the file.
+        root: parent of all such folders.
+        inexact: how to serve matrices of types without an MLX packing.
+        tokenizer: whether to write the file's tokenizer.
 
     Raises:
-        ModelLoadError: the file is damaged, is no language model, or of a family, with a tensor or
-            with a tokenizer that is not supported.
+        ModelLoadError: the file is damaged or not a language model, or its family, a tensor or its
+            tokenizer is not supported.
     """
     try:
         source = GGUFSource(file)
@@ -71,6 +71,7 @@ def folder_of(file: Path, root: Path, inexact: GGUFInexact, tokenizer: bool = Tr
             return out
         root.mkdir(parents=True, exist_ok=True)
         partial = Path(mkdtemp(prefix=".partial-", dir=root))
+        # Written elsewhere and renamed, so that other processes never see a part of it.
         try:
             if tokenizer:
                 write_tokenizer(source, partial)
@@ -97,13 +98,12 @@ def _check_types(source: GGUFSource) -> None:
 
 
 def opened(folder: Path) -> tuple[dict[str, mx.array], Plan]:
-    """Arrays of a GGUF model, and how they are stored. Quantized ones are read by the plan.
+    """Opens a GGUF model: its arrays, and the plan, which reads quantized ones from the file.
 
-    Args:
-        folder: of `folder_of`.
+    `folder` is one of `folder_of`.
 
     Raises:
-        ModelLoadError: the file is damaged, or no longer what it was.
+        ModelLoadError: the file is damaged or was changed.
     """
     try:
         source = GGUFSource(weight_files(folder)[0])
@@ -121,14 +121,14 @@ def opened(folder: Path) -> tuple[dict[str, mx.array], Plan]:
             continue
         stored = {str(number): f"{name}.blocks" for number, name in enumerate(parts)}
         kinds = " and ".join(dict.fromkeys(source.tensors[name].kind.name for name in parts))
-        convert = _joined(made, joined_order(source, parts), stem_of(parts[0]) == "attn_k_b")
+        convert = _join_parts(made, joined_order(source, parts), stem_of(parts[0]) == "attn_k_b")
         weights[target] = StoredWeight(target, f"GGUF {kinds}", stored, convert)
     found = lazy.arrays_of(arrays)
-    # Weights are read as they are made, one at a time: these only say which of them there are.
+    # Placeholders: the plan reads these weights itself, one at a time.
     found |= {name: mx.array(0) for each in weights.values() for name in each.tensors.values()}
     for target, parts in names.items():
         if target in found:
-            found[target] = _as_mlx_has_it(family, parts[0], found[target])
+            found[target] = _to_mlx_layout(family, parts[0], found[target])
     return found, Plan(weights, {}, (_note(weights, inexact),))
 
 
@@ -137,7 +137,7 @@ _VALUES = "values"
 
 @dataclass(frozen=True)
 class _Part:
-    """One tensor's arrays by kind, and what makes a weight of them; None: its values are it."""
+    """One tensor's arrays by kind; without `convert`, its values are the weight."""
 
     arrays: dict[str, lazy.LazyArray]
     convert: Convert | None
@@ -157,17 +157,17 @@ def _part(family: Family, source: GGUFSource, name: str, inexact: str) -> _Part:
     else:
         packs = inexact == "8bit" and len(tensor.shape) > 1 and tensor.kind not in FLOATS
         arrays, convert = gguf_blocks.decoded(tensor, packs, order)
-    return _Part(arrays, convert if columns is None else _reordered(convert, columns))
+    return _Part(arrays, convert if columns is None else _with_input_order(convert, columns))
 
 
-def _as_mlx_has_it(family: Family, name: str, array: mx.array) -> mx.array:
-    """An array of numbers that are not quantized, in the shape and meaning of mlx-lm's."""
+def _to_mlx_layout(family: Family, name: str, array: mx.array) -> mx.array:
+    """Converts an unquantized array to mlx-lm's shape and meaning."""
     stem = stem_of(name)
     if family.norm_offset and name.endswith("norm.weight"):
         return array - family.norm_offset
     if stem in ("ssm_conv1d", "shortconv.conv") and array.ndim > 1:
         return array[..., None]  # [channels, kernel, 1]
-    if stem == "ssm_a":  # GGUF has -exp(A_log), of Mamba 2 in two axes
+    if stem == "ssm_a":  # GGUF stores -exp(A_log), for Mamba 2 with two axes
         decay = mx.log(-array.astype(mx.float32))
         return decay.reshape(-1) if decay.shape[-1] == 1 else decay
     if stem in ("ssm_d", "ssm_norm", "exp_probs_b"):
@@ -175,14 +175,14 @@ def _as_mlx_has_it(family: Family, name: str, array: mx.array) -> mx.array:
     return array
 
 
-def _joined(parts: list[_Part], order: Order | None, is_latent: bool) -> Convert:
-    """Makes a weight of one tensor or several.
+def _join_parts(parts: list[_Part], order: Order | None, is_latent: bool) -> Convert:
+    """Makes a weight of one or several tensors.
 
     Args:
         parts: of the weight.
-        order: rows of the joined parts for each row of the weight; None: as they are.
+        order: row of the joined parts for each row of the weight; None for the same order.
         is_latent: whether the parts are MLA's keys [heads, rank, size] and values [heads, size,
-            rank], and the weight has those of a head together: [heads * sizes, rank].
+            rank], to be joined per head: [heads * sizes, rank].
     """
 
     def convert(arrays: Arrays, dtype: mx.Dtype) -> Weight:
@@ -190,15 +190,15 @@ def _joined(parts: list[_Part], order: Order | None, is_latent: bool) -> Convert
         if is_latent:
             weight = _latent_heads(made, dtype)
         else:
-            weight = _rows_in(_rows_together(made, dtype), order)
+            weight = _take_rows(_concat_rows(made, dtype), order)
         lazy.settle(gguf_blocks.arrays_in(weight))
         return weight
 
     return convert
 
 
-def _rows_together(weights: list[Weight], dtype: mx.Dtype) -> Weight:
-    """Weights whose rows follow each other; packed alike, or in 8 bits, or dense if one is."""
+def _concat_rows(weights: list[Weight], dtype: mx.Dtype) -> Weight:
+    """Concatenates rows: packed if all have one packing, dense if one is dense, else in 8 bits."""
     packings = {
         (each.mode, each.bits, each.group_size) if isinstance(each, Packed) else None
         for each in weights
@@ -221,7 +221,7 @@ def _dense(weight: Weight, dtype: mx.Dtype) -> mx.array:
     return weight.dense(dtype) if isinstance(weight, Packed) else weight
 
 
-def _rows_in(weight: Weight, order: Order | None) -> Weight:
+def _take_rows(weight: Weight, order: Order | None) -> Weight:
     if order is None:
         return weight
     rows = mx.array(order.astype(np.int32))
@@ -232,8 +232,8 @@ def _rows_in(weight: Weight, order: Order | None) -> Weight:
     return replace(weight, codes=codes, scales=scales, biases=biases)
 
 
-def _reordered(convert: Convert, columns: Order) -> Convert:
-    """Makes a weight whose columns multiply other inputs than those at their places."""
+def _with_input_order(convert: Convert, columns: Order) -> Convert:
+    """Wraps a conversion whose result's columns multiply the inputs `columns`."""
 
     def reordered(arrays: Arrays, dtype: mx.Dtype) -> Weight:
         weight, order = convert(arrays, dtype), mx.array(columns.astype(np.int32))
@@ -253,8 +253,7 @@ def _note(weights: dict[str, StoredWeight], inexact: str) -> str:
 
 
 def _name(source: GGUFSource, inexact: GGUFInexact, tokenizer: bool) -> str:
-    """A folder's name, by what it is made of and the code that makes it. Files are told apart by
-    their sizes and times of change."""
+    # Identifies the content and the code that converts it; files by their size and mtime.
     facts: list[Any] = [sources(NOT_IN_ENGINE), inexact, tokenizer]
     for path in source.files:
         state = path.stat()
@@ -271,5 +270,5 @@ def _rename(partial: Path, out: Path) -> None:
     try:
         os.rename(partial, out)
     except OSError:
-        if not out.is_dir():  # else another process has just made it
+        if not out.is_dir():  # else another process created it meanwhile
             raise

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reader of GPTQ and AWQ, and of AutoRound's of both: how their tensors are named, and checks."""
+"""Reader of GPTQ and AWQ, also as written by AutoRound: tensor names and checks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vllm_metal.engine.weights.quantization import Config, Quantization, matches
 from vllm_metal.engine.weights.tensors import Tensors, check_groups, contradiction, group_size
 from vllm_metal.identity.model_files import ModelLoadError
 
-#: Words of AWQ's "gemv" rows are a multiple of these, by group size (AutoAWQ's `gemv.py`).
+#: Rows of AWQ's "gemv" have a multiple of these words, by group size (AutoAWQ's `gemv.py`).
 _GEMV_WORDS = {32: 4, 64: 2}
 
 
 def gptq_or_awq(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeight | None:
-    """GPTQ and AWQ, and AutoRound's of both."""
+    """Reads GPTQ and AWQ, also as written by AutoRound."""
     module = name.removesuffix(".qweight")
     if module == name:
         return None
@@ -34,7 +34,7 @@ def gptq_or_awq(name: str, tensors: Tensors, said: Quantization | None) -> Store
     parts = tensors.parts(
         values=name, scales=scales, zeros=f"{module}.qzeros", g_idx=f"{module}.g_idx"
     )
-    settings = _of_module(module, said)
+    settings = _module_settings(module, said)
     size = group_size(settings)
     if said.method == "awq" and str(said.get("version")).lower() == "gemv":
         return _awq_by_rows(weight, parts, tensors, size)
@@ -76,22 +76,22 @@ def gptq_or_awq(name: str, tensors: Tensors, said: Quantization | None) -> Store
 def _awq_by_rows(
     weight: str, parts: dict[str, str], tensors: Tensors, size: int | None
 ) -> StoredWeight:
-    """AWQ's version "gemv": rows of scales and zeros end in some that stand for no group."""
+    """AWQ's version "gemv", whose rows of scales and zeros are padded."""
     num_out, words = tensors.shape(parts["values"])
     num_in = words * 8
     groups = 1 if size is None else num_in // size
     multiple = 8 * _GEMV_WORDS.get(size or num_in, 1)
     expected = (num_out, -(-groups // multiple) * multiple)
-    of_scales = tensors.shape(parts["scales"])
-    of_zeros = tensors.shape(parts["zeros"]) if "zeros" in parts else None
+    scales_shape = tensors.shape(parts["scales"])
+    zeros_shape = tensors.shape(parts["zeros"]) if "zeros" in parts else None
     if (
         num_in % groups
-        or of_scales != expected
-        or of_zeros not in (None, (num_out, expected[1] // 8))
+        or scales_shape != expected
+        or zeros_shape not in (None, (num_out, expected[1] // 8))
     ):
         raise contradiction(
             weight,
-            f"has scales of {list(of_scales)} for {num_in} inputs",
+            f"has scales of {list(scales_shape)} for {num_in} inputs",
             f"version=gemv and group_size={size or -1}",
         )
     return StoredWeight(
@@ -102,12 +102,8 @@ def _awq_by_rows(
     )
 
 
-def _of_module(module: str, said: Quantization) -> Config:
-    """What GPTQ's `dynamic` rules, or AutoRound's `extra_config`, change for a module.
-
-    Raises:
-        ModelLoadError: a rule leaves the module out, whose weight is quantized.
-    """
+def _module_settings(module: str, said: Quantization) -> Config:
+    """Settings after GPTQ's `dynamic` rules or AutoRound's `extra_config` for a module."""
     settings = dict(said.settings)
     for rule, changes in (said.get("dynamic") or {}).items():
         pattern = rule.removeprefix("+:").removeprefix("-:")

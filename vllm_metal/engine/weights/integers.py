@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed integers with scales and zeros: compressed-tensors, GPTQ, AWQ, and AutoRound's of both.
 
-A value is `scale * (integer - zero)`, which MLX's affine mode has as `scale * integer + bias`.
+A value is `scale * (integer - zero)`; MLX's affine mode computes it as `scale * integer + bias`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm_metal.engine.weights.packed import (
 )
 from vllm_metal.identity.model_files import ModelLoadError
 
-#: Places within an AWQ word of the columns 0 to 7.
+#: Positions of columns 0 to 7 within an AWQ word.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -35,21 +35,20 @@ def gptq(
     dtype: mx.Dtype,
     group_size: int | None = None,
 ) -> Weight:
-    """A linear layer's weight as GPTQ's tools store it.
+    """Converts a linear layer's weight in GPTQ's format.
 
     Args:
         qweight: [in * bits / 32, out] int32, a stream of bits down each column.
         scales: [groups, out] floating point.
         qzeros: [groups, out * bits / 32] int32, a stream of bits along each row; None: the middle.
         g_idx: [in] int32, each input's group; None: in order.
-        bits: of a value.
-        zeros_are_less_one: whether `qzeros` are one less than zeros (checkpoint_format "gptq").
-        symmetric: whether zeros are said to be the middle (`sym`).
+        zeros_are_less_one: whether `qzeros` are zeros minus one (checkpoint_format "gptq").
+        symmetric: whether zeros are declared to be the middle (`sym`).
         dtype: of activations.
-        group_size: as the folder says; None: whole rows, or what the shapes say.
+        group_size: as configured; None for whole rows, or to infer it from the shapes.
 
     Raises:
-        ModelLoadError: shapes do not fit, or zeros are not the middle though `symmetric`.
+        ModelLoadError: shapes do not fit, or zeros are not the middle despite `symmetric`.
     """
     groups, num_out = scales.shape
     codes = mx.contiguous(_words(qweight).T)
@@ -57,7 +56,7 @@ def gptq(
     if qzeros is not None:
         stored = unpack(mx.contiguous(_words(qzeros)), bits)[:, :num_out]
         read = stored.astype(mx.int32).T + int(zeros_are_less_one)
-        # Some tools leave the zeros of symmetric weights empty.
+        # Some tools leave the zeros of symmetric weights at 0.
         if symmetric and not mx.all((read == zeros) | (stored.T == 0)).item():
             raise ModelLoadError(
                 f"has zeros that are not {zeros}, though quantization_config says sym=true: "
@@ -77,14 +76,14 @@ def awq(
     dtype: mx.Dtype,
     group_size: int | None = None,
 ) -> Weight:
-    """A linear layer's weight as AWQ's tools store it (version "gemm"), in 4 bits.
+    """Converts a linear layer's 4-bit weight in AWQ's format (version "gemm").
 
     Args:
         qweight: [in, out / 8] int32.
         scales: [groups, out] floating point.
         qzeros: [groups, out / 8] int32; None: 8.
         dtype: of activations.
-        group_size: as the folder says; None: whole rows, or what the shapes say.
+        group_size: see `gptq`.
     """
     codes = pack(mx.contiguous(_awq_columns(qweight).T), 4)
     zeros = 8 if qzeros is None else _awq_columns(qzeros).T
@@ -98,14 +97,14 @@ def awq_by_rows(
     dtype: mx.Dtype,
     group_size: int | None = None,
 ) -> Weight:
-    """A linear layer's weight as AWQ's tools store it for products with one row (version "gemv").
+    """Converts a linear layer's weight in AWQ's format for single-row products (version "gemv").
 
     Args:
         qweight: [out, in / 8] int32, in order.
-        scales: [out, 8 * words] floating point, of which the first are of groups.
+        scales: [out, 8 * words] floating point; the first ones belong to groups, the rest pads.
         qzeros: [out, words] int32, in order; None: 8.
         dtype: of activations.
-        group_size: as the folder says; None: whole rows.
+        group_size: as configured; None for whole rows.
     """
     num_in = qweight.shape[-1] * 8
     groups = 1 if group_size is None else num_in // group_size
@@ -126,28 +125,27 @@ def compressed(
     dtype: mx.Dtype,
     group_size: int | None = None,
 ) -> Weight:
-    """A weight as compressed-tensors stores it: "pack-quantized".
+    """Converts a weight in compressed-tensors' "pack-quantized" format.
 
-    Integers are shifted to be positive, and a word holds as many as fit whole.
+    Integers are shifted to be positive; a word holds as many as fit without splitting one.
 
     Args:
         packed: [..., out, words] int32.
         scales: [..., out, groups] floating point.
-        zeros: [..., out / values a word, groups] int32, words down each column; None: the middle.
+        zeros: [..., out / values per word, groups] int32, words down each column; None: the middle.
         g_idx: [in] int32, each input's group; None or negative: in order.
-        bits: of a value.
         num_in: columns of the weight (`weight_shape`).
         dtype: of activations.
-        group_size: as the folder says; None: whole rows, or what the shapes say.
+        group_size: see `gptq`.
     """
     per = 32 // bits
     middle = 1 << (bits - 1)
     whole = bits in (2, 4, 8) and num_in % per == 0 and bits in AFFINE_BITS
-    codes = _words(packed) if whole else _whole_values(packed, bits, num_in)
+    codes = _words(packed) if whole else _unpack_words(packed, bits, num_in)
     read: mx.array | int = middle
     if zeros is not None:
         num_out = scales.shape[-2]
-        down = _whole_values(zeros.swapaxes(-1, -2), bits, num_out)
+        down = _unpack_words(zeros.swapaxes(-1, -2), bits, num_out)
         read = down.swapaxes(-1, -2).astype(mx.int32)
     if g_idx is None:
         return affine(codes, scales, read, bits, dtype, group_size, packed=whole)
@@ -163,14 +161,14 @@ def integers(
     dtype: mx.Dtype,
     group_size: int | None = None,
 ) -> Weight:
-    """8-bit integers with scales of rows or groups ("int-quantized").
+    """Converts 8-bit integers with scales per row or group ("int-quantized").
 
     Args:
         values: [..., out, in] int8.
-        scales: [..., out, groups] floating point, or one of the tensor.
-        zeros: as scales, int8; None: 0.
+        scales: [..., out, groups] floating point, or one for the tensor.
+        zeros: int8, shaped as scales; None: 0.
         dtype: of activations.
-        group_size: as the folder says; None: whole rows, or what the shapes say.
+        group_size: see `gptq`.
     """
     *outer, num_out, _ = values.shape
     if scales.size == 1:
@@ -180,6 +178,7 @@ def integers(
             if zeros is None
             else mx.broadcast_to(zeros.reshape([1] * values.ndim), scales.shape)
         )
+    # Flipping the sign bit adds 128: MLX's quantized values are unsigned.
     codes = (values.view(mx.uint8) ^ 0x80).view(mx.uint32)
     shifted = 128 if zeros is None else zeros.astype(mx.int32) + 128
     return affine(codes, scales, shifted, 8, dtype, group_size, packed=True)
@@ -189,15 +188,15 @@ def _words(packed: mx.array) -> mx.array:
     return packed.view(mx.uint32)
 
 
-def _whole_values(packed: mx.array, bits: int, count: int) -> mx.array:
-    """[..., count] uint8 of words that hold 32 // bits values each."""
+def _unpack_words(packed: mx.array, bits: int, count: int) -> mx.array:
+    """Unpacks [..., count] uint8 from words with 32 // bits values each."""
     words, mask = _words(mx.contiguous(packed)), (1 << bits) - 1
     values = [((words >> (bits * i)) & mask).astype(mx.uint8) for i in range(32 // bits)]
     return mx.stack(values, axis=-1).flatten(-2)[..., :count]
 
 
 def _awq_columns(packed: mx.array) -> mx.array:
-    """[rows, columns] uint8 of AWQ's words along a row."""
+    """Unpacks AWQ's words along a row to [rows, columns] uint8."""
     nibbles = unpack(_words(packed), 4)
     by_word = nibbles.reshape(*nibbles.shape[:-1], -1, 8)
     return mx.take(by_word, mx.array(_AWQ_ORDER), axis=-1).flatten(-2)
@@ -212,16 +211,15 @@ def _grouped_by_index(
     group_size: int | None,
     dtype: mx.Dtype,
 ) -> Weight:
-    """A weight whose inputs name their groups: columns are sorted by group, and inputs with them.
+    """A weight whose inputs name their groups: sorts columns by group and records the order.
 
-    Args:
-        codes: MLX's packing, or [out, in] uint8 where it has none for `bits`.
+    `codes` are in MLX's packing, or [out, in] uint8 if it has none for `bits`.
     """
     is_packed = bits in AFFINE_BITS
     num_in, count = len(g_idx), scales.shape[-1]
     size = group_size_of(num_in, count, group_size)
     in_order = mx.arange(num_in) // size
-    # -1 stands for no order; files of which only headers are here have zeros.
+    # -1 means no order; so do all zeros, which placeholders of headers-only checkpoints have.
     if mx.any(g_idx < 0).item() or not mx.any(g_idx).item() or mx.array_equal(g_idx, in_order):
         return affine(codes, scales, zeros, bits, dtype, group_size, packed=is_packed)
     values = unpack(codes, bits) if is_packed else codes

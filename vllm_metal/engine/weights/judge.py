@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges a folder by its config.json and tensor headers: a plan of its weights, or one error.
+"""Turns a folder's config.json and tensor headers into a plan of its weights, or one error.
 
-The tensors that are there decide how each weight is stored; what config.json says must agree.
+The tensors present determine how each weight is stored; config.json must agree with them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm_metal.engine.weights.tensors import Tensors
 from vllm_metal.identity.model_files import ModelLoadError
 
 _EXPERTS = r"(\.|(gate_up_proj|down_proj)_)"
-#: What tensors' names end in that say nothing of weights, and why nothing reads them.
+#: Endings of tensor names that are not needed, and why.
 _UNUSED = (
     (
         re.compile(
@@ -36,8 +36,8 @@ _UNUSED = (
         "--kv-cache-dtype decides how K and V are kept",
     ),
 )
-#: What names end in of tensors that only quantized weights have.
-_OF_QUANTIZED = re.compile(
+#: Endings of tensor names that only quantized weights have.
+_QUANTIZED_ONLY = re.compile(
     r"(^|[._])(qweight|qzeros|g_idx|weight_packed|weight_shape|weight_scale|weight_scale_inv"
     r"|weight_scale_2|weight_global_scale|weight_zero_point|weight_g_idx|scale_inv|pre_quant_scale"
     r"|(gate_up_proj|down_proj)_(blocks|scales|scale))$"
@@ -46,18 +46,18 @@ _FLOAT8 = "F8_E4M3"
 
 
 def plan_of(config: Config, headers: Mapping[str, Header], folder: Path | None = None) -> Plan:
-    """The plan of a checkpoint's weights.
+    """Plans how to read a checkpoint's weights.
 
     Args:
         config: of config.json.
         headers: of its tensors by name.
-        folder: where hf_quant_config.json may be; None: nowhere.
+        folder: location of an hf_quant_config.json, if any.
 
     Raises:
-        ModelLoadError: a format, or what config.json says of it, is not supported, or the tensors
-            say something else than config.json.
+        ModelLoadError: a format or its configuration is not supported, or the tensors contradict
+            config.json.
     """
-    if config.get("quantization"):  # MLX's own tools wrote it
+    if config.get("quantization"):  # written by MLX's own tools
         return Plan()
     quantization = Quantization.read(config, folder)
     tensors = Tensors(headers)
@@ -86,16 +86,12 @@ def _why_unused(name: str) -> str | None:
 def _check_rest(
     headers: Mapping[str, Header], known: set[str], quantization: Quantization | None
 ) -> None:
-    """Rejects tensors that belong to a quantized weight which nothing reads.
-
-    Raises:
-        ModelLoadError: there is one.
-    """
+    """Rejects tensors of quantized weights that no reader recognized."""
     for name, header in headers.items():
         if name in known:
             continue
-        of_quantized = quantization is not None and _OF_QUANTIZED.search(name)
-        if header.dtype == _FLOAT8 or of_quantized:
+        is_quantized = quantization is not None and _QUANTIZED_ONLY.search(name)
+        if header.dtype == _FLOAT8 or is_quantized:
             method = "no quantization_config" if quantization is None else quantization.method
             raise ModelLoadError(
                 f"{name} ({header.dtype}, {list(header.shape)}) is not supported with {method}: it "
@@ -105,11 +101,7 @@ def _check_rest(
 
 
 def _check_ignored(weights: Mapping[str, StoredWeight], quantization: Quantization | None) -> None:
-    """Rejects a weight that is quantized though config.json names it as not quantized.
-
-    Raises:
-        ModelLoadError: there is one.
-    """
+    """Rejects quantized weights that config.json declares unquantized."""
     if quantization is None or not quantization.ignored:
         return
     for name, weight in weights.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized layers whose product has a scale of its own, and the values of any layer's weight."""
+"""Quantized layers with an output scale or input order, and dense rows of any layer's weight."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import mlx.nn as nn
 from mlx.nn.layers.distributed import QuantizedAllToShardedLinear, QuantizedShardedToAllLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-#: What names end in of parameters that are float32 in a model of any dtype.
+#: Endings of parameters that stay float32 in a model of any dtype.
 FLOAT32 = (".output_scale", ".global_scale")
 
 
 class ScaledLinear(nn.QuantizedLinear):
-    """A quantized linear layer with `output_scale` ([out] float32), `input_order` ([in] int32), or
-    both; the output has the input's dtype."""
+    """A quantized linear layer with `output_scale` ([out] float32), `input_order` ([in] int32)."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """[..., out] of [..., in]."""
+        """Maps [..., in] to [..., out]."""
         product = _product(self, x)
         return product + self["bias"] if "bias" in self else product
 
@@ -29,7 +28,7 @@ class ScaledAllToShardedLinear(QuantizedAllToShardedLinear):
     """A rank's rows of a ScaledLinear."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """[..., out / ranks] of [..., in]."""
+        """Maps [..., in] to [..., out / ranks]."""
         product = _product(self, x)
         return product + self["bias"] if "bias" in self else product
 
@@ -38,7 +37,7 @@ class ScaledShardedToAllLinear(QuantizedShardedToAllLinear):
     """A rank's columns of a ScaledLinear, summed over ranks."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """[..., out] of [..., in / ranks]."""
+        """Maps [..., in / ranks] to [..., out]."""
         product = mx.distributed.all_sum(_product(self, x), group=self.group)
         return product + self["bias"] if "bias" in self else product
 
@@ -47,7 +46,7 @@ class ScaledSwitchLinear(QuantizedSwitchLinear):
     """Experts' quantized projections with `output_scale` ([E, out] float32)."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        """[..., 1, out] of [..., 1, in], by the experts of `indices`."""
+        """Maps [..., 1, in] to [..., 1, out] by the experts of `indices`."""
         product = mx.gather_qmm(
             _in_range(self, x),
             self["weight"],
@@ -68,7 +67,7 @@ class ScaledSwitchLinear(QuantizedSwitchLinear):
 
 
 def _product(layer: Any, x: mx.array) -> mx.array:
-    """A linear layer's product in the input's dtype, without its bias."""
+    """A linear layer's product in the input's dtype, without the bias."""
     if "input_order" in layer:
         x = mx.take(x, layer["input_order"], axis=-1)
     product = mx.quantized_matmul(
@@ -87,41 +86,41 @@ def _product(layer: Any, x: mx.array) -> mx.array:
 
 
 def _in_range(layer: Any, x: mx.array) -> mx.array:
-    """The input in a dtype whose range has the product: NVFP4 values go up to 2688."""
+    # Products must stay in the dtype's range: NVFP4 values go up to 2688.
     wide = layer.mode == "nvfp4" and x.dtype == mx.float16
     return x.astype(mx.float32) if wide else x
 
 
 def can_scale(module: nn.Module) -> bool:
-    """Whether a layer may get an output scale once it is quantized."""
+    """Whether a layer can have an output scale once quantized."""
     return isinstance(module, nn.Linear | SwitchLinear)
 
 
 def can_reorder(module: nn.Module) -> bool:
-    """Whether a layer may get an order of its inputs once it is quantized."""
+    """Whether a layer can have an input order once quantized."""
     return isinstance(module, nn.Linear)
 
 
 def make_scaled(module: nn.Module) -> None:
-    """Makes a quantized layer one that reads `output_scale` and `input_order`."""
+    """Turns a quantized layer into one that reads `output_scale` and `input_order`."""
     module.__class__ = next(
         scaled for plain, scaled in _SCALED.items() if isinstance(module, plain)
     )
 
 
 def make_plain(module: nn.Module) -> None:
-    """Makes a layer of `make_scaled` one of MLX's again, which reads neither."""
+    """Reverts `make_scaled`."""
     module.__class__ = next(
         plain for plain, scaled in _SCALED.items() if isinstance(module, scaled)
     )
 
 
 def is_scaled(module: nn.Module) -> bool:
-    """Whether a layer is one of `make_scaled`."""
+    """Whether `make_scaled` was applied to a layer."""
     return isinstance(module, tuple(_SCALED.values()))
 
 
-#: MLX's quantized layers, and those of theirs that read an output scale.
+#: Maps MLX's quantized layers to their counterparts here.
 _SCALED: Mapping[type[nn.Module], type[nn.Module]] = {
     nn.QuantizedLinear: ScaledLinear,
     QuantizedSwitchLinear: ScaledSwitchLinear,
@@ -131,12 +130,7 @@ _SCALED: Mapping[type[nn.Module], type[nn.Module]] = {
 
 
 def dense_rows(module: Any, rows: mx.array | slice = slice(None)) -> mx.array:
-    """Float32 rows of a layer's weight, as if it were not quantized; lazy.
-
-    Args:
-        module: a linear layer or an embedding, quantized or not.
-        rows: which.
-    """
+    """Lazy float32 rows of a linear layer's or embedding's weight, quantized or not."""
     weight = cast(mx.array, module.weight[rows])
     if not hasattr(module, "bits"):
         return weight.astype(mx.float32)

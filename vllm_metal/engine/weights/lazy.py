@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLX arrays whose bytes a function writes into MLX's memory, without a copy.
+"""MLX arrays whose bytes are written by a function, directly into MLX's memory.
 
-MLX reads safetensors from a Python file object, one array a read, as soon as it is opened. The file
-object here has a header and no data: each read calls the function of the array at its offset.
+MLX reads safetensors from Python file objects: the header on opening, then one read per array. The
+file object here has a header and no data; each read calls the function of the array at its offset.
 Format of safetensors: https://huggingface.co/docs/safetensors/index#format
 """
 
@@ -21,8 +21,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-#: Writes all elements of an array into a buffer of uint8. It may run in any thread, once for each
-#: evaluation.
+#: Writes all elements of an array into a uint8 buffer; called in any thread, once per evaluation.
 Fill = Callable[[npt.NDArray[np.uint8]], None]
 _DTYPES = {
     "U8": mx.uint8,
@@ -36,7 +35,7 @@ _OUTLINES = ContextVar("outlines", default=False)
 
 @contextmanager
 def outlines_only() -> Iterator[None]:
-    """Has arrays made that have the right shapes and dtypes, and no values: nothing is read."""
+    """Makes arrays with the right shapes and dtypes but without values; nothing is read."""
     token = _OUTLINES.set(True)
     try:
         yield
@@ -45,14 +44,14 @@ def outlines_only() -> Iterator[None]:
 
 
 def settle(arrays: list[mx.array]) -> None:
-    """Evaluates arrays, so that what they are made of is freed."""
+    """Evaluates arrays, so that their inputs are freed."""
     if not _OUTLINES.get():
         mx.eval(arrays)
 
 
 @dataclass(frozen=True)
 class LazyArray:
-    """An array that is not there yet; `dtype` is safetensors' word: U8, U32, F16, BF16 or F32."""
+    """An array to be filled later; `dtype` is safetensors' name: U8, U32, F16, BF16 or F32."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -65,7 +64,7 @@ class LazyArray:
 
 
 class Reader(Mapping[str, mx.array]):
-    """Arrays that are made anew whenever they are looked up, so that none stays in memory."""
+    """Creates arrays anew at each lookup, so that none stays in memory."""
 
     def __init__(self, lazy: Mapping[str, LazyArray]) -> None:
         self._lazy = lazy
@@ -81,7 +80,7 @@ class Reader(Mapping[str, mx.array]):
 
 
 def arrays_of(lazy: Mapping[str, LazyArray]) -> dict[str, mx.array]:
-    """MLX's arrays of lazy ones by name."""
+    """Creates MLX's arrays by name."""
     if not lazy:
         return {}
     if _OUTLINES.get():
@@ -90,7 +89,7 @@ def arrays_of(lazy: Mapping[str, LazyArray]) -> dict[str, mx.array]:
 
 
 class _File:
-    """Looks like a safetensors file. MLX reads from several threads: each has its own position."""
+    """A fake safetensors file with a position per thread, as MLX reads from several."""
 
     closed = False
 

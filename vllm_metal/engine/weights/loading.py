@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a folder into a model of mlx-lm, whatever the format of its weights."""
+"""Loads a folder of any weight format into a model of mlx-lm."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from vllm_metal.identity import model_files
 logger = init_logger(__name__)
 
 Classes = Callable[[dict[str, Any]], tuple[type, type]]
-#: MLX's `global_scale` of NVFP4 is the largest magnitude; a value is this share of it (6 * 448).
-_NVFP4_LARGEST = 2688.0
+#: Maximum NVFP4 value (6 * 448); MLX's `global_scale` is the largest magnitude instead of a factor.
+_NVFP4_MAX = 2688.0
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder's weights, none of which has been read."""
+    """A folder's weights; none has been read yet."""
 
     folder: Path
     arrays: dict[str, mx.array]  # as stored, by name; lazy
@@ -37,14 +37,10 @@ class Checkpoint:
 
 
 def opened(folder: Path, config: dict[str, Any]) -> Checkpoint:
-    """The weights of a folder.
-
-    Args:
-        folder: with weight files.
-        config: of config.json.
+    """Opens a folder's weights.
 
     Raises:
-        ModelLoadError: weights are missing, unreadable or in a format that is not served.
+        ModelLoadError: weights are missing, unreadable or in an unsupported format.
     """
     if model_files.is_gguf(folder):
         from vllm_metal.engine.weights import gguf_model  # needs the package gguf
@@ -62,13 +58,13 @@ def load_model(
     dtype: mx.Dtype,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """A model with a checkpoint's weights, which are read when they are used.
+    """Builds a model with a checkpoint's weights, which are read when they are used.
 
     Args:
         checkpoint: see `opened`.
-        config: of config.json, as mlx-lm's module reads it.
-        classes: of the model and its arguments, by the config.
-        dtype: of activations. Weights that are not quantized keep the dtype of their files.
+        config: config.json as mlx-lm's module reads it.
+        classes: returns the classes of the model and its arguments for a config.
+        dtype: of activations. Unquantized weights keep the dtype of their files.
         trust_remote_code: whether the folder's own code may run.
 
     Raises:
@@ -91,17 +87,9 @@ def placed(
     plan: Plan,
     dtype: mx.Dtype,
 ) -> Placed:
-    """Arrays for a model, of those of its checkpoint; lazy.
-
-    Args:
-        model: as its family makes it, without weights.
-        config: of config.json.
-        arrays: as stored, by name.
-        plan: how they are stored.
-        dtype: of activations.
-    """
+    """Converts a checkpoint's arrays, by stored names, to those of an empty model; lazy."""
     if config.get("quantization"):
-        return _of_mlx(model, config, arrays)
+        return _place_mlx_quantized(model, config, arrays)
     return place(model, plan.converted(arrays, dtype), plan.weights, dtype)
 
 
@@ -123,8 +111,10 @@ def _classes(
     return module.Model, module.ModelArgs
 
 
-def _of_mlx(model: nn.Module, config: dict[str, Any], arrays: dict[str, mx.array]) -> Placed:
-    """Arrays of a checkpoint that MLX's own tools have quantized: a family knows their names."""
+def _place_mlx_quantized(
+    model: nn.Module, config: dict[str, Any], arrays: dict[str, mx.array]
+) -> Placed:
+    """Arrays quantized by MLX's own tools, whose names the model's `sanitize` knows."""
     found: dict[str, mx.array] = dict(
         model.sanitize(arrays) if hasattr(model, "sanitize") else arrays
     )
@@ -133,7 +123,7 @@ def _of_mlx(model: nn.Module, config: dict[str, Any], arrays: dict[str, mx.array
     packings = packings_of_mlx(model, config["quantization"], found)
     for name in [name for name in found if name.endswith(".global_scale")]:
         path = name.removesuffix(".global_scale")
-        scale = found.pop(name).astype(mx.float32) / _NVFP4_LARGEST
+        scale = found.pop(name).astype(mx.float32) / _NVFP4_MAX
         rows = found[f"{path}.weight"].shape[:-1]
         found[f"{path}.output_scale"] = mx.broadcast_to(
             scale.reshape(*scale.shape, *[1] * (len(rows) - scale.ndim)), rows
@@ -144,12 +134,9 @@ def _of_mlx(model: nn.Module, config: dict[str, Any], arrays: dict[str, mx.array
 def packings_of_mlx(
     model: nn.Module, stated: Mapping[str, Any], arrays: dict[str, mx.array]
 ) -> dict[str, dict[str, Any]]:
-    """How layers are packed that MLX's own tools have quantized, by path.
+    """Packing per layer path of a checkpoint quantized by MLX's own tools.
 
-    Args:
-        model: without weights.
-        stated: `quantization` of config.json.
-        arrays: by the names of the model's parameters.
+    `stated` is `quantization` of config.json; `arrays` have the names of the model's parameters.
     """
     default = {
         "group_size": stated.get("group_size"),

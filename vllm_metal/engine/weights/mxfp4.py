@@ -12,11 +12,11 @@ _GROUP = 32
 
 
 def of_weight(values: mx.array, exponents: mx.array) -> Packed:
-    """A weight, or the stacked weights of experts.
+    """Converts a weight, or stacked weights of experts.
 
     Args:
-        values: [..., out, in / 2] uint8, or [..., out, in / 32, 16] as gpt-oss has blocks; the low
-            half of a byte comes first.
+        values: [..., out, in / 2] uint8, or gpt-oss' blocks [..., out, in / 32, 16]; the low half
+            of a byte comes first.
         exponents: [..., out, in / 32] uint8, E8M0.
 
     Raises:

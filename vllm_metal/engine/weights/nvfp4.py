@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVFP4: 4-bit floating point (E2M1), an E4M3 scale for 16 values, a float32 scale for a tensor.
+"""NVFP4: 4-bit floating point (E2M1), an E4M3 scale per 16 values, a float32 scale per tensor.
 
-MLX's codes and scales are laid out as published ones. The scale of the tensor goes into the output
-scale: it is exact, and MLX itself takes it on a GPU only, and for experts nowhere else.
+MLX's values and scales have the published layout. The tensor's scale becomes an output scale, which
+is exact; MLX itself only takes one on a GPU, and not for experts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _GROUP = 16
 
 
 def of_weight(values: mx.array, scales: mx.array, factor: mx.array | None) -> Packed:
-    """A weight; `factor` multiplies it.
+    """Converts a weight, multiplied by `factor`.
 
     Publishers differ: modelopt's `weight_scale_2` is the factor, compressed-tensors'
     `weight_global_scale` its reciprocal.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed: a weight as MLX multiplies with it, and what packs integers into one.
+"""Packed: a weight in one of MLX's quantized modes, and functions that pack integers.
 
-MLX packs the values of a row into a stream of bits, little-endian, without gaps; a value's lowest
-bit comes first. `mx.quantize` documents the modes.
+MLX packs a row's values into a little-endian stream of bits without gaps; a value's lowest bit
+comes first. `mx.quantize` documents the modes.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ import mlx.core as mx
 
 from vllm_metal.identity.model_files import ModelLoadError
 
-#: Group sizes of MLX's affine mode, the best first: a larger group takes fewer bits.
+#: Group sizes of MLX's affine mode, best first: larger groups take fewer bits.
 AFFINE_GROUPS = (128, 64, 32)
-#: Bits a value in MLX's affine mode.
+#: Bits per value in MLX's affine mode.
 AFFINE_BITS = (1, 2, 3, 4, 5, 6, 8)
-#: Elements that are dequantized at once, so that loading takes little memory beside the weights.
+#: Elements dequantized at once, so that loading takes little memory besides the weights.
 _AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One weight, or the stacked weights of experts, in one of MLX's quantized modes; lazy.
+    """A lazy weight, or stacked weights of experts, in one of MLX's quantized modes.
 
     The value at row r and column c is `dequantize(codes, scales, biases)[r, c] * output_scale[r]`.
-    `...` is nothing, or one axis of experts.
+    `...` is empty, or one axis of experts.
     """
 
-    codes: mx.array  # [..., out, in * bits / 32] uint32
-    scales: mx.array  # [..., out, in / group_size]; uint8 but for "affine": floating point there
-    biases: mx.array | None  # as scales; of "affine" alone
+    codes: mx.array  # quantized values, [..., out, in * bits / 32] uint32
+    scales: mx.array  # [..., out, in / group_size]; floating point for "affine", else uint8
+    biases: mx.array | None  # shaped as scales; for "affine" only
     mode: str  # "affine", "mxfp4", "mxfp8" or "nvfp4"
     bits: int
     group_size: int
-    #: [..., out] float32 that multiplies the product; None: 1.
+    #: [..., out] float32 factors of the product; None: 1.
     output_scale: mx.array | None = None
-    #: [in] int32: which input each column multiplies; None: in order. Not for stacked experts.
+    #: [in] int32, the input that each column multiplies; None: in order. Not for stacked experts.
     input_order: mx.array | None = None
 
     @property
@@ -46,7 +46,7 @@ class Packed:
         return (*self.codes.shape[:-1], self.codes.shape[-1] * 32 // self.bits)
 
     def dense(self, dtype: mx.Dtype) -> mx.array:
-        """The weight's values, [..., out, in]."""
+        """Dequantizes to [..., out, in]."""
         values = mx.dequantize(
             self.codes, self.scales, self.biases, self.group_size, self.bits, self.mode
         )
@@ -57,13 +57,13 @@ class Packed:
         return values.astype(dtype)
 
 
-#: What a format makes of a weight: packed, or dense in the activations' dtype where MLX has no
-#: packing for it.
+#: The result of reading a format: packed, or dense in the activations' dtype if MLX has no packing
+#: for it.
 Weight = Packed | mx.array
 
 
 def pack(values: mx.array, bits: int) -> mx.array:
-    """[..., n * bits / 32] uint32 of [..., n] uint8 values below 2**bits.
+    """Packs [..., n] uint8 values below 2**bits into [..., n * bits / 32] uint32.
 
     n must be a multiple of 32 / gcd(32, bits).
     """
@@ -74,9 +74,9 @@ def pack(values: mx.array, bits: int) -> mx.array:
     filled = []
     for byte in range(per * bits // 8):
         parts = []
-        for place in range(8 * byte // bits, (8 * byte + 7) // bits + 1):
-            shift = place * bits - 8 * byte
-            value = columns[..., place]
+        for index in range(8 * byte // bits, (8 * byte + 7) // bits + 1):
+            shift = index * bits - 8 * byte
+            value = columns[..., index]
             parts.append(value << shift if shift >= 0 else value >> -shift)
         joined = parts[0]
         for part in parts[1:]:
@@ -86,7 +86,7 @@ def pack(values: mx.array, bits: int) -> mx.array:
 
 
 def unpack(packed: mx.array, bits: int) -> mx.array:
-    """[..., n] uint8 values of [..., n * bits / 32] uint32; the inverse of `pack`."""
+    """Unpacks [..., n * bits / 32] uint32 into [..., n] uint8 values; the inverse of `pack`."""
     stream = packed.view(mx.uint8)
     if bits == 8:
         return stream
@@ -94,8 +94,8 @@ def unpack(packed: mx.array, bits: int) -> mx.array:
     columns = stream.reshape(*stream.shape[:-1], -1, per * bits // 8)
     mask = mx.array((1 << bits) - 1, mx.uint8)
     values = []
-    for place in range(per):
-        byte, shift = divmod(place * bits, 8)
+    for index in range(per):
+        byte, shift = divmod(index * bits, 8)
         value = columns[..., byte] >> shift
         if shift + bits > 8:
             value = value | (columns[..., byte + 1] << (8 - shift))
@@ -112,18 +112,17 @@ def affine(
     size: int | None = None,
     packed: bool = False,
 ) -> Weight:
-    """The weight `scales * (values - zeros)`, whose scales are shared by groups of a row.
+    """Packs the weight `scales * (values - zeros)`, whose scales are shared by groups of a row.
 
-    Scales of whole rows are exact in every dtype: their powers of two are MLX's scales, and the
-    rest is the output scale. Others are rounded to `dtype`, and so are their products with zeros.
+    Scales of whole rows are exact in every dtype: their powers of two become MLX's scales, and the
+    rest an output scale. Others, and their products with zeros, are rounded to `dtype`.
 
     Args:
         values: [..., out, in] uint8, or [..., out, in * bits / 32] uint32 if `packed`.
         scales: [..., out, groups] floating point; groups are equal, but the last may be shorter.
         zeros: [..., out, groups] integers, or one for all.
-        bits: of a value.
         dtype: of activations.
-        size: columns that share a scale, as the folder says; None: equal groups.
+        size: configured columns per scale; None for equal groups.
         packed: whether `values` are in MLX's packing.
 
     Raises:
@@ -140,11 +139,13 @@ def affine(
         zeros = zeros.astype(mx.float32)
     if group is None:
         plain = unpack(values, bits) if packed else values
-        places = mx.minimum(mx.arange(num_in) // size, count - 1)
+        group_indices = mx.minimum(mx.arange(num_in) // size, count - 1)
         if not isinstance(zeros, int):
-            zeros = mx.take(zeros, places, axis=-1)
-        return ((plain.astype(mx.float32) - zeros) * mx.take(scales, places, axis=-1)).astype(dtype)
-    if bits not in AFFINE_BITS:
+            zeros = mx.take(zeros, group_indices, axis=-1)
+        return (
+            (plain.astype(mx.float32) - zeros) * mx.take(scales, group_indices, axis=-1)
+        ).astype(dtype)
+    if bits not in AFFINE_BITS:  # such as 7: held in 8 bits
         values = unpack(values, bits) if packed else values
         bits, packed = 8, False
     codes = values if packed else pack(values, bits)
@@ -152,24 +153,23 @@ def affine(
     if count == 1:
         scales, output_scale = split_scale(scales)
         output_scale = output_scale[..., 0]
-        places = mx.zeros((num_in // group,), mx.int32)
+        group_indices = mx.zeros((num_in // group,), mx.int32)
     else:
-        places = mx.arange(0, num_in, group) // size
+        group_indices = mx.arange(0, num_in, group) // size
     biases = -zeros * scales
-    scales, biases = (mx.take(each, places, axis=-1).astype(dtype) for each in (scales, biases))
+    scales, biases = (
+        mx.take(each, group_indices, axis=-1).astype(dtype) for each in (scales, biases)
+    )
     return Packed(codes, scales, biases, "affine", bits, group, output_scale)
 
 
 def group_size_of(num_in: int, count: int, stated: int | None = None) -> int:
-    """Columns that share a scale, of a row of `num_in` with `count` scales.
+    """Columns per scale in a row of `num_in` columns with `count` scales.
 
-    Args:
-        num_in: columns.
-        count: scales of a row.
-        stated: what the folder says it is; None or below 1: nothing.
+    `stated` is the configured size, if positive.
 
     Raises:
-        ModelLoadError: there is no such size, or it is not the stated one.
+        ModelLoadError: there is no such size, or it differs from `stated`.
     """
     if stated is not None and stated > 0:
         if -(-num_in // min(stated, num_in)) != count:
@@ -183,9 +183,9 @@ def group_size_of(num_in: int, count: int, stated: int | None = None) -> int:
 
 
 def split_scale(scales: mx.array) -> tuple[mx.array, mx.array]:
-    """Float32 scales as powers of two that float16 has, and what is left of them.
+    """Splits float32 scales into powers of two within float16's range, and remaining factors.
 
-    A product with the powers of two alone is exact, and stays in the range of float16.
+    Products with the powers of two are exact and stay in the range of float16.
     """
     exponents, _ = exponents_of(scales)
     kept = mx.clip(exponents.astype(mx.uint32), 127 - 14, 127 + 14)
@@ -194,24 +194,20 @@ def split_scale(scales: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def exponents_of(scales: mx.array) -> tuple[mx.array, mx.array]:
-    """Float32 scales as E8M0 exponents (uint8: 2**(e - 127)), and the float32 that is left."""
+    """Splits float32 scales into E8M0 exponents (uint8: 2**(e - 127)) and float32 mantissas."""
     stored = scales.astype(mx.float32).view(mx.uint32)
     exponents = (stored >> 23) & 0xFF
     left = ((stored & 0x807FFFFF) | 0x3F800000).view(mx.float32)
-    # 0 and subnormal numbers have no leading one.
+    # 0 and subnormal numbers have no implicit leading one.
     left = mx.where(exponents == 0, scales.astype(mx.float32) * 2.0**126 * 2.0, left)
     return exponents.astype(mx.uint8), left
 
 
 def requantized(dense: mx.array, dtype: mx.Dtype) -> Weight:
-    """Affine 8-bit values of a dense weight, for formats that MLX has no packing for.
+    """Quantizes a dense [..., out, in] weight to affine 8 bits, for formats without an MLX packing.
 
-    Scales and biases are rounded to `dtype` before values are chosen by them. The error of normally
-    distributed weights is 5.5e-3 of their root mean square.
-
-    Args:
-        dense: [..., out, in] floating point.
-        dtype: of activations.
+    Scales and biases are rounded to `dtype` before values are quantized with them. The error for
+    normally distributed weights is 5.5e-3 of their root mean square.
     """
     num_in = dense.shape[-1]
     group = next((g for g in (64, 32, 128) if num_in % g == 0), None)
@@ -229,7 +225,7 @@ def requantized(dense: mx.array, dtype: mx.Dtype) -> Weight:
 
 
 def stacked(parts: list[Weight], axis: int = -2) -> Weight:
-    """Weights that were made of parts of one, joined again; all have one packing."""
+    """Concatenates parts of one weight, which have the same packing."""
     if len(parts) == 1:
         return parts[0]
     if any(not isinstance(part, Packed) for part in parts):
@@ -250,12 +246,6 @@ def stacked(parts: list[Weight], axis: int = -2) -> Weight:
 
 
 def chunks(num_out: int, num_in: int, multiple: int = 1) -> list[slice]:
-    """Slices of a weight's rows that are dequantized at once.
-
-    Args:
-        num_out: rows.
-        num_in: columns.
-        multiple: what each slice but the last is a multiple of.
-    """
+    """Slices of a weight's rows to dequantize at a time; all but the last fit `multiple`."""
     rows = max(_AT_ONCE // max(num_in, 1) // multiple, 1) * multiple
     return [slice(start, min(start + rows, num_out)) for start in range(0, num_out, rows)]

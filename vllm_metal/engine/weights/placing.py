@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts weights into a model of mlx-lm, under the names and in the shapes that its family has.
+"""Puts weights into a model of mlx-lm, under its names and in its shapes.
 
-A family's `sanitize` knows checkpoints that are not quantized: it renames, stacks, splits and joins
-weights by rows. So it is given each part of packed weights under the name of the weight: once the
-codes of all, once their scales, and so on. A weight that it does more with than to move its rows is
-given to it dense.
+A family's `sanitize` knows unquantized checkpoints: it renames, stacks, splits and joins weights by
+rows. So it gets each part of packed weights under the weight's name: first all quantized values,
+then all scales, and so on. A weight for which it does more than moving rows is passed dense.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ _CODES, _SCALES, _BIASES, _OUTPUT_SCALE, _ORDER, _ONES = (
     *("input_order", "ones"),
 )
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-#: Modes by bits and group size of those whose scales are bytes.
+#: Mode by bits and group size, for modes with byte scales.
 _MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
-_MOST_TRIES = 8
+_MAX_ATTEMPTS = 8
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Arrays by the names of a model's parameters, and how its quantized layers are packed."""
+    """Arrays by a model's parameter names, and the packing of its quantized layers."""
 
     arrays: dict[str, mx.array]
     packings: dict[str, dict[str, Any]]  # by path: group_size, bits, mode
@@ -49,43 +48,43 @@ def place(
     dtype: mx.Dtype,
     sanitize: Callable[[Any, dict[str, mx.array]], Mapping[str, mx.array]] | None = None,
 ) -> Placed:
-    """Arrays for a model, of weights under the names of a checkpoint; lazy.
+    """Maps weights from a checkpoint's names to a model's; lazy.
 
     Args:
-        model: as its family makes it, without weights. Its `sanitize` may change it.
+        model: as its family builds it, without weights; its `sanitize` may change it.
         weights: by name, see `Plan.converted`.
-        stored: how those are stored that are not as MLX has them.
+        stored: weights that are stored in another form than MLX's.
         dtype: of activations.
-        sanitize: from the model, or a copy, and arrays by the names of `weights` to arrays by the
-            names of its parameters; None: the model's own.
+        sanitize: replaces the model's own; takes the model or a copy, and arrays by the names of
+            `weights`.
     """
-    weights = _alike(dict(weights), dtype)
+    weights = _unify_experts(dict(weights), dtype)
     transposed = {name for name, each in stored.items() if each.transposed}
-    run = _Sanitize(model, transposed, sanitize or _own)
+    run = _Sanitize(model, transposed, sanitize or _model_sanitize)
     if not any(isinstance(weight, Packed) for weight in weights.values()):
         return Placed(run.final(weights, _CODES), {})
-    for _ in range(_MOST_TRIES):
+    for _ in range(_MAX_ATTEMPTS):
         try:
             parts = {part: run.tried(weights, part) for part in _parts(weights)}
         except (ValueError, TypeError, IndexError):
-            odd = _in_another_packing(weights)
-            if not odd:
+            unplaceable = _minority_packings(weights)
+            if not unplaceable:
                 raise
         else:
             packings = _packings(model, weights, parts)
-            odd = _sources(weights, packings, parts[_CODES])
-            if not odd:
-                return _joined(run, weights, parts, packings)
-        for name in odd:
+            unplaceable = _sources(weights, packings, parts[_CODES])
+            if not unplaceable:
+                return _assemble(run, weights, parts, packings)
+        for name in unplaceable:
             weights[name] = cast(Packed, weights[name]).dense(dtype)
     raise ValueError("the family's sanitize does not settle on what it reads")
 
 
 def install(model: nn.Module, placed: Placed) -> None:
-    """Makes the layers of packed weights, and loads all.
+    """Quantizes the layers of packed weights and loads all arrays.
 
     Raises:
-        ValueError: the model lacks a parameter of an array, or an array for one.
+        ValueError: a parameter has no array, or an array no parameter.
     """
     nn.quantize(
         model,
@@ -102,7 +101,7 @@ def install(model: nn.Module, placed: Placed) -> None:
 
 
 def _without_empty_biases(model: nn.Module, placed: Placed) -> dict[str, mx.array]:
-    """The arrays but biases of zeros, which quantizers write for layers that have none."""
+    # Quantizers write biases of zeros for layers that have none.
     layers = dict(model.named_modules())
     empty = [
         name
@@ -114,7 +113,7 @@ def _without_empty_biases(model: nn.Module, placed: Placed) -> dict[str, mx.arra
 
 
 class _Sanitize:
-    """A family's `sanitize`, given one part of all weights at a time."""
+    """Calls a family's `sanitize` with one part of all weights at a time."""
 
     def __init__(
         self,
@@ -127,11 +126,11 @@ class _Sanitize:
         self._sanitize = sanitize
 
     def tried(self, weights: Mapping[str, Weight], part: str) -> dict[str, mx.array]:
-        """What it makes of a part; the model stays as it is."""
-        return self._run(_copied(self._model), weights, part)
+        """Runs it on a copy of the model."""
+        return self._run(_copy_modules(self._model), weights, part)
 
     def final(self, weights: Mapping[str, Weight], part: str) -> dict[str, mx.array]:
-        """What it makes of a part, with what it does to the model."""
+        """Runs it on the model itself, which it may change."""
         return self._run(self._model, weights, part)
 
     def _run(self, model: Any, weights: Mapping[str, Weight], part: str) -> dict[str, mx.array]:
@@ -142,21 +141,21 @@ class _Sanitize:
         return dict(self._sanitize(model, given))
 
 
-def _copied(node: Any) -> Any:
-    """A tree of modules whose arrays are the same: a `sanitize` may take modules away."""
+def _copy_modules(node: Any) -> Any:
+    """Copies modules but not arrays: a `sanitize` may remove modules."""
     if isinstance(node, nn.Module):
         module = copy.copy(node)
         for name, child in node.items():
-            dict.__setitem__(module, name, _copied(child))
+            dict.__setitem__(module, name, _copy_modules(child))
         return module
     if isinstance(node, dict):
-        return {name: _copied(child) for name, child in node.items()}
+        return {name: _copy_modules(child) for name, child in node.items()}
     if isinstance(node, list | tuple):
-        return type(node)(_copied(child) for child in node)
+        return type(node)(_copy_modules(child) for child in node)
     return node
 
 
-def _own(model: Any, weights: dict[str, mx.array]) -> Mapping[str, mx.array]:
+def _model_sanitize(model: Any, weights: dict[str, mx.array]) -> Mapping[str, mx.array]:
     found: Mapping[str, mx.array] = weights
     if hasattr(model, "sanitize"):
         found = model.sanitize(weights)
@@ -164,13 +163,13 @@ def _own(model: Any, weights: dict[str, mx.array]) -> Mapping[str, mx.array]:
 
 
 def _part(weight: Weight, part: str, transposed: bool, index: int) -> mx.array:
-    """[..., out, n] of a packed weight, whatever n is; a dense weight as it is.
+    """A packed weight's part as [..., out, n] for any n; a dense weight as it is.
 
-    A part that a weight has not is a column of ones in uint8, so that it can be joined with others.
+    Parts that a weight lacks become a uint8 column of ones, so that they can be joined with others.
     """
     if isinstance(weight, mx.array):
         found = weight.swapaxes(-1, -2) if transposed else weight
-        return found.reshape(found.shape)  # another object: families compute in place
+        return found.reshape(found.shape)  # a new object: families compute in place
     rows = weight.codes.shape[:-1]
     if part == _ONES:
         found = mx.broadcast_to(mx.array(1.0), (*rows, 1))
@@ -190,8 +189,8 @@ def _part(weight: Weight, part: str, transposed: bool, index: int) -> mx.array:
     return found.reshape(found.shape)
 
 
-def _alike(weights: dict[str, Weight], dtype: mx.Dtype) -> dict[str, Weight]:
-    """The weights, those of a layer's experts in one packing, for they are stacked."""
+def _unify_experts(weights: dict[str, Weight], dtype: mx.Dtype) -> dict[str, Weight]:
+    """Gives the experts of a layer one packing, because they are stacked."""
     experts: dict[str, list[str]] = {}
     for name, weight in weights.items():
         if isinstance(weight, Packed) and _EXPERT.search(name):
@@ -209,8 +208,8 @@ def _key(weight: Packed) -> tuple[Any, ...]:
     return (weight.mode, weight.bits, weight.group_size, *has)
 
 
-def _in_another_packing(weights: Mapping[str, Weight]) -> list[str]:
-    """Packed weights that have not the packing of most."""
+def _minority_packings(weights: Mapping[str, Weight]) -> list[str]:
+    """Packed weights with another packing than the most frequent one."""
     keys = {name: _key(each) for name, each in weights.items() if isinstance(each, Packed)}
     if not keys:
         return []
@@ -221,14 +220,14 @@ def _in_another_packing(weights: Mapping[str, Weight]) -> list[str]:
 def _parts(weights: Mapping[str, Weight]) -> list[str]:
     """Parts that any of the weights has."""
     packed = [each for each in weights.values() if isinstance(each, Packed)]
-    having = {
+    present = {
         _SCALES: bool(packed),
         _ONES: bool(packed),
         _BIASES: any(each.biases is not None for each in packed),
         _OUTPUT_SCALE: any(each.output_scale is not None for each in packed),
         _ORDER: any(each.input_order is not None for each in packed),
     }
-    return [_CODES, *(part for part, has in having.items() if has)]
+    return [_CODES, *(part for part, has in present.items() if has)]
 
 
 Parts = Mapping[str, Mapping[str, mx.array]]
@@ -237,9 +236,9 @@ Parts = Mapping[str, Mapping[str, mx.array]]
 def _packings(
     model: nn.Module, weights: Mapping[str, Weight], parts: Parts
 ) -> dict[str, dict[str, Any] | None]:
-    """How the packed weights that came out of `sanitize` are packed, by path.
+    """Packings of `sanitize`'s outputs by path.
 
-    None stands for a weight that was changed within rows, or that no layer can have packed.
+    None: it changed a weight within rows, or the layer cannot have a packed weight.
     """
     if _SCALES not in parts:
         return {}
@@ -250,13 +249,13 @@ def _packings(
     for name, array in parts[_CODES].items():
         shape = shapes.get(name)
         if shape is None:
-            continue  # it is not in the model: loading says so
+            continue  # not in the model: loading reports it
         path = name.removesuffix(".weight")
         if array.dtype == mx.uint32:
             found[path] = _packing(modules.get(path), shape, name, parts)
         elif array.shape != shape or isinstance(weights.get(name), Packed):
             found[path] = None
-    # What is multiplied or added to rows is seen on rows of ones.
+    # The part of ones shows whether rows were multiplied or added to.
     kept = {path: (parts[_ONES][f"{path}.weight"] == 1).all() for path in found if found[path]}
     mx.eval(list(kept.values()))
     return {path: packing if kept.get(path) else None for path, packing in found.items()}
@@ -286,7 +285,6 @@ def _packing(module: Any, shape: tuple[int, ...], name: str, parts: Parts) -> di
 
 
 def _extra(part: str, name: str, parts: Parts) -> mx.array | None:
-    """A part of an output; None where its weight has none."""
     array = parts.get(part, {}).get(name)
     return None if array is None or array.dtype == mx.uint8 else array
 
@@ -296,7 +294,7 @@ def _sources(
     packings: Mapping[str, dict[str, Any] | None],
     codes: Mapping[str, mx.array],
 ) -> list[str]:
-    """Packed weights that outputs were made of which are changed within rows."""
+    """Packed weights whose outputs were changed within rows."""
     packed = [name for name, each in weights.items() if isinstance(each, Packed)]
     found: set[str] = set()
     for path, packing in packings.items():
@@ -309,7 +307,7 @@ def _sources(
         parent = path
         while parent:
             parent = parent.rpartition(".")[0]
-            # Weights that are not among the outputs by their names went into others.
+            # Weights that are no longer among the outputs went into others.
             beside = [n for n in packed if n not in codes and n.startswith(f"{parent}.")]
             if beside:
                 found.update(beside)
@@ -319,7 +317,7 @@ def _sources(
     return sorted(found)
 
 
-def _joined(
+def _assemble(
     run: _Sanitize,
     weights: Mapping[str, Weight],
     parts: Parts,

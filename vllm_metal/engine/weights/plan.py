@@ -16,22 +16,21 @@ Arrays = Mapping[str, mx.array]
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """One weight that is stored in another form than MLX has."""
+    """One weight stored in another form than MLX's."""
 
-    #: What the weight would be called in a checkpoint that is not quantized, such as
-    #: "model.layers.0.mlp.up_proj.weight" or "model.layers.0.mlp.experts.gate_up_proj".
+    #: The weight's name in an unquantized checkpoint, such as "model.layers.0.mlp.up_proj.weight"
+    #: or "model.layers.0.mlp.experts.gate_up_proj".
     name: str
     format: str  # for messages, such as "FP8"
-    tensors: Mapping[str, str]  # names of stored tensors by their part, such as "scales"
-    #: From the stored arrays by part, and the activations' dtype. Lazy; it may evaluate small
-    #: arrays. Raises ModelLoadError where shapes do not fit, without the weight's name.
+    tensors: Mapping[str, str]  # names of stored tensors by part, such as "scales"
+    #: Converts stored arrays by part, for activations of a dtype. Lazy, but may evaluate small
+    #: arrays. Raises ModelLoadError, without the weight's name, if shapes do not fit.
     convert: Callable[[Arrays, mx.Dtype], Weight]
-    #: Whether the unquantized weight has inputs before outputs: [E, in, out]. `convert` returns
-    #: [E, out, in] all the same.
+    #: Whether the unquantized weight is [E, in, out]; `convert` returns [E, out, in] even so.
     transposed: bool = False
 
     def converted(self, arrays: Arrays, dtype: mx.Dtype) -> Weight:
-        """The weight of the checkpoint's arrays by name.
+        """Converts the weight from the checkpoint's arrays by name.
 
         Raises:
             ModelLoadError: arrays do not fit each other; the message names the weight.
@@ -44,19 +43,17 @@ class StoredWeight:
 
 @dataclass(frozen=True)
 class Plan:
-    """A checkpoint's weights; those it does not list are stored as they are."""
+    """A checkpoint's weights; those not listed are stored in MLX's form."""
 
-    weights: Mapping[str, StoredWeight] = field(default_factory=dict)  # by their names
-    #: Tensors that take no part here, such as scales of activations, and why.
+    weights: Mapping[str, StoredWeight] = field(default_factory=dict)  # by name
+    #: Tensors that are not used, such as scales of activations, with the reason.
     unused: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # lines for the log
 
     def converted(self, arrays: Arrays, dtype: mx.Dtype) -> dict[str, Weight]:
-        """Weights by the names of an unquantized checkpoint; lazy.
+        """Converts stored arrays to weights by the names of an unquantized checkpoint; lazy.
 
-        Args:
-            arrays: as stored, by name. Those of weights that are partly left out are, too.
-            dtype: of activations.
+        Skips weights some of whose arrays are missing, as a rank's may be.
 
         Raises:
             ModelLoadError: see `StoredWeight.converted`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization: what a folder says of how its weights were quantized."""
+"""Quantization: a folder's description of how its weights were quantized."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from vllm_metal.identity.model_files import ModelLoadError
 
 Config = Mapping[str, Any]
-#: Names of methods that are served, and what they are called here.
+#: Supported methods, and their names here.
 METHODS = {
     "fp8": "fp8",
     "fbgemm_fp8": "fp8",
@@ -36,7 +36,7 @@ METHODS = {
     "gpt_oss_mxfp4": "mxfp4",
 }
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
-_WAY_OUT = (
+_REMEDY = (
     "Choose a checkpoint in bf16, FP8, NVFP4, MXFP4, GPTQ, AWQ or compressed-tensors, or one that "
     "mlx-lm has quantized"
 )
@@ -44,21 +44,17 @@ _WAY_OUT = (
 
 @dataclass(frozen=True)
 class Quantization:
-    """The `quantization_config` of a folder, wherever it stands."""
+    """A folder's `quantization_config`, from whichever file."""
 
     method: str  # a value of METHODS
     settings: Config
-    ignored: tuple[str, ...] = ()  # modules that are said not to be quantized, as written
+    ignored: tuple[str, ...] = ()  # modules declared unquantized, as written
 
     @staticmethod
     def read(config: Config, folder: Path | None = None) -> Quantization | None:
-        """Reads what config.json says, or modelopt's hf_quant_config.json beside it.
+        """Reads it from config.json, or from modelopt's hf_quant_config.json in `folder`.
 
-        Returns:
-            None: nothing, or a `quantization` as MLX's own tools write it.
-
-        Raises:
-            ModelLoadError: see `of`.
+        Returns None if there is none, or only MLX's own `quantization`. Raises what `of` does.
         """
         if config.get("quantization"):
             return None
@@ -67,9 +63,11 @@ class Quantization:
             for key in ("quantization_config", "compression_config"):
                 if stated.get(key):
                     return Quantization.of(stated[key])
-        beside = None if folder is None else folder / "hf_quant_config.json"
-        if beside is not None and beside.is_file():
-            return Quantization.of({"quant_method": "modelopt", **json.loads(beside.read_bytes())})
+        modelopt_file = None if folder is None else folder / "hf_quant_config.json"
+        if modelopt_file is not None and modelopt_file.is_file():
+            return Quantization.of(
+                {"quant_method": "modelopt", **json.loads(modelopt_file.read_bytes())}
+            )
         return None
 
     @staticmethod
@@ -79,7 +77,7 @@ class Quantization:
         Raises:
             ModelLoadError: its method or its format is not supported.
         """
-        inner = stated.get("quantization")  # as modelopt nests it in hf_quant_config.json
+        inner = stated.get("quantization")  # modelopt nests it in hf_quant_config.json
         settings = {**stated, **inner} if isinstance(inner, Mapping) else dict(stated)
         producer = stated.get("producer")
         made_by = producer.get("name") if isinstance(producer, Mapping) else None
@@ -91,7 +89,7 @@ class Quantization:
         if name not in METHODS:
             raise ModelLoadError(
                 f"quantization_config with quant_method={name!r} is not supported: there is no "
-                f"translation of this format to MLX. {_WAY_OUT}."
+                f"translation of this format to MLX. {_REMEDY}."
             )
         method = METHODS[name]
         _check(method, settings)
@@ -102,17 +100,19 @@ class Quantization:
         return default if value is None else value
 
     def ignores(self, module: str) -> str | None:
-        """The entry that names a module as not quantized, if any."""
+        """The entry that declares a module unquantized, if any."""
         return Entries.of(self.ignored).naming(module)
 
 
 @dataclass(frozen=True)
 class Entries:
-    """A list of modules in a configuration: by their paths, by wildcards, or by regular expressions
-    behind "re:". Paths may lack the names of the models around, or have them."""
+    """Module names in a configuration: paths, wildcards, or regular expressions after "re:".
 
-    paths: Mapping[str, str]  # entries, by their paths without the models around
-    patterns: tuple[tuple[str, re.Pattern[str]], ...]  # entries, and what they mean
+    Paths may include the prefixes of enclosing models or omit them.
+    """
+
+    paths: Mapping[str, str]  # entries by path without enclosing models
+    patterns: tuple[tuple[str, re.Pattern[str]], ...]  # entries and their patterns
 
     @staticmethod
     @cache
@@ -128,7 +128,7 @@ class Entries:
         return Entries(paths, tuple(patterns))
 
     def naming(self, module: str) -> str | None:
-        """The entry that names a module; None: none does."""
+        """The entry that matches a module, if any."""
         bare = _bare(module)
         if (entry := self.paths.get(bare)) is not None:
             return entry
@@ -139,12 +139,12 @@ class Entries:
 
 
 def matches(entry: str, module: str) -> bool:
-    """Whether an entry of a list names a module, see Entries."""
+    """Whether an entry matches a module, see Entries."""
     return Entries.of((entry,)).naming(module) is not None
 
 
 def _bare(module: str) -> str:
-    """A module's path without the names of the models around it."""
+    """A module's path without the prefixes of enclosing models."""
     return next(module.removeprefix(p) for p in _PREFIXES if module.startswith(p))
 
 
@@ -154,18 +154,14 @@ def _ignored(settings: Config) -> Iterator[str]:
 
 
 def _check(method: str, settings: Config) -> None:
-    """Rejects what a method can say that is not served.
-
-    Raises:
-        ModelLoadError: it does.
-    """
+    """Rejects settings of a method that are not supported."""
     for key, served, methods in _SERVED:
         value = settings.get(key)
         if method in methods and value is not None and not served(value):
             raise ModelLoadError(
                 f"quantization_config with {key}={_short(value)} is not supported with "
                 f"quant_method={settings.get('quant_method')}: there is no translation to MLX of "
-                f"this layout, which all quantized layers have. {_WAY_OUT}."
+                f"this layout, which all quantized layers have. {_REMEDY}."
             )
 
 
@@ -182,7 +178,7 @@ _ALGORITHMS = (
     *("fp8", "fp8_per_channel_per_token", "fp8_pb_wo", "nvfp4", "mxfp8", "mixed_precision"),
     *("w4a16_nvfp4", "w4a8_nvfp4_fp8"),
 )
-#: Keys, which of their values are served, and with which methods.
+#: Keys, a test of their values, and the methods that they apply to.
 _SERVED: tuple[tuple[str, Any, Iterable[str]], ...] = (
     ("checkpoint_format", _one_of("gptq", "gptq_v2"), ("gptq",)),
     ("bits", _one_of(2, 3, 4, 8), ("gptq", "auto-round")),

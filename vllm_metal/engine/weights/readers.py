@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers: each knows one way in which a weight's tensors are named, and checks them.
+"""Readers: each knows the tensor names of one format and checks the tensors.
 
-A reader is given each tensor's name. It returns the weight if the tensor is its main one, the one
-with the values.
+A reader gets each tensor's name and returns a weight if the tensor holds its values.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ _FLOATS = ("F32", "BF16", "F16")
 
 
 def float8(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeight | None:
-    """E4M3 values with scales of the tensor, of rows, of blocks, or of MX's groups."""
+    """Reads E4M3 values with scales per tensor, row, block or MX group."""
     if len(tensors.shape(name)) < 2 or (scale := _scale_of(name, tensors)) is None:
         return None
-    # MLX has no such dtype, and writes bytes.
-    in_bytes = tensors.dtype(name) == "U8" and scale.endswith("_scale_inv")
-    if tensors.dtype(name) != _FLOAT8 and not in_bytes:
+    # MLX has no such dtype and writes uint8.
+    is_mlx_bytes = tensors.dtype(name) == "U8" and scale.endswith("_scale_inv")
+    if tensors.dtype(name) != _FLOAT8 and not is_mlx_bytes:
         return None
     parts = {"values": name, "scales": scale}
     shape, of_scale = tensors.shape(name), tensors.shape(scale)
@@ -81,7 +80,7 @@ def float8(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeig
 def blocks_of_gpt_oss(
     name: str, tensors: Tensors, said: Quantization | None
 ) -> StoredWeight | None:
-    """MXFP4 of experts: `X_blocks` and `X_scales` for a weight X with inputs before outputs."""
+    """Reads MXFP4 experts: `X_blocks` and `X_scales` for a weight X with inputs before outputs."""
     weight = name.removesuffix("_blocks")
     scales = f"{weight}_scales"
     if weight == name or scales not in tensors or tensors.dtype(name) != "U8":
@@ -93,7 +92,7 @@ def blocks_of_gpt_oss(
 
 
 def float4(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeight | None:
-    """NVFP4 and MXFP4 of compressed-tensors and modelopt: two values a byte."""
+    """Reads NVFP4 and MXFP4 of compressed-tensors and modelopt: two values per byte."""
     if tensors.dtype(name) != "U8" or len(tensors.shape(name)) < 2:
         return None
     module = re.sub(r"(\.|_)weight_packed$", "", name)
@@ -103,15 +102,15 @@ def float4(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeig
     if scales not in tensors:
         return None
     args = _scheme(weight, said)
-    by, kind = (16, "NVFP4") if tensors.dtype(scales) == _FLOAT8 else (32, "MXFP4")
+    group, kind = (16, "NVFP4") if tensors.dtype(scales) == _FLOAT8 else (32, "MXFP4")
     if kind == "MXFP4" and tensors.dtype(scales) not in _EXPONENT:
         return None
-    for key, value in (("num_bits", 4), ("group_size", by)):
+    for key, value in (("num_bits", 4), ("group_size", group)):
         stated = args.get(key)
         if stated is not None and stated != value:
             raise contradiction(weight, f"is stored as {kind}", f"{key}={stated}")
     shape, of_scale = tensors.shape(name), tensors.shape(scales)
-    if of_scale != (*shape[:-1], 2 * shape[-1] // by):
+    if of_scale != (*shape[:-1], 2 * shape[-1] // group):
         raise ModelLoadError(
             f"{weight} has {kind} scales of {list(of_scale)} for values of {list(shape)}: {AGAIN}."
         )
@@ -136,7 +135,7 @@ def float4(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeig
 
 
 def packed_integers(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeight | None:
-    """compressed-tensors' packed integers."""
+    """Reads compressed-tensors' packed integers."""
     module = name.removesuffix(".weight_packed")
     if module == name or tensors.dtype(name) not in ("I32", "U32"):
         return None
@@ -165,7 +164,7 @@ def packed_integers(name: str, tensors: Tensors, said: Quantization | None) -> S
     def convert(a: Arrays, dtype: mx.Dtype) -> Weight:
         num_in = (
             int(cast(Any, a["shape"].tolist())[-1]) or words * per
-        )  # files of which only headers are here have zeros
+        )  # 0 in placeholders of headers-only checkpoints
         if -(-num_in // per) != words:
             raise ModelLoadError(
                 f"has {words} words a row for {num_in} inputs, which are not of {bits} bits"
@@ -179,7 +178,7 @@ def packed_integers(name: str, tensors: Tensors, said: Quantization | None) -> S
 
 
 def int8(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeight | None:
-    """8-bit integers, one a byte."""
+    """Reads 8-bit integers, one per byte."""
     scales = f"{name}_scale"
     if tensors.dtype(name) != "I8" or scales not in tensors or len(tensors.shape(name)) < 2:
         return None
@@ -211,12 +210,12 @@ READERS: tuple[Callable[[str, Tensors, Quantization | None], StoredWeight | None
 
 
 def _stem(name: str) -> str:
-    """What the names of a weight's scales begin with: experts in one array have no ".weight"."""
+    # Experts in one array have no ".weight" in their names.
     return name if name.endswith(".weight") else f"{name}_weight"
 
 
 def _scale_of(name: str, tensors: Tensors) -> str | None:
-    """The name of a weight's scales, of the ways in which they are named."""
+    """The name of a weight's scales, by any naming scheme."""
     candidates = [f"{name}_scale_inv", f"{name}_scale"]
     if not name.endswith(".weight"):
         candidates += [f"{name}_weight_scale_inv", f"{name}_weight_scale"]
@@ -231,7 +230,7 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def _is_by_row(shape: tuple[int, ...], of_scale: tuple[int, ...]) -> bool:
-    """Whether scales are of the whole tensor, of each expert, or of rows."""
+    """Whether scales are per tensor, expert or row."""
     *outer, num_out, _ = shape
     count = _size(tuple(outer))
     return _size(of_scale) == 1 or (
@@ -251,16 +250,15 @@ def _block(said: Quantization | None, args: Config) -> tuple[int, int] | None:
     if str(said.get("quant_algo")).lower() == "fp8_pb_wo":
         return (128, 128)
     stated: Any = said.get("weight_block_size") or args.get("block_structure")
-    if isinstance(stated, str):  # "128x128", as compressed-tensors once wrote it
+    if isinstance(stated, str):  # "128x128", in older compressed-tensors files
         stated = stated.split("x")
     return None if not stated else (int(stated[0]), int(stated[1]))
 
 
 def _scheme(name: str, said: Quantization | None) -> Config:
-    """What compressed-tensors says of a weight: its `weights` arguments; empty for other methods.
+    """compressed-tensors' `weights` arguments for a weight; empty for other methods.
 
-    Raises:
-        ModelLoadError: it has several groups, and none for this weight.
+    Raises ModelLoadError if there are several groups and none targets the weight.
     """
     if said is None:
         return {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Headers of a checkpoint's tensors, and checks that readers of formats share."""
+"""Headers of a checkpoint's tensors, and checks shared by readers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Tensors:
         return self.headers[name].dtype
 
     def parts(self, **names: str) -> dict[str, str]:
-        """Those of the tensors that are there, by part."""
+        """Names of existing tensors by part."""
         return {part: name for part, name in names.items() if name in self.headers}
 
 
@@ -38,7 +38,7 @@ def contradiction(name: str, found: str, stated: str) -> ModelLoadError:
 
 
 def group_size(settings: Config) -> int | None:
-    """Columns that share a scale; None: all, or it is not said."""
+    """Columns per scale; None for whole rows, or if not configured."""
     stated = settings.get("group_size") or settings.get("q_group_size")
     return int(stated) if stated is not None and int(stated) > 0 else None
 

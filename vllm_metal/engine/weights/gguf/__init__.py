@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of GGUF files into model directories that mlx-lm and vLLM load."""
+"""Converts GGUF files to model directories that mlx-lm and vLLM load."""
 
 from importlib.util import find_spec
 

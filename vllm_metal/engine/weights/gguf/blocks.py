@@ -2,8 +2,8 @@
 """Values, scales and minima of GGUF's blocks in the order of MLX's packings.
 
 Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Blocks of 32 values
-become groups of 32. Q4_K and Q5_K have eight groups of 32 in a block of 256: the scale of a group
-is `d * scale`, its bias `-dmin * min`. MXFP4 differs from the hub's in the order of its values.
+become groups of 32. A Q4_K or Q5_K block of 256 has eight groups of 32: a group's scale is
+`d * scale`, its bias `-dmin * min`. GGUF's MXFP4 orders values differently from the hub's.
 """
 
 import numpy as np
@@ -12,9 +12,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 Bytes = npt.NDArray[np.uint8]
 _Kind = GGMLQuantizationType
-#: Types that are not quantized: safetensors' word for each.
+#: Unquantized types, with safetensors' names.
 FLOATS = {_Kind.F32: "F32", _Kind.F16: "F16", _Kind.BF16: "BF16"}
-#: Types of which MLX has an exact packing: bits of a value.
+#: Types with an exact MLX packing, with bits per value.
 EXACT = {
     _Kind.Q4_0: 4,
     _Kind.Q4_1: 4,
@@ -32,14 +32,14 @@ GROUP_SIZE = 32
 
 
 def blocks_of(rows: Bytes, kind: GGMLQuantizationType) -> Bytes:
-    """[rows, blocks, bytes of a block] of [rows, bytes of a row]."""
+    """Reshapes [rows, bytes of a row] to [rows, blocks, bytes of a block]."""
     return np.ascontiguousarray(rows).reshape(len(rows), -1, GGML_QUANT_SIZES[kind][1])
 
 
 def codes(blocks: Bytes, kind: GGMLQuantizationType) -> Bytes:
-    """Values of blocks, [rows, blocks, bytes], as MLX's bit stream."""
+    """Quantized values of [rows, blocks, bytes] as MLX's bit stream."""
     if kind == _Kind.Q8_0:
-        return blocks[..., 2:] ^ np.uint8(0x80)  # signed, and 128 more is unsigned
+        return blocks[..., 2:] ^ np.uint8(0x80)  # flipping the sign bit adds 128
     if kind == _Kind.MXFP4:
         return _nibbles(blocks[..., 1:], 16)
     if kind == _Kind.Q4_0:
@@ -60,37 +60,37 @@ def codes(blocks: Bytes, kind: GGMLQuantizationType) -> Bytes:
 
 
 def _halves(packed: Bytes, run: int) -> Bytes:
-    """Values of bytes: of each `run` bytes first the low halves, then the high ones."""
+    """Splits bytes into 4-bit values: for each `run` bytes, first the low halves, then the high."""
     by_run = packed.reshape(*packed.shape[:-1], -1, 1, run)
     both = np.concatenate([by_run & 0x0F, by_run >> 4], axis=-2)
     return both.reshape(*packed.shape[:-1], -1)
 
 
 def _nibbles(packed: Bytes, run: int) -> Bytes:
-    """`_halves`, packed again two neighbors a byte."""
+    """Splits bytes as `_halves` does and repacks two neighbors per byte."""
     values = _halves(packed, run)
     packed_again: Bytes = values[..., 0::2] | (values[..., 1::2] << np.uint8(4))
     return packed_again
 
 
 def _five_bits(values: Bytes) -> Bytes:
-    """[..., n * 5 / 8] bytes of [..., n] values below 32."""
+    """Packs [..., n] values below 32 into [..., n * 5 / 8] bytes."""
     eight = values.reshape(*values.shape[:-1], -1, 8)
     words = np.zeros(eight.shape[:-1], np.uint64)
-    for place in range(8):
-        words |= eight[..., place].astype(np.uint64) << np.uint64(5 * place)
+    for index in range(8):
+        words |= eight[..., index].astype(np.uint64) << np.uint64(5 * index)
     stream: Bytes = words[..., None].view(np.uint8)[..., :5]
     return stream.reshape(*values.shape[:-1], -1)
 
 
 def middle(kind: GGMLQuantizationType) -> float:
-    """The bias of a group by its scale, for types without minima."""
+    """A group's bias in units of its scale, for types without minima."""
     return -float(1 << (EXACT[kind] - 1))
 
 
 def scales_of_two_levels(blocks: Bytes, which: int) -> Bytes:
-    """Float32 scales (`which` is 0) or minima (1) of eight groups a block, as bytes."""
-    packed = blocks[..., 4:16]
+    """Float32 scales (`which` is 0) or minima (1) of eight groups per block, as bytes."""
+    packed = blocks[..., 4:16]  # 6-bit numbers; the last four of each kind are split in two
     low, middle, high = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
     first = (low, middle)[which]
     last = (high & 0x0F, high >> 4)[which]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes config.json and generation_config.json from GGUF metadata."""
+"""Derives config.json and generation_config.json from GGUF metadata."""
 
 import math
 from typing import Any
@@ -12,15 +12,15 @@ from .family_config import LEFT_OUT
 from .names import ROPE_FREQS, has_attention_bias, is_tied, num_layers
 from .source import ConversionError, GGUFSource
 
-# Llama 3.1's RoPE rule has four parameters; GGUF keeps only the factors that come out of it. All
-# released models of the rule share these three (Llama 3.1, 3.2 and 3.3 config.json).
+# Llama 3.1's RoPE rule has four parameters; GGUF only stores the resulting factors. All released
+# models of the rule share these three (config.json of Llama 3.1, 3.2 and 3.3).
 _LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# Tokens that end a turn or a text in released chat models. A GGUF file often declares only one of
-# them as its end token; after the others, generation would go on with an invented next turn.
+# Tokens that end a turn or text in released chat models. A GGUF file often declares only one of
+# them as its end token; without the others, generation would go on with an invented next turn.
 _END_TOKENS = (
     "<|im_end|>",
     "<|endoftext|>",
@@ -34,12 +34,11 @@ _CONTROL = 3  # GGUF token type
 
 
 def model_config(source: GGUFSource, family: Family, dtype: str) -> dict[str, Any]:
-    """config.json without its "quantization" entry.
+    """Builds config.json without its "quantization" entry; `dtype` is that of the written weights.
 
-    `dtype` is the element type of the written weights. Both transformers' AutoConfig and
-    mlx-lm's ModelArgs read the result; RoPE settings are in the flat form that both take.
+    Both transformers' AutoConfig and mlx-lm's ModelArgs read the result, hence the flat RoPE keys.
     """
-    config = _of_all(source, family) | {"dtype": dtype}
+    config = _common_keys(source, family) | {"dtype": dtype}
     if family.states_bias:
         config["attention_bias"] = has_attention_bias(source)
     for key, key_of_file in family.keys.items():
@@ -62,14 +61,14 @@ def model_config(source: GGUFSource, family: Family, dtype: str) -> dict[str, An
     return config
 
 
-def _of_all(source: GGUFSource, family: Family) -> dict[str, Any]:
-    """Keys that the config.json of every family has, under the names that most have."""
+def _common_keys(source: GGUFSource, family: Family) -> dict[str, Any]:
+    """Keys that every family's config.json has, under their usual names."""
     hidden_size = source.require_arch("embedding_length")
     heads = source.require_arch("attention.head_count")
     head_dim = source.arch("attention.key_length", hidden_size // heads if heads else 0)
     kv_heads = source.arch("attention.head_count_kv", heads)
     if isinstance(kv_heads, list) and (family.layers_differ or len(set(kv_heads)) == 1):
-        kv_heads = max(kv_heads)  # 0 where a layer is no attention
+        kv_heads = max(kv_heads)  # 0 in layers without attention
     epsilon = source.arch("attention.layer_norm_rms_epsilon")
     if epsilon is None:
         epsilon = source.require_arch("attention.layer_norm_epsilon")
@@ -107,7 +106,7 @@ def _of_all(source: GGUFSource, family: Family) -> dict[str, Any]:
 
 
 def generation_config(source: GGUFSource) -> dict[str, Any]:
-    """generation_config.json: begin token, padding token, and all tokens that end an answer."""
+    """Builds generation_config.json: begin and padding token, and all tokens that end an answer."""
     tokens = source.require("tokenizer.ggml.tokens")
     types = source.get("tokenizer.ggml.token_type", [1] * len(tokens))
     special = {token: i for i, token in enumerate(tokens) if types[i] == _CONTROL}
@@ -134,7 +133,7 @@ def _check_sizes(source: GGUFSource, family: Family, config: dict[str, Any]) -> 
 
 
 def _rope_scaling(source: GGUFSource, head_dim: int, theta: float) -> dict[str, Any] | None:
-    """rope_scaling of config.json, or None where positions are not scaled."""
+    """rope_scaling of config.json, or None if positions are not scaled."""
     if ROPE_FREQS in source.tensors:
         factors = source.tensors[ROPE_FREQS].data.view(np.float32).astype(np.float64).ravel()
         return _llama3_rope(source, factors, head_dim, theta)
@@ -161,10 +160,10 @@ def _rope_scaling(source: GGUFSource, head_dim: int, theta: float) -> dict[str, 
 def _llama3_rope(
     source: GGUFSource, factors: npt.NDArray[np.float64], head_dim: int, theta: float
 ) -> dict[str, Any] | None:
-    """The Llama 3.1 settings that give these frequency divisors, (head_dim / 2,).
+    """Finds the Llama 3.1 settings for frequency divisors (head_dim / 2,); rejects other tables.
 
-    The rule divides the lowest frequencies by its full factor, so that is the largest divisor. We
-    then compute all divisors by the rule and compare them with the file's.
+    The rule divides the lowest frequencies by its full factor, so the largest divisor is the
+    factor. All divisors computed by the rule must then match the file's.
     """
     factor = round(float(factors.max()), 4)
     if factor == 1.0:

@@ -22,35 +22,35 @@ from .tokenizer import copy_tokenizer, write_tokenizer
 from .weights import DType, Weight, natural_dtype, plan_weights, quantization_config
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""Largest size of a weight file; mlx-lm splits its own at the same size."""
+"""Maximum size of a weight file; mlx-lm splits at the same size."""
 
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """Options of a conversion. By default it keeps the file's numbers exactly."""
+    """Options of a conversion; the defaults keep the file's numbers exactly."""
 
     dtype: DType | None = None
-    """Element type of dense weights and of scales; None: the file's own, or the family's."""
+    """Element type of dense weights and of scales; None for the file's or the family's."""
     blocks: Literal["keep", "dequantize"] = "keep"
-    """How matrices of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are stored."""
+    """Storage of matrices in Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0."""
     kquants: Literal["dequantize", "requantize"] = "dequantize"
-    """How matrices of Q2_K to Q6_K are stored."""
+    """Storage of matrices in Q2_K to Q6_K."""
     bits: Literal[4, 8] = 4
-    """Bits of a weight where K-quants are requantized."""
+    """Bits per weight of requantized K-quants."""
     tokenizer: Path | None = None
-    """Directory to copy the tokenizer from in place of building it from the file."""
+    """Directory to copy the tokenizer from, instead of building it from the file."""
     force: bool = False
-    """Replace a directory that is already there."""
+    """Whether to replace an existing directory."""
     max_shard_bytes: int = MAX_SHARD_BYTES
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """Default sampling parameters of requests, by their names in generation_config.json."""
+    """Default sampling parameters, by their names in generation_config.json."""
 
 
 def convert(gguf: Path, out: Path, options: ConvertOptions | None = None) -> Path:
-    """Convert the model file `gguf` into the directory `out` and return `out`.
+    """Converts the model file `gguf` into the directory `out` and returns `out`.
 
-    Everything is written to a hidden directory beside `out`, which is renamed at the end: a
-    conversion that fails leaves nothing behind.
+    Writes to a hidden directory next to `out` and renames it at the end, so that a failed
+    conversion leaves nothing behind.
 
     Raises:
         ConversionError: the file cannot be converted, or not with these options.
@@ -72,7 +72,7 @@ def convert(gguf: Path, out: Path, options: ConvertOptions | None = None) -> Pat
     config = model_config(source, family, dtype)
     if quantization := quantization_config(plan):
         config["quantization"] = quantization
-    with _full_disk_named(out, plan), _replacing(out) as partial:
+    with _explain_full_disk(out, plan), _atomic_directory(out) as partial:
         if options.tokenizer:
             copy_tokenizer(options.tokenizer, partial)
         else:
@@ -85,7 +85,7 @@ def convert(gguf: Path, out: Path, options: ConvertOptions | None = None) -> Pat
 
 
 @contextmanager
-def _full_disk_named(out: Path, plan: list[Weight]) -> Iterator[None]:
+def _explain_full_disk(out: Path, plan: list[Weight]) -> Iterator[None]:
     """Raises an error that names the disk if it is full; the system's error names no file."""
     try:
         yield
@@ -100,8 +100,8 @@ def _full_disk_named(out: Path, plan: list[Weight]) -> Iterator[None]:
 
 
 @contextmanager
-def _replacing(out: Path) -> Iterator[Path]:
-    """A new directory, renamed to `out` if the block ends without an error, else deleted."""
+def _atomic_directory(out: Path) -> Iterator[Path]:
+    """Yields a new directory, renamed to `out` after success and deleted after an error."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     old = out.parent / f".{out.name}.old-{os.getpid()}"
@@ -125,18 +125,18 @@ def _write_weights(plan: list[Weight], out: Path, max_shard_bytes: int) -> None:
     weights = {weight.stored[0].name: weight for weight in plan}
     split = split_state_dict_into_shards_factory(
         weights,
-        get_storage_size=lambda weight: weight.num_bytes,  # a weight's scales are in its file
+        get_storage_size=lambda weight: weight.num_bytes,  # includes its scales
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_bytes,
     )
     total = sum(weight.source.data.nbytes for weight in plan)
-    place: dict[str, str] = {}
-    # tqdm draws on stderr: shells read the path that `vllm-metal model` prints on stdout.
+    weight_map: dict[str, str] = {}
+    # tqdm draws on stderr: shells read the path that `vllm-metal model` prints to stdout.
     with tqdm(total=total, desc="Converting", unit="B", unit_scale=True, leave=False) as bar:
         for file, names in split.filename_to_tensors.items():
             shard = [weights[name] for name in names]
             stored = [tensor for weight in shard for tensor in weight.stored]
-            place |= {tensor.name: file for tensor in stored}
+            weight_map |= {tensor.name: file for tensor in stored}
             with safetensors_file(out / file, stored) as write:
                 for weight in shard:
                     for row, parts, read in weight.rows():
@@ -144,7 +144,7 @@ def _write_weights(plan: list[Weight], out: Path, max_shard_bytes: int) -> None:
                             write(name, row, values)
                         bar.update(read)
     if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": place}
+        index = {"metadata": split.metadata, "weight_map": weight_map}
         _write_json(out / "model.safetensors.index.json", index)
 
 

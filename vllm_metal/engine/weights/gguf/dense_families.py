@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families of GGUF models whose layers are attention and an MLP."""
+"""GGUF model families with only attention and MLP layers."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ def _has_window(source: GGUFSource) -> bool:
 _llama = partial(Family, interleaved_rope=True, states_bias=True)
 DENSE: tuple[Family, ...] = (
     _llama("llama", "llama", "LlamaForCausalLM", stems.COMMON, converts=True),
-    # Ministral 3, whose queries grow with the position.
+    # Ministral 3 scales queries with the position.
     _llama(
         "mistral3",
         "ministral3",

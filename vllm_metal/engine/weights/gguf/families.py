@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The family of GGUF models that a file belongs to."""
+"""Determines the GGUF model family that a file belongs to."""
 
 from .dense_families import DENSE
 from .family import Family, has_experts
 from .mixed_families import MIXED
 from .source import ConversionError, GGUFSource
 
-#: The first that has a file's architecture, and accepts the file, is the file's family.
+#: The first family that has a file's architecture and accepts the file.
 FAMILIES: tuple[Family, ...] = (*DENSE, *MIXED)
 
 
 def family_of(source: GGUFSource) -> Family:
-    """The family of a file that is converted.
+    """Finds a file's family for conversion.
 
     Raises:
-        ConversionError: it is none that `convert` knows; the message lists them.
+        ConversionError: `convert` does not support it; the message lists what it does.
     """
     known = sorted(family.architecture for family in FAMILIES if family.converts)
     if source.architecture not in known:
@@ -31,10 +31,10 @@ def family_of(source: GGUFSource) -> Family:
 
 
 def served_family(source: GGUFSource) -> Family:
-    """The family of a file that is served as it is.
+    """Finds a file's family for serving.
 
     Raises:
-        ConversionError: it is no language model, or of a family that is not served.
+        ConversionError: it is not a language model, or its family is not supported.
     """
     architecture, path = source.architecture, source.path
     if source.get("general.type") == "adapter":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between architectures of GGUF models, as a record."""
+"""Differences between architectures of GGUF models, as a record."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ from .stems import TOP, Stems
 
 
 def has_experts(source: GGUFSource) -> bool:
-    """Whether layers of a file have experts."""
+    """Whether a file's layers have experts."""
     return bool(source.arch("expert_count", 0))
 
 
 def has_none(source: GGUFSource) -> bool:
-    """Whether layers of a file have no experts."""
+    """Whether a file's layers have no experts."""
     return not has_experts(source)
 
 
@@ -26,7 +26,7 @@ def has_any(source: GGUFSource) -> bool:
 
 @dataclass(frozen=True)
 class Family:
-    """How files of one GGUF architecture are read, or those of them that `when` accepts."""
+    """How to read files of one GGUF architecture, or those of them that `when` accepts."""
 
     architecture: str
     """`general.architecture` of its files."""
@@ -35,42 +35,43 @@ class Family:
     hf_class: str
     """Entry of `architectures` in config.json."""
     layer_names: Stems
-    """Stem under `blk.N.` in GGUF -> module under a layer."""
+    """Maps stems under `blk.N.` in GGUF to modules of a layer."""
     when: Callable[[GGUFSource], bool] = has_none
-    """Which files of the architecture are meant."""
+    """Selects files of the architecture."""
     keys: Mapping[str, str | tuple[str, Any]] = field(default_factory=dict)
-    """Key of config.json -> key of the file without the architecture, or that and a default."""
+    """Maps keys of config.json to keys of the file without the architecture; a tuple has a
+    default, too."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of config.json that all files of the family have alike."""
+    """Keys of config.json with the same value for all files."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Key of config.json that all families have -> the family's name of it; empty: left out."""
+    """Maps usual keys of config.json to the family's names; an empty name drops the key."""
     config: Callable[[GGUFSource, dict[str, Any]], dict[str, Any]] | None = None
-    """Makes further keys of config.json (family_config.py)."""
+    """Builds further keys of config.json (family_config.py)."""
     top_names: Stems = field(default_factory=lambda: TOP)
-    """Stem outside of layers in GGUF -> module."""
+    """Maps stems outside of layers in GGUF to modules."""
     layers: str = "model.layers"
-    """Where mlx-lm's module has its layers."""
+    """Path of the layers in mlx-lm's module."""
     prefix: str = ""
-    """What mlx-lm's names have before them."""
+    """Prefix of mlx-lm's names."""
     interleaved_rope: bool = False
-    """GGUF holds rows of q and k in the order of the interleaved form of RoPE."""
+    """Whether GGUF has rows of q and k in the order of interleaved RoPE."""
     rotates_part: bool = False
-    """A part of each head may be rotated: `partial_rotary_factor`."""
+    """Whether RoPE may rotate a part of each head: `partial_rotary_factor`."""
     own_rope: bool = False
-    """`config` reads rope_freqs.weight, too."""
+    """Whether `config` also reads rope_freqs.weight."""
     layers_differ: bool = False
-    """Layers may have different sizes, of which `config` makes keys."""
+    """Whether layers may have different sizes, for which `config` makes keys."""
     states_bias: bool = False
-    """config.json says whether attention has biases (`attention_bias`)."""
+    """Whether config.json has `attention_bias`."""
     norm_offset: float = 0.0
-    """GGUF stores norms' weights with this added; mlx-lm's model adds it when it runs."""
+    """Added to norms' weights in GGUF; mlx-lm's model adds it at run time."""
     v_heads_tiled: bool = False
-    """GGUF has value heads of linear attention by their number within a key head first."""
+    """Whether GGUF orders linear attention's value heads by index within a key head first."""
     unused: tuple[str, ...] = ()
-    """Tensors of a file that config.json has instead."""
+    """Tensors of a file that config.json replaces."""
     default_dtype: str = "float16"
-    """Element type where all matrices of the file are quantized."""
+    """Element type if all matrices of the file are quantized."""
     biased: tuple[str, ...] = ()
     """Stems of tensors that always have a bias."""
     converts: bool = False
-    """Whether `vllm-metal convert` knows it, too."""
+    """Whether `vllm-metal convert` supports it, too."""

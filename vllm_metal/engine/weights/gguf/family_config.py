@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of config.json that one family of GGUF models has alone.
+"""Keys of config.json for single families of GGUF models.
 
-Each function takes the file and the keys that all families have, and returns keys to add or to
-replace; LEFT_OUT takes a key away.
+Each function takes the file and the keys of all families, and returns keys to add or replace;
+LEFT_OUT drops a key.
 """
 
 from typing import Any
@@ -12,21 +12,19 @@ import numpy as np
 from .source import ConversionError, GGUFSource
 
 Config = dict[str, Any]
-LEFT_OUT: Any = object()  # in place of a value: config.json has no such key
+LEFT_OUT: Any = object()  # instead of a value: config.json lacks the key
 
 _GEMMA3_LOCAL_THETA = 10_000.0  # Gemma 3 report, section 2: 10k on local layers, 1M on global ones
-_GEMMA3_PATTERN = 6  # same: five local layers to one global
+_GEMMA3_PATTERN = 6  # same section: five local layers per global one
 _GEMMA3_27B_LAYERS = 62  # only this size scales queries by hidden_size / heads, not by head_dim
-_GEMMA2_27B_LAYERS = 46  # the same of Gemma 2
-_MLA_YARN = 0.1  # llama.cpp has a tenth of mscale_all_dim, the factor of YaRN's logarithm
+_GEMMA2_27B_LAYERS = 46  # the same for Gemma 2
+_MLA_YARN = 0.1  # llama.cpp stores a tenth of mscale_all_dim, the factor of YaRN's logarithm
 
 
 def window_kinds(source: GGUFSource, period: int) -> list[str]:
-    """transformers' `layer_types` by the file's flags of windowed layers, or by their period.
+    """Builds `layer_types` from the file's flags of sliding-window layers or their period.
 
-    Args:
-        source: the file.
-        period: of layers that see all, where the file does not say it.
+    `period` is that of full-attention layers if the file does not have it.
     """
     layers = source.require_arch("block_count")
     stated = source.arch("attention.sliding_window_pattern", period)
@@ -46,7 +44,7 @@ def gemma2(source: GGUFSource, config: Config) -> Config:
 def gemma3(source: GGUFSource, config: Config) -> Config:
     layers = source.require_arch("block_count")
     kinds = window_kinds(source, _GEMMA3_PATTERN)
-    # mlx-lm takes a period, so the kinds must have one.
+    # mlx-lm takes a period, so the layer types must have one.
     period = kinds.index("full_attention") + 1 if "full_attention" in kinds else layers + 1
     if [kind == "full_attention" for kind in kinds] != [
         (i + 1) % period == 0 for i in range(layers)
@@ -120,7 +118,7 @@ def gemma4(source: GGUFSource, config: Config) -> Config:
 def gpt_oss(source: GGUFSource, config: Config) -> Config:
     found: Config = {"layer_types": window_kinds(source, 2)}
     if scaling := config.get("rope_scaling"):
-        # GGUF has no key that says so.
+        # gpt-oss' YaRN does not truncate, and GGUF has no key for it.
         found["rope_scaling"] = {**_YARN_DEFAULTS, **scaling, "truncate": False}
     return found
 
@@ -183,7 +181,7 @@ def deepseek(source: GGUFSource, config: Config) -> Config:
         "attention_bias": False,
     }
     if "rope_scaling" in config:
-        # mscale is as large as mscale_all_dim in all releases.
+        # mscale equals mscale_all_dim in all releases.
         mscale = source.arch("rope.scaling.yarn_log_multiplier", _MLA_YARN) / _MLA_YARN
         found["rope_scaling"] = {
             **_YARN_DEFAULTS,
@@ -215,7 +213,7 @@ def phi3(source: GGUFSource, config: Config) -> Config:
 
 
 def every_fourth_sees_all(source: GGUFSource, config: Config) -> Config:
-    """Where the file does not say which layers do."""
+    """Every fourth layer has full attention, unless the file says otherwise."""
     return {"layer_types": window_kinds(source, 4)}
 
 

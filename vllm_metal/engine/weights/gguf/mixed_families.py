@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families of GGUF models with experts or with recurrent layers."""
+"""GGUF model families with experts or recurrent layers."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from .dense_families import GRANITE, WINDOW
 from .family import Family, has_any, has_experts
 from .source import GGUFSource
 
-_SIGMOID = 2  # GGUF's number of it
+_SIGMOID = 2  # in GGUF's numbering of gating functions
 _EXPERT_COUNTS = {
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
@@ -30,7 +30,7 @@ _NO_ATTENTION = {
     "rms_norm_eps": "layer_norm_epsilon",
 }
 _SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
-#: llama.cpp's converter multiplies weights by them.
+#: llama.cpp's converter has multiplied the weights by these already.
 _FALCON_H1_ONES: Mapping[str, Any] = {
     **dict.fromkeys(
         (
@@ -48,7 +48,7 @@ def _has_shared_experts(source: GGUFSource) -> bool:
     return bool(source.arch("expert_shared_feed_forward_length"))
 
 
-def _chooses_by_sigmoid(source: GGUFSource) -> bool:
+def _gates_by_sigmoid(source: GGUFSource) -> bool:
     return source.arch("expert_gating_func") == _SIGMOID or any(
         ".exp_probs_b." in name for name in source.tensors
     )
@@ -146,7 +146,7 @@ MIXED: tuple[Family, ...] = (
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
         {**stems.COMMON, **stems.LATENT, **stems.DEEPSEEK_EXPERTS},
-        when=_chooses_by_sigmoid,
+        when=_gates_by_sigmoid,
         config=of.deepseek,
         rotates_part=True,
         default_dtype="bfloat16",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names each GGUF tensor as mlx-lm has it, and puts rows and columns in mlx-lm's order."""
+"""Maps GGUF tensors to mlx-lm's parameter names, row order and column order."""
 
 import numpy as np
 import numpy.typing as npt
@@ -9,20 +9,20 @@ from .source import ConversionError, GGUFSource
 from .stems import BARE
 
 Order = npt.NDArray[np.intp]
-# config.py reads it: it becomes rope_scaling and no weight.
+# config.py turns it into rope_scaling; it is not a weight.
 ROPE_FREQS = "rope_freqs.weight"
 _ATTENTION_INPUTS = ("attn_q", "attn_k", "attn_v")
 
 
 def served_names(family: Family, source: GGUFSource) -> dict[str, list[str]]:
-    """Name of mlx-lm's parameter -> GGUF names of its parts, for all tensors that are served.
+    """Maps mlx-lm's parameter names to the GGUF names of their parts, for all served tensors.
 
     Raises:
         ConversionError: the file has a tensor that the family does not have.
     """
     found: dict[str, list[str]] = {}
     layers = num_layers(source)
-    order = {stem: place for place, stem in enumerate(family.layer_names)}
+    order = {stem: index for index, stem in enumerate(family.layer_names)}
     for name in source.tensors:
         if name == ROPE_FREQS or name in family.unused:
             continue
@@ -31,7 +31,7 @@ def served_names(family: Family, source: GGUFSource) -> dict[str, list[str]]:
         if stem.startswith("blk."):
             _, layer, stem = stem.split(".", 2)
             if int(layer) >= layers:
-                continue  # of layers that only draft
+                continue  # draft layer (multi-token prediction)
             prefix, module = f"{family.layers}.{layer}.", family.layer_names.get(stem)
         else:
             module = family.top_names.get(stem)
@@ -49,32 +49,30 @@ def served_names(family: Family, source: GGUFSource) -> dict[str, list[str]]:
 
 
 def parted(name: str) -> tuple[str, str]:
-    """A tensor's stem and its suffix; the suffix is empty where the stem is all."""
+    """Splits a tensor's name into stem and suffix, which is empty if there is none."""
     stem, _, suffix = name.rpartition(".")
     return (stem, suffix) if suffix in ("weight", "bias") else (name, "")
 
 
 def stem_of(name: str) -> str:
-    """A tensor's stem under `blk.N.`, or of one outside of layers, its name without the suffix."""
+    """A tensor's stem under `blk.N.`; outside of layers, its name without the suffix."""
     stem = parted(name)[0]
     return stem.split(".", 2)[2] if stem.startswith("blk.") else stem
 
 
 def num_layers(source: GGUFSource) -> int:
-    """Layers of a model without those that only draft."""
+    """Number of layers without draft layers."""
     return int(source.require_arch("block_count")) - int(source.arch("nextn_predict_layers", 0))
 
 
 def row_order(family: Family, source: GGUFSource, name: str) -> Order | None:
-    """Rows of a tensor of the file for each row of the parameter; None: as they are.
-
-    RoPE rotates pairs of a head's rows. With `interleaved_rope` a pair is two neighbors in GGUF,
-    and row i of the head and row i + head_dim / 2 in mlx-lm's models.
-    """
+    """The file's row for each row of the parameter; None for the same order."""
+    # RoPE rotates pairs of a head's rows. With `interleaved_rope`, a pair is two neighbors in GGUF,
+    # but rows i and i + head_dim / 2 in mlx-lm's models.
     stem = stem_of(name)
-    if family.v_heads_tiled and stem in _OF_V_HEADS:
+    if family.v_heads_tiled and stem in _V_HEAD_STEMS:
         rows = source.tensors[name].shape[0]
-        values = _v_heads(source, 1 if stem in _ONE_A_HEAD else None)
+        values = _v_head_order(source, 1 if stem in _PER_HEAD else None)
         others = np.arange(rows - len(values))
         return np.concatenate([others, len(others) + np.argsort(values)])
     if not family.interleaved_rope or stem not in ("attn_q", "attn_k"):
@@ -88,11 +86,9 @@ def row_order(family: Family, source: GGUFSource, name: str) -> Order | None:
 
 
 def joined_order(source: GGUFSource, names: list[str]) -> Order | None:
-    """Rows of tensors one after the other, for each row of their parameter; None: as they are.
-
-    Qwen3-Next's projection has queries, keys, values and gates of a key head together; GGUF has
-    those of all heads one after the other.
-    """
+    """Row of the concatenated tensors for each row of their parameter; None for the same order."""
+    # Qwen3-Next's projection groups queries, keys, values and gates by key head; GGUF has those of
+    # all heads one after the other.
     if stem_of(names[-1]) != "attn_gate" or len(names) == 1:
         return None
     key_heads = int(source.require_arch("ssm.group_count"))
@@ -104,19 +100,19 @@ def joined_order(source: GGUFSource, names: list[str]) -> Order | None:
 
 
 def input_order(family: Family, source: GGUFSource, name: str) -> Order | None:
-    """Which input each column of a tensor of the file multiplies; None: as they are."""
-    return _v_heads(source) if family.v_heads_tiled and stem_of(name) == "ssm_out" else None
+    """The input that each column of a tensor multiplies; None for the same order."""
+    return _v_head_order(source) if family.v_heads_tiled and stem_of(name) == "ssm_out" else None
 
 
-_ONE_A_HEAD = ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
-_OF_V_HEADS = (*_ONE_A_HEAD, "attn_qkv", "attn_gate", "ssm_conv1d")
+_PER_HEAD = ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
+_V_HEAD_STEMS = (*_PER_HEAD, "attn_qkv", "attn_gate", "ssm_conv1d")
 
 
-def _v_heads(source: GGUFSource, size: int | None = None) -> Order:
-    """Positions in a Hugging Face checkpoint of values of linear attention, as GGUF has them.
+def _v_head_order(source: GGUFSource, size: int | None = None) -> Order:
+    """GGUF's order of linear attention's values, as positions in a Hugging Face checkpoint.
 
-    A key head has several value heads. A checkpoint has those of a key head together; GGUF has the
-    first of each key head, then the second of each.
+    A key head has several value heads. A checkpoint groups them by key head; GGUF has the first of
+    each key head, then the second of each.
     """
     key_heads = int(source.require_arch("ssm.group_count"))
     heads = int(source.require_arch("ssm.time_step_rank"))
@@ -126,21 +122,21 @@ def _v_heads(source: GGUFSource, size: int | None = None) -> Order:
 
 
 def has_attention_bias(source: GGUFSource) -> bool:
-    """Whether the attention projections have biases."""
+    """Whether attention projections have biases."""
     return any(name.endswith(".attn_q.bias") for name in source.tensors)
 
 
 def is_tied(source: GGUFSource) -> bool:
-    """Whether the output head is the embedding: GGUF then has no `output.weight`."""
+    """Whether the head is the embedding: GGUF then has no `output.weight`."""
     return "output.weight" not in source.tensors
 
 
 def tensor_names(family: Family, source: GGUFSource) -> dict[str, str]:
-    """GGUF name -> parameter name, for all tensors of the model, in file order.
+    """Maps GGUF names to parameter names for all tensors of the model, in file order.
 
     Raises:
-        ConversionError: the file lacks a tensor of the family, or has one that the family does not
-            have: either would give a model that runs and answers wrongly.
+        ConversionError: a tensor is missing or unknown. Either would give a model that runs and
+            answers wrongly.
     """
     names = {"token_embd.weight": "model.embed_tokens.weight"}
     names["output_norm.weight"] = "model.norm.weight"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of config.json of GGUF families with recurrent layers; see family_config.py."""
+"""Keys of config.json for GGUF families with recurrent layers; see family_config.py."""
 
 from .family_config import LEFT_OUT, Config, deepseek_experts
 from .source import ConversionError, GGUFSource
@@ -105,7 +105,7 @@ def granite_hybrid(source: GGUFSource, config: Config) -> Config:
 
 
 def granite_shared(source: GGUFSource, config: Config) -> Config:
-    """Granite of transformers' hybrid class, here with attention in all layers."""
+    """Granite with shared experts: transformers' hybrid class with attention in all layers."""
     return {
         "num_local_experts": source.arch("expert_count", 0),
         "num_experts_per_tok": source.arch("expert_used_count", 0),

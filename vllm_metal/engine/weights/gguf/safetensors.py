@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes safetensors files piece by piece, so that no tensor is ever whole in memory.
+"""Writes safetensors files piecewise, so that no tensor is ever entirely in memory.
 
 Format: https://huggingface.co/docs/safetensors/index#format
 """
@@ -20,7 +20,7 @@ _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor to be written. `dtype` is safetensors' name: F32, F16, BF16 or U32."""
+    """A tensor to write. `dtype` is safetensors' name: F32, F16, BF16 or U32."""
 
     name: str
     dtype: str
@@ -38,14 +38,14 @@ class StoredTensor:
 
 
 Write = Callable[[str, int, npt.NDArray[Any]], None]
-"""Writes rows of a tensor: its name, the first row, and the rows."""
+"""Writes rows of a tensor, given its name, the first row's index, and the rows."""
 
 
 @contextmanager
 def safetensors_file(path: Path, tensors: Sequence[StoredTensor]) -> Iterator[Write]:
-    """A file whose header and size are written first, and whose rows then come in any order."""
+    """Creates a file of its final size; yields a function that writes rows in any order."""
     header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
-    places: dict[str, tuple[int, int]] = {}
+    locations: dict[str, tuple[int, int]] = {}
     end = 0
     for tensor in tensors:
         start, end = end, end + tensor.num_bytes
@@ -54,16 +54,16 @@ def safetensors_file(path: Path, tensors: Sequence[StoredTensor]) -> Iterator[Wr
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
-        places[tensor.name] = (start, tensor.row_bytes)
+        locations[tensor.name] = (start, tensor.row_bytes)
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data begins 8-byte aligned
+    text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes
     data_start = 8 + len(text)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(data_start + end)
 
         def write(name: str, row: int, values: npt.NDArray[Any]) -> None:
-            start, row_bytes = places[name]
+            start, row_bytes = locations[name]
             if values.nbytes != len(values) * row_bytes:
                 raise ValueError(
                     f"{name}: rows of {values.nbytes // len(values)} bytes, not {row_bytes}"

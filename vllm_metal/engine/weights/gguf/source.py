@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads GGUF files: metadata by key, tensors memory-mapped.
 
-We read the header ourselves: `gguf.GGUFReader` makes a numpy view of every string of the
-vocabulary, which takes 14 s for Gemma 3's 262,144 tokens on one core, against 0.2 s here. Types,
-block sizes and decoding come from the `gguf` package. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The header is parsed here because `gguf.GGUFReader` makes a numpy view of every string of the
+vocabulary: 14 s for Gemma 3's 262,144 tokens on one core, against 0.2 s here. Types, block sizes
+and decoding come from `gguf`. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import re
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGUF_MAGIC, GGMLQuantizationType, GGUFValueType
 
-_VERSIONS = (2, 3)  # 3 added big-endian files, which are not read
+_VERSIONS = (2, 3)  # 3 added big-endian files, which are not supported
 _DEFAULT_ALIGNMENT = 32
 _SCALARS = {
     GGUFValueType.UINT8: "u1",
@@ -38,12 +38,12 @@ _PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 
 
 class ConversionError(ValueError):
-    """A GGUF file cannot be converted, or not with these options; the message says what to do."""
+    """A GGUF file cannot be converted, or not with these options; the message has the remedy."""
 
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """One tensor, which is read from the disk when it is used."""
+    """A tensor that is read from disk when used."""
 
     name: str
     kind: GGMLQuantizationType
@@ -54,21 +54,21 @@ class GGUFTensor:
 
     @property
     def rows(self) -> npt.NDArray[np.uint8]:
-        """(rows of all matrices, bytes of a row); of a vector, one row."""
+        """(rows of all matrices, bytes of a row); a vector has one row."""
         return self.data.reshape(prod(self.shape[:-1]), -1)
 
 
 class GGUFSource:
-    """A GGUF model of one file or several. `tensors` holds its tensors by GGUF name."""
+    """A GGUF model of one or several files; `tensors` maps GGUF names to tensors."""
 
     def __init__(self, path: Path) -> None:
-        """Opens `path`, and with one part of a split model, all of them.
+        """Opens `path` and, if it is a part of a split model, all parts.
 
         Raises:
             ConversionError: a file is missing or damaged.
         """
         self.path = path
-        header = _opened(path)
+        header = _open(path)
         self._metadata, self.tensors = header.metadata, header.tensors
         self.files: tuple[Path, ...] = (path,)
         if (count := int(self.get("split.count", 1) or 1)) > 1:
@@ -76,7 +76,7 @@ class GGUFSource:
         self.architecture = str(self.require("general.architecture"))
 
     def _join(self, count: int) -> None:
-        """Adds the tensors of the other parts; the first has the metadata."""
+        """Opens all parts and merges their tensors; the first part has the metadata."""
         name = _PART.fullmatch(self.path.name)
         if name is None or int(name["count"]) != count:
             raise ConversionError(
@@ -87,7 +87,7 @@ class GGUFSource:
             self.path.with_name(f"{name['stem']}-{number:05}-of-{count:05}.gguf")
             for number in range(1, count + 1)
         )
-        parts = [_opened(file) for file in self.files]
+        parts = [_open(file) for file in self.files]
         self._metadata, self.tensors = parts[0].metadata, {}
         for file, part in zip(self.files, parts, strict=True):
             for tensor in part.tensors:
@@ -102,30 +102,26 @@ class GGUFSource:
             )
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Value of metadata `key` as plain Python (int, float, bool, str, list), or `default`."""
+        """A metadata value as plain Python (int, float, bool, str, list), or `default`."""
         return self._metadata.get(key, default)
 
     def require(self, key: str) -> Any:
-        """Value of metadata `key`.
-
-        Raises:
-            ConversionError: the file has no such key.
-        """
+        """A metadata value; raises ConversionError if the file lacks the key."""
         if key not in self._metadata:
             raise ConversionError(f"{self.path}: the metadata has no {key}")
         return self._metadata[key]
 
     def arch(self, key: str, default: Any = None) -> Any:
-        """`get` for a hyper-parameter, whose key begins with the architecture's name."""
+        """`get` for a hyper-parameter, whose key starts with the architecture."""
         return self.get(f"{self.architecture}.{key}", default)
 
     def require_arch(self, key: str) -> Any:
-        """`require` for a hyper-parameter, whose key begins with the architecture's name."""
+        """`require` for a hyper-parameter, whose key starts with the architecture."""
         return self.require(f"{self.architecture}.{key}")
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins as GGUF does, whatever its name."""
+    """Whether a file starts as GGUF does, whatever its name."""
     try:
         with path.open("rb") as file:
             return file.read(4) == GGUF_MAGIC.to_bytes(4, "little")
@@ -133,7 +129,7 @@ def is_gguf(path: Path) -> bool:
         return False
 
 
-def _opened(path: Path) -> "_Header":
+def _open(path: Path) -> "_Header":
     if path.is_dir():
         raise ConversionError(f"{path} is a folder: give the GGUF file in it")
     if not path.is_file():
@@ -160,7 +156,7 @@ def _opened(path: Path) -> "_Header":
 
 
 class _UnknownError(Exception):
-    """A file is whole, and of a version or with a type that is not read."""
+    """The file is intact, but has an unsupported version or type."""
 
 
 @dataclass(frozen=True)
@@ -174,12 +170,12 @@ class _Entry:
 
 
 class _Header:
-    """Reads a file from its start: counts, metadata, tensor descriptions, in that order."""
+    """Parses counts, metadata and tensor descriptions, in this order, from the file's start."""
 
     def __init__(self, data: npt.NDArray[np.uint8]) -> None:
         self._data = data
         self._bytes = data.data
-        self._at = 0
+        self._position = 0
         magic, version, num_tensors, num_keys = self._unpack("<IIQQ")
         if magic != GGUF_MAGIC:
             raise ValueError("it does not begin with GGUF")
@@ -191,7 +187,7 @@ class _Header:
             self.metadata[key] = self._value(GGUFValueType(*self._unpack("<I")))
         entries = [self._entry() for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-        start = -(-self._at // alignment) * alignment
+        start = -(-self._position // alignment) * alignment
         self.tensors: dict[str, GGUFTensor] = {}
         for entry in entries:
             if entry.name in self.tensors:
@@ -202,10 +198,10 @@ class _Header:
         return struct.unpack(layout, self._take(struct.calcsize(layout)))
 
     def _take(self, num_bytes: int) -> memoryview:
-        taken = self._bytes[self._at : self._at + num_bytes]
+        taken = self._bytes[self._position : self._position + num_bytes]
         if len(taken) != num_bytes:
             raise ValueError("it ends too early")
-        self._at += num_bytes
+        self._position += num_bytes
         return taken
 
     def _string(self) -> str:
@@ -244,10 +240,10 @@ class _Header:
         block, block_bytes = GGML_QUANT_SIZES[entry.kind]
         if not entry.shape or 0 in entry.shape:
             raise ValueError(f"tensor {entry.name} has no elements")
-        size, odd = divmod(prod(entry.shape) * block_bytes, block)
-        odd = odd or entry.shape[-1] % block
+        size, remainder = divmod(prod(entry.shape) * block_bytes, block)
+        remainder = remainder or entry.shape[-1] % block
         data = self._data[start + entry.offset : start + entry.offset + size]
-        if odd or len(data) != size:
+        if remainder or len(data) != size:
             raise ValueError(f"tensor {entry.name} is not whole")
         rows = data.reshape(entry.shape[0], -1)
         return GGUFTensor(entry.name, entry.kind, entry.shape, rows)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of GGUF's tensors under `blk.N.`, and of mlx-lm's modules for them, by kinds of layers.
+"""Maps GGUF tensor names under `blk.N.` to mlx-lm's modules, by kind of layer.
 
-Two stems of one module are parts of one weight: their rows follow each other as listed.
+Stems with the same module are parts of one weight, whose rows follow each other as listed.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _ATTENTION = {
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 COMMON = {**_NORMS, **_ATTENTION, **_FFN}
 QK_NORM = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-#: Norms before and after each half of a layer, so ffn_norm means another norm.
+#: Norms before and after each half of a layer; here ffn_norm means another norm.
 SANDWICH = {
     **COMMON,
     **QK_NORM,
@@ -26,7 +26,7 @@ SANDWICH = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-#: Norms after each half of a layer alone.
+#: Norms only after each half of a layer.
 POST_NORM = {
     **_ATTENTION,
     **_FFN,
@@ -34,9 +34,9 @@ POST_NORM = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-#: One norm for attention and MLP, which read the same input.
+#: One norm for attention and MLP, which run in parallel.
 PARALLEL = {**_ATTENTION, **_FFN, **QK_NORM, "attn_norm": "input_layernorm"}
-#: A norm of the MLP under the name of one after attention.
+#: The MLP's norm is named as a norm after attention.
 SECOND_NORM = {
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
@@ -46,13 +46,7 @@ SECOND_NORM = {
 
 
 def experts(module: str, router: str, switch: str = "switch_mlp") -> Stems:
-    """Stems of routed experts.
-
-    Args:
-        module: that has them.
-        router: of the module.
-        switch: of the module, the stacked experts.
-    """
+    """Stems of a module's routed experts; `switch` is the submodule that stacks them."""
     return {
         "ffn_gate_inp": f"{module}.{router}",
         "ffn_gate_exps": f"{module}.{switch}.gate_proj",
@@ -62,7 +56,7 @@ def experts(module: str, router: str, switch: str = "switch_mlp") -> Stems:
 
 
 def shared(module: str) -> Stems:
-    """Stems of experts that all tokens have."""
+    """Stems of shared experts."""
     return {
         "ffn_gate_shexp": f"{module}.gate_proj",
         "ffn_up_shexp": f"{module}.up_proj",
@@ -119,7 +113,7 @@ LATENT = {
     "attn_k_b": "self_attn.embed_q",
     "attn_v_b": "self_attn.unembed_out",
 }
-#: Of modules that compute keys and values of all heads from latents.
+#: Modules that expand keys and values of all heads from latents.
 LATENT_HEADS = {
     **_LATENT_INPUTS,
     "attn_k_b": "self_attn.kv_b_proj",
@@ -278,7 +272,7 @@ GEMMA4 = {
     "ffn_down_exps": "experts.switch_glu.down_proj",
     "ffn_down_exps.scale": "router.per_expert_scale",
 }
-#: Last parts of parameters that are arrays of their own, without a suffix.
+#: Last parts of parameters that are plain arrays, without a suffix.
 BARE = frozenset(
     (
         *("A_log", "D", "dt_bias", "e_score_correction_bias", "expert_bias", "sinks"),
@@ -287,7 +281,7 @@ BARE = frozenset(
 )
 
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-#: Of hybrids whose module is called a backbone.
+#: Hybrids with a module named backbone.
 BACKBONE = {
     "token_embd": "backbone.embeddings",
     "output_norm": "backbone.norm_f",

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes tokenizer.json and tokenizer_config.json from the vocabulary in GGUF metadata.
+"""Builds tokenizer.json and tokenizer_config.json from the vocabulary in GGUF metadata.
 
-GGUF stores the whole vocabulary, but only the *name* of the pattern that splits text before merges
-(`tokenizer.ggml.pre`). Our patterns are those of each model's own released tokenizer.json. A name
-that we do not know is refused: a similar pattern would encode most text rightly and some wrongly.
+GGUF stores the whole vocabulary, but only the *name* of the pre-tokenization pattern
+(`tokenizer.ggml.pre`). The patterns here come from each model's released tokenizer.json. Unknown
+names are rejected: a similar pattern would encode most text correctly and some incorrectly.
 """
 
 import json
@@ -25,9 +25,9 @@ from tokenizers import (
 
 from .source import ConversionError, GGUFSource
 
-# Token types of GGUF (`tokenizer.ggml.token_type`) that are treated unlike NORMAL.
+# Token types of GGUF (`tokenizer.ggml.token_type`) that are not handled like NORMAL.
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
-_SPACE = "\u2581"  # how SentencePiece spells a space
+_SPACE = "\u2581"  # SentencePiece's symbol for a space
 Merges = list[tuple[str, str]]
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -40,7 +40,7 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Name -> pattern; None: GPT-2's own pattern, which the library has built in.
+# Name -> pattern; None for GPT-2's pattern, which is built into the library.
 _PATTERNS: Mapping[str, str | None] = {
     "gpt-2": None,
     "smollm": None,
@@ -53,7 +53,7 @@ _PATTERNS: Mapping[str, str | None] = {
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,
 }
-_DIGITS_APART = frozenset({"smollm"})
+_SINGLE_DIGITS = frozenset({"smollm"})
 _NFC = frozenset({"qwen2", "deepseek-r1-qwen"})
 _WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"})
 _BOS_BY_DEFAULT = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
@@ -71,10 +71,10 @@ _TOKENIZER_FILES = (
 
 
 def write_tokenizer(source: GGUFSource, out: Path) -> None:
-    """Write the tokenizer of `source` into the directory `out`.
+    """Writes the tokenizer of `source` into the directory `out`.
 
     Raises:
-        ConversionError: the kind of vocabulary, or the splitting pattern, is not known.
+        ConversionError: the vocabulary type or the pre-tokenization pattern is unknown.
     """
     tokens: list[str] = source.require("tokenizer.ggml.tokens")
     tokenizer = build_tokenizer(source, tokens)
@@ -85,7 +85,7 @@ def write_tokenizer(source: GGUFSource, out: Path) -> None:
 
 
 def copy_tokenizer(directory: Path, out: Path) -> None:
-    """Copy the tokenizer files of a model directory in place of building them."""
+    """Copies the tokenizer files of a model directory instead of building them."""
     names = [name for name in _TOKENIZER_FILES if (directory / name).is_file()]
     if not {"tokenizer.json", "tokenizer.model"} & set(names):
         raise ConversionError(
@@ -96,18 +96,18 @@ def copy_tokenizer(directory: Path, out: Path) -> None:
 
 
 def build_tokenizer(source: GGUFSource, tokens: list[str]) -> Tokenizer:
-    """A `tokenizers.Tokenizer` that encodes as the model of `source` was trained to."""
+    """Builds a `tokenizers.Tokenizer` that encodes as the model of `source` was trained to."""
     kind = source.require("tokenizer.ggml.model")
     types: list[int] = source.get("tokenizer.ggml.token_type", [1] * len(tokens))
     if kind == "gpt2":
         tokenizer, bos = _byte_level(source, tokens)
     elif kind == "llama":
         merges = _merges_by_score(source, tokens, types)
-        tokenizer, bos = _with_bytes(source, tokens, types, merges), True
+        tokenizer, bos = _byte_fallback(source, tokens, types, merges), True
     elif kind == "gemma4":
         parted = (merge.partition(" ") for merge in source.require("tokenizer.ggml.merges"))
         merges = [(left, right) for left, _, right in parted]
-        tokenizer, bos = _with_bytes(source, tokens, types, merges), True
+        tokenizer, bos = _byte_fallback(source, tokens, types, merges), True
     else:
         raise ConversionError(
             f"{source.path}: tokenizer {kind!r} (tokenizer.ggml.model) cannot be converted; "
@@ -116,14 +116,14 @@ def build_tokenizer(source: GGUFSource, tokens: list[str]) -> Tokenizer:
         )
     for special, wanted in ((True, _CONTROL), (False, _USER_DEFINED)):
         added = [t for t, token_type in zip(tokens, types, strict=True) if token_type == wanted]
-        marks = [AddedToken(token, special=special, normalized=False) for token in added]
-        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(marks)
+        added_tokens = [AddedToken(token, special=special, normalized=False) for token in added]
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added_tokens)
     _add_template(tokenizer, source, tokens, bos)
     return tokenizer
 
 
 def _byte_level(source: GGUFSource, tokens: list[str]) -> tuple[Tokenizer, bool]:
-    """Byte-level BPE, and whether a text gets a begin token by default."""
+    """Builds byte-level BPE; also returns whether texts get a begin token by default."""
     pre = source.get("tokenizer.ggml.pre", "default")
     if pre not in _PATTERNS:
         raise ConversionError(
@@ -141,7 +141,7 @@ def _byte_level(source: GGUFSource, tokens: list[str]) -> tuple[Tokenizer, bool]
         tokenizer.normalizer = normalizers.NFC()
     pattern = _PATTERNS[pre]
     steps: list[pre_tokenizers.PreTokenizer] = []
-    if pre in _DIGITS_APART:
+    if pre in _SINGLE_DIGITS:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
     if pattern is not None:
         steps.append(pre_tokenizers.Split(Regex(pattern), behavior="isolated"))
@@ -152,10 +152,10 @@ def _byte_level(source: GGUFSource, tokens: list[str]) -> tuple[Tokenizer, bool]
 
 
 def _merges_by_score(source: GGUFSource, tokens: list[str], types: list[int]) -> Merges:
-    """Merges of SentencePiece's BPE.
+    """Derives the merges of SentencePiece's BPE.
 
-    SentencePiece joins the adjacent pair whose union has the best score, so the merges of each
-    piece are all ways to cut it in two, best score first.
+    SentencePiece joins the adjacent pair whose union has the best score, so each piece's merges are
+    all splits in two, best score first.
     """
     scores: list[float] = source.require("tokenizer.ggml.scores")
     plain = {
@@ -173,13 +173,13 @@ def _merges_by_score(source: GGUFSource, tokens: list[str], types: list[int]) ->
     return [(left, right) for *_, left, right in merges]
 
 
-def _with_bytes(
+def _byte_fallback(
     source: GGUFSource, tokens: list[str], types: list[int], merges: Merges
 ) -> Tokenizer:
-    """BPE over letters, with bytes for those that the vocabulary lacks.
+    """Builds BPE over characters, with bytes for those missing in the vocabulary.
 
-    Where a text gets a space in front, text after a special token gets one, too, as in llama.cpp
-    and Llama 2's own files.
+    If texts get a leading space, so does text after a special token, as in llama.cpp and Llama 2's
+    own files.
     """
     unknown = source.get("tokenizer.ggml.unknown_token_id")
     tokenizer = Tokenizer(
@@ -206,7 +206,7 @@ def _with_bytes(
 
 
 def _add_template(tokenizer: Tokenizer, source: GGUFSource, tokens: list[str], bos: bool) -> None:
-    """Begin and end tokens around a text, where the file asks for them."""
+    """Adds begin and end tokens around texts if the file asks for them."""
     before: list[tuple[str, int]] = []
     after: list[tuple[str, int]] = []
     for role, side, default in (("bos", before, bos), ("eos", after, False)):
@@ -232,7 +232,7 @@ def _add_template(tokenizer: Tokenizer, source: GGUFSource, tokens: list[str], b
 
 def _tokenizer_config(source: GGUFSource, tokens: list[str]) -> dict[str, Any]:
     config: dict[str, Any] = {
-        # This class loads tokenizer.json as it is; those of single models rebuild parts of it.
+        # This class loads tokenizer.json unchanged; those of single models rebuild parts of it.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": source.require_arch("context_length"),
         "clean_up_tokenization_spaces": False,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides how each GGUF tensor is stored: dense, in the same blocks, or quantized again."""
+"""Decides how each GGUF tensor is stored: dense, in the same blocks, or requantized."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,42 +24,43 @@ _MLX: Mapping[DType, mx.Dtype] = {
     "bfloat16": mx.bfloat16,
     "float32": mx.float32,
 }
-#: Types of blocks that stay as they are.
+#: Block types that are kept as they are.
 _KEPT = tuple(GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"))
 _KQUANTS = tuple(GGMLQuantizationType[f"Q{bits}_K"] for bits in (2, 3, 4, 5, 6))
-#: Types that can be converted, in the order in which errors list them.
+#: Supported types, in the order in which errors list them.
 _SUPPORTED = (*FLOATS, *_KEPT, *_KQUANTS)
 _NAMES: Mapping[str, DType] = {code: dtype for dtype, code in _CODES.items()}
-# Values decoded at a time: 1 MiB of float32 stays in cache. Sizes from 2^16 to 2^24 measured alike.
+# Values decoded at a time: 1 MiB of float32 stays in cache. Sizes from 2^16 to 2^24 were equally
+# fast.
 _CHUNK_VALUES = 1 << 18
 
 Rows = dict[str, npt.NDArray[Any]]
-"""Parameter suffix ("weight", "scales", "biases", "bias") -> rows as they are stored."""
+"""Maps parameter suffixes ("weight", "scales", "biases", "bias") to rows as stored."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One GGUF tensor, and how it is stored."""
+    """One GGUF tensor and how it is stored."""
 
     source: GGUFTensor
     module: str
     """Path of the module in mlx-lm's model, such as "model.layers.0.mlp.up_proj"."""
     bits: int | None
-    """Bits of each stored value in groups of GROUP_SIZE; None for a dense tensor."""
+    """Bits per stored value, in groups of GROUP_SIZE; None for a dense tensor."""
     stored: tuple[StoredTensor, ...]
     encode: Callable[[npt.NDArray[Any]], Rows]
     order: npt.NDArray[np.intp] | None
-    """Row of the GGUF tensor for each row written; None where they are the same."""
+    """The GGUF tensor's row for each row written; None for the same order."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all that is stored of it."""
+        """Bytes of everything that is stored for it."""
         return sum(tensor.num_bytes for tensor in self.stored)
 
     def rows(self) -> Iterator[tuple[int, Rows, int]]:
-        """(first row, stored rows by full parameter name, GGUF bytes read), piece by piece.
+        """Yields (first row, stored rows by parameter name, GGUF bytes read) piece by piece.
 
-        Raises ConversionError for a value that the chosen element type cannot hold.
+        Raises ConversionError for values that the chosen element type cannot hold.
         """
         data = self.source.data
         step = max(1, _CHUNK_VALUES * len(data) // prod(self.source.shape))
@@ -86,17 +87,15 @@ def plan_weights(
     keep_blocks: bool,
     kquant_bits: int | None,
 ) -> list[Weight]:
-    """How every tensor of `source` is stored, in file order. Reads no data.
+    """Plans how to store every tensor of `source`, in file order, without reading data.
 
     Args:
-        source: the file.
-        family: of `source`.
         dtype: element type of dense tensors and of scales.
         keep_blocks: whether blocks of 32 values stay quantized.
-        kquant_bits: bits at which K-quant matrices are quantized again; None: they are dense.
+        kquant_bits: bits for requantized K-quant matrices; None to store them dense.
 
     Raises:
-        ConversionError: a tensor has a type that is not supported.
+        ConversionError: a tensor's type is not supported.
     """
     plan = []
     for name, target in tensor_names(family, source).items():
@@ -123,7 +122,7 @@ def natural_dtype(source: GGUFSource, family: Family) -> DType:
 
 
 def quantization_config(plan: list[Weight]) -> dict[str, Any] | None:
-    """mlx-lm's "quantization" entry: the most frequent width, and the modules that differ."""
+    """mlx-lm's "quantization" entry: the most frequent width, and modules that differ."""
     widths = {w.module: w.bits for w in plan if w.bits is not None}
     if not widths:
         return None
@@ -202,7 +201,7 @@ def _decode(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> npt.NDArray[n
 
 
 def _cast(values: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
-    """`values` in `dtype`; bfloat16, which numpy lacks, as its uint16 bit pattern."""
+    """Casts to `dtype`; bfloat16, which numpy lacks, as its uint16 bit pattern."""
     if dtype == "bfloat16":
         return _to_numpy(mx.array(values).astype(mx.bfloat16))
     with np.errstate(over="ignore"):  # Weight.rows reports what does not fit
