@@ -132,7 +132,7 @@ def _check_blocks(config: Config) -> None:
 
 
 def _check_agreement(config: Config, read: set[str]) -> None:
-    # transformers writes these keys both at the top level and in rope_parameters.
+    # A key at the top level must agree with rope_parameters.
     for key in (*OF_THEIR_OWN, *(read & {"original_max_position_embeddings"})):
         given, stated = config.get(key), rope(config).get(key)
         if given is not None and stated is not None and given != stated:

@@ -61,11 +61,10 @@ def settings_of(config: VllmConfig, kind: Device, needs: Needs, total: int) -> S
 def _default_limit(
     cache: CacheConfig, kind: Device, settings: Settings, needs: Needs, total: int
 ) -> Most | None:
-    # vLLM's default utilization means that the user did not choose one.
     if kind == "cpu":
         return Most(CPU_POOL_LIMIT, "on a CPU")
     if cache.gpu_memory_utilization != type(cache).gpu_memory_utilization:
-        return None
+        return None  # set by the user: not vLLM's default
     share, longest = int(total * METAL_POOL_SHARE), needs(settings.max_model_len)
     fitted = min(share, max(METAL_POOL_LIMIT, longest))
     if total <= SMALL_TOTAL:

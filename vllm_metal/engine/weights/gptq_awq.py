@@ -40,7 +40,7 @@ def gptq_or_awq(name: str, tensors: Tensors, said: Quantization | None) -> Store
         return _awq_by_rows(weight, parts, tensors, size)
     rows, columns = tensors.shape(name)
     groups, num_out = tensors.shape(scales)
-    by_columns = columns * 8 == num_out
+    by_columns = columns * 8 == num_out  # AWQ packs 8 columns in a word, GPTQ rows
     named = said.method
     if named == "auto-round":
         named = "awq" if str(said.get("packing_format")).endswith("awq") else "gptq"

@@ -140,6 +140,7 @@ def compressed(
     """
     per = 32 // bits
     middle = 1 << (bits - 1)
+    # If values fill words, these are MLX's packing already.
     whole = bits in (2, 4, 8) and num_in % per == 0 and bits in AFFINE_BITS
     codes = _words(packed) if whole else _unpack_words(packed, bits, num_in)
     read: mx.array | int = middle

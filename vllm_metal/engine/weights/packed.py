@@ -188,7 +188,7 @@ def split_scale(scales: mx.array) -> tuple[mx.array, mx.array]:
     Products with the powers of two are exact and stay in the range of float16.
     """
     exponents, _ = exponents_of(scales)
-    kept = mx.clip(exponents.astype(mx.uint32), 127 - 14, 127 + 14)
+    kept = mx.clip(exponents.astype(mx.uint32), 127 - 14, 127 + 14)  # normal numbers of float16
     powers = (kept << 23).view(mx.float32)
     return powers, scales.astype(mx.float32) / powers
 

@@ -63,7 +63,7 @@ def place(
     run = _Sanitize(model, transposed, sanitize or _model_sanitize)
     if not any(isinstance(weight, Packed) for weight in weights.values()):
         return Placed(run.final(weights, _CODES), {})
-    for _ in range(_MAX_ATTEMPTS):
+    for _ in range(_MAX_ATTEMPTS):  # each one makes more weights dense
         try:
             parts = {part: run.tried(weights, part) for part in _parts(weights)}
         except (ValueError, TypeError, IndexError):
@@ -323,7 +323,7 @@ def _assemble(
     parts: Parts,
     packings: Mapping[str, dict[str, Any] | None],
 ) -> Placed:
-    arrays = run.final(weights, _CODES)
+    arrays = run.final(weights, _CODES)  # on the model itself, after all trials on copies
     by_index = list(weights.values())
     for path, packing in packings.items():
         assert packing is not None

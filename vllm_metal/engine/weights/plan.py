@@ -53,7 +53,7 @@ class Plan:
     def converted(self, arrays: Arrays, dtype: mx.Dtype) -> dict[str, Weight]:
         """Converts stored arrays to weights by the names of an unquantized checkpoint; lazy.
 
-        Skips weights some of whose arrays are missing, as a rank's may be.
+        Skips weights whose arrays are not all given.
 
         Raises:
             ModelLoadError: see `StoredWeight.converted`.

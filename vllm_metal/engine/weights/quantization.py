@@ -58,7 +58,7 @@ class Quantization:
         """
         if config.get("quantization"):
             return None
-        text = config.get("text_config") or {}
+        text = config.get("text_config") or {}  # some multimodal checkpoints have it there
         for stated in (config, text):
             for key in ("quantization_config", "compression_config"):
                 if stated.get(key):

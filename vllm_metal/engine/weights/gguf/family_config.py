@@ -96,6 +96,7 @@ def gemma4(source: GGUFSource, config: Config) -> Config:
             "full_attention": {
                 "rope_type": "proportional",
                 "rope_theta": config["rope_theta"],
+                # Rotated pairs have a divisor of 1.
                 "partial_rotary_factor": float((factors == 1).mean()),
             },
             "sliding_attention": {

@@ -34,7 +34,7 @@ POST_NORM = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-#: One norm for attention and MLP, which run in parallel.
+#: One norm for attention and MLP, which run in parallel on the same input.
 PARALLEL = {**_ATTENTION, **_FFN, **QK_NORM, "attn_norm": "input_layernorm"}
 #: The MLP's norm is named as a norm after attention.
 SECOND_NORM = {

@@ -53,9 +53,13 @@ _PATTERNS: Mapping[str, str | None] = {
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,
 }
+#: Names whose pre-tokenizer splits numbers into digits.
 _SINGLE_DIGITS = frozenset({"smollm"})
+#: Names with Unicode normalization.
 _NFC = frozenset({"qwen2", "deepseek-r1-qwen"})
+#: Names whose words are looked up in the vocabulary before any merges.
 _WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"})
+#: Names that add a begin token unless the file says otherwise.
 _BOS_BY_DEFAULT = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
 
 _TOKENIZER_FILES = (
