@@ -135,8 +135,8 @@ def _checked(
     table, blocks = token_ops.step_inputs(sequences)
     floats = op_common.VALUE_DTYPES
     token_ops.check_rows("inputs", inputs, (sequences.num_rows, -1), floats)
-    lag = (1,) if weight.ndim == 3 else ()
-    token_ops.check_rows("weight", weight, (inputs.shape[1], -1, *lag), floats)
+    after = (1,) if weight.ndim == 3 else ()
+    token_ops.check_rows("weight", weight, (inputs.shape[1], -1, *after), floats)
     num_channels, num_taps = weight.shape[:2]
     if num_channels < kernel.MIN_ELEMENTS or not 2 <= num_taps <= TILE_ROWS + 1:
         raise ValueError(

@@ -289,8 +289,8 @@ def _in_pieces(
     request = np.repeat(np.arange(len(counts)), counts)
     number = np.arange(len(request)) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = starts[request] + number * rows[request]
-    lag = np.maximum(ends[request] - starts - rows[request], 0)  # rows of later pieces
-    return np.append(starts, ends[-1]), seq_lens[request] - lag, block_tables[request]
+    later = np.maximum(ends[request] - starts - rows[request], 0)  # rows of later pieces
+    return np.append(starts, ends[-1]), seq_lens[request] - later, block_tables[request]
 
 
 def _joined(shapes: np.ndarray, context: np.ndarray) -> np.ndarray:

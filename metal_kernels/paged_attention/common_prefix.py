@@ -89,5 +89,5 @@ def _widest(alike: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     places = np.arange(n)
     less = alike < alike[:, None]
     before = np.where(less & (places < places[:, None]), places, -1).max(axis=1)
-    lag = np.where(less & (places > places[:, None]), places, n).min(axis=1)
-    return before + 1, lag
+    after = np.where(less & (places > places[:, None]), places, n).min(axis=1)
+    return before + 1, after

@@ -52,11 +52,11 @@ def _cut(layout: StepLayout) -> tuple[StepLayout, np.ndarray]:
     of_runs = np.array([(run.first, run.end) for run in layout.runs]).ravel()
     edges = np.unique(np.concatenate([starts, of_runs]))
     owner = np.searchsorted(starts, edges[:-1], side="right") - 1
-    lag = starts[owner + 1] - edges[1:]  # rows of the request that come later
+    later = starts[owner + 1] - edges[1:]  # rows of the request that come later
     cut = replace(
         layout,
         query_start_loc_np=edges.astype(np.int32),
-        seq_lens_np=(layout.seq_lens_np[owner] - lag).astype(np.int32),
+        seq_lens_np=(layout.seq_lens_np[owner] - later).astype(np.int32),
         block_tables_np=layout.block_tables_np[owner],
         req_indices_np=None if layout.req_indices_np is None else layout.req_indices_np[owner],
         num_drafts_np=None,
