@@ -33,7 +33,7 @@ _LONGEST_LIST = 60  # characters of a list of file names
 _CHUNK = "attention_chunk_size"
 #: Keys that mlx-lm's `load_model` reads.
 _LOADER = frozenset(("model_file", "model_type", "quantization", "quantization_config"))
-#: Keys that patches read, by module (`patches.activations`).
+#: Keys that patches read, by module (`mlx_patches.families.activations`).
 _PATCHES: Mapping[str, frozenset[str]] = {
     "gpt_bigcode": frozenset(("activation_function",)),
     "gpt_neox": frozenset(("hidden_act",)),

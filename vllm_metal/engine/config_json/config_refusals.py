@@ -23,7 +23,7 @@ READ_ROPE = names(
     "gemma4_text glm_moe_dsa laguna mellum minimax_m3_vl ministral3 mistral4 muse_glimmer "
     "muse_spark qwen3 qwen3_5 spark2_5"
 )
-#: Modules that rotate whole heads whatever share is configured; see `patches.plain_ropes`.
+#: Modules that rotate whole heads whatever share is configured; see `ropes`.
 PARTIAL = frozenset(("glm",))
 #: Keys for the theta of sliding-window layers.
 _LOCAL_THETA = ("rope_local_base_freq", "swa_rope_theta")
@@ -46,7 +46,7 @@ _TYPES: Mapping[str, frozenset[str]] = {
 #: Modules that require a scaled RoPE.
 _SCALED = frozenset(("deepseek_v2", "minicpm3"))
 #: Modules that do not read or compute a scaling, but have RoPE modules that can be replaced by
-#: scaled ones; see `patches.plain_ropes`.
+#: scaled ones; see `ropes`.
 UNSCALED = names(
     "cohere cohere2 dots1 ernie4_5 ernie4_5_moe gemma gemma2 glm4_moe helium llama4_text mixtral "
     "qwen2_moe qwen3_moe solar_open starcoder2"
