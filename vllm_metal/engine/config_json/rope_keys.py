@@ -19,7 +19,8 @@ _YARN = names(
     "factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim "
     "attention_factor truncate"
 )
-#: Parameters read, by type; see `mlx_patches.families.positions` for `attention_factor` and `truncate`.
+#: Parameters read, by type. `families.positions` of the patches reads `attention_factor` and
+#: `truncate`.
 _OF_TYPE: Mapping[str, frozenset[str]] = {
     "linear": names("factor"),
     # Computed from max_position_embeddings.
