@@ -146,7 +146,7 @@ def test_what_a_step_that_failed_left_is_neither_kept_nor_found(
     tiny, device, tmp_path, monkeypatch, at
 ):
     """Blocks leave the pool with the step after the one that completes them."""
-    monkeypatch.setattr("vllm_metal.kv_transfer.transfer_hooks.LOT_STEPS", 0)
+    monkeypatch.setattr("vllm_metal.kv_transfer.transfer_hooks.BATCH_STEPS", 0)
     settings = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 48}
     rng = np.random.default_rng(6)
     texts = [[rng.integers(2, VOCAB, n).tolist() for n in (40, 25, 90, 33)] for _ in ENDS]

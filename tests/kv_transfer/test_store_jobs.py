@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks leave the pool in lots, within bounds, and whatever the disk does no step waits."""
+"""Blocks leave the pool in batches, within bounds, and whatever the disk does no step waits."""
 
 import time
 
@@ -45,7 +45,7 @@ def made(store, pool, **options):
 
 
 def step(stores, num_left=0):
-    """A step that takes a lot along; how many pages that was."""
+    """A step that takes a batch along; returns its number of pages."""
     arrays = stores.queue_batch()
     mx.async_eval(arrays)
     stores.handed_over()
@@ -64,8 +64,8 @@ def blocked(monkeypatch):
     yield from held_up(monkeypatch, "write")
 
 
-def test_pages_go_in_lots_of_bytes(stores, store, pool, monkeypatch):
-    monkeypatch.setattr(module, "LOT_BYTES", 3 * PAGE_BYTES)
+def test_pages_go_in_batches_of_bytes(stores, store, pool, monkeypatch):
+    monkeypatch.setattr(module, "BATCH_BYTES", 3 * PAGE_BYTES)
     keys = keys_of("abc")
     stores.add(0, "r", keys_of("ab"), [5, 3])
     assert step(stores) == 0 and stores.due_ends() == {}
@@ -81,7 +81,7 @@ def test_pages_go_in_lots_of_bytes(stores, store, pool, monkeypatch):
 
 
 def test_copies_are_written_once_their_step_is_known_to_be_computed(store, pool):
-    stores = made(store, pool, lot_steps=0)
+    stores = made(store, pool, batch_steps=0)
     keys = [keys_of(name) for name in "abcd"]
     for number, of in enumerate(keys):
         stores.add(number, "r", of, [3 + number])
@@ -99,7 +99,7 @@ def test_copies_are_written_once_their_step_is_known_to_be_computed(store, pool)
 
 @pytest.mark.parametrize("how", ["requests", "keys"])
 def test_what_is_taken_back_before_its_step_is_known_is_not_written(store, pool, how):
-    stores = made(store, pool, lot_steps=0)
+    stores = made(store, pool, batch_steps=0)
     keys = keys_of("ab")
     stores.add(0, "r", keys_of("a"), [5])
     second = keys_of("ab")
@@ -117,7 +117,7 @@ def test_what_is_taken_back_before_its_step_is_known_is_not_written(store, pool,
 
 
 def test_copies_between_steps_prove_those_of_before_and_errors_are_raised(store, pool, monkeypatch):
-    stores = made(store, pool, lot_steps=0)
+    stores = made(store, pool, batch_steps=0)
     for number, name in enumerate("ab"):
         stores.add(number, "r", keys_of(name), [3 + number])
     step(stores, num_left=9)
@@ -140,14 +140,14 @@ def test_copies_between_steps_prove_those_of_before_and_errors_are_raised(store,
 
 
 def test_a_page_waits_for_so_many_steps_at_most(store, pool):
-    stores = made(store, pool, lot_steps=5)
+    stores = made(store, pool, batch_steps=5)
     stores.add(0, "r", keys_of("a"), [5])
     assert [step(stores) for _ in range(6)] == [0, 0, 0, 0, 0, 1]
     finish(stores, 0)
 
 
 def test_a_disk_that_hangs_holds_up_nobody_and_costs_bounded_memory(store, pool, blocked):
-    stores = made(store, pool, lot_steps=0)
+    stores = made(store, pool, batch_steps=0)
     for number in range(10):
         stores.add(number, "r", keys_of([number]), [1 + number])
         step(stores)
@@ -224,7 +224,7 @@ def test_jobs_end_though_their_blocks_cannot_be_copied(store, pool, monkeypatch,
         raise RuntimeError("the device failed")
 
     monkeypatch.setattr(pool.pages, method, fail)
-    stores = made(store, pool, lot_steps=0)
+    stores = made(store, pool, batch_steps=0)
     stores.add(0, "r", keys_of("a"), [5])
     stores.add(1, "s", keys_of("b", group=1), [3])
     with pytest.raises(RuntimeError):
@@ -237,7 +237,7 @@ class Machine:
     """Random work; `ended` counts reports of each job."""
 
     def __init__(self, store):
-        self.stores = StoreJobs(store, 4, 3 * PAGE_BYTES, lot_steps=1)
+        self.stores = StoreJobs(store, 4, 3 * PAGE_BYTES, batch_steps=1)
         self.pool = SmallPool()
         self.stores.use(self.pool.pages)
         self.added, self.ended = [], []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BatchWriter: writes copies of blocks to the stores, in their thread."""
+"""BatchWriter writes copies of blocks to the stores, in their thread."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-#: Rows are made of so many bytes of copies at a time, of one page at least.
+#: Bytes of copies that are converted to rows at a time, at least one page.
 ROWS_BYTES = 4 << 20
 
 
 @dataclass(eq=False)
 class StoreJob:
-    """Pages of one request that are to be stored."""
+    """Pages of one request to store."""
 
     job_id: int
     req_id: str
-    namespace: Namespace  # of when it came: these weights' pages must not go where others' do
+    namespace: Namespace  # from its start, so pages never go to a namespace of later weights
     used_at: float
     pages_left: int
     started: float
-    num_bytes: int = 0  # kept
-    is_urgent: bool = False  # goes before all that are not
+    num_bytes: int = 0  # stored
+    is_urgent: bool = False  # goes before all other jobs
 
 
 @dataclass(frozen=True)
@@ -46,53 +46,47 @@ class PoolPage:
     group: int
     block: int
     key: bytes
-    end: int  # tokens of the text that it completes
+    end: int  # number of the text's tokens up to its end
     step: int  # number of the step that completed it
     size: int  # bytes
 
 
 @dataclass(frozen=True)
 class PageBatch:
-    """Pages of one group, copied together."""
+    """Pages of one group that are copied together."""
 
     pages: Sequence[PoolPage]
     parts: Sequence[PagePart]
     arrays: list[mx.array]
     num_bytes: int
-    unwanted: set[PoolPage] = field(default_factory=set)  # given up before they were written
+    unwanted: set[PoolPage] = field(default_factory=set)  # dropped before they were written
 
 
 class BatchWriter:
-    """Writes batches of pages to the stores; methods are the engine's thread's.
+    """Writes batches of pages to the stores; for the engine's thread."""
 
-    The stores' thread gets memory, not MLX's arrays, so it cannot be the one that MLX tells of an
-    error.
-    """
+    # The stores' thread gets memory instead of MLX arrays, so that MLX never raises a device error
+    # in that thread.
 
     def __init__(self, store: PageStore, block_size: int) -> None:
-        """
-        Args:
-            store: where pages go.
-            block_size: tokens of a block.
-        """
+        """`block_size`: tokens of a block."""
         self._store = store
         self._block_size = block_size
         self._written: SimpleQueue[tuple[PageBatch, list[int]]] = SimpleQueue()
         self._memory = np.empty(0, np.uint8)  # of rows; the stores' thread makes it
 
     def submit(self, batch: PageBatch) -> None:
-        """Has a batch written; it loses its arrays, which were computed."""
+        """Queues a batch for writing, and takes its arrays, which must have been computed."""
         memory = [memoryview(array) for array in batch.arrays]  # type: ignore[arg-type]
         batch.arrays.clear()
         self._store.writer.submit(self._write, batch, memory)
 
     def written(self) -> Iterator[tuple[PageBatch, list[int]]]:
-        """Yields batches that were written since the last call, and bytes kept of each page."""
+        """Yields batches written since the last call, with the bytes stored per page."""
         while not self._written.empty():
             yield self._written.get()
 
     def _write(self, batch: PageBatch, copies: list[memoryview]) -> None:
-        """Keeps the pages of a batch; runs in the store's thread, and never raises."""
         sizes = [0] * len(batch.pages)
         try:
             count = max(1, ROWS_BYTES // batch.pages[0].size)
@@ -104,13 +98,13 @@ class BatchWriter:
                 )
         except Exception:
             logger.exception("Blocks that left the KV pool could not be stored")
-        copies.clear()  # before the room they took is given to others
+        copies.clear()  # before the room they took is reused
         self._written.put((batch, sizes))
 
     def _write_pages(
         self, batch: PageBatch, copies: list[memoryview], start: int, stop: int
     ) -> list[int]:
-        """Keeps some pages of a batch; how many bytes of each."""
+        """Stores some pages of a batch; returns the bytes stored per page."""
         pages, sizes = batch.pages[start:stop], []
         memory = self._memory[: len(pages) * pages[0].size].reshape(len(pages), -1)
         rows = page_rows(copies, start, stop, memory)

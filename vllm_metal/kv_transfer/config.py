@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of K/V that leave the pool, and what they change of vLLM.
+"""Settings of K/V transfer, and the changes they make to vLLM's configuration.
 
-vLLM's way is `--kv-transfer-config` with the connector `MetalKVConnector`. Some stores have a short
-one, too: `--additional-config '{"prefix_cache_dir": ...}'`. Both end as vLLM's, every value read
-and absolute, which goes to the engine's process and is read there. What a single store's settings
-are stands in its own folder; `registry.py` lists them.
+The long form is vLLM's `--kv-transfer-config` with the connector `MetalKVConnector`. Some stores
+also have a short form: `--additional-config '{"prefix_cache_dir": ...}'`. Both are completed to the
+long form with absolute values, which the engine's process reads again. Each store's folder has its
+own settings; `registry.py` lists the stores.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CONNECTOR = "MetalKVConnector"
 CONNECTOR_MODULE = "vllm_metal.kv_transfer.connector"
 SPEC = "MetalOffloadingSpec"
-#: vLLM's default pickles, and equal texts can have different pickles: by which strings are shared.
+#: vLLM's default pickles, and equal texts can pickle differently, depending on shared strings.
 HASH_ALGORITHM: Literal["sha256_cbor"] = "sha256_cbor"
 EXTRA = "--kv-transfer-config kv_connector_extra_config"
 
@@ -59,43 +59,39 @@ for _store in STORES:
 
 @dataclass(frozen=True)
 class TransferConfig:
-    """What the connector reads of --kv-transfer-config."""
+    """The connector's settings from --kv-transfer-config."""
 
-    engine_id: str  # of this run of the engine
-    stores: Mapping[str, StoreConfig]  # by name, in the order that they are read in
-    salt_key: Path | None  # file of the secret of derived salts; None: salted texts are not kept
+    engine_id: str  # unique per engine start
+    stores: Mapping[str, StoreConfig]  # by name, in reading order
+    salt_key: Path | None  # secret file for derived salts; None: salted texts are not stored
 
     @staticmethod
     def of(vllm_config: VllmConfig) -> TransferConfig | None:
-        """Reads a configuration that `complete_kv_transfer` has seen; None: no connector is on."""
+        """Reads a completed configuration (`complete_kv_transfer`); None without a connector."""
         transfer = vllm_config.kv_transfer_config
         if transfer is None or transfer.kv_connector is None:
             return None
-        assert transfer.engine_id is not None and transfer.kv_role is not None  # vLLM sees to it
+        assert transfer.engine_id is not None and transfer.kv_role is not None  # vLLM sets both
         given = values.read(transfer.kv_connector_extra_config, _READERS, EXTRA)
         stores = _stores(given, transfer.kv_role)
         return TransferConfig(transfer.engine_id, stores, given.get("salt_key"))
 
     def read_salt_key(self) -> bytes | None:
-        """Reads the secret of derived salts; see `salts.namespace`.
-
-        Raises:
-            ValueError: its file cannot be used.
-        """
+        """Reads the secret for derived salts (`salts.namespace`); ValueError if it is invalid."""
         if self.salt_key is None:
             return None
         return secret_file.read(self.salt_key, salts.SALT_KEY)
 
 
 def is_asked_for(vllm_config: VllmConfig) -> bool:
-    """Whether K/V are to leave the pool: by vLLM's option, or by the short way of ours."""
+    """Returns whether K/V may leave the pool, by vLLM's option or the short form."""
     short = AdditionalConfig.of(vllm_config)
     by_us = any(getattr(short, key) is not None for kind in STORES for key in kind.short)
     return by_us or vllm_config.kv_transfer_config is not None
 
 
 def figures_of(vllm_config: VllmConfig) -> dict[str, type]:
-    """The dataclasses of figures of transfers, by whose they are; see `PageStore.figures`."""
+    """Returns the metric dataclasses of transfers by source; see `PageStore.figures`."""
     config = TransferConfig.of(vllm_config)
     if config is None:
         return {}
@@ -114,13 +110,12 @@ def _stores(given: Mapping[str, Any], role: str) -> dict[str, StoreConfig]:
 
 
 def complete_kv_transfer(vllm_config: VllmConfig) -> None:
-    """Makes vLLM's configuration whole: the connector, and the hashes that it needs.
+    """Completes vLLM's configuration with the connector and the hash algorithm that it needs.
 
-    vLLM checks a configuration again in the engine's process; a complete one stays as it is.
+    Idempotent, since vLLM checks the configuration again in the engine's process.
 
     Raises:
-        ValueError: the settings contradict each other or cannot be honored. The message names the
-            setting.
+        ValueError: settings conflict or are not supported; the message names the setting.
     """
     _take_short_way(vllm_config)
     transfer = vllm_config.kv_transfer_config
@@ -128,7 +123,7 @@ def complete_kv_transfer(vllm_config: VllmConfig) -> None:
         return
     transfer.kv_connector_module_path = CONNECTOR_MODULE
     given = values.read(transfer.kv_connector_extra_config, _READERS, EXTRA)
-    assert transfer.kv_role is not None  # vLLM asks for it
+    assert transfer.kv_role is not None  # vLLM requires it
     _check_cache(vllm_config, given)
     _check_stores(transfer.kv_role, given)
     _check_process(vllm_config, given)
@@ -143,19 +138,16 @@ def complete_kv_transfer(vllm_config: VllmConfig) -> None:
 
 
 def _take_short_way(vllm_config: VllmConfig) -> None:
-    """Writes keys of --additional-config as vLLM's way has them.
-
-    Only that is left for the engine's process, which does this again.
-    """
     from vllm.config import KVTransferConfig
 
+    # Only the long form is left, as the engine's process runs this again.
     short, given = AdditionalConfig.of(vllm_config), vllm_config.additional_config
     keys = {key: other for kind in STORES for key, other in kind.short.items()}
     extra = {other: getattr(short, key) for key, other in keys.items()}
     extra = {key: value for key, value in extra.items() if value is not None}
     if not extra:
         return
-    assert isinstance(given, dict)  # else it could not have had a key
+    assert isinstance(given, dict)  # since it had one of the keys
     if vllm_config.kv_transfer_config is not None:
         raise ValueError(
             f"{OPTION} {next(key for key in keys if key in given)!r} and --kv-transfer-config both "
@@ -172,7 +164,6 @@ def _take_short_way(vllm_config: VllmConfig) -> None:
 
 
 def _check_stores(role: str, given: Mapping[str, Any]) -> None:
-    """Raises where a store cannot be as it is asked for, or there is none."""
     for kind in STORES:
         others = [other for other in STORES if other is not kind]
         instead = None
@@ -184,7 +175,6 @@ def _check_stores(role: str, given: Mapping[str, Any]) -> None:
 
 
 def _check_process(vllm_config: VllmConfig, given: Mapping[str, Any]) -> None:
-    """Has engines notice when others ask for pages of the pool; raises where they cannot."""
     if not any(store.shares_pool for store in _stores(given, "kv_both").values()):
         return
     if vllm_config.parallel_config.distributed_executor_backend != "uni":
@@ -192,11 +182,10 @@ def _check_process(vllm_config: VllmConfig, given: Mapping[str, Any]) -> None:
             f"{EXTRA} 'share' needs the engine and its worker in one process: leave out "
             "--distributed-executor-backend, or 'share'"
         )
-    engine_wake.let_connectors_wake()
+    engine_wake.let_connectors_wake()  # engines must notice when peers ask for pages of the pool
 
 
 def _check_cache(vllm_config: VllmConfig, given: Mapping[str, Any]) -> None:
-    """Raises where the cache in memory does not allow K/V to leave it."""
     cache = vllm_config.cache_config
     if not cache.enable_prefix_caching:
         raise ValueError(

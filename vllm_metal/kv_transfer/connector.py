@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV connector of vLLM's scheduler; the worker's side is `transfer_hooks.py`."""
+"""KV connector of vLLM's scheduler; `transfer_hooks.py` is the worker's side."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
     from vllm_metal.patches.vllm_patches.cached_blocks import CacheChanges
     from vllm_metal.patches.vllm_patches.step_result import Figures
 
-#: Seconds that a request which starts again waits for its blocks to be written; then it computes.
+#: Seconds that a restarted request waits until its blocks are written; then it computes.
 LONGEST_WAIT = 1.0
 
 OffloadingSpecFactory.register_spec(SPEC, "vllm_metal.kv_transfer.manager", SPEC)
 
 
 class MetalKVConnector(OffloadingConnector):
-    """vLLM's offloading scheduler over stores of pages, one page for each block of a group.
+    """Runs vLLM's offloading scheduler on stores that hold one page per block and group.
 
-    vLLM decides which blocks are stored and loaded, and follows each job. This class adds whose
-    pages a request may see, and what failures take back.
+    vLLM decides what to store and load, and tracks jobs. This class adds namespaces and undoes
+    the effects of failures.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class MetalKVConnector(OffloadingConnector):
         self._void: set[str] = set()
         self._cancelled: set[str] = set()
         self._clock = time.monotonic
-        self._waiting_since: dict[str, float] = {}  # by request id, for writes of its own
-        self._bell: WakeEvent | None = None  # rung where others want pages of the pool
-        self._cached: CachedBlocks | None = None  # what others may have of the pool
+        self._waiting_since: dict[str, float] = {}  # by request id, while its pages are written
+        self._wake_event: WakeEvent | None = None  # set when peers want pages of the pool
+        self._cached: CachedBlocks | None = None  # blocks that peers may have
         self.pins: Pins | None = None
 
     @property
@@ -75,7 +75,7 @@ class MetalKVConnector(OffloadingConnector):
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        if self._manager.is_open:  # the engine woke up: its stores and their peers are as before
+        if self._manager.is_open:  # the engine woke up: its stores and their peers are unchanged
             return
         (handshake,) = metadata.values()
         config = self._config
@@ -85,8 +85,7 @@ class MetalKVConnector(OffloadingConnector):
             for name, store in config.stores.items()
         }
         self._manager.open(views, config.read_salt_key())
-
-        self._bell = handshake.bell
+        self._wake_event = handshake.bell
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         config = self._config
@@ -95,13 +94,13 @@ class MetalKVConnector(OffloadingConnector):
             self.pins = Pins(gpu_block_pool)
 
     def wake_by(self, wake: Callable[[], bool]) -> None:
-        """Takes how an engine that is idle is made to look for work: see `engine_wake`."""
-        if self._bell is not None:
-            self._bell.connect(wake)
+        """Sets the function that makes an idle engine check for work; see `engine_wake`."""
+        if self._wake_event is not None:
+            self._wake_event.connect(wake)
 
     def has_pending_push_work(self) -> bool:
-        rung = self._bell is not None and self._bell.is_rung
-        return rung or super().has_pending_push_work()
+        is_set = self._wake_event is not None and self._wake_event.is_rung
+        return is_set or super().has_pending_push_work()
 
     def on_new_request(self, request: Request) -> None:
         self._manager.note_salt(request.request_id, request.cache_salt)
@@ -110,8 +109,8 @@ class MetalKVConnector(OffloadingConnector):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        # A request that starts again has all its blocks offered again, as in vLLM 0.33: they may
-        # have been refused as the pool was lost, or their files removed as they were bad.
+        # Offer all blocks of a restarted request again, as vLLM 0.33 does: they may have been
+        # refused because the pool was lost, or their files removed because they were bad.
         status = self.scheduler._req_status[request.request_id]
         for group in status.group_states:
             group.next_stored_chunk_idx = 0
@@ -122,23 +121,21 @@ class MetalKVConnector(OffloadingConnector):
         if found[0] is not None or not status.transfer_jobs:
             self._waiting_since.pop(request.request_id, None)
             return found
-        # Blocks of its run before are still being written. A store that hangs must not hang it.
+        # Blocks of the previous run are still being written. A store that hangs must not block it.
         now = self._clock()
         since = self._waiting_since.setdefault(request.request_id, now)
         return (0, False) if now - since > LONGEST_WAIT else found
 
     def _usable_keys(self, request: Request, num_computed_tokens: int) -> list[OffloadKey]:
-        """Pages that a request could begin with, beyond what the pool has.
-
-        Whole blocks only, and never the last token: it is computed, for its logits are wanted.
-        """
+        """Returns the pages that a request could load beyond the pool's."""
         if request.skip_reading_prefix_cache:
             return []
         keys = []
         for group in self.scheduler.config.kv_group_configs:
             first = num_computed_tokens // group.tokens_per_block
             if (window := group.load_window_size_in_chunks(num_computed_tokens)) is not None:
-                first = max(0, first - window)  # what a window reaches back to may be gone
+                first = max(0, first - window)  # the pool may have lost blocks of the window
+            # Only whole blocks, and never the last token: it is computed for its logits.
             last = (request.num_tokens - 1) // group.tokens_per_block
             hashes = request.block_hashes[first:last]
             keys += [make_offload_key(each, group.group_idx) for each in hashes]
@@ -155,10 +152,10 @@ class MetalKVConnector(OffloadingConnector):
             self._manager.loads_nothing(status.req_context)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        if self._bell is not None:
-            self._bell.silence()
-        # The next turn of a session comes as a new request, with all the blocks that it has. vLLM
-        # would put them behind those it knows of.
+        if self._wake_event is not None:
+            self._wake_event.silence()
+        # A session's next turn arrives as a new request with all its blocks, which vLLM would
+        # append to those that it knows.
         for new in scheduler_output.scheduled_new_reqs:
             self.blocks_given_up(new.req_id)
         jobs: Any = super().build_connector_meta(self._without_loading(scheduler_output))
@@ -178,7 +175,6 @@ class MetalKVConnector(OffloadingConnector):
         return metadata
 
     def _cached_now(self, scheduler_output: SchedulerOutput) -> CacheChanges | None:
-        """What the step at hand changes of the blocks that others may have."""
         if self._cached is None or self.pins is None:
             return None
         nobody_runs = not scheduler_output.num_scheduled_tokens and self.scheduler._req_status
@@ -189,16 +185,14 @@ class MetalKVConnector(OffloadingConnector):
         return self._cached.take()
 
     def let_go_of_pins(self) -> None:
-        """Gives back the blocks that are kept for other engines."""
+        """Unpins the blocks that are kept for other engines."""
         if self.pins is not None:
             self.pins.release_all()
 
     def _without_loading(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
-        """Less the requests that count as preempted and are being loaded already.
-
-        A reset preempts what runs; the step after it may load these requests. vLLM takes a
-        preempted request's transfers for stores, and asserts that they are.
-        """
+        """Removes preempted requests that are already loading again."""
+        # A reset preempts running requests, and the next step may load them. vLLM asserts that a
+        # preempted request's transfers are stores.
         loading = {job.req_id for job in self.scheduler._current_batch_load_jobs.values()}
         preempted = scheduler_output.preempted_req_ids or set()
         if loading.isdisjoint(preempted):
@@ -206,12 +200,12 @@ class MetalKVConnector(OffloadingConnector):
         return replace(scheduler_output, preempted_req_ids=preempted - loading)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        if isinstance(news := connector_output.kv_connector_worker_meta, TransferUpdate):
-            self._manager.hear(news)
-            for req_id in news.loaded_in_part:
+        if isinstance(update := connector_output.kv_connector_worker_meta, TransferUpdate):
+            self._manager.hear(update)
+            for req_id in update.loaded_in_part:
                 self._load_failed(req_id)
-            if news.pins is not None and self.pins is not None:
-                self.pins.change(news.pins)
+            if update.pins is not None and self.pins is not None:
+                self.pins.change(update.pins)
         for req_id in connector_output.failed_recving or ():
             self._load_failed(req_id)
         super().update_connector_output(connector_output)
@@ -220,14 +214,10 @@ class MetalKVConnector(OffloadingConnector):
         if (status := self.scheduler._req_status.get(req_id)) is not None:
             self._manager.load_failed(status.req_context)
             for group in status.group_states:
-                group.next_stored_chunk_idx = 0  # what it computes in place of pages is kept, too
+                group.next_stored_chunk_idx = 0  # store what it now computes instead of loading
 
     def figures_after(self, figures: Figures) -> Figures:
-        """Takes a step's figures, as stores may want how fast prompts are computed.
-
-        Returns:
-            Figures of the stores' views that are others than before.
-        """
+        """Passes a step's prefill speed to the views; returns the views' changed metrics."""
         step = figures.get(STEP, {})
         if (rows := step.get("prefill_rows")) is not None:
             self._manager.computed(rows, step["prefill_seconds"])
@@ -243,29 +233,26 @@ class MetalKVConnector(OffloadingConnector):
         return keeps, self._manager.params_for_others(request.request_id)
 
     def reset_cache(self) -> bool:
-        """Leaves the stores alone: vLLM resets all caches when an engine goes to sleep, too.
-
-        What is there stays right. It is found by the hash of the text, among pages of all that K/V
-        depend on; the worker is asked what that is, for an engine may wake up with other weights.
-        Jobs go on and are reported; vLLM's own reset forgets them, and may not be called twice
-        while one of them goes on.
-        """
+        """Keeps the stores, since vLLM also resets all caches when an engine goes to sleep."""
+        # Stored pages remain valid: their keys are hashes of the text, per content. The worker must
+        # report its content, as an engine may wake up with other weights. Jobs continue and are
+        # reported; vLLM's own reset forgets them, and must not be called again while one is active.
         self._manager.asks_content = True
         return True
 
     def cancel_loads(self, req_ids: Iterable[str]) -> None:
-        """Requests lose their blocks while these are being loaded; told to the worker next."""
+        """Cancels loads of requests that lose their blocks, with the next step."""
         self._cancelled.update(req_ids)
 
     def blocks_given_up(self, req_id: str) -> None:
-        """A request holds none of the blocks that it was known to have."""
+        """Forgets the blocks of a request, which it no longer holds."""
         if (status := self.scheduler._req_status.get(req_id)) is not None:
             for group in status.group_states:
                 group.block_ids.clear()
 
     def requests_failed(self, requests: Iterable[Request]) -> None:
-        """Takes back all that was kept of requests whose numbers are not sound."""
-        self.let_go_of_pins()  # or what holds their numbers would not be cleared
+        """Discards all stored pages of requests with invalid results."""
+        self.let_go_of_pins()  # or pinned blocks with invalid values would not be cleared
         groups = [group.group_idx for group in self.scheduler.config.kv_group_configs]
         for request in requests:
             self._void.add(request.request_id)

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-#: Pages are read in pieces of so many bytes, one at least. A piece enters the pool before a step
-#: while others decode.
+#: Pages are read in pieces of this many bytes, at least one page. A piece enters the pool before a
+#: step while other requests decode.
 PIECE_BYTES = 8 << 20
-#: Threads that read. Two keep a device busy while one checks what it has read.
+#: Reader threads. Two keep a device busy while one of them verifies what it has read.
 NUM_READERS = 2
 
 
@@ -36,35 +36,36 @@ class _Job:
     job_id: int
     req_id: str
     keys: PageKeys
-    namespace: Namespace  # of when it came: pages of other weights must not come in its place
+    namespace: Namespace  # from its start, so it never loads pages of later weights
     started: float
-    blocks: Sequence[int]  # of the pool, in the order of the keys
-    loaded: set[int] = field(default_factory=set)  # those that are filled
+    blocks: Sequence[int]  # in the pool, in the order of the keys
+    loaded: set[int] = field(default_factory=set)  # filled blocks
     num_bytes: int = 0
-    stopped: bool = False  # before its last page was there
-    failed: bool = False  # by a page that could not be read
+    stopped: bool = False  # before its last page was read
+    failed: bool = False  # a page could not be read
 
 
 @dataclass
 class _Staging:
-    """Rows that pieces are read into, by group; made when first needed, and then kept."""
+    """Rows that pieces are read into, by group; allocated on demand and reused."""
 
     pages: BlockPages
     max_bytes: int
     free: dict[int, list[np.ndarray]] = field(default_factory=dict)
-    num_bytes: int = 0  # of all rows, in use or free
+    num_bytes: int = 0  # of all rows, used or free
 
     def count(self, group: int) -> int:
-        """Pages of a piece."""
+        """Returns the number of pages in a piece."""
         return max(1, PIECE_BYTES // self.pages.page_bytes(group))
 
     def _size(self, group: int) -> int:
         return self.count(group) * self.pages.page_bytes(group)
 
     def take(self, group: int) -> np.ndarray | None:
-        """Rows for a piece, [count, page_bytes] uint8; None where all memory is in use."""
+        """Returns rows for a piece, [count, page_bytes] uint8; None if all memory is in use."""
         if self.free.get(group):
             return self.free[group].pop()
+        # Other groups' free rows make way.
         for other, free in self.free.items():
             while free and self.num_bytes + self._size(group) > self.max_bytes:
                 free.pop()
@@ -78,7 +79,6 @@ class _Staging:
         self.free.setdefault(group, []).append(rows)
 
     def clear(self) -> None:
-        """Lets go of rows that are not in use."""
         for group, free in self.free.items():
             self.num_bytes -= len(free) * self._size(group)
         self.free.clear()
@@ -100,7 +100,7 @@ class _Piece:
 
 
 class LoadJobs:
-    """Has threads read pages into staging memory, and puts them into the pool between steps."""
+    """Reads pages into staging memory in threads, and puts them into the pool between steps."""
 
     def __init__(
         self,
@@ -110,15 +110,14 @@ class LoadJobs:
     ) -> None:
         """
         Args:
-            store: where they are.
-            staging_bytes: most memory of pages that are not in the pool yet; one piece at least.
-            clock: seconds.
+            staging_bytes: memory limit for pages that are not in the pool yet; at least one piece.
+            clock: returns seconds.
         """
         self._store = store
         self._staging_bytes = staging_bytes
         self._clock = clock
         self._readers = ThreadPoolExecutor(NUM_READERS, "kv-load")
-        self._of_requests: dict[str, _Job] = {}  # by request id, of those that have not ended
+        self._of_requests: dict[str, _Job] = {}  # by request id; active jobs
         self._waiting: deque[tuple[_Job, int, bytes, int]] = deque()  # group, key, block
         self._read: SimpleQueue[tuple[_Piece, bool]] = SimpleQueue()
         self._ready: deque[_Piece] = deque()
@@ -126,28 +125,28 @@ class LoadJobs:
         self._ended: list[Ended] = []
 
     def use(self, pages: BlockPages) -> None:
-        """There is a pool, and these are its blocks."""
+        """Sets the blocks of a new pool."""
         self._pages = pages
         self._staging = _Staging(pages, self._staging_bytes)
 
     @property
     def busy(self) -> bool:
-        """Whether a job has not ended."""
+        """Whether a job is active."""
         return bool(self._of_requests)
 
     @property
     def req_ids(self) -> Collection[str]:
-        """Requests that wait for pages."""
+        """Requests waiting for pages."""
         return self._of_requests.keys()
 
     @property
     def is_quiet(self) -> bool:
-        """Whether, besides, no thread reads, and no page waits to be put into the pool."""
+        """Whether no job is active, no thread reads, and no page waits to enter the pool."""
         return not (self._of_requests or self._num_reading or self._ready)
 
     @property
     def num_ready(self) -> int:
-        """Pieces that were read and are not in the pool yet."""
+        """Number of pieces that were read but are not in the pool yet."""
         return len(self._ready)
 
     @property
@@ -156,20 +155,13 @@ class LoadJobs:
         return self._staging.num_bytes
 
     def lose_pool(self) -> None:
-        """Ends all loads: their blocks are gone. What threads still read goes nowhere."""
+        """Ends all loads, as their blocks are gone, and drops what threads still read."""
         self.cancel()
         self._ready.clear()
         del self._pages, self._staging
 
     def add(self, job_id: int, req_id: str, keys: PageKeys, blocks: Iterable[int]) -> None:
-        """Takes a job.
-
-        Args:
-            job_id: the scheduler's.
-            req_id: the request that waits for it.
-            keys: of its pages.
-            blocks: of the pool, in the order of the keys.
-        """
+        """Adds a job; `blocks` of the pool are in the order of the keys."""
         pages = list(zip(keys.keys, blocks, strict=True))
         namespace = self._store.namespace(keys.namespace)
         job = _Job(job_id, req_id, keys, namespace, self._clock(), [block for _, block in pages])
@@ -180,10 +172,8 @@ class LoadJobs:
             self._waiting.append((job, get_offload_group_idx(OffloadKey(key)), key, block))
 
     def cancel(self, req_ids: Collection[str] | None = None) -> None:
-        """Ends loads of some requests, or all: nothing more goes into their blocks.
-
-        They have not failed: the scheduler has taken the blocks away, or is about to.
-        """
+        """Ends loads of some requests, or all, without writing to their blocks again."""
+        # They have not failed: the scheduler has taken the blocks away, or is about to.
         jobs = self._of_requests.values()
         for job in [job for job in jobs if req_ids is None or job.req_id in req_ids]:
             self._stop(job, failed=False)
@@ -203,18 +193,18 @@ class LoadJobs:
         )
 
     def _missing(self, job: _Job) -> frozenset[int]:
-        """See `Ended`. Of several groups, one's first blocks are of no use without the others'."""
+        """Returns `Ended.missing_blocks` of a failed job."""
+        # With several groups, a group's first blocks are useless without those of the others.
         if len(self._pages.sizes) > 1 or job.blocks[0] not in job.loaded:
             return frozenset()
         return frozenset(job.blocks) - job.loaded
 
     def read_on(self, most_pieces: int | None = None) -> None:
-        """Has the threads read on, as far as there is memory; on the engine's thread.
+        """Starts further reads while there is memory; for the engine's thread.
 
-        Args:
-            most_pieces: that are being read, or have been and are not in the pool yet; None: any.
+        `most_pieces`: limit of pieces being read or waiting to enter the pool; None: no limit.
         """
-        self._take_read()
+        self._collect_read()
         while self._waiting:
             if most_pieces is not None and self._num_reading + len(self._ready) >= most_pieces:
                 return
@@ -236,7 +226,6 @@ class LoadJobs:
             self._readers.submit(self._read_piece, piece)
 
     def _read_piece(self, piece: _Piece) -> None:
-        """Fills a piece; runs in a reader's thread, and never raises."""
         try:
             rows, job = list(piece.rows[: len(piece.keys)]), piece.job
             hints = job.keys.hints
@@ -246,7 +235,7 @@ class LoadJobs:
             good = False
         self._read.put((piece, good))
 
-    def _take_read(self) -> None:
+    def _collect_read(self) -> None:
         while not self._read.empty():
             piece, good = self._read.get()
             self._num_reading -= 1
@@ -258,13 +247,9 @@ class LoadJobs:
                 self._ready.append(piece)
 
     def import_ready(self, most_bytes: int) -> None:
-        """Puts pages that were read into the pool, between steps; waits for the device.
-
-        Args:
-            most_bytes: stop after so many; one piece at least.
-        """
-        self._take_read()
-        num_bytes = 0
+        """Puts pages into the pool between steps, until `most_bytes`; waits for the device."""
+        self._collect_read()
+        num_bytes = 0  # at least one piece is imported, whatever its size
         while self._ready and (not num_bytes or num_bytes < most_bytes):
             piece = self._ready.popleft()
             job = piece.job
@@ -282,7 +267,7 @@ class LoadJobs:
             self._staging.clear()
 
     def finished(self) -> list[Ended]:
-        """Jobs that have ended since the last call."""
+        """Returns jobs that ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 

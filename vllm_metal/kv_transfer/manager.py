@@ -25,67 +25,56 @@ from vllm_metal.kv_transfer.messages import Discard, PageKeys, TransferUpdate, U
 from vllm_metal.kv_transfer.store import Lookup, View, view_of
 from vllm_metal.settings import salts
 
-#: A request whose loads failed so often computes. Each failure took a bad page out of its store, or
-#: the machine cannot open files now.
+#: A request with this many failed loads computes instead. Each failure removed a bad page from its
+#: store, or the machine cannot open files now.
 MAX_FAILED_LOADS = 3
 
 
 @dataclass
 class _Request:
-    """What is known of a request; one that was not announced is kept nowhere."""
+    """State of a request; one that was not announced has the defaults, so nothing is stored."""
 
-    namespace: str | None = None  # whose pages are its own, see `salts.namespace`
-    used_at: float = 0.0  # seconds since the epoch: when it came
-    lookups: dict[str, Lookup] = field(default_factory=dict)  # by store, of those that were asked
+    namespace: str | None = None  # see `salts.namespace`
+    used_at: float = 0.0  # arrival, seconds since the epoch
+    lookups: dict[str, Lookup] = field(default_factory=dict)  # by store
     failed_loads: int = 0
 
 
 class PageManager(OffloadingManager):
-    """Answers vLLM's offloading scheduler from views of the worker's stores.
-
-    A page that is on its way to a store is a miss: its request computes it again rather than wait.
-    """
+    """Answers vLLM's offloading scheduler from views of the worker's stores."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        """
-        Args:
-            clock: seconds since the epoch.
-        """
+        """`clock` returns seconds since the epoch."""
         self._clock = clock
         self._salt_key: bytes | None = None
-        self._views: Mapping[str, View] = {}  # by store, until the worker has said what is there
-        self._salts: dict[str, str | None] = {}  # by request id, of requests about to be announced
+        self._views: Mapping[str, View] = {}  # by store; empty until the worker's handshake
+        self._salts: dict[str, str | None] = {}  # by request id, until `on_new_request`
         self._writing: set[OffloadKey] = set()
-        #: Whether the worker must say what its pages are before stores are asked for any.
+        #: Whether the worker must report its content before stores are asked for pages.
         self.asks_content = False
-        self._discards: dict[int, Discard] = {}  # by number; the pages may still be there
+        self._discards: dict[int, Discard] = {}  # by number; their pages may still exist
         self._num_discards = 0
-        self._untold_discards: list[Discard] = []
-        self._untold_uses: list[Use] = []
-        self._figures: dict[str, Any] = {}  # last told
+        self._pending_discards: list[Discard] = []
+        self._pending_uses: list[Use] = []
+        self._figures: dict[str, Any] = {}  # as last reported
 
     def open(self, views: Mapping[str, View], salt_key: bytes | None) -> None:
-        """The worker has stores; nothing is found before.
-
-        Args:
-            views: of them, by name, in the order that they are read in.
-            salt_key: see `salts.namespace`.
-        """
+        """Sets the views by name, in reading order; until then, nothing is found."""
         self._views = views
         self._salt_key = salt_key
 
     @property
     def is_open(self) -> bool:
-        """Whether the worker has said which stores there are."""
+        """Whether the worker has reported its stores."""
         return bool(self._views)
 
     @property
     def is_idle(self) -> bool:
-        """Whether no page is on its way to a store, and no request is about to be announced."""
+        """Whether no page is being stored, and no request is about to be announced."""
         return not self._writing and not self._salts
 
     def note_salt(self, req_id: str, salt: str | None) -> None:
-        """Called before `on_new_request`, which is not told of a request's cache_salt."""
+        """Notes a request's cache_salt before `on_new_request`, which does not get it."""
         self._salts[req_id] = salt
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -98,11 +87,9 @@ class PageManager(OffloadingManager):
     def stores_have_answered(
         self, keys: Callable[[], Sequence[OffloadKey]], req_context: ReqContext
     ) -> bool:
-        """Whether all stores have said what they have of a request; asks them first.
+        """Returns whether all stores have answered for a request; asks them first.
 
-        Args:
-            keys: gives those of the pages that it could use.
-            req_context: the request's.
+        `keys` returns the pages that the request could use.
         """
         request = _of(req_context)
         if self.asks_content and self._views:
@@ -115,6 +102,7 @@ class PageManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         request = _of(req_context)
+        # A page that is being stored is a miss: computing it again is better than waiting.
         if key in self._writing or request.failed_loads >= MAX_FAILED_LOADS:
             return LookupResult.MISS
         discards = self._discards.values()
@@ -136,12 +124,12 @@ class PageManager(OffloadingManager):
         return _page_keys(keys, req_context, hints)
 
     def load_failed(self, req_context: ReqContext) -> None:
-        """A request's load failed. After some it computes all, or it might never begin."""
+        """Counts a failed load; after MAX_FAILED_LOADS a request computes, or might never begin."""
         self._release(req_context, failed=True)
         _of(req_context).failed_loads += 1
 
     def loads_nothing(self, req_context: ReqContext) -> None:
-        """A request begins without pages from outside."""
+        """Releases the lookups of a request that begins without stored pages."""
         self._release(req_context)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -153,16 +141,15 @@ class PageManager(OffloadingManager):
         self._release(req_context)
 
     def _release(self, req_context: ReqContext, failed: bool = False) -> None:
-        """Stores need not keep what they found for a request."""
         request = _of(req_context)
         released = {name: each.release(failed) for name, each in request.lookups.items()}
         request.lookups = {name: each for name, each in released.items() if each is not None}
 
     def touch_prefix(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Marks a request's pages as used, from the first block on, wherever they were found."""
+        """Marks a request's leading pages as used, wherever they were found."""
         request = _of(req_context)
         if found := list[bytes](keys):
-            self._untold_uses.append(Use(request.namespace, found, request.used_at))
+            self._pending_uses.append(Use(request.namespace, found, request.used_at))
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -183,32 +170,27 @@ class PageManager(OffloadingManager):
         self._writing.difference_update(keys)
 
     def discard(self, salt: str | None, keys: Iterable[bytes]) -> None:
-        """Has the worker remove pages, which are not to be found from now on.
-
-        Args:
-            salt: of the request that they are of.
-            keys: theirs.
-        """
+        """Makes the worker remove pages of a request with this salt; hides them from now on."""
         namespace = salts.namespace(self._salt_key, salt)
         discard = Discard(self._num_discards, namespace, frozenset(keys))
         self._num_discards += 1
         self._discards[discard.number] = discard
-        self._untold_discards.append(discard)
+        self._pending_discards.append(discard)
 
     def take_messages(self) -> tuple[list[Discard], list[Use]]:
-        """What the worker has to hear since the last call."""
-        told = self._untold_discards, self._untold_uses
-        self._untold_discards, self._untold_uses = [], []
-        return told
+        """Returns messages for the worker since the last call."""
+        messages = self._pending_discards, self._pending_uses
+        self._pending_discards, self._pending_uses = [], []
+        return messages
 
     def hear(self, news: TransferUpdate) -> None:
-        """Takes what the worker tells."""
+        """Processes an update from the worker."""
         if news.content is not None:
             self.asks_content = False
             for view in self._views.values():
                 view.use(news.content)
-        for name, told in news.stores.items():
-            self._views[name].hear(told)
+        for name, message in news.stores.items():
+            self._views[name].hear(message)
         for number in news.discarded:
             del self._discards[number]
 
@@ -218,7 +200,7 @@ class PageManager(OffloadingManager):
             view.computed(prefill_rows, prefill_seconds)
 
     def figures(self) -> dict[str, dict[str, Any]]:
-        """Figures of the views that are others than at the last call; see `StoreConfig`."""
+        """Returns metrics of the views that changed since the last call; see `StoreConfig`."""
         now = {view_of(name): view.figures() for name, view in self._views.items()}
         new = {
             whose: each
@@ -229,7 +211,7 @@ class PageManager(OffloadingManager):
         return {whose: asdict(each) for whose, each in new.items()}
 
     def params_for_others(self, req_id: str) -> dict[str, Any] | None:
-        """What a proxy hands to an engine that goes on with a request; None: nothing."""
+        """See `View.params_for_others`."""
         found = (view.params_for_others(req_id) for view in self._views.values())
         return next((params for params in found if params is not None), None)
 
@@ -255,7 +237,7 @@ def _page_keys(
 
 
 class MetalOffloadingSpec(OffloadingSpec):
-    """What vLLM's offloading connector makes its scheduler's side from."""
+    """Makes vLLM's offloading connector use `PageManager`."""
 
     def get_manager(self) -> OffloadingManager:
         return PageManager()

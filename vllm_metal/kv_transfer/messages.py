@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler's side of the connector and the worker's tell each other, all of it picklable.
+"""Picklable messages between the scheduler's side of the connector and the worker's.
 
-Down, with each step: `TransferMetadata`. Up, with its result: `TransferUpdate`; and once, at the
-start: `TransferHandshake`. Stores' own words go along in them, by the store's name.
+`TransferMetadata` goes down with each step, `TransferUpdate` up with its result, and
+`TransferHandshake` up once, at the start. They carry stores' own messages by store name.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ class PageKeys(LoadStoreSpec):
     """The pages of a job, one for each block, in the order of the job's blocks."""
 
     keys: list[bytes]  # block hash and KV cache group, see vLLM's make_offload_key
-    ends: list[int]  # how many tokens of the text a page completes
-    namespace: str | None  # whose they are, see `salts.namespace`
-    used_at: float  # seconds since the epoch: when the request came
-    hints: Mapping[str, Any] = field(default_factory=dict)  # of a load, by store
+    ends: list[int]  # number of the text's tokens up to the end of each page
+    namespace: str | None  # see `salts.namespace`
+    used_at: float  # arrival of the request, seconds since the epoch
+    hints: Mapping[str, Any] = field(default_factory=dict)  # for a load, by store
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A job that has ended, well or not; where a load failed, its request computes its tokens."""
+    """A finished or failed job. If a load failed, its request computes the tokens."""
 
     job_id: int
     req_id: str
     num_bytes: int = 0
     seconds: float = 0.0
     failed: bool = False
-    #: Blocks that a load which failed did not fill, where the first of the request's was; else the
-    #: request begins from nothing.
+    #: Blocks that a failed load left unfilled, if it filled the request's first block; otherwise
+    #: empty, and the request starts from nothing.
     missing_blocks: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class Use:
-    """Pages of a text, from its first block on, that a request begins with."""
+    """The leading pages of a text that a request begins with."""
 
     namespace: str | None
     keys: list[bytes]
@@ -61,45 +61,45 @@ class Use:
 
 @dataclass(frozen=True)
 class Discard:
-    """Pages of a request that failed: nobody may be served from them."""
+    """Pages of a failed request, which must not be served to anyone."""
 
-    number: int  # told back when they are gone
+    number: int  # reported back once they are removed
     namespace: str | None
     keys: frozenset[bytes]
 
 
 @dataclass
 class TransferMetadata(OffloadingConnectorMetadata):
-    """A step's jobs, and what became void since the step before."""
+    """A step's jobs, and what became invalid since the step before."""
 
-    #: Requests whose blocks hold nothing worth keeping: their stores are to be dropped.
+    #: Requests with invalid blocks: their stores must be dropped.
     void_requests: frozenset[str] = frozenset()
-    #: Requests whose loads are to end: their blocks belong to others from this step on.
+    #: Requests whose loads must end: their blocks belong to others from this step on.
     cancelled_loads: frozenset[str] = frozenset()
     discards: list[Discard] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
-    #: Whether the scheduler's side must know what pages are: other weights may have been loaded.
+    #: Whether the worker must report its content, since other weights may have been loaded.
     asks_content: bool = False
-    #: What the pool's blocks hold from this step on, if others may have that; None: as before.
+    #: Changes of the pool's cached blocks before this step, if peers may have them; None: none.
     cached: CacheChanges | None = None
 
 
 @dataclass
 class TransferUpdate(OffloadingWorkerMetadata):
-    """Jobs that ended since the step before, and what else the scheduler's side must know."""
+    """Jobs that ended since the step before, and other changes on the worker's side."""
 
-    content: PoolContent | None = None  # what pages are now; None: not asked, and as before
-    discarded: list[int] = field(default_factory=list)  # numbers of discards that are done
-    stores: dict[str, Any] = field(default_factory=dict)  # news by store
-    #: Requests that go on with the first part of a load which failed.
+    content: PoolContent | None = None  # current content; None: not asked for, and unchanged
+    discarded: list[int] = field(default_factory=list)  # numbers of completed discards
+    stores: dict[str, Any] = field(default_factory=dict)  # messages by store
+    #: Requests that continue with the first part of a failed load.
     loaded_in_part: set[str] = field(default_factory=set)
-    pins: PinChanges | None = None  # None: as before
+    pins: PinChanges | None = None  # None: unchanged
 
 
 @dataclass
 class TransferHandshake(KVConnectorHandshakeMetadata):
-    """What the scheduler's side makes its views of the stores from, beside the settings."""
+    """Data from the worker that the scheduler's views of the stores need besides the settings."""
 
     content: PoolContent
     stores: dict[str, Any]  # handshakes by store
-    bell: WakeEvent | None = None  # rung where pages of the pool are wanted; None: they never are
+    bell: WakeEvent | None = None  # set when peers want pages of the pool; None: they cannot

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PageStore: the worker's stores as one."""
+"""PageStore combines the worker's stores into one."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from vllm_metal.kv_transfer.shared_pool import SharedPool
     from vllm_metal.patches.vllm_patches.step_result import Figures
 
-#: Whose figures TransferStats are, beside those of each store.
+#: Source name of TransferStats among the metrics of the stores.
 TRANSFERS = "transfers"
 
 
 @dataclass(frozen=True)
 class TransferStats:
-    """What became of pages on their way to the stores."""
+    """Counters of pages on their way to the stores."""
 
     #: The metric's name is older than stores other than the disk.
     num_dropped: int = Metric(
@@ -37,30 +37,25 @@ class TransferStats:
 
 
 class PageStore:
-    """The pages outside the pool, in any number of stores; threads may call what `Store` says.
+    """The pages outside the pool, in any number of stores; threading as for `Store`."""
 
-    Stores are read in the order of the registry. They are written in the other one: whoever waits
-    for pages stands last there. What may wait runs in `writer`, one thread, so that it is done in
-    the order it was asked for.
-    """
+    # Stores are read in the order of the registry, and written in reverse: stores that others wait
+    # for come last in it. Deferrable work runs in `writer`, a single thread, to keep its order.
 
     def __init__(self, stores: Mapping[str, Store]) -> None:
-        """
-        Args:
-            stores: by name, in the order that they are read in.
-        """
+        """`stores`: by name, in reading order."""
         self.stores = stores
         self.writer = ThreadPoolExecutor(1, "kv-store")
         self.content: PoolContent | None = None  # until there is a pool
         sharing = {name: store for name, store in stores.items() if store.shared_pool is not None}
-        assert len(sharing) <= 1  # of our stores one can
+        assert len(sharing) <= 1  # only the peer store shares the pool
         self._sharing = sharing
         self._discarded: SimpleQueue[int] = SimpleQueue()
-        self._figures: dict[str, Any] = {}  # last told, by store
+        self._figures: dict[str, Any] = {}  # as last reported, by store
         self._num_dropped = 0
 
     def use(self, content: PoolContent) -> bool:
-        """There is a pool; whether its pages are others than before."""
+        """Sets the content of a new pool; returns whether it changed."""
         if content == self.content:
             return False
         self.content = content
@@ -72,7 +67,7 @@ class PageStore:
         return True
 
     def namespace(self, name: str | None) -> Namespace:
-        """A namespace of the weights that are loaded now; see `Namespace.name`."""
+        """Returns a namespace for the loaded weights; see `Namespace.name`."""
         assert self.content is not None  # there is a pool
         return Namespace(name, self.content)
 
@@ -83,14 +78,15 @@ class PageStore:
     def write(
         self, namespace: Namespace, key: bytes, row: np.ndarray, used_at: float, depth: int
     ) -> bool:
-        """Keeps a page wherever it is missing; see `Store.write`."""
+        """Writes a page to all stores without it; see `Store.write`."""
         stores = reversed(list(self.stores.values()))
+        # A list, not a generator: every store must get the page.
         return any([store.write(namespace, key, row, used_at, depth) for store in stores])
 
     def write_shared(
         self, namespace: Namespace, key: bytes, row: np.ndarray, used_at: float
     ) -> bool:
-        """Keeps a page that `shared_pool` says is wanted."""
+        """See `Store.write_shared`."""
         stores = self._sharing.values()
         return any([store.write_shared(namespace, key, row, used_at) for store in stores])
 
@@ -102,34 +98,29 @@ class PageStore:
         hints: Mapping[str, Any],
         wanted: Callable[[], bool],
     ) -> bool:
-        """Fills all rows; blocking.
-
-        Args:
-            namespace, keys, rows, wanted: see `Store.read`.
-            hints: by store.
-        """
+        """Fills all rows, or returns False; blocks. See `Store.read`; `hints` are by store."""
         left = list(range(len(keys)))
         for name, store in self.stores.items():
             if not left or not wanted():
                 break
             pages = [keys[index] for index in left], [rows[index] for index in left]
             filled = store.read(namespace, *pages, hints.get(name), wanted)
-            left = [index for place, index in enumerate(left) if place not in filled]
+            left = [index for position, index in enumerate(left) if position not in filled]
         return not left
 
     @property
     def shared_pool(self) -> SharedPool | None:
-        """Which pages of the pool others may have, and want; None: nobody may."""
+        """Pages of the pool that others may have or want; None: not shared."""
         return next((store.shared_pool for store in self._sharing.values()), None)
 
     def touch(self, use: Use) -> None:
-        """Marks pages as used; returns at once."""
+        """Marks pages as used, in the writer's thread."""
         namespace = self.namespace(use.namespace)
         for store in self.stores.values():
             self.writer.submit(store.touch, namespace, use.keys, use.at)
 
     def discard(self, discard: Discard) -> None:
-        """Removes pages once all that was handed to the writer before is written."""
+        """Removes pages, after everything that the writer was given before."""
         namespace = self.namespace(discard.namespace)
         for store in self.stores.values():
             store.withdraw(discard.keys)
@@ -152,28 +143,28 @@ class PageStore:
             store.expect_no_more(keys)
 
     def count_dropped(self, num_pages: int) -> None:
-        """Counts pages that will not be written."""
+        """Counts pages that are not written."""
         self._num_dropped += num_pages
 
     def handshake(self) -> TransferHandshake:
-        """What the scheduler's side must know at its start."""
+        """Returns the data that the scheduler's side needs at the start."""
         assert self.content is not None  # there is a pool
         stores = {name: store.handshake for name, store in self.stores.items()}
         bell = None if self.shared_pool is None else self.shared_pool.bell
         return TransferHandshake(self.content, stores, bell)
 
     def tell(self, news: TransferUpdate) -> None:
-        """Adds what the scheduler's side must hear since the last call."""
+        """Adds messages for the scheduler's side since the last call."""
         while not self._discarded.empty():
             news.discarded.append(self._discarded.get())
-        # After those: what a discard removed is among a store's news.
-        told = {name: store.news() for name, store in self.stores.items()}
-        news.stores |= {name: each for name, each in told.items() if each is not None}
+        # After completed discards: the stores' messages then include the removed pages.
+        messages = {name: store.news() for name, store in self.stores.items()}
+        news.stores |= {name: each for name, each in messages.items() if each is not None}
         if self.shared_pool is not None:
             news.pins = self.shared_pool.pin_changes()
 
     def figures(self) -> Figures:
-        """Figures that are others than at the last call, by store and of all."""
+        """Returns metrics that changed since the last call, by store, and TransferStats."""
         now = {name: store.figures() for name, store in self.stores.items()}
         now[TRANSFERS] = TransferStats(self._num_dropped)
         new = {
@@ -185,7 +176,7 @@ class PageStore:
         return {name: asdict(each) for name, each in new.items()}
 
     def close(self) -> None:
-        """Ends the threads; what the writer has not begun is not written."""
+        """Ends the threads; drops writes that have not begun."""
         self.writer.shutdown(wait=True, cancel_futures=True)
         for store in self.stores.values():
             store.close()

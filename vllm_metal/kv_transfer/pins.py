@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pins: blocks of the pool that stay for a while because other engines have asked for them."""
+"""Pins: blocks that stay in the pool for a while because other engines have asked for them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ if TYPE_CHECKING:
 
     from vllm_metal.kv_transfer.shared_pool import PinChanges
 
-#: Of the blocks that no request holds, that pins may keep from being given to requests: one in so
-#: many. Requests of this engine come first.
+#: Pins may hold one in this many of the blocks that no request holds, as requests of this engine
+#: come first.
 SHARE = 4
 
 
 class Pins:
-    """References on blocks, as a request has them, and fewer than would get in a request's way.
+    """References on blocks, as requests hold them. For the scheduler's thread only."""
 
-    The scheduler's thread calls all methods. Whoever asked may find a page gone, and computes it.
-    """
+    # A pin is best effort: a peer that finds its page gone computes it.
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._blocks: dict[bytes, KVCacheBlock] = {}  # by key, the oldest first
+        self._blocks: dict[bytes, KVCacheBlock] = {}  # by key, oldest first
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -34,7 +33,7 @@ class Pins:
         return (self._pool.get_num_free_blocks() + len(self._blocks)) // SHARE
 
     def change(self, changes: PinChanges) -> None:
-        """Takes what the worker says of who waits for what; some find no room."""
+        """Unpins and pins the pages that the worker names, as far as there is room."""
         self._release(changes.unpin)
         for key in changes.pin[: max(0, self._most - len(self._blocks))]:
             block = self._pool.cached_block_hash_to_block.get_one_block(key)  # type: ignore[arg-type]
@@ -43,13 +42,14 @@ class Pins:
                 self._blocks[key] = block
 
     def make_way(self) -> None:
-        """Lets go of what requests need: they hold more blocks than when these were pinned."""
+        """Unpins the oldest blocks if requests now hold more than when these were pinned."""
         self._release([*self._blocks][: max(0, len(self._blocks) - self._most)])
 
     def release_all(self) -> None:
-        """Lets go of all."""
+        """Unpins all blocks."""
         self._release([*self._blocks])
 
     def _release(self, keys: list[bytes] | tuple[bytes, ...]) -> None:
         blocks = [self._blocks.pop(key) for key in keys if key in self._blocks]
+        # Newest first, as vLLM frees a request's blocks: it evicts in this order.
         self._pool.free_blocks(reversed(blocks))

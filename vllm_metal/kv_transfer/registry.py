@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""STORES lists the stores that K/V are kept in outside the pool, in the order of reading."""
+"""STORES lists the stores for K/V outside the pool, in reading order."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from vllm_metal.kv_transfer.disk.config import DiskConfig
 from vllm_metal.kv_transfer.peer.config import PeerConfig
 from vllm_metal.kv_transfer.store import StoreConfig
 
-#: A store that others wait for stands behind those that nobody does: see `page_store.PageStore`.
+#: Stores that others wait for come last; see `page_store.PageStore`.
 STORES: tuple[type[StoreConfig], ...] = (DiskConfig, PeerConfig)

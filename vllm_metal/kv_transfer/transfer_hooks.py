@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves blocks out of the pool and back around steps, as the scheduler's connector asks."""
+"""Moves blocks out of the pool and back around steps, as the scheduler's connector directs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_metal.identity.fingerprint import Fingerprint, PoolContent
 from vllm_metal.kv_transfer.load_jobs import PIECE_BYTES, LoadJobs
 from vllm_metal.kv_transfer.messages import PageKeys, TransferMetadata, TransferUpdate
 from vllm_metal.kv_transfer.page_store import PageStore
-from vllm_metal.kv_transfer.store_jobs import LOT_STEPS, StoreJobs
+from vllm_metal.kv_transfer.store_jobs import BATCH_STEPS, StoreJobs
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
@@ -26,42 +26,37 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-#: Most memory of copies on their way out, and of pages on their way in: eight pieces of each.
+#: Memory limit of outgoing copies, and of incoming pages: eight pieces each.
 STAGING_BYTES = 64 << 20
-#: Copies on their way out of an engine that prefills for others, who wait for them: what a step of
-#: 2,048 tokens leaves of an 8B model with 16-bit K/V of 8 heads.
+#: Memory limit of outgoing copies if other engines wait for them (disaggregated prefill): the K/V
+#: of a step of 2,048 tokens for an 8B model with 8 heads of 16-bit K/V.
 STAGING_BYTES_WAITED_FOR = 256 << 20
-#: Bytes put into the pool before a step: one piece while others decode, which takes the host some
-#: 3 ms, and its reading a core some 5 ms; else all that staging holds.
+#: Bytes put into the pool before a step while requests decode: one piece, which takes the host some
+#: 3 ms, and its reader some 5 ms of a core. Otherwise all staged bytes.
 IMPORT_BYTES_BESIDE = PIECE_BYTES
-#: Pieces read ahead meanwhile, so that threads leave the cores to a CPU that decodes.
+#: Pieces read ahead while requests decode, so that threads leave cores to decoding on the CPU.
 PIECES_AHEAD_BESIDE = 2
-#: Bytes copied out for other engines with a step, at most: one piece while others decode, else all
-#: that staging holds.
+#: Limit of bytes copied out for other engines with a step while requests decode: one piece.
+#: Otherwise all that staging holds.
 EXPORT_BYTES_BESIDE = PIECE_BYTES
-#: More tokens than a request has: all of them.
+#: More tokens than any request has, which means all of them.
 _ALL_TOKENS = 1 << 30
-#: Seconds that what is still to be written may take when the engine sleeps or ends.
+#: Seconds that pending writes may take when the engine sleeps or ends.
 DRAIN_SECONDS = 5.0
 
 
 def staging_bytes(is_waited_for: bool) -> int:
-    """Most memory of blocks on their way.
-
-    Args:
-        is_waited_for: whether other engines wait for this one's pages.
-    """
+    """Returns the staging memory limit; `is_waited_for`: other engines wait for pages."""
     return STAGING_BYTES + (STAGING_BYTES_WAITED_FOR if is_waited_for else STAGING_BYTES)
 
 
 class TransferHooks(StepHooks):
-    """Carries out a step's store and load jobs; both end in some later step.
+    """Runs a step's store and load jobs, which end in some later step.
 
-    Stores: a job's blocks are complete after the step that brings it. The step after copies them
-    out, and once that is known to have been computed a thread writes the copies. Loads: threads
-    read pages into staging memory, and they are put into the pool before a step. A job that cannot
-    be done ends as well: what is not stored is computed again some day, and a load that failed is
-    computed by its request.
+    Stores: a job's blocks are complete after the step that brings it. The next step copies them
+    out, and a thread writes the copies once that step has been computed. Loads: threads read pages
+    into staging memory, which are put into the pool before a step. Failed jobs end, too: pages that
+    were not stored or loaded are computed again.
     """
 
     def __init__(
@@ -73,11 +68,10 @@ class TransferHooks(StepHooks):
     ) -> None:
         """
         Args:
-            store: the pages outside the pool.
-            fingerprint: what they are kept under from now on; asked for each pool, since other
-                weights may have been loaded.
+            fingerprint: returns the current fingerprint of pages; called for each pool, since
+                other weights may have been loaded.
             block_size: tokens of a block.
-            is_waited_for: whether other engines wait for this one's pages.
+            is_waited_for: whether other engines wait for this engine's pages.
         """
         self._fingerprint = fingerprint
         self.store = store
@@ -85,17 +79,17 @@ class TransferHooks(StepHooks):
             store,
             block_size,
             STAGING_BYTES_WAITED_FOR if is_waited_for else STAGING_BYTES,
-            lot_steps=1 if is_waited_for else LOT_STEPS,
+            batch_steps=1 if is_waited_for else BATCH_STEPS,
         )
         self.load_jobs = LoadJobs(store, STAGING_BYTES)
         self._runner: HookedRunner | None = None
         self._metadata = TransferMetadata({}, {})
-        self._expected: dict[int, list[bytes]] = {}  # pages of store jobs that have not ended
-        self._untold_content: PoolContent | None = None  # which the scheduler has not heard of
-        self._decoding = False  # whether the step at hand computes anything
-        self._on_pool: set[str] = set()  # requests that began or started again on this pool
-        self._ended: set[str] = set()  # requests that had ended before the step at hand
-        #: Jobs of pages that others want, which the scheduler does not know: keys by number.
+        self._expected: dict[int, list[bytes]] = {}  # pages of active store jobs
+        self._pending_content: PoolContent | None = None  # to report to the scheduler
+        self._decoding = False  # whether the current step computes anything
+        self._on_pool: set[str] = set()  # requests that began or resumed on this pool
+        self._ended: set[str] = set()  # requests that had ended before the current step
+        #: Keys of jobs for pages that peers want, by number; the scheduler does not know these.
         self._exports: dict[int, Collection[bytes]] = {}
         self._num_exports = 0
 
@@ -103,8 +97,8 @@ class TransferHooks(StepHooks):
         pages = runner.layers.block_pages()
         content = PoolContent(self._fingerprint(), pages.sizes)
         is_first = self.store.content is None
-        if self.store.use(content) and not is_first:  # the handshake tells of the first one
-            self._untold_content = content
+        if self.store.use(content) and not is_first:  # the handshake reports the first one
+            self._pending_content = content
         self.store_jobs.use(pages)
         self.load_jobs.use(pages)
         self._runner = runner
@@ -129,7 +123,7 @@ class TransferHooks(StepHooks):
         assert isinstance(metadata, TransferMetadata)
         self._metadata = metadata
         self._decoding = bool(scheduler_output.num_scheduled_tokens)
-        self._tell_store(metadata)
+        self._update_store(metadata)
         self._ended = finished = scheduler_output.finished_req_ids
         self.load_jobs.cancel(metadata.cancelled_loads | finished)
         for job_id, job in metadata.load_jobs.items():
@@ -145,11 +139,10 @@ class TransferHooks(StepHooks):
             shared.step_begins(metadata.cached)
             self._export(shared)
 
-    def _tell_store(self, metadata: TransferMetadata) -> None:
-        """Drops what requests without sound blocks would have kept; says what is used, and comes.
-
-        Others that had the same blocks lose them, too: the step at hand may clear them.
-        """
+    def _update_store(self, metadata: TransferMetadata) -> None:
+        """Passes invalidations, uses and expected pages of a step to the stores."""
+        # Drop by key, too: other requests with the same blocks lose them, as this step may clear
+        # them.
         self.store_jobs.drop_requests(metadata.void_requests)
         for discard in metadata.discards:
             self.store_jobs.drop_keys(discard.keys)
@@ -157,14 +150,14 @@ class TransferHooks(StepHooks):
         for use in metadata.uses:
             self.store.touch(use)
         if metadata.asks_content:
-            self._untold_content = self.store.content
+            self._pending_content = self.store.content
         for job_id, job in metadata.store_jobs.items():
             assert isinstance(job.dst_spec, PageKeys)
             self._expected[job_id] = job.dst_spec.keys
             self.store.expect(job.dst_spec.keys)
 
     def _flush(self, metadata: TransferMetadata) -> None:
-        """Copies blocks out at once that this step gives to other requests."""
+        """Copies out blocks at once that this step reassigns to other requests."""
         flushed = metadata.jobs_to_flush or set()
         for job_id in flushed & metadata.store_jobs.keys():
             self._add_store(job_id, metadata.store_jobs.pop(job_id))
@@ -175,26 +168,25 @@ class TransferHooks(StepHooks):
             self.store_jobs.copy_now(flushed)
 
     def _export(self, shared: SharedPool) -> None:
-        """Has pages copied out that other engines want."""
+        """Queues copies of pages that other engines want."""
         most_bytes = EXPORT_BYTES_BESIDE if self._decoding else STAGING_BYTES
         room = self.store_jobs.room(most_bytes)
         if wanted := shared.take(self.store_jobs.page_bytes, room):
             self._num_exports += 1
-            number = -self._num_exports  # the scheduler's jobs count up from 0
+            number = -self._num_exports  # negative, as the scheduler's jobs count up from 0
             self._exports[number] = wanted.keys()
             self.store_jobs.add_urgent(number, wanted)
 
     def _draft_ends(self, ends: dict[str, int]) -> dict[str, int]:
-        """Up to where drafts' K/V must be there before blocks are copied, by request id.
+        """Returns how far each request's draft K/V must be complete before blocks are copied.
 
-        Args:
-            ends: for stores. Whose block a page is that others want, nobody knows: all requests
-                that the pool has blocks of may be.
+        `ends` has those positions for stores, by request id.
         """
+        # A page wanted by peers may be in a block of any request on this pool.
         return ends | dict.fromkeys(self._on_pool, _ALL_TOKENS) if self._exports else ends
 
     def _add_store(self, job_id: int, job: TransferJob) -> None:
-        # A request that ended before there was this pool left nothing in its blocks.
+        # A request that ended before this pool was made left nothing in its blocks.
         if job.req_id in self._metadata.void_requests or job.req_id not in self._on_pool:
             self.store_jobs.refuse(job_id, job.req_id)
             return
@@ -228,18 +220,18 @@ class TransferHooks(StepHooks):
         if computed and not self._decoding:
             assert self._runner is not None
             self._runner.complete_draft_kv(self._draft_ends(self.store_jobs.all_due_ends()))
-            self.store_jobs.copy_now()  # nothing else keeps the device busy
+            self.store_jobs.copy_now()  # the device is idle otherwise
         outcome = self._outcome()
         if (shared := self.store.shared_pool) is not None and shared.is_waited_for:
-            shared.bell.ring()  # for what was wanted in between, or did not fit
+            shared.bell.ring()  # for pages requested meanwhile, or without room
         return outcome
 
     def steps_computed(self, num_left: int) -> None:
         self.store_jobs.steps_computed(num_left)
 
     def _outcome(self) -> KVConnectorOutput | None:
-        """What has ended since the step before."""
-        news = TransferUpdate()
+        """Returns the jobs that ended since the last step, and messages of the stores."""
+        update = TransferUpdate()
         loaded = self.load_jobs.finished()
         for store in self.store_jobs.finished():
             if store.job_id in self._exports:
@@ -247,36 +239,36 @@ class TransferHooks(StepHooks):
                 self.store.shared_pool.ended(self._exports.pop(store.job_id))
                 continue
             self.store.expect_no_more(self._expected.pop(store.job_id))
-            news.mark_completed(store.job_id)
+            update.mark_completed(store.job_id)
             if store.num_bytes:
-                news.transfer_stats.store.record(store.num_bytes, store.seconds)
+                update.transfer_stats.store.record(store.num_bytes, store.seconds)
         for load in loaded:
-            news.mark_completed(load.job_id)
+            update.mark_completed(load.job_id)
             if load.num_bytes:
-                news.transfer_stats.load.record(load.num_bytes, load.seconds)
+                update.transfer_stats.load.record(load.num_bytes, load.seconds)
         in_part = {load.req_id for load in loaded if load.missing_blocks}
-        news.loaded_in_part = in_part
-        self.store.tell(news)
-        news.content, self._untold_content = self._untold_content, None
-        if news == TransferUpdate():
+        update.loaded_in_part = in_part
+        self.store.tell(update)
+        update.content, self._pending_content = self._pending_content, None
+        if update == TransferUpdate():
             return None
         return KVConnectorOutput(
             finished_recving={load.req_id for load in loaded},
             failed_recving={load.req_id for load in loaded if load.failed} - in_part,
             invalid_block_ids={block for load in loaded for block in load.missing_blocks},
-            kv_connector_worker_meta=news,
+            kv_connector_worker_meta=update,
         )
 
     def figures(self) -> Figures:
         return self.store.figures()
 
     def close(self) -> None:
-        """Ends the threads; there is no pool any more."""
+        """Ends the threads, after the pool is gone."""
         self.load_jobs.close()
         self.store.close()
 
 
 def _pages(job: TransferJob, keys: object, blocks: object) -> tuple[PageKeys, Iterable[int]]:
-    """A job's pages, and the block of each."""
+    """Returns a job's pages, and the block of each."""
     assert isinstance(keys, PageKeys) and isinstance(blocks, GPULoadStoreSpec)
     return keys, blocks.block_ids.tolist()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfers: all that the worker asks for where K/V may leave the pool."""
+"""ConfiguredTransfers: the worker's interface to K/V transfer."""
 
 from __future__ import annotations
 
@@ -22,22 +22,19 @@ if TYPE_CHECKING:
 
 
 class ConfiguredTransfers:
-    """Makes the hooks that move K/V, from the settings; does nothing where none were given."""
+    """Makes the transfer hooks from the settings; does nothing without such settings."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        """
-        Args:
-            vllm_config: vLLM's, after the platform's check.
-        """
+        """`vllm_config`: after the platform's check."""
         self._vllm_config = vllm_config
         self._config = TransferConfig.of(vllm_config)
-        self._weights: Mapping[str, str] = {}  # digests of the networks that are loaded
-        #: To be called around each step; they do nothing where K/V stay in the pool.
+        self._weights: Mapping[str, str] = {}  # digests of the loaded networks
+        #: Called around each step; they do nothing if K/V stay in the pool.
         self.hooks: TransferHooks | StepHooks = NO_HOOKS
 
     @property
     def memory_bytes(self) -> int:
-        """Memory that it takes at most: staging, and what stores keep there."""
+        """Limit of its memory: staging, and the stores'."""
         if self._config is None:
             return 0
         stores = sum(store.memory_bytes for store in self._config.stores.values())
@@ -49,18 +46,13 @@ class ConfiguredTransfers:
         return any(store.is_waited_for for store in self._config.stores.values())
 
     def weights_loaded(self) -> None:
-        """Notes which weights were just read. Later, the files may be others."""
+        """Notes the digests of the weights that were just read, as the files may change later."""
         if self._config is not None:
             memo = cache_dir() / "weights" / "digests.json"
             self._weights = weights_digest.of_networks(self._vllm_config, memo)
 
     def open(self, kv_cache_config: KVCacheConfig, pool: str) -> None:
-        """Opens the stores that were asked for.
-
-        Args:
-            kv_cache_config: of the pool.
-            pool: who computes on it, "scatter" or "kernels".
-        """
+        """Opens the configured stores; `pool` is what computes on it, "scatter" or "kernels"."""
         config = self._config
         if config is None:
             return
@@ -73,12 +65,12 @@ class ConfiguredTransfers:
         )
 
     def handshake(self) -> dict[tuple[int, int], TransferHandshake] | None:
-        """What the scheduler's connector gets at its start, by (pipeline rank, tensor rank)."""
+        """Returns the connector's handshake data by (pipeline rank, tensor rank)."""
         if not isinstance(self.hooks, TransferHooks):
             return None
         return {(0, 0): self.hooks.store.handshake()}
 
     def close(self) -> None:
-        """Ends the threads; there is no pool any more."""
+        """Ends the threads, after the pool is gone."""
         if isinstance(self.hooks, TransferHooks):
             self.hooks.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bell: how the worker's threads have the engine make a step for them."""
+"""WakeEvent lets the worker's threads make the engine run a step."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 
 class WakeEvent:
-    """Rung by the worker's side, heard by the scheduler's; every method is for any thread.
+    """Set by the worker's side, observed by the scheduler's; thread-safe.
 
-    Both sides hold the same one where they are in one process. Pickled it becomes another, which
-    nobody hears: a worker in a process of its own cannot wake the engine.
+    Both sides share one object within a process. A pickled copy is unconnected, as a worker in a
+    process of its own cannot wake the engine.
     """
 
     def __init__(self) -> None:
@@ -23,17 +23,13 @@ class WakeEvent:
         return WakeEvent, ()
 
     def connect(self, wake: Callable[[], bool]) -> None:
-        """Somebody hears it from now on.
-
-        Args:
-            wake: has the engine look whether it was rung; False: it does not look any more.
-        """
+        """Sets `wake`, which makes the engine check the event; it returns False if it ended."""
         with self._lock:
             self._wake = wake
 
     @property
     def is_heard(self) -> bool:
-        """Whether a step follows when it is rung."""
+        """Whether setting the event leads to a step."""
         return self._wake is not None
 
     @property
@@ -42,13 +38,13 @@ class WakeEvent:
         return self._rung
 
     def ring(self) -> None:
-        """A step is due."""
+        """Requests a step."""
         with self._lock:
             if not self._rung and self._wake is not None:
                 self._rung = True
                 self._rung = self._wake()
 
     def silence(self) -> None:
-        """The step begins that was due, or there can be none."""
+        """Clears the event as the requested step begins, or none is possible."""
         with self._lock:
             self._rung = False
