@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of K/V as files: written once, checksummed, evicted by bytes, shared by engines."""
+"""Blocks of K/V as checksummed files, written once, evicted by size, and shared by engines."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of a page on disk: its header's fields, the checksum, then the payload.
+"""The file of a block: a header with a checksum, then the payload.
 
-Header, little-endian: magic (8 bytes), length of the key (8), length of the payload (8), digest of
-the folder's name (16), key (64, padded with zeros), zeros (8), checksum (16). The checksum is the
-first 16 bytes of the BLAKE3 of the payload and the header before it, so that any change of the file
-is found. A reader knows the whole header but the checksum, and compares it.
+Header, little-endian: magic (8 bytes), key length (8), payload length (8), digest of the folder's
+name (16), key (64, zero-padded), zeros (8), checksum (16). The checksum is the first 16 bytes of
+the BLAKE3 of the payload and the preceding header, so it detects any change. A reader knows all
+other header fields, and compares the whole header.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from blake3 import blake3
 
 from vllm_metal.kv_transfer.disk.layout import is_trusted
 
-#: Raised with the format: files of another one are bad, and leave the disk.
+#: Incremented with the format: files of other formats count as bad and are removed.
 _MAGIC = b"VMKVBLK\x01"
 _FIELDS = struct.Struct("<8sQQ16s64s8x")
 _CHECKSUM_BYTES = 16
 HEADER_BYTES = _FIELDS.size + _CHECKSUM_BYTES
 MAX_KEY_BYTES = 64
 
-#: Bytes of a page that one call of preadv or pwritev gets. macOS takes no 2**31 in a call.
+#: Bytes of a page per call of preadv or pwritev. macOS rejects 2**31 in one call.
 MAX_CALL_BYTES = 2**28
 
 
 @dataclass(frozen=True)
 class BlockFile:
-    """Which block a file holds."""
+    """Identifies the block in a file."""
 
     folder: str  # "<fingerprint>/<namespace>"
     key: bytes  # at most 64 bytes
@@ -47,7 +47,7 @@ class BlockFile:
         return HEADER_BYTES + self.payload_bytes
 
     def header(self, payload: Iterable[memoryview]) -> bytes:
-        """The header, which depends on the payload: any pieces of it, in order."""
+        """Returns the header for a payload, given as consecutive pieces."""
         digest = blake3(self.folder.encode()).digest(length=16)
         header = _FIELDS.pack(_MAGIC, len(self.key), self.payload_bytes, digest, self.key)
         hasher = blake3()
@@ -58,44 +58,33 @@ class BlockFile:
 
 
 def write(descriptor: int, block: BlockFile, page: memoryview) -> None:
-    """Writes a block's file from its beginning.
-
-    Args:
-        page: contiguous bytes, `block.payload_bytes` of them.
-
-    Raises:
-        OSError: not everything was written.
-    """
+    """Writes a block's file; raises OSError unless all of `page`, contiguous, was written."""
     header = block.header([page])
-    if not _moved(os.pwritev, descriptor, memoryview(header), page):
+    if not _transfer(os.pwritev, descriptor, memoryview(header), page):
         raise OSError("the file system takes no more bytes")
 
 
 def read(descriptor: int, block: BlockFile, page: memoryview) -> bool:
-    """Fills `page` from a block's file; False: it is not this block, whole, of a trusted user.
+    """Fills `page`, writable and contiguous; False if the file is not exactly this block.
 
-    Args:
-        page: writable contiguous bytes, `block.payload_bytes` of them. Undefined after False.
-
-    Raises:
-        OSError: the file cannot be read.
+    After False, `page` is undefined. Raises OSError if the file cannot be read.
     """
     found = os.fstat(descriptor)
     if found.st_size != block.size or not is_trusted(found):
         return False
     header = bytearray(HEADER_BYTES)
-    if not _moved(os.preadv, descriptor, memoryview(header), page):
-        return False  # shorter than it was
+    if not _transfer(os.preadv, descriptor, memoryview(header), page):
+        return False  # truncated since fstat
     return header == block.header([page])
 
 
-def _moved(
+def _transfer(
     call: Callable[[int, list[memoryview], int], int],
     descriptor: int,
     header: memoryview,
     page: memoryview,
 ) -> bool:
-    """Moves a whole file by preadv or pwritev; False: a call moved nothing."""
+    """Transfers a whole file by preadv or pwritev; False: a call transferred nothing."""
     done, size = 0, len(header) + len(page)
     while done < size:
         start = max(0, done - len(header))
@@ -108,13 +97,9 @@ def _moved(
 
 
 def is_good(path: Path, folder: str, key: bytes, scratch: memoryview) -> bool:
-    """Whether a file holds the block that its path names, whole.
+    """Returns whether a file is exactly the block in its path; raises OSError if unreadable.
 
-    Args:
-        scratch: writable bytes, any number.
-
-    Raises:
-        OSError: the file cannot be read.
+    `scratch` may have any size.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

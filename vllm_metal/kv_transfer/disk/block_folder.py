@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BlockFolder: the blocks of one fingerprint and namespace, by key."""
+"""BlockFolder holds the blocks of one fingerprint and namespace, by key."""
 
 from __future__ import annotations
 
@@ -19,33 +19,30 @@ from vllm_metal.kv_transfer.disk.stats import Counters
 
 logger = logging.getLogger(__name__)
 
-#: A page that is not to be found any more, and whether a bad file stays in its place, for it cannot
-#: be removed.
+#: A block that is no longer available, and whether a bad file that cannot be removed stays in its
+#: place.
 Gone = tuple[BlockName, bool]
 
 
 class Listing:
-    """Which blocks a folder has, as far as this process knows; every method is for any thread.
-
-    It asks a set in memory, and for a key that is not in it the file system.
-    """
+    """The blocks known to be in a folder; asks the file system for unknown keys. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # Operations of a set on one key of bytes are atomic; no lock is needed.
+        # Set operations on a single bytes key are atomic, so no lock is needed.
         self._known: set[bytes] = set()
-        # Held from the look at a name on disk to its entry in that set: a block that goes in
-        # between is forgotten after, not entered for good.
-        self._looking = threading.Lock()
-        self._bad: set[bytes] = set()  # whose files cannot be removed
+        # Held from the look at the disk until the key is added. A removal in between then comes
+        # after the addition, and the key does not stay for good.
+        self._listing_lock = threading.Lock()
+        self._bad: set[bytes] = set()  # bad files that cannot be removed
 
     def contains(self, key: bytes) -> bool:
-        """Whether the block is on disk. Another engine may evict it before it is read."""
+        """Returns whether the block is on disk. Another engine may evict it before it is read."""
         if key in self._known:
             return True
         if key in self._bad:
             return False
-        with self._looking:
+        with self._listing_lock:
             # Another engine may have written it.
             if not os.path.lexists(layout.block_path(self._path, key)):
                 return False
@@ -53,42 +50,40 @@ class Listing:
         return True
 
     def knows(self, key: bytes) -> bool:
-        """Whether a block was there when it was looked for last."""
+        """Returns whether a block was there at the last look."""
         return key in self._known
 
     def is_bad(self, key: bytes) -> bool:
-        """Whether a bad file stands in the block's place."""
+        """Returns whether a bad file is in the block's place."""
         return key in self._bad
 
     def add(self, key: bytes) -> None:
-        """Takes note that a block is there."""
+        """Notes that a block is on disk."""
         self._bad.discard(key)
         self._known.add(key)
 
     def forget(self, key: bytes, stays: bool = False) -> None:
-        """Takes note that a block's file is gone, or is bad and stays."""
+        """Notes that a block's file is gone, or is bad and stays."""
         if stays:
             self._bad.add(key)
-        with self._looking:
+        with self._listing_lock:
             self._known.discard(key)
 
     def load(self, stopped: Callable[[], bool]) -> None:
-        """Lists what is on disk, so that `contains` need not ask for each; blocking."""
+        """Lists the blocks on disk ahead of `contains`; blocks."""
         with suppress(OSError):
             for shard in os.listdir(self._path):
                 if stopped():
                     return
-                with suppress(OSError), self._looking:
+                with suppress(OSError), self._listing_lock:
                     found = map(layout.block_key, os.listdir(self._path / shard))
                     self._known.update(key for key in found if key is not None)
 
 
 class BlockFolder:
-    """The blocks of one fingerprint and namespace, by key (1 to 64 bytes, a hash).
+    """The blocks of one fingerprint and namespace, by key (a hash of 1 to 64 bytes).
 
-    Every method may be called from any thread, and none raises. All but `contains` block.
-
-    `DiskStore.blocks` makes them.
+    Thread-safe; no method raises, and all but `contains` block. Made by `DiskStore.blocks`.
     """
 
     def __init__(
@@ -101,11 +96,9 @@ class BlockFolder:
     ) -> None:
         """
         Args:
-            path: of the namespace's folder.
-            manifest: what the fingerprint stands for, as a file in its folder.
-            space: makes and removes the files.
-            counters: of what is done.
-            gone: gets each page that is not to be found any more.
+            path: folder of the namespace.
+            manifest: contents of the fingerprint's manifest file.
+            gone: receives each block that is no longer available.
         """
         self._path = path
         self._name = "/".join(path.parts[-2:])
@@ -118,16 +111,13 @@ class BlockFolder:
         self._in_flight_ends = threading.Condition()
 
     def contains(self, key: bytes) -> bool:
-        """Whether the block is on disk. Another engine may evict it before it is read."""
+        """See `Listing.contains`."""
         return self.listing.contains(key)
 
     def read(self, key: bytes, page: memoryview) -> bool:
-        """Fills `page` with the block's bytes; False is a miss, and `page` is undefined then.
+        """Fills `page`, writable and contiguous; False: a miss, and `page` is undefined.
 
-        A file that is not this block, whole and unchanged, is removed.
-
-        Args:
-            page: writable and contiguous, of as many bytes as were written.
+        Removes a file that is not exactly this block.
         """
         try:
             page = page.cast("B")
@@ -142,18 +132,17 @@ class BlockFolder:
         return True
 
     def write(self, key: bytes, page: memoryview, used_at: float, depth: int) -> Written:
-        """Stores a block, once: a second thread that writes it waits for the first.
+        """Stores a block, once: a second thread with the same block waits for the first.
 
         Args:
-            page: contiguous. It must not change meanwhile.
-            used_at: when it was last used, seconds since the epoch.
-            depth: number of blocks before it in its prompt. Of blocks that were used at the same
-                time, the deepest are evicted first: they are of no use without those before them.
+            page: contiguous, unchanged during the call.
+            used_at: time of the last use, seconds since the epoch.
+            depth: number of blocks before it in its prompt.
         """
         try:
             page = page.cast("B")
             block = BlockFile(self._name, key, page.nbytes)
-            with self._alone(key):
+            with self._only_writer(key):
                 if self.contains(key):
                     return Written.PRESENT
                 return self._write(block, page, _mtime_ns(used_at, depth))
@@ -163,13 +152,7 @@ class BlockFolder:
             return Written.FAILED
 
     def touch(self, keys: Sequence[bytes], used_at: float, first_depth: int = 0) -> None:
-        """Says that blocks were used.
-
-        Args:
-            keys: consecutive blocks of a prompt.
-            used_at: seconds since the epoch.
-            first_depth: number of blocks before the first of them.
-        """
+        """Marks consecutive blocks of a prompt, the first at `first_depth`, as used."""
         for depth, key in enumerate(keys, first_depth):
             try:
                 mtime_ns = _mtime_ns(used_at, depth)
@@ -180,18 +163,18 @@ class BlockFolder:
                 return  # a read-only disk: eviction order is all that is lost
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """Removes blocks."""
+        """Removes blocks and their files."""
         for key in keys:
             self._remove(key)
 
     def forget(self, key: bytes, stays: bool = False) -> None:
-        """Takes note that a block's file is gone, or is bad and cannot be removed."""
+        """Notes and reports that a block's file is gone, or is bad and cannot be removed."""
         self.listing.forget(key, stays)
         fingerprint, namespace = self._path.parts[-2:]
         self._gone.put((BlockName(fingerprint, namespace, key), stays))
 
     def store_manifest(self) -> None:
-        """Writes the manifest, unless it is there."""
+        """Writes the manifest unless it exists."""
         path, content = self._path.parent / layout.MANIFEST, self._manifest
         if not path.exists():
             self._space.store(
@@ -204,6 +187,7 @@ class BlockFolder:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
+                # Another engine may replace the file; only this one may be removed as bad.
                 identity = eviction.identity_of(os.fstat(descriptor))
                 good = block_file.read(descriptor, block, page)
             finally:
@@ -245,8 +229,7 @@ class BlockFolder:
         return outcome
 
     @contextmanager
-    def _alone(self, key: bytes) -> Iterator[None]:
-        """Waits until no other thread writes a block."""
+    def _only_writer(self, key: bytes) -> Iterator[None]:
         with self._in_flight_ends:
             self._in_flight_ends.wait_for(lambda: key not in self._in_flight)
             self._in_flight.add(key)
@@ -259,6 +242,8 @@ class BlockFolder:
 
 
 def _mtime_ns(used_at: float, depth: int) -> int:
+    # Of blocks used at the same time, the deepest are evicted first, as they are useless without
+    # those before them. Truncated to microseconds, since a float has no nanoseconds here.
     return int(used_at * 1e6) * 1000 - depth * 1000
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DiskConfig: the settings of the prefix cache on disk, and its row of the registry."""
+"""DiskConfig: settings of the prefix cache on disk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True)
 class DiskConfig(StoreConfig):
-    """Where the cache is, and what it may take."""
+    """Folder and limits of the cache."""
 
     name = "disk"
     asked_by = "'path', the folder of a cache on disk"
@@ -51,12 +51,12 @@ class DiskConfig(StoreConfig):
     )
 
     directory: Path  # absolute
-    max_bytes: int  # of all that the folder holds
-    daily_write_bytes: int | None  # in a calendar day; None: no limit
+    max_bytes: int  # of everything in the folder
+    daily_write_bytes: int | None  # per calendar day; None: unlimited
 
     @classmethod
     def check(cls, given: Mapping[str, Any], role: str, where: str, instead: str | None) -> None:
-        """See `StoreConfig`. Makes the folder, and warns where it is not as it should be."""
+        """See `StoreConfig`. Creates the folder, and warns if it is unsafe or read-only."""
         if "path" in given:
             _prepare(given["path"], where)
         elif alone := [key for key in ("bytes", "daily_writes", "salt_key") if key in given]:
@@ -65,7 +65,7 @@ class DiskConfig(StoreConfig):
     @classmethod
     def of(cls, given: Mapping[str, Any], role: str) -> DiskConfig:
         most = given.get("bytes")
-        if most is None:  # of a full disk the default is 0, which is no size
+        if most is None:  # the default for a full disk is 0, which is not a valid size
             most = max(default_max_bytes(given["path"]), 1)
         daily = given.get("daily_writes", DEFAULT_DAILY_WRITE_BYTES)
         return DiskConfig(given["path"], most, None if daily == values.UNLIMITED else daily)
@@ -105,11 +105,7 @@ class DiskConfig(StoreConfig):
 
 
 def _prepare(directory: Path, where: str) -> None:
-    """Makes the folder, for its owner alone; warns where nothing can be written to it.
-
-    Raises:
-        ValueError: it cannot be made or read, is a file, or holds other things than a cache.
-    """
+    """Creates the folder with mode 0700, and warns if it is read-only; ValueError if unusable."""
     setting = f"the folder of the prefix cache (prefix_cache_dir, or 'path' of {where})"
     try:
         if directory.exists() and not directory.is_dir():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engines of a root are alive: each keeps a file locked, which the system unlocks at its end.
+"""Detects which engines of a root are alive: each locks a file, and the system unlocks it at exit.
 
-Unlike process ids, locks are never taken for another process's, and are seen across containers.
+Unlike process ids, locks are never reused, and they work across containers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,9 @@ _NAME = re.compile(r"[0-9]+-[0-9a-f]{8}")
 
 
 class EngineLock:
-    """Says that an engine lives, until it is closed or its process ends.
+    """Marks an engine as alive until it is closed or its process ends.
 
-    Take it and look for the living with the ledger locked.
-
-    Raises:
-        OSError: its file cannot be made.
+    Make it and call `living` with the ledger locked. Raises OSError if its file cannot be created.
     """
 
     def __init__(self, root: Path) -> None:
@@ -34,29 +31,24 @@ class EngineLock:
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def is_known(self) -> bool:
-        """Whether others still see it: nobody removed its file."""
+        """Returns whether others still see it, that is, its file was not removed."""
         return os.fstat(self._descriptor).st_nlink > 0
 
     def close(self) -> None:
-        """Takes it back."""
         self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
 
 def living(root: Path) -> set[str]:
-    """Names of the engines that live; removes what the others left in `engines`.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """Returns names of living engines, and removes files of others; OSError if unreadable."""
     folder = root / layout.ENGINES
     if not folder.is_dir():
         return set()
     names = filter(_NAME.fullmatch, os.listdir(folder))
-    return {name for name in names if _lives(folder / name)}
+    return {name for name in names if _is_alive(folder / name)}
 
 
-def _lives(path: Path) -> bool:
+def _is_alive(path: Path) -> bool:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

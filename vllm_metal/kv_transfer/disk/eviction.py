@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evicts the least recently used pages from disk; disk/space.py says when and how many bytes."""
+"""Evicts the least recently used blocks; disk/space.py decides when and how many bytes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,10 @@ def evict(
     forget: Callable[[FoundBlock], None],
     keep: str | None = None,
 ) -> int:
-    """Removes the least recently used blocks until the files take at most `allowed_bytes`.
+    """Removes least recently used blocks until at most `allowed_bytes` remain, if possible.
 
-    Args:
-        forget: is told of each block that is gone.
-        keep: a fingerprint whose manifest stays even when its blocks are gone.
-
-    Returns the bytes that are left, which are more where not enough could be removed.
+    Calls `forget` with each removed block. The manifest of the fingerprint `keep` stays in any
+    case. Returns the bytes that remain.
     """
     left = found.bytes
     oldest_first = iter(sorted(found.blocks, key=lambda block: (block.used_ns, block.path)))
@@ -40,7 +37,7 @@ def evict(
 
 
 def remove(path: Path) -> bool:
-    """Whether a file is gone, now or before."""
+    """Removes a file if it exists; returns whether it is gone."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
         return True
@@ -48,21 +45,16 @@ def remove(path: Path) -> bool:
 
 
 def identity_of(status: os.stat_result) -> tuple[int, int]:
-    """Device and inode: which file it is, whatever its name."""
+    """Returns device and inode, which identify a file whatever its name."""
     return status.st_dev, status.st_ino
 
 
 def remove_counted(
     ledger: Ledger, balance: Balance, path: Path, identity: tuple[int, int] | None
 ) -> None:
-    """Removes a file, if it is there, and its bytes from the ledger, which is locked.
+    """Removes a file if it exists, and its bytes from the locked ledger with this balance.
 
-    Args:
-        balance: what the ledger says.
-        identity: another file in its place stays.
-
-    Raises:
-        OSError: it cannot be removed.
+    Keeps another file than `identity`, if given. Raises OSError if it cannot be removed.
     """
     try:
         status = os.lstat(path)
@@ -74,15 +66,12 @@ def remove_counted(
 
 
 def remove_blockless(root: Path) -> int:
-    """Removes the folders of fingerprints that have no blocks; bytes of their manifests."""
+    """Removes folders of fingerprints without blocks; returns the bytes of their manifests."""
     return sum(_remove_emptied(root / name) for name in layout.fingerprints(root))
 
 
 def remove_empty_folders(root: Path, gone: Iterable[FoundBlock], keep: str | None = None) -> int:
-    """Removes what blocks that are gone leave empty: folders, and manifests of their fingerprints.
-
-    Returns the bytes that the manifests counted for.
-    """
+    """Removes folders that removed blocks left empty, with manifests; returns these bytes."""
     freed = 0
     fingerprints = set()
     for shard in {block.path.parent for block in gone}:
@@ -97,7 +86,6 @@ def remove_empty_folders(root: Path, gone: Iterable[FoundBlock], keep: str | Non
 
 
 def _remove_emptied(folder: Path) -> int:
-    """Removes the folder of a fingerprint that has nothing but a manifest; bytes of the latter."""
     freed = 0
     with suppress(OSError):
         if os.listdir(folder) == [layout.MANIFEST]:

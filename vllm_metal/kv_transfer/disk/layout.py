@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the files and folders of a cache, and how they are made.
+"""Names of a cache's files and folders, and functions that create them.
 
-<root>/ledger                                        bytes, and the day's writes
+<root>/ledger                                        size, and the bytes written today
 <root>/engines/<pid>-<hex>                           locked while that engine runs
-<root>/<fingerprint>/manifest.json                   what the fingerprint stands for
+<root>/<fingerprint>/manifest.json                   explains the fingerprint
 <root>/<fingerprint>/<namespace>/<2 hex>/<key>.kv    a block
 ....kv.<pid>-<hex>.<number>.tmp                      a file that this engine is writing
 """
@@ -28,18 +28,18 @@ NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _BLOCK = re.compile(r"((?:[0-9a-f]{2}){1,64})\.kv")
 _TEMPORARY = re.compile(r".+\.([0-9]+-[0-9a-f]{8})\.[0-9]+\.tmp")
 
-#: Files count in multiples of it: the block size of APFS and ext4.
+#: File sizes are rounded up to this, the block size of APFS and ext4.
 _ALLOCATED = 4096
 
 
 def room_of(size: int) -> int:
-    """Bytes that a file of `size` bytes counts for."""
+    """Returns the bytes on disk of a file of `size` bytes."""
     return -(-size // _ALLOCATED) * _ALLOCATED
 
 
 @dataclass(frozen=True)
 class BlockName:
-    """What the path of a block's file says."""
+    """The parts of a block file's path."""
 
     fingerprint: str
     namespace: str
@@ -47,13 +47,13 @@ class BlockName:
 
 
 def block_path(folder: Path, key: bytes) -> Path:
-    """The file of a block in the folder of a namespace."""
+    """Returns the file of a block in a namespace's folder."""
     name = key.hex()
     return folder / name[:2] / f"{name}.kv"
 
 
 def block_name(root: Path, path: Path) -> BlockName | None:
-    """Which block a path below the root holds; None: it is not the path of a block."""
+    """Parses a path below the root; None if it is not a block's."""
     parts = path.relative_to(root).parts
     if len(parts) != 4 or not FINGERPRINT.fullmatch(parts[0]) or not NAMESPACE.fullmatch(parts[1]):
         return None
@@ -64,13 +64,13 @@ def block_name(root: Path, path: Path) -> BlockName | None:
 
 
 def block_key(file_name: str) -> bytes | None:
-    """The key in the name of a block's file; None: it is not the name of one."""
+    """Returns the key in a block file's name; None if it is not one."""
     found = _BLOCK.fullmatch(file_name)
     return None if found is None else bytes.fromhex(found[1])
 
 
 def namespaces(folder: Path) -> list[str]:
-    """The namespaces that the folder of a fingerprint has; none where there is no folder."""
+    """Returns the namespaces in a fingerprint's folder, which may be missing."""
     try:
         return [name for name in os.listdir(folder) if NAMESPACE.fullmatch(name)]
     except OSError:
@@ -78,22 +78,18 @@ def namespaces(folder: Path) -> list[str]:
 
 
 def temporary_path(path: Path, engine: str, number: int) -> Path:
-    """Where an engine writes what becomes `path`."""
+    """Returns where an engine writes a file before it is renamed to `path`."""
     return path.with_name(f"{path.name}.{engine}.{number}.tmp")
 
 
 def writer_of(file_name: str) -> str | None:
-    """The engine in the name of a temporary file; None: it is not the name of one."""
+    """Returns the engine in a temporary file's name; None if it is not one."""
     found = _TEMPORARY.fullmatch(file_name)
     return None if found is None else found[1]
 
 
 def fingerprints(root: Path) -> list[str]:
-    """Fingerprints that have a folder, sorted.
-
-    Raises:
-        OSError: the root cannot be read.
-    """
+    """Returns the fingerprints that have a folder, sorted; raises OSError if unreadable."""
     with os.scandir(root) as entries:
         return sorted(
             entry.name
@@ -103,13 +99,13 @@ def fingerprints(root: Path) -> list[str]:
 
 
 def manifest_content(fingerprint: str, facts: Mapping[str, Any]) -> bytes:
-    """The file of a fingerprint; what JSON does not know becomes text."""
+    """Returns a manifest's contents; values that JSON cannot express become text."""
     manifest = {"fingerprint": fingerprint, "facts": dict(facts)}
     return json.dumps(manifest, indent=1, sort_keys=True, default=str).encode() + b"\n"
 
 
 def read_manifests(root: Path) -> dict[str, Mapping[str, Any]]:
-    """Facts by fingerprint; those whose manifest cannot be read are left out."""
+    """Returns facts by fingerprint, without unreadable manifests."""
     found: dict[str, Mapping[str, Any]] = {}
     with suppress(OSError):
         for fingerprint in fingerprints(root):
@@ -122,7 +118,7 @@ def read_manifests(root: Path) -> dict[str, Mapping[str, Any]]:
 
 
 def is_cache(root: Path) -> bool:
-    """Whether a folder is the root of a cache: it has a ledger, or a fingerprint's manifest."""
+    """Returns whether a folder is a cache: it has a ledger, or a fingerprint's manifest."""
     if not root.is_dir():
         return False
     return (root / LEDGER).is_file() or any(
@@ -131,28 +127,19 @@ def is_cache(root: Path) -> bool:
 
 
 def may_be_cache(root: Path) -> bool:
-    """Whether a folder is a cache, or empty but for hidden files, which macOS leaves anywhere.
-
-    Raises:
-        OSError: it is no folder, or cannot be read.
-    """
+    """Returns whether a folder is a cache, or has only hidden files; raises as os.listdir."""
+    # macOS leaves hidden files in any folder.
     return all(name.startswith(".") for name in os.listdir(root)) or is_cache(root)
 
 
 def is_trusted(status: os.stat_result) -> bool:
-    """Whether a file or folder is this process's own user's, or root's, who can do anything.
-
-    Checksums have no key, so blocks of anybody else could be anything.
-    """
+    """Returns whether a file or folder belongs to this user or root."""
+    # Checksums have no secret key, so anyone else's blocks could hold anything.
     return status.st_uid in (os.geteuid(), 0)
 
 
 def make_folder(root: Path, folder: Path) -> None:
-    """Makes `folder`, which is the root or lies below it, with mode 0700 whatever the umask.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Creates `folder`, at or below the root, with mode 0700 whatever the umask, or OSError."""
     missing = []
     while not folder.is_dir():
         missing.append(folder)
@@ -169,11 +156,7 @@ def make_folder(root: Path, folder: Path) -> None:
 
 
 def create_file(path: Path, flags: int) -> int:
-    """Opens a file, made if it is not there, with mode 0600 whatever the umask; its descriptor.
-
-    Raises:
-        OSError: as os.open does.
-    """
+    """Opens a file, created if missing, with mode 0600 whatever the umask; raises as os.open."""
     descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         os.fchmod(descriptor, 0o600)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache's ledger: how many bytes its files take, and how many were written today.
+"""A cache's ledger: the bytes its files take, and how many were written today.
 
-Whoever makes, renames or removes files of a cache holds the ledger's lock (flock) meanwhile; the
-contents of a block are written without it, into a file that has its full size already. So the
-ledger can be compared with the files at any time that it is locked. What is added is entered before
-the file is made, and what is taken away after it is gone: a process that dies in between leaves a
-ledger that says too much, never too little.
+Processes hold the ledger's lock (flock) while they create, rename or remove files of a cache, so
+the ledger matches the files whenever it is locked. Only a block's contents are written without it,
+into a file of full size. Additions are entered before the file is created, and removals after it is
+gone: if a process dies in between, the ledger is too high, never too low.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _FIELDS = struct.Struct("<8sQQQ")
 _CHECKSUM_BYTES = 16
 RECORD_BYTES = _FIELDS.size + _CHECKSUM_BYTES
 
-#: Seconds to wait for the lock. A holder scans the cache at most: a second for 100,000 files.
+#: Seconds to wait for the lock. A holder at most scans the cache: a second for 100,000 files.
 LOCK_TIMEOUT = 10.0
 
 
 @dataclass(frozen=True)
 class Balance:
-    """What a ledger says."""
+    """The contents of a ledger."""
 
     bytes: int  # of all files under the root
     day: int  # proleptic ordinal of the local calendar day; 0: none yet
@@ -47,16 +46,16 @@ class Balance:
         return self.bytes < UNKNOWN.bytes // 2
 
     def plus(self, number: int) -> Balance:
-        """A balance with more bytes, or fewer."""
+        """Returns the balance with a number of bytes added, which may be negative."""
         return replace(self, bytes=max(0, self.bytes + number))
 
 
-#: Before the first scan. So many bytes that whoever wants room scans.
+#: Before the first scan: so many bytes that any process that needs room scans.
 UNKNOWN = Balance(bytes=2**62, day=0, written=0)
 
 
 def peek(root: Path) -> Balance | None:
-    """What the ledger of a root says, without waiting for its lock; None: there is none, whole."""
+    """Reads a root's ledger without its lock; None if it is missing or damaged."""
     try:
         return _balance((root / layout.LEDGER).read_bytes()[:RECORD_BYTES])
     except OSError:
@@ -76,19 +75,18 @@ def _checksum(fields: bytes) -> bytes:
 
 
 class Ledger:
-    """The ledger of one root, opened when it is first locked."""
+    """The ledger of a root, opened on its first lock."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._lock = threading.Lock()  # flock does not keep threads of one process apart
+        self._lock = threading.Lock()  # flock does not exclude threads of the same process
         self._descriptor: int | None = None
 
     @contextmanager
     def locked(self) -> Iterator[Balance | None]:
-        """Holds the lock; gives what the ledger says, None where it is new or damaged.
+        """Holds the lock; yields the balance, None if the ledger is new or damaged.
 
-        Raises:
-            OSError: the ledger cannot be opened for writing, or is locked by another for too long.
+        Raises OSError if it cannot be opened for writing, or is locked by others for too long.
         """
         with self._lock:
             descriptor = self._locked_descriptor()
@@ -98,11 +96,7 @@ class Ledger:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
 
     def enter(self, balance: Balance) -> None:
-        """Replaces what the ledger says. The caller holds the lock.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Replaces the balance; the caller holds the lock. Raises OSError if it cannot."""
         assert self._descriptor is not None
         fields = _FIELDS.pack(_MAGIC, balance.bytes, balance.day, balance.written)
         os.pwrite(self._descriptor, fields + _checksum(fields), 0)
@@ -124,11 +118,11 @@ class Ledger:
             _wait_for_lock(self._descriptor)
             if os.fstat(self._descriptor).st_nlink:
                 return self._descriptor
-            self._close()  # it was removed, and others may have made another one
+            self._close()  # it was removed, and others may have created another one
 
 
 def _wait_for_lock(descriptor: int) -> None:
-    """Takes the lock, or gives up: a process that was stopped may hold it for ever."""
+    # A process that was stopped may hold the lock forever.
     deadline = time.monotonic() + LOCK_TIMEOUT
     pause = 0.0005
     while True:

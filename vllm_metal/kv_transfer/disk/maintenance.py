@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people do with a cache: list it, remove parts of it, check it. Safe beside engines."""
+"""Lists, removes and verifies the contents of a cache; safe while engines use it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from vllm_metal.kv_transfer.disk import block_file, engine_lock, eviction, layou
 from vllm_metal.kv_transfer.disk.ledger import UNKNOWN, Ledger
 from vllm_metal.kv_transfer.disk.scan import FoundBlock, scan
 
-#: Bytes that a check reads at once.
+#: Bytes that a verification reads at once.
 _PIECE_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
 class NamespaceSummary:
-    """The blocks of a namespace."""
+    """Totals of a namespace."""
 
     blocks: int
     bytes: int
@@ -30,15 +30,15 @@ class NamespaceSummary:
 
 @dataclass(frozen=True)
 class FingerprintSummary:
-    """The blocks of a fingerprint."""
+    """Totals of a fingerprint."""
 
-    facts: Mapping[str, Any]  # of its manifest; empty where there is none
+    facts: Mapping[str, Any]  # from its manifest; empty without one
     namespaces: Mapping[str, NamespaceSummary]
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a cache holds."""
+    """Totals of a cache."""
 
     bytes: int  # of all files
     fingerprints: Mapping[str, FingerprintSummary]
@@ -46,9 +46,9 @@ class Summary:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which blocks are meant: those that all conditions are true for; None is no condition."""
+    """Selects blocks that meet all conditions; None is no condition."""
 
-    fingerprint: str | None = None  # or how it begins
+    fingerprint: str | None = None  # or a prefix of it
     namespace: str | None = None
     used_before: float | None = None  # seconds since the epoch
 
@@ -66,28 +66,21 @@ class Selection:
 
 @dataclass(frozen=True)
 class Verified:
-    """What a check found."""
+    """Results of a verification."""
 
     num_good: int
-    bad: list[Path]  # still there
+    bad: list[Path]  # not removed
     num_removed: int
 
 
 def check_is_cache(root: Path) -> None:
-    """
-    Raises:
-        ValueError: a folder is no cache, or there is none.
-    """
+    """Raises ValueError if a folder is not a cache or does not exist."""
     if not layout.is_cache(root):
         raise ValueError(f"{root} is not a prefix cache; give the folder of prefix_cache_dir")
 
 
 def summary(root: Path) -> Summary:
-    """What a cache holds.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Summarizes a cache; raises OSError if it cannot be read."""
     found = scan(root, clean=False)
     blocks: dict[str, dict[str, list[FoundBlock]]] = defaultdict(lambda: defaultdict(list))
     for block in found.blocks:
@@ -98,14 +91,14 @@ def summary(root: Path) -> Summary:
         {
             fingerprint: FingerprintSummary(
                 manifests.get(fingerprint, {}),
-                {name: _summed(of) for name, of in sorted(blocks[fingerprint].items())},
+                {name: _summarize(of) for name, of in sorted(blocks[fingerprint].items())},
             )
             for fingerprint in sorted({*blocks, *manifests})
         },
     )
 
 
-def _summed(blocks: list[FoundBlock]) -> NamespaceSummary:
+def _summarize(blocks: list[FoundBlock]) -> NamespaceSummary:
     return NamespaceSummary(
         len(blocks),
         sum(block.room for block in blocks),
@@ -114,23 +107,21 @@ def _summed(blocks: list[FoundBlock]) -> NamespaceSummary:
 
 
 def select(root: Path, selection: Selection) -> list[FoundBlock]:
-    """Blocks that are meant.
-
-    Raises:
-        OSError: the cache cannot be read.
-    """
+    """Returns the selected blocks; raises OSError if the cache cannot be read."""
     return [block for block in scan(root, clean=False).blocks if selection.has(block)]
 
 
 def remove(root: Path, selection: Selection) -> tuple[int, int]:
-    """Removes blocks; their number and bytes. All of them: the whole cache, if no engine uses it.
+    """Removes selected blocks; returns their number and bytes.
+
+    A selection of all removes the whole cache, unless an engine uses it.
 
     Raises:
-        OSError: the cache cannot be read or locked, or something could not be removed.
+        OSError: the cache cannot be read or locked, or a block cannot be removed.
     """
     with closing(Ledger(root)) as ledger, ledger.locked() as balance:
         balance = balance or UNKNOWN
-        ledger.enter(balance)
+        ledger.enter(balance)  # so that the scan counts the ledger's own file
         found = scan(root)
         ledger.enter(replace(balance, bytes=found.bytes))
         meant = [block for block in found.blocks if selection.has(block)]
@@ -150,19 +141,15 @@ def remove(root: Path, selection: Selection) -> tuple[int, int]:
 def _remove_root(root: Path) -> None:
     with suppress(OSError):
         os.rmdir(root / layout.ENGINES)
-    os.unlink(root / layout.LEDGER)  # an engine that waits for its lock makes another one
-    with suppress(OSError):  # it has files of others
+    os.unlink(root / layout.LEDGER)  # an engine that waits for its lock creates another one
+    with suppress(OSError):  # it has files of other programs
         os.rmdir(root)
 
 
 def verify(root: Path, remove_bad: bool, progress: Callable[[int], None]) -> Verified:
-    """Reads every block.
+    """Reads and checks every block; raises OSError if the cache cannot be read.
 
-    Args:
-        progress: is told of bytes that were read.
-
-    Raises:
-        OSError: the cache cannot be read.
+    `progress` is called with the bytes read since the last call.
     """
     scratch = memoryview(bytearray(_PIECE_BYTES))
     num_good = num_removed = 0
@@ -177,7 +164,7 @@ def verify(root: Path, remove_bad: bool, progress: Callable[[int], None]) -> Ver
             progress(block.room)
             if good:
                 num_good += 1
-            elif remove_bad and _removed(ledger, block.path, identity):
+            elif remove_bad and _remove_bad(ledger, block.path, identity):
                 num_removed += 1
             else:
                 bad.append(block.path)
@@ -194,7 +181,7 @@ def _is_good(block: FoundBlock, scratch: memoryview) -> bool:
         return False
 
 
-def _removed(ledger: Ledger, path: Path, identity: tuple[int, int]) -> bool:
+def _remove_bad(ledger: Ledger, path: Path, identity: tuple[int, int]) -> bool:
     with suppress(OSError), ledger.locked() as balance:
         eviction.remove_counted(ledger, balance or UNKNOWN, path, identity)
         return True

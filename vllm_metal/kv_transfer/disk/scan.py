@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What files a root holds."""
+"""Lists the files of a root."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from vllm_metal.kv_transfer.disk.layout import BlockName
 
 @dataclass(frozen=True)
 class FoundBlock:
-    """A block's file."""
+    """The file of a block."""
 
     path: Path
     name: BlockName
-    room: int  # bytes that it counts for
-    used_ns: int  # when it was last used: its mtime
+    room: int  # bytes on disk
+    used_ns: int  # time of the last use: its mtime
 
 
 @dataclass(frozen=True)
 class RootFiles:
-    """All files of a root."""
+    """The files of a root."""
 
-    bytes: int  # of every file, ours or not
+    bytes: int  # of every file, also of other programs
     blocks: list[FoundBlock]
 
 
 def scan(root: Path, clean: bool = True) -> RootFiles:
-    """Looks at every file.
+    """Lists every file.
 
     Args:
-        clean: remove what engines left half-written when they died. The ledger has to be locked;
-            then the sum is exact.
+        clean: remove incomplete files of dead engines. Requires the locked ledger, which makes the
+            total exact.
 
     Raises:
         OSError: the root cannot be read.
@@ -63,7 +63,7 @@ def scan(root: Path, clean: bool = True) -> RootFiles:
 
 
 def _is_ours(root: Path, entry: os.DirEntry[str]) -> bool:
-    """Whether a file lies in a fingerprint's folder: users may put other things into a root."""
+    # Users may put other files into a root; ours are in a fingerprint's folder.
     return bool(layout.FINGERPRINT.fullmatch(Path(entry.path).relative_to(root).parts[0]))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes files within a root's limits, and removes them; decides when pages are evicted.
+"""Creates and removes files within a root's limits; decides when to evict.
 
-A file's room is reserved with the ledger locked: it is counted, and a temporary file of its full
-size is made. Its contents are written without the lock; renaming it takes the lock again.
+Room for a file is reserved with the ledger locked: its bytes are counted, and a temporary file of
+full size is created. The contents are written without the lock; renaming takes the lock again.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from vllm_metal.kv_transfer.disk.scan import FoundBlock, RootFiles, scan
 
 logger = logging.getLogger(__name__)
 
-#: Eviction goes this far below the limit, so that not every write needs one: 5 %.
+#: Eviction goes 5 % below the limit, so that not every write needs one.
 _KEPT_OF_100 = 95
-#: Seconds without writes after one failed, such as on a full disk.
+#: Seconds without writes after a failed one, such as on a full disk.
 _PAUSE = 60.0
-#: Seconds until an eviction is tried again that could not make enough room.
+#: Seconds until the next eviction after one that could not make enough room.
 _NO_ROOM_PAUSE = 10.0
 _FULL = "Free space on its disk, or lower prefix_cache_bytes."
 _READ_ONLY = "Make the folder that prefix_cache_dir names writable."
@@ -47,23 +47,23 @@ _ADVICE = {
 
 
 class Written(Enum):
-    """How a write ended."""
+    """The result of a write."""
 
     STORED = "stored"
-    PRESENT = "present"  # the disk has it already
-    OVER_BUDGET = "over_budget"  # the day's writes are used up
+    PRESENT = "present"  # already on disk
+    OVER_BUDGET = "over_budget"  # the daily limit of writes is reached
     NO_ROOM = "no_room"  # larger than the limit, or nothing is left to evict
-    FAILED = "failed"  # the disk is full or read-only, or failed; writes pause for a minute
+    FAILED = "failed"  # the disk is full, read-only or broken; writes pause for a minute
 
 
 def is_passing(error: OSError) -> bool:
-    """Whether the process is short of something: no file is at fault."""
+    """Returns whether the process lacks some resource, which is no fault of the file."""
     return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
 
 
 @dataclass(frozen=True)
-class _Reserved:
-    """Room for a file, and the temporary file that holds it."""
+class _Reservation:
+    """Room for a file, held by a temporary file."""
 
     path: Path
     temporary: Path
@@ -72,7 +72,7 @@ class _Reserved:
 
 
 class Space:
-    """What a root has room for."""
+    """Creates and removes the files of a root."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class Space:
     ) -> None:
         """
         Args:
-            clock: seconds since the epoch.
-            forget: is told of each block that is evicted, with the ledger locked.
+            clock: returns seconds since the epoch.
+            forget: called with each evicted block, with the ledger locked.
         """
         self._root = root
         self._limits = limits
@@ -101,10 +101,7 @@ class Space:
         self._day_of_last_refusal = 0
 
     def start(self) -> None:
-        """Scans the root: corrects the ledger, and evicts what is above the limit.
-
-        Never raises. Warns if nothing can be written.
-        """
+        """Scans the root, corrects the ledger, and evicts what exceeds the limit; never raises."""
         try:
             with self._locked():
                 pass
@@ -112,7 +109,7 @@ class Space:
             self._pause(error)
 
     def close(self) -> None:
-        """Refuses all later writes."""
+        """Rejects all later writes."""
         self._closed = True
         with suppress(OSError), self._ledger.locked():
             if self._engine is not None:
@@ -123,16 +120,13 @@ class Space:
     def store(
         self, path: Path, size: int, fill: Callable[[int], None], mtime_ns: int | None = None
     ) -> Written:
-        """Makes a file, unless it is there.
+        """Creates a file unless it exists.
 
         Args:
-            path: below the root; its folders are made.
-            size: bytes of the file.
-            fill: writes them, given a file descriptor.
-            mtime_ns: the file's mtime, nanoseconds since the epoch; None: now.
-
-        Raises:
-            what `fill` raises, but for OSError.
+            path: below the root; missing folders are created.
+            fill: writes `size` bytes to a file descriptor. Its exceptions other than OSError are
+                raised.
+            mtime_ns: nanoseconds since the epoch; None: now.
         """
         if self._closed or self.is_paused():
             return Written.FAILED
@@ -144,7 +138,7 @@ class Space:
         if isinstance(reserved, Written):
             return reserved
         try:
-            return self._filled(reserved, fill, mtime_ns)
+            return self._fill_and_rename(reserved, fill, mtime_ns)
         except OSError as error:
             self.remove(reserved.temporary)
             self._pause(error)
@@ -154,37 +148,33 @@ class Space:
             raise
 
     def remove(self, path: Path, identity: tuple[int, int] | None = None) -> bool:
-        """Removes a file; whether it is gone.
-
-        Args:
-            identity: device and inode. Another file in its place stays.
-        """
+        """Removes a file, but not another one than `identity`; returns whether it is gone."""
         try:
             with self._locked() as balance:
                 eviction.remove_counted(self._ledger, balance, path, identity)
                 return True
         except OSError:
-            # Without the lock: the ledger says too much then, until the next scan.
+            # Without the lock, the ledger is too high until the next scan.
             return eviction.remove(path)
 
     def today(self, balance: Balance) -> Balance:
-        """What a ledger says, on the local calendar day that it is now."""
+        """Returns a balance as of the current local calendar day."""
         day = date.fromtimestamp(self._clock()).toordinal()
-        # One day back: an engine whose clock or time zone differs a little opens no new budget.
+        # Accept one day back: an engine with a slightly different clock or time zone must not
+        # start a new budget.
         return balance if day in (balance.day, balance.day - 1) else Balance(balance.bytes, day, 0)
 
     @contextmanager
     def _locked(self) -> Iterator[Balance]:
-        """Holds the ledger's lock; gives what it says, right since this process looked at it once.
+        """Holds the ledger's lock; yields the balance, correct after this process's first scan.
 
-        Raises:
-            OSError: it cannot be locked or the root cannot be scanned.
+        Raises OSError if the ledger cannot be locked, or the root cannot be scanned.
         """
         if self._closed:
             raise OSError(errno.EBADF, "the cache is closed")
         with self._ledger.locked() as balance:
             if self._engine is not None and not self._engine.is_known():
-                self._engine.close()  # somebody removed its file
+                self._engine.close()  # its file was removed
                 self._engine = None
             if self._engine is None:
                 self._engine = EngineLock(self._root)
@@ -196,12 +186,12 @@ class Space:
                 balance = replace(balance, bytes=found.bytes)
                 self._ledger.enter(balance)
                 if balance.bytes > self._limits.max_bytes:
-                    balance = self._evicted(balance, found, room=0, keep=None)
+                    balance = self._evict(balance, found, room=0, keep=None)
                 self._scanned = True
             yield balance
 
-    def _reserve(self, path: Path, size: int) -> _Reserved | Written:
-        """Room for a file, or why there is none."""
+    def _reserve(self, path: Path, size: int) -> _Reservation | Written:
+        """Reserves room for a file, or returns why there is none."""
         room = layout.room_of(size)
         with self._locked() as balance:
             if path.exists():
@@ -217,13 +207,13 @@ class Space:
                     return Written.NO_ROOM
             self._ledger.enter(replace(balance.plus(room), written=balance.written + room))
             try:
-                return self._preallocated(path, size, room)
+                return self._preallocate(path, size, room)
             except BaseException:
                 self._ledger.enter(balance)
                 raise
 
     def _make_room(self, balance: Balance, room: int, path: Path) -> Balance:
-        """Evicts if that makes enough room for `path`; what the ledger says then."""
+        """Evicts if that makes enough room for `path`; returns the new balance."""
         limit = self._limits.max_bytes
         now = self._clock()
         if room > limit or 0 < self._no_room_until - now <= _NO_ROOM_PAUSE:
@@ -236,9 +226,9 @@ class Space:
         if found.bytes - sum(block.room for block in found.blocks) + room > limit:
             self._no_room_until = now + _NO_ROOM_PAUSE
             return balance
-        return self._evicted(balance, found, room, path.relative_to(self._root).parts[0])
+        return self._evict(balance, found, room, path.relative_to(self._root).parts[0])
 
-    def _evicted(self, balance: Balance, found: RootFiles, room: int, keep: str | None) -> Balance:
+    def _evict(self, balance: Balance, found: RootFiles, room: int, keep: str | None) -> Balance:
         limit = self._limits.max_bytes
         allowed = min(limit - room, limit * _KEPT_OF_100 // 100)
         left = eviction.evict(self._root, found, allowed, self._forget, keep)
@@ -246,7 +236,7 @@ class Space:
         self._ledger.enter(balance)
         return balance
 
-    def _preallocated(self, path: Path, size: int, room: int) -> _Reserved:
+    def _preallocate(self, path: Path, size: int, room: int) -> _Reservation:
         assert self._engine is not None
         temporary = layout.temporary_path(path, self._engine.name, next(self._numbers))
         flags = os.O_RDWR | os.O_EXCL
@@ -261,12 +251,12 @@ class Space:
             os.close(descriptor)
             eviction.remove(temporary)
             raise
-        return _Reserved(path, temporary, descriptor, room)
+        return _Reservation(path, temporary, descriptor, room)
 
-    def _filled(
-        self, reserved: _Reserved, fill: Callable[[int], None], mtime_ns: int | None
+    def _fill_and_rename(
+        self, reserved: _Reservation, fill: Callable[[int], None], mtime_ns: int | None
     ) -> Written:
-        """Fills a temporary file and gives it its name."""
+        """Fills a temporary file and renames it."""
         try:
             fill(reserved.descriptor)
             if mtime_ns is not None:
@@ -283,12 +273,12 @@ class Space:
         return Written.STORED
 
     def takes_files(self) -> bool:
-        """Whether a file would be made now, as far as this process knows; quick."""
+        """Returns whether a file could be stored now, as far as known; does not block."""
         today = date.fromtimestamp(self._clock()).toordinal()
         return not (self._closed or self.is_paused() or self._day_of_last_refusal == today)
 
     def is_paused(self) -> bool:
-        """Whether writes pause because one failed."""
+        """Returns whether writes pause after a failure."""
         return 0 < self._paused_until - self._clock() <= _PAUSE
 
     def _pause(self, error: OSError) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cache has done: figures for metrics."""
+"""Counters and metrics of a cache on disk."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from vllm_metal.metrics.metric import Metric
 
 @dataclass(frozen=True)
 class DiskStats:
-    """Figures of a cache. Numbers and bytes are of this process unless it says otherwise."""
+    """Metrics of a cache. Counts and bytes are this process's unless stated otherwise."""
 
     daily_write_bytes: int | None  # None: no limit
     num_written: int
     num_read: int
-    num_vanished: int  # files that the index knew and the disk did not have
+    num_vanished: int  # files in the listing that were no longer on disk
     num_refused: Mapping[str, int]  # writes, by reason: over_budget, no_room, paused, failed
     bytes: int = Metric(
         "gauge", "vllm:prefix_cache_disk_bytes", "Bytes of all files of the prefix cache on disk."
@@ -28,7 +28,7 @@ class DiskStats:
         "vllm:prefix_cache_disk_limit_bytes",
         "Limit of the prefix cache on disk in bytes (prefix_cache_bytes).",
     ).field()
-    #: What counts against the budget.
+    #: Counts against the daily limit.
     written_today: int = Metric(
         "gauge",
         "vllm:prefix_cache_disk_written_today_bytes",
@@ -57,7 +57,7 @@ class DiskStats:
 
 
 class Counters:
-    """Numbers that threads add to."""
+    """Thread-safe counters by name."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -68,11 +68,11 @@ class Counters:
             self._numbers[name] += number
 
     def total(self) -> int:
-        """The sum of all numbers."""
+        """Returns the sum of all counters."""
         with self._lock:
             return self._numbers.total()
 
     def all(self) -> Counter[str]:
-        """All numbers, at one time; 0 for what was never added to."""
+        """Returns a snapshot; missing names count 0."""
         with self._lock:
             return self._numbers.copy()

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DiskStore: pages of K/V in a folder that engines share and that outlives them.
-
-`view.py` is the scheduler's side.
-"""
+"""DiskStore: pages of K/V in a persistent folder that engines share."""
 
 from __future__ import annotations
 
@@ -34,10 +31,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DiskPages(OfferedPages):
-    """The pages of a content, as far as this process knows of them without a look at the disk."""
+    """The pages of a content that this process knows of, without asking the disk."""
 
     content: PoolContent
-    folders: Callable[[], Sequence[BlockFolder]]  # of all namespaces, at any time
+    folders: Callable[[], Sequence[BlockFolder]]  # the current ones of all namespaces
 
     def find(self, keys: Iterable[bytes]) -> set[bytes]:
         folders = self.folders()
@@ -54,24 +51,22 @@ class DiskPages(OfferedPages):
 
 
 class DiskStore(Store):
-    """A folder of pages, which several engines may use at once. Every method is for any thread.
+    """A folder of pages that several engines may share. Thread-safe.
 
-    It has a folder for each content and namespace. Its news are the pages that went; those that
-    came are found by looking.
+    It has a folder per content and namespace. Its messages to the view name removed pages; the view
+    finds new ones by looking.
     """
 
     def __init__(self, root: Path, limits: Limits, clock: Callable[[], float] = time.time) -> None:
         """
-        A thread scans what is there; nothing waits for it but the first write.
-
         Args:
-            root: is made if it is not there, for its owner only. If it cannot be written, one
-                warning says so, and pages are read only.
-            clock: seconds since the epoch.
+            root: created if missing, for its owner only. If it is not writable, pages are only
+                read, with one warning.
+            clock: returns seconds since the epoch.
 
         Raises:
-            ValueError: `root` is a folder with other things in it.
-            OSError: it is no folder, or cannot be made or read.
+            ValueError: `root` is a folder with other contents.
+            OSError: it is not a folder, or cannot be created or read.
         """
         self._root = root.absolute()
         layout.make_folder(self._root, self._root)
@@ -86,25 +81,25 @@ class DiskStore(Store):
         self._counters = Counters()
         self._folders: dict[tuple[str, str], BlockFolder] = {}
         self._folders_lock = threading.Lock()
-        self._space = Space(self._root, limits, clock, self._evicted)
+        self._space = Space(self._root, limits, clock, self._on_evicted)
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
         self._last_balance = UNKNOWN
-        self._counted = -1  # figures were never told
-        self._in_thread(self._space.start)
+        self._counted = -1  # total of counters at the last report; -1: none
+        self._start_thread(self._space.start)  # only the first write waits for this scan
 
     def blocks(
         self, fingerprint: str, facts: Mapping[str, Any], namespace: str = "shared"
     ) -> BlockFolder:
-        """The blocks of a fingerprint and namespace; the same object for the same two.
+        """Returns the blocks of a fingerprint and namespace, always the same object.
 
         Args:
-            fingerprint: lower-case hexadecimal digits, a digest of all that K/V depend on.
-            facts: what it is a digest of, for people; JSON. They go into its manifest.
-            namespace: letters, digits, `-` and `_`. Blocks of one are never those of another.
+            fingerprint: lower-case hexadecimal digest of everything that K/V depend on.
+            facts: JSON values behind the digest, for the manifest.
+            namespace: letters, digits, `-` and `_`; keeps its blocks apart from others.
 
         Raises:
-            ValueError: `fingerprint` or `namespace` is no such name.
+            ValueError: `fingerprint` or `namespace` is invalid.
         """
         if not layout.FINGERPRINT.fullmatch(fingerprint):
             raise ValueError(f"{fingerprint!r} is not a fingerprint, 2 to 128 characters of 0-9a-f")
@@ -112,14 +107,14 @@ class DiskStore(Store):
             raise ValueError(f"{namespace!r} is not a namespace of letters, digits, - and _")
         folder, is_new = self._folder(fingerprint, facts, namespace)
         if is_new:
-            self._in_thread(folder.store_manifest)
-            self._in_thread(lambda: folder.listing.load(self._closed.is_set))
+            self._start_thread(folder.store_manifest)
+            self._start_thread(lambda: folder.listing.load(self._closed.is_set))
         return folder
 
     def _folder(
         self, fingerprint: str, facts: Mapping[str, Any], namespace: str
     ) -> tuple[BlockFolder, bool]:
-        """A namespace's folder, and whether this is the first call for it."""
+        """Returns a namespace's folder, and whether this is the first call for it."""
         with self._folders_lock:
             if (known := self._folders.get((fingerprint, namespace))) is not None:
                 return known, False
@@ -130,7 +125,7 @@ class DiskStore(Store):
         return folder, True
 
     def manifests(self) -> dict[str, Mapping[str, Any]]:
-        """Facts of each fingerprint that has a manifest which can be read."""
+        """Returns the facts of each fingerprint with a readable manifest."""
         return layout.read_manifests(self._root)
 
     def use(self, content: PoolContent) -> None:
@@ -140,11 +135,11 @@ class DiskStore(Store):
         self._content = content
 
     def folder_of(self, namespace: Namespace) -> BlockFolder | None:
-        """The folder of a namespace; None: its pages are not kept."""
+        """Returns the folder of a namespace; None: its pages are not stored."""
         if namespace.name is None:
             return None
         fingerprint = namespace.content.fingerprint
-        # Without a lock: the engine's thread asks for every page.
+        # Without a lock, as the engine's thread asks for every page.
         if (known := self._folders.get((fingerprint.digest, namespace.name))) is not None:
             return known
         return self.blocks(fingerprint.digest, fingerprint.facts, namespace.name)
@@ -181,7 +176,7 @@ class DiskStore(Store):
             folder.discard(keys)
 
     def offered(self) -> DiskPages:
-        """Pages of all namespaces: whoever has a page's hash knows its text, and its salt."""
+        # Of all namespaces: only those who know a page's text and salt know its hash.
         assert self._content is not None
         content, fingerprint = self._content, self._content.fingerprint
 
@@ -195,24 +190,24 @@ class DiskStore(Store):
                 if is_new:
                     folder.listing.load(self._closed.is_set)
 
-        self._in_thread(list_all)
+        self._start_thread(list_all)
         return DiskPages(content, folders)
 
     def news(self) -> list[Gone] | None:
         return [self._gone.get() for _ in range(self._gone.qsize())] or None
 
     def figures(self) -> DiskStats | None:
-        counted = self._counters.total()  # first: threads go on counting meanwhile
+        counted = self._counters.total()  # first, as threads count on meanwhile
         if counted == self._counted:
             return None
         self._counted = counted
         return self.stats()
 
     def stats(self) -> DiskStats:
-        """Figures; quick, and never waits."""
+        """Returns metrics without waiting."""
         balance = ledger.peek(self._root)
         if balance is not None and balance.is_known:
-            self._last_balance = balance  # else it is being written just now, or not there
+            self._last_balance = balance  # else it is missing, or being written right now
         today = self._space.today(self._last_balance)
         number = self._counters.all()
         return DiskStats(
@@ -234,20 +229,20 @@ class DiskStore(Store):
         )
 
     def close(self) -> None:
-        """Waits for its threads; refuses later writes. Call it after the last read and write."""
+        """Waits for its threads and ends writing. Call it after the last read and write."""
         self._closed.set()
         for thread in self._threads:
             thread.join()
         self._space.close()
 
-    def _evicted(self, block: FoundBlock) -> None:
+    def _on_evicted(self, block: FoundBlock) -> None:
         self._counters.add("evicted")
         name = block.name
         if (folder := self._folders.get((name.fingerprint, name.namespace))) is not None:
             folder.listing.forget(name.key)
         self._gone.put((name, False))
 
-    def _in_thread(self, work: Callable[[], None]) -> None:
+    def _start_thread(self, work: Callable[[], None]) -> None:
         thread = threading.Thread(target=work, name="prefix-cache-start", daemon=True)
         self._threads.append(thread)
         thread.start()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefix cache on disk, the scheduler's side: DiskView looks for files by their names."""
+"""DiskView: the scheduler's side of the prefix cache on disk."""
 
 from __future__ import annotations
 
@@ -19,25 +19,20 @@ from vllm_metal.kv_transfer.store import Lookup, View
 
 @dataclass(frozen=True)
 class DiskLookup(Lookup):
-    """What a folder has now; it is looked at for each page, and need not be asked before."""
+    """Looks up each page on demand; never pending."""
 
-    listing: Callable[[], Listing]  # of the folder, at any time: other weights may have been loaded
+    listing: Callable[[], Listing]  # the current one: other weights may have been loaded
 
     def contains(self, key: bytes) -> bool:
         return self.listing().contains(key)
 
 
 class DiskView(View):
-    """Looks for files by their names; never opens one."""
+    """Finds files by name, without opening them."""
 
     source = CacheHitSource.DISK
 
     def __init__(self, root: Path, content: PoolContent) -> None:
-        """
-        Args:
-            root: the folder of the cache.
-            content: what pages the worker has.
-        """
         self._root = root
         self._closed = threading.Event()
         self._fingerprint = content.fingerprint.digest
@@ -60,6 +55,7 @@ class DiskView(View):
 
     def _listing(self, namespace: str) -> Listing:
         if namespace not in self._listings:
+            # Listing a large folder takes long; meanwhile it asks the file system for each key.
             made = Listing(self._root / self._fingerprint / namespace)
             self._listings[namespace] = made
             load = threading.Thread(
