@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of K/V between two engines. Blocking, thread-safe; knows no MLX, no pool, no scheduler."""
+"""Transfers pages of K/V between engines. Blocking and thread-safe; independent of MLX and vLLM."""

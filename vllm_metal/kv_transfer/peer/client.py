@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peer: another engine's pages, asked for and fetched by key."""
+"""Peer: looks up and fetches another engine's pages by key."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ from vllm_metal.settings.address import Address
 logger = init_logger(__name__)
 
 T = TypeVar("T")
-_LONGEST_REASON = 500  # characters of a message that holds a peer's words
+_LONGEST_REASON = 500  # characters of a message that quotes a peer
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerStats:
-    """Counters of all the time of a `Peer`."""
+    """Counters over the lifetime of a `Peer`."""
 
     num_asked: int  # pages
     num_found: int
@@ -61,7 +61,7 @@ class PeerStats:
     fetched_bytes: int = Metric(
         "total", "vllm:kv_peer_fetched_bytes", "Bytes of pages that this engine got from peers."
     ).field()
-    #: Unwanted ones included.
+    #: Includes fetches that were no longer wanted.
     failed_fetches: int = Metric(
         "total",
         "vllm:kv_peer_failed_fetches",
@@ -73,9 +73,9 @@ class PeerStats:
 
 
 class Peer:
-    """One server, as its client sees it; every method is for any thread, and none raises.
+    """Client of one server; thread-safe, never raises.
 
-    A peer that is down, slow, another version, or has other pages is a peer without pages.
+    A peer that is down, slow, incompatible or of another version counts as having no pages.
     """
 
     def __init__(
@@ -87,15 +87,14 @@ class Peer:
         clock: Callable[[], float] = time.monotonic,
         timeouts: Timeouts = TIMEOUTS,
     ) -> None:
-        """Connects when it is first asked.
+        """Connects on first use.
 
         Args:
             address: of a `PageServer`.
-            secret: both sides'; b"": none, and nothing but loopback is connected to.
-            terms: of this engine, at any time; called by any thread, for every call.
-            difference: what of the peer's facts differs from this engine's, in words.
-            clock: seconds, for how long a peer counts as down or refused, and pages as wanted.
-            timeouts: of everything.
+            secret: shared by both sides; b"" for none, which only allows loopback addresses.
+            terms: returns this engine's current terms; called from any thread, on every call.
+            difference: describes how the peer's facts differ from this engine's.
+            clock: returns seconds, for backing off and for leases.
         """
         self.address = address
         self._secret = secret
@@ -108,9 +107,9 @@ class Peer:
         self._engine_id: str | None = None
         self._is_in_trouble = False
         self._down_until: float | None = None
-        self._refused: Terms | None = None  # own terms, that do not go with the peer's
-        self._refused_until = 0.0  # then it is tried whether the peer has changed
-        self._trouble: str | None = None  # what the log has said, and is still so
+        self._refused: Terms | None = None  # own terms that did not match the peer's
+        self._refused_until = 0.0  # when to check whether the peer has changed
+        self._trouble: str | None = None  # last logged problem, unless solved
         self._counts: Counter[str] = Counter()
         self._closed = False
         self._connections = Connections(
@@ -121,55 +120,54 @@ class Peer:
             timeouts,
             CONNECTIONS_OF_A_PEER,
         )
-        self._leases = LeaseManager(self._tell, timeouts, clock)
+        self._leases = LeaseManager(self._send_message, timeouts, clock)
 
     @property
     def engine_id(self) -> str | None:
-        """The id of the engine that last answered; None before. `ask(())` makes it known."""
+        """Id of the engine that last answered; None before. `ask(())` fetches it."""
         return self._engine_id
 
     @property
     def is_down(self) -> bool:
-        """Whether it could not be reached a moment ago, and is not tried."""
+        """Whether it could not be reached recently, and is not tried."""
         with self._lock:
             return self._down_until is not None and self._clock() < self._down_until
 
     @property
     def is_in_trouble(self) -> bool:
-        """Whether it was of no use when it was last tried; `hello` tries again."""
+        """Whether the last attempt to use it failed; `hello` tries again."""
         return self._is_in_trouble
 
     def hello(self) -> bool:
-        """Whether the peer answers, and has pages that this engine can use; blocks."""
+        """Returns whether the peer answers with pages that this engine can use; blocks."""
         answers = self._call(_renew, otherwise=False)
         if answers:
             self._note_good()
         return answers
 
     def avoid(self) -> None:
-        """Counts as down from now on, for as long as a peer that could not be reached."""
+        """Backs off from this peer, like from one that could not be reached."""
         self._is_in_trouble = True
         with self._lock:
             self._down_until = self._clock() + self._timeouts.down
 
     def ask(self, keys: Iterable[bytes], wait_s: float | None = None) -> frozenset[bytes]:
-        """Which pages the peer has; blocks.
+        """Returns the pages that the peer has, and leases them; blocks.
 
-        They are leased: they stay there until `release`, for which each call's finds are to be
-        given back once, or for some minutes.
+        The leases last until each call's results are passed to `release` once, or for some minutes.
 
         Args:
-            keys: of pages, the first of a text first: leases are limited.
-            wait_s: seconds to wait for pages that the peer is making now, 10 at most; None: 10.
+            keys: in the order of the text, since leases are limited.
+            wait_s: seconds to wait for pages being produced, 10 at most; None: 10.
 
         Returns:
-            Those that are there; none if it is down, refused or slow.
+            Available pages; none if the peer is down, refused or slow.
         """
         asked = list(dict.fromkeys(keys))
         wait_ms = int(1000 * (self._timeouts.wait if wait_s is None else max(0.0, wait_s)))
         self._leases.want(asked)
         found: set[bytes] = set()
-        for part in _parts(asked) or [[]]:  # nothing to ask for says hello all the same
+        for part in _parts(asked) or [[]]:  # without keys, still connects
             if (there := self._call(partial(_ask, part, wait_ms), None)) is None:
                 break
             found |= there
@@ -185,12 +183,11 @@ class Peer:
         """Receives pages into memory; blocks.
 
         Args:
-            keys: of the pages.
-            pages: writable, contiguous memory for each, of its size. Undefined after False.
-            wanted: whether somebody still wants them; asked often, from this thread.
+            pages: writable, contiguous memory of each page's size; undefined after False.
+            wanted: whether to go on; called often, from this thread.
 
         Returns:
-            Whether all of them came, whole and with the right checksums.
+            Whether all pages came with correct checksums.
         """
         num_bytes = sum(page.nbytes for page in pages)
         good = True
@@ -205,16 +202,16 @@ class Peer:
         return good
 
     def release(self, keys: Iterable[bytes]) -> None:
-        """Pages that `ask` found are not wanted any more; returns at once."""
+        """Releases pages that `ask` found, without blocking."""
         self._leases.release(keys)
 
     def stats(self) -> PeerStats:
-        """Counters, at one time."""
+        """Returns a snapshot of the counters."""
         with self._lock:
             return PeerStats(**{name: self._counts[name] for name in PeerStats.__annotations__})
 
     def close(self) -> None:
-        """Ends calls that wait; later ones find nothing."""
+        """Ends pending calls; later ones find nothing."""
         self._closed = True
         self._connections.close()
         self._leases.close()
@@ -222,7 +219,7 @@ class Peer:
     # -- calls
 
     def _call(self, work: Callable[[Link], T], otherwise: T) -> T:
-        """Does something on a connection; `otherwise` where it cannot be done."""
+        """Runs `work` on a connection; returns `otherwise` if that fails."""
         if not self._may_try():
             return otherwise
         try:
@@ -232,7 +229,7 @@ class Peer:
         except ProtocolError as error:
             self._note_down(f"it violates the protocol: {error}")
         except (OSError, handshake.Refused, Unavailable, Unwanted):
-            pass  # a connection broke, the log has been told why, or nobody wants the answer
+            pass  # a connection broke, the reason was logged, or the answer is no longer wanted
         except Exception:
             logger.exception("A call to the peer %s failed", self.address)
         return otherwise
@@ -244,25 +241,23 @@ class Peer:
         wanted: Callable[[], bool],
         link: Link,
     ) -> bool:
-        own = self._terms().identity
-        places = [page.cast("B") for page in pages]
+        own = self._terms().identity  # compared again below: the pool may change meanwhile
+        buffers = [page.cast("B") for page in pages]
         link.send(Fetch(list(keys)))
-        for key, place in zip(keys, places, strict=True):
+        for key, buffer in zip(keys, buffers, strict=True):
             row = _row(link, wanted)
             if isinstance(row, NoPage):
                 return False
-            if row.size != place.nbytes:
-                raise PeerDown(f"a page came with {row.size} bytes, expected {place.nbytes}")
+            if row.size != buffer.nbytes:
+                raise PeerDown(f"a page came with {row.size} bytes, expected {buffer.nbytes}")
             hashed = blake3()
-            link.receive_row(place, wanted, hashed.update)
+            link.receive_row(buffer, wanted, hashed.update)
             if checksum(key, hashed) != row.checksum:
                 self._count(bad_checksums=1)
                 raise PeerDown("a page came with a wrong checksum")
         return self._terms().identity == own
 
-    def _tell(self, message: Renew | Release) -> None:
-        """For the keeper of leases."""
-
+    def _send_message(self, message: Renew | Release) -> None:
         self._call(partial(_send, message), None)
 
     def _introduce(self, link: Link) -> Terms:
@@ -271,10 +266,10 @@ class Peer:
             theirs = handshake.introduce(link, self._secret, self._session, own)
             self._engine_id = theirs.engine_id
             if theirs.engine_id == own.engine_id:
-                self._refuse(own, None)  # one file may name all engines to each of them
+                self._refuse(own, None)  # normal: a shared list of peers includes this engine
                 raise handshake.Refused("it is this engine")
             if theirs.content != own.content:
-                raise handshake.Refused(self._words(own, theirs))
+                raise handshake.Refused(self._describe_difference(own, theirs))
         except handshake.Refused as refused:
             if self._engine_id != own.engine_id:
                 self._refuse(own, str(refused))
@@ -285,8 +280,8 @@ class Peer:
     def _is_current(self, own: Terms) -> bool:
         return own.identity == self._terms().identity
 
-    def _words(self, own: Terms, theirs: Terms) -> str:
-        """What differs, in one line; the peer's facts may be anything."""
+    def _describe_difference(self, own: Terms, theirs: Terms) -> str:
+        """Describes the difference in one line; the peer's facts may be anything."""
         if theirs.fingerprint == own.fingerprint:
             return f"its pages have {theirs.page_bytes} bytes, this engine's {own.page_bytes}"
         try:
@@ -318,20 +313,20 @@ class Peer:
         if self._closed:
             return
         self.avoid()
-        self._say(
+        self._warn_once(
             f"The peer {self.address} is unavailable ({reason}); prompts are computed instead"
         )
 
     def _refuse(self, own: Terms, reason: str | None) -> None:
-        """Not to be tried for a while; None: there is nothing to say of it."""
+        """Backs off from this peer; `None` suppresses the log line."""
         self._is_in_trouble = True
         with self._lock:
             self._refused, self._refused_until = own, self._clock() + self._timeouts.refused
         if reason is not None:
-            self._say(f"The peer {self.address} is not used: {reason}")
+            self._warn_once(f"The peer {self.address} is not used: {reason}")
 
-    def _say(self, trouble: str) -> None:
-        """Once, until there is another trouble, or none."""
+    def _warn_once(self, trouble: str) -> None:
+        """Logs a problem once, until it changes or is solved."""
         with self._lock:
             is_new = trouble != self._trouble
             self._trouble = trouble
@@ -365,7 +360,7 @@ def _ask(keys: list[bytes], wait_ms: int, link: Link) -> set[bytes] | None:
 
 
 def _row(link: Link, wanted: Callable[[], bool]) -> Row | NoPage:
-    """The server's word of the next page, which it may copy out of its pool first."""
+    """Receives the server's next row, which it may have to copy out of its pool first."""
     expected = (Row, NoPage, Waiting)
     while isinstance(row := decode(link.receive(MAX_MESSAGE_BYTES, wanted), *expected), Waiting):
         pass
@@ -374,5 +369,5 @@ def _row(link: Link, wanted: Callable[[], bool]) -> Row | NoPage:
 
 
 def _parts(keys: list[bytes]) -> list[list[bytes]]:
-    """As many keys as a message may have."""
+    """Splits keys into message-sized parts."""
     return [keys[start : start + MAX_KEYS] for start in range(0, len(keys), MAX_KEYS)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients: the engines that this one asks, by address, and the terms that it has with them."""
+"""Clients: this engine's peers by address, and its terms for them."""
 
 from __future__ import annotations
 
@@ -16,31 +16,26 @@ from vllm_metal.settings.address import Address
 
 
 class Clients:
-    """Peers that are made when they are first asked for; every method is for any thread."""
+    """Peers, created on first use; thread-safe."""
 
     def __init__(self, engine_id: str, secret: bytes, timeouts: Timeouts = TIMEOUTS) -> None:
-        """
-        Args:
-            engine_id: of this engine.
-            secret: what all share; b"": nothing.
-            timeouts: of all peers.
-        """
+        """`secret`: shared by all engines; b"" for none."""
         self._engine_id = engine_id
         self._secret = secret
         self._timeouts = timeouts
-        self._content: PoolContent | None = None  # until there is a pool
+        self._content: PoolContent | None = None  # None before there is a pool
         self._lock = threading.Lock()
-        self._peers: dict[Address, Peer] = {}  # the one used least recently first
-        self._gone: Counter[str] = Counter()  # counts of peers that were let go
+        self._peers: dict[Address, Peer] = {}  # least recently used first
+        self._gone: Counter[str] = Counter()  # counters of closed peers
         self._closed = False
 
     def use(self, content: PoolContent) -> None:
-        """Pages are of this content from now on."""
+        """Sets the content of later pages."""
         self._content = content
 
     def terms(self) -> Terms:
-        """What this engine's pages are."""
-        assert self._content is not None  # nobody asks or is asked before there is a pool
+        """Returns the terms of this engine's pages."""
+        assert self._content is not None  # peers are only used once there is a pool
         fingerprint, page_bytes = self._content.fingerprint, self._content.page_bytes
         return Terms(self._engine_id, fingerprint.digest, fingerprint.facts, page_bytes)
 
@@ -49,7 +44,7 @@ class Clients:
         return self._content.fingerprint.difference(theirs)
 
     def at(self, address: Address) -> Peer:
-        """Returns the peer at an address. Of too many, the one used least recently is closed."""
+        """Returns the peer at an address; closes the least recently used one if there are many."""
         oldest = None
         with self._lock:
             peer = self._peers.pop(address, None)
@@ -63,37 +58,37 @@ class Clients:
             if self._closed:
                 oldest = peer
         if oldest is not None:
-            self._let_go(oldest)
+            self._close_peer(oldest)
         return peer
 
     def keep(self, addresses: Collection[Address]) -> None:
-        """Closes peers at other addresses than these."""
+        """Closes peers at other addresses."""
         with self._lock:
             gone = [self._peers.pop(each) for each in [*self._peers] if each not in addresses]
         for peer in gone:
-            self._let_go(peer)
+            self._close_peer(peer)
 
-    def _let_go(self, peer: Peer) -> None:
+    def _close_peer(self, peer: Peer) -> None:
         peer.close()
         with self._lock:
             self._gone.update(vars(peer.stats()))
 
     @property
     def peers(self) -> list[Peer]:
-        """All that are there."""
+        """All open peers."""
         with self._lock:
             return list(self._peers.values())
 
     def stats(self) -> PeerStats:
-        """Counters of all peers of all time."""
-        found = [vars(peer.stats()) for peer in self.peers]  # each step: no copy is made
+        """Returns the counters of all peers, including closed ones."""
+        found = [vars(peer.stats()) for peer in self.peers]  # `vars` makes no copies, every step
         names = PeerStats.__annotations__
         return PeerStats(
             **{name: self._gone[name] + sum(of[name] for of in found) for name in names}
         )
 
     def close(self) -> None:
-        """Ends all that is under way."""
+        """Closes all peers."""
         with self._lock:
             self._closed = True
         for peer in self.peers:

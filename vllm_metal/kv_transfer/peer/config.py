@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PeerConfig: the settings of engines that hand each other pages, and their row of the registry.
+"""PeerConfig: settings of engines that exchange pages.
 
-Which settings an engine needs follows from its kv_role: a producer prefills, and others get its
-pages; a consumer asks producers for pages, and decodes; kv_both may do either.
+The required settings follow from kv_role: a producer prefills and serves its pages, a consumer gets
+pages from producers and decodes, and kv_both may do either.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-#: Memory of the outbox where the user says nothing: a 16th of the machine's, and no more than
-#: takes 32,768 tokens of an 8B model with 16-bit K/V of 8 heads (131,072 bytes each).
+#: Default memory of the export cache: a 16th of the machine's, up to 32,768 tokens of an 8B model
+#: with 8 heads of 16-bit K/V (131,072 bytes each).
 _DEFAULTS = 16, 4 << 30
-#: The same where pages come from the pool when peers ask, and are there only until they are sent.
+#: Default if pages come from the pool on request, and stay only until they are sent.
 _DEFAULTS_SHARING = 64, 1 << 30
 #: The value of 'share'.
 POOL = "pool"
-#: By kv_role the keys of which one is needed, and those that are of no use.
-_OF_ROLE: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
+#: By kv_role: keys of which one is required, and unused keys.
+_KEYS_OF_ROLE: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "kv_producer": (("listen",), ("peers", "peers_file", "pull")),
     "kv_consumer": (("peers", "peers_file"), ("listen",)),
     "kv_both": ((), ()),
@@ -47,23 +47,18 @@ _MEANINGS = {
     "listen": "the address where decoding engines ask for K/V, such as 127.0.0.1:9100",
     "peers": "the addresses that prefilling engines listen on, such as ['127.0.0.1:9100']",
 }
-#: When pages that peers have are pulled: where that is faster than computing, whenever there are
-#: any, or not at all.
+#: When to pull a peer's pages: if that is faster than computing, whenever possible, or never.
 PULLS = ("auto", "always", "never")
 
 
-def _what_is_shared(value: Any) -> str:
+def _share(value: Any) -> str:
     if value != POOL:
         raise ValueError(f"must be {POOL!r}, or be left out, not {value!r}")
     return POOL
 
 
 def _addresses(value: Any) -> tuple[Address, ...]:
-    """Several addresses, no two the same.
-
-    Raises:
-        ValueError: it is no list of addresses.
-    """
+    """Parses a list of distinct addresses; raises ValueError if it is not one."""
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(f"must be a list of addresses such as ['127.0.0.1:9100'], not {value!r}")
     found = [Address.parse(each) for each in value]
@@ -82,7 +77,7 @@ def _pull(value: Any) -> str:
 
 @dataclass(frozen=True)
 class PeerConfig(StoreConfig):
-    """Who asks this engine, and whom it asks."""
+    """Addresses of this engine and its peers, and how they exchange pages."""
 
     name = "peers"
     asked_by = "'listen' and 'peers', the addresses of engines that hand each other K/V"
@@ -95,17 +90,17 @@ class PeerConfig(StoreConfig):
             "pull": _pull,
             "secret": values.path,
             "outbox_bytes": values.size,
-            "share": _what_is_shared,
+            "share": _share,
         }
     )
 
-    listen: Address | None  # where peers ask for pages; None: nobody may
-    peers: tuple[Address, ...]  # whom to ask for pages; of a file, as it was read
-    peers_file: Path | None  # that names them, and may change
+    listen: Address | None  # where peers get pages; None: not served
+    peers: tuple[Address, ...]  # sources of pages; those of peers_file when it was read
+    peers_file: Path | None  # lists peers, and may change
     pull: str  # one of PULLS
-    secret: Path | None  # file of what all of them share; None: they are on this machine
-    outbox_bytes: int  # most memory of pages that peers may ask for
-    shares_pool: bool = False  # whether they get pages from the pool, copied when they ask
+    secret: Path | None  # file with the shared secret; None: all engines are on this machine
+    outbox_bytes: int  # memory limit of pages for peers
+    shares_pool: bool = False  # whether peers get pages from the pool, copied on request
 
     @property
     def memory_bytes(self) -> int:
@@ -117,7 +112,7 @@ class PeerConfig(StoreConfig):
 
     @classmethod
     def check(cls, given: Mapping[str, Any], role: str, where: str, instead: str | None) -> None:
-        needed, useless = _OF_ROLE[role]
+        needed, useless = _KEYS_OF_ROLE[role]
         if needed and instead is not None and not any(given.get(key) for key in needed):
             meaning = _MEANINGS[needed[0]]
             raise ValueError(
@@ -155,18 +150,14 @@ class PeerConfig(StoreConfig):
 
     @classmethod
     def of(cls, given: Mapping[str, Any], role: str) -> PeerConfig:
-        """See `StoreConfig`.
-
-        Raises:
-            ValueError: a file of peers cannot be read.
-        """
+        """See `StoreConfig`. Raises ValueError if a file of peers cannot be read."""
         most, shares_pool = given.get("outbox_bytes"), "share" in given
         if most is None:
             share, least = _DEFAULTS_SHARING if shares_pool else _DEFAULTS
             most = min(psutil.virtual_memory().total // share, least)
         listen, file = given.get("listen"), given.get("peers_file")
         peers = given.get("peers", ()) if file is None else read_peers(file)
-        # A consumer has a producer that computes for it.
+        # A consumer leaves prefill to a producer.
         pull = given.get("pull", "always" if role == "kv_consumer" else "auto")
         return PeerConfig(
             listen,
@@ -184,15 +175,10 @@ class PeerConfig(StoreConfig):
 
     @property
     def _timeouts(self) -> Timeouts:
-        """How long others are waited for."""
         return HASTY if self.pull == "auto" else TIMEOUTS
 
     def read_secret(self) -> bytes:
-        """Reads the secret; empty where there is none.
-
-        Raises:
-            ValueError: its file cannot be used.
-        """
+        """Reads the secret; b"" without one. Raises ValueError if its file cannot be used."""
         return b"" if self.secret is None else secret_file.read(self.secret, "secret")
 
     def as_json(self) -> dict[str, Any]:
@@ -241,7 +227,7 @@ class PeerConfig(StoreConfig):
         from vllm_metal.kv_transfer.peer.pulls import Puller
         from vllm_metal.kv_transfer.peer.view import PeerView
 
-        # What the worker fetches is waited for; what these are asked, no longer than is of use.
+        # The worker's fetches are worth waiting for; these lookups only for a short time.
         timeouts = replace(self._timeouts, no_progress=TIMEOUTS.no_progress)
         clients = Clients(engine_id, self.read_secret(), timeouts)
         clients.use(content)
@@ -255,7 +241,7 @@ class PeerConfig(StoreConfig):
 
 
 def _check_secret(config: PeerConfig, where: str) -> None:
-    """Raises ValueError where there must be one and is none, or its file cannot be used."""
+    """Raises ValueError if a required secret is missing, or its file cannot be used."""
     listens = () if config.listen is None else (config.listen,)
     elsewhere = [str(each) for each in (*listens, *config.peers) if not each.is_loopback]
     if elsewhere and config.secret is None:

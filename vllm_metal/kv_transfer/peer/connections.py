@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's connections to one server: opened when needed, reused, each used by one call."""
+"""A client's connections to one server: opened on demand, reused, one call at a time."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ T = TypeVar("T")
 
 
 class Unavailable(Exception):
-    """No connection became free in time, none is to be made now, or ever again; says which."""
+    """No connection is available: all are in use, backing off, or closed; says which."""
 
 
 @dataclass(frozen=True, eq=False)
 class Connection:
-    """A link to a server that has been introduced."""
+    """A link after its handshake."""
 
     link: Link
-    own: Terms  # what was offered
+    own: Terms  # as offered in the handshake
 
 
 class Connections:
-    """At most so many; every method is for any thread."""
+    """A bounded, thread-safe pool of connections."""
 
     def __init__(
         self,
@@ -45,12 +45,10 @@ class Connections:
     ) -> None:
         """
         Args:
-            address: the server's.
-            introduce: shakes hands; returns the terms that were offered, or raises.
-            is_current: whether own terms are still these: else a connection is of no use.
-            may_connect: whether a new connection is to be tried.
-            timeouts: of all waits.
-            most: connections at one time.
+            introduce: performs the handshake; returns the offered terms, or raises.
+            is_current: whether own terms are unchanged, as a connection requires.
+            may_connect: whether to open a new connection.
+            most: limit of open connections.
         """
         self._address = address
         self._introduce = introduce
@@ -60,19 +58,17 @@ class Connections:
         self._most = most
         self._changed = threading.Condition()
         self._idle: list[Connection] = []
-        self._sockets: set[socket.socket] = set()  # of all, those that are being opened too
+        self._sockets: set[socket.socket] = set()  # of all connections, including opening ones
         self._num_open = 0
         self._closed = False
 
     def call(self, work: Callable[[Link], T]) -> T:
-        """Does something on a connection.
-
-        One that broke while nobody used it, because the server started again, is replaced once.
+        """Runs `work` on a connection.
 
         Raises:
-            Unavailable: other calls kept all connections, `may_connect` said no, or `close` was
-                called.
-            PeerDown: the server could not be reached, or stood still.
+            Unavailable: other calls kept all connections, `may_connect` returned False, or `close`
+                was called.
+            PeerDown: the server could not be reached, or stopped answering.
             Anything else that `introduce` or `work` raises.
         """
         connection = self._take()
@@ -83,6 +79,7 @@ class Connections:
                 try:
                     result = work(connection.link)
                 except ConnectionError:
+                    # Retry once if the idle connection broke, as after a restart of the server.
                     if self._closed or connection.link.num_received != before:
                         raise
                     self._close_socket(connection.link.sock)
@@ -100,7 +97,7 @@ class Connections:
             self._give_back(connection, good)
 
     def close(self) -> None:
-        """Ends all connections, and wakes who waits for one of them."""
+        """Ends all connections, and wakes threads that wait for one."""
         with self._changed:
             self._closed = True
             for sock in self._sockets:
@@ -111,7 +108,7 @@ class Connections:
             self._give_back(connection, good=False)
 
     def _take(self) -> Connection | None:
-        """One that is open; None: there is a place for a new one, which is now the caller's."""
+        """Takes an idle connection; None: the caller may open one, which is already counted."""
         deadline = time.monotonic() + self._timeouts.no_progress
         while True:
             with self._changed:
@@ -129,7 +126,7 @@ class Connections:
             self._give_back(connection, good=False)
 
     def _give_back(self, connection: Connection | None, good: bool) -> None:
-        """Ends the use of a connection, or of a place where none came to be."""
+        """Returns a connection, or the right to open one."""
         with self._changed:
             good = good and not self._closed
             if connection is not None and good:
@@ -141,7 +138,6 @@ class Connections:
             self._close_socket(connection.link.sock)
 
     def _open(self) -> Connection:
-        """Connects and shakes hands."""
         try:
             link = self._connect()
         except OSError as error:
@@ -157,7 +153,7 @@ class Connections:
     def _connect(self) -> Link:
         deadline = time.monotonic() + self._timeouts.connect
         failure: OSError | None = None
-        for family, place in self._address.resolve():
+        for family, sockaddr in self._address.resolve():
             left = deadline - time.monotonic()
             if failure is not None and left <= 0:
                 break
@@ -168,9 +164,9 @@ class Connections:
                         raise Unavailable("closed")
                     self._sockets.add(sock)
                 sock.settimeout(max(left, 0.001))
-                sock.connect(place)
+                sock.connect(sockaddr)
                 with self._changed:
-                    if self._closed:  # before it was connected, when nothing could be woken
+                    if self._closed:  # during connect, when shutdown has no effect
                         raise Unavailable("closed")
                 return Link(sock, self._timeouts.no_progress)
             except BaseException as error:
@@ -182,11 +178,11 @@ class Connections:
         raise failure
 
     def _close_socket(self, sock: socket.socket) -> None:
-        with self._changed:  # under the lock: `close` does not touch a number that is another's
+        with self._changed:  # so that `close` never uses a descriptor that was reassigned
             self._sockets.discard(sock)
             sock.close()
 
 
 def _reason(error: OSError) -> str:
-    """Why there is no connection, and what a user may do about it."""
+    """Describes why connecting failed, and what the user may do about it."""
     return ". ".join(filter(None, (str(error.strerror or error), local_network.advice(error))))

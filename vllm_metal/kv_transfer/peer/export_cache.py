@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outbox: pages kept in memory for other engines; grants their leases, evicts what has none."""
+"""ExportCache keeps pages in memory for other engines, with leases and eviction."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from blake3 import blake3
 from vllm_metal.kv_transfer.peer.messages import Page, checksum
 from vllm_metal.metrics.metric import Metric
 
-#: Of the outbox's bytes, that leases may hold: new pages always find room, whatever peers ask for.
+#: Largest part of the cache that leases may hold, so that new pages always find room.
 _LEASED_SHARE = (3, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportStats:
-    """Figures of an outbox. Pages and bytes are what it holds now, counters of all its time."""
+    """Metrics of an export cache: its current pages and bytes, and counters over its lifetime."""
 
     pages: int
     sent_pages: int
@@ -60,7 +60,7 @@ class ExportStats:
 class _Entry:
     page: Page
     used_at: float
-    leases: dict[int, float] = field(default_factory=dict)  # when they end, by holder
+    leases: dict[int, float] = field(default_factory=dict)  # expiry by holder
 
     @property
     def size(self) -> int:
@@ -68,55 +68,43 @@ class _Entry:
 
 
 class ExportCache:
-    """Pages by key, the least recently used of which give way; every method is for any thread.
+    """Pages by key, with LRU eviction by bytes; thread-safe.
 
-    Pages of a text give way to those of a later one, and never to others of their own: the first
-    pages of a text that is larger than the outbox stay, and are of use.
-
-    Pages count by their bytes. A page is used when it is read, leased, and when its last lease
-    ends. One that somebody reads stays in memory until it is read, evicted or not.
+    Reading, leasing, and the end of the last lease count as uses. A page never evicts pages of its
+    own or a later text: the first pages of a text larger than the cache stay, and remain useful.
     """
 
     def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """
-        Args:
-            max_bytes: of all pages.
-            clock: seconds.
-        """
+        """`max_bytes`: of all pages; `clock` returns seconds."""
         self.max_bytes = max_bytes
         self._clock = clock
         self._changed = threading.Condition()
         self._unleased: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
         self._leased: dict[bytes, _Entry] = {}
-        self._next_end = float("inf")  # no lease ends before
-        self._copying: dict[bytes, object] = {}  # pages that are being put; other than any before
-        self._bytes = 0  # of all pages, and of those that are being copied
+        self._next_end = float("inf")  # no lease expires before
+        self._copying: dict[bytes, object] = {}  # pages being put, each with a unique token
+        self._bytes = 0  # of all pages, including those being copied
         self._leased_bytes = 0
         self._expected: Counter[bytes] = Counter()
         self._generation = 0
         counts = ("num_refused", "num_evicted", "sent_pages", "sent_bytes")
         self._counts = Counter(dict.fromkeys((*counts, "shared_pages", "shared_bytes"), 0))
 
-    # -- pages that are being made
+    # -- pages being produced
 
     def expect(self, keys: Iterable[bytes]) -> None:
-        """Pages are being made; who asks for them waits. Each call is paid by `expect_no_more`."""
+        """Announces pages, so that lookups wait for them. Balance it with `expect_no_more`."""
         with self._changed:
             self._expected.update(iter(keys))
 
     def expect_no_more(self, keys: Iterable[bytes]) -> None:
-        """Pages that were expected are there, or will not come."""
+        """Notes that announced pages were put, or will not come."""
         with self._changed:
-            self._expected -= Counter(iter(keys))  # leaves out what nobody expects now
+            self._expected -= Counter(iter(keys))  # drops counts that reach 0
             self._changed.notify_all()
 
     def await_pages(self, keys: Sequence[bytes], seconds: float) -> list[bytes]:
-        """Returns the pages that are there, in the order of `keys`, once none is being made.
-
-        Args:
-            keys: of pages.
-            seconds: the longest to wait, of real time.
-        """
+        """Waits `seconds` at most while a page is announced; returns the available ones."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while (left := deadline - time.monotonic()) > 0 and self.any_expected(keys):
@@ -124,40 +112,37 @@ class ExportCache:
             return [key for key in keys if self.contains(key)]
 
     def any_expected(self, keys: Iterable[bytes]) -> bool:
-        """Whether one of the pages is being made."""
+        """Returns whether one of the pages is announced."""
         with self._changed:
             return bool(self._expected) and any(key in self._expected for key in keys)
 
-    # -- pages that are there
+    # -- available pages
 
     def contains(self, key: bytes) -> bool:
-        """Whether a page is there."""
+        """Returns whether a page is available."""
         with self._changed:
             return key in self._unleased or key in self._leased
 
     @property
     def generation(self) -> int:
-        """How often it was cleared."""
+        """Number of times it was cleared."""
         return self._generation
 
     def put(
         self, key: bytes, page: memoryview, used_at: float = 0.0, generation: int | None = None
     ) -> bool:
-        """Copies a page; one that is there already stays, and counts as used.
+        """Copies a page; a page that is already there stays, and counts as used.
 
         Args:
-            key: of the page.
-            page: its bytes.
-            used_at: when its text came, on any clock.
-            generation: what the outbox had when the page was begun; None: that of now.
+            used_at: arrival time of its text, on any clock.
+            generation: when the page was started; None: the current one.
 
         Returns:
-            False: there is no room, for all else is leased or of texts that came no earlier, or the
-            page is larger than the outbox; or it was discarded while it was copied, or the outbox
-            was cleared since the page was begun.
+            False if there is no room beside leased pages and those of later texts, the page was
+            discarded during the copy, or the cache was cleared since the page was started.
         """
         size = page.nbytes
-        this_one = object()
+        token = object()
         with self._changed:
             if generation is not None and generation != self._generation:
                 return False
@@ -167,15 +152,15 @@ class ExportCache:
             if not self._make_room(size, used_at):
                 self._counts["num_refused"] += 1
                 return False
-            self._bytes += size  # before it is copied: the limit holds meanwhile
-            self._copying[key] = this_one
+            self._bytes += size  # before the copy, so that the limit holds meanwhile
+            self._copying[key] = token
         entry = None
         try:
             data = memoryview(bytes(page))
             entry = _Entry(Page(data, checksum(key, blake3(data))), used_at)
         finally:
             with self._changed:
-                wanted = self._copying.get(key) is this_one  # else it was discarded meanwhile
+                wanted = self._copying.get(key) is token  # else it was discarded meanwhile
                 if wanted:
                     del self._copying[key]
                 if entry is not None and wanted:
@@ -185,28 +170,28 @@ class ExportCache:
         return wanted
 
     def get(self, key: bytes) -> Page | None:
-        """A page; None: it is not there. It may be evicted, and stays readable."""
+        """Returns a page, which stays readable when evicted; None if it is missing."""
         with self._changed:
             self._end_leases()
             entry = self._find(key)
             return entry.page if entry is not None else None
 
     def touch(self, keys: Iterable[bytes], used_at: float) -> None:
-        """Pages are of a text that came now, too."""
+        """Notes that pages belong to a text that arrived now."""
         with self._changed:
             for key in keys:
                 if (entry := self._find(key)) is not None:
                     entry.used_at = max(entry.used_at, used_at)
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """Removes pages, leased or not; what is being sent of them goes on."""
+        """Removes pages, leased or not; transfers in progress continue."""
         with self._changed:
             for key in keys:
                 self._remove(key)
                 self._copying.pop(key, None)
 
     def clear(self) -> None:
-        """Removes all pages and leases; what was expected will not come."""
+        """Removes all pages, leases and announcements."""
         with self._changed:
             for key in [*self._unleased, *self._leased]:
                 self._remove(key)
@@ -231,7 +216,7 @@ class ExportCache:
             _, evicted = self._unleased.popitem(last=False)
             self._bytes -= evicted.size
             self._counts["num_evicted"] += 1
-        return self._bytes + size <= self.max_bytes  # else others are being copied
+        return self._bytes + size <= self.max_bytes  # False if pages being copied take the room
 
     def _remove(self, key: bytes) -> None:
         entry = self._unleased.pop(key, None)
@@ -245,16 +230,9 @@ class ExportCache:
     # -- leases
 
     def lease(self, holder: int, keys: Iterable[bytes], seconds: float) -> int:
-        """Keeps pages from being evicted for a time.
+        """Keeps pages from eviction for `seconds`; returns on how many of `keys` it has leases.
 
-        Args:
-            holder: for whom.
-            keys: of pages; those that are not there are left out, and so are those that would make
-                leases hold more than three quarters of the outbox: such a page may vanish.
-            seconds: how long.
-
-        Returns:
-            How many pages the holder has leases on now, of `keys`.
+        Ignores missing pages, and those that would make leases exceed their share.
         """
         most = self.max_bytes * _LEASED_SHARE[0] // _LEASED_SHARE[1]
         num_leased = 0
@@ -276,7 +254,7 @@ class ExportCache:
         return num_leased
 
     def renew(self, holder: int, seconds: float) -> None:
-        """All leases of a holder that have not ended go on for so long from now, at least."""
+        """Extends all active leases of a holder to at least `seconds` from now."""
         with self._changed:
             self._end_leases()
             ends = self._clock() + seconds
@@ -285,7 +263,7 @@ class ExportCache:
                     entry.leases[holder] = max(ends, entry.leases[holder])
 
     def release(self, holder: int, keys: Collection[bytes] | None) -> None:
-        """Ends leases of a holder: on some pages, or None: on all."""
+        """Ends a holder's leases on some pages, or None: on all."""
         with self._changed:
             self._end_leases()
             for key in [*self._leased] if keys is None else keys:
@@ -293,7 +271,7 @@ class ExportCache:
                     self._end_lease(holder, key)
 
     def _end_leases(self) -> None:
-        """Ends those whose time is over."""
+        """Ends expired leases."""
         now = self._clock()
         if now < self._next_end:
             return
@@ -303,6 +281,7 @@ class ExportCache:
             for holder, ends in entry.leases.items()
             if ends <= now
         ]
+        # In the order of expiry, which is then the order of eviction.
         for _, holder, key in sorted(over, key=lambda each: each[0]):
             self._end_lease(holder, key)
         self._next_end = min(
@@ -317,20 +296,18 @@ class ExportCache:
             self._unleased[key] = self._leased.pop(key)
             self._leased_bytes -= entry.size
 
-    # -- figures
+    # -- metrics
 
     def count_sent(self, num_bytes: int) -> None:
-        """A page went to a peer."""
         with self._changed:
             self._counts.update(sent_pages=1, sent_bytes=num_bytes)
 
     def count_shared(self, num_bytes: int) -> None:
-        """A page came that a peer had asked for."""
         with self._changed:
             self._counts.update(shared_pages=1, shared_bytes=num_bytes)
 
     def stats(self) -> ExportStats:
-        """Figures, at one time."""
+        """Returns a snapshot of the metrics."""
         with self._changed:
             self._end_leases()
             return ExportStats(

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first words of a connection, on both sides: version, secret, terms.
+"""Handshake of a connection, on both sides: version, secret, terms.
 
 Each side proves that it knows the secret: challenge and response by HMAC-SHA256 (RFC 2104) over
-both nonces, the role of who proves, the session and the protocol's version. A proof of another
-conversation, role or version proves nothing. It tells who is there; it does not encrypt what is
-sent.
+both nonces, the prover's role, the session and the protocol version, so proofs cannot be replayed.
+This authenticates, but does not encrypt.
 """
 
 from __future__ import annotations
@@ -45,46 +44,41 @@ PREAMBLE = MAGIC + _VERSION.pack(PROTOCOL_VERSION)
 
 
 def make_nonce() -> bytes:
-    """32 random bytes."""
+    """Returns 32 random bytes."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 @dataclass(frozen=True)
 class Challenge:
-    """What both sides of one conversation have proofs of."""
+    """The data of one handshake that both sides prove."""
 
     server_nonce: bytes  # 32 bytes
     client_nonce: bytes  # 32 bytes
     session: bytes  # 16 bytes
 
     def proof(self, secret: bytes, role: str) -> bytes:
-        """32 bytes that nobody makes without the secret.
-
-        Args:
-            secret: both sides'.
-            role: who proves: "server" or "client".
-        """
+        """Returns the 32-byte proof of a role, "server" or "client"."""
         message = b"\0".join((_PURPOSE, role.encode(), b"%d" % PROTOCOL_VERSION, b""))
         message += self.server_nonce + self.client_nonce + self.session
         return hmac.digest(secret, message, "sha256")
 
     def is_proof(self, secret: bytes, role: str, proof: bytes) -> bool:
-        """Whether the other side, of that role, knows the secret; takes the same time for all."""
+        """Returns whether a proof of the other side's role is correct, in constant time."""
         return hmac.compare_digest(self.proof(secret, role), proof)
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Which K/V an engine has: what two must agree on before one takes pages from the other."""
+    """Describes an engine's K/V. Two engines must agree on it to exchange pages."""
 
-    engine_id: str  # of one run of the engine: another after a restart
-    fingerprint: str  # a digest of all that K/V depend on but the text
-    facts: Mapping[str, Any]  # what it is a digest of, as JSON has it; for messages to people
-    page_bytes: tuple[int, ...]  # of a page, by KV cache group
+    engine_id: str  # unique per engine start
+    fingerprint: str  # digest of everything that K/V depend on except the text
+    facts: Mapping[str, Any]  # JSON values behind the digest, for messages
+    page_bytes: tuple[int, ...]  # size of a page, by KV cache group
 
     @property
     def content(self) -> tuple[str, tuple[int, ...]]:
-        """What must be equal."""
+        """The part that must be equal."""
         return self.fingerprint, tuple(self.page_bytes)
 
     @property
@@ -94,27 +88,19 @@ class Terms:
 
 
 class Refused(Exception):
-    """Two engines cannot work together; its text says why, without saying of whom."""
+    """Two engines are incompatible; the text says why, without naming the other one."""
 
 
 class WrongSecret(Exception):
-    """Somebody could not prove the secret."""
+    """The other side could not prove the secret."""
 
 
 def greet(link: Link, secret: bytes, terms: Terms) -> int:
-    """The server's side.
-
-    Args:
-        link: a new connection.
-        secret: both sides'.
-        terms: the server's.
-
-    Returns:
-        The client's session.
+    """Performs the server's side on a new connection; returns the client's session.
 
     Raises:
-        WrongSecret, Refused: the client is none to serve, and was told so.
-        ProtocolError, OSError: the connection is of no use.
+        WrongSecret, Refused: the client was rejected, and told so.
+        ProtocolError, OSError: the connection is unusable.
     """
     if not secret and not is_loopback_ip(link.peer_ip()):
         raise WrongSecret
@@ -130,28 +116,21 @@ def greet(link: Link, secret: bytes, terms: Terms) -> int:
         raise WrongSecret
     link.send(Welcome(challenge.proof(secret, "server")))
     theirs = _terms(decode(link.receive(MAX_MESSAGE_BYTES), Offer), {})
-    link.send(_offer(terms, _packed(terms.facts)))
+    link.send(_offer(terms, _pack(terms.facts)))
     if theirs.content != terms.content:
         raise Refused("its terms differ")
     return int.from_bytes(proof.session, "big")
 
 
 def introduce(link: Link, secret: bytes, session: bytes, terms: Terms) -> Terms:
-    """The client's side.
+    """Performs the client's side on a new connection; returns the server's terms.
 
-    Args:
-        link: a new connection.
-        secret: both sides'.
-        session: 16 bytes, the same for all connections of this client.
-        terms: the client's.
-
-    Returns:
-        The server's terms, which may differ.
+    These may differ. `session`: 16 bytes, the same for all connections of this client.
 
     Raises:
-        PeerDown: it has no connection left.
-        Refused: the server is none to take pages from.
-        ProtocolError, OSError: the connection is of no use.
+        PeerDown: the server has no connection left.
+        Refused: the server cannot be used.
+        ProtocolError, OSError: the connection is unusable.
     """
     if not secret and not is_loopback_ip(link.peer_ip()):
         raise Refused("it is on another machine, and that needs a 'secret'")
@@ -176,7 +155,7 @@ def introduce(link: Link, secret: bytes, session: bytes, terms: Terms) -> Terms:
         raise Refused("its secret differs: give both the same file as 'secret'")
     link.send(_offer(terms, b""))
     offer = decode(link.receive(MAX_MESSAGE_BYTES), Offer)
-    return _terms(offer, _unpacked(offer.facts))
+    return _terms(offer, _unpack(offer.facts))
 
 
 def _offer(terms: Terms, facts: bytes) -> Offer:
@@ -187,13 +166,13 @@ def _terms(offer: Offer, facts: Mapping[str, Any]) -> Terms:
     return Terms(offer.engine_id, offer.fingerprint, facts, tuple(offer.page_bytes))
 
 
-def _packed(facts: Mapping[str, Any]) -> bytes:
-    """As JSON; nothing where that is too long: facts only word what the fingerprint says."""
+def _pack(facts: Mapping[str, Any]) -> bytes:
+    """Encodes facts as JSON; b"" if that is too long, as they only explain the fingerprint."""
     packed = msgspec.json.encode(facts)
     return packed if len(packed) <= MAX_FACTS_BYTES else b""
 
 
-def _unpacked(facts: bytes) -> dict[str, Any]:
+def _unpack(facts: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(facts, type=dict[str, Any]) if facts else {}
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:

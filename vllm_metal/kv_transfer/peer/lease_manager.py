@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renews a consumer's leases while somebody wants the pages, and gives them back."""
+"""Renews a client's leases while their pages are wanted, then releases them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from vllm_metal.kv_transfer.peer.messages import Release, Renew
 
 
 @dataclass
-class _Wish:
-    count: int  # asks that were not released
-    asked_at: float  # by the clock, the last time
+class _Demand:
+    count: int  # lookups that were not released
+    asked_at: float  # time of the last lookup
 
 
 class LeaseManager:
-    """Counts who wants which page, and tells the server from a thread of its own."""
+    """Counts the users of each page, and updates the server from a thread of its own."""
 
     def __init__(
         self,
@@ -29,36 +29,35 @@ class LeaseManager:
     ) -> None:
         """
         Args:
-            send: tells the server, as well as it can; never raises.
-            timeouts: how often, and how long a page may be wanted.
-            clock: seconds, for how long pages are wanted.
+            send: sends a message to the server, best effort; never raises.
+            clock: returns seconds, for how long pages are wanted.
         """
         self._send = send
         self._timeouts = timeouts
         self._clock = clock
         self._changed = threading.Condition()
-        self._wishes: dict[bytes, _Wish] = {}
+        self._demands: dict[bytes, _Demand] = {}
         self._to_release: set[bytes] = set()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def want(self, keys: Iterable[bytes]) -> None:
-        """Counts wishes for pages. Call it before asking the server: no release may come after."""
+        """Adds users of pages. Call it before the lookup, so that no release can overtake it."""
         now = self._clock()
         with self._changed:
             for key in keys:
-                wish = self._wishes.setdefault(key, _Wish(0, now))
-                wish.count += 1
-                wish.asked_at = now
+                demand = self._demands.setdefault(key, _Demand(0, now))
+                demand.count += 1
+                demand.asked_at = now
                 self._to_release.discard(key)
 
     def not_found(self, keys: Iterable[bytes]) -> None:
-        """Counts wishes for pages off that the server does not have."""
+        """Removes users of pages that the server does not have."""
         with self._changed:
-            self._count_down(keys)
+            self._remove_users(keys)
 
     def found(self) -> None:
-        """There are leases to keep from now on."""
+        """Starts renewing leases."""
         with self._changed:
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(
@@ -68,28 +67,28 @@ class LeaseManager:
             self._changed.notify()
 
     def release(self, keys: Iterable[bytes]) -> None:
-        """Somebody who asked does not want these any more; returns at once."""
+        """Removes users of pages without blocking; releases pages without users."""
         with self._changed:
-            self._to_release.update(self._count_down(keys))
+            self._to_release.update(self._remove_users(keys))
             self._changed.notify()
 
     def close(self) -> None:
-        """Ends the thread: the server ends the leases with the connections."""
+        """Ends the thread; the server ends the leases with the connections."""
         with self._changed:
             self._closed = True
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
 
-    def _count_down(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Counts wishes off; returns the pages that nobody wants any more."""
+    def _remove_users(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Removes users; returns the pages without any."""
         unwanted = []
         for key in keys:
-            wish = self._wishes.get(key)
-            if wish is not None:
-                wish.count -= 1
-                if wish.count == 0:
-                    del self._wishes[key]
+            demand = self._demands.get(key)
+            if demand is not None:
+                demand.count -= 1
+                if demand.count == 0:
+                    del self._demands[key]
                     unwanted.append(key)
         return unwanted
 
@@ -101,16 +100,18 @@ class LeaseManager:
                     left = renewed + self._timeouts.renew - time.monotonic()
                     if left <= 0:
                         break
-                    self._changed.wait(left if self._wishes else None)
+                    self._changed.wait(left if self._demands else None)
                 if self._closed:
                     return
                 oldest = self._clock() - self._timeouts.held
-                forgotten = [key for key, wish in self._wishes.items() if wish.asked_at <= oldest]
+                forgotten = [
+                    key for key, demand in self._demands.items() if demand.asked_at <= oldest
+                ]
                 for key in forgotten:
-                    del self._wishes[key]
+                    del self._demands[key]
                 released = [*self._to_release, *forgotten]
                 self._to_release.clear()
-                any_left = bool(self._wishes)
+                any_left = bool(self._demands)
             for start in range(0, len(released), MAX_KEYS):
                 self._send(Release(released[start : start + MAX_KEYS]))
             if time.monotonic() >= renewed + self._timeouts.renew:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two engines say to each other: msgpack of msgspec's structs, checked as they are decoded.
+"""Messages between two engines: msgpack of msgspec structs, validated when decoded.
 
-Both send `MAGIC` and the version of the protocol first. Then the server sends `Greeting`, the
-client `Proof`, the server `Welcome`, the client its `Offer`, the server its own. From then on the
-client asks and the server answers, one at a time; raw bytes of a page follow each `Row`.
+Both sides first send `MAGIC` and the protocol version. Then the server sends `Greeting`, the client
+`Proof`, the server `Welcome`, the client its `Offer`, and the server its own. From then on the
+client sends requests, one at a time, and the server answers; a page's raw bytes follow each `Row`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_metal.kv_transfer.peer.limits import (
 
 MAGIC = b"VMKVPEER"
 CHECKSUM_BYTES = 16
-NONCE_BYTES = 32  # as many as SHA-256 gives: none is drawn twice
+NONCE_BYTES = 32  # the size of SHA-256, so none repeats
 PROOF_BYTES = 32  # of SHA-256
 SESSION_BYTES = 16
 
@@ -38,112 +38,110 @@ PageBytes = Annotated[int, Meta(ge=0, lt=1 << 40)]
 
 @dataclass(frozen=True)
 class Page:
-    """Bytes of a block of one KV cache group. They stay as they are while somebody holds them."""
+    """A block of one KV cache group, unchanged while it is referenced."""
 
     data: memoryview  # read-only bytes
-    checksum: bytes  # 16 bytes, of key and data
+    checksum: bytes  # 16 bytes, over data and key
 
 
 def checksum(key: bytes, hashed: blake3) -> bytes:
-    """The first 16 bytes of the BLAKE3 of a page's bytes, which `hashed` has, and then of its key.
-
-    The key comes last: BLAKE3 is three times as fast on aligned parts.
-    """
+    """Returns the first 16 bytes of the BLAKE3 of a page, already in `hashed`, and its key."""
+    # The key comes last, as BLAKE3 is three times as fast on aligned parts.
     return hashed.update(key).digest(length=CHECKSUM_BYTES)
 
 
 class ProtocolError(Exception):
-    """The other side says what the protocol does not have. Its connection is closed."""
+    """The other side violates the protocol; its connection is closed."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
-    """Any of them."""
+    """Base of all messages."""
 
 
 class Greeting(Message, frozen=True):
-    """Server: prove that you know the secret."""
+    """Server: challenges the client to prove the secret."""
 
     nonce: Nonce
 
 
 class Busy(Message, frozen=True):
-    """Server: it has as many connections as it takes, and closes this one."""
+    """Server: has no connection left, and closes this one."""
 
 
 class Proof(Message, frozen=True):
-    """Client: here is the proof; now prove it, too."""
+    """Client: its proof, and a challenge to the server."""
 
-    session: Session  # the same of all connections of one client, and nobody else's
+    session: Session  # shared by all connections of one client, and unique to it
     nonce: Nonce
     proof: ProofBytes
 
 
 class Welcome(Message, frozen=True):
-    """Server: the proof is right, and this is its own."""
+    """Server: accepts the proof, and returns its own."""
 
     proof: ProofBytes
 
 
 class Stranger(Message, frozen=True):
-    """Server: the proof is wrong; it closes the connection."""
+    """Server: rejects the proof, and closes the connection."""
 
 
 class Offer(Message, frozen=True):
-    """Both: an engine's terms. A server of others closes the connection after its own."""
+    """Both: the engine's terms. If they differ, the server closes the connection after its own."""
 
     engine_id: Name
     fingerprint: Name
     page_bytes: Annotated[list[PageBytes], Meta(max_length=256)]
-    #: JSON, empty from a client. Decoded by who wants to name a difference.
+    #: JSON, empty from a client. Only decoded to describe a difference.
     facts: Annotated[bytes, Meta(max_length=MAX_FACTS_BYTES)]
 
 
 class Ask(Message, frozen=True):
-    """Client: which of the pages are there? They are leased to its session."""
+    """Client: looks up pages, and leases those found to its session."""
 
     keys: Keys
-    wait_ms: Annotated[int, Meta(ge=0)]  # for pages that are being made; the server has a limit
+    wait_ms: Annotated[int, Meta(ge=0)]  # for pages being produced; the server has a limit
 
 
 class Waiting(Message, frozen=True):
-    """Server: pages are being made, or copied; the answer comes later."""
+    """Server: pages are being produced or copied, and the answer follows later."""
 
 
 class Found(Message, frozen=True):
-    """Server: whether each is there."""
+    """Server: which of the pages it has."""
 
     there: Annotated[list[bool], Meta(max_length=MAX_KEYS)]
 
 
 class Fetch(Message, frozen=True):
-    """Client: send the pages, in this order. Signs of waiting may come before the first."""
+    """Client: requests pages in this order. `Waiting` messages may precede the first."""
 
     keys: Keys
 
 
 class Row(Message, frozen=True):
-    """Server: one of the pages; `size` raw bytes follow."""
+    """Server: a page; `size` raw bytes follow."""
 
     size: PageBytes
     checksum: Annotated[bytes, Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
 
 
 class NoPage(Message, frozen=True):
-    """Server: the next page is not there, and no more of them follow."""
+    """Server: the next page is missing, and no more follow."""
 
 
 class Renew(Message, frozen=True):
-    """Client: it still wants the pages that are leased to its session."""
+    """Client: extends the leases of its session."""
 
 
 class Release(Message, frozen=True):
-    """Client: it does not want these any more."""
+    """Client: ends its leases on these pages."""
 
     keys: Keys
 
 
 class Done(Message, frozen=True):
-    """Server: so it is."""
+    """Server: confirms."""
 
 
 M = TypeVar("M", bound=Message)
@@ -153,7 +151,7 @@ _DECODERS: dict[tuple[type[Message], ...], msgspec.msgpack.Decoder] = {}
 
 
 def encode(message: Message) -> bytes:
-    """As it is sent, without its length."""
+    """Encodes a message, without its length."""
     return msgspec.msgpack.encode(message)
 
 
@@ -164,16 +162,12 @@ def decode(body: bytes | bytearray, one: type[M], other: type[N], /) -> M | N: .
 @overload
 def decode(body: bytes | bytearray, *expected: type[Message]) -> Message: ...
 def decode(body: bytes | bytearray, *expected: type[Message]) -> Message:
-    """A message of one of these types.
-
-    Raises:
-        ProtocolError: it is none.
-    """
+    """Decodes a message of one of these types; raises ProtocolError if it is not one."""
     decoder = _DECODERS.get(expected)
     if decoder is None:
         decoder = _DECODERS[expected] = msgspec.msgpack.Decoder(Union[expected])  # noqa: UP007
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        # Its words hold no values of the message, but lengths and names of types.
+        # This text contains no values of the message, only lengths and type names.
         raise ProtocolError(f"unexpected message: {error}") from None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who the peers are now, by a list or a file that may change, and which of them are there."""
+"""The current peers, from a list or a file that may change, and which of them answer."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-#: Seconds between two looks at the file, and at who is there.
+#: Seconds between checks of the file and of the peers.
 _PERIOD = 1.0
 _MAX_BYTES = 64 << 10
 
 
 def parse_peers(text: str) -> tuple[Address, ...]:
-    """Reads addresses, one a line; what follows a # is a comment, and empty lines are nothing.
+    """Parses addresses, one per line; # starts a comment, and empty lines are ignored.
 
-    Raises:
-        ValueError: a line is no address, one is named twice, or there are too many; says which.
+    Raises ValueError if a line is not an address or a duplicate, or there are too many.
     """
     found: dict[Address, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -46,11 +45,7 @@ def parse_peers(text: str) -> tuple[Address, ...]:
 
 
 def read_peers(path: Path) -> tuple[Address, ...]:
-    """Reads a file of peers, which may name none.
-
-    Raises:
-        ValueError: it cannot be read or understood; the message names it.
-    """
+    """Reads a file of peers, which may be empty; raises ValueError if it is invalid."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
@@ -64,33 +59,24 @@ def read_peers(path: Path) -> tuple[Address, ...]:
 
 
 class PeersFile:
-    """A file of peers that is read again when it has changed."""
+    """A file of peers that is read again when it changes."""
 
     def __init__(self, path: Path) -> None:
-        """Notes what the file names now.
-
-        Args:
-            path: the file's.
-
-        Raises:
-            ValueError: see `read_peers`.
-        """
+        """Reads the file; raises ValueError, see `read_peers`."""
         self._path = path
         self._stamp = self._stat()
-        #: The addresses that it named when it was last understood.
+        #: The addresses from the last valid contents.
         self.addresses = read_peers(path)
 
     def read_again(self) -> bool:
-        """Reads the file if it has changed since the last call; whether other peers are named now.
+        """Reads the file if it has changed; returns whether the set of peers has changed.
 
-        Raises:
-            ValueError: it has changed, and cannot be read or understood; raised once a change.
-                The addresses of before stay.
+        Raises ValueError once per invalid change; the previous addresses stay.
         """
         stamp = self._stat()
         if stamp == self._stamp:
             return False
-        self._stamp = stamp  # taken before reading: what is written meanwhile is a change again
+        self._stamp = stamp  # taken before reading, so that a write meanwhile counts as a change
         addresses = read_peers(self._path)
         before, self.addresses = self.addresses, addresses
         return set(before) != set(addresses)
@@ -104,11 +90,9 @@ class PeersFile:
 
 
 class PeerList:
-    """Reads the file of peers again as it changes, and greets who was gone, in a thread.
+    """Reads a changed file of peers, and greets missing peers, in a thread."""
 
-    So no request ever waits for a peer that is known to be away. Where the peers are a list and
-    nobody is greeted, there is no thread.
-    """
+    # So no request waits for a peer that is known to be away.
 
     def __init__(
         self,
@@ -120,18 +104,17 @@ class PeerList:
     ) -> None:
         """
         Args:
-            clients: of the peers.
-            peers: who they are at first.
-            file: that names them; None: they stay.
-            own: where this engine listens; it is left out.
-            greets: whether peers that were away are greeted until they answer.
+            peers: the initial peers.
+            file: lists peers; None: they are fixed.
+            own: address where this engine listens, which is ignored.
+            greets: whether to greet missing peers until they answer.
         """
         self._clients = clients
         self._file = file
         self._own = own
         self._greets = greets
-        self._there: set[Address] = set()  # whom the log has called there
-        #: Whom to ask, best first.
+        self._present: set[Address] = set()  # peers logged as present
+        #: Peers to ask, best first.
         self.addresses = self._without_own(peers)
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -149,7 +132,7 @@ class PeerList:
     def close(self) -> None:
         """Ends the thread."""
         self._closed.set()
-        self._clients.close()  # who is being greeted is waited for no longer
+        self._clients.close()  # ends pending greetings
         if self._thread is not None:
             self._thread.join()
 
@@ -172,11 +155,11 @@ class PeerList:
             return
         self.addresses = self._without_own(self._file.addresses)
         self._clients.keep(self.addresses)
-        self._there.intersection_update(self.addresses)
+        self._present.intersection_update(self.addresses)
         logger.info("Now fetching K/V from %s", ", ".join(map(str, self.addresses)) or "nobody")
 
     def _greet(self) -> None:
-        """All at once: one that does not answer must not keep the others waiting."""
+        # All at once, so that a peer that does not answer does not delay the others.
         peers = [self._clients.at(each) for each in self.addresses]
         away = [peer for peer in peers if peer.engine_id is None or peer.is_in_trouble]
         threads = [threading.Thread(target=peer.hello, name="kv-peer-hello") for peer in away]
@@ -185,8 +168,8 @@ class PeerList:
         for thread in threads:
             thread.join()
         there = {peer.address for peer in peers if peer.engine_id and not peer.is_in_trouble}
-        for address in there - self._there:
+        for address in there - self._present:
             logger.info("Added the peer %s", address)
-        for address in self._there - there:
+        for address in self._present - there:
             logger.info("Removed the peer %s", address)
-        self._there = there
+        self._present = there

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pulls: whether a peer's pages are pulled or their tokens computed, and how long a pull may take.
+"""Decides whether to pull a peer's pages or to compute their tokens, and limits a pull's time.
 
-A pull is chosen where it is estimated to end first, from two running averages: a peer's bytes per
-second and this engine's prefill tokens per second. A rate that was not measured counts as infinite,
-and a tie is pulled: the first requests pull, and measure the link; then one computes, and measures
-prefill.
+It pulls if that is estimated to end first, from two running averages: a peer's bytes per second,
+and this engine's prefill tokens per second. An unknown rate counts as infinite, and ties pull: the
+first requests pull, which measures the link; then one computes, which measures prefill.
 """
 
 from __future__ import annotations
@@ -24,78 +23,79 @@ from vllm_metal.settings.address import Address
 
 logger = init_logger(__name__)
 
-#: Seconds that a pull may be behind what computing would have done by then.
+#: Seconds that a pull may be late compared to computing.
 SLACK_S = 1.2
-#: Factor of all earlier measurements when another is added.
-_FADING = 0.9
-#: Measurements until a rate counts: the first one has costs that no other has.
+#: Factor of all earlier measurements when another one is added.
+_DECAY = 0.9
+#: Measurements until a rate counts: the first one includes one-time costs.
 _LEAST_MEASURED = 2
-#: Prefill tokens of a step that is measured: a step's fixed time hides the rate of fewer.
+#: Prefill tokens of a measured step: with fewer, the step's fixed time hides the rate.
 _LEAST_TOKENS = 64
 #: Seconds after which a link's rate is forgotten, so that it is tried again.
 _FORGOTTEN_AFTER = 60.0
 #: Peers that save as much as the best one, less this part of its pull, take turns.
 _AS_GOOD = 0.1
-#: Seconds of a pull whose failure would leave nothing, see `Patience`.
+#: Longest pull, in seconds, if its failure would leave nothing; see `Patience`.
 _LONGEST_AT_RISK = 1.0
-#: Seconds that a peer is avoided after a load from there failed; doubled with each in a row.
+#: Seconds that a peer is avoided after a failed load; doubled with each further one, and the limit.
 _AVOIDED, _AVOIDED_MOST = 10.0, 300.0
 _CHOICES = "vllm:kv_pull_choices"
 _CHOSEN = "Requests whose pages a peer had, by what was thought to be sooner."
 
 
 class Rate:
-    """Running average of units per second; recent measurements count most, large ones more."""
+    """Running average of units per second, weighted by size, favoring recent measurements."""
 
     def __init__(self) -> None:
         self._units = self._seconds = 0.0
         self._count = 0
 
     def add(self, units: float, seconds: float) -> None:
-        """Adds a measurement; both are above 0."""
-        self._units = _FADING * self._units + units
-        self._seconds = _FADING * self._seconds + seconds
+        """Adds a measurement; both values are positive."""
+        self._units = _DECAY * self._units + units
+        self._seconds = _DECAY * self._seconds + seconds
         self._count += 1
 
     @property
     def each(self) -> float:
-        """Seconds per unit; 0 where too little was measured."""
+        """Seconds per unit; 0 if unknown."""
         return self._seconds / self._units if self._count >= _LEAST_MEASURED else 0.0
 
 
 @dataclass
 class _Link:
-    """What is known of a peer; times are `Puller`'s."""
+    """State of a peer, with times as for `Puller`."""
 
     rate: Rate = field(default_factory=Rate)  # bytes per second
     measured_at: float = float("-inf")
     used_at: float = float("-inf")
-    num_failures: int = 0  # loads, since one that did not fail
+    num_failures: int = 0  # failed loads since the last success
     avoided_until: float = float("-inf")
 
 
 class Patience:
-    """How long one load waits for peers: until it is `SLACK_S` seconds behind computing.
+    """Limits how long a load waits for peers: until it is `SLACK_S` seconds behind computing.
 
-    A request keeps the first pages that came, and computes the rest, so it is late by that much at
-    most. Only the time in which something is fetched counts: the engine's own limits are its own.
+    Only time spent fetching counts, not the engine's own delays.
     """
+
+    # A request keeps the leading pages that came, and computes the rest, so this bounds its delay.
 
     def __init__(
         self, page_seconds: float | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """
         Args:
-            page_seconds: that computing takes in place of a page; 0 where a load that fails leaves
-                nothing; None: not known, and then each fetch may take so long.
-            clock: seconds.
+            page_seconds: seconds to compute a page; 0 if a failed load leaves nothing; None:
+                unknown, and the limit applies to each fetch.
+            clock: returns seconds.
         """
         self.page_seconds = page_seconds
         self._clock = clock
         self._lock = threading.Lock()
-        self._num_reading = 0  # fetches
-        self._num_pages = 0  # that came, or are being fetched
-        self._spent = 0.0  # seconds, until `_since`
+        self._num_reading = 0  # active fetches
+        self._num_pages = 0  # fetched or being fetched
+        self._spent = 0.0  # seconds of fetching until `_since`
         self._since = 0.0
 
     def __reduce__(self) -> tuple[type[Patience], tuple[float | None]]:
@@ -103,7 +103,7 @@ class Patience:
 
     @contextmanager
     def fetching(self, num_pages: int) -> Iterator[None]:
-        """Stands around a fetch of so many pages; any thread's."""
+        """Measures a fetch of this many pages; thread-safe."""
         with self._lock:
             self._count()
             self._num_reading += 1
@@ -119,7 +119,7 @@ class Patience:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is time to compute what has not come."""
+        """Whether to stop waiting and compute the rest."""
         with self._lock:
             self._count()
             return self._spent > SLACK_S + (self.page_seconds or 0.0) * self._num_pages
@@ -133,15 +133,15 @@ class Patience:
 
 @dataclass(frozen=True)
 class PullHint:
-    """What goes to the worker with a load: which peer has a page, and how long it may take."""
+    """Data for the worker's load: which peer has each page, and how long it may take."""
 
-    places: Mapping[bytes, Address]  # by key
-    patience: Patience | None = None  # None: as long as something moves
+    places: Mapping[bytes, Address]  # peer by key
+    patience: Patience | None = None  # None: as long as data arrives
 
 
 @dataclass(frozen=True, kw_only=True)
 class PullCounts:
-    """Counters of all time."""
+    """Counters over the lifetime."""
 
     pulled: int = Metric("total", _CHOICES, _CHOSEN, label=("choice", "pulled")).field(0)
     computed: int = Metric("total", _CHOICES, _CHOSEN, label=("choice", "computed")).field(0)
@@ -152,66 +152,60 @@ class PullCounts:
 
 @dataclass
 class Pull:
-    """One request's pages at the peer that was chosen; see `Puller`."""
+    """A request's pages at the chosen peer; see `Puller`."""
 
     address: Address
     keys: frozenset[bytes]
-    num_bytes: int | None = None  # that the worker loads; None: it loads none
+    num_bytes: int | None = None  # that the worker loads; None: no active load
     began_at: float = 0.0
 
 
 class Puller:
-    """All methods are the scheduler thread's; `now` is in seconds of one clock."""
+    """Chooses pulls and measures them; for the scheduler's thread. `now`: seconds on one clock."""
 
     def __init__(self, content: PoolContent) -> None:
-        """
-        Args:
-            content: what pages are.
-        """
         self._links: dict[Address, _Link] = {}
-        self._pending_bytes = 0  # of pulls that go on
+        self._pending_bytes = 0  # of active pulls
         self._last_end = float("-inf")
         self._counts = dict.fromkeys(PullCounts.__annotations__, 0)
         self.use(content)
 
     def use(self, content: PoolContent) -> None:
-        """Pages are others from now on."""
+        """Sets the content of later pages, whose prefill rate is unknown."""
         self._page_bytes = content.page_bytes
         self._block_tokens = int(content.fingerprint.facts["block_size"])
         self._prefill = Rate()
 
     @property
     def counts(self) -> PullCounts:
-        """What was chosen."""
+        """Counts of decisions and failures."""
         return PullCounts(**self._counts)
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A step prefilled so many tokens in so many seconds of the device."""
+        """Adds a step's prefilled tokens and the seconds it took on the device."""
         if tokens >= _LEAST_TOKENS and seconds > 0.0:
             self._prefill.add(tokens, seconds)
 
     def trusts(self, address: Address, now: float) -> bool:
-        """Whether a peer is worth asking."""
+        """Returns whether a peer may be asked, that is, is not avoided after failures."""
         return address not in self._links or now >= self._links[address].avoided_until
 
     def keep(self, addresses: Collection[Address]) -> None:
-        """Forgets all other peers."""
+        """Forgets peers at other addresses."""
         self._links = {at: link for at, link in self._links.items() if at in addresses}
 
     def decide(
         self, keys: Sequence[bytes], found: Mapping[Address, Collection[bytes]], now: float
     ) -> Pull | None:
-        """Returns the pull that is faster than computing; None: there is none.
-
-        Either way a request computes its last token, so a step's fixed time cancels.
+        """Returns the pull that is faster than computing; None: compute.
 
         Args:
-            keys: of the pages that a request could begin with; of each group from the first on.
-            found: those that each peer has.
-            now: the time.
+            keys: pages that a request could begin with, of each group in order.
+            found: pages that each peer has.
         """
+        # A step's fixed time cancels out, as a request computes its last token in any case.
         pages: dict[Address, list[bytes]] = {}
-        seconds: dict[Address, float] = {}  # that a pull takes, after those that go on
+        seconds: dict[Address, float] = {}  # of a pull, after the active ones
         saved: dict[Address, float] = {}
         for address, there in found.items():
             tokens, usable = self._usable(keys, there)
@@ -240,14 +234,12 @@ class Puller:
 
     @property
     def _keeps_part(self) -> bool:
-        """Whether a request keeps the first pages of a load that fails."""
+        """Whether a request keeps the leading pages of a failed load."""
         return len(self._page_bytes) == 1
 
     def _usable(self, keys: Sequence[bytes], there: Collection[bytes]) -> tuple[int, list[bytes]]:
-        """Tokens that pages stand for, and the pages: a group's first ones without a gap.
-
-        Of a group that only needs its last pages a peer may have no others.
-        """
+        """Returns the tokens in usable pages, and these: each group's first ones without a gap."""
+        # For a group that only needs its last pages, a peer may have no others.
         groups: dict[int, list[bytes]] = {}
         for key in keys:
             groups.setdefault(get_offload_group_idx(OffloadKey(key)), []).append(key)
@@ -265,10 +257,10 @@ class Puller:
     def _num_bytes(self, keys: Sequence[bytes]) -> int:
         return sum(self._page_bytes[get_offload_group_idx(OffloadKey(key))] for key in keys)
 
-    # -- how pulls go
+    # -- progress of pulls
 
     def begin(self, pull: Pull, keys: Sequence[bytes], now: float) -> PullHint | None:
-        """The worker is about to load pages, of which these are some; None: it has none of them."""
+        """Starts a pull of those `keys` that the peer has; None if it has none."""
         wanted = [key for key in keys if key in pull.keys]
         if not wanted:
             return None
@@ -280,20 +272,18 @@ class Puller:
         return PullHint(dict.fromkeys(wanted, pull.address), patience)
 
     def give_up(self, pull: Pull) -> None:
-        """Nobody waits for a pull any more, which says nothing of the peer."""
+        """Ends a pull that is no longer wanted, without judging the peer."""
         self._pending_bytes -= pull.num_bytes or 0
         pull.num_bytes = None
 
     def end(self, pull: Pull, failed: bool, now: float) -> None:
-        """A load is over.
-
-        One after another is read: its time runs from when the one before was over.
-        """
+        """Ends a pull, and rates its peer."""
         num_bytes = pull.num_bytes
         if num_bytes is None:
             return
         self.give_up(pull)
         link = self._links.setdefault(pull.address, _Link())
+        # Pulls are read one after the other, so this one's time starts at the end of the last one.
         seconds = now - max(pull.began_at, self._last_end)
         self._last_end = now
         if not failed:

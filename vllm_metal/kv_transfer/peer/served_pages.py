@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pages peers may have of this engine: in its outbox, its pool, and its other stores."""
+"""The pages that peers may get: from the export cache, the pool, and other stores."""
 
 from __future__ import annotations
 
@@ -17,23 +17,18 @@ from vllm_metal.kv_transfer.store import OfferedPages
 
 
 class ServedPages:
-    """An outbox, a pool behind it that fills it where pages are fetched, and pages of other stores.
+    """Pages from an export cache, a pool that fills it on request, and other stores.
 
-    Every method is for any thread. What waits calls `sign` now and then.
+    Thread-safe. Methods that wait call `sign` now and then.
     """
 
-    #: What is in other stores, and is read there when it is fetched.
+    #: Pages of other stores, read when they are fetched.
     offered: Sequence[OfferedPages] = ()
 
     def __init__(
         self, export_cache: ExportCache, pool: SharedPool | None, timeouts: Timeouts
     ) -> None:
-        """
-        Args:
-            outbox: pages in memory.
-            pool: where the others are; None: there are none.
-            timeouts: of waits and leases.
-        """
+        """`pool`: pages that are copied to the export cache on request; None: none."""
         self.export_cache = export_cache
         self._pool = pool
         self._timeouts = timeouts
@@ -41,20 +36,19 @@ class ServedPages:
     def find(
         self, holder: int, keys: Sequence[bytes], seconds: float, sign: Callable[[], bool]
     ) -> set[bytes]:
-        """Finds which pages are there, and leases them.
+        """Finds available pages, and leases them.
 
         Args:
-            holder: for whom.
-            keys: of pages.
-            seconds: the longest to wait for pages on their way to the outbox that are nowhere else.
-            sign: called now and then; False: it is of no use to wait on.
+            seconds: limit of the wait for announced pages that are nowhere else.
+            sign: called now and then; returns False to stop waiting.
         """
         in_pool = {key for key in keys if self._pool is not None and self._pool.contains(key)}
         others = [key for key in keys if key not in in_pool]
-        stored = self._stored(others)
+        stored = self._find_offered(others)
         self._wait([key for key in others if key not in stored], seconds, sign)
         found = in_pool | stored | {key for key in others if self.export_cache.contains(key)}
-        # Before the outbox: what leaves the pool meanwhile is in the outbox, or is computed.
+        # Before the export cache: a page that leaves the pool in between is in the cache, or its
+        # request computes it.
         if self._pool is not None:
             self._pool.lease(holder, (key for key in keys if key in in_pool), self._timeouts.lease)
         self.export_cache.lease(holder, (key for key in keys if key in found), self._timeouts.lease)
@@ -64,13 +58,9 @@ class ServedPages:
     def brought(
         self, holder: int, keys: Sequence[bytes], sign: Callable[[], bool]
     ) -> Iterator[Callable[[bytes], Page | None]]:
-        """Gives what gives pages, once all that the pool has are in the outbox, or cannot come.
+        """Brings the pool's pages into the export cache; yields a function that returns pages.
 
-        A page that came for this call is kept for it until it was given, and then may give way.
-
-        Args:
-            holder, sign: see `find`.
-            keys: of pages.
+        A page that came for this call is leased until it was returned once.
         """
         missing = [key for key in keys if not self.export_cache.contains(key)]
         if self._pool is not None and missing:
@@ -93,23 +83,21 @@ class ServedPages:
             self.export_cache.release(holder, missing)
 
     def has_all(self, keys: Sequence[bytes]) -> bool:
-        """Whether pages can be given, as far as is known."""
+        """Returns whether all pages can be sent, as far as is known."""
         others = [key for key in keys if not self.export_cache.contains(key)]
-        return self._stored(others) == set(others)
+        return self._find_offered(others) == set(others)
 
-    def _stored(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Pages that other stores have."""
+    def _find_offered(self, keys: Sequence[bytes]) -> set[bytes]:
         return set[bytes]().union(*(pages.find(keys) for pages in self.offered))
 
     def _read(self, key: bytes) -> Page | None:
-        """A page of another store."""
         for pages in self.offered:
             if (data := pages.read(key)) is not None:
                 return Page(data, checksum(key, blake3(data)))
         return None
 
     def _wait(self, keys: Sequence[bytes], seconds: float, sign: Callable[[], bool]) -> None:
-        """Waits until none of these is being put into the outbox."""
+        """Waits until none of the pages is announced."""
         deadline = time.monotonic() + seconds
         while True:
             left = deadline - time.monotonic()
@@ -118,13 +106,13 @@ class ServedPages:
                 return
 
     def renew(self, holder: int) -> None:
-        """All leases of a holder go on."""
+        """Extends all leases of a holder."""
         self.export_cache.renew(holder, self._timeouts.lease)
         if self._pool is not None:
             self._pool.renew(holder, self._timeouts.lease)
 
     def release(self, holder: int, keys: Collection[bytes] | None) -> None:
-        """Ends leases of a holder: on some pages, or None: on all."""
+        """Ends a holder's leases on some pages, or None: on all."""
         self.export_cache.release(holder, keys)
         if self._pool is not None:
             self._pool.release(holder, keys)

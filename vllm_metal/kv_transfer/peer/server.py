@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves pages to peers: speaks the protocol, with a thread for each connection."""
+"""PageServer serves pages to peers, with a thread per connection."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ from vllm_metal.settings.address import Address, is_loopback_ip
 
 logger = init_logger(__name__)
 
-#: Seconds until the system is asked again for a connection that it could not give (no descriptors).
+#: Seconds until the next accept after one failed, for example for lack of file descriptors.
 _ACCEPT_PAUSE_S = 0.2
 
 
 class PageServer:
-    """Listens, with a thread for each connection; nothing that a peer does reaches beyond it."""
+    """Serves pages on a port. Errors of a peer only end its own connection."""
 
     def __init__(
         self,
@@ -62,19 +62,16 @@ class PageServer:
     ) -> None:
         """
         Args:
-            address: to listen on; with port 0 the system chooses one.
-            secret: of all peers; b"": none, and the address must be loopback.
-            outbox: the pages.
-            terms: which pages these are, at any time; called by any thread. Where they change,
-                the outbox is cleared first.
-            timeouts: of its connections.
-            max_connections: at one time, of engines that have proved the secret; others are told
-                that it is busy.
-            pool: pages that come into the outbox when they are fetched; None: none do.
+            address: to listen on; port 0 lets the system choose one.
+            secret: shared by all peers; b"" for none, which requires a loopback address.
+            terms: returns the current terms, from any thread. They only change after the export
+                cache was cleared.
+            max_connections: limit of authenticated connections; others get `Busy`.
+            pool: see `ServedPages`.
 
         Raises:
             ValueError: the address is not loopback, and there is no secret.
-            OSError: it cannot be listened on.
+            OSError: the address cannot be listened on.
         """
         self._secret = secret
         self.pages = ServedPages(export_cache, pool, timeouts)
@@ -84,10 +81,10 @@ class PageServer:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._threads: dict[socket.socket, threading.Thread] = {}  # by connection
-        #: Of those, the ones that have not proved the secret: their address, the oldest first.
-        self._unproven: dict[socket.socket, str] = {}
+        #: The unauthenticated ones of these, with their IP addresses, oldest first.
+        self._unauthenticated: dict[socket.socket, str] = {}
         self._sessions: Counter[int] = Counter()  # connections by session
-        self._told: set[str] = set()  # warnings that were given, once each
+        self._warned: set[str] = set()  # warnings, each logged once
         self._listener = _listen(address, secret)
         self.port: int = self._listener.getsockname()[1]
         self._woken, self._wake = socket.socketpair()
@@ -96,12 +93,12 @@ class PageServer:
 
     @property
     def num_connections(self) -> int:
-        """Connections that are served, or may yet prove the secret."""
+        """Number of connections, authenticated or not."""
         return len(self._threads)
 
     @property
     def num_sessions(self) -> int:
-        """Engines that these connections are of."""
+        """Number of engines behind these connections."""
         return len(self._sessions)
 
     def close(self) -> None:
@@ -131,53 +128,51 @@ class PageServer:
                 if self._closed.is_set():
                     return
                 try:
-                    sock, place = self._listener.accept()
+                    sock, sockaddr = self._listener.accept()
                 except (BlockingIOError, ConnectionError):
-                    continue  # who came has gone
+                    continue  # the client has already left
                 except OSError as error:
                     self._warn(f"A connection could not be accepted: {error}")
                     self._closed.wait(_ACCEPT_PAUSE_S)
                     continue
-                self._begin(sock, str(place[0]))
+                self._begin(sock, str(sockaddr[0]))
 
     def _begin(self, sock: socket.socket, ip: str) -> None:
-        """Starts a connection's thread, or tells it that there is none for it."""
+        """Starts a connection's thread, or rejects the connection as busy."""
         thread = threading.Thread(
             target=self._serve, args=(sock,), name="kv-peer-serve", daemon=True
         )
         try:
             with self._lock:
-                if len(self._threads) - len(self._unproven) < self._max_connections:
+                if len(self._threads) - len(self._unauthenticated) < self._max_connections:
                     self._make_room()
                     thread.start()
-                    self._threads[sock], self._unproven[sock] = thread, ip
+                    self._threads[sock], self._unauthenticated[sock] = thread, ip
                     return
             link = Link(sock, self._timeouts.no_progress)
-            link.send_bytes(handshake.PREAMBLE)  # into an empty buffer: nothing waits
+            link.send_bytes(handshake.PREAMBLE)  # does not block, as the buffer is empty
             link.send(Busy())
         except (OSError, RuntimeError) as error:
             self._warn(f"A connection could not be served: {error}")
         sock.close()
 
     def _make_room(self) -> None:
-        """Ends the oldest unproven connection of the address with most, where there are too many.
-
-        Strangers who connect and say nothing thus shut nobody out: a peer proves itself at once.
-        """
-        if len(self._unproven) >= MAX_UNPROVEN:
-            ((busiest, _),) = Counter(self._unproven.values()).most_common(1)
-            oldest = next(sock for sock, ip in self._unproven.items() if ip == busiest)
-            del self._unproven[oldest]
+        """Ends the oldest unauthenticated connection of the busiest address, if there are many."""
+        # So silent strangers shut nobody out, as peers authenticate at once.
+        if len(self._unauthenticated) >= MAX_UNPROVEN:
+            ((busiest, _),) = Counter(self._unauthenticated.values()).most_common(1)
+            oldest = next(sock for sock, ip in self._unauthenticated.items() if ip == busiest)
+            del self._unauthenticated[oldest]
             shut_down(oldest)  # its thread closes it
 
     def _serve(self, sock: socket.socket) -> None:
-        """A connection, from its first byte to its last."""
+        """Serves a connection until it ends."""
         session = None
         try:
             terms = self._terms()
             session = handshake.greet(Link(sock, self._timeouts.prove), self._secret, terms)
             with self._lock:
-                self._unproven.pop(sock, None)
+                self._unauthenticated.pop(sock, None)
                 self._sessions[session] += 1
             link = Link(sock, self._timeouts.no_progress)
             while not self._closed.is_set():
@@ -186,7 +181,7 @@ class PageServer:
         except handshake.WrongSecret:
             self._warn("Rejected an engine that does not know the 'secret'")
         except (OSError, ProtocolError, handshake.Refused):
-            pass  # the client's own affair: it goes on without us, or comes again
+            pass  # expected: the client goes on without this engine, or connects again
         except Exception:
             logger.exception("The connection of a peer failed")
         finally:
@@ -195,8 +190,8 @@ class PageServer:
     def _end(self, sock: socket.socket, session: int | None) -> None:
         with self._lock:
             del self._threads[sock]
-            self._unproven.pop(sock, None)
-            sock.close()  # under the lock: `close` does not touch a number that is another's
+            self._unauthenticated.pop(sock, None)
+            sock.close()  # under the lock, so `close` never uses a descriptor that was reassigned
             if session is None:
                 return
             self._sessions[session] -= 1
@@ -206,11 +201,11 @@ class PageServer:
                 self.pages.release(session, None)
 
     def _warn(self, text: str) -> None:
-        """Once: a hostile peer must not fill the log."""
+        """Logs a warning once, so that a hostile peer cannot fill the log."""
         with self._lock:
-            if text in self._told:
+            if text in self._warned:
                 return
-            self._told.add(text)
+            self._warned.add(text)
         logger.warning("%s", text)
 
     # -- requests
@@ -229,30 +224,30 @@ class PageServer:
             link.send(Done())
 
     def found(self, link: Link, session: int, terms: Terms, ask: Ask) -> Found:
-        """Says which of the pages that a peer asks for are there, and leases them to it."""
+        """Returns which of the requested pages are available, and leases them."""
         seconds = min(ask.wait_ms / 1000, self._timeouts.wait)
-        there = self.pages.find(session, ask.keys, seconds, partial(self._sign, link))
+        there = self.pages.find(session, ask.keys, seconds, partial(self._send_waiting, link))
         self._check(terms)
         return Found([key in there for key in ask.keys])
 
-    def _sign(self, link: Link) -> bool:
-        """A sign of life to a peer that waits for pages; False: the server ends."""
+    def _send_waiting(self, link: Link) -> bool:
+        """Tells a waiting peer that this engine is alive; False: the server ends."""
         if self._closed.is_set():
             return False
         link.send(Waiting())
         return True
 
     def send_pages(self, link: Link, session: int, terms: Terms, keys: list[bytes]) -> None:
-        """Sends page by page, so that a connection keeps one evicted page in memory at most."""
+        """Sends pages one by one, so that a connection holds at most one evicted page."""
         export_cache = self.pages.export_cache
-        with self.pages.brought(session, keys, partial(self._sign, link)) as give:
+        with self.pages.brought(session, keys, partial(self._send_waiting, link)) as give:
             if not self.pages.has_all(keys):
                 self._check(terms)
                 link.send(NoPage())
                 return
             for key in keys:
                 page = give(key)
-                self._check(terms)  # after it was taken: those of other weights have other terms
+                self._check(terms)  # after taking the page: pages of new weights have new terms
                 if page is None:
                     link.send(NoPage())
                     return
@@ -265,13 +260,13 @@ class PageServer:
 
 
 def _listen(address: Address, secret: bytes) -> socket.socket:
-    """A socket that listens, and does not block."""
+    """Returns a non-blocking listening socket."""
     named = f"'listen': {address}"
     try:
-        family, place = address.resolve()[0]
+        family, sockaddr = address.resolve()[0]
     except OSError as error:
         raise OSError(f"{named} is not an address of this machine ({error})") from error
-    if not secret and not is_loopback_ip(str(place[0])):
+    if not secret and not is_loopback_ip(str(sockaddr[0])):
         raise ValueError(
             f"{named} is open to other machines, and K/V pages reveal prompts: set "
             "'secret' to a file with the same secret on both machines, or listen on "
@@ -280,7 +275,7 @@ def _listen(address: Address, secret: bytes) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(place)
+        sock.bind(sockaddr)
         sock.listen()
         sock.setblocking(False)
     except OSError as error:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PeerStore: the worker's side of peers, who ask for pages of the outbox, and are asked for theirs.
-
-`view.py` is the scheduler's side.
-"""
+"""PeerStore: the worker's side of exchanging pages with peers."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from vllm_metal.settings.address import Address
 
 @dataclass(frozen=True, kw_only=True)
 class PeerFigures(ExportStats, PeerStats):
-    """Figures of this process: of its outbox and pool, and of all peers that it asks."""
+    """Metrics of this process: of its export cache and pool, and of its peers."""
 
     shared_leases: int = Metric(
         "gauge",
@@ -36,15 +33,15 @@ class PeerFigures(ExportStats, PeerStats):
     ).field()
 
 
-def _goes_on(wanted: Callable[[], bool], patience: Patience) -> bool:
+def _continues(wanted: Callable[[], bool], patience: Patience) -> bool:
     return wanted() and not patience.is_over
 
 
 class PeerStore(Store):
-    """The outbox and who serves it, and the peers that pages are fetched from.
+    """Serves pages from the export cache, and fetches pages from peers.
 
-    Its news are the addresses of peers that failed. The names of namespaces have no part: whoever
-    has a text's hash knows the text and its salt.
+    Its messages to the view name peers that went down. Namespaces are ignored, as only those who
+    know a text and its salt know its hash.
     """
 
     def __init__(
@@ -58,37 +55,31 @@ class PeerStore(Store):
     ) -> None:
         """
         Args:
-            engine_id: of this engine.
-            listen: where others ask for pages; None: nobody may.
-            secret: what all share; b"": nothing.
-            outbox_bytes: most memory of pages that others may ask for.
-            shares_pool: whether pages go there only when they are asked for.
-            timeouts: of fetches.
+            listen: where peers ask for pages; None: not served.
+            secret: shared by all engines; b"" for none.
+            outbox_bytes: memory limit of the export cache.
+            shares_pool: whether pages are copied there only on request.
         """
         self._listen = listen
         self._secret = secret
-        self.export_cache = ExportCache(outbox_bytes)  # of no bytes where nobody may ask
-        self._content: PoolContent | None = None  # of the outbox's pages
+        self.export_cache = ExportCache(outbox_bytes)  # 0 bytes if not served
+        self._content: PoolContent | None = None  # of the export cache's pages
         if shares_pool:
             self.shared_pool = SharedPool(self.export_cache.expect_no_more)
         self._server: PageServer | None = None  # until there is a pool
         self.clients = Clients(engine_id, secret, timeouts)
-        self._down: set[Address] = set()  # peers that were, when the news were told last
+        self._down: set[Address] = set()  # peers that were down at the last message
 
     @property
     def handshake(self) -> Address | None:
-        """Where others ask; None: nobody may."""
+        """Where peers can ask for pages; None: not served."""
         if self._server is None or self._listen is None:
             return None
         return Address(self._listen.host, self._server.port)
 
     def use(self, content: PoolContent) -> None:
-        """See `Store`.
-
-        Raises:
-            OSError: the address cannot be listened on.
-        """
-        # Before the terms change, or pages would go out under the new ones.
+        """See `Store`. Raises OSError if the address cannot be listened on."""
+        # Before the terms change, or old pages would be sent under the new terms.
         self.serve(())
         self._content = content
         self.export_cache.clear()
@@ -126,11 +117,11 @@ class PeerStore(Store):
         kept = self._put(namespace, key, row, used_at)
         if kept:
             self.export_cache.count_shared(row.nbytes)
-        self.shared_pool.ended([key])  # whoever waits need not wait for the next step
+        self.shared_pool.ended([key])  # now, so that peers need not wait for the next step
         return kept
 
     def _put(self, namespace: Namespace, key: bytes, row: np.ndarray, used_at: float) -> bool:
-        # In this order: pages of before must not go into an outbox that was cleared since.
+        # The generation first: old pages must not enter a cache that was cleared meanwhile.
         generation = self.export_cache.generation
         if namespace.content is not self._content:
             return False
@@ -146,16 +137,16 @@ class PeerStore(Store):
     ) -> set[int]:
         if hint is None:
             return set()
-        places: dict[Address, list[int]] = {}
+        indices_by_peer: dict[Address, list[int]] = {}
         for index, key in enumerate(keys):
             if key in hint.places:
-                places.setdefault(hint.places[key], []).append(index)
+                indices_by_peer.setdefault(hint.places[key], []).append(index)
         filled: set[int] = set()
         patience = hint.patience or Patience(float("inf"))
-        for address, indices in places.items():
+        for address, indices in indices_by_peer.items():
             pages = [keys[i] for i in indices], [rows[i].data for i in indices]
             with patience.fetching(len(indices)):
-                goes_on = partial(_goes_on, wanted, patience)
+                goes_on = partial(_continues, wanted, patience)
                 if self.clients.at(address).fetch(*pages, goes_on):
                     filled.update(indices)
         return filled

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other engines as a store of pages, the scheduler's side: asks who has a request's pages."""
+"""PeerView: the scheduler's side of exchanging pages, which looks up a request's pages at peers."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ from vllm_metal.kv_transfer.peer.pulls import Pull, PullCounts, Puller, PullHint
 from vllm_metal.kv_transfer.store import Lookup, View
 from vllm_metal.settings.address import Address
 
-#: Seconds that a request waits for its peers' answers; then it computes what nobody has offered.
-#: A peer is connected to within 2 s, and may wait some seconds for pages that it is copying.
+#: Seconds that a request waits for its peers; then it computes what none has offered. Connecting
+#: takes at most 2 s, and a peer may wait some seconds for pages that it is copying.
 ASK_SECONDS = 10.0
-#: The same where it could as well compute all of it: a peer answers in milliseconds.
+#: The same if the request could compute everything: a peer answers in milliseconds.
 ASK_SECONDS_HASTY = 0.3
-#: Threads that wait for answers: four questions of each peer, as long as few stand still.
+#: Threads that wait for answers: four lookups per peer, as long as few peers hang.
 _MOST_THREADS = 64
-
 Answer = Future[frozenset[bytes]]
 
 
 class PeerLookup(Lookup):
-    """Peers' answers to one question, which may still be coming. What they have is leased."""
+    """Peers' answers to one lookup, perhaps pending. Found pages are leased."""
 
     def __init__(
         self,
@@ -44,13 +43,13 @@ class PeerLookup(Lookup):
     ) -> None:
         """
         Args:
-            answers: of each peer that was asked, best first.
-            let_go: tells a peer that what it has is not needed any more; returns at once.
-            clock: seconds.
-            seconds: that the answers have.
+            answers: by peer, best first.
+            let_go: releases a peer's pages without blocking.
+            clock: returns seconds.
+            seconds: limit of the wait for answers.
         """
         self._answers = answers
-        self._let_go = let_go
+        self._release_answer = let_go
         self._clock = clock
         self._ends = clock() + seconds
 
@@ -63,14 +62,14 @@ class PeerLookup(Lookup):
         return self._peer_of(key) is not None
 
     def _peer_of(self, key: bytes) -> Address | None:
-        """A peer that has a page, of those that have answered."""
+        """Returns a peer that has a page, among those that have answered."""
         for address, there in self.found().items():
             if key in there:
                 return address
         return None
 
     def found(self) -> dict[Address, frozenset[bytes]]:
-        """What peers have, of those that have answered."""
+        """Returns the pages of the peers that have answered."""
         answered = {at: each for at, each in self._answers.items() if each.done()}
         return {at: each.result() for at, each in answered.items() if not each.cancelled()}
 
@@ -79,14 +78,14 @@ class PeerLookup(Lookup):
         return PullHint(found) if found else None
 
     def release(self, failed: bool) -> Lookup | None:
-        """See `Lookup`. After a failure nobody is asked again: it would be waited for once more."""
+        """See `Lookup`. After a failure no peer is asked again, to avoid another wait."""
         for address, answer in self._answers.items():
-            self._let_go(address, answer)
+            self._release_answer(address, answer)
         return Lookup() if failed else None
 
 
 class ChosenLookup(PeerLookup):
-    """Peers' answers of which one at most is taken: where its pages come sooner than computed."""
+    """Peers' answers, of which at most one is used: if pulling is faster than computing."""
 
     def __init__(
         self,
@@ -98,8 +97,8 @@ class ChosenLookup(PeerLookup):
     ) -> None:
         """
         Args:
-            puller: chooses once, from what came in time.
-            keys: that were asked for.
+            puller: decides once, from the answers that came in time.
+            keys: of the lookup.
             answers, let_go, clock: see `PeerLookup`.
         """
         super().__init__(answers, let_go, clock, ASK_SECONDS_HASTY)
@@ -136,7 +135,7 @@ class ChosenLookup(PeerLookup):
 
 
 class PeerView(View):
-    """Asks peers. What waits for the network runs in threads."""
+    """Looks up pages at peers, in threads."""
 
     source = CacheHitSource.P2P
 
@@ -152,20 +151,19 @@ class PeerView(View):
     ) -> None:
         """
         Args:
-            engine_id: of this engine.
             clients: makes the peers; closed with the view.
-            peers: whom to ask, best first.
-            file: that names them, and may change; None: they stay.
-            puller: chooses what to pull; None: whatever there is.
-            address: where others ask this engine; None: nobody may.
-            keeps: whether others get all pages, asked for or not.
+            peers: initial peers, best first.
+            file: lists peers, and may change; None: they are fixed.
+            puller: decides what to pull; None: everything available.
+            address: where peers ask this engine; None: not served.
+            keeps: whether peers are offered all pages, requested or not.
         """
         self._engine_id = engine_id
         self._clients = clients
         self._puller = puller
         self._address = address
         self._keeps = keeps
-        self._asked: dict[Address, tuple[Answer, float]] = {}  # hastily, the last time
+        self._asked: dict[Address, tuple[Answer, float]] = {}  # last hasty lookup of each peer
         most = min(_MOST_THREADS, 4 * (MAX_PEERS if file is not None else len(peers)))
         self._threads = ThreadPoolExecutor(max(1, most), "kv-ask")
         self._list = PeerList(clients, peers, file, address, greets=puller is not None)
@@ -181,10 +179,8 @@ class PeerView(View):
         keys: Callable[[], Sequence[bytes]],
         params: Mapping[str, Any] | None,
     ) -> Lookup:
-        """See `View`. The engine that a proxy had compute the prompt is asked alone, if known.
-
-        Such a request waits for what that engine is computing for it.
-        """
+        """See `View`. If a proxy names the engine that prefilled, only that engine is asked."""
+        # Such a request waits for pages that this engine is still producing.
         peers = {at: self._clients.at(at) for at in self._list.addresses}
         engine_id = (params or {}).get("remote_engine_id")
         named = {
@@ -194,14 +190,14 @@ class PeerView(View):
             return self._look_up_hastily(self._puller, peers, keys)
         asked = {at: peer for at, peer in (named or peers).items() if not peer.is_down}
         if not asked or not (wanted := keys()):
-            return PeerLookup({}, self._let_go)
+            return PeerLookup({}, self._release_answer)
         answers = {at: self._threads.submit(peer.ask, wanted) for at, peer in asked.items()}
-        return PeerLookup(answers, self._let_go)
+        return PeerLookup(answers, self._release_answer)
 
     def _look_up_hastily(
         self, puller: Puller, peers: Mapping[Address, Peer], keys: Callable[[], Sequence[bytes]]
     ) -> Lookup:
-        """Asks who is known to answer, for what is there now."""
+        """Asks peers that are known to answer, without waiting for pages being produced."""
         now = time.monotonic()
         puller.keep(peers)
         late = {
@@ -215,26 +211,26 @@ class PeerView(View):
             if at not in late and not peer.is_in_trouble and puller.trusts(at, now)
         }
         if not asked or not (wanted := keys()):
-            return PeerLookup({}, self._let_go)
+            return PeerLookup({}, self._release_answer)
         answers = {
             at: self._threads.submit(partial(peer.ask, wait_s=0.0), wanted)
             for at, peer in asked.items()
         }
         before = {at: each for at, each in self._asked.items() if at in peers}
         self._asked = before | {at: (answer, now) for at, answer in answers.items()}
-        return ChosenLookup(puller, wanted, answers, self._let_go)
+        return ChosenLookup(puller, wanted, answers, self._release_answer)
 
-    def _let_go(self, address: Address, answer: Answer) -> None:
-        if address in self._list.addresses:  # else its leases have ended with its connections
+    def _release_answer(self, address: Address, answer: Answer) -> None:
+        if address in self._list.addresses:  # else its leases ended with its connections
             answer.add_done_callback(partial(self._release, self._clients.at(address)))
 
     def _release(self, peer: Peer, answer: Answer) -> None:
-        with suppress(RuntimeError):  # the threads have ended: so have the peer's leases
+        with suppress(RuntimeError):  # if the threads have ended, so have the peer's leases
             if not answer.cancelled() and answer.result():
                 self._threads.submit(peer.release, answer.result())
 
     def wants(self, namespace: str | None, key: bytes) -> bool:
-        return self._keeps and self._address is not None  # the worker knows which it has
+        return self._keeps and self._address is not None  # the worker knows what it has
 
     def hear(self, news: list[Address]) -> None:
         for address in news:
@@ -249,11 +245,8 @@ class PeerView(View):
         return None if self._puller is None else self._puller.counts
 
     def params_for_others(self, req_id: str) -> dict[str, Any] | None:
-        """See `View`.
-
-        The names are those of vLLM's NIXL connector, which vLLM's proxies know. The other engine
-        finds the pages by their hashes; this only says whom to ask first.
-        """
+        """See `View`, with the names of vLLM's NIXL connector, which its proxies use."""
+        # The other engine finds pages by their hashes; this only names the first peer to ask.
         if self._address is None:
             return None
         return {

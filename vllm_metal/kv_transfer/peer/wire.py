@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One TCP connection: framed messages, raw rows, and an end to every wait.
+"""One TCP connection with framed messages, raw rows, and bounded waits.
 
-A frame is its length (4 bytes, little-endian) and a message. Memory grows with what has arrived,
-never with what a length claims.
+A frame is a length (4 bytes, little-endian) and a message. Memory grows with received bytes, not
+with the claimed length.
 """
 
 from __future__ import annotations
@@ -20,53 +20,43 @@ from vllm_metal.kv_transfer.peer.limits import LEAST_PROGRESS_BYTES
 from vllm_metal.kv_transfer.peer.messages import Message, ProtocolError, encode
 
 _LENGTH = struct.Struct("<I")
-#: Bytes taken of a frame at a time; bounds what a claimed length costs.
+#: Bytes received at a time of a frame; bounds the memory that a claimed length costs.
 _FRAME_PIECE_BYTES = 64 << 10
-#: Bytes taken of a row at a time: read once more, for the checksum, while the CPU's cache has them.
+#: Bytes received at a time of a row, so that its checksum reads them from the CPU's cache.
 ROW_PIECE_BYTES = 512 << 10
-#: The longest that a system call waits before its caller looks at deadlines, and at who still wants
-#: what it waits for.
+#: Longest that a system call blocks before its caller checks deadlines and `wanted`.
 _SLICE_S = 0.25
-#: Seconds of silence before TCP asks whether the other side is there, between questions, and how
-#: often it asks: a machine that went to sleep is noticed in two minutes.
+#: TCP keepalive: seconds of silence before the first probe, between probes, and their number. A
+#: machine that went to sleep is noticed in two minutes.
 _KEEPALIVE = {"idle": 60, "interval": 20, "count": 3}
 
 
 class Unwanted(Exception):
-    """Nobody wants any more what is being received."""
+    """The data being received is no longer wanted."""
 
 
 class PeerDown(Exception):
-    """The server cannot be used now; says why."""
+    """The server cannot be used now; the text says why."""
 
 
 class Link:
-    """A connected socket, used by one thread at a time; another may `shut_down` its socket."""
+    """A connected socket for one thread at a time; other threads may `shut_down` the socket."""
 
     def __init__(self, sock: socket.socket, no_progress_s: float) -> None:
-        """
-        Args:
-            sock: connected; whoever made it closes it.
-            no_progress_s: seconds without progress that end a wait.
-        """
+        """The caller closes `sock`; waits end after `no_progress_s` without progress."""
         self.sock = sock
         self._patience = no_progress_s
-        self.num_received = 0  # bytes, ever
+        self.num_received = 0  # bytes over its lifetime
         sock.settimeout(None)
         _configure(sock, min(_SLICE_S, no_progress_s / 4))
 
     def send(self, message: Message, raw: memoryview | None = None) -> None:
-        """Sends a message, then raw bytes.
-
-        Raises:
-            OSError: the connection broke.
-            TimeoutError: the other side does not read.
-        """
+        """Sends a message, then raw bytes; raises OSError, TimeoutError if nobody reads them."""
         body = encode(message)
         self.send_bytes(_LENGTH.pack(len(body)) + body, raw)
 
     def send_bytes(self, head: bytes, raw: memoryview | None = None) -> None:
-        """Sends bytes as they are; raises as `send` does."""
+        """Sends bytes without a frame; raises as `send` does."""
         rest = [memoryview(head)] if raw is None else [memoryview(head), raw]
         progress = _Progress(self._patience)
         while rest:
@@ -77,21 +67,18 @@ class Link:
             left = sent
             while rest and left >= rest[0].nbytes:
                 left -= rest.pop(0).nbytes
-            if rest:  # what has gone out whole is not late
+            if rest:  # complete sends are never late
                 rest[0] = rest[0][left:]
                 progress.note(sent)
 
     def receive(self, limit: int, wanted: Callable[[], bool] | None = None) -> bytearray:
-        """The next frame's message, which has `no_progress_s` seconds to arrive.
-
-        Args:
-            limit: bytes that a message may have.
-            wanted: as of `receive_row`.
+        """Receives the next message, of up to `limit` bytes, within `no_progress_s` seconds.
 
         Raises:
             ProtocolError: it is longer.
             OSError: the connection broke, or ended (ConnectionError).
             TimeoutError: it did not come in time.
+            Unwanted: `wanted` returned False; it is called as by `receive_row`.
         """
         deadline = time.monotonic() + self._patience
         (length,) = _LENGTH.unpack(self.receive_bytes(_LENGTH.size, deadline, wanted))
@@ -105,17 +92,11 @@ class Link:
         deadline: float | None = None,
         wanted: Callable[[], bool] | None = None,
     ) -> bytearray:
-        """So many bytes; raises as `receive` does.
-
-        Args:
-            length: how many; memory is taken as they arrive.
-            deadline: of `time.monotonic`; None: `no_progress_s` seconds from now.
-            wanted: as of `receive_row`.
-        """
+        """Receives bytes until a `time.monotonic` deadline; raises as `receive` does."""
         if deadline is None:
             deadline = time.monotonic() + self._patience
         body = bytearray()
-        while len(body) < length:
+        while len(body) < length:  # allocates memory as bytes arrive
             piece = bytearray(min(_FRAME_PIECE_BYTES, length - len(body)))
             body += memoryview(piece)[: self._receive_some(memoryview(piece))]
             if len(body) < length:
@@ -131,16 +112,15 @@ class Link:
         wanted: Callable[[], bool],
         received: Callable[[memoryview], object],
     ) -> None:
-        """Fills a row with the bytes that come next.
+        """Fills a row with the next bytes.
 
         Args:
-            row: writable bytes.
-            wanted: whether to go on; asked at least every quarter of a second.
-            received: called with each piece that is there, in order.
+            wanted: whether to go on; called at least every quarter of a second.
+            received: called with each received piece, in order.
 
         Raises:
-            Unwanted: `wanted` said no. The connection is of no more use.
-            OSError, TimeoutError: as `receive`.
+            Unwanted: `wanted` returned False. The connection is unusable then.
+            OSError, TimeoutError: as for `receive`.
         """
         progress = _Progress(self._patience)
         while row.nbytes:
@@ -154,11 +134,11 @@ class Link:
                 progress.note(got)
 
     def _receive_some(self, into: memoryview) -> int:
-        """Bytes that came, all that fit unless a slice of time is over before."""
+        """Receives all bytes that fit, or those that came within a time slice."""
         try:
             got = self.sock.recv_into(into, 0, socket.MSG_WAITALL)
         except BlockingIOError:
-            try:  # where the system keeps what has come until all has (macOS)
+            try:  # macOS keeps received bytes back until all have come
                 got = self.sock.recv_into(into, 0, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return 0
@@ -168,28 +148,28 @@ class Link:
         return got
 
     def wait_for_message(self) -> None:
-        """Waits until something comes, or the connection ends, however long that takes."""
+        """Waits without limit until a message comes or the connection ends."""
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
         poll.poll()
 
     def is_quiet(self) -> bool:
-        """Whether a connection that nobody uses is as it should be: open, and nothing has come."""
+        """Returns whether an idle connection is open, and has received nothing."""
         try:
             self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
         except OSError:
             return False
-        return False  # ended, or the other side says what nobody asked
+        return False  # it ended, or the other side sent something unasked
 
     def peer_ip(self) -> str:
-        """The other side's address, as a number."""
+        """Returns the other side's IP address."""
         return str(self.sock.getpeername()[0])
 
 
 class _Progress:
-    """Gives up when too little has moved for too long."""
+    """Raises TimeoutError when too few bytes have moved for too long."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
@@ -197,7 +177,7 @@ class _Progress:
         self._deadline = time.monotonic() + patience
 
     def note(self, moved: int) -> None:
-        """So many bytes moved since the last call."""
+        """Adds the bytes moved since the last call."""
         self._moved += moved
         if self._moved >= LEAST_PROGRESS_BYTES:
             self._moved = 0
@@ -207,17 +187,15 @@ class _Progress:
 
 
 def shut_down(sock: socket.socket) -> None:
-    """Ends a connection that another thread may wait for, which wakes it."""
-    with contextlib.suppress(OSError):  # it has ended already
+    """Ends a connection, and wakes a thread that waits for it."""
+    with contextlib.suppress(OSError):  # it may have ended already
         sock.shutdown(socket.SHUT_RDWR)
 
 
 def _configure(sock: socket.socket, slice_s: float) -> None:
-    """A socket that blocks for a slice of time at most, sends at once, and notices lost machines.
-
-    The kernel ends the wait, not Python's own timeout: that would look at the socket twice for
-    every call, and never receive a whole piece by one.
-    """
+    """Makes a socket block for a time slice at most, send at once, and notice lost machines."""
+    # The kernel ends the wait, instead of Python's timeout, which would poll the socket twice per
+    # call, and could never receive a whole piece in one.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     seconds = int(slice_s)
     wait = struct.pack("@ll", seconds, int((slice_s - seconds) * 1e6))  # struct timeval
