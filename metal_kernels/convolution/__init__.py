@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolves each channel along the rows of each request, with states in the pool."""
+"""Causal convolution of each channel over the tokens of each request, with states in the pool."""
 
 from metal_kernels.convolution.op import run
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""run() convolves a step's rows, each channel by itself: checks and grid, one dispatch."""
+"""run() convolves a step's rows per channel: checks, grid, and one dispatch."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import mlx.core as mx
 from metal_kernels import kernel, op_common, token_ops
 from metal_kernels.sequences import TILE_ROWS, Sequences, StatePart
 
-_THREADS = 256  # of a threadgroup
+_THREADS = 256  # per threadgroup
 _KERNEL = kernel.load(
     Path(__file__).with_name("convolution.metal"),
     input_names=(
@@ -36,40 +36,37 @@ def run(
     after: Sequence[mx.array] = (),
     state_bytes: int | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Convolves all rows of a step, and brings the states of its requests on.
+    """Convolves all rows of a step, and updates the states of its requests.
 
-    A row's output is bias + sum over k of weight[:, k] * input k - K + 1 rows further, where the
-    rows before a request's first of the step are the kept ones that are applied, then the state's;
-    zeros before position 0. A state is a request's newest K - 1 inputs, the oldest first.
-
-    A block that gets a state, and that the request's was not read from, keeps nothing of its last
-    owner beside it: zeros fill the part's last 16 bytes, and what is left behind the whole state.
+    Output of row t: bias + sum over k of weight[:, k] * input[t + k - K + 1], where the rows before
+    a request's first one are its applied kept rows, then its state, and zeros before position 0.
+    A state holds a request's newest K - 1 inputs, oldest first.
 
     Args:
-        sequences: the step, with num_rows of T.
-        inputs: [T, C] float16, bfloat16 or float32; 8 channels at least.
-        kept: [P', C], the dtype of inputs, what the step before returned; None: no request applies
-            any.
+        sequences: the step, with num_rows = T.
+        inputs: [T, C] float16, bfloat16 or float32; at least 8 channels.
+        kept: [P', C] of the previous step, in the inputs' dtype; None: no request applies any.
         weight: [C, K] or [C, K, 1] floats, K from 2 to TILE_ROWS + 1.
         bias: [C] floats; None: zeros.
-        pools: of keys, and of values where there are any: [Hkv, B * split, ...], row-contiguous,
-            both of one dtype and Hkv, with a multiple of 16 bytes a block and head. Written in
-            place, done once the fence is computed.
-        part: where the [K - 1, C] floats lie among a state's bytes.
+        pools: K and, if there is one, V: [Hkv, B * split, ...], row-contiguous, of one dtype and
+            Hkv, with a multiple of 16 bytes per block and head. Written in place, before the fence.
+        part: location of the [K - 1, C] floats among a state's bytes.
         split: parts of a block.
-        after: fences of the dispatches that must come before.
-        state_bytes: of the whole state, of which this is a part, up to its last number; what is
-            behind them in K, and in V where the state goes on there, is cleared. None: it is not.
+        after: fences of dispatches to wait for.
+        state_bytes: size of the whole state. Its blocks are cleared behind it in K, and in V if the
+            state reaches there. None: they are not.
 
     Returns:
-        out: [T, C], the dtype of inputs; sums are of float32.
-        kept: [sequences.num_kept, C], the dtype of inputs: the inputs of the step's drafts.
+        out: [T, C] in the inputs' dtype, summed in float32.
+        kept: [sequences.num_kept, C] in the inputs' dtype: inputs of the step's drafts.
         fence: [8] uint32.
 
     Raises:
-        ValueError: shapes or dtypes are not as above.
+        ValueError: shapes or dtypes are invalid.
     """
-    bound = _checked(sequences, inputs, kept, weight, bias)
+    # A block that gets a state, other than the one it was read from, must keep nothing of its last
+    # owner: zeros fill up the part's last 16 bytes, and the block behind the whole state.
+    bound = _check_and_bind(sequences, inputs, kept, weight, bias)
     num_rows, num_channels = inputs.shape
     out, next_kept, fence = _KERNEL(
         inputs=[*bound, pools[0], pools[-1], *op_common.fences(after)],
@@ -96,11 +93,14 @@ def _template(
     split: int,
     state_bytes: int | None,
 ) -> list[tuple[str, Any]]:
-    """What a pipeline is compiled for."""
     num_channels, num_taps = weight.shape[:2]
     state = token_ops.state_template(pools, part, (num_taps - 1, num_channels), split)
     end = part.start + math.prod(part.shape) * part.dtype.size
-    cleared = (end, end) if state_bytes is None else (state_bytes, _used(pools, state_bytes, split))
+    cleared = (
+        (end, end)
+        if state_bytes is None
+        else (state_bytes, _usable_bytes(pools, state_bytes, split))
+    )
     return [
         ("T", dtype),
         ("TAPS", num_taps),
@@ -114,24 +114,19 @@ def _template(
     ]
 
 
-def _used(pools: Sequence[mx.array], state_bytes: int, split: int) -> int:
-    """Bytes of a block's memory that a state lies in: of K, or of K and V."""
+def _usable_bytes(pools: Sequence[mx.array], state_bytes: int, split: int) -> int:
+    """Returns the bytes of a block that a state may use: K's, or K's and V's."""
     sizes = [op_common.block_elements(pool, split) * pool.dtype.size for pool in pools]
     return sizes[0] if state_bytes <= sizes[0] else sum(sizes)
 
 
-def _checked(
+def _check_and_bind(
     sequences: Sequences,
     inputs: mx.array,
     kept: mx.array | None,
     weight: mx.array,
     bias: mx.array | None,
 ) -> list[mx.array]:
-    """What the kernel binds of a step, its rows and weights.
-
-    Raises:
-        ValueError: shapes or dtypes are not those that `run` expects.
-    """
     table, blocks = token_ops.step_inputs(sequences)
     floats = op_common.VALUE_DTYPES
     token_ops.check_rows("inputs", inputs, (sequences.num_rows, -1), floats)

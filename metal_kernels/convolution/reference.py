@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolution over sequences in MLX's operations: run() once a layer, by a ReferencePlan."""
+"""Convolution over sequences in MLX's operations, once per layer, by a ReferencePlan."""
 
 import mlx.core as mx
 
@@ -14,22 +14,21 @@ def run(
     bias: mx.array | None,
     states: mx.array,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Computes a causal convolution of each channel alone, through all sequences of a step.
+    """Computes a causal convolution of each channel through all sequences of a step.
 
     Args:
         plan: of the step.
-        inputs: [T, C], float.
-        kept: [P', C], inputs kept by the step before; None: it kept nothing.
-        weight: [C, K], or [C, K, 1] as MLX has it, oldest input first.
+        inputs: [T, C] floats.
+        kept: [P', C] inputs kept by the previous step; None: none.
+        weight: [C, K], or MLX's [C, K, 1], oldest input first.
         bias: [C].
         states: [N, K-1, C], newest inputs before the kept ones, oldest first.
 
     Returns:
-        [T, C]; [E, K-1, C] states of the dtype they had, and [num_kept, C] drafts' inputs.
+        [T, C] outputs, [E, K-1, C] states in their dtype, and [num_kept, C] drafts' inputs.
 
     Raises:
-        ValueError: K is above what the plan was made for, or the plan is of another number of kept
-            rows.
+        ValueError: the plan is for a smaller K, or another number of kept rows.
     """
     num_channels, num_taps = weight.shape[:2]
     num_kept_before = 0 if kept is None else len(kept)
@@ -48,6 +47,7 @@ def run(
     if plan.heads is None:
         out = taken
     else:
+        # Shifts are faster than an indexed read; only the rows at sequence heads need the latter.
         out = _along(inputs, mx.contiguous(scale))
         out[plan.heads] = taken
     out = (out if bias is None else out + bias).astype(dtype)
@@ -58,12 +58,7 @@ def run(
 
 @mx.compile
 def _along(inputs: mx.array, scale: mx.array) -> mx.array:
-    """[T, C] float32, convolution of all rows as if they were one sequence that begins with zeros.
-
-    Args:
-        inputs: [T, C].
-        scale: [K, C] float32, the oldest input's first.
-    """
+    """Convolves [T, C] rows as one sequence after zeros; scale: [K, C], oldest first, float32."""
     num_rows, num_taps = len(inputs), len(scale)
     padded = mx.pad(inputs, [(num_taps - 1, 0), (0, 0)])
     out = padded[:num_rows] * scale[0]
