@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads requests' contexts out of the pool."""
+"""Reads the contexts of requests from the pool."""
 
 from metal_kernels.kv_gather.op import gather
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gather() reads contexts out of the pool, as values, for MLX's attention: grid and checks."""
+"""gather() reads contexts from the pool, decoded for MLX's attention: checks and grid."""
 
 import functools
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ import numpy as np
 
 from metal_kernels import kernel, op_common
 
-_THREADS = 256  # of a threadgroup
-_BYTES = 16  # of a pool's row, that a thread takes
+_THREADS = 256  # per threadgroup
+_BYTES = 16  # of a pool row, per thread
 _KERNEL = kernel.load(
     Path(__file__).with_name("kv_gather.metal"),
     input_names=("pool", "scales", "block_table", "bounds", "heads", "after_0", "after_1"),
@@ -32,22 +32,22 @@ def gather(
     """Reads the blocks of n requests, W each.
 
     Args:
-        pool: [Hkv, B, block_size, D] float16, bfloat16 or float32, or codes: uint8 for fp8 e4m3,
-            int8 for integers. A row has a multiple of 16 bytes.
-        block_table: [n, W] int32; a block that the pool lacks, as -1, reads as zeros.
+        pool: [Hkv, B, block_size, D] float16, bfloat16 or float32, or quantized: uint8 for fp8
+            e4m3, int8 for integers. A row has a multiple of 16 bytes.
+        block_table: [n, W] int32; blocks outside the pool, such as -1, read as zeros.
         dtype: of the context: float16, bfloat16 or float32.
-        after: fences of the dispatches that must come before.
-        scales: [Hkv, B, block_size] bfloat16, for a pool of codes: value = code * scale.
-        bounds: [n, 2] int32, the first slot of each request's context that is read, and the one
-            behind the last; others read as zeros, whatever lies there. None: all are read.
-        heads: the first head and their number, H; None: all of the pool's.
+        after: fences of dispatches to wait for.
+        scales: [Hkv, B, block_size] bfloat16 of a quantized pool: value = quantized * scale.
+        bounds: [n, 2] int32, first slot to read of each request's context, and the one behind the
+            last; others read as zeros, even if they hold NaN. None: read all.
+        heads: first head and number of heads H; None: all of the pool.
 
     Returns:
         context: [H, n, W * block_size, D] of `dtype`.
-        fence: [8] uint32, for the writes that must wait for this read.
+        fence: [8] uint32, for writes that must wait for this read.
 
     Raises:
-        ValueError: shapes or dtypes are not as above.
+        ValueError: shapes or dtypes are invalid.
     """
     first, count = heads or (0, len(pool))
     _check(pool, block_table, dtype, scales, bounds, (first, count))
@@ -55,7 +55,7 @@ def gather(
     shape = (count, n, w * block_size, head_size)
     if n * w == 0:
         return mx.zeros(shape, dtype), op_common.merged(after)
-    bounds = _whole(n, w * block_size) if bounds is None else bounds
+    bounds = _full_bounds(n, w * block_size) if bounds is None else bounds
     run = _BYTES // pool.dtype.size
     runs = block_size * head_size // run
     context, fence = _KERNEL(
@@ -82,14 +82,13 @@ def gather(
     return context, fence
 
 
-def _whole(n: int, num_slots: int) -> mx.array:
-    """[n, 2] int32, bounds of contexts that are read whole."""
+def _full_bounds(n: int, num_slots: int) -> mx.array:
+    """Returns bounds of n whole contexts, [n, 2] int32."""
     return mx.array(np.tile(np.array([0, num_slots], np.int32), (n, 1)))
 
 
 @functools.lru_cache(maxsize=256)
 def _heads(first: int, count: int) -> mx.array:
-    """What the kernel is told of them, made once."""
     return mx.array(np.array([first, count] + [0] * (kernel.MIN_ELEMENTS - 2), np.int32))
 
 

@@ -12,7 +12,7 @@ def gather(
     bounds: mx.array | None = None,
     heads: tuple[int, int] | None = None,
 ) -> mx.array:
-    """The context that `kv_gather.gather` returns for the same arguments."""
+    """Returns the same context as `kv_gather.gather`."""
     n, w = block_table.shape
     if heads is not None:
         some = slice(heads[0], sum(heads))
@@ -30,7 +30,7 @@ def gather(
 
 
 def decode(elements: mx.array, scales: mx.array | None = None) -> mx.array:
-    """[..., D] elements of a pool as float32; scales: [...] where they are codes."""
+    """Decodes [..., D] pool elements to float32, with [...] scales if they are quantized."""
     if scales is None:
         return elements.astype(mx.float32)
     factors = scales.astype(mx.float32)[..., None]
