@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings recurrent states from token to token, in the pool, with an output for each row."""
+"""Advances recurrent states by tokens, in the pool, with an output per row."""
 
 from metal_kernels.recurrence.op import run
 

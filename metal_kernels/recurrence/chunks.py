@@ -1,16 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides how a state goes through a chunk of rows: at once, or row by row where that is quicker.
-
-With G_t the product of the decays up to row t, a chunk's updates, outputs and states are (the
-chunkwise form of Yang et al. 2024, arXiv:2412.06464, and of Dao and Gu 2024, arXiv:2405.21060)
-
-    u_t = r_t (v_t - S (G_t k_t) - sum_{i<t} u_i (k_i . (G_t/G_i) k_t))      by the delta rule
-    u_t = r_t v_t                                                           without it
-    y_t = S (G_t q_t) + sum_{i<=t} u_i (k_i . (G_t/G_i) q_t)
-    S_m = G_m S + sum_{i<=m} u_i (k_i G_m/G_i)^T
-
-Ratios of decays are products of the decays between, which are exact for a decay of 0, too.
-"""
+"""Advances states through a chunk of rows: all at once, or row by row if that is faster."""
 
 from __future__ import annotations
 
@@ -22,19 +11,29 @@ import numpy as np
 
 from metal_kernels.sequence_groups import Endings
 
+# With G_t the product of the decays up to row t, a chunk's updates, outputs and states are (the
+# chunkwise form of Yang et al. 2024, arXiv:2412.06464, and of Dao and Gu 2024, arXiv:2405.21060)
+#
+#     u_t = r_t (v_t - S (G_t k_t) - sum_{i<t} u_i (k_i . (G_t/G_i) k_t))      with the delta rule
+#     u_t = r_t v_t                                                           without it
+#     y_t = S (G_t q_t) + sum_{i<=t} u_i (k_i . (G_t/G_i) q_t)
+#     S_m = G_m S + sum_{i<=m} u_i (k_i G_m/G_i)^T
+#
+# Ratios of decays are products of the decays in between, which are exact even if a decay is 0.
+
 
 @dataclass(frozen=True)
 class Rows:
-    """L rows of n sequences, float32; HV = HK * G heads."""
+    """L rows of n sequences, in float32, with HV = HK * G heads."""
 
-    queries: mx.array  # [n, HK, 1, Q, DK], of the last Q rows; those before have no outputs
+    queries: mx.array  # [n, HK, 1, Q, DK], of the last Q rows; earlier rows have no outputs
     keys: mx.array  # [n, HK, 1, L, DK]
     values: mx.array  # [n, HK, G, L, DV]
-    rates: mx.array  # [n, HK, G, L, 1], 0 of rows that change nothing
-    decays: mx.array | None  # [n, HK, G, L, 1 or DK], 1 of rows that change nothing
+    rates: mx.array  # [n, HK, G, L, 1], 0 for rows that change nothing
+    decays: mx.array | None  # [n, HK, G, L, 1 or DK], 1 for rows that change nothing
 
     def part(self, start: int, stop: int) -> Rows:
-        """Some of the rows, all of which have queries unless they are all."""
+        """Returns some of the rows; all must have queries, unless it is all rows."""
         if start == 0 and stop == self.keys.shape[-2]:
             return self
         part = (..., slice(start, stop), slice(None))
@@ -46,7 +45,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class ChunkStates:
-    """States within a chunk that was gone through at once."""
+    """States within a chunk that was advanced at once."""
 
     before: mx.array  # [n, HK, G, DV, DK]
     keys: mx.array  # [n, HK, 1, L, DK]
@@ -54,7 +53,7 @@ class ChunkStates:
     updates: mx.array  # [n, HK, G, L, DV], u
 
     def after(self, endings: Endings | None) -> mx.array:
-        """[E, HK, G, DV, DK] states at the endings; None: of each sequence after all rows."""
+        """Returns [E, HK, G, DV, DK] states at the endings; None: each sequence's last state."""
         length = self.keys.shape[-2] if endings is None else endings.length
         before = self.before
         keys, decays, updates = (
@@ -85,21 +84,15 @@ class ChunkStates:
 
 
 def through_chunk(rows: Rows, state: mx.array, delta: bool) -> tuple[mx.array, ChunkStates]:
-    """Takes states through a chunk by matrix products.
+    """Advances [n, HK, G, DV, DK] float32 states through a chunk by matrix products.
 
-    Args:
-        rows: with decays.
-        state: [n, HK, G, DV, DK] float32.
-        delta: whether by the delta rule.
-
-    Returns:
-        [n, HK, G, Q, DV] outputs, and the states.
+    `rows` have decays. Returns [n, HK, G, Q, DV] outputs, and the states.
     """
     assert rows.decays is not None
     keys, decays, length = rows.keys, rows.decays, rows.keys.shape[-2]
     if length == 1:
         return _through_row(rows, state, delta)
-    # Keys and queries go through the same products, so they go through them together.
+    # Keys and queries go through the same products, so they are stacked.
     number = rows.queries.shape[-2]
     stack = _Stack(length, number, with_keys=delta)
     vectors = mx.concatenate([keys, rows.queries], axis=-2) if delta else rows.queries
@@ -115,7 +108,8 @@ def through_chunk(rows: Rows, state: mx.array, delta: bool) -> tuple[mx.array, C
 
 
 def _through_row(rows: Rows, state: mx.array, delta: bool) -> tuple[mx.array, ChunkStates]:
-    """`through_chunk` of one row; two products with vectors are quicker than one with both."""
+    """Like `through_chunk` for one row."""
+    # Two products with vectors are faster here than one with both.
     assert rows.decays is not None
     keys, decays, transposed = rows.keys, rows.decays, state.swapaxes(-1, -2)
 
@@ -131,25 +125,24 @@ def _through_row(rows: Rows, state: mx.array, delta: bool) -> tuple[mx.array, Ch
 
 @dataclass(frozen=True)
 class _Stack:
-    """Which rows vectors belong to: keys to all L, above them queries to the last ones."""
+    """Assigns stacked vectors to rows: keys to all L, then queries to the last ones."""
 
     length: int  # L
     num_queries: int
-    with_keys: bool  # else the queries are alone
+    with_keys: bool  # else only queries
 
     def of(self, array: mx.array) -> mx.array:
-        """[..., M, *] of each vector's row, of [..., L, *]."""
+        """Returns the values of each vector's row, [..., M, *], of [..., L, *]."""
         queries = array[..., self.length - self.num_queries :, :]
         return mx.concatenate([array, queries], axis=-2) if self.with_keys else queries
 
     def of_np(self, array_np: np.ndarray) -> np.ndarray:
-        """[M, *] of each vector's row, of [L, *]."""
         queries_np = array_np[self.length - self.num_queries :]
         return np.concatenate([array_np, queries_np]) if self.with_keys else queries_np
 
 
 def _seen(stack: _Stack, vectors: mx.array, decays: mx.array, state: mx.array) -> mx.array:
-    """[n, HK, G, M, DV], S (G_t x_t) of vectors [n, HK, 1, M, DK]."""
+    """Returns S (G_t x_t) of [n, HK, 1, M, DK] vectors x, [n, HK, G, M, DV]."""
     passed, transposed = stack.of(mx.cumprod(decays, axis=-2)), state.swapaxes(-1, -2)
     if decays.shape[-1] > 1:
         return (vectors * passed) @ transposed
@@ -158,12 +151,12 @@ def _seen(stack: _Stack, vectors: mx.array, decays: mx.array, state: mx.array) -
 
 @dataclass(frozen=True)
 class RowStates:
-    """States within a chunk that was gone through row by row: before it, and after each row."""
+    """States within a chunk that was advanced row by row: before it, and after each row."""
 
-    states: tuple[mx.array, ...]  # L + 1 of [n, HK, G, DV, DK]
+    states: tuple[mx.array, ...]  # L + 1 arrays [n, HK, G, DV, DK]
 
     def after(self, endings: Endings | None) -> mx.array:
-        """[E, HK, G, DV, DK] states at the endings; None: of each sequence after all rows."""
+        """See `ChunkStates.after`."""
         if endings is None:
             return self.states[-1]
         last, sequences = self.states[endings.length], endings.sequences
@@ -177,18 +170,12 @@ class RowStates:
 
 
 def through_rows(rows: Rows, state: mx.array, log_rates: mx.array) -> tuple[mx.array, RowStates]:
-    """Takes states through a chunk row by row, without the delta rule.
+    """Advances [n, HK, G, DV, DK] float32 states through a chunk row by row, without delta rule.
 
-    Quicker than a chunk at once where each head has keys of its own decays and one value.
-
-    Args:
-        rows: whose decays are exp(rate * log_rates).
-        state: [n, HK, G, DV, DK] float32.
-        log_rates: [HK, G, 1, DK].
-
-    Returns:
-        [n, HK, G, Q, DV] outputs, and the states.
+    Decays are exp(rate * log_rates), with log_rates [HK, G, 1, DK].
+    Returns [n, HK, G, Q, DV] outputs, and the states.
     """
+    # Faster than `through_chunk` if each head has its own decays per key, and a single value.
     flat = (*state.shape[:2], -1, state.shape[-1])
     inputs = (rows.values * rows.rates)[..., None]  # [n, HK, G, L, DV, 1]
     states, outputs = [state], []
@@ -204,25 +191,21 @@ def through_rows(rows: Rows, state: mx.array, log_rates: mx.array) -> tuple[mx.a
 
 
 def _ratios(decays: mx.array) -> mx.array:
-    """[..., L, L], G_t/G_i for i <= t, else 0, of decays [..., L, 1]."""
+    """Returns G_t/G_i for i <= t, else 0, [..., L, L], of [..., L, 1] decays."""
     length = decays.shape[-2]
     below, up_to = _below(length)
     return mx.where(up_to, mx.cumprod(mx.where(below, decays, 1), axis=-2), 0)
 
 
 def _products(stack: _Stack, vectors: mx.array, keys: mx.array, decays: mx.array) -> mx.array:
-    """[n, HK, G, M, L], k_i . (G_t/G_i) x_t for i <= t, and 0 for i > t.
+    """Returns k_i . (G_t/G_i) x_t for i <= t, else 0, [n, HK, G, M, L].
 
-    Args:
-        stack: the vectors' rows, t.
-        vectors: [n, HK, 1, M, DK], x.
-        keys: [n, HK, 1, L, DK].
-        decays: [n, HK, G, L, 1 or DK].
+    Of [n, HK, 1, M, DK] vectors x, [n, HK, 1, L, DK] keys and [n, HK, G, L, 1 or DK] decays.
     """
     if decays.shape[-1] == 1:
         return (vectors @ keys.swapaxes(-1, -2)) * stack.of(_ratios(decays))
-    # A pair's ratio is a product up to a boundary between the two times one from there on; the
-    # boundary is that of the widest power of two that parts them.
+    # A pair's ratio is a product up to a boundary, times one from there on; the boundary belongs to
+    # the widest power of two that separates the pair.
     own, levels = _stacked_masks(stack)
     products = (vectors * stack.of(keys)).sum(-1, keepdims=True) * own
     for size, pairs in levels:
@@ -233,8 +216,8 @@ def _products(stack: _Stack, vectors: mx.array, keys: mx.array, decays: mx.array
 
 
 def _from_boundary(decays: mx.array, size: int) -> tuple[mx.array, mx.array]:
-    """Products of decays from the start of each one's run of a size, itself included, and to its
-    stop, itself excluded."""
+    """Returns products of decays in runs of `size`: from its start to each, and on to its stop."""
+    # The first product includes each decay itself, the second one does not.
     *heads, length, width = decays.shape
     if size == 1:
         return decays, mx.ones_like(decays)
@@ -248,15 +231,9 @@ def _from_boundary(decays: mx.array, size: int) -> tuple[mx.array, mx.array]:
 
 
 def _solve(lower: mx.array, right: mx.array) -> mx.array:
-    """(I + L)^-1 R, of which L is the part of `lower` below its diagonal.
-
-    The inverse of [[A, 0], [B, D]] is [[A^-1, 0], [-D^-1 B A^-1, D^-1]], from one size of blocks to
-    the next: its entries stay as small as the answer's, where powers of L would not.
-
-    Args:
-        lower: [..., L, L].
-        right: [..., L, DV].
-    """
+    """Returns (I + L)^-1 R for [..., L, DV] R, with L the part of `lower` below its diagonal."""
+    # The inverse of [[A, 0], [B, D]] is [[A^-1, 0], [-D^-1 B A^-1, D^-1]], from each block size to
+    # the next: its entries stay as small as the result's, while powers of L would not.
     length = lower.shape[-1]
     levels = [lower * pairs for pairs in _levels(length)]
     inverse = _eye(length) - levels[0]
@@ -272,19 +249,19 @@ def _eye(length: int) -> mx.array:
 
 @cache
 def _below(length: int) -> tuple[mx.array, mx.array]:
-    """[L, L] bool each: i < t, and i <= t."""
+    """Returns [L, L] masks for i < t, and i <= t."""
     return mx.array(np.tri(length, k=-1) > 0), mx.array(np.tri(length) > 0)
 
 
 @cache
 def _levels(length: int) -> tuple[mx.array, ...]:
-    """[L, L] float32 each, of `_boundaries`."""
+    """Returns the [L, L] float32 masks of `_boundaries`."""
     return tuple(mx.array(pairs_np) for _, pairs_np in _boundaries(length))
 
 
 @cache
 def _stacked_masks(stack: _Stack) -> tuple[mx.array, tuple[tuple[int, mx.array], ...]]:
-    """[M, L] float32, where t = i; and `_boundaries` of each vector's row, [M, L]."""
+    """Returns [M, L] float32 masks: where t = i, and of `_boundaries` by vector."""
     boundaries = _boundaries(stack.length)
     return mx.array(stack.of_np(np.eye(stack.length, dtype=np.float32))), tuple(
         (size, mx.array(stack.of_np(pairs_np))) for size, pairs_np in boundaries
@@ -292,7 +269,7 @@ def _stacked_masks(stack: _Stack) -> tuple[mx.array, tuple[tuple[int, mx.array],
 
 
 def _boundaries(length: int) -> list[tuple[int, np.ndarray]]:
-    """Powers of two, and [L, L] float32: 1 where the widest boundary of i and t > i is one's."""
+    """Returns powers of two, and [L, L] masks of pairs i < t in two runs of a size that merge."""
     run, boundaries, size = np.arange(length), [], 1
     while size < length:
         pairs_np = (run[:, None] % 2 == 1) & (run[None] == run[:, None] - 1)

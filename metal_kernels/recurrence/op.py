@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""run() applies a step's rows to recurrent states: checks, lanes and grid, one dispatch."""
+"""run() applies a step's rows to recurrent states: checks, lanes, grid, and one dispatch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +10,8 @@ import mlx.core as mx
 from metal_kernels import kernel, op_common, token_ops
 from metal_kernels.sequences import RecurrenceInputs, Sequences, StatePart
 
-_THREADS = 256  # of a threadgroup
-_RUNS = 2  # of four elements of a state's row, that a lane holds: with more, registers spill
+_THREADS = 256  # per threadgroup
+_RUNS = 2  # of four elements of a state's row, per lane; with more, registers spill
 _KINDS = ("keys", "values", "rates", "decays")
 _KERNEL = kernel.load(
     Path(__file__).with_name("recurrence.metal"),
@@ -23,7 +23,7 @@ _KERNEL = kernel.load(
     output_names=("outputs", *(f"next_{name}" for name in _KINDS), "fence"),
     shared=("states.metal",),
 )
-# Kinds of decays, as the kernel numbers them.
+# Kinds of decays, numbered as in the kernel.
 _OF_HEADS, _OF_KEYS, _FROM_RATES = range(3)
 
 
@@ -41,38 +41,38 @@ def run(
 ) -> tuple[mx.array, RecurrenceInputs, mx.array]:
     """Applies a step's rows to the states of its requests: S as in `RecurrenceInputs`, y = S q.
 
-    All is computed in float32, whatever the dtypes. A state is rounded to its dtype after each
-    token, so that no result depends on how tokens are cut into steps.
+    Computes in float32. States are rounded to their dtype after each token, so that results do not
+    depend on how tokens are divided into steps.
 
     Args:
-        sequences: the step, with num_rows of T.
+        sequences: the step, with num_rows = T.
         queries: [T, HK, DK] float16, bfloat16 or float32.
-        inputs: of T rows; keys have the dtype of queries, values one of the same three, rates and
-            decays float32. HV is a multiple of HK.
-        kept: what the step before returned; None: no request applies any.
-        pools: of keys, and of values where there are any: [Hkv, B * split, ...], row-contiguous,
-            both of one dtype and Hkv, with a multiple of 16 bytes a block and head. Written in
-            place, done once the fence is computed.
-        part: where the [HV, DV, DK] floats lie among a state's bytes.
-        delta: by the delta rule.
-        log_rates: [HV, DK] float32, A where inputs.decays is None: decays are exp(rate * A).
+        inputs: T rows; keys have the queries' dtype, values one of the same three, rates and decays
+            float32. HV is a multiple of HK.
+        kept: result of the previous step; None: no request applies any.
+        pools: K and, if there is one, V: [Hkv, B * split, ...], row-contiguous, of one dtype and
+            Hkv, with a multiple of 16 bytes per block and head. Written in place, before the fence.
+        part: location of the [HV, DV, DK] floats among a state's bytes.
+        delta: use the delta rule.
+        log_rates: [HV, DK] float32, A if inputs.decays is None: decays are exp(rate * A).
         split: parts of a block.
-        after: fences of the dispatches that must come before.
+        after: fences of dispatches to wait for.
 
     Returns:
-        y: [T, HV, DV], the dtype of values.
-        kept: [sequences.num_kept, ...] each: the inputs of the step's drafts.
+        y: [T, HV, DV] in the values' dtype.
+        kept: [sequences.num_kept, ...] each: inputs of the step's drafts.
         fence: [8] uint32.
 
     Raises:
-        ValueError: shapes or dtypes are not as above.
+        ValueError: shapes or dtypes are invalid.
     """
     decays = _check(sequences, queries, inputs, kept, log_rates)
     num_rows, (num_heads, value_size) = len(queries), inputs.values.shape[1:]
     pipeline = _template(sequences, queries, inputs, pools, part, split, delta, decays)
+    # Whole simdgroups of 32 lanes.
     threads = -(-num_heads * value_size * pipeline["LANES"] // 32) * 32
     dtypes = [queries.dtype, inputs.values.dtype, inputs.rates.dtype, inputs.rates.dtype]
-    bound = _bound(sequences, queries, (inputs, kept), dtypes, log_rates)
+    bound = _bind(sequences, queries, (inputs, kept), dtypes, log_rates)
     y, keys, values, rates, found, fence = _KERNEL(
         inputs=[*bound, pools[0], pools[-1], *op_common.fences(after)],
         template=list(pipeline.items()),
@@ -99,7 +99,6 @@ def _template(
     delta: bool,
     decays: int,
 ) -> dict[str, Any]:
-    """What a pipeline is compiled for."""
     (num_keys, key_size), (num_heads, value_size) = queries.shape[1:], inputs.values.shape[1:]
     run_size = 4 if key_size % 4 == 0 else 1
     return {
@@ -119,7 +118,7 @@ def _template(
 
 
 def _kept_shapes(count: int, inputs: RecurrenceInputs) -> list[tuple[int, ...]]:
-    """Shapes of so many drafts' inputs, in the order of _KINDS."""
+    """Returns the shapes of `count` drafts' inputs, in the order of _KINDS."""
     kinds = [inputs.keys, inputs.values, inputs.rates]
     if inputs.decays is not None:
         kinds.append(inputs.decays)
@@ -128,19 +127,19 @@ def _kept_shapes(count: int, inputs: RecurrenceInputs) -> list[tuple[int, ...]]:
 
 
 def _lanes(runs: int) -> int:
-    """How many lanes share a row: a power of two, 4 at least where there are as many runs."""
+    """Returns how many lanes share a row: a power of two, and at least min(4, runs)."""
     wanted = max(-(-runs // _RUNS), min(4, runs))
     return int(min(32, 1 << (wanted - 1).bit_length()))
 
 
-def _bound(
+def _bind(
     sequences: Sequences,
     queries: mx.array,
     rows: Sequence[RecurrenceInputs | None],
     dtypes: Sequence[mx.Dtype],
     log_rates: mx.array | None,
 ) -> list[mx.array]:
-    """A step and its rows as kernels bind them; something in the place of what there is none of."""
+    """Returns a step's input buffers, with placeholders for missing ones."""
     table, blocks = token_ops.step_inputs(sequences)
     bound = [table, blocks, token_ops.padded(queries)]
     for each in rows:
@@ -160,7 +159,7 @@ def _check(
     kept: RecurrenceInputs | None,
     log_rates: mx.array | None,
 ) -> int:
-    """The kind of decays."""
+    """Raises ValueError for invalid inputs; returns the kind of decays."""
     floats, single = op_common.VALUE_DTYPES, (mx.float32,)
     token_ops.check_rows("queries", queries, (sequences.num_rows, -1, -1), floats)
     token_ops.check_rows("inputs.values", inputs.values, (sequences.num_rows, -1, -1), floats)

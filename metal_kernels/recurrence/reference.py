@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrences over sequences in MLX's operations: run() once a layer, by a ReferencePlan."""
+"""Recurrences over sequences in MLX's operations, once per layer, by a ReferencePlan."""
 
 from dataclasses import replace
 
@@ -30,18 +30,18 @@ def run(
     Args:
         plan: of the step.
         queries: [T, HK, DK], as they multiply the state.
-        inputs: of T rows.
-        kept: of P' rows, kept by the step before; None: it kept nothing.
+        inputs: T rows.
+        kept: P' rows kept by the previous step; None: none.
         states: [N, HV, DV, DK], before the kept rows.
-        delta: whether by the delta rule.
-        log_rates: [HV, DK] float32, A, where the inputs have no decays.
+        delta: use the delta rule.
+        log_rates: [HV, DK] float32, A, if the inputs have no decays.
 
     Returns:
-        [T, HV, DV] outputs of the values' dtype, [E, HV, DV, DK] states of the dtype they had, and
-        the drafts' inputs, num_kept of them.
+        [T, HV, DV] outputs in the values' dtype, [E, HV, DV, DK] states in their dtype, and
+        num_kept inputs of drafts.
 
     Raises:
-        ValueError: kept rows are to be applied and there are none, or a decay is not given.
+        ValueError: kept rows or decays are required but missing.
     """
     if plan.uses_kept and kept is None:
         raise ValueError("the plan applies kept rows, but none are given")
@@ -58,20 +58,20 @@ def run(
             assert log_rates is not None
             rows = replace(rows, decays=mx.exp(rows.rates * log_rates))
         state = _states(group, states).reshape(-1, *rows.values.shape[1:3], *states.shape[2:])
-        output, ends = _through(group, rows, state, delta, log_rates)
+        output, ends = _run_group(group, rows, state, delta, log_rates)
         outputs.append(output)
         ended += ends
     return (
         _outputs(plan, outputs, inputs.values),
-        _ended(ended, states),
+        _merge_states(ended, states),
         _drafts(plan, inputs),
     )
 
 
-def _through(
+def _run_group(
     group: Group, rows: Rows, state: mx.array, delta: bool, log_rates: mx.array | None
 ) -> tuple[mx.array, list[mx.array]]:
-    """A group's outputs, [n, HK, G, Q, DV], and the states that end in it, chunk by chunk."""
+    """Returns a group's [n, HK, G, Q, DV] outputs, and the states that end in each chunk."""
     outputs, ended = [], []
     for chunk in group.chunks:
         part = rows.part(chunk.start, chunk.stop)
@@ -86,26 +86,26 @@ def _through(
             ended.append(found.after(chunk.endings))
         if chunk is not group.chunks[-1]:
             state = found.after(None)
-    return _joined(outputs, -2), ended
+    return _concatenate(outputs, -2), ended
 
 
-def _joined(parts: list[mx.array], axis: int) -> mx.array:
+def _concatenate(parts: list[mx.array], axis: int) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)
 
 
-def _ended(ended: list[mx.array], states: mx.array) -> mx.array:
-    """[E, HV, DV, DK] of the chunks' [E', HK, G, DV, DK], of the states' dtype."""
+def _merge_states(ended: list[mx.array], states: mx.array) -> mx.array:
+    """Merges chunks' [E', HK, G, DV, DK] to [E, HV, DV, DK] in the states' dtype."""
     if not ended:
         return states[:0]
-    return _joined(ended, 0).reshape(-1, *states.shape[1:]).astype(states.dtype)
+    return _concatenate(ended, 0).reshape(-1, *states.shape[1:]).astype(states.dtype)
 
 
 def _sources(
     plan: ReferencePlan, queries: mx.array, inputs: RecurrenceInputs, kept: RecurrenceInputs | None
 ) -> tuple[mx.array, RecurrenceInputs]:
-    """What `Group.rows` choose from."""
+    """Returns the arrays that `Group.rows` index."""
     if plan.num_rows == 0:
-        queries = mx.zeros((1, *queries.shape[1:]), queries.dtype)
+        queries = mx.zeros((1, *queries.shape[1:]), queries.dtype)  # a row to index
     if not plan.uses_kept:
         return queries, inputs
     assert kept is not None
@@ -151,7 +151,7 @@ def _rows(group: Group, sources: tuple[mx.array, RecurrenceInputs]) -> Rows:
 
 
 def _states(group: Group, states: mx.array) -> mx.array:
-    """[n, HV, DV, DK] float32 before the group's rows."""
+    """Returns [n, HV, DV, DK] float32 states before the group's rows."""
     if group.sequences is not None:
         states = mx.take(states, group.sequences, axis=0)
     if group.fresh is not None:
@@ -160,18 +160,17 @@ def _states(group: Group, states: mx.array) -> mx.array:
 
 
 def _outputs(plan: ReferencePlan, outputs: list[mx.array], values: mx.array) -> mx.array:
-    """[T, HV, DV] of the groups' [n, HK, G, Q, DV]."""
+    """Merges the groups' [n, HK, G, Q, DV] to [T, HV, DV]."""
     if plan.num_rows == 0:
         return values
     padded = [output.transpose(0, 3, 1, 2, 4).reshape(-1, *values.shape[1:]) for output in outputs]
-    rows = _joined(padded, 0)
+    rows = _concatenate(padded, 0)
     if plan.places is not None:
         rows = mx.take(rows, plan.places, axis=0)
     return rows.astype(values.dtype)
 
 
 def _drafts(plan: ReferencePlan, inputs: RecurrenceInputs) -> RecurrenceInputs:
-    """The rows that are kept for the next step."""
 
     def taken(array: mx.array) -> mx.array:
         if plan.num_rows == 0:
