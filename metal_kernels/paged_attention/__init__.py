@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of ragged queries over paged K/V: by kernels (plan, run), or in MLX (reference)."""
+"""Attention of ragged queries over paged K/V, by kernels (plan, run) or in MLX (reference)."""
 
 from metal_kernels.paged_attention.op import run, unsupported
 from metal_kernels.paged_attention.plan import AttentionPlan, plan

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides, once a step, which requests attend together where MLX's operations attend.
+"""Groups a step's requests into buckets that MLX's operations attend to together.
 
-Requests of like shape form a *bucket*. What requests have in common at their beginning may be a
-bucket too, of all their rows.
+A *bucket* holds requests of similar shape, or a shared prefix of requests with all their rows.
 """
 
 from collections.abc import Iterator
@@ -14,91 +13,88 @@ import numpy as np
 from metal_kernels.paged_attention.common_prefix import common_prefixes
 from metal_kernels.paged_attention.padded_rows import PaddedQueries, PaddedTable, StepWrites
 
-#: The most scores of a head, and the most gathered slots, of one attention call: a step's memory
-#: does not grow with the context. A request that needs more gets calls of its own, of MIN_ROWS rows
-#: or more each; every call gathers the context anew, which costs as much as a few rows.
+#: Most scores of a head, and most gathered slots, of one attention call, so that a step's memory
+#: does not grow with the context. Larger requests get calls of their own, of at least MIN_ROWS
+#: rows; each call gathers the context again, which costs as much as a few rows.
 MAX_SCORES = 2**20
 MAX_GATHERED = 2**15
 MIN_ROWS = 64
-#: A table of a step that decodes is as wide as one of so many widths from a power of two to the
-#: next: its shape then stays the same for many steps, and it grows by an eighth at most.
+#: Widths of decode tables per power of two. Shapes then stay the same for many steps, and tables
+#: grow by at most an eighth.
 WIDTHS = 8
-#: The shape also stays for as many blocks in all requests together: a new one has to be built in
-#: Python and compiled, 25 ms at 28 layers, which pays for the slots that a few steps pad.
+#: Granularity of widths, in blocks of all requests together. A new shape has to be built in Python
+#: and compiled, 25 ms for 28 layers, which pays for slots padded in a few steps.
 STABLE_BLOCKS = 4
-DECODE_ROWS = 16  # a request with more rows prefills, and comes once
-#: Slots that a call more has to save, at least: one over a common beginning, or for shorter
-#: requests. A slot takes 0.4 microseconds a layer on two x86 cores (16 requests of 600 tokens): so
-#: many pay for the operations of a call.
+DECODE_ROWS = 16  # requests with more rows are prefills, whose shapes do not recur
+#: Slots that an additional call must save, be it for a shared prefix or for shorter requests. A
+#: slot takes 0.4 microseconds per layer on two x86 cores (16 requests of 600 tokens), so this many
+#: pay for a call's operations.
 MIN_SAVED = 512
 
-Places = tuple[mx.array, ...]  # of an array's first axes, one index array for each
+Places = tuple[mx.array, ...]  # one index array for each of an array's first axes
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Requests whose padded shapes agree: n of them, Q query rows and S context slots each."""
+    """n requests of equal padded shape, with Q query rows and S context slots each."""
 
     num_requests: int  # n
     query_len: int  # Q, the longest in the bucket
     context_len: int  # S, whole blocks
     block_table: mx.array  # [n, S / block_size] int32, pool block of each context block
-    rows: mx.array | None  # [n * Q] int32, batch row of each padded query; None: rows as they are
-    fresh: mx.array  # [f] int32, places in the flat [n * S] context that this step writes
-    sources: mx.array | None  # [f] int32, batch row whose K/V go there; None: all rows, in order
+    rows: mx.array | None  # [n * Q] int32, batch row of each padded query; None: all, in order
+    fresh: mx.array  # [f] int32, positions in the flat [n * S] context that this step writes
+    sources: mx.array | None  # [f] int32, batch rows of their K/V; None: all rows, in order
     mask: mx.array | None  # [n, 1, Q, S] bool, True where a query may look; None: everywhere
-    #: Slots that are no padding, where the rows are the last of one request and see all before
-    #: themselves: MLX's fused attention then skips what no row sees. None: the mask says it all.
+    #: Unpadded slots, if the rows are the last of one request and causal: MLX's fused attention
+    #: then skips invisible slots. None: use the mask.
     causal_len: int | None = None
-    bounds: mx.array | None = None  # [n, 2] int32, slots of the context that any row sees
-    _places: dict[int, tuple[Places, Places]] = field(
+    bounds: mx.array | None = None  # [n, 2] int32, visible slots of the context
+    _positions: dict[int, tuple[Places, Places]] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
 
     def places(self, num_heads: int) -> tuple[Places, Places]:
-        """Where the context's blocks, and the rows that this step writes, lie in all heads.
+        """Returns the indices of the context's blocks and of this step's rows in all K/V heads.
 
-        Made for the first layer, and the same for all others of as many K/V heads.
-
-        Args:
-            num_heads: K/V heads, Hkv.
+        Cached, so that all layers share them.
 
         Returns:
             Head and block of the pool, each [Hkv, n, S / block_size] int32; head, request and slot
-            of the context, each [f * Hkv] int32, the heads of a row one after another.
+            of the context, each [f * Hkv] int32, heads innermost.
         """
-        if num_heads not in self._places:
+        if num_heads not in self._positions:
             heads = mx.array(np.arange(num_heads, dtype=np.int32))
             blocks = num_heads, *self.block_table.shape
             rows = self.fresh.size, num_heads
             slots = mx.broadcast_to(self.fresh[:, None], rows).flatten()
-            self._places[num_heads] = (
+            self._positions[num_heads] = (
                 (
                     mx.broadcast_to(heads[:, None, None], blocks),
                     mx.broadcast_to(self.block_table, blocks),
                 ),
                 (mx.broadcast_to(heads, rows).flatten(), *mx.divmod(slots, self.context_len)),
             )
-        return self._places[num_heads]
+        return self._positions[num_heads]
 
     def work(self, num_heads: int, sizes: int) -> int:
-        """FLOPs; `sizes` is that of a key and of a value together."""
+        """Returns the FLOPs; `sizes` is the sum of a key's and a value's."""
         return 2 * self.num_requests * self.query_len * self.context_len * num_heads * sizes
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """How one step's rows attend, for all layers that share a block table and a window."""
+    """Attention of a step's rows, for all layers that share a block table and a window."""
 
     num_tokens: int  # T
     buckets: tuple[Bucket, ...]
-    order: mx.array | None  # [T] int32, place of row t in the concatenated padded outputs
-    shared: tuple[Bucket, ...] = ()  # beginnings that requests have in common, each as one request
-    shared_order: mx.array | None = None  # [T] int32, as `order`; one past the last: no such row
+    order: mx.array | None  # [T] int32, position of row t in the concatenated padded outputs
+    shared: tuple[Bucket, ...] = ()  # shared prefixes, each as one request
+    shared_order: mx.array | None = None  # [T] int32, like `order`; one past the last: no row
 
     @property
     def calls(self) -> tuple[Bucket, ...]:
-        """All that a layer computes."""
+        """All calls of a layer."""
         return (*self.buckets, *self.shared)
 
 
@@ -114,31 +110,24 @@ def plan(
     earlier_slots: np.ndarray | None = None,
     bounded: bool = False,
 ) -> BucketPlan:
-    """Groups R requests into buckets of like shape.
-
-    A bucket holds requests whose query and context lengths round up to the same power of two, so
-    padding at most doubles either, and a step has few buckets whatever its number of requests.
-    Requests of shorter contexts join a bucket where that pads less than a call of their own costs.
+    """Groups R requests into buckets of similar shape.
 
     Args:
-        query_start_loc: [R + 1] int32, first batch row of each request.
-        seq_lens: [R] int32, context of each request including this step's rows.
-        block_tables: [R, W] int32, pool blocks of each request in order.
-        slot_mapping: [T] int32, pool slot each row's K/V go to; -1: nobody reads them. A request
-            may read blocks that another one writes in this same step (a prefix hit on a prompt just
-            scheduled).
-        block_size: tokens of a block.
-        window: a query at position p sees positions (p - window, p]; None sees [0, p].
-        share: whether blocks that requests begin with in common are gathered once for all of them.
-            `run` then takes plain operations, and needs a plan without a window.
-        causal: whether buckets of a prompt's rows tell their `causal_len`, which differs from step
-            to step where the padded shape does not. For MLX's fused attention.
-        earlier_slots: [E] int32, pool slots of rows that steps before had of the same requests, as
-            many of each, where the pool does not hold their K/V yet; -1: nobody reads that row.
-            `run` then takes the K/V of E + T rows, these first.
-        bounded: whether buckets tell their `bounds`, which a read of the pool keeps to.
+        query_start_loc, seq_lens, block_tables, block_size, window: see `plan.plan`.
+        slot_mapping: [T] int32, pool slot of each row's K/V; -1: never read. A request may read
+            blocks that another one writes in this step (a prefix hit on a prompt just scheduled).
+        share: gather shared prefixes once. `run` then uses plain operations; requires no window.
+        causal: set the `causal_len` of prompts, for MLX's fused attention. It changes each step,
+            unlike the padded shape.
+        earlier_slots: [E] int32, pool slots of rows of previous steps of the same requests, equally
+            many each, that the pool does not hold yet; -1: never read. `run` then takes the K/V of
+            E + T rows, these first.
+        bounded: set the buckets' `bounds`, for reads of the pool.
     """
-    pieces = _in_pieces(query_start_loc, seq_lens, block_tables, window)
+    # Requests share a bucket if their query and context lengths round up to the same power of two:
+    # padding at most doubles either, and the number of buckets does not grow with the requests.
+    # Shorter contexts join a bucket if the padding costs less than another call.
+    pieces = _split_requests(query_start_loc, seq_lens, block_tables, window)
     query_start_loc, seq_lens, block_tables = pieces
     query_lens = np.diff(query_start_loc)
     first_block = np.zeros_like(seq_lens)
@@ -148,7 +137,7 @@ def plan(
     if window is not None:
         first_block = np.maximum(seq_lens - query_lens - window + 1, 0) // block_size
     elif share and len(query_lens) > 1:
-        whole = (seq_lens - query_lens) // block_size  # blocks that all rows of a request see
+        whole = (seq_lens - query_lens) // block_size  # blocks visible to all rows of a request
         first_block = _add_shared(shared, query_lens, whole, block_tables, writes, block_size)
     own = _own_calls(pieces, first_block, writes, block_size, window, causal, bounded)
     return BucketPlan(
@@ -157,30 +146,30 @@ def plan(
 
 
 class _Calls:
-    """Buckets, and where their outputs have the batch's rows."""
+    """Buckets, and the positions of the batch's rows in their outputs."""
 
     def __init__(self, num_tokens: int) -> None:
         self.buckets: list[Bucket] = []
-        self._places = np.full(num_tokens, -1, np.int32)
+        self._positions = np.full(num_tokens, -1, np.int32)
         self._size = 0
 
     def add(self, bucket: Bucket, queries: PaddedQueries) -> None:
-        self._places[queries.rows[queries.real]] = self._size + np.flatnonzero(queries.real)
+        self._positions[queries.rows[queries.real]] = self._size + np.flatnonzero(queries.real)
         self._size += queries.rows.size
         self.buckets.append(bucket)
 
     def order(self) -> mx.array | None:
-        """[T] int32, each row's place; one past the last: it is in no bucket. None: in order."""
-        if self._size == len(self._places) and _is_range(self._places, self._size):
+        """Returns each row's position, one past the last if it has none; None: in order."""
+        if self._size == len(self._positions) and _is_range(self._positions, self._size):
             return None
-        return mx.array(np.where(self._places < 0, self._size, self._places))
+        return mx.array(np.where(self._positions < 0, self._size, self._positions))
 
 
 def _shared_rows(rows: np.ndarray, num_requests: int, context_len: int) -> list[np.ndarray]:
-    """The rows of each call over what requests have in common; none where it would not pay."""
+    """Splits rows into calls over a shared prefix; none if sharing does not pay."""
     most = max(MAX_SCORES // context_len, MIN_ROWS)
     calls = np.split(rows, range(most, len(rows), most))
-    pays = num_requests >= 2 * len(calls)  # pieces of one long prompt gather no less together
+    pays = num_requests >= 2 * len(calls)  # pieces of one long prompt save nothing together
     pays &= (num_requests - len(calls)) * context_len >= MIN_SAVED * len(calls)
     return calls if pays else []
 
@@ -193,16 +182,9 @@ def _add_shared(
     writes: StepWrites,
     block_size: int,
 ) -> np.ndarray:
-    """Adds calls over blocks that requests begin with in common.
+    """Adds calls over shared prefixes; returns each request's first remaining block, [R].
 
-    Args:
-        shared: gets the calls.
-        query_lens: [R] rows of each request.
-        whole: [R] blocks that all rows of a request see.
-        block_tables, writes, block_size: as in `plan`.
-
-    Returns:
-        [R] the first block of each request that is left.
+    `query_lens`: [R] rows; `whole`: [R] blocks that all rows of a request see.
     """
     first_block = np.zeros_like(whole)
     requests = np.repeat(np.arange(len(query_lens)), query_lens)  # of each row
@@ -229,12 +211,9 @@ def _own_calls(
     causal: bool,
     bounded: bool,
 ) -> _Calls:
-    """Calls over what each request has of its own.
+    """Makes the calls over each request's own blocks, from `first_block` on, [R].
 
-    Args beyond the plan's:
-        requests: `query_start_loc`, `seq_lens` and `block_tables`.
-        first_block: [R] of each request that these calls gather.
-        writes: of this step.
+    `requests`: `query_start_loc`, `seq_lens` and `block_tables`.
     """
     query_start_loc, seq_lens, block_tables = requests
     query_lens, num_tokens = np.diff(query_start_loc), int(query_start_loc[-1])
@@ -242,12 +221,12 @@ def _own_calls(
     num_blocks = -(-seq_lens // block_size) - first_block
     decodes = query_lens <= DECODE_ROWS
     widths = num_blocks
-    if writes.follow:  # one slot more, which no row sees
+    if writes.follow:  # one more slot, invisible to all rows, see `StepWrites.in_order`
         widths = -(-(seq_lens + 1) // block_size) - first_block
-    widths = np.where(decodes, _stable(widths, decodes.sum()), widths)
+    widths = np.where(decodes, _stable_widths(widths, decodes.sum()), widths)
     shapes = _log2_ceil(query_lens) * 64 + _log2_ceil(widths)  # 2**64 blocks are enough
-    shapes = _joined(shapes, widths * block_size)
-    for members in _alike(shapes, query_lens, widths * block_size):
+    shapes = _merge_shapes(shapes, widths * block_size)
+    for members in _similar(shapes, query_lens, widths * block_size):
         table = PaddedTable.padded(
             block_tables[members], first_block[members], num_blocks[members], widths[members].max()
         )
@@ -264,22 +243,22 @@ def _own_calls(
 
 
 def _bounds(first_query: np.ndarray, query_lens: np.ndarray, window: int | None) -> mx.array:
-    """[R, 2] int32, the first slot that a request's rows see, and the one past the last."""
+    """Returns the first slot visible to each request's rows, and the one past the last, [R, 2]."""
     begins = np.maximum(0 if window is None else first_query - window + 1, 0)
     seen = np.stack(np.broadcast_arrays(begins, first_query + query_lens), axis=1)
     return mx.array(seen.astype(np.int32))
 
 
-def _repeated(values: np.ndarray, count: int) -> np.ndarray:
-    """[count at least] the values, and then the last of them again and again."""
+def _pad_to(values: np.ndarray, count: int) -> np.ndarray:
+    """Repeats the last value up to `count` values."""
     missing = max(0, count - len(values)) if len(values) else 0
     return np.pad(values, (0, missing), mode="edge") if missing else values
 
 
-def _in_pieces(
+def _split_requests(
     query_start_loc: np.ndarray, seq_lens: np.ndarray, block_tables: np.ndarray, window: int | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cuts a request whose rows would have more than MAX_SCORES into several."""
+    """Splits requests with more than MAX_SCORES scores."""
     starts, ends = query_start_loc[:-1], query_start_loc[1:]
     context = seq_lens if window is None else np.minimum(seq_lens, window + ends - starts)
     rows = np.maximum(MAX_SCORES // context, MIN_ROWS)
@@ -293,15 +272,10 @@ def _in_pieces(
     return np.append(starts, ends[-1]), seq_lens[request] - later, block_tables[request]
 
 
-def _joined(shapes: np.ndarray, context: np.ndarray) -> np.ndarray:
-    """The shapes, a wider one in place of those for which a call of their own does not pay.
-
-    So steps of few short requests have the same calls, whatever requests they are.
-
-    Args:
-        shapes: [R] int, 64 times that of the query and that of the context.
-        context: [R] int, slots of each.
-    """
+def _merge_shapes(shapes: np.ndarray, context: np.ndarray) -> np.ndarray:
+    """Replaces [R] shapes by wider ones if another call does not pay; `context`: slots of each."""
+    # Steps with few short requests then have the same calls, whatever the requests are. Shapes are
+    # 64 times the query's plus the context's.
     joined = shapes.copy()
     wider, most = -1, 0
     for shape in np.unique(shapes)[::-1]:
@@ -313,8 +287,10 @@ def _joined(shapes: np.ndarray, context: np.ndarray) -> np.ndarray:
     return joined
 
 
-def _alike(shapes: np.ndarray, query_lens: np.ndarray, context: np.ndarray) -> Iterator[np.ndarray]:
-    """Indices of requests of like shape, in groups that one call may hold when padded alike."""
+def _similar(
+    shapes: np.ndarray, query_lens: np.ndarray, context: np.ndarray
+) -> Iterator[np.ndarray]:
+    """Yields indices of requests of similar shape, in groups that one padded call may hold."""
     for shape in np.unique(shapes):
         members = np.flatnonzero(shapes == shape)
         q, s = int(query_lens[members].max()), int(context[members].max())
@@ -323,7 +299,7 @@ def _alike(shapes: np.ndarray, query_lens: np.ndarray, context: np.ndarray) -> I
 
 
 def _log2_ceil(lengths: np.ndarray) -> np.ndarray:
-    """Smallest k with 2**k >= length, elementwise; lengths are at least 1."""
+    """Returns the smallest k with 2**k >= length, elementwise, for lengths of at least 1."""
     return np.ceil(np.log2(lengths)).astype(np.int64)
 
 
@@ -331,9 +307,8 @@ def _is_range(values: np.ndarray, count: int) -> bool:
     return len(values) == count and bool((values == np.arange(count)).all())
 
 
-def _stable(num_blocks: np.ndarray, num_requests: int) -> np.ndarray:
-    """Numbers of blocks, each rounded up to the next of WIDTHS in its octave, or more coarsely
-    where few requests decode."""
+def _stable_widths(num_blocks: np.ndarray, num_requests: int) -> np.ndarray:
+    """Rounds numbers of blocks up to WIDTHS per octave, more coarsely for few decode requests."""
     unit = np.maximum(1 << _log2_ceil(np.maximum(num_blocks, 1)), 2 * WIDTHS) // (2 * WIDTHS)
     unit = np.maximum(unit, STABLE_BLOCKS // max(num_requests, 1))
     return -(-num_blocks // unit) * unit
@@ -348,10 +323,7 @@ def _bucket(
     num_tokens: int,
     window: int | None = None,
 ) -> Bucket:
-    """
-    Args beyond the plan's:
-        first_query: [n] int32, context slot of each request's first row; None: behind the context.
-    """
+    """Makes a bucket; `first_query`: [n] slot of each first row, None: all slots are visible."""
     n, q = queries.rows.shape
     s = table.blocks.shape[1] * block_size
     mask = None
@@ -366,8 +338,8 @@ def _bucket(
         fresh, sources = writes.in_order(table, rows)
     else:
         fresh, sources = writes.into(table)
-        if writes.left_out:  # the same shape, however many
-            fresh, sources = _repeated(fresh, n * q), _repeated(sources, n * q)
+        if writes.left_out:  # keep the shape, however many are left out
+            fresh, sources = _pad_to(fresh, n * q), _pad_to(sources, n * q)
     return Bucket(
         num_requests=n,
         query_len=q,

@@ -16,31 +16,30 @@ from metal_kernels.paged_attention.shared import Beginnings
 from metal_kernels.paged_attention.splits import MOST_RESULTS, Contexts, Parts, Splits
 from metal_kernels.paged_attention.tiles import STRIP
 
-#: A position past every beginning, so that a row sees all of it, and no sum with it overflows.
+#: A position behind every prefix, so that a row sees all of it, without overflow in sums.
 _BEHIND_ALL = 2**30
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One launch of the decode or the prefill kernel; the structs of shared/attention.metal."""
+    """One launch of the decode or prefill kernel, with structs of shared/attention.metal."""
 
     decode: bool
     rows: int  # packed rows of a tile, a power of two
-    num_rows: int  # output rows, n; of shared beginnings, rows that read them
-    num_tiles: int  # N; the last few may have no rows, so that N stays for many steps
-    part_rows: int  # of all parts of split contexts; as `num_tiles`, and 0: none is split
+    num_rows: int  # output rows, n; for shared prefixes, rows that read them
+    num_tiles: int  # N; the last few may be empty, so that N stays the same for many steps
+    part_rows: int  # of all parts of split contexts, padded like `num_tiles`; 0: none is split
     requests: mx.array  # [max(R or n, 2), 4] int32, Request
     tiles: mx.array  # [N, 8] int32, Tile
-    window: int  # positions that a query sees, itself included
-    splits: mx.array | None  # [max(n, 2), 4] int32, struct Row of reduce.metal; None: none is split
+    window: int  # visible positions of a query, including its own
+    splits: mx.array | None  # [max(n, 2), 4] int32, Row of reduce.metal; None: none is split
     walkers: int  # simdgroups that join a row's parts; 0: none is split
-    #: FLOPs; MOST_WORK at most, with those of `shared`, unless a tile or query row takes more.
+    #: FLOPs including those of `shared`; at most MOST_WORK, unless a single tile or row takes more.
     work: int = field(compare=False)
-    #: What reads beginnings that these rows have in common, and leaves parts of their results;
-    #: `splits` of the dispatch itself names them.
+    #: Reads prefixes shared by these rows, and leaves partial results, which `splits` refers to.
     shared: Dispatch | None = None
-    listed: bool = False  # whether `requests` has one for each query row
-    wide: bool = False  # of decode: whether threadgroups have 512 threads, not 256
+    listed: bool = False  # whether `requests` has an entry per query row
+    wide: bool = False  # decode only: whether threadgroups have 512 threads instead of 256
 
     @property
     def launches(self) -> tuple[Dispatch, ...]:
@@ -49,7 +48,7 @@ class Dispatch:
 
     @property
     def num_splits(self) -> int:
-        """The most parts that a context is split into, but for a shared beginning."""
+        """Most parts of a context, without shared prefixes."""
         return 1 if self.splits is None else int(self.splits[:, 1].max())
 
 
@@ -61,27 +60,25 @@ def dispatch_of(
     splits: Splits | None,
     common: Beginnings | None = None,
 ) -> Dispatch:
-    """The dispatch that serves `pieces`, in tiles of `rows`.
+    """Makes the dispatch for `pieces`, in tiles of `rows`.
 
-    Args beyond the plan's:
-        splits: None: no context is split.
-        common: what is read by the dispatch beside it.
+    `splits`: None: no context is split; `common`: prefixes read by another dispatch.
     """
     shape = batch.shape
     cut = _in_tiles(pieces.num_rows * shape.group, batch.packed_step(rows))
     begin_packed = pieces.first_row[cut.piece] * shape.group + cut.begin
     contexts = _contexts(rows, batch, pieces, cut, begin_packed, common)
     parts = contexts.whole() if splits is None else splits.cut(contexts)
-    rows_of = pieces.num_rows * parts.counts  # of each piece, in the output or its parts
+    rows_of = pieces.num_rows * parts.counts  # of each piece, in the output or in parts
     first_rows = starts(rows_of)
     tiles = _tiles(parts, cut.piece, pieces.request, None, begin_packed, cut.rows)
 
     num_requests = len(batch.seq_lens)
     requests = np.zeros((max(num_requests, MIN_ELEMENTS // 4), 4), np.int32)
-    whole = len(pieces.request) == num_requests  # the step: all requests, in order
+    whole = len(pieces.request) == num_requests  # all requests of the step, in order
     members = slice(num_requests) if whole else pieces.request
     requests[members, 0] = batch.query_start_loc[pieces.request]
-    # The output row of the request's first row; negative where a dispatch before this one has it.
+    # The output row of the request's first row; negative if that is in a previous dispatch.
     requests[members, 1] = first_rows - pieces.first_row * parts.counts
     requests[members, 2] = batch.first_positions[pieces.request]
     requests[members, 3] = batch.seq_lens[pieces.request]
@@ -118,7 +115,7 @@ def _contexts(
     begin_packed: np.ndarray,
     common: Beginnings | None,
 ) -> Contexts:
-    """What the tiles of a dispatch see, but for what is read beside it."""
+    """Returns the contexts of the tiles, without prefixes that are read elsewhere."""
     shape, request = batch.shape, pieces.request[cut.piece]
     first, most_behind = batch.first_positions[request], batch.most_behind[request]
     oldest = first - most_behind + begin_packed // shape.group - batch.window + 1
@@ -131,7 +128,7 @@ def _contexts(
         begin=begin,
         end=end,
         seen=seen,
-        certain=seen - most_behind,  # or less, where the context begins sooner
+        certain=seen - most_behind,  # less if the window begins earlier
         piece=cut.piece,
         first_tile=cut.first,
         query_rows=batch.query_lens[pieces.request],
@@ -145,14 +142,13 @@ def _contexts(
 def _shared(
     batch: Batch, pieces: Pieces, common: Beginnings, splits: Splits, joined: np.ndarray
 ) -> Dispatch:
-    """The dispatch that reads beginnings in common, a Request for each row of a group's members.
+    """Makes the dispatch that reads shared prefixes, with a Request for each row of the members.
 
-    Args beyond those of `dispatch_of`:
-        joined: [max(n, 2), 4] int32, struct Row of reduce.metal, which gets the parts.
+    `joined`: struct Row of reduce.metal, [max(n, 2), 4] int32, to which the parts are added.
     """
     shape, rows = batch.shape, common.rows
     members = np.argsort(common.group, kind="stable")
-    members = members[common.group[members] >= 0]  # pieces, group by group
+    members = members[common.group[members] >= 0]  # pieces, by group
     counts = pieces.num_rows[members]
     group = common.group[members].repeat(counts)  # of each listed row
     within = np.arange(len(group)) - starts(counts).repeat(counts)
@@ -182,9 +178,9 @@ def _shared(
     first_rows = batch.query_start_loc[pieces.request] + pieces.first_row
     requests[: len(group), 0] = first_rows[members].repeat(counts) + within
     requests[: len(group), 1] = starts(of_row)
-    # Any member's table begins with what all have in common.
+    # All members' tables begin with the shared blocks.
     tables = pieces.request[members[starts(np.bincount(common.group[members]))]]
-    # One part of all tiles after another, so that tiles which read the same keys are under way
+    # The same part of all tiles, then the next one, so that tiles that read the same keys run
     # together.
     tiles = _tiles(parts, cut.piece, starts(num_rows), tables, cut.begin, cut.rows, parts.number)
     return Dispatch(
@@ -204,17 +200,17 @@ def _shared(
 
 
 class _InTiles(NamedTuple):
-    """N tiles of I pieces, piece by piece."""
+    """N tiles of I pieces, in the order of pieces."""
 
     piece: np.ndarray  # [N]
-    begin: np.ndarray  # [N] packed row of the piece
+    begin: np.ndarray  # [N] first packed row within the piece
     rows: np.ndarray  # [N] packed rows
-    first: np.ndarray  # [I] first tile of each piece
+    first: np.ndarray  # [I] first tile
 
 
 def _in_tiles(packed: np.ndarray, step: int) -> _InTiles:
-    """Cuts pieces of [I] packed rows."""
-    if packed.max() <= step:  # as in most steps
+    """Splits pieces of [I] packed rows."""
+    if packed.max() <= step:  # in most steps
         piece = np.arange(len(packed))
         return _InTiles(piece, np.zeros_like(piece), packed, piece)
     per_piece = -(-packed // step)
@@ -233,16 +229,10 @@ def _tiles(
     count: np.ndarray,
     before: np.ndarray | None = None,
 ) -> np.ndarray:
-    """[N', 8] int32, Tile of all parts.
+    """Returns Tile of all parts, [N', 8] int32.
 
-    Args:
-        parts: of the tiles' contexts.
-        piece: [N] of each tile.
-        request: [I] of each piece, in the array of the dispatch.
-        table: [I] of each piece, block table; None: as `request`.
-        begin_packed: [N] of each tile.
-        count: likewise.
-        before: [P] which parts come first among those of one length; None: as they are.
+    By piece: `request` in the dispatch's array, and `table`, the block table if it is another one.
+    By part: `before`, the order among parts of equal length.
     """
     of_part = piece[parts.tile]
     tiles = np.zeros((stable(len(of_part)), 8), np.int32)
@@ -256,7 +246,7 @@ def _tiles(
     made[:, 6] = parts.counts[of_part]
     if table is not None:
         made[:, 7] = table[of_part]
-    # The longest first, so that no long one is left for the end.
+    # Longest first, so that no long one is left for the end.
     longest = parts.begin - parts.end
     order = longest.argsort(kind="stable") if before is None else np.lexsort((before, longest))
     made[:] = made[order]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says for which heads MLX has a fused attention kernel for prompts, on this device."""
+"""Finds out which heads MLX has a fused attention kernel for, for prompts on this device."""
 
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -9,14 +9,14 @@ import mlx.core as mx
 
 from metal_kernels.paged_attention.plan import AttentionShape
 
-#: Rows that MLX takes other kernels for, which have some heads at once and not every size: to force
-#: one for so few is an error where there is none.
+#: Up to this many rows, MLX uses other kernels, which serve several heads at once but not every
+#: size. Forcing a kernel that is missing is an error.
 FEW_ROWS = 8
 _ROWS = 64
 
 
 def even_cuts(num_rows: int, most: int) -> Iterator[tuple[int, int]]:
-    """First row and number of rows of as few calls as have so many rows at most, all alike.
+    """Yields the first row and the number of rows of even calls with at most `most` rows each.
 
     None has FEW_ROWS rows or fewer, unless `most` or `num_rows` is little more.
     """
@@ -27,13 +27,13 @@ def even_cuts(num_rows: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def is_fused(key_size: int, value_size: int, dtype: mx.Dtype, device: mx.DeviceType) -> bool:
-    """Whether MLX has one for prompts with such heads; `device`: the default one."""
-    # While a graph is recorded, another function is in its place, which takes all sizes.
-    return _takes(mx.fast.scaled_dot_product_attention, key_size, value_size, dtype, device)
+    """Returns whether MLX has one for prompts with such heads; `device`: the default one."""
+    # While a graph is recorded, MLX's function is replaced by one that accepts all sizes.
+    return _has_kernel(mx.fast.scaled_dot_product_attention, key_size, value_size, dtype, device)
 
 
 @cache
-def _takes(
+def _has_kernel(
     attend: Callable[..., mx.array],
     key_size: int,
     value_size: int,
@@ -49,17 +49,15 @@ def _takes(
 
 
 def fused_value_size(key_size: int, value_size: int, dtype: mx.Dtype) -> int | None:
-    """Elements that values are padded to for such a kernel; None: there is none, as on a CPU."""
+    """Returns the padded value size for such a kernel; None: there is none, as on a CPU."""
     device = mx.default_device().type
     sizes = (value_size, max(key_size, value_size))
     return next((size for size in sizes if is_fused(key_size, size, dtype, device)), None)
 
 
 def is_plain(shape: AttentionShape, dtype: mx.Dtype, softcap: float | None) -> bool:
-    """Whether MLX has no fused kernel for prompts of such layers on a GPU, so that plain.py serves.
-
-    None has a soft cap, or latents of 576 elements.
-    """
+    """Returns whether plain.py serves prompts of such layers, as MLX has no fused GPU kernel."""
+    # None has a soft cap, or latents of 576 elements.
     if softcap is not None or shape.latent:
         return True
     on_gpu = mx.default_device().type == mx.DeviceType.gpu

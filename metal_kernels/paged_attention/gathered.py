@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of decodes by MLX's operations over contexts that `kv_gather` reads out of the pool.
+"""Attention of decodes in MLX's operations over contexts from `kv_gather`.
 
-On a GPU with matrix units MLX's attention may be faster than our kernels, but it takes dense K and
-V. An indexed read by MLX itself would not wait for kernels that write into the pool; this one lies
-between their fences. Prompts have a plan of their own (prompts.py).
+prompts.py does the same for prompts.
 """
 
 from __future__ import annotations
@@ -15,6 +13,10 @@ from metal_kernels.op_common import merged
 from metal_kernels.pace import Pace
 from metal_kernels.paged_attention import reference
 from metal_kernels.paged_attention.buckets import Bucket, BucketPlan
+
+# On a GPU with matrix units, MLX's attention may be faster than our kernels, but it needs dense K
+# and V. MLX's own indexed read would not wait for kernels that write into the pool; `kv_gather`
+# reads between their fences.
 
 
 def run(
@@ -30,13 +32,10 @@ def run(
     value_scales: mx.array | None = None,
     pace: Pace | None = None,
 ) -> tuple[mx.array, list[mx.array]]:
-    """Attention of one layer; arguments, results and errors are those of `paged_attention.run`.
+    """Attends for one layer; see `paged_attention.run`. The reads' fences are merged.
 
-    The reads' fences come as one. Of latents the result is [T, H, D], whose first DV elements are
-    the values.
-
-    Args:
-        plan: of the step, `bounded`; what it lays over the pool's rows is left out.
+    `plan` is `bounded`; its writes are ignored. For latents the result is [T, H, D], which begins
+    with DV elements of values.
     """
     fences: list[mx.array] = []
 

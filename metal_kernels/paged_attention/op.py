@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by kernels over the pool: plan() once a step, run(), with its grids, once a layer."""
+"""Attention kernels over the pool: run() launches a plan's dispatches for one layer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from metal_kernels.paged_attention.shape import LATENT_SIZES, AttentionShape
 from metal_kernels.paged_attention.splits import WALKS
 
 HEAD_SIZES = (64, 80, 96, 128, 192, 256, 512)
-#: Of keys and values that differ: MLA before its latents, MiMo; MiniCPM3.
+#: Sizes of keys and values that differ: MLA without absorption, MiMo; MiniCPM3.
 SIZES_APART = ((192, 128), (96, 64))
 
 _LOG2_E = math.log2(math.e)
@@ -74,26 +74,26 @@ def run(
     value_scales: mx.array | None = None,
     pace: Pace | None = None,
 ) -> tuple[mx.array, list[mx.array]]:
-    """Attention of one layer, whose K/V of this step the pool holds already.
+    """Attends for one layer, once this step's K/V are in the pool.
 
     Args:
-        plan: of this step, for this layer's block table, shape and window.
+        plan: for this layer's block table, shape and window.
         queries: [T, H, D], float16, bfloat16 or float32.
         key_pool: [Hkv, B, block_size, D], the dtype of `queries`, uint8 (fp8 e4m3) or int8.
-        value_pool: likewise, [..., DV]; of latents `key_pool` itself, whose first DV are values.
-        after: [8] uint32, fence of the write whose K/V this reads.
+        value_pool: likewise, [..., DV]; for latents `key_pool`, which begins with DV of values.
+        after: [8] uint32, fence of the write to wait for.
         scale: factor on the scores.
         softcap: scores become softcap * tanh(score / softcap).
-        sinks: [H], a learned logit per head that takes part in the softmax only.
-        key_scales: [Hkv, B, block_size] bfloat16, of a pool of codes.
+        sinks: [H], a learned logit per head that only takes part in the softmax.
+        key_scales: [Hkv, B, block_size] bfloat16, for a quantized pool.
         value_scales: likewise.
-        pace: ends command buffers between dispatches that take long; None: MLX alone ends them.
+        pace: ends command buffers between long dispatches; None: only MLX ends them.
 
     Returns:
         [T, H, DV], the dtype of `queries`, and a fence of each dispatch that reads the pool.
 
     Raises:
-        ValueError: an argument is not of the shape or dtype said here.
+        ValueError: an argument's shape or dtype is invalid.
     """
     _check(plan, queries, key_pool, value_pool, sinks, key_scales, value_scales)
     sinks = _no_sinks(queries.shape[1]) if sinks is None else padded(sinks, fill=0)
@@ -104,7 +104,7 @@ def run(
     fences: list[mx.array] = []
     for dispatch in plan.dispatches:
         if pace is not None:
-            # All outputs so far: dispatches of a layer do not depend on each other.
+            # Wait for all outputs so far, as a layer's dispatches do not depend on each other.
             work = sum(launch.work for launch in dispatch.launches)
             pace.before(work, *fences[::-1], *outputs[::-1])
         parts = []
@@ -126,10 +126,10 @@ def run(
 def _launch(
     plan: AttentionPlan, dispatch: Dispatch, buffers: list[mx.array], capped: bool
 ) -> list[mx.array]:
-    """Output rows, or those of parts and their maxima and sums; and a fence."""
+    """Returns output rows, or parts' rows with their maxima and sums, and a fence."""
     queries, key_pool = buffers[:2]
     shape, split = plan.shape, dispatch.part_rows > 0
-    kernel, tiling, simdgroups = (_of_decode if dispatch.decode else _of_prefill)(
+    kernel, tiling, simdgroups = (_decode_tiling if dispatch.decode else _prefill_tiling)(
         shape, dispatch, queries.dtype, key_pool.dtype
     )
     template = [
@@ -166,8 +166,8 @@ def _join(
     parts: list[tuple[mx.array, mx.array]],
     dtype: mx.Dtype,
 ) -> mx.array:
-    """[n, H, DV]: joins the parts of each row's own context and, behind them, of a shared one."""
-    # A few simdgroups a threadgroup: those of one row, or of several, which share nothing.
+    """Joins the parts of each row's own context and of a shared prefix, [n, H, DV]."""
+    # A threadgroup has a few simdgroups: those of one row, or of several independent rows.
     heads = min(shape.num_heads, 8) if dispatch.walkers == 1 else 1
     (out,) = _reduce(
         inputs=[*parts[0], *parts[-1], rows],
@@ -183,24 +183,22 @@ def _join(
 _Tiling = tuple[Callable[..., list[mx.array]], dict[str, int], int]
 
 
-def _of_decode(
+def _decode_tiling(
     shape: AttentionShape, dispatch: Dispatch, dtype: mx.Dtype, cache_dtype: mx.Dtype
 ) -> _Tiling:
-    """The decode kernel, its template for tiles of the dispatch, and simdgroups of a threadgroup.
-
-    A simdgroup has 64 elements of a head, which fill its registers, or 96 of two bytes. The walks
-    of a context depend on the layer alone and on whether it is whole, and so does what a row's
-    result is rounded to. A part's are as many as 256 threads have room for. Those of a whole one
-    are twice as many, for 512 threads: where joins, which follow one another, do not take what
-    shorter walks save, and threadgroup memory has room for them.
-    """
+    """Returns the decode kernel, its template for the dispatch, and simdgroups per threadgroup."""
+    # A simdgroup has 64 elements of a head, which fill its registers, or 96 of two bytes. The
+    # number of walks only depends on the layer and on whether a context is whole, and so does the
+    # rounding of a row's result. A part has as many walks as fit 256 threads. A whole context has
+    # twice as many, for 512 threads, unless joins, which are sequential, would take more time than
+    # shorter walks save, or threadgroup memory has no room for them.
     widest = 96 if cache_dtype.size == 2 and shape.head_size <= 192 else 64
-    both_fit = shape.latent or cache_dtype.size == 2  # what a key has more than a value, too
+    both_fit = shape.latent or cache_dtype.size == 2  # even the keys, if larger than the values
     parts = -(-(shape.value_size if both_fit else shape.head_size) // widest)
     of_parts, row_groups = _side_by_side(parts), dispatch.rows // 8
     walks = of_parts if 8 in (of_parts, parts) else 2 * of_parts
     walkers = walks if dispatch.wide else _side_by_side(row_groups * parts)
-    strips = 2 if shape.latent and cache_dtype.size == 1 else 1  # so few bytes have a key and value
+    strips = 2 if shape.latent and cache_dtype.size == 1 else 1  # a key has few bytes
     tiling = {
         "ROW_GROUPS": row_groups,
         "SPLIT": parts,
@@ -213,19 +211,17 @@ def _of_decode(
 
 
 def _side_by_side(simdgroups: int) -> int:
-    """How many times so many simdgroups fit 256 threads, which every pipeline takes: 2^n."""
+    """Returns how many times simdgroups fit 256 threads, the limit of all pipelines: 2^n."""
     return 1 << (8 // simdgroups).bit_length() - 1
 
 
-def _of_prefill(
+def _prefill_tiling(
     shape: AttentionShape, dispatch: Dispatch, dtype: mx.Dtype, cache_dtype: mx.Dtype
 ) -> _Tiling:
-    """The prefill kernel, its template for tiles of the dispatch, and simdgroups of a threadgroup.
-
-    Registers hold 128 elements of a row's head, or a little more. For tiles of
-    AttentionShape.tile_rows, a threadgroup then has 256 threads at most. Rows of K or V staged at
-    once fit 32 KB of threadgroup memory with their scores.
-    """
+    """Returns the prefill kernel, its template for the dispatch, and simdgroups per threadgroup."""
+    # Registers hold some 128 elements of a row's head. With tiles of AttentionShape.tile_rows, a
+    # threadgroup then has at most 256 threads. Staged rows of K or V fit 32 KB of threadgroup
+    # memory together with their scores.
     row_groups, size = dispatch.rows // 8, shape.head_size
     parts = 1 if size <= 128 else 2 if size <= 256 else 4
     keys = 32 if size <= 128 else 16 if size <= 256 or dtype.size == 2 else 8
@@ -235,7 +231,7 @@ def _of_prefill(
 
 @functools.lru_cache(maxsize=256)
 def _scoring(scale: float, softcap: float | None, window: int, listed: bool) -> mx.array:
-    """[8] int32: the struct Scoring of shared/attention.metal, whose first two are floats."""
+    """Packs struct Scoring of shared/attention.metal, [8] int32; the first two are floats."""
     fields = np.zeros(MIN_ELEMENTS, np.int32)
     capped = (scale * _LOG2_E, 0.0) if softcap is None else (scale / softcap, softcap * _LOG2_E)
     fields[:2] = np.array(capped, np.float32).view(np.int32)
@@ -249,13 +245,7 @@ def _no_sinks(num_heads: int) -> mx.array:
 
 
 def unsupported(shape: AttentionShape, dtype: mx.Dtype, block_size: int) -> str | None:
-    """The reason why the kernels do not serve such layers; None if they do.
-
-    Args:
-        shape: of the layers' attention.
-        dtype: of their queries.
-        block_size: of the pool.
-    """
+    """Returns why the kernels do not serve such layers and queries; None if they do."""
     if dtype not in VALUE_DTYPES:
         return f"queries of {dtype} are not supported; expected float16, bfloat16 or float32"
     if block_size not in BLOCK_SIZES:
@@ -280,7 +270,7 @@ def _check(
     key_scales: mx.array | None,
     value_scales: mx.array | None,
 ) -> None:
-    """Raises ValueError naming the first argument that does not fit; host work only."""
+    """Raises ValueError naming the first invalid argument, without waiting for the device."""
     shape = plan.shape
     if key_pool.ndim != 4:
         raise ValueError(f"key_pool: expected [Hkv, B, block_size, D], found {key_pool.shape}")

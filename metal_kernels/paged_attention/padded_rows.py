@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bucket's queries and block tables, padded, and where a step writes in these blocks."""
+"""A bucket's padded queries and block tables, and where a step writes in these blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PaddedQueries:
 
     @staticmethod
     def padded(starts: np.ndarray, query_lens: np.ndarray) -> PaddedQueries:
-        """Rows of requests from their first batch row on."""
+        """Pads the rows of requests, given their first batch rows."""
         offsets = np.arange(int(query_lens.max()), dtype=np.int32)
         real = offsets < query_lens[:, None]
         rows = np.where(real, starts[:, None] + offsets, starts[:, None])
@@ -35,21 +35,21 @@ class PaddedTable:
     def padded(
         tables: np.ndarray, first: np.ndarray, count: np.ndarray | list[int], width: int
     ) -> PaddedTable:
-        """`count` blocks of each request from `first` on, in `width` columns."""
+        """Pads `count` blocks of each request, from `first` on, to `width` columns."""
         columns, count = np.arange(width), np.asarray(count)[:, None]
-        places = first[:, None] + np.minimum(columns, count - 1)
-        blocks = np.take_along_axis(tables, places, axis=1).astype(np.int32)
+        positions = first[:, None] + np.minimum(columns, count - 1)
+        blocks = np.take_along_axis(tables, positions, axis=1).astype(np.int32)
         return PaddedTable(blocks, columns < count)
 
 
 class StepWrites:
-    """Which batch row writes a pool slot in this step, if any."""
+    """Finds the batch rows that write pool slots in this step."""
 
     def __init__(
         self, slot_mapping: np.ndarray, block_size: int, earlier: np.ndarray | None = None
     ) -> None:
-        self.left_out = bool((slot_mapping < 0).any())  # some rows
-        self.follow = earlier is not None  # rows of steps before
+        self.left_out = bool((slot_mapping < 0).any())  # whether some rows are never read
+        self.follow = earlier is not None  # whether rows of previous steps are included
         self._num_tokens = len(slot_mapping)
         if earlier is not None:
             slot_mapping = np.concatenate([earlier, slot_mapping])
@@ -63,26 +63,26 @@ class StepWrites:
         return len(self._rows)
 
     def into(self, table: PaddedTable) -> tuple[np.ndarray, np.ndarray]:
-        """Places in the flat context of a table, and the rows that write there."""
+        """Returns positions in a table's flat context, and the rows that write there."""
         touched = np.flatnonzero(np.isin(table.blocks, self._blocks) & table.real)
         slots = (table.blocks.ravel()[touched, None] * len(self._offsets) + self._offsets).ravel()
-        places = (touched[:, None] * len(self._offsets) + self._offsets).ravel()
+        positions = (touched[:, None] * len(self._offsets) + self._offsets).ravel()
         nearest = np.minimum(np.searchsorted(self._slots, slots), len(self._slots) - 1)
         written = self._slots[nearest] == slots
-        return places[written].astype(np.int32), self._rows[nearest[written]]
+        return positions[written].astype(np.int32), self._rows[nearest[written]]
 
     def in_order(self, table: PaddedTable, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """As `into`, of one row of each member in every step: all rows, in the order of steps.
+        """Like `into`, if each member has one row per step: all rows, in the order of steps.
 
-        Those that nobody reads go to the last slot of their request, which is padding.
+        Rows that are never read go to their request's last slot, which is padding.
         """
         (n, width), size = table.blocks.shape, len(self._offsets)
         num_requests = self._num_tokens
         slots = self._all_slots.reshape(-1, num_requests)[:, members]  # [steps, n]
         here = (table.blocks == (slots // size)[:, :, None]) & table.real
-        places = np.where(
+        positions = np.where(
             here.any(axis=2), here.argmax(axis=2) * size + slots % size, width * size - 1
         )
         rows = np.arange(len(slots))[:, None] * num_requests + members
-        places = places + np.arange(n) * width * size
-        return places.ravel().astype(np.int32), rows.ravel().astype(np.int32)
+        positions = positions + np.arange(n) * width * size
+        return positions.ravel().astype(np.int32), rows.ravel().astype(np.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts a step's rows into pieces, and decides which of them a dispatch takes: MOST_WORK at most."""
+"""Divides a step's rows into pieces, and these into dispatches of at most MOST_WORK."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from metal_kernels.paged_attention.tiles import STRIP
 
 
 def starts(counts: np.ndarray) -> np.ndarray:
-    """First index of each run, where runs of such lengths follow each other."""
+    """Returns the first index of each of consecutive runs, given their lengths."""
     return counts.cumsum() - counts
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """P runs of rows, each of one request, in the order of the output; each begins a tile."""
+    """P runs of rows of one request each, in output order; each begins a tile."""
 
     request: np.ndarray  # [P]
-    first_row: np.ndarray  # [P] of the request's rows in this step
+    first_row: np.ndarray  # [P] among the request's rows in this step
     num_rows: np.ndarray  # [P]
 
 
@@ -34,28 +34,26 @@ class Batch:
     query_start_loc: np.ndarray  # [R + 1]
     seq_lens: np.ndarray  # [R]
     query_lens: np.ndarray  # [R]
-    first_positions: np.ndarray  # [R] of each one's first row
-    most_behind: np.ndarray  # [R] how far before both may lie
-    shift: mx.array | None  # [max(R, 2), 4] int32, to be taken off Request; None: nothing
+    first_positions: np.ndarray  # [R] of each request's first row
+    most_behind: np.ndarray  # [R] largest lag of both
+    shift: mx.array | None  # [max(R, 2), 4] int32, to subtract from Request; None: nothing
     shape: AttentionShape
     window: int
 
     def packed_step(self, rows: int) -> int:
-        """Packed rows from one tile to the next: whole query rows, where a tile can hold one."""
+        """Returns the packed rows per tile: whole query rows, if a tile can hold one."""
         return rows // self.shape.group * self.shape.group or rows
 
     def pieces(self, members: np.ndarray, rows: int, most_work: int) -> Iterator[Pieces]:
-        """Cuts requests `members`, in tiles of `rows`, into dispatches of up to `most_work`.
-
-        No two pieces of a request are in the same dispatch: one alone leaves no room for a tile.
-        """
+        """Divides requests `members`, in tiles of `rows`, into dispatches of up to `most_work`."""
+        # No two pieces of a request are in the same dispatch, as each but the last fills it.
         group, step = self.shape.group, self.packed_step(rows)
         lens = self.query_lens[members]
-        # The most keys of a tile: it spans step / group query rows, or two, and begins at a strip.
+        # Most keys of a tile: it spans step / group query rows, or two, and begins at a strip.
         seen = self.window + max(step // group, 2) + STRIP - 2 + int(self.most_behind.max())
         num_tiles = int(lens.sum()) * group // step + len(lens)  # at most
         if num_tiles * self.shape.work(rows, min(seen, int(self.seq_lens.max()))) <= most_work:
-            yield Pieces(members, np.zeros_like(members), lens)  # as in most steps
+            yield Pieces(members, np.zeros_like(members), lens)  # in most steps
             return
         keys = np.minimum(self.seq_lens[members].astype(np.int64), seen)
         of_tile = keys * self.shape.work(rows, 1)
@@ -65,25 +63,25 @@ class Batch:
         first = (np.arange(len(owner)) - starts(counts)[owner]) * at_once[owner]
         num_rows = np.minimum(at_once[owner], lens[owner] - first)
         work = -(-num_rows * group // step) * of_tile[owner]
-        for piece in _in_order(work, most_work):
+        for piece in _slices_by_work(work, most_work):
             yield Pieces(members[owner[piece]], first[piece], num_rows[piece])
 
 
 def output_order(batch: Batch, pieces: Sequence[Pieces]) -> mx.array | None:
-    """[T] int32, place of row t in the outputs of these dispatches; None: rows keep their order."""
+    """Returns the position of each row in the dispatches' outputs, [T] int32; None: in order."""
     first = np.concatenate([batch.query_start_loc[x.request] + x.first_row for x in pieces])
     lens = np.concatenate([x.num_rows for x in pieces])
-    places = np.arange(lens.sum(), dtype=np.int32)
-    written = np.repeat(first - starts(lens), lens) + places  # batch row of each output row
-    if (written == places).all():
+    positions = np.arange(lens.sum(), dtype=np.int32)
+    written = np.repeat(first - starts(lens), lens) + positions  # batch row of each output row
+    if (written == positions).all():
         return None
-    order = np.empty_like(places)
-    order[written] = places
+    order = np.empty_like(positions)
+    order[written] = positions
     return mx.array(order)
 
 
-def _in_order(work: np.ndarray, most: int) -> Iterator[slice]:
-    """Cuts `work` into runs that add up to `most` at most; an element above `most` is alone."""
+def _slices_by_work(work: np.ndarray, most: int) -> Iterator[slice]:
+    """Splits `work` into slices that sum up to at most `most`; a larger element is alone."""
     ends, start = np.cumsum(work), 0
     while start < len(work):
         before = ends[start] - work[start]

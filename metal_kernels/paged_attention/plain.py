@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of prompts by two products and a softmax, where MLX has no fused kernel for a layer."""
+"""Attention of prompts in plain operations, for layers without a fused kernel in MLX."""
 
 from __future__ import annotations
 
@@ -17,20 +17,18 @@ def attend(
     sinks: mx.array | None,
     softcap: float | None,
 ) -> mx.array:
-    """[1, H, Q, DV], the last rows of a context.
-
-    All heads and rows of a K/V head are rows of one product. Scores have the dtype of queries, as
-    in mlx-lm; under a soft cap, where they are large, float32.
+    """Returns the attention of a context's last rows, [1, H, Q, DV].
 
     Args:
         queries: [1, H, Q, D].
         keys: [1, Hkv, S, D].
         values: [1, Hkv, S, DV].
-        scale: factor on the scores.
-        mask: [Q, S] bool, True where a row may look; None: each row sees all before it.
-        sinks: [H], a learned logit per head that takes part in the softmax only.
+        mask: [Q, S] bool, True where a row may look; None: causal.
+        sinks: [H], a learned logit per head that only takes part in the softmax.
         softcap: scores become softcap * tanh(score / softcap).
     """
+    # Scores have the dtype of queries, as in mlx-lm; with a soft cap, where they are large,
+    # float32.
     (_, num_heads, num_rows, size), num_kv_heads = queries.shape, keys.shape[1]
     dtype, num_keys = queries.dtype, keys.shape[2]
     if mask is None:
@@ -38,6 +36,7 @@ def attend(
         mask = mx.arange(num_keys) <= rows
     wide = queries if softcap is None else queries.astype(mx.float32)
     factor = scale if softcap is None else scale / softcap
+    # All query heads and rows of a K/V head are rows of one product.
     packed = (wide * factor).reshape(1, num_kv_heads, -1, size)
     products = packed @ keys.swapaxes(-1, -2)
     products = products.reshape(1, num_kv_heads, -1, num_rows, num_keys)
@@ -47,7 +46,7 @@ def attend(
     out = out.reshape(1, num_heads, num_rows, -1)
     if sinks is not None:
         sums = mx.logsumexp(scores.astype(mx.float32), axis=-1).reshape(1, num_heads, num_rows)
-        share = mx.sigmoid(sums - sinks.astype(mx.float32)[:, None])  # of keys in the whole sum
+        share = mx.sigmoid(sums - sinks.astype(mx.float32)[:, None])  # of keys in the softmax sum
         out = (out * share[..., None]).astype(dtype)
     return out
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans how a step's rows attend, once a step for each shape and window of layers."""
+"""Plans how a step's rows attend, once per step for each shape and window of layers."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from metal_kernels.paged_attention.tiles import NO_WINDOW, WIDE_ROWS, Tiles, pow
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How one step's rows attend, for all layers that share a block table, shape and window."""
+    """Attention of a step's rows, for all layers that share a block table, shape and window."""
 
     shape: AttentionShape
     num_tokens: int  # T
     dispatches: tuple[Dispatch, ...]
-    block_tables: mx.array  # [R, a power of two, 8 at least] int32
-    order: mx.array | None  # [T] int32, place of row t in the dispatches' outputs; None: t
+    block_tables: mx.array  # [R, W] int32, W a power of two of at least 8
+    order: mx.array | None  # [T] int32, position of row t in the dispatches' outputs; None: t
 
     @property
     def work(self) -> int:
-        """FLOPs of a layer."""
+        """FLOPs per layer."""
         return sum(launch.work for dispatch in self.dispatches for launch in dispatch.launches)
 
     @property
     def pipelines(self) -> tuple[tuple[bool, int, bool, bool], ...]:
-        """What dispatches launch: kernel, rows, whether in parts, whether in 512 threads."""
+        """Launched pipelines: is decode, rows, in parts, with 512 threads."""
         launches = (launch for dispatch in self.dispatches for launch in dispatch.launches)
         return tuple((x.decode, x.rows, x.part_rows > 0, x.wide) for x in launches)
 
@@ -53,21 +53,20 @@ def plan(
     splits: Splits = DEFAULT,
     block_size: int | None = None,
 ) -> AttentionPlan:
-    """Cuts R requests' rows into tiles.
+    """Divides R requests' rows into tiles.
 
     Args:
         query_start_loc: [R + 1] int32, first batch row of each request.
         seq_lens: [R] int32, context of each request including this step's rows.
         block_tables: [R, W] int32, pool blocks of each request in order.
         shape: of the layers' attention.
-        window: a query at position p sees positions (p - window, p]; None sees [0, p].
-        tiles: to choose from, one of a kind at least; None: all.
-        most_work: FLOPs of a dispatch; tiles that take more are spread over several.
-        behind: by how much `seq_lens` is too large; the requests' rows lie that far before.
-            None: by nothing.
-        splits: how contexts are cut, where `tiles` may be split.
-        block_size: tokens of a block. Where it is told, and parts are not of a fixed length, blocks
-            that requests begin with in common are read once for the decoded rows of all.
+        window: a query at position p sees positions (p - window, p]; None: [0, p].
+        tiles: to choose from, at least one; None: all.
+        most_work: limit of FLOPs of a dispatch; more tiles are spread over several.
+        lag: upper bounds minus actual values of `seq_lens` and positions; None: zero.
+        splits: how contexts are split, if `tiles` allows it.
+        block_size: tokens of a block. If given, and parts have no fixed length, decodes read shared
+            prefixes once.
     """
     tiles = tiles or Tiles.for_layer(shape, window)
     query_lens = query_start_loc[1:] - query_start_loc[:-1]
@@ -92,13 +91,13 @@ def plan(
             if decode and block_size is not None and splits.fixed is None:
                 common = beginnings(batch, piece, rows, tiles, block_tables, block_size)
             made = dispatch_of(decode, rows, batch, piece, splits if tiles.split else None, common)
-            dispatches.append(_widened(made, shape, tiles, splits))
+            dispatches.append(_widen(made, shape, tiles, splits))
             pieces.append(piece)
     return AttentionPlan(
         shape=shape,
         num_tokens=int(query_start_loc[-1]),
         dispatches=tuple(dispatches),
-        block_tables=_padded(block_tables),
+        block_tables=_pad_tables(block_tables),
         order=output_order(batch, pieces) if len(kinds) > 1 else None,
     )
 
@@ -106,33 +105,28 @@ def plan(
 def _kinds(
     packed: np.ndarray, shape: AttentionShape, tiles: Tiles, splits: Splits
 ) -> list[tuple[bool, np.ndarray]]:
-    """Requests that the decode kernel serves (True), and the prefill kernel, where there are any.
-
-    Args:
-        packed: [R] packed rows of each request.
-        shape, tiles, splits: as in `plan`.
-    """
+    """Assigns requests to the decode (True) and the prefill kernel; `packed`: [R] packed rows."""
     if not tiles.decode or not tiles.prefill:
         decodes = np.full(len(packed), bool(tiles.decode))
     else:
         decodes = packed <= tiles.decode[-1] * (shape.decode_rows // shape.decode_tile_rows)
         if splits.fixed is not None:
-            # By the arithmetic of a row alone, in several tiles if need be.
+            # Only by the row's own arithmetic, if need be in several tiles.
             decodes |= packed <= MOST_FIXED_ROWS * shape.group
     kinds = (True, np.flatnonzero(decodes)), (False, np.flatnonzero(~decodes))
     return [(decode, members) for decode, members in kinds if len(members)]
 
 
-def _widened(dispatch: Dispatch, shape: AttentionShape, tiles: Tiles, splits: Splits) -> Dispatch:
-    """The dispatch, in wider threadgroups where it may have them and the GPU has room."""
+def _widen(dispatch: Dispatch, shape: AttentionShape, tiles: Tiles, splits: Splits) -> Dispatch:
+    """Uses wider threadgroups if the tiles allow it and the GPU has room."""
     if not (tiles.wide and dispatch.decode) or dispatch.rows != WIDE_ROWS or dispatch.part_rows:
         return dispatch
     most = dispatch.num_tiles * shape.num_kv_heads
     return replace(dispatch, wide=splits.has_room_for_wide(most))
 
 
-def _padded(block_tables: np.ndarray) -> mx.array:
-    """[R, a power of two, 8 at least] int32."""
+def _pad_tables(block_tables: np.ndarray) -> mx.array:
+    """Pads tables to a power of two, at least 8, as int32."""
     num_requests, width = block_tables.shape
     table = np.zeros((num_requests, power_of_two(max(width, MIN_ELEMENTS))), np.int32)
     table[:, :width] = block_tables
@@ -140,6 +134,6 @@ def _padded(block_tables: np.ndarray) -> mx.array:
 
 
 def _shift(counts: mx.array) -> mx.array:
-    """[max(R, 2), 4] int32: [R] counts in the fields of Request that are positions or lengths."""
+    """Puts [R] counts into the fields of Request that are positions or lengths, [max(R, 2), 4]."""
     rows = mx.pad(counts, (0, max(0, MIN_ELEMENTS // 4 - len(counts))))
     return rows[:, None] * mx.array([0, 0, 1, 1], mx.int32)

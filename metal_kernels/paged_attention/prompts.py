@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of prompts by MLX's fused kernels or plain operations, over what `kv_gather` reads.
+"""Attention of prompts by MLX's kernels or plain operations, over contexts from `kv_gather`.
 
-plan() decides once a step which rows see which part of a context at once, run() attends once a
-layer. A context is gathered once a layer, and past its end are zeros: on an M5 MLX's kernel reads
-whole tiles, and 0 times what a stranger left in the pool may be NaN.
+plan() divides the rows of a step into calls, and run() attends for each layer. Each layer gathers a
+context once.
 """
 
 from __future__ import annotations
@@ -22,45 +21,48 @@ from metal_kernels.paged_attention.buckets import MAX_SCORES, MIN_ROWS
 from metal_kernels.paged_attention.fused import FEW_ROWS, even_cuts, fused_value_size, is_plain
 from metal_kernels.paged_attention.plan import AttentionShape
 
-#: The most bytes of K and V that a command buffer gathers; K/V heads have theirs in turns, and one
-#: is gathered whole. 32k tokens of 8 heads of 128 elements of 16 bits are so much.
+# Gathered contexts are zero behind their end: on an M5, MLX's kernel reads whole tiles, and 0 times
+# what another request left in the pool may be NaN.
+
+#: Most bytes of K and V that a command buffer gathers, in turns of K/V heads, at least one head.
+#: 32k tokens of 8 heads of 128 16-bit elements take this much.
 GATHERED_AT_ONCE = 2**27
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of a prompt that attend in one call, to some of its context."""
+    """Rows of a prompt that attend in one call to part of its context."""
 
-    first: int  # of the prompt's rows in this step
+    first: int  # index among the prompt's rows in this step
     num_rows: int
-    begin: int  # the first slot of the gathered context that any of them sees
-    end: int  # behind the last one's own
-    mask: mx.array | None  # [num_rows, end - begin] bool; None: each row sees all before it
+    begin: int  # first slot of the gathered context that a row sees
+    end: int  # one past the last row's own slot
+    mask: mx.array | None  # [num_rows, end - begin] bool; None: causal
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The last rows of one request's context."""
+    """The last rows of a request's context."""
 
     num_rows: int
     block_table: mx.array  # [1, W] int32, from the first block that a row sees
-    bounds: mx.array  # [1, 2] int32, slots of these blocks that are the request's and seen
+    bounds: mx.array  # [1, 2] int32, visible slots of the request in these blocks
     pieces: tuple[Piece, ...]
 
     @property
     def num_seen(self) -> int:
-        """Keys that calls go through, summed over rows."""
+        """Number of keys that calls read, summed over rows."""
         return sum(piece.num_rows * (piece.end - piece.begin) for piece in self.pieces)
 
 
 @dataclass(frozen=True)
 class PromptPlan:
-    """How prompts of a step attend, for all layers that share a block table, shape and window."""
+    """Attention of a step's prompts, for all layers that share a block table, shape and window."""
 
     shape: AttentionShape
     block_size: int
-    prompts: tuple[Prompt, ...]  # in the order of their rows
-    force_fused: bool  # else MLX may take plain operations, for which rows are few at once
+    prompts: tuple[Prompt, ...]  # in row order
+    force_fused: bool  # otherwise MLX may choose plain operations, so calls have few rows
 
     @property
     def num_tokens(self) -> int:
@@ -68,7 +70,7 @@ class PromptPlan:
 
     @property
     def work(self) -> int:
-        """FLOPs of a layer."""
+        """FLOPs per layer."""
         return sum(prompt.num_seen for prompt in self.prompts) * _work_of(self.shape)
 
 
@@ -82,19 +84,14 @@ def plan(
     force_fused: bool | None = None,
     most_work: int = MOST_WORK,
 ) -> PromptPlan:
-    """Cuts R requests' rows into calls.
+    """Divides R requests' rows into calls.
 
     Args:
-        query_start_loc: [R + 1] int32, first row of each request among these.
-        seq_lens: [R] int32, context of each request including these rows.
-        block_tables: [R, W] int32, pool blocks of each request in order.
-        block_size: tokens of a block.
-        shape: of the layers' attention.
-        window: a query at position p sees positions (p - window, p]; None sees [0, p]. No call has
-            more rows than that.
-        force_fused: whether MLX must take a fused kernel; None: on a GPU, a CPU has none. Where it
-            need not, no call has more than MAX_SCORES scores a head, unless a row has.
-        most_work: FLOPs of a call, where it has more than MIN_ROWS rows.
+        query_start_loc, seq_lens, block_tables, block_size: see `plan.plan`, for these rows only.
+        window: likewise; also limits the rows of a call.
+        force_fused: require a fused kernel of MLX; None: only on a GPU, as the CPU has none.
+            Otherwise calls have at most MAX_SCORES scores per head, unless a single row has more.
+        most_work: limit of FLOPs of calls with more than MIN_ROWS rows.
     """
     if force_fused is None:
         force_fused = mx.default_device().type == mx.DeviceType.gpu
@@ -105,7 +102,7 @@ def plan(
         before = length - num_rows
         begin = 0 if window is None else max(before - window + 1, 0)
         base = begin // block_size
-        seen = min(length, 2 * (window or length))  # keys of a call, at most
+        seen = min(length, 2 * (window or length))  # most keys of a call
         if force_fused:
             most = max(most_work // (seen * _work_of(shape)), MIN_ROWS)
         else:
@@ -134,15 +131,10 @@ def run(
     value_scales: mx.array | None = None,
     pace: Pace | None = None,
 ) -> tuple[mx.array, list[mx.array]]:
-    """Attention of one layer; arguments and results are those of `paged_attention.run`.
-
-    The reads' fences come as one.
-
-    Args:
-        plan: of the prompts, whose rows `queries` has.
+    """Attends for one layer; see `paged_attention.run`. The reads' fences are merged.
 
     Raises:
-        ValueError: MLX has no fused kernel, where the plan forces one.
+        ValueError: the plan requires a fused kernel that MLX does not have.
     """
     layer = _Layer(plan, scale, softcap, key_pool, value_pool, key_scales, value_scales)
     outputs: list[mx.array] = []
@@ -158,26 +150,26 @@ def run(
             gathered += heads[1] * of_head
             if gathered > GATHERED_AT_ONCE and before:
                 gathered = heads[1] * of_head
-                after = mx.depends(after, before[0])  # whose contexts are gone then
+                after = mx.depends(after, before[0])  # frees the contexts of these outputs first
                 if pace is not None:
                     pace.end(*before)
             keys, values, reads = layer.gather(prompt, heads, queries.dtype, after)
             fences += reads
             parts.append(layer.attend(prompt, rows, keys, values, sinks, heads, pace, before))
-        outputs.append(_joined(parts, 1)[0].swapaxes(0, 1))
+        outputs.append(_concatenate(parts, 1)[0].swapaxes(0, 1))
         first += prompt.num_rows
-    return _joined(outputs, 0), [merged(fences)]
+    return _concatenate(outputs, 0), [merged(fences)]
 
 
 def turns(num_heads: int, of_head: int) -> Iterator[tuple[int, int]]:
-    """The first of so many K/V heads, and their number, for each turn; `of_head`: bytes of one."""
+    """Yields the first K/V head and the number of heads of each turn; `of_head`: bytes per head."""
     count = min(max(GATHERED_AT_ONCE // of_head, 1), num_heads)
     for first in range(0, num_heads, count):
         yield first, min(count, num_heads - first)
 
 
 def head_bytes(shape: AttentionShape, num_slots: int, dtype: mx.Dtype) -> int:
-    """Bytes of what is gathered of one K/V head, and of values that may be padded to keys' size."""
+    """Returns the gathered bytes of a K/V head, with values possibly padded to the keys' size."""
     if shape.latent:
         return num_slots * shape.head_size * dtype.size
     padded = 0 if shape.value_size == shape.head_size else shape.head_size
@@ -185,16 +177,11 @@ def head_bytes(shape: AttentionShape, num_slots: int, dtype: mx.Dtype) -> int:
 
 
 def waiting_bytes(shape: AttentionShape, num_slots: int, num_prompts: int, dtype: mx.Dtype) -> int:
-    """Bytes of K and V that wait for the device beside one prompt's, in steps that are paced.
+    """Returns the bytes of K and V that wait for the device beside one prompt's, in paced steps.
 
-    Each layer ends a command buffer, and as many as Pace lets wait have gathered theirs.
-
-    Args:
-        shape: of the layers' attention.
-        num_slots: of the longest context.
-        num_prompts: of a step.
-        dtype: of the rows.
+    `num_slots`: of the longest context.
     """
+    # Each layer ends a command buffer, and Pace lets IN_FLIGHT of them wait with gathered contexts.
     of_head = head_bytes(shape, num_slots, dtype)
     (_, count), *_ = turns(shape.num_kv_heads, of_head)
     of_one = count * of_head
@@ -204,7 +191,7 @@ def waiting_bytes(shape: AttentionShape, num_slots: int, num_prompts: int, dtype
 
 @dataclass(frozen=True)
 class _Layer:
-    """What the calls of a layer have in common."""
+    """The arguments that all calls of a layer share."""
 
     plan: PromptPlan
     scale: float
@@ -217,12 +204,12 @@ class _Layer:
     def gather(
         self, prompt: Prompt, heads: tuple[int, int], dtype: mx.Dtype, after: mx.array
     ) -> tuple[mx.array, mx.array, list[mx.array]]:
-        """[1, h, S, D] and [1, h, S, DV] of these heads, of the padded size, and the fences."""
+        """Returns [1, h, S, D] keys and [1, h, S, DV] padded values of heads, and the fences."""
         keys, read_keys = kv_gather.gather(
             self.key_pool,
             *(prompt.block_table, dtype, [after], self.key_scales, prompt.bounds, heads),
         )
-        if self.plan.shape.latent:  # whose first elements are the values
+        if self.plan.shape.latent:  # the values are the first elements of the keys
             keys = keys.swapaxes(0, 1)
             return keys, keys[..., : self.plan.shape.value_size], [read_keys]
         values, read_values = kv_gather.gather(
@@ -246,7 +233,7 @@ class _Layer:
         pace: Pace | None,
         before: list[mx.array],
     ) -> mx.array:
-        """[1, h * group, Q, DV] of [1, H, Q, D] rows; `before`: what was queued before, if any."""
+        """Attends for [1, H, Q, D] rows, [1, h * group, Q, DV]; `before`: outputs queued before."""
         shape, force_fused = self.plan.shape, self.plan.force_fused
         here = slice(heads[0] * shape.group, sum(heads) * shape.group)
         share = heads[1] / shape.num_kv_heads
@@ -256,7 +243,7 @@ class _Layer:
             if pace is not None:
                 seen = piece.num_rows * (piece.end - piece.begin)
                 pace.before(int(seen * _work_of(shape) * share), *(outputs[-1:] or before))
-            if outputs and not force_fused:  # whose scores are gone then
+            if outputs and not force_fused:  # frees the previous call's scores first
                 some = mx.depends(some, outputs[-1])
             there = slice(piece.begin, piece.end)
             read = some, keys[:, :, there], values[:, :, there]
@@ -272,7 +259,7 @@ class _Layer:
                     force_fused=force_fused and piece.num_rows > FEW_ROWS,
                 )
             outputs.append(out[..., : shape.value_size])
-        return _joined(outputs, 2)
+        return _concatenate(outputs, 2)
 
 
 def _piece(
@@ -283,17 +270,16 @@ def _piece(
     window: int | None,
     masks: dict[tuple[int, int, int], mx.array],
 ) -> Piece:
-    """Rows from `first` on, of positions from `before` + `first` on.
+    """Returns rows from index `first` on, at positions from `before` + `first` on.
 
-    Args beyond plan's:
-        base: position of the gathered context's first slot.
-        masks: those made so far; layers far behind a window's beginning share one.
+    `base`: position of the gathered context's first slot. `masks`: cache; layers far behind a
+    window's start share one.
     """
     start = before + first
     end = start + num_rows
     begin = base if window is None else max(start - window + 1, 0)
     mask = None
-    if window is not None and end - window > begin:  # the last row does not see the first key
+    if window is not None and end - window > begin:  # else the last row sees the first key, too
         key = (num_rows, start - begin, window)
         if key not in masks:
             rows = mx.arange(start - begin, end - begin)[:, None]
@@ -304,9 +290,9 @@ def _piece(
 
 
 def _work_of(shape: AttentionShape) -> int:
-    """FLOPs of a row and a key, of all heads."""
+    """Returns the FLOPs per row and key, for all heads."""
     return 2 * shape.num_heads * (shape.head_size + shape.value_size)
 
 
-def _joined(parts: list[mx.array], axis: int) -> mx.array:
+def _concatenate(parts: list[mx.array], axis: int) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis)

@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention in MLX's operations: run() once a layer, by a plan of buckets.py.
+"""Paged attention in MLX's operations, once per layer, by a plan of buckets.py.
 
-It serves the CPU device and layers that the kernels do not, and the self-check compares the kernels
-with it on the user's machine. One indexed read gathers a bucket's context from the pool, this
-step's K/V are laid over it, and one batched attention call serves all of the bucket's rows. Python
-work per layer is O(buckets), never O(requests).
-
-A beginning that requests have in common is gathered once, and one matrix product serves the rows of
-all. Each row's two results are then joined by the sums of their softmaxes.
+It serves the CPU and layers that the kernels do not support, and is the reference for the
+self-check. Python work per layer is O(buckets), not O(requests).
 """
 
 import math
@@ -19,10 +14,14 @@ from metal_kernels.kv_gather.reference import decode
 from metal_kernels.pace import Pace
 from metal_kernels.paged_attention.buckets import Bucket, BucketPlan
 
+# For each bucket, one indexed read gathers its context from the pool, this step's K/V overwrite
+# parts of it, and one batched call attends. A shared prefix is gathered once, and one matrix
+# product serves all its rows; each row's two results are then joined by their softmax sums.
+
 _LOG2_E = math.log2(math.e)
 
-#: Takes a pool, a bucket and the pool's scales, if it is one of codes; returns the rows of the
-#: bucket's blocks as values, [Hkv, n, S, D].
+#: Takes a pool, a bucket and a quantized pool's scales; returns the decoded rows of the bucket's
+#: blocks, [Hkv, n, S, D].
 Gather = Callable[[mx.array, Bucket, mx.array | None], mx.array]
 
 
@@ -42,25 +41,20 @@ def run(
     pace: Pace | None = None,
     gather: Gather | None = None,
 ) -> mx.array:
-    """Attention of one layer.
+    """Attends for one layer.
 
     Args:
-        plan: of this step, for this layer's block table and window.
+        plan: for this layer's block table and window.
         queries: [T, H, D].
-        keys: [E + T, Hkv, D], of the plan's earlier rows, where it has some, and of this step;
-            None: the pool holds them already.
+        keys: [E + T, Hkv, D], of the plan's earlier rows, if any, and of this step; None: they are
+            in the pool.
         values: [E + T, Hkv, DV], likewise.
-        key_pool: [Hkv, B, block_size, D], of the dtype of `queries`, uint8 (fp8 e4m3) or int8.
-        value_pool: [Hkv, B, block_size, DV], likewise; of latents `key_pool` itself.
-        scale: factor on the scores.
-        sinks: [H], a learned logit per head that takes part in the softmax only.
-        softcap: scores become softcap * tanh(score / softcap).
-        fused: whether by MLX's fused attention, which has no soft cap, or by plain operations;
-            None: whichever is faster on this device.
-        key_scales: [Hkv, B, block_size] bfloat16, of a pool of codes.
-        value_scales: likewise.
-        pace: ends command buffers between calls that take long; None: MLX alone ends them.
-        gather: reads contexts that hold this step's K/V already; None: by an indexed read.
+        key_pool: [Hkv, B, block_size, D], the dtype of `queries`, uint8 (fp8 e4m3) or int8.
+        value_pool: [Hkv, B, block_size, DV], likewise; for latents `key_pool`.
+        fused: use MLX's fused attention, which has no soft cap, instead of plain operations; None:
+            the faster one on this device.
+        scale, sinks, softcap, key_scales, value_scales, pace: see `op.run`.
+        gather: reads contexts that already include this step's K/V; None: an indexed read.
 
     Returns:
         [T, H, DV], the dtype of `queries`.
@@ -74,35 +68,35 @@ def run(
             pace.before(bucket.work(num_heads, sizes), *outputs[::-1])
         picked = queries if bucket.rows is None else queries[bucket.rows]
         k = context(bucket, keys, key_pool, key_scales, queries.dtype, gather)
-        v = k  # of latents, of which the caller takes what are values
+        v = k  # latents, of which the caller takes the values
         if value_pool is not key_pool:
             v = context(bucket, values, value_pool, value_scales, queries.dtype, gather)
         if fused and softcap is None and not plan.shared:
             out = _attend_fused(picked, k, v, bucket, scale, sinks)
         else:
-            sinks_here = sinks if len(outputs) < len(plan.buckets) else None  # they count once
+            sinks_here = sinks if len(outputs) < len(plan.buckets) else None  # count them only once
             out, log_sum = _attend_grouped(picked, k, v, bucket, scale, sinks_here, softcap)
             log_sums.append(log_sum)
         outputs.append(out)
-    merged = _joined(plan, outputs, log_sums) if plan.shared else _in_order(outputs, plan.order)
+    merged = _join_shared(plan, outputs, log_sums) if plan.shared else _reorder(outputs, plan.order)
     return merged.astype(queries.dtype)
 
 
-def _joined(plan: BucketPlan, outputs: list[mx.array], log_sums: list[mx.array]) -> mx.array:
-    """[T, H, DV] float32: each row's own result, joined with that of what it shares."""
+def _join_shared(plan: BucketPlan, outputs: list[mx.array], log_sums: list[mx.array]) -> mx.array:
+    """Joins each row's own result with that of its shared prefix, [T, H, DV] float32."""
     count = len(plan.buckets)
-    own = _in_order(outputs[:count], plan.order)
-    log_sum = _in_order(log_sums[:count], plan.order)
+    own = _reorder(outputs[:count], plan.order)
+    log_sum = _reorder(log_sums[:count], plan.order)
     more, more_sums = outputs[count:], log_sums[count:]
-    if plan.shared_order is not None:  # a row of nothing, for those that share nothing
+    if plan.shared_order is not None:  # an empty row, for rows without a shared prefix
         more.append(mx.zeros_like(own[:1]))
         more_sums.append(mx.full_like(log_sum[:1], -mx.inf))
-    lead = _in_order(more_sums, plan.shared_order) - log_sum
-    share = mx.sigmoid(lead * math.log(2.0))  # of the softmax's whole sum
-    return own + (_in_order(more, plan.shared_order) - own) * share
+    lead = _reorder(more_sums, plan.shared_order) - log_sum
+    share = mx.sigmoid(lead * math.log(2.0))  # of the softmax sum
+    return own + (_reorder(more, plan.shared_order) - own) * share
 
 
-def _in_order(parts: list[mx.array], order: mx.array | None) -> mx.array:
+def _reorder(parts: list[mx.array], order: mx.array | None) -> mx.array:
     merged = parts[0] if len(parts) == 1 else mx.concatenate(parts)
     return merged if order is None else merged[order]
 
@@ -115,10 +109,8 @@ def context(
     dtype: mx.Dtype,
     gather: Gather | None = None,
 ) -> mx.array:
-    """The bucket's padded K or V, [Hkv, n, S, D], with this step's rows laid over the pool's.
-
-    Head outermost, so that what is gathered is already laid out for the matrix products.
-    """
+    """Returns the bucket's padded K or V, [Hkv, n, S, D], with this step's rows over the pool's."""
+    # Heads are outermost, which is the layout of the matrix products.
     if gather is not None:
         return gather(pool, bucket, scales)
     blocks, places = bucket.places(pool.shape[0])
@@ -140,7 +132,7 @@ def _attend_fused(
     scale: float,
     sinks: mx.array | None,
 ) -> mx.array:
-    """[n * Q, H, D] queries over [Hkv, n, S, D] keys and values; same shape back."""
+    """Attends for [n * Q, H, D] queries over [Hkv, n, S, D] keys and values."""
     mask: mx.array | str | None = bucket.mask
     if bucket.causal_len is not None:
         keys, values = (part[:, :, : bucket.causal_len] for part in (keys, values))
@@ -165,17 +157,17 @@ def _attend_grouped(
     sinks: mx.array | None,
     softcap: float | None,
 ) -> tuple[mx.array, mx.array]:
-    """_attend_fused by plain operations: all query heads of a K/V head in one matrix product.
-
-    On MLX's CPU backend four to eight times faster than the fused call: that one repeats K and V
-    for every query head, and takes exp at 19 ns an element where a power of two takes 6.
+    """Like `_attend_fused`, in plain operations.
 
     Returns:
-        The same in float32, and [n * Q, H, 1] float32: log2 of each softmax's sum.
+        The same in float32, and [n * Q, H, 1] float32: log2 of each softmax sum.
     """
+    # All query heads of a K/V head share one matrix product. On MLX's CPU backend this is four to
+    # eight times as fast as the fused call, which repeats K and V for every query head, and takes
+    # exp at 19 ns per element, while a power of two takes 6.
     num_heads, num_kv_heads = queries.shape[1], keys.shape[0]
     group = num_heads // num_kv_heads
-    # Of a K/V head and request: its rows. One row needs no axis, which saves operations that view.
+    # A single row needs no axis, which saves view operations.
     queries_axis = () if bucket.query_len == 1 else (bucket.query_len,)
     factor = scale * _LOG2_E if softcap is None else scale / softcap
     packed = _heads_first(queries.astype(mx.float32) * factor, bucket, num_kv_heads)
@@ -206,7 +198,7 @@ def _attend_grouped(
 
 
 def _heads_first(rows: mx.array, bucket: Bucket, num_kv_heads: int) -> mx.array:
-    """[n * Q, H, D] as [Hkv, n, Q * group, D]."""
+    """Reshapes [n * Q, H, D] to [Hkv, n, Q * group, D]."""
     n, q, size = bucket.num_requests, bucket.query_len, rows.shape[-1]
     if q == 1:
         return rows.reshape(n, num_kv_heads, -1, size).swapaxes(0, 1)
@@ -215,7 +207,7 @@ def _heads_first(rows: mx.array, bucket: Bucket, num_kv_heads: int) -> mx.array:
 
 
 def _rows_first(heads_first: mx.array, bucket: Bucket, num_heads: int) -> mx.array:
-    """[n * Q, H, D] of [Hkv, n, group, D] where Q is 1, else of [Hkv, n, Q, group, D]."""
+    """Reshapes [Hkv, n, group, D] if Q is 1, else [Hkv, n, Q, group, D], to [n * Q, H, D]."""
     axes = (1, 0, 2, 3) if bucket.query_len == 1 else (1, 2, 0, 3, 4)
     rows_first = heads_first.transpose(axes)
     return rows_first.reshape(-1, num_heads, heads_first.shape[-1])

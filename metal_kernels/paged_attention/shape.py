@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AttentionShape: heads and head sizes of a layer, and what tiles of its rows may have and cost."""
+"""AttentionShape: heads and head sizes of a layer, and the tiles they allow."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Sizes of keys and values where values are the first elements of keys: DeepSeek-V2 and later, a
-#: rank of 512 and 64 rotated.
+#: Sizes of keys and values if values are the first elements of keys (MLA): since DeepSeek-V2, a
+#: rank of 512 and 64 rotated elements.
 LATENT_SIZES = ((576, 512),)
 
-#: A tile of fewer rows counts as one of so many, for its time goes into loading K and V. MOST_WORK
-#: is then 17 GB of float16 K and V: 0.4 s at 40 of the 68 GB/s of an M1.
+#: Tiles with fewer rows count as this many, as their time goes into loading K and V. MOST_WORK is
+#: then 17 GB of float16 K and V: 0.4 s at 40 of the 68 GB/s of an M1.
 _LEAST_ROWS = 16
 
 
@@ -29,43 +29,37 @@ class AttentionShape:
 
     @property
     def group(self) -> int:
-        """Query heads that share a K/V head."""
+        """Query heads per K/V head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def decode_rows(self) -> int:
-        """Most packed rows of a request that the decode kernel serves.
-
-        They are one tile, so that K and V are loaded once; but what takes arithmetic longer than
-        loads, the latents of many heads, is read again for each tile of up to eight query rows.
-        """
+        """Most packed rows of a request for the decode kernel."""
+        # One tile, so that K and V are loaded once. But for latents of many heads, arithmetic takes
+        # longer than loads, so each tile of up to eight query rows reads them again.
         return 8 * self.group if self.latent else self.decode_tile_rows
 
     @property
     def decode_tile_rows(self) -> int:
-        """Packed rows of the decode kernel's largest tile, whose threadgroup has 256 threads."""
+        """Packed rows of the decode kernel's largest tile, for threadgroups of 256 threads."""
         size = self.value_size if self.latent else self.head_size
         return 32 if size <= 128 else 16 if size <= 256 else 8
 
     @property
     def may_be_wide(self) -> bool:
-        """Whether short contexts may be walked by threadgroups of 512 threads.
-
-        Smaller heads have eight walks in 256, and larger ones eight simdgroups a walk, whose joins
-        threadgroup memory has no room for.
-        """
+        """Whether threadgroups of 512 threads may walk short contexts."""
+        # Smaller heads have eight walks in 256 threads. Larger ones have eight simdgroups per walk,
+        # and threadgroup memory has no room for their joins.
         return 64 < self.head_size <= 256
 
     @property
     def tile_rows(self) -> int:
-        """Packed rows of the prefill kernel's largest tile.
-
-        Its threadgroup then has 256 threads, for any head size (op.py): a pipeline takes 384 at
-        least, however many registers a thread needs (Mesa, agx_performance.c), and 512 not always.
-        """
+        """Packed rows of the prefill kernel's largest tile, for threadgroups of 256 threads."""
+        # Every pipeline can run at least 384 threads, however many registers a thread needs (Mesa,
+        # agx_performance.c), but not always 512.
         return 64 if self.head_size <= 128 else 32 if self.head_size <= 256 else 16
 
     def work(self, rows: int, keys: int) -> int:
-        """FLOPs of tiles of `rows` packed rows over `keys` positions in all, of all K/V heads."""
-        products = 2 * (self.head_size + self.value_size)  # with a key, and with its value
+        """Returns the FLOPs of tiles of `rows` packed rows over `keys` positions, for all heads."""
+        products = 2 * (self.head_size + self.value_size)  # with a key and with its value
         return max(rows, _LEAST_ROWS) * keys * self.num_kv_heads * products

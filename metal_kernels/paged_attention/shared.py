@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which beginnings of contexts the requests of a dispatch read once for all their rows."""
+"""Decides which shared prefixes a dispatch reads once for all their requests."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from metal_kernels.paged_attention.tiles import NO_WINDOW, Tiles
 
 @dataclass(frozen=True)
 class Beginnings:
-    """G beginnings in common, and which of a dispatch's P pieces of rows share them."""
+    """G shared prefixes, and the P pieces of a dispatch that share them."""
 
-    group: np.ndarray  # [P] int; -1: the piece shares none
-    keys: np.ndarray  # [G] int, whole blocks
+    group: np.ndarray  # [P] int; -1: none
+    keys: np.ndarray  # [G] int, in whole blocks
     rows: int  # packed rows of the tiles that read them
 
     @property
     def of_pieces(self) -> np.ndarray:
-        """[P] int, keys that each piece shares."""
+        """Shared keys of each piece, [P] int."""
         return np.append(self.keys, 0)[self.group]
 
 
@@ -35,25 +35,15 @@ def beginnings(
     block_tables: np.ndarray,
     block_size: int,
 ) -> Beginnings | None:
-    """What pays, of what all rows of the requests see; None: nothing does.
+    """Returns the shared prefixes that are worth a dispatch; None: none.
 
-    Tiles of 32 rows of 16-bit caches take about as long to compute as their keys take to arrive, so
-    that larger ones would save nothing. A beginning is shared where fewer tiles read it, by
-    `tiles.shared` keys at least, and nothing more is computed.
-
-    Args:
-        batch: the step's.
-        pieces: of a dispatch of the decode kernel.
-        rows: packed rows of its tiles.
-        tiles: to choose from.
-        block_tables: [R, W] int32, pool blocks of each request in order.
-        block_size: tokens of a block.
+    `rows`: packed rows of the decode tiles of `pieces`; `block_tables`: [R, W] int32.
     """
     if tiles.shared is None or not tiles.split or batch.window < NO_WINDOW:
         return None
     members, shape = pieces.request, batch.shape
     if len(members) < 2 or not any_alike(block_tables):
-        return None  # as in most steps
+        return None  # in most steps
     if len(members) < len(block_tables):
         block_tables = block_tables[members]
     usable = batch.first_positions[members] - batch.most_behind[members]
@@ -63,10 +53,13 @@ def beginnings(
     shares = np.flatnonzero(group >= 0)
     packed = pieces.num_rows * shape.group
     together = np.bincount(group[shares], packed[shares]).astype(np.int64)
+    # Tiles of 32 rows of 16-bit caches take about as long to compute as their keys to load, so
+    # larger ones would save nothing.
     size = next((size for size in tiles.decode if size >= together.max()), tiles.decode[-1])
     apart = -(-packed // batch.packed_step(rows))
     before = np.bincount(group[shares], apart[shares]).astype(np.int64)
     after = -(-together // batch.packed_step(size))
+    # Sharing pays if fewer tiles read the prefix, saving enough keys, without more arithmetic.
     pays = (before - after) * lengths * block_size >= max(tiles.shared, 1)
     pays &= after * shape.work(size, 1) <= before * shape.work(rows, 1)
     number = np.append(np.where(pays, pays.cumsum() - 1, -1), -1)
@@ -77,5 +70,5 @@ def beginnings(
 
 
 def _row_bytes(batch: Batch) -> int:
-    """Bytes of a packed row's result, of one part, of all K/V heads."""
+    """Returns the bytes of a packed row's result of one part, for all K/V heads."""
     return 4 * batch.shape.value_size * batch.shape.num_kv_heads

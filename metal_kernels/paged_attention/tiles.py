@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles: the sizes of tiles that rows of a layer may need, each of which is a pipeline."""
+"""Tiles: the tile sizes that a layer's rows may need, each with its own pipeline."""
 
 from __future__ import annotations
 
@@ -11,31 +11,29 @@ from metal_kernels.paged_attention.shape import AttentionShape
 from metal_kernels.paged_attention.splits import WHOLE
 
 NO_WINDOW = 2**31 - 1
-STRIP = 4  # the context of a tile starts at a multiple
+STRIP = 4  # contexts of tiles start at multiples of it
 WIDE_ROWS = 8  # of tiles that may have 512 threads
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Sizes of tiles that a plan may choose from, in packed rows, ascending.
+    """Tile sizes for plans to choose from, in packed rows, ascending."""
 
-    Plans choose from it and from nothing else. The self-check tries each, and each is compiled
-    before a model serves.
-    """
+    # Plans choose from nothing else: the self-check tries each, and each is compiled at startup.
 
     decode: tuple[int, ...]
     prefill: tuple[int, ...]
-    split: bool  # whether contexts may be split, and their beginnings shared
-    #: Keys that sharing a beginning has to save, at least: its length times the tiles that need not
-    #: read it. None: none is shared.
+    split: bool  # whether contexts may be split, and their prefixes shared
+    #: Keys that a shared prefix must save: its length times the tiles that need not read it. None:
+    #: none is shared.
     shared: int | None = LEAST_SAVED
-    #: Whether decode's smallest may have 512 threads, where contexts are whole and few.
+    #: Whether the smallest decode tile may have 512 threads, for few whole contexts.
     wide: bool = False
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def for_layer(shape: AttentionShape, window: int | None = None) -> Tiles:
-        """All sizes that rows of such layers may need."""
+        """Returns all sizes that rows of such layers may need."""
         decode, prefill = set(), set()
         most = shape.decode_rows + shape.tile_rows + shape.group
         for packed in range(shape.group, most, shape.group):
@@ -44,15 +42,15 @@ class Tiles:
                 decode.add(min(shape.decode_tile_rows, rows))
             else:
                 prefill.add(min(shape.tile_rows, rows))
-        longest = (window or NO_WINDOW) + shape.tile_rows + STRIP  # keys that a tile may see
+        longest = (window or NO_WINDOW) + shape.tile_rows + STRIP  # most keys of a tile
         sizes = tuple(sorted(decode)), tuple(sorted(prefill))
         return Tiles(*sizes, longest > WHOLE, wide=shape.may_be_wide and WIDE_ROWS in decode)
 
     def only(self, decode: bool, rows: int) -> Tiles:
-        """This size alone, which then serves all rows."""
+        """Returns only this size, which then serves all rows."""
         return replace(self, decode=(rows,) if decode else (), prefill=() if decode else (rows,))
 
 
 def power_of_two(count: int) -> int:
-    """The smallest that is not less."""
+    """Returns the smallest power of two that is not less."""
     return 1 << (count - 1).bit_length()

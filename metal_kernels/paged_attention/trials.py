@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes small plans that launch every pipeline a layer may need, to compile them at a start."""
+"""Makes small plans that launch every pipeline of a layer, to compile them at startup."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from metal_kernels.paged_attention.tiles import STRIP, WIDE_ROWS, Tiles
 
 
 def trials(shape: AttentionShape, window: int | None, tiles: Tiles) -> Iterator[AttentionPlan]:
-    """Small plans that launch, between them, every pipeline a plan over `tiles` may launch.
+    """Yields small plans that launch every pipeline that plans with `tiles` may launch.
 
-    All are of one request, of up to tiles.prefill[-1] rows, over block 0 alone.
+    Each has one request, of up to tiles.prefill[-1] rows, in block 0 only.
     """
     kinds = [(True, rows, False) for rows in tiles.decode]
     kinds += [(True, WIDE_ROWS, True)] if tiles.wide else []
     kinds += [(False, rows, False) for rows in tiles.prefill]
     for decode, rows, wide in kinds:
-        # Query rows that fill a tile. A tile of less than one query row may reach into the next,
-        # and so see one key more.
+        # Query rows that fill a tile. A tile smaller than a query row may reach into the next one,
+        # and then sees one key more.
         queries = [rows // shape.group] if rows >= shape.group else [1, 2]
-        # The shortest context that is split, and one that is split in a window: its first key is
+        # The shortest context that is split, and the shortest with a window: its first key is
         # rounded down to a strip, so one of four contexts is longest.
         lengths = [queries[0]] + (
             [WHOLE + 1, *(2 * WHOLE + k for k in range(STRIP))] if tiles.split and not wide else []
