@@ -124,6 +124,7 @@ def num_workers(cores: int, free_bytes: int) -> int:
     return max(1, min(cores, free_bytes // WORKER_BYTES))
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """`-n auto`, which is what the commands of the Makefile ask for."""
     return num_workers(cores(), free_bytes())
