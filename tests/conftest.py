@@ -7,10 +7,12 @@ import random
 import re
 import shutil
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
 import hypothesis
+import numpy as np
 import pytest
 from closing import (  # pytest finds its hooks here
     Costs,
@@ -102,6 +104,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: (files[item.path], drawn.random()))
         return
     items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in LONG_FIRST)
+
+
+def seed() -> None:
+    """Makes unseeded draws the same in every run: MLX's generator starts from the clock."""
+    import mlx.core as mx  # use_cpu comes first
+
+    random.seed(0)
+    np.random.seed(0)
+    mx.random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup() -> None:
+    seed()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    seed()
 
 
 def pytest_configure(config: pytest.Config) -> None:

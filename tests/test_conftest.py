@@ -4,11 +4,16 @@
 import importlib.util
 import itertools
 import os
+import random
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,6 +43,24 @@ def test_examples_are_the_same_whatever_modules_are_loaded(tmp_path, monkeypatch
     spec.loader.exec_module(module)
     monkeypatch.setitem(sys.modules, path.stem, module)
     assert drawn() == before
+
+
+def unseeded():
+    return [random.random(), np.random.random(), mx.random.uniform().item(), torch.rand(()).item()]
+
+
+@pytest.fixture
+def drawn_before():
+    return unseeded()
+
+
+def test_unseeded_draws_are_the_same_in_every_run(drawn_before):
+    assert unseeded() == drawn_before
+    random.seed(0)
+    np.random.seed(0)
+    mx.random.seed(0)
+    torch.manual_seed(0)
+    assert unseeded() == drawn_before
 
 
 def test_results_are_kept_in_the_folder_of_the_run():
