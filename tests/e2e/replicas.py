@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
 
-from e2e.server import Server, serve, started
+from e2e.server import FORKED, Server, serve, started
 from network.hosts import Host
 
 START_TIMEOUT_S = 900.0  # three processes that import vLLM, and two that follow, on two cores
-#: Tests that look at what ranks answer need no processes that import all of vLLM anew, as macOS's
-#: do; those that look at how ranks end have them.
-FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
 RANKS = ("0", "1")  # as metrics have them
 
 

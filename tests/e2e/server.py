@@ -34,6 +34,12 @@ _STOP_TIMEOUT_S = 20.0
 #: Lines of all processes, which tests read; what users see unasked, test_first_lines.py has.
 _LOGGED = {"VLLM_LOGGING_LEVEL": "INFO"}
 _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
+_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+#: A forked engine saves an import of vLLM, 8 of a server's 20 processor-seconds. On macOS Apple's
+#: frameworks end such a child.
+FORKED: Mapping[str, str] = MappingProxyType({} if sys.platform == "darwin" else {_METHOD: "fork"})
+#: vLLM's own choice, for tests of starts and ends, and for several workers an engine.
+SPAWNED: Mapping[str, str] = MappingProxyType({_METHOD: ""})
 
 
 @dataclass(frozen=True)
@@ -93,8 +99,8 @@ def serve(
         options: more of its command line.
         log: file for what it prints.
         port: to listen on; None: any that is free.
-        environment: variables to add to this process's, and to VLLM_LOGGING_LEVEL=INFO; an empty
-            one is left out.
+        environment: variables to add to this process's, with those above; an empty one is left
+            out.
         python: the interpreter that runs it.
         start_timeout_s: how long it may take to answer.
         host: that it runs on; None: this machine.
@@ -147,6 +153,7 @@ def started(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """The process of a `vllm serve` that may not answer yet; see `serve` and `refused_start`."""
     kept = {key: value for key, value in os.environ.items() if key not in _NOT_FOR_THE_SERVER}
+    variables = kept | _LOGGED | FORKED | environment
     address = "127.0.0.1" if host is None else host.address
     command = [python, *VLLM, "serve", model, "--host", address, *options]
     with log.open("w") as output:
@@ -155,7 +162,7 @@ def started(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={key: value for key, value in (kept | _LOGGED | environment).items() if value},
+            env={key: value for key, value in variables.items() if value},
             start_new_session=True,  # so that all it starts can be killed as one group
         )
         try:

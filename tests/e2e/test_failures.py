@@ -15,7 +15,7 @@ import openai
 import psutil
 import pytest
 from e2e.fuzz.models import MAX_LEN, VOCAB, write_models
-from e2e.server import engine_core, free_port, refused_start, serve, started
+from e2e.server import SPAWNED, engine_core, free_port, refused_start, serve, started
 
 pytestmark = pytest.mark.more
 
@@ -55,8 +55,8 @@ def complete(client, **options):
 
 @pytest.mark.slow
 def test_a_killed_engine_ends_its_streams_and_its_server_and_leaves_the_port(tiny, tmp_path):
-    port = free_port()
-    with serve(tiny, OPTIONS, tmp_path / "first", port) as server, server.client() as client:
+    port, log = free_port(), tmp_path / "first"
+    with serve(tiny, OPTIONS, log, port, SPAWNED) as server, server.client() as client:
         expected = complete(client).choices[0].text
         assert len(expected.split()) == 8
         stream = iter(complete(client, max_tokens=MAX_LEN - len(PROMPT) - 1, stream=True))
@@ -114,7 +114,7 @@ def test_a_request_without_logits_fails_and_no_other_does(spoiled, tmp_path):
 
 def test_an_interrupted_start_leaves_nothing_behind(tiny, tmp_path, scratch):
     log, cache = tmp_path / "log", tmp_path / "cache"
-    environment = {"TMPDIR": str(scratch), "VLLM_METAL_CACHE": str(cache)}
+    environment = {**SPAWNED, "TMPDIR": str(scratch), "VLLM_METAL_CACHE": str(cache)}
 
     def engine_starts():
         assert process.poll() is None, log.read_text()

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from e2e.server import refused_start, serve
+from e2e.server import SPAWNED, refused_start, serve
 
 from vllm_metal.patches.vllm_patches.start_failures import ERROR_PREFIX
 
@@ -18,7 +18,7 @@ ALLOWED = "Found ulimit of"  # vLLM's warning where the shell allows few open fi
 @pytest.fixture
 def unasked(tmp_path, monkeypatch):
     """Variables of a user who has set none about logs; logs have a folder of their own."""
-    return {"VLLM_LOGGING_LEVEL": "", "VLLM_METAL_CACHE": str(tmp_path / "cache")}
+    return {**SPAWNED, "VLLM_LOGGING_LEVEL": "", "VLLM_METAL_CACHE": str(tmp_path / "cache")}
 
 
 def lines(log):

@@ -15,7 +15,7 @@ import pytest
 from e2e.fuzz.models import VOCAB
 from e2e.harness import Dense
 from e2e.ray_nodes import needs_ray, ray_nodes
-from e2e.server import serve
+from e2e.server import SPAWNED, serve
 from network import hosts as network
 
 pytestmark = [pytest.mark.slow, needs_ray, pytest.mark.timeout(1800)]
@@ -37,10 +37,8 @@ def ranks(server):
 
 
 def started(model, cluster, log, **more):
-    every_line = {"RAY_DEDUP_LOGS": "0"}
-    return serve(
-        model, OPTIONS, log, environment=cluster | every_line, start_timeout_s=START_S, **more
-    )
+    environment = {**cluster, **SPAWNED, "RAY_DEDUP_LOGS": "0"}
+    return serve(model, OPTIONS, log, environment=environment, start_timeout_s=START_S, **more)
 
 
 def ask(server, prompt, **more):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import vllm
-from e2e.server import serve
+from e2e.server import SPAWNED, serve
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ def reporting(folder, **variables):
     folder.mkdir()
     found = [str(HERE / "reporting"), os.environ.get("PYTHONPATH", ""), str(HERE.parents[1])]
     paths = {"PYTHONPATH": os.pathsep.join(filter(None, found)), "VLLM_METAL_DEVICE": "cpu"}
-    return paths | {"PROCESS_REPORTS": str(folder)} | variables
+    return {**paths, **SPAWNED, "PROCESS_REPORTS": str(folder)} | variables
 
 
 def reports(folder):

@@ -9,7 +9,7 @@ import psutil
 import pytest
 from e2e import ranks
 from e2e.harness import Dense
-from e2e.server import serve
+from e2e.server import SPAWNED, serve
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ def test_ranks_that_are_killed_or_hang(tiny, tmp_path, shape, number):
     model, options = ranks.endless(tiny, tmp_path / "model"), (*ranks.OPTIONS, *shape)
     dense = Dense(tiny)
     for rank in (1, 0, None):
-        with serve(model, options, tmp_path / f"log-{rank}") as server:
+        with serve(model, options, tmp_path / f"log-{rank}", environment=SPAWNED) as server:
             dense.check(PROMPT, ranks.tokens(server.url, PROMPT))
             if rank is not None:
                 _end(server, number, rank)

@@ -11,15 +11,14 @@ import openai
 import pytest
 from e2e.fuzz.models import VOCAB, write_experts
 from e2e.harness import Dense, make_prompts, text_tokens
-from e2e.replicas import FORKED, START_TIMEOUT_S, of_launcher, of_server, replicas
-from e2e.server import started
+from e2e.replicas import START_TIMEOUT_S, of_launcher, of_server, replicas
+from e2e.server import FORKED, SPAWNED, started
 from network.hosts import hosts, need_hosts
 
 pytestmark = [pytest.mark.more, pytest.mark.timeout(1800)]
 
 MAX_TOKENS = 48
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-SPAWNED: dict[str, str] = {}  # vLLM's own choice
 #: Seconds until clients hear of a rank that is gone, as is promised; and until all has ended.
 TOLD_S, ENDED_S = 10.0, 60.0
 

@@ -11,8 +11,8 @@ import psutil
 import pytest
 from e2e.fuzz.models import VOCAB
 from e2e.harness import Dense, compares_resident_memory
-from e2e.replicas import FORKED, RANKS, START_TIMEOUT_S, Replicas, replicas
-from e2e.server import Server, answering, free_port, started
+from e2e.replicas import RANKS, START_TIMEOUT_S, Replicas, replicas
+from e2e.server import FORKED, Server, answering, free_port, started
 from network.hosts import hosts, need_hosts
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]

@@ -8,7 +8,7 @@ import time
 import jsonschema
 import openai
 import pytest
-from e2e.server import refused_start, serve
+from e2e.server import SPAWNED, refused_start, serve
 
 from vllm_metal.patches.vllm_patches.start_failures import ERROR_PREFIX
 
@@ -28,7 +28,8 @@ QUESTION = {"role": "user", "content": "What is the capital of France? Answer in
 
 @pytest.fixture(scope="module")
 def server(smollm2, tmp_path_factory):
-    with serve(smollm2, OPTIONS, tmp_path_factory.mktemp("server") / "log") as started:
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serve(smollm2, OPTIONS, log, environment=SPAWNED) as started:
         yield started
 
 
@@ -238,33 +239,31 @@ def test_a_bad_request_is_answered_and_harms_no_one(server, client, options, sta
     assert_alive(server, client)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "environment", "message"),
     [
         pytest.param(
             ["--dtype", "float64"],
             *({}, "argument --dtype: invalid choice: 'float64'"),
-            marks=pytest.mark.slow,
             id="dtype",
         ),
         pytest.param(
             ["--block-size", "7"],
             *({}, "--block-size 7 is not supported: choose one of (16, 32)"),
-            marks=pytest.mark.slow,
             id="block size",
         ),
         pytest.param(
             ["--max-model-len", "100000"],
             *({}, "max_model_len (100000) is greater than the derived max_model_len"),
-            marks=pytest.mark.slow,
             id="longer than the model",
         ),
         pytest.param(
             # 30 layers × (K + V) × 3 heads × 64 × 4 bytes = 45 KiB a token
             ["--max-model-len", "8192", "--kv-cache-memory-bytes", str(16 << 20)],
             *({}, "one request of --max-model-len 8192 needs 0.35 GiB of KV cache"),
-            # Heavy: two engines with the model, this one and the server's.
-            marks=[pytest.mark.heavy, pytest.mark.slow],
+            # Two engines with the model, this one and the server's.
+            marks=pytest.mark.heavy,
             id="longer than the pool",
         ),
         pytest.param(
@@ -278,7 +277,6 @@ def test_a_bad_request_is_answered_and_harms_no_one(server, client, options, sta
         pytest.param(
             *([], {"VLLM_METAL_DEVICE": "gpu"}),
             "VLLM_METAL_DEVICE='gpu': choose metal, cpu or off",
-            marks=pytest.mark.slow,
             id="device",
         ),
     ],
@@ -289,6 +287,7 @@ def test_a_start_that_cannot_work_says_why(smollm2, tmp_path, options, environme
     assert message in log.read_text()
 
 
+@pytest.mark.slow
 def test_a_start_without_a_model_says_which(tmp_path):
     missing, log = str(tmp_path / "no-such-model"), tmp_path / "log"
     assert refused_start(missing, [], {}, log) > 0

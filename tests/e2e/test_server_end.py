@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from e2e.server import engine_core
+from e2e.server import SPAWNED, engine_core
 from e2e.tenants import (
     serve_tenants,
     wait_until_answers_are_kept,
@@ -68,7 +68,7 @@ def stream(running, **fields):
 
 
 def test_a_killed_engine_fails_the_service_which_is_started_again(long_texts, folder, keys):
-    with serve_tenants(long_texts, folder, keys, "first", OPTIONS) as running:
+    with serve_tenants(long_texts, folder, keys, "first", OPTIONS, SPAWNED) as running:
         wait_until_answers_are_kept(running)
         kept = ask(running)
         assert kept.headers["x-cache"] == "MISS"
@@ -78,7 +78,7 @@ def test_a_killed_engine_fails_the_service_which_is_started_again(long_texts, fo
         assert any("error" in chunk for chunk in chunks)
         status = running.server.process.wait(ENDING_S)
     assert status == 1 and launchd_starts_again(status)
-    with serve_tenants(long_texts, folder, keys, "second", OPTIONS) as running:
+    with serve_tenants(long_texts, folder, keys, "second", OPTIONS, SPAWNED) as running:
         wait_until_answers_are_kept(running)
         again = ask(running)
         assert again.headers["x-cache"] == "HIT" and again.content == kept.content
@@ -89,7 +89,7 @@ def test_a_killed_engine_fails_the_service_which_is_started_again(long_texts, fo
 
 
 def test_an_engine_whose_server_is_killed_ends(long_texts, folder, keys):
-    with serve_tenants(long_texts, folder, keys, "killed", OPTIONS) as running:
+    with serve_tenants(long_texts, folder, keys, "killed", OPTIONS, SPAWNED) as running:
         chunks = stream(running, max_tokens=LONG)
         next(chunks)  # the engine has much to do
         engine = engine_core(running.server)

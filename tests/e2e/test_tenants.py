@@ -457,7 +457,7 @@ def text(reply):
     return choice.get("text") or choice["message"]["content"], choice["finish_reason"]
 
 
-@MORE
+@pytest.mark.slow
 def test_after_kill_9_answers_and_blocks_are_there_for_their_tenant(long_texts, tmp_path):
     """The server dies while it writes; the next one has what was kept, each for its own tenant."""
     keys, prompt = write_settings(tmp_path), "After a kill. " + TEXT * 8
