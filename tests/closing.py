@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -19,6 +20,14 @@ WORKER_BYTES = 4 * GIB
 CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 #: User and system seconds of a file, as a worker counts them for the controller.
 SPENT = "processor_seconds"
+#: Why tests may be skipped: root, a package that is missing, the platform, what a library has not,
+#: a run's end. Any other reason fails the run.
+REASONS = re.compile(
+    r"\broot\b|installed|installs|no redis-server|needs qemu|namespaces need|namespaces are not"
+    r"|its parser needs|pip cannot get|npm does not get|kept of the archive"
+    r"|\bmacOS|\bMacs?\b|\bLinux|Metal device|CPU device|such kernels|calls clang"
+    r"|transformers' class|minutes that this run may take"
+)
 _BEGUN = time.monotonic()
 _SHOWN = 10
 _VERDICTS = ("passed", "failed", "error", "skipped")
@@ -160,6 +169,15 @@ def left_out(skipped: Iterable[pytest.TestReport]) -> list[str]:
         if isinstance(report.longrepr, tuple)
     )
     return [f"{count} skipped: {reason}" for reason, count in reasons.most_common()]
+
+
+def fail_if_skipped_otherwise(session: pytest.Session) -> None:
+    """Fails a run that skipped a test for a reason that is not in REASONS; says which."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped", []) if reporter else []
+    if unknown := [line for line in left_out(skipped) if not REASONS.search(line)]:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        reporter.write_line("\n".join(["", *unknown, "not among the REASONS of tests/closing.py"]))
 
 
 def largest(seconds: Counter[str]) -> list[str]:

@@ -17,6 +17,7 @@ import pytest
 from closing import (  # pytest finds its hooks here
     Costs,
     cores,
+    fail_if_skipped_otherwise,
     pytest_report_header,  # noqa: F401
     pytest_xdist_auto_num_workers,  # noqa: F401
     say_what_ran,
@@ -129,6 +130,11 @@ def pytest_runtest_call() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(COSTS)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    fail_if_skipped_otherwise(session)
 
 
 def pytest_unconfigure() -> None:

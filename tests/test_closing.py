@@ -71,16 +71,18 @@ def test_without_a_limit_free_memory_is_the_machine_s(tmp_path):
     assert free_bytes(*unlimited) > GIB // 8
 
 
-def test_a_run_says_who_shares_it_what_it_skipped_and_what_took_long(tmp_path):
+@pytest.mark.parametrize(("reason", "status"), [("no redis-server here", 0), ("it is late", 1)])
+def test_a_run_says_who_shares_it_what_it_skipped_and_what_took_long(tmp_path, reason, status):
     folder = tmp_path / "tests"
     folder.mkdir()
     (folder / "test_busy.py").write_text("def test_it(): sum(range(10**7))")
     skipping = "import pytest\n@pytest.mark.parametrize('n', range(3))\ndef test_it(n):\n"
-    (folder / "test_skipping.py").write_text(f"{skipping}    pytest.skip('no redis-server')")
+    (folder / "test_skipping.py").write_text(f"{skipping}    pytest.skip('{reason}')")
     (folder / "conftest.py").write_text(
         "from closing import pytest_report_header, pytest_xdist_auto_num_workers\n"
-        "from closing import Costs, say_what_ran\n"
+        "from closing import Costs, fail_if_skipped_otherwise, say_what_ran\n"
         "costs = Costs()\n"
+        "def pytest_sessionfinish(session): fail_if_skipped_otherwise(session)\n"
         "def pytest_configure(config): config.pluginmanager.register(costs)\n"
         "def pytest_terminal_summary(terminalreporter): say_what_ran(terminalreporter, costs)\n"
     )
@@ -96,10 +98,11 @@ def test_a_run_says_who_shares_it_what_it_skipped_and_what_took_long(tmp_path):
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == status, done.stdout
+    assert ("not among the REASONS" in done.stdout) == bool(status)
     assert re.search(r"^workers: \d+$", done.stdout, re.MULTILINE)
     verdict = r"^=+ 1 passed, 0 failed, 0 error, 3 skipped in \d+\.\d minutes =+$"
     assert re.search(verdict, done.stdout, re.MULTILINE)
-    assert "\n3 skipped: no redis-server\n" in done.stdout
+    assert f"\n3 skipped: {reason}\n" in done.stdout
     assert re.search(r"^ +\d\.\d s  tests/test_busy\.py\n", done.stdout, re.MULTILINE)
     assert re.search(r"^ +\d+\.\d s  user \+ sys of all 4$", done.stdout, re.MULTILINE)
