@@ -144,7 +144,7 @@ def test_a_draft_model_beside_states_or_latents(folders, name, tmp_path):
     assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("chunk", [7, pytest.param(512, marks=pytest.mark.more)])
+@pytest.mark.parametrize("chunk", [7, pytest.param(512, marks=pytest.mark.slow)])
 @families(KINDS[:1])
 def test_chunks(folders, name, chunk):
     """Steps overlap, as is the default; prompts come in chunks that end anywhere, or as one."""
@@ -191,7 +191,7 @@ def test_states_are_whole_in_a_pool_of_codes(folders, elements):
     ("name", "block_size"),
     [
         ("qwen3_next, large states", None),
-        ("mamba2", None),
+        pytest.param("mamba2", None, marks=pytest.mark.slow),
         pytest.param("qwen3_next, large states", 32, marks=pytest.mark.slow),
         pytest.param("lfm2", None, marks=pytest.mark.slow),
     ],
@@ -333,15 +333,10 @@ def test_an_engine_in_its_own_process(folders, name, block_size, tmp_path):
             assert counters(llm)[HITS] > 0  # the disk has what the pool has lost
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("spawned")
-@pytest.mark.parametrize("block_size", [32, pytest.param(None, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("qwen3_next, large states", marks=pytest.mark.more),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("lfm2", "jamba", "mamba2")),
-    ],
-)
+@pytest.mark.parametrize("block_size", [32, None])
+@pytest.mark.parametrize("name", ["qwen3_next, large states", "lfm2", "jamba", "mamba2"])
 def test_engines_in_processes_of_their_own_prefill_and_decode(folders, name, block_size):
     prefill_and_decode(folders[name], block_size or (32 if name == "mamba2" else None))
 
@@ -355,10 +350,10 @@ BY_HEADS = "qwen3_5_text"
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(name, marks=pytest.mark.more) for name in ("falcon_h1", BY_HEADS)),
+        pytest.param(BY_HEADS, marks=pytest.mark.more),
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("qwen3_next", "lfm2", "jamba", "mamba2", "recurrent_gemma")
+            for name in ("falcon_h1", "qwen3_next", "lfm2", "jamba", "mamba2", "recurrent_gemma")
         ),
     ],
 )

@@ -70,9 +70,10 @@ def state(server):
     return STATES.index(now)
 
 
-def wait_for(level, server, seconds=60, pause=0.02):
+def wait_for(level, server, seconds=60, pause=0.2):
+    """Until the engine sleeps as deep as `level`, or deeper: each look takes processor time."""
     deadline = time.monotonic() + seconds
-    while state(server) != level:
+    while state(server) < level:
         assert time.monotonic() < deadline, f"the level is {state(server)}"
         time.sleep(pause)
 
@@ -90,18 +91,25 @@ def resident(server):
     return engine_core(server).memory_info().rss
 
 
+def text_and_resident(server, **options):
+    """An answer, and the engine's memory before it sleeps again; a slow machine may look late."""
+    while True:
+        text = complete(server, "Of levels", **options).json()["choices"][0]["text"]
+        found = resident(server)
+        if state(server) == 0:
+            return text, found
+
+
 def test_memory_comes_back_and_the_next_request_is_answered(server):
-    fresh = complete(server, "Of levels").json()["choices"][0]["text"]
-    awake = resident(server)
+    fresh, awake = text_and_resident(server)
     wait_for(1, server)
     without_pool = resident(server)
     assert awake - without_pool > 0.9 * POOL
     wait_for(2, server)
     assert without_pool - resident(server) > 50 << 20  # embeddings and two layers, in float32
-    again = complete(server, "Of levels", max_tokens=5).json()["choices"][0]["text"]
+    again, found = text_and_resident(server, max_tokens=5)
     assert again.startswith(fresh)
-    assert state(server) == 0
-    assert resident(server) == pytest.approx(awake, abs=100 << 20)
+    assert found == pytest.approx(awake, abs=100 << 20)
 
 
 def test_what_needs_no_engine_does_not_wake_it(server):
@@ -193,7 +201,7 @@ def test_a_hundred_cycles_take_no_memory(short, tmp_path):
         asleep = []
         for cycle in range(100):
             assert complete(server, f"{cycle}: Of cycles").status_code == 200
-            wait_for(2, server, pause=0.2)  # each look takes the server some of the cycle's time
+            wait_for(2, server)
             asleep.append(resident(server))
     first, last = asleep[9], asleep[-1]  # some buffers are made once
     print(f"{first >> 20} MiB after 10 cycles, {last >> 20} MiB after 100")

@@ -20,7 +20,6 @@ import numpy as np
 import openai
 import psutil
 import pytest
-from e2e import health_watch
 from e2e.harness import counters, engine, greedy
 from e2e.server import serve
 from e2e.tenants import write_settings
@@ -291,10 +290,10 @@ def test_a_request_takes_what_it_may_and_no_more(tenants):
         (seen(*[data_url(encoded(picture(2, 2)))] * 200), "max_body_pixels"),
         ({"messages": [{"role": "user", "content": "a"}], **grammar}, "max_body_grammar"),
     ):
-        with health_watch.watching(server.url) as times:
-            reply = send("acme", "/v1/chat/completions", body)
+        spent = _spent_s(server)
+        reply = send("acme", "/v1/chat/completions", body)
         assert reply.status_code == 400 and setting in reply.text
-        assert times[1] < 1
+        assert _spent_s(server) - spent < 5
     assert _resident(server) - before < 1.5e9
 
 
@@ -309,6 +308,11 @@ def test_a_tenant_names_no_addresses(tenants):
     for url in ("file:///etc/hostname", "data:image/png,plain"):
         assert send("acme", "/v1/chat/completions", seen(url)).status_code == 400
     assert "of-a-client" not in server.log.read_text()
+
+
+def _spent_s(server):
+    """Processor seconds of the server's own process, in which it serves nobody else."""
+    return sum(psutil.Process(server.process.pid).cpu_times()[:2])
 
 
 def _resident(server):

@@ -98,12 +98,13 @@ def drafting(toy, ahead):
     }
 
 
-@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize(
-    "method",
+    ("method", "ahead"),
     [
-        pytest.param("ngram", marks=pytest.mark.more),
-        pytest.param("draft_model", marks=pytest.mark.slow),
+        pytest.param("ngram", True, marks=pytest.mark.more),
+        pytest.param("ngram", False, marks=pytest.mark.slow),
+        pytest.param("draft_model", True, marks=pytest.mark.slow),
+        pytest.param("draft_model", False, marks=pytest.mark.slow),
     ],
 )
 def test_one_token_left_is_planned_with_drafts(toys, method, ahead):
@@ -225,19 +226,14 @@ AHEAD = pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest
 
 
 @AHEAD
-@pytest.mark.parametrize("model", ["full", pytest.param("windowed", marks=pytest.mark.more)])
+@pytest.mark.parametrize("model", ["full", pytest.param("windowed", marks=pytest.mark.slow)])
 def test_without_drafts(tiny_models, model, ahead):
     check_all(str(tiny_models / model), None, ahead)
 
 
-@AHEAD
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param("draft_model", marks=pytest.mark.more),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mtp", "eagle", "eagle3")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("method", ["draft_model", "mtp", "eagle", "eagle3"])
 def test_a_network_that_drafts(toys, method, ahead):
     toy = toys[method]
     options = {"skip_tokenizer_init": True}

@@ -22,7 +22,6 @@ from e2e.tenants import (
 from vllm_metal.cli.main import main
 from vllm_metal.settings import salts, secret_file
 
-MORE = pytest.mark.more
 BLOCK_SIZE = 16  # vllm-metal's default
 STRANGERS = ("first", "second")  # who have asked nothing before the test that counts their drafts
 TEXT = "The river rises in the hills, runs through three towns and a lake, and ends in the sea. "
@@ -135,13 +134,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=() if case in ("chat-choices", "completion-ids") else MORE)
-        for case in CASES
-    ],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_a_repeat_gets_what_was_said_in_the_form_it_wants(tenants, case):
     path, fields = CASES[case]
     fields = fields | {"user": case, "cache_salt": f"kept {case}"}
@@ -169,7 +162,6 @@ def said(stream):
     return found
 
 
-@MORE
 def test_a_body_is_read_as_vllm_reads_it(tenants):
     prompt = "Read as it is meant. " + TEXT
     for seed in (-1, "-1", -1.0):  # none, for vLLM
@@ -197,8 +189,8 @@ def test_64_twins_make_one_generation(tenants):
     assert tenants.metric(KEPT, result="hit") - before[1] == 63
 
 
-@MORE
-@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_request_past_the_time_limit_ends_with_what_there_is(tenants, stream):
     before = tenants.metric("vllm:request_timeouts_total")
     fields = {"prompt": TEXT, "max_tokens": MAX_MODEL_LEN - 100, "ignore_eos": True}
@@ -355,7 +347,6 @@ def command(folder, monkeypatch, capsys):
     return run
 
 
-@MORE
 def test_what_is_purged_or_removed_is_not_answered_from(tenants, folder, command):
     fields = {"prompt": "Purged. " + TEXT, "max_tokens": 4}
 
@@ -374,7 +365,6 @@ def test_what_is_purged_or_removed_is_not_answered_from(tenants, folder, command
     assert marks() == ["MISS", "MISS"] and marks() == ["HIT", "HIT"]
 
 
-@MORE
 def test_a_tenant_that_is_added_again_gets_nothing_of_the_old_one(tenants, folder, command):
     """Neither answers, nor K/V in memory or on disk, nor stored responses."""
     fields = {"prompt": "A guest. " + TEXT * 8, "max_tokens": 4}

@@ -10,7 +10,7 @@ import time
 
 import pytest
 from cli.chat.browser import Watched, browser
-from e2e.server import free_port
+from e2e.server import FORKED, free_port
 from scripted import Script, Turn, checkpoint
 
 pytestmark = pytest.mark.more
@@ -40,7 +40,7 @@ def address(tmp_path_factory):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={name: value for name, value in os.environ.items() if name not in NOT_A_USER_S},
+        env={k: v for k, v in os.environ.items() if k not in NOT_A_USER_S} | FORKED,
     )
     try:
         found, seen = None, []
