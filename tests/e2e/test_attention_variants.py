@@ -9,7 +9,7 @@ from engine.models.recurrent import write_model
 
 QUICK = "deepseek_v3"
 #: States beside latents, soft caps, and K/V that layers share.
-MORE = ("kimi_linear", "gemma2", "gemma4_text")
+MORE = ("kimi_linear", "gemma4_text")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_hits_drafts_and_preemptions(folders, name):
     assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("chunk", [7, pytest.param(512, marks=pytest.mark.more)])
+@pytest.mark.parametrize("chunk", [7, pytest.param(512, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
     [QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != QUICK)],

@@ -178,8 +178,8 @@ def test_a_folder_that_vanishes(tiny, copied):
     ("call", "number"),
     [
         ("pwritev", errno.ENOSPC),
-        pytest.param("ftruncate", errno.EFBIG, marks=pytest.mark.more),
-        pytest.param("rename", errno.EIO, marks=pytest.mark.more),
+        pytest.param("ftruncate", errno.EFBIG, marks=pytest.mark.slow),
+        pytest.param("rename", errno.EIO, marks=pytest.mark.slow),
         pytest.param("open", errno.EROFS, marks=pytest.mark.more),
     ],
 )

@@ -73,7 +73,7 @@ def check_pages(found, expected, exact=True):
         pytest.param(256, False, marks=pytest.mark.slow),
     ],
 )
-@methods(quick="eagle", more="draft_model")
+@methods(quick="eagle")
 def test_it_writes_what_one_server_has(toys, tmp_path, prompts, method, chunk, ahead):
     options = {"max_num_batched_tokens": chunk, "async_scheduling": ahead}
     one = serve(toys[method], tmp_path / "one", "kv_both", prompts, DRAFTING, **options)
@@ -84,7 +84,7 @@ def test_it_writes_what_one_server_has(toys, tmp_path, prompts, method, chunk, a
     check_pages(pages, one[1], exact=method != "draft_model" or chunk > 24)
 
 
-@methods(quick="draft_model", more="eagle")
+@methods(quick="draft_model")
 def test_requests_that_end_where_their_next_step_is_scheduled(toys, tmp_path, prompts, method):
     one, pages = serve(toys[method], tmp_path / "one", "kv_both", prompts, DRAFTING)
     folder = tmp_path / "p"
@@ -161,7 +161,7 @@ def test_a_draft_model_made_for_shorter_texts(toys, tmp_path, prompts):
 
 
 @pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("method", ["draft_model", pytest.param("eagle", marks=pytest.mark.more)])
+@pytest.mark.parametrize("method", ["draft_model", pytest.param("eagle", marks=pytest.mark.slow)])
 def test_nothing_is_proposed(toys, tmp_path, prompts, monkeypatch, method, ahead):
     def never(*arguments, **options):
         raise AssertionError("a producer has no proposer")

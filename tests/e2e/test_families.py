@@ -13,7 +13,7 @@ from engine.models.recurrent import write_model
 from mlx_lm.models.cache import make_prompt_cache
 
 #: One that transformers and vLLM do not know, K/V of other layers, and states alone.
-MORE = ("bailing_moe_linear", "gemma3n", "mamba")
+MORE = ("gemma3n",)
 #: Those with states alone: their blocks hold 32 tokens here, of which two belong to each request.
 ALONE = ("mamba", "rwkv7")
 #: Those whose layers have states and K/V each: a request takes twice the blocks of others.
@@ -68,7 +68,7 @@ def test_texts_under_load(name, chunk, tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name == "glm_moe_dsa" else pytest.mark.more)
+        pytest.param(name, marks=() if name == "glm_moe_dsa" else pytest.mark.slow)
         for name in REFUSED
     ],
 )

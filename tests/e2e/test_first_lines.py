@@ -60,6 +60,7 @@ def test_a_start_that_fails_ends_with_the_cause(damaged, tmp_path, unasked):
     assert "Traceback" in file.read_text() and "Traceback" not in log.read_text()
 
 
+@pytest.mark.slow
 def test_a_script_gets_the_cause_as_one_error(damaged, unasked):
     script = (
         "from vllm import LLM\n"

@@ -19,7 +19,7 @@ PROMPTS = [[1, 504, 3575, 282, 4649, 314], [1, 20, 21, 22, 23, 24, 25, 26], [1, 
 NEW_TOKENS = 12
 
 
-@pytest.fixture(params=["smollm2", "gemma3"])
+@pytest.fixture(params=["smollm2", pytest.param("gemma3", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, float]]:
     """A file, and how far a token may be below the best, by the logits' standard deviation."""
     if request.param == "smollm2":  # Q4_1, which stays as it is
@@ -51,7 +51,7 @@ def test_an_engine_generates_what_transformers_does(
         assert (logits.max(-1) - chosen <= tolerance * logits.std()).all()
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_server_of_a_file(tmp_path: Path) -> None:
     """Named from the folder that it lies in; the server goes by the name that was typed."""
     file = Path(os.path.relpath(smollm2_gguf()))

@@ -42,7 +42,7 @@ FAMILIES = {
     ),
 }
 
-MORE = (("plain", "fp8"), ("sinks and windows", "auto"), ("latents", "auto"))
+MORE = (("sinks and windows", "auto"), ("latents", "auto"))
 
 
 @pytest.fixture(scope="module")

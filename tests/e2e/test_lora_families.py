@@ -108,7 +108,13 @@ def test_an_adapter_over_quantized_weights(tmp_path):
     assert generated != greedy_tokens(toy.model, text, NUM_TOKENS)
 
 
-@pytest.mark.parametrize("form", ["fp8 rows", "compressed nvfp4", "gptq 4 bits, ordered"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "gptq 4 bits, ordered",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("fp8 rows", "compressed nvfp4")),
+    ],
+)
 def test_an_adapter_over_published_weights(tmp_path, form):
     """Against the values that are stored with the update in them."""
     toy = Toy("llama", tmp_path / "base")

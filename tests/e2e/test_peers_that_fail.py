@@ -149,8 +149,11 @@ def it_sends_other_bytes(p):
     "trouble",
     [
         it_sends_no_page,
-        *(pytest.param(each, marks=MORE) for each in (it_answers_nothing, it_trickles)),
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (it_dies, it_sends_other_bytes)),
+        pytest.param(it_answers_nothing, marks=MORE),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (it_trickles, it_dies, it_sends_other_bytes)
+        ),
     ],
 )
 def test_a_peer_that_fails(pair, prompts, alone, trouble):

@@ -89,7 +89,10 @@ def check(reference: Any, prompts: list[list[int]], answers: list[list[int]], ti
 @pytest.mark.parametrize(
     ("form", "ranks"),
     [
-        *((form, 1) for form in FORMS),
+        *(
+            pytest.param(form, 1, marks=pytest.mark.slow if form in ("GGUF", *ROUNDED) else ())
+            for form in FORMS
+        ),
         # Two ranks do not divide the heads of SmolLM2, nor groups of 64 in rows of 192.
         *(
             pytest.param(form, 2, marks=pytest.mark.slow)
@@ -114,8 +117,8 @@ def test_texts_and_prefix_hits(form: str, ranks: int, tmp_path: Path, monkeypatc
     ("form", "draft"),
     [
         ("fp8 blocks of 128, powers of two", "compressed 4 bits, zeros"),
-        ("compressed 4 bits, zeros", "gptq 4 bits"),
-        ("awq", "fp8 rows"),
+        pytest.param("compressed 4 bits, zeros", "gptq 4 bits", marks=pytest.mark.slow),
+        pytest.param("awq", "fp8 rows", marks=pytest.mark.slow),
     ],
 )
 def test_a_drafter_in_another_format(form: str, draft: str, tmp_path: Path) -> None:
@@ -135,7 +138,16 @@ def test_a_drafter_in_another_format(form: str, draft: str, tmp_path: Path) -> N
     assert found["vllm:spec_decode_num_draft_tokens"] > accepted > 0
 
 
-@pytest.mark.parametrize("form", ["fp8 rows", "compressed 4 bits, zeros", "gptq 4 bits"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "fp8 rows",
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in ("compressed 4 bits, zeros", "gptq 4 bits")
+        ),
+    ],
+)
 def test_an_fp8_cache(form: str, tmp_path: Path) -> None:
     reference_of("llama", form, tmp_path)
     prompts = prompts_of()

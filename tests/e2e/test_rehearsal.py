@@ -64,7 +64,7 @@ def holds_nothing(llm):
     [
         ("full", True),
         ("hybrid", True),
-        pytest.param("windowed", True, marks=pytest.mark.more),
+        pytest.param("windowed", True, marks=pytest.mark.slow),
         pytest.param("hybrid", False, marks=pytest.mark.more),
     ],
 )
@@ -85,7 +85,11 @@ def test_a_first_request_traces_nothing(name, async_scheduling, tiny_models, tra
 
 @pytest.mark.parametrize(
     "method",
-    ["draft_model", *(pytest.param(x, marks=pytest.mark.more) for x in ("eagle3", "mtp"))],
+    [
+        "draft_model",
+        pytest.param("mtp", marks=pytest.mark.more),
+        pytest.param("eagle3", marks=pytest.mark.slow),
+    ],
 )
 def test_nor_does_a_draft_network(method, toys, traced, steps):
     with drafting_engine(toys[method], None) as llm:
@@ -108,7 +112,12 @@ def test_without_room_for_decoding_there_is_less(tiny, steps):
 
 @pytest.mark.parametrize("factor", [pytest.param(1.0, marks=pytest.mark.slow), 1.01])
 @pytest.mark.parametrize(
-    "name", ["full", *(pytest.param(x, marks=pytest.mark.more) for x in ("windowed", "hybrid"))]
+    "name",
+    [
+        "full",
+        pytest.param("hybrid", marks=pytest.mark.more),
+        pytest.param("windowed", marks=pytest.mark.slow),
+    ],
 )
 def test_a_model_that_computes_something_else_is_refused(name, factor, tiny_models, monkeypatch):
     """Here: whose hidden states are a hundredth larger on the paged path."""

@@ -89,7 +89,6 @@ QUICK = {("hybrid", "ngram", "async", "stop tokens")}
 #: Those that CI plays besides.
 MORE = {
     ("full", "draft model", "async", "max_tokens"),
-    ("full", "ngram", "sync", "stop tokens"),
     ("windowed", "draft model", "async", "stop tokens"),
 }
 ALL = itertools.product(

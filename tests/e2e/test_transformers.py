@@ -18,7 +18,7 @@ FAMILIES = {**recurrent.FAMILIES, **latent.FAMILIES}
 #: A gated delta rule, Mamba 2 beside attention, Mamba 2 alone, short convolutions, and MLA with
 #: experts.
 NAMES = ("qwen3_next", "falcon_h1", "mamba2", "lfm2", "deepseek_v3")
-MORE = ("falcon_h1", "deepseek_v3")
+MORE = ("deepseek_v3",)
 
 
 @dataclass

@@ -20,7 +20,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm_metal.engine.worker.model_runner import ModelRunner
 
 TOYS = (*METHODS, "windowed", "hybrid", "hybrid, draft model")
-MARKS = {"draft_model": (), "eagle": pytest.mark.more, "hybrid": pytest.mark.more}
+MARKS = {"draft_model": (), "hybrid": pytest.mark.more}
 
 
 @pytest.fixture(scope="module")
@@ -108,10 +108,7 @@ NUM_BLOCKS = {"windowed": 30}
 @pytest.mark.more
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in ("draft_model", "hybrid") else pytest.mark.slow)
-        for name in TOYS
-    ],
+    [pytest.param(name, marks=() if name == "hybrid" else pytest.mark.slow) for name in TOYS],
 )
 def test_requests_that_come_and_go_under_load(toys, serve, name):
     """Chunks of prompts, preemption, prefix hits, stops amid drafts, the model's longest text."""

@@ -84,6 +84,7 @@ def test_the_openai_client_streams_and_follows_a_schema(server):
     assert re.search(r"\{'country': '.*', 'capital': '.*'\}", printed)
 
 
+@pytest.mark.slow
 def test_what_was_retrieved_before_is_cached(server):
     printed = run("rag.py", server)
     sources = re.findall(r"from ([\w, -]+)\n", printed)
@@ -120,6 +121,7 @@ def test_the_agent_reads_files_with_its_tools_and_answers(tmp_path):
     assert printed.splitlines()[-1] == answer.text
 
 
+@pytest.mark.slow
 def test_messages_are_counted_and_a_second_turn_finds_the_first(server):
     printed = run("messages_client.py", server)
     assert "Oslo" in printed

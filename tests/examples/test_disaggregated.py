@@ -3,12 +3,14 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import httpx
 import pytest
+from e2e.server import FORKED
 from proxy import make_app
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -152,6 +154,7 @@ def test_two_servers_and_the_proxy_together() -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
+        env=os.environ | FORKED,
         timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr

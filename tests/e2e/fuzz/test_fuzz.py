@@ -183,7 +183,13 @@ def some_not_kept(monkeypatch):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("plant", "kind"), [(one_row_off, "token"), (some_not_kept, "missed")])
+@pytest.mark.parametrize(
+    ("plant", "kind"),
+    [
+        (one_row_off, "token"),
+        pytest.param(some_not_kept, "missed", marks=pytest.mark.slow),
+    ],
+)
 def test_pages_that_are_wrong_or_missing_on_a_disk_are_found(campaign, monkeypatch, plant, kind):
     plant(monkeypatch)
     run = draw(QUICK_ON_DISK[-1], num_requests=NUM_QUICK)
