@@ -5,6 +5,7 @@ import os
 import signal
 
 import pytest
+import vllm.logger  # noqa: F401  # its handler keeps the stdout of this moment, not a test's
 
 
 @pytest.fixture(autouse=True)
