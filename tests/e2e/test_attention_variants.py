@@ -40,7 +40,9 @@ def test_hits_drafts_and_preemptions(folders, name):
     assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("chunk", [7, pytest.param(512, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "chunk", [pytest.param(7, marks=pytest.mark.more), pytest.param(512, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     "name",
     [QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != QUICK)],

@@ -144,8 +144,8 @@ def test_a_draft_model_beside_states_or_latents(folders, name, tmp_path):
     assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("chunk", [7, pytest.param(512, marks=pytest.mark.slow)])
-@families(KINDS[:1])
+@families()
+@pytest.mark.parametrize("chunk", [7, 512])
 def test_chunks(folders, name, chunk):
     """Steps overlap, as is the default; prompts come in chunks that end anywhere, or as one."""
     (after,) = check_passes(

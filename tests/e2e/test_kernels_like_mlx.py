@@ -42,7 +42,7 @@ FAMILIES = {
     ),
 }
 
-MORE = (("sinks and windows", "auto"), ("latents", "auto"))
+MORE = (("soft caps", "auto"), ("sinks and windows", "auto"), ("latents", "auto"))
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +88,12 @@ def serve(model, cache, num_blocks):
 @pytest.mark.parametrize(
     ("name", "cache"),
     [
-        ("soft caps", "auto"),
         *(pytest.param(*case, marks=pytest.mark.more) for case in MORE),
         *(
             pytest.param(name, cache, marks=pytest.mark.slow)
             for name in FAMILIES
             for cache in ("auto", "fp8")
-            if (name, cache) not in (("soft caps", "auto"), *MORE)
+            if (name, cache) not in MORE
         ),
     ],
 )

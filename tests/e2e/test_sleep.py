@@ -68,6 +68,7 @@ def test_an_engine_whose_memory_others_have_sleeps_on(short, monkeypatch):
         assert generate(llm, [prompt], greedy(4)) == before
 
 
+@pytest.mark.more
 def test_weights_and_cache_wake_up_apart(short):
     prompt = text_tokens(short)[:40]
     with engine(

@@ -18,7 +18,7 @@ FAMILIES = {**recurrent.FAMILIES, **latent.FAMILIES}
 #: A gated delta rule, Mamba 2 beside attention, Mamba 2 alone, short convolutions, and MLA with
 #: experts.
 NAMES = ("qwen3_next", "falcon_h1", "mamba2", "lfm2", "deepseek_v3")
-MORE = ("deepseek_v3",)
+MORE = ("qwen3_next", "deepseek_v3")
 
 
 @dataclass
@@ -37,11 +37,8 @@ class Transformers(Dense):
 @pytest.mark.parametrize(
     "name",
     [
-        NAMES[0],
-        *(
-            pytest.param(name, marks=pytest.mark.more if name in MORE else pytest.mark.slow)
-            for name in NAMES[1:]
-        ),
+        pytest.param(name, marks=pytest.mark.more if name in MORE else pytest.mark.slow)
+        for name in NAMES
     ],
 )
 def test_text_equals_transformers(name, tmp_path):
