@@ -304,8 +304,8 @@ def spawned(monkeypatch):
 
 
 @pytest.mark.usefixtures("spawned")
-@families(more=["mamba2"])
-@pytest.mark.parametrize("block_size", [None, pytest.param(32, marks=pytest.mark.slow)])
+@families()
+@pytest.mark.parametrize("block_size", [None, 32])
 def test_an_engine_in_its_own_process(folders, name, block_size, tmp_path):
     """vLLM completes its configuration again, after the pool was allocated."""
     dense, prompts = Dense(folders[name]), prompts_of(8)
