@@ -15,11 +15,14 @@ from transformers import AutoModelForCausalLM
 
 from vllm_metal.engine.models.embedded import smollm2_gguf
 
+#: Weights and names are tested in tests/engine/weights/gguf, and an adapter over a file in
+#: test_lora_families.py.
+pytestmark = pytest.mark.slow
 PROMPTS = [[1, 504, 3575, 282, 4649, 314], [1, 20, 21, 22, 23, 24, 25, 26], [1, 900, 901]]
 NEW_TOKENS = 12
 
 
-@pytest.fixture(params=["smollm2", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.fixture(params=["smollm2", "gemma3"])
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, float]]:
     """A file, and how far a token may be below the best, by the logits' standard deviation."""
     if request.param == "smollm2":  # Q4_1, which stays as it is
@@ -29,7 +32,6 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path
         yield Path(package.assemble(tmp_path / package.MODEL_NAME)), 0.1
 
 
-@pytest.mark.more  # weights and names are tested in tests/engine/weights/gguf
 def test_an_engine_generates_what_transformers_does(
     model: tuple[Path, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,7 +53,6 @@ def test_an_engine_generates_what_transformers_does(
         assert (logits.max(-1) - chosen <= tolerance * logits.std()).all()
 
 
-@pytest.mark.slow
 def test_a_server_of_a_file(tmp_path: Path) -> None:
     """Named from the folder that it lies in; the server goes by the name that was typed."""
     file = Path(os.path.relpath(smollm2_gguf()))
