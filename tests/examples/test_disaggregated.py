@@ -147,7 +147,7 @@ def test_a_stream_is_passed_on_as_it_is() -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.more
+@pytest.mark.slow
 def test_two_servers_and_the_proxy_together() -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--characters", "1500"],
