@@ -28,7 +28,7 @@ from precompiled import kernels, precompile, writable
 
 TESTS = Path(__file__).parent
 #: Folders of files that take a minute or so, which workers had better not get last.
-LONG_FIRST = ("e2e", "upstream", "darwin", "commands", "deploy", "examples")
+LONG_FIRST = ("e2e", "upstream", "darwin", "cli", "deploy", "examples")
 COSTS = Costs()
 
 # Collecting imports and makes a million objects that stay: each pass over them is for nothing.
