@@ -220,7 +220,7 @@ def test_nothing_runs_while_nobody_wants_drafts_until_enough_has_gathered():
     assert bench.network.passes == before + 4  # three passes of drafts, one to catch up
 
 
-@pytest.mark.parametrize("behind", [3, MAX_BEHIND])
+@pytest.mark.parametrize("lag", [3, MAX_BEHIND])
 def test_a_completed_request_leaves_whole_blocks_to_others(lag):
     bench = Bench(allowed=False)
     start = 2 * BLOCK + 1 - lag
