@@ -131,7 +131,7 @@ def is_ready(client):
 
 
 def wait_for(condition):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -121,7 +121,7 @@ def test_where_no_server_can_be_asked_the_query_has_an_answer(tmp_path):
         assert found.values(QUERY) == [0.0]
 
 
-def wait_for(condition, seconds=60):
+def wait_for(condition, seconds=240):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"still not so after {seconds} s"

@@ -90,7 +90,7 @@ def run_out(llm: LLM) -> None:
     if is_apart(llm):
         return
     core: Any = llm.llm_engine.engine_core.engine_core
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while core.scheduler.has_requests() or core.batch_queue:
         llm.llm_engine.step()
         assert time.monotonic() < deadline, "a transfer never ends"

@@ -146,7 +146,7 @@ class Replicas:
     def run(self, *req_ids: str) -> dict[str, RequestOutput]:
         """Steps until these have ended; the outputs of all that did, by id."""
         found: dict[str, RequestOutput] = {}
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not found.keys() >= set(req_ids):
             assert time.monotonic() < deadline, "a request never ends"
             for _, output in self.step():
@@ -155,7 +155,7 @@ class Replicas:
 
     def run_out(self) -> None:
         """Steps until none has anything to do, nor keeps a block for a peer."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while True:
             self._run_out()
             kept = self._shares and any(pins(e) or figures(e).shared_leases for e in self.engines)

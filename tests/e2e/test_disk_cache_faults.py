@@ -102,7 +102,7 @@ def cold(tiny, tmp_path_factory):
 
 
 def wait_for_pages(llm, root, number):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while len(pages(root)) < number:
         assert time.monotonic() < deadline
         run_out(llm)

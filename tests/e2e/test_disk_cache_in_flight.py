@@ -29,7 +29,7 @@ class Gate:
         read = BlockFolder.read
 
         def held_up(folder, key, parts):
-            assert self._open.wait(60)
+            assert self._open.wait(240)
             return read(folder, key, parts)
 
         monkeypatch.setattr(BlockFolder, "read", held_up)

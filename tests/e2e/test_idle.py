@@ -70,7 +70,7 @@ def state(server):
     return STATES.index(now)
 
 
-def wait_for(level, server, seconds=60, pause=0.2):
+def wait_for(level, server, seconds=240, pause=0.2):
     """Until the engine sleeps as deep as `level`, or deeper: each look takes processor time."""
     deadline = time.monotonic() + seconds
     while state(server) < level:
@@ -173,12 +173,12 @@ def test_a_failed_wake_is_a_503_and_the_next_request_tries_again(server, short):
 def test_what_the_user_puts_to_sleep_is_woken_by_the_user(server):
     complete(server, "Of users")
     wait_for(1, server)
-    assert httpx.post(f"{server.url}/sleep?level=1", timeout=60).json()["status"] == "sleeping"
+    assert httpx.post(f"{server.url}/sleep?level=1", timeout=240).json()["status"] == "sleeping"
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(complete, server, "Of those who wait for a user")
         time.sleep(2 * SPELL)
         assert not waiting.done()
-        assert httpx.post(f"{server.url}/wake_up", timeout=60).json()["status"] == "awake"
+        assert httpx.post(f"{server.url}/wake_up", timeout=240).json()["status"] == "awake"
         assert waiting.result().status_code == 200
     wait_for(1, server)
 
@@ -189,7 +189,7 @@ def test_it_ends_while_it_sleeps(server):
     wait_for(2, server)
     before = len(server.log.read_text())
     server.process.terminate()
-    assert server.process.wait(60) == 0
+    assert server.process.wait(240) == 0
     log = server.log.read_text()[before:]
     assert "Traceback" not in log and "never awaited" not in log and "pending" not in log
 

@@ -264,7 +264,7 @@ def asks_for(llm, prompt, expected):
 
 
 def until(condition):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)

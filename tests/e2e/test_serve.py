@@ -189,9 +189,9 @@ def test_closing_a_stream_frees_its_request(server, client):
     )
     for _ in range(4):
         next(stream)
-    wait_for(lambda: running() == 1 and usage() > 0, 60)
+    wait_for(lambda: running() == 1 and usage() > 0, 240)
     stream.close()
-    wait_for(lambda: running() == 0 and usage() == 0, 60)
+    wait_for(lambda: running() == 0 and usage() == 0, 240)
     assert finished() == before  # it was cut off, not served to its end
     assert_alive(server, client)
 

@@ -23,7 +23,7 @@ from vllm_metal.patches.vllm_patches.server_end import RETRY_AFTER_S
 
 ROOT = Path(__file__).parents[2]
 PLIST = ROOT / "deploy" / "launchd" / "org.vllm-metal.server.plist"
-ENDING_S = 60  # on a busy two-core machine
+ENDING_S = 240  # on a busy two-core machine
 LONG = 1000  # tokens: some seconds of two layers, far less than the server may take to stop
 OPTIONS = ("--shutdown-timeout", "60")
 

@@ -48,7 +48,7 @@ def tenants(long_texts, folder, keys):
         yield running
 
 
-def wait_for(condition, seconds=60):
+def wait_for(condition, seconds=240):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"still not so after {seconds} s"

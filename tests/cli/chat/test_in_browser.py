@@ -51,7 +51,7 @@ def address(tmp_path_factory):
             found = re.search(r"http://127\.0\.0\.1:\d+/\S*", line)
         yield found[0]
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        assert process.wait(240) == 0
     finally:
         process.kill()
         process.wait()

@@ -155,7 +155,7 @@ def test_who_waits_for_an_engine_that_ends_is_told(wait):
         assert client.sent.wait(NOTICED_S)
     client.resources.engine_dead = True
     client.shutdown()
-    assert raised.get(timeout=10)
+    assert raised.get(timeout=240)
 
 
 @pytest.fixture

@@ -85,7 +85,7 @@ def test_requests_wait_for_the_memory_of_others_and_none_for_ever(bounded):
         served, held = asyncio.Queue(), []
         asked = [asyncio.create_task(answer(served)) for _ in range(3)]
         for _ in asked:
-            end = await asyncio.wait_for(served.get(), 10)
+            end = await asyncio.wait_for(served.get(), 240)
             await asyncio.sleep(0.05)
             held.append((bounded.held, served.qsize()))
             end.set()
