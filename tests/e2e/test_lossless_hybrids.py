@@ -22,23 +22,21 @@ from e2e.test_lossless_sampling import (
 from engine.spec_decode.hybrids import write_hybrid
 from vllm import SamplingParams
 
-pytestmark = [pytest.mark.heavy, pytest.mark.more]
+pytestmark = [pytest.mark.heavy, pytest.mark.slow]
 
+NUM_CONTINUATIONS = 50_000
 SAMPLED = SamplingParams(n=AT_ONCE, temperature=0.7, **EXACTLY)
 GREEDY = SamplingParams(temperature=0, **EXACTLY)
 
 
-@pytest.mark.parametrize(
-    "num_continuations", [10_000, pytest.param(50_000, marks=pytest.mark.slow)]
-)
-def test_mtp_drafts_of_a_hybrid_leave_the_targets_law(tmp_path, num_continuations):
+def test_mtp_drafts_of_a_hybrid_leave_the_targets_law(tmp_path):
     folder = str(write_hybrid(tmp_path / "target", "qwen3_next", vocab_size=VOCAB))
     dense = Dense(folder)
     prompt = np.random.default_rng(0).integers(0, VOCAB, 2 * BLOCK + 1).tolist()
     rows = np.stack(
         [dense.logits([*prompt, *first])[-LENGTH:] for first in np.ndindex(VOCAB, VOCAB)]
     ).reshape(VOCAB, VOCAB, LENGTH, VOCAB)
-    num_requests = num_continuations // AT_ONCE
+    num_requests = NUM_CONTINUATIONS // AT_ONCE
     shorter = [prompt[: BLOCK + 1 + index % BLOCK] for index in range(num_requests)]
     with engine(folder, **settings({"method": "mtp"})) as llm:
         outputs = llm.generate(
@@ -48,7 +46,7 @@ def test_mtp_drafts_of_a_hybrid_leave_the_targets_law(tmp_path, num_continuation
         )
         seen = counters(llm)
     counts = counts_of(outputs[::2])
-    assert counts.sum() == num_continuations
+    assert counts.sum() == NUM_CONTINUATIONS
     found = p_values(counts, law_of(SAMPLED, prompt, rows))
     print(found)
     assert min(found.values()) > 1e-4, found
