@@ -62,7 +62,7 @@ def serve_and_check(model, prompts, max_tokens, passes, calls, **options):
         return checked_passes(llm, dense, prompts, max_tokens, passes)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_cold_and_warm_under_load(short, interpreted):
     cold, warm = serve_and_check(
         short,
