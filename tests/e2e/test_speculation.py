@@ -63,7 +63,7 @@ def serve_and_check(model, dense, prompts, speculative_config, **options):
     ("method", "async_scheduling", "num_drafts", "block_size", "num_blocks"),
     [
         ("ngram_gpu", True, 3, 16, 20),
-        pytest.param("ngram", False, 7, 32, 24, marks=pytest.mark.more),
+        pytest.param("ngram", False, 7, 32, 24, marks=pytest.mark.slow),
         pytest.param("suffix", False, 5, 16, 20, marks=pytest.mark.more),
     ],
 )
