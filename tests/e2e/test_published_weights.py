@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {
     "kv_cache_memory_bytes": 8 << 20,
     "block_size": 16,
 }
-_GGUF = Path(__file__).parents[1] / "gguf/toys/qwen3.gguf"
+_GGUF = Path(__file__).parents[1] / "engine/weights/gguf/toys/qwen3.gguf"
 FORMS = {
     "fp8 blocks of 128, powers of two": TIE,
     "fp8 blocks of 128": TIE,

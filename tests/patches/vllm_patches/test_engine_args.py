@@ -11,7 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_metal.patches.vllm_patches.start_failures import StartError
 
-TOYS = Path(__file__).parents[2] / "gguf" / "toys"
+TOYS = Path(__file__).parents[2] / "engine" / "weights" / "gguf" / "toys"
 MAMBA = {
     "architectures": ["MambaForCausalLM"],
     "model_type": "mamba",
