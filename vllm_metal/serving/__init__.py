@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server does before and after the engine: tenants, answers from a cache, time limits.
+"""Runs before and after the engine in a server: tenants, response cache, time limits.
 
-vLLM takes the class `Tenants` by its name: `--middleware vllm_metal.serving.Tenants`.
+vLLM imports the class `Tenants` by name: `--middleware vllm_metal.serving.Tenants`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    # vLLM makes the object when the first connection comes, where an error would be swallowed. It
-    # asks for the class while it starts, so the settings are read then.
+    # vLLM creates the object at the first connection, where an error would be swallowed. It imports
+    # the class at startup, so the settings are read here.
     if name != "Tenants":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm_metal.serving import config, gate

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of requests: read whole, parsed once, written anew.
+"""Reads, parses and rewrites request bodies.
 
-What is checked here is what vLLM gets: it parses bytes that we wrote, so no two readers can
-understand one body differently.
+vLLM parses the bytes that this module wrote, not the client's, so that the two cannot interpret
+one body differently.
 """
 
 from __future__ import annotations
@@ -18,21 +18,15 @@ from starlette.types import Message, Receive
 from vllm_metal.serving.config import BodyLimits
 from vllm_metal.serving.refusal import Refusal
 
-#: A string of JSON; one without an end goes to the end of the text, so that no part is read twice.
+#: A JSON string. An unterminated one extends to the end of the text, so that no part is scanned
+#: twice and matching stays linear.
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 async def read(receive: Receive, limits: BodyLimits, length: int | None) -> bytes:
-    """All of a body.
+    """Reads a whole body; `length` is its Content-Length, if any.
 
-    Args:
-        receive: of the connection.
-        limits: of bytes, and of the time until the last one.
-        length: what the client says it is; None: it does not say.
-
-    Raises:
-        Refusal: it is longer, or takes longer.
-        ClientDisconnect: the client went away before the end.
+    Raises Refusal if it is too long or too slow, and ClientDisconnect if the client leaves early.
     """
     if length is not None and length > limits.max_body_bytes:
         raise _too_long(limits)
@@ -55,12 +49,7 @@ async def _read(receive: Receive, limits: BodyLimits) -> bytes:
 
 
 def replayed(written: bytes, receive: Receive) -> Receive:
-    """Gives vLLM a body, and after it the end of the connection.
-
-    Args:
-        written: the body.
-        receive: of the client, whose body has been read or is not to be.
-    """
+    """Returns a `receive` that gives vLLM the body `written`, then the client's disconnect."""
     given = False
 
     async def messages() -> Message:
@@ -75,25 +64,15 @@ def replayed(written: bytes, receive: Receive) -> Receive:
 
 
 async def until_gone(receive: Receive) -> None:
-    """Returns when the client has gone.
-
-    Args:
-        receive: of a connection whose body has been read.
-    """
+    """Waits until the client disconnects; its body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 def parse(raw: bytes, limits: BodyLimits) -> dict[str, Any]:
-    """The JSON object in a body.
+    """Parses a body.
 
-    Args:
-        raw: the body.
-        limits: of what is in it.
-
-    Raises:
-        Refusal: it is not one, has a key twice, has numbers that JSON has not, or is nested too
-            deeply or has too much in it.
+    Raises Refusal if it is no JSON object, has duplicate keys or NaN, or exceeds `limits`.
     """
     _check_size(raw, limits)
     try:
@@ -102,7 +81,7 @@ def parse(raw: bytes, limits: BodyLimits) -> dict[str, Any]:
         raise _too_deep(limits) from None
     except Refusal:
         raise
-    except ValueError:  # of the encoding, of JSON, or of a number with thousands of digits
+    except ValueError:  # not UTF-8, not JSON, or a number with thousands of digits
         raise Refusal(400, "The body is not JSON in UTF-8.") from None
     if not isinstance(found, dict):
         raise Refusal(400, "The body must be a JSON object.")
@@ -111,11 +90,7 @@ def parse(raw: bytes, limits: BodyLimits) -> dict[str, Any]:
 
 
 def write(fields: dict[str, Any]) -> bytes:
-    """JSON in ASCII.
-
-    Raises:
-        Refusal: a number of it is too large for JSON.
-    """
+    """Returns ASCII JSON; raises Refusal if a number is too large for JSON."""
     try:
         return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
     except ValueError:
@@ -125,7 +100,7 @@ def write(fields: dict[str, Any]) -> bytes:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        # Which of the two counts is left open by RFC 8259, section 4, so readers differ.
+        # RFC 8259, section 4, does not say which of the two counts, so parsers differ.
         raise Refusal(400, "An object in the body has a key twice.")
     return found
 
@@ -135,13 +110,10 @@ def _no_number(name: str) -> NoReturn:
 
 
 def _check_size(raw: bytes, limits: BodyLimits) -> None:
-    """Counts the marks that stand for values, before any value is made.
-
-    Raises:
-        Refusal: there are too many.
-    """
+    # Punctuation is counted before parsing, as parsing already allocates every value.
     if _sizes(raw, limits) is not None:
-        # Marks in texts are none, and code is full of them.
+        # Punctuation inside strings does not count, and prompts with code are full of it. Removing
+        # the strings is slower, so only bodies that look too large pay for it.
         refused = _sizes(_STRING.sub(b"", raw), limits)
         if refused is not None:
             raise refused
@@ -163,11 +135,6 @@ def _sizes(raw: bytes, limits: BodyLimits) -> Refusal | None:
 
 
 def _check_structure(body: dict[str, Any], limits: BodyLimits) -> None:
-    """Goes through the body level by level.
-
-    Raises:
-        Refusal: there are too many levels, or items of lists.
-    """
     depth, items, level = 0, 0, [body]
     while level:
         depth += 1

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of `vllm_metal.serving.Tenants`: one TOML file, named by an environment variable.
+"""Settings of `vllm_metal.serving.Tenants`: one TOML file, named by an environment variable.
 
-vLLM makes a middleware without arguments, so its settings cannot be options of `vllm serve`.
+vLLM creates middleware without arguments, so these settings cannot be options of `vllm serve`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_metal.settings.extras import install_advice
 
 SETTING = "VLLM_METAL_SERVING_CONFIG"
 MIDDLEWARE = "vllm_metal.serving.Tenants"
-#: Python reads JSON by recursion, and stops at 1,000 calls.
+#: Most that max_body_depth may be: Python's JSON parser recurses, and stops at 1,000 calls.
 _DEEPEST = 500
 _EXAMPLE = '''timeout_s = 600
 [tenants]
@@ -35,90 +35,79 @@ _seconds = partial(values.positive, of="seconds")
 
 @dataclass(frozen=True)
 class TenantsConfig:
-    """Who may ask, and how their requests are kept apart."""
+    """Section [tenants]."""
 
     keys: Path  # absolute; the file that `vllm-metal tenants` writes
-    secret: Path  # absolute; what salts and ids of responses are derived from
-    open_metrics: bool = False  # whether /metrics answers without a key
+    secret: Path  # absolute; salts and response ids are derived from its content
+    open_metrics: bool = False  # whether /metrics needs no key
 
     def read_secret(self) -> bytes:
-        """The secret.
-
-        Raises:
-            ValueError: as `secret_file.read`.
-        """
+        """Reads the secret; raises ValueError as `secret_file.read` does."""
         return secret_file.read(self.secret, "[tenants] secret")
 
 
 @dataclass(frozen=True)
 class ResponseCacheConfig:
-    """Where answers are kept, how long and how many."""
+    """Section [response_cache]."""
 
-    path: Path | None = None  # folder of the SQLite file; None: `redis` keeps them
-    redis: str | None = field(default=None, repr=False)  # address; it may hold a password
+    path: Path | None = None  # folder of the SQLite file; None: `redis` is set
+    redis: str | None = field(default=None, repr=False)  # address; may contain a password
     ttl_s: float = 24 * 3600.0
     max_bytes: int = 10**9
-    max_answer_bytes: int = 10**6  # longer answers are not kept
-    secret: Path | None = None  # that seals answers where there are no tenants; None: of `path`
+    max_answer_bytes: int = 10**6  # longer responses are not cached
+    secret: Path | None = None  # signs responses if there are no tenants; None: one in `path`
 
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """What a body may be. Each has the name of its setting, which errors name.
+    """Limits of a request body, named as their settings are.
 
-    While one body is read, checked and copied, no other request is served. So there are limits on
-    what that takes; docs/production.md has the measurements.
+    While one body is read, checked and copied, no other request is served, so that time must be
+    bounded; docs/production.md has the measurements.
     """
 
-    #: A prompt of 128k tokens is about 0.5 MB of text, and JSON writes up to 6 bytes for one of
-    #: them; a million tokens given as ids are 7 MB.
+    #: A prompt of 128k tokens is about 0.5 MB of text, and JSON escapes take up to 6 bytes per
+    #: byte of text; a million token ids are 7 MB.
     max_body_bytes: int = 8 * 10**6
-    #: That all of it may take to arrive, as nginx allows between two parts (client_body_timeout).
+    #: Time for the whole body to arrive; nginx allows as much between two reads
+    #: (client_body_timeout).
     max_body_s: float = 60.0
-    #: Objects and lists within each other; schemas of tools are the deepest that clients send.
+    #: Levels of objects and lists; tool schemas are the deepest that clients send.
     max_body_depth: int = 64
-    #: Of any kind. A million tokens given as ids are a million numbers.
+    #: Values of any kind. A million token ids are a million numbers.
     max_body_values: int = 1_500_000
-    #: Objects, lists and names in objects. 400 tools whose parameters nest are 108,000.
+    #: Objects, lists and names in objects. 400 tools with nested parameters have 108,000.
     max_body_names: int = 200_000
-    #: Objects and lists that are items of lists: messages, parts of their content, tools, prompts.
+    #: Objects and lists that are items of lists: messages, content parts, tools, prompts.
     #: vLLM takes up to 80 us to check one (of `input`).
     max_body_items: int = 10_000
-    #: Answers to compute: prompts times `n`, or texts to embed, score or classify.
+    #: Choices to compute: prompts times `n`, or texts to embed, score or classify.
     max_body_choices: int = 1024
-    #: Of all images, each counted as a megapixel at least; None: by `vllm_metal/serving/limits.py`.
+    #: Pixels of all images, at least a megapixel each; None: see `vllm_metal/serving/limits.py`.
     max_body_pixels: int | None = None
-    #: Of a grammar or schema, as `request_sizes` of the patches counts it. A chain of
-    #: 1,000 rules takes 1 s and 70 MB to compile, and four times as many 50 s and 1 GB.
+    #: Size of a grammar or schema, as counted by `request_sizes` of the patches. A chain of
+    #: 1,000 rules takes 1 s and 70 MB to compile, one of 4,000 rules 50 s and 1 GB.
     max_body_grammar: int = 20_000
 
 
 @dataclass(frozen=True)
 class ServingConfig:
-    """The file."""
+    """Content of the settings file."""
 
     tenants: TenantsConfig | None
     response_cache: ResponseCacheConfig | None
-    timeout_s: float | None  # that a request may take; None: any time
-    body: BodyLimits = BodyLimits()  # of requests' bodies
+    timeout_s: float | None  # limit of a request's duration; None: unlimited
+    body: BodyLimits = BodyLimits()
 
 
 def of_environment() -> ServingConfig | None:
-    """What `VLLM_METAL_SERVING_CONFIG` names, read and checked; None: it is not set.
-
-    Raises:
-        ValueError: as `read`.
-    """
+    """Reads the file that `VLLM_METAL_SERVING_CONFIG` names, as `read` does; None if unset."""
     path = envs.serving_config()
     return None if path is None else read(path)
 
 
 def required() -> ServingConfig:
-    """Returns the settings that the environment names, where there have to be some.
-
-    Raises:
-        ValueError: as `read`, or the variable is not set.
-    """
+    """Like `of_environment`, but raises ValueError if the variable is not set."""
     found = of_environment()
     if found is None:
         raise ValueError(
@@ -129,10 +118,9 @@ def required() -> ServingConfig:
 
 
 def keys_file() -> Path | None:
-    """Where the environment's settings have tenants' keys, whether or not the file is there.
+    """Returns the path of the keys in the environment's settings; the file need not exist.
 
-    Raises:
-        ValueError: the settings are no TOML.
+    Raises ValueError if the settings are not TOML.
     """
     path = envs.serving_config()
     if path is None:
@@ -142,12 +130,9 @@ def keys_file() -> Path | None:
 
 
 def read(path: Path) -> ServingConfig:
-    """The settings in a file, with every file that it names checked.
+    """Reads and checks settings and all files that they name, relative to the settings' folder.
 
-    Paths in it may be relative to its folder.
-
-    Raises:
-        ValueError: the file, or one that it names, cannot be used. The message names the setting.
+    Raises ValueError, naming the setting, if a file cannot be used.
     """
     where, given = f"{SETTING} {path}", _load(path)
     folder = path.expanduser().absolute().parent
@@ -225,7 +210,7 @@ def _response_cache(given: Mapping[str, Any], file: Path, where: str) -> Respons
 def _check_seal(
     tenants: TenantsConfig | None, cache: ResponseCacheConfig | None, where: str
 ) -> None:
-    """Nobody who can write into a store may be able to make answers."""
+    # The secret signs cached responses: write access to the store must not suffice to forge one.
     if cache is None:
         return
     section = f"{where} [response_cache]"
@@ -269,10 +254,9 @@ def _redis(value: Any) -> str:
 
 
 def _is_redis(value: str) -> bool:
-    """Whether it is an address of a Redis server."""
     parts = urlsplit(value)
     try:
         port = parts.port
-    except ValueError:  # no number, or too large a one
+    except ValueError:  # not a number, or too large
         return False
     return parts.scheme in ("redis", "rediss", "unix") and port != 0

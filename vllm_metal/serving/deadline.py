@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends requests that take longer than the server allows.
+"""Ends requests that take longer than the server allows, by aborting them in the engine.
 
-The engine is told to abort them, by the id that the server gave them. vLLM then sends what there is
-of the answer, with the finish reason "abort" and the usage, and frees the blocks. "length" would
-say that the client's own limit was reached, and an error would throw the text away. vLLM calls a
-response of the Responses API "completed" all the same: `incomplete` corrects that.
+vLLM then sends the response so far, with finish reason "abort" and the usage, and frees the blocks.
+"length" would mean that the client's own limit was reached, and an error would discard the text.
+vLLM still marks a response of the Responses API as "completed": `incomplete` corrects that.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 Sleep = Callable[[float], Awaitable[None]]
-#: A request can be on its way to the engine when its time is up, so it is asked again so often.
+#: Interval between aborts: a request may still be on its way to the engine when its time is up.
 _AGAIN_S = 0.25
-#: What an aborted request may take to send its end, before it is cut off.
+#: Time for an aborted request to send its end before it is cut off.
 GRACE_S = 5.0
 _COMPLETED = b"event: response.completed\n"
 _DATA = b"data: "
@@ -31,38 +30,33 @@ class Deadline:
     """The time limit of one request."""
 
     def __init__(self, limit_s: float | None, sleep: Sleep = asyncio.sleep) -> None:
-        """Not running yet; of the running event loop.
-
-        Args:
-            limit_s: seconds; None: any time.
-            sleep: waits for seconds.
-        """
+        """Does not start the clock. Needs a running event loop; `limit_s` None means unlimited."""
         self._limit_s, self._sleep = limit_s, sleep
         self._task: asyncio.Task[None] | None = None
-        self._goes_on = False
+        self._is_background = False
         self._aborted = self._had_tokens = False
         loop = asyncio.get_running_loop()
-        #: Done when the time is up, and the engine was told.
+        #: Done when the time is up.
         self.expired: asyncio.Future[None] = loop.create_future()
-        #: Done when the request did not end though it was aborted: whoever carries it lets go.
+        #: Done when the request did not end although it was aborted: its connection must end.
         self.cut: asyncio.Future[None] = loop.create_future()
 
     @property
     def limited(self) -> bool:
-        """Whether the time can be up at all."""
+        """Whether there is a time limit."""
         return self._limit_s is not None
 
     @property
     def came_to_nothing(self) -> bool:
-        """Whether the request was aborted before the engine had a token of its answer."""
+        """Whether the request was aborted before its first output token."""
         return self._aborted and not self._had_tokens
 
     def start(self, request_id: str, engine: AsyncLLM, on_expiry: Callable[[], None]) -> None:
-        """Begins to count.
+        """Starts the clock.
 
         Args:
-            request_id: of the server's making; every id of the request in the engine has it in it.
-            engine: that is told to abort the request.
+            request_id: made by the server; every id of the request in the engine contains it.
+            engine: aborts the request.
             on_expiry: called when the time is up.
         """
         if self._limit_s is not None:
@@ -71,19 +65,19 @@ class Deadline:
             )
 
     def leave_running(self) -> None:
-        """The client has its answer, and the engine goes on: a response in the background."""
-        self._goes_on = True
+        """Keeps the clock running after `end`, for a background response."""
+        self._is_background = True
 
     def end(self) -> None:
-        """The request has ended; nothing more is to be done."""
-        if self._task is not None and not self._goes_on:
+        """Stops the clock: the request has ended."""
+        if self._task is not None and not self._is_background:
             self._task.cancel()
 
     async def _watch(
         self, limit_s: float, request_id: str, engine: AsyncLLM, on_expiry: Callable[[], None]
     ) -> None:
         await self._sleep(limit_s)
-        if self._goes_on and not _ids(engine, request_id):
+        if self._is_background and not _ids(engine, request_id):
             return  # it ended in time
         on_expiry()
         self.expired.set_result(None)
@@ -99,20 +93,19 @@ class Deadline:
 
 
 def _ids(engine: AsyncLLM, request_id: str) -> list[str]:
-    """All that the engine has of a request: choices, prompts and turns have ids of their own."""
+    """Returns all of a request's ids in the engine: each choice, prompt and turn has its own."""
     return [name for name in engine.output_processor.external_req_ids if request_id in name]
 
 
 def _have_tokens(engine: AsyncLLM, names: Iterable[str]) -> bool:
-    """Whether one of these requests has a token of its answer."""
-    processor = engine.output_processor  # it has the engine's own ids by those of the front end
+    processor = engine.output_processor  # maps the front end's ids to the engine's
     inner = [one for name in names for one in processor.external_req_ids[name]]
     states = [processor.request_states[one] for one in inner if one in processor.request_states]
     return any(state.detokenizer.num_output_tokens() > 0 for state in states if state.detokenizer)
 
 
 def incomplete(part: bytes) -> bytes:
-    """A response, or an event of its stream, with the status "incomplete" for "completed"."""
+    """Changes the status of a response, or of its event, from "completed" to "incomplete"."""
     if part.startswith(_COMPLETED):
         event = _object(part[len(_COMPLETED) :].strip().removeprefix(_DATA))
         if event is None or not isinstance(event.get("response"), dict):

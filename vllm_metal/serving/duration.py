@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a request that generates took, and how it ended, as its client saw it.
+"""Measures how long a generation request took and how it ended, as its client saw it.
 
-vLLM's own histogram has only what the engine computed to the end: the more requests time out, the
-better it looks.
+vLLM's own histogram counts only completed requests, so it improves as more requests time out.
 """
 
 from __future__ import annotations
@@ -15,28 +14,23 @@ from vllm_metal.serving.metrics import Figures, Outcome
 
 
 class Duration:
-    """Watches one request; it changes no message."""
+    """Observes one request's messages, and changes none."""
 
     def __init__(self, figures: Figures, receive: Receive, send: Send) -> None:
-        """Begins to count: the request's body is there.
-
-        Args:
-            figures: that count.
-            receive, send: of the client.
-        """
+        """Starts the clock. Create it when the body has been read."""
         self._figures, self._receive, self._send = figures, receive, send
         self._began = time.perf_counter()
         self._status: int | None = None
         self._kept = self._complete = self._left = False
 
     async def receive(self) -> Message:
-        """The client's next message."""
+        """Returns the client's next message."""
         message = await self._receive()
         self._left |= message["type"] == "http.disconnect" and not self._complete
         return message
 
     async def send(self, message: Message) -> None:
-        """Sends a message to the client."""
+        """Sends the client a message."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
             self._kept = (b"x-cache", b"HIT") in message["headers"]
@@ -45,12 +39,7 @@ class Duration:
             self._complete |= not message.get("more_body", False)
 
     def end(self, timed_out: bool, background: bool) -> None:
-        """Counts the request.
-
-        Args:
-            timed_out: its time limit has ended it.
-            background: the engine goes on after the answer.
-        """
+        """Records the request; `background`: the engine continues after the response."""
         outcome = self._outcome(timed_out, background)
         self._figures.durations.labels(outcome).observe(time.perf_counter() - self._began)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One question to vLLM, and what is learned from its answer while the client gets it."""
+"""Exchange: forwards a request to vLLM and its response to the client, and records the response."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from vllm_metal.serving.routes import Style
 
 _TOO_LATE = Refusal(504, "The request took longer than this server allows (timeout_s).")
 _CUT_EVENT = b"data: " + bytes(_TOO_LATE.response().body) + b"\n\n"
-_END_S = 1.0  # that a client which was cut off may take to read why
+_END_S = 1.0  # time for a client that was cut off to read the error
 
 
 class Exchange:
-    """Carries a request to vLLM, and its answer to the client."""
+    """One request to vLLM and its response."""
 
     def __init__(
         self,
@@ -34,22 +34,19 @@ class Exchange:
         record_bytes: int = 0,
         on_too_long: Callable[[], None] | None = None,
     ) -> None:
-        """Nothing is sent yet.
-
+        """
         Args:
-            body: what vLLM gets.
-            deadline: of the request.
-            style: of the route.
-            x_cache: value of the answer's header; None: it gets none.
-            record_bytes: most bytes of an answer to remember, and to have wait for the client; 0:
-                none is remembered, and vLLM waits for the client.
-            on_too_long: called when an answer turns out to be longer.
+            body: for vLLM.
+            x_cache: value of the response's X-Cache header, if any.
+            record_bytes: most bytes of a response to record and to buffer for a slow client; 0:
+                nothing is recorded, and vLLM waits for the client.
+            on_too_long: called when a response is longer than that.
         """
         self._body: bytes | None = body
         self._deadline, self._x_cache, self._style = deadline, x_cache, style
         self._room, self._on_too_long = record_bytes, on_too_long
         self._record_bytes = record_bytes
-        #: The start waits for the first part: until then the status may have to be another one.
+        #: Start of the response, held until its first part, as the status may still become 504.
         self._held: Message | None = None
         self._parts: list[bytes] = []
         self._status: int | None = None
@@ -61,13 +58,9 @@ class Exchange:
         self._send_on: Send
 
     async def run(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Asks, and returns when vLLM has answered or the client has gone.
+        """Forwards the request; returns when vLLM has responded or the client has gone.
 
-        Args:
-            app: vLLM's.
-            scope: for vLLM.
-            receive: of the client, whose body has been read.
-            send: of the client.
+        The client's body must have been read from `receive`.
         """
         self._scope, self._send_on = scope, send
         if self._record_bytes:
@@ -78,7 +71,7 @@ class Exchange:
             await self._until_cut(self._end_early(receive))
 
     async def deliver(self) -> None:
-        """Waits until the client has all of the answer, or it has taken too long over it."""
+        """Waits until the client has the whole response, or is cut off by the deadline."""
         if self._backlog is not None:
             await self._until_cut(self._backlog.empty())
 
@@ -90,7 +83,7 @@ class Exchange:
             await self._send_on({"type": "http.response.body", "body": event})
 
     async def _until_cut(self, work: Awaitable[None]) -> None:
-        """Waits for what sends; hangs up on a client that does not read when it is cut off."""
+        """Waits for `work`, which sends; closes the connection if the client does not read."""
         if not self._deadline.limited:
             await work
             return
@@ -104,26 +97,26 @@ class Exchange:
             else:
                 if (extension := self._scope.get("extensions", {}).get(HANG_UP)) is not None:
                     extension["call"]()  # the connection ends, whether or not the client reads
-                await asyncio.sleep(0)  # in which the server learns that the connection has ended
+                await asyncio.sleep(0)  # lets the server notice that the connection has ended
         finally:
             sending.cancel()
 
     @property
     def ended(self) -> bool:
-        """Whether vLLM has sent an answer to its end, and the client was there until then.
+        """Whether vLLM completed the response while the client was connected.
 
-        To a client that has gone, vLLM sends a whole answer with nothing in it.
+        To a client that has gone, vLLM sends a complete but empty response.
         """
         return self._complete and not self._left
 
     def entry(self) -> Entry | None:
-        """The answer for others; None: it is an error, longer than allowed, or not whole."""
+        """Returns the recorded response; None if it is an error, too long, or incomplete."""
         if not self._complete or self._status != 200 or self._room <= 0:
             return None
         return Entry(self._form, b"".join(self._parts))
 
     async def _receive(self, receive: Receive) -> Message:
-        """The body, and then the end of the connection, or of the server's patience."""
+        """vLLM's `receive`: the body, then a disconnect by the client or by the deadline."""
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
@@ -140,7 +133,7 @@ class Exchange:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
-        if self._let_go:  # vLLM answers somebody who has gone, as far as it knows
+        if self._let_go:  # vLLM was told that the client has gone, but still sends
             return
         if message["type"] == "http.response.start":
             self._held = self._started(message)
@@ -174,7 +167,7 @@ class Exchange:
         await self._send_on({**message, "body": part})
 
     def _came_to_nothing(self) -> bool:
-        """Whether vLLM has no answer because the time is up. At some such requests it fails."""
+        # vLLM answers some aborted requests with a status of 5xx.
         failed = self._status is not None and self._status >= 500
         return self._deadline.came_to_nothing or (failed and self._deadline.expired.done())
 
@@ -187,7 +180,7 @@ class Exchange:
                 self._on_too_long()
 
     def _corrected(self, part: bytes) -> bytes:
-        """A part of a response as it has to be after its time was up."""
+        """Corrects the status in a part of a response that the deadline ended."""
         written = incomplete(part)
         if self._held is not None and len(written) != len(part):
             MutableHeaders(raw=self._held["headers"])["content-length"] = str(len(written))

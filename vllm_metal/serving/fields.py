@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of a request's body that are looked at here, read as vLLM reads them.
+"""Parses the fields of a body that serving needs, exactly as vLLM does.
 
-vLLM's request classes are pydantic's, for which "false" is no, and "-1" and -1.0 are -1. So one
-class of pydantic's reads the same fields, with vLLM's types (`tests/serving/test_fields.py`
+vLLM's request classes are pydantic models, which read "false" as false, and "-1" and -1.0 as -1. So
+a pydantic model parses the same fields here, with vLLM's types (`tests/serving/test_fields.py`
 compares them).
 """
 
@@ -16,22 +16,22 @@ from vllm.entrypoints.generate.base.protocol import StreamOptions
 
 from vllm_metal.serving.routes import Style
 
-#: vLLM takes this seed for none (vllm/sampling_params.py).
+#: vLLM treats this seed as no seed (vllm/sampling_params.py).
 _NO_SEED = -1
 
 
 class Body(BaseModel):
-    """As vLLM's request classes have it."""
+    """The fields, typed as in vLLM's request classes."""
 
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     temperature: float | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     background: bool | None = False
-    n: int | None = 1  # of completions: int, so that vLLM refuses none
+    n: int | None = 1  # completions have int, so vLLM itself rejects null
 
 
-#: What each route reads of it.
+#: Fields of `Body` that each route reads.
 OF_STYLE: dict[Style, tuple[str, ...]] = {
     "chat": ("stream", "stream_options", "temperature", "seed", "n"),
     "completion": ("stream", "stream_options", "temperature", "seed", "n"),
@@ -42,32 +42,25 @@ OF_STYLE: dict[Style, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Fields:
-    """What a body asks for."""
+    """Parsed fields of a body."""
 
     stream: bool = False
-    usage: bool = False  # whether a stream is to say its usage at the end
-    every_usage: bool = False  # and in each event before
+    usage: bool = False  # whether a stream ends with its usage
+    every_usage: bool = False  # whether every event has it, too
     background: bool = False
-    repeatable: bool = False  # whether the engine would say the same again
-    choices: int = 1  # that the engine is to compute
+    repeatable: bool = False  # whether the engine would generate the same response again
+    choices: int = 1  # number of choices to compute
 
 
 def read(style: Style, body: dict[str, Any]) -> Fields:
-    """What a body asks for; nothing of all this where vLLM will refuse it.
-
-    An answer is the same again at temperature 0 and with a seed. Those of the Responses API are
-    never kept: they have ids under which they are found again, and do not say whether they were cut
-    off.
-
-    Args:
-        style: of the route.
-        body: as the client sent it.
-    """
+    """Parses a client's body; returns the defaults if vLLM will reject it."""
     try:
         found = Body.model_validate({name: body[name] for name in OF_STYLE[style] if name in body})
     except ValidationError:
         return Fields()
     options = found.stream_options
+    # Greedy and seeded requests repeat. Those of the Responses API are never cached: clients look
+    # them up by their ids, and they do not state whether they were cut off.
     same_again = found.temperature == 0 or found.seed not in (None, _NO_SEED)
     return Fields(
         stream=bool(found.stream),
@@ -81,7 +74,7 @@ def read(style: Style, body: dict[str, Any]) -> Fields:
 
 
 def _num_prompts(prompt: object) -> int:
-    """A list has several, or is one of tokens."""
+    # A list holds several prompts, unless it is one prompt's token ids.
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list | dict):
         return len(prompt)
     return 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tenants: the ASGI middleware in front of vLLM."""
+"""Tenants: the ASGI middleware around vLLM's application."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from vllm_metal.serving.tenants_file import Key, KeyFile
 
 logger = init_logger(__name__)
 
-#: What makes prompts' tokens, and what says what an answer depends on; of vLLM's application.
+#: Prompt renderer and model fingerprint; both take vLLM's application state.
 Model = tuple[Callable[[Any], Render], Callable[[Any, Path | None], str]]
 _UNLISTED = Refusal(404, "This server has no such route for this key.")
 _SECOND_KEY = (
@@ -44,10 +44,10 @@ _SECOND_KEY = (
 
 
 class Tenants:
-    """Checks a request's key, keeps tenants apart, answers repeats, and ends what takes too long.
+    """Authenticates requests, isolates tenants, serves cached responses, and enforces deadlines.
 
-    It is vLLM's outermost middleware: nothing is answered before it. Which of its parts work is
-    said by the file that `VLLM_METAL_SERVING_CONFIG` names.
+    It is vLLM's outermost middleware, so that no response bypasses it. The file of
+    `VLLM_METAL_SERVING_CONFIG` enables its parts.
     """
 
     def __init__(
@@ -59,15 +59,14 @@ class Tenants:
         model: Model | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Opens nothing but the file of keys.
+        """Opens only the file of keys.
 
         Args:
-            app: vLLM's.
-            config: the settings; None, as vLLM has it: of the environment.
-            figures: where to count; None: in vLLM's /metrics.
-            sleep: how time limits wait.
-            model: how prompts are rendered, and the fingerprint of the model; None: vLLM's.
-            clock: seconds; says when to look at the file of keys, or at a store that failed, again.
+            config: None, as vLLM calls it: from the environment.
+            figures: None: those of vLLM's /metrics.
+            sleep: waits for deadlines, in seconds.
+            model: None: vLLM's.
+            clock: seconds; times when the keys or a failed store are tried again.
 
         Raises:
             ValueError: the settings cannot be used.
@@ -81,14 +80,14 @@ class Tenants:
             self.keys = KeyFile(config.tenants.keys, clock)
             self._shared.secret = config.tenants.read_secret()
             self._shared.meter = Meter(self.figures, self._shared.secret)
-            # There before the first: a rate sees nothing of a series' first value.
+            # Created before the first request: Prometheus' rate() misses the step to a first value.
             self.figures.requests.labels(NOBODY, "401")
         if config.response_cache is not None:
             store = open_store(config.response_cache)
             secret = self._shared.secret or secret_of(config.response_cache)
             self._shared.cache = ResponseCache(store, secret, self.figures, clock)
         self._begun = False
-        self._learning: asyncio.Task[None] | None = None
+        self._identifying: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -101,17 +100,16 @@ class Tenants:
             await self.app(scope, receive, send)
 
     async def ready(self, state: Any) -> None:
-        """Begins as with the first message, and waits until it is known which model answers.
+        """Starts as the first message does, and waits until the model is identified.
 
-        Args:
-            state: of vLLM's application.
+        `state` is that of vLLM's application.
         """
         self._begin(state)
-        if self._learning is not None:
-            await self._learning
+        if self._identifying is not None:
+            await self._identifying
 
     async def aclose(self) -> None:
-        """Closes the store of kept answers."""
+        """Closes the response cache's store."""
         if self._shared.cache is not None:
             await self._shared.cache.close()
 
@@ -119,7 +117,7 @@ class Tenants:
         self._begin(scope["app"].state)
 
         async def after_closing(message: Message) -> None:
-            # The server's process may end at once when it has this message.
+            # Before the message is sent: the server's process may end as soon as it has it.
             if message["type"].startswith("lifespan.shutdown"):
                 await self.aclose()
             await send(message)
@@ -127,16 +125,17 @@ class Tenants:
         await self.app(scope, receive, after_closing)
 
     def _begin(self, state: Any) -> None:
-        """Begins to count tokens, and to find out which model answers: until then none is kept."""
+        """Starts counting tokens, and identifying the model, without which nothing is cached."""
         if self._begun:
             return
         self._begun = True
         if (meter := self._shared.meter) is not None:
             watch(state.engine_client.output_processor, meter.begin, meter.take, meter.abort)
         if self._shared.cache is not None:
-            self._learning = asyncio.create_task(self._learn_model(state))
+            # In a task: it reads all weights, up to a minute, while requests are served.
+            self._identifying = asyncio.create_task(self._identify_model(state))
 
-    async def _learn_model(self, state: Any) -> None:
+    async def _identify_model(self, state: Any) -> None:
         config = self._config.response_cache
         assert config is not None
         try:
@@ -153,7 +152,7 @@ class Tenants:
     async def _refuse_socket(
         self, keys: KeyFile, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Refuses a socket before it is accepted: as HTTP where the server can, else by a code."""
+        """Rejects a websocket before it is accepted: as HTTP if the server can, else by a code."""
         await receive()
         try:
             _key_of(headers.read(scope), keys)
@@ -167,7 +166,6 @@ class Tenants:
             await send({"type": "websocket.close", "code": 1008})
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Finds a request's route, tenant and body, and has it answered."""
         self._begin(scope["app"].state)
         client = _Client(send, None if self.keys is None else self.figures)
         root = scope.get("root_path", "")
@@ -191,10 +189,9 @@ class Tenants:
     def _admit(
         self, keys: KeyFile, match: Match | None, sent: Headers, client: _Client
     ) -> tuple[Match, Key | None]:
-        """Returns a listed route, and the key it is open to; None: to all.
+        """Returns the route and the request's key; None for a route without keys.
 
-        Raises:
-            Refusal: the request has no key, or not one for this route.
+        Raises Refusal if the key is missing or not for this route.
         """
         if match is not None and self._needs_no_key(match):
             return match, None
@@ -219,11 +216,11 @@ class Tenants:
         receive: Receive,
         send: Send,
     ) -> None:
-        """Answers an admitted request. Without a tenant, only bodies that generate are read."""
+        """Serves an admitted request. Without tenants, only generation requests are parsed."""
         route = None if match is None else match.route
         if route is None or not (route.style if key is None else route.body):
             await self._update_cache_size(route)
-            # What was not looked at does not reach vLLM.
+            # A tenant's body that was not checked must not reach vLLM.
             receive = receive if key is None else body.replayed(b"", receive)
             await self.app(scope, receive, send)
             return
@@ -236,7 +233,7 @@ class Tenants:
             await self.app(request.scope, body.replayed(request.body, receive), send)
 
     async def _update_cache_size(self, route: Route | None) -> None:
-        """Asks the store, for whoever may read /metrics and nobody else."""
+        # Only for those who may read /metrics: it queries the store.
         if route is not None and route.asks == "metrics" and self._shared.cache is not None:
             await self._shared.cache.count_bytes()
 
@@ -246,24 +243,19 @@ class Tenants:
         return match.route.asks == "nothing" or (match.route.asks == "metrics" and open_metrics)
 
     def _refuse_second_key(self, scope: Scope) -> None:
-        """Where vLLM checks keys, too, an answer from the cache would go past it."""
+        # A cached response would bypass vLLM's own key check.
         arguments = getattr(scope["app"].state, "args", None)
         if getattr(arguments, "api_key", None) or os.environ.get("VLLM_API_KEY"):
             raise Refusal(500, f"{_SECOND_KEY}.")
 
 
 class _Client:
-    """A client's `send`, which counts the answer's status for its tenant."""
+    """A client's `send` that counts the response's status for its tenant."""
 
     def __init__(self, send: Send, figures: Figures | None) -> None:
-        """
-        Args:
-            send: of the connection.
-            figures: where to count; None: nowhere, there are no tenants.
-        """
-        self._send, self._figures = send, figures
+        self._send, self._figures = send, figures  # None without tenants
         self.tenant = NOBODY
-        self.started = False  # whether an answer has begun
+        self.started = False  # whether a response has begun
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -278,11 +270,7 @@ def _count(figures: Figures, tenant: str, status: int) -> None:
 
 
 def _key_of(sent: Headers, keys: KeyFile) -> Key:
-    """Whose key a request has.
-
-    Raises:
-        Refusal: it has none that is in the file, or headers that could be read in two ways.
-    """
+    """Returns a request's key; raises Refusal if it is unknown or a header is ambiguous."""
     if sent.has_controls:
         raise Refusal(400, "A header has control characters in it.")
     key = None if sent.api_key is None else keys.find(sent.api_key)
@@ -292,9 +280,9 @@ def _key_of(sent: Headers, keys: KeyFile) -> Key:
 
 
 def _inner(scope: Scope, root: str, match: Match) -> Scope:
-    """A scope for vLLM that has nothing but what was looked at."""
+    """Returns a scope for vLLM with only what was checked."""
     if not match.route.query:
-        # In the server's own scope, too: a key in it would stand in the log of requests.
+        # Also in the server's own scope: the access log would show a key in the query string.
         scope["query_string"] = b""
     path = root + match.path
     return {**scope, "path": path, "raw_path": path.encode()}

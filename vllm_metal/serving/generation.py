@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers one request that generates, from the response cache or by the engine."""
+"""Answers one generation request, from the response cache or from the engine."""
 
 from __future__ import annotations
 
@@ -20,20 +20,14 @@ from vllm_metal.serving.response_cache.entry import Entry, Form
 from vllm_metal.serving.routes import Style
 from vllm_metal.serving.tenant_request import Shared, TenantRequest
 
-_SHORT = 1 << 15  # bytes of an answer that are parsed in less time than another thread takes
+_SHORT = 1 << 15  # bytes of a response that parse faster than a thread takes to start
 _MEDIA: dict[Form, str] = {"whole": "application/json", "stream": "text/event-stream"}
 
 
 class Generation:
-    """One request that generates, from its checked body to the end of its answer."""
+    """One generation request, from its checked body to the end of its response."""
 
     def __init__(self, shared: Shared, request: TenantRequest, style: Style) -> None:
-        """
-        Args:
-            shared: state of the server.
-            request: of a client.
-            style: of its route.
-        """
         self._shared, self._request, self._style = shared, request, style
         self._deadline = Deadline(shared.config.timeout_s, shared.sleep)
 
@@ -56,7 +50,7 @@ class Generation:
             watched.end(self._deadline.expired.done(), request.asked.background)
 
     async def _key(self) -> str | None:
-        """Returns the key of the kept answer; None: none is to be used, nor kept."""
+        """Returns the response-cache key; None if the request bypasses the cache."""
         shared, request = self._shared, self._request
         if shared.cache is None or shared.render is None or shared.model is None or request.fresh:
             return None
@@ -68,7 +62,7 @@ class Generation:
         )
 
     async def _answer_or_wait(self, found: str, receive: Receive, send: Send) -> None:
-        """Looks the answer up, waits for a twin's, or asks, for others too."""
+        """Looks the response up, waits for an equal request's, or leads: asks vLLM for all."""
         cache = self._shared.cache
         assert cache is not None
         while (waiting := cache.coalesced.join(found)) is not None:
@@ -96,12 +90,9 @@ class Generation:
             await self._replay(kept, receive, send)
 
     async def _wait(self, waiting: asyncio.Future[Entry], receive: Receive) -> Entry:
-        """A twin's answer.
+        """Waits for an equal request's response.
 
-        Raises:
-            Abandoned, NotKept: as the future.
-            Refusal: the time is up.
-            ClientDisconnect: the client has gone.
+        Raises the future's Abandoned or NotKept; Refusal at the deadline; ClientDisconnect.
         """
         gone = asyncio.ensure_future(body.until_gone(receive))
         late = self._deadline.expired
@@ -110,6 +101,7 @@ class Generation:
         finally:
             gone.cancel()
         answered = waiting.done() and waiting.exception() is None
+        # A response that arrives together with the deadline is still sent.
         if late.done() and not answered:
             raise Refusal(504, "The request took longer than this server allows (timeout_s).")
         if waiting.done():
@@ -117,7 +109,6 @@ class Generation:
         raise ClientDisconnect
 
     async def _replay(self, entry: Entry, receive: Receive, send: Send) -> None:
-        """Sends a kept answer."""
         answer = Response(entry.content, headers={"x-cache": "HIT"}, media_type=_MEDIA[entry.form])
         await answer(self._request.scope, receive, send)
         assert self._shared.cache is not None
@@ -126,13 +117,11 @@ class Generation:
     async def _ask(
         self, receive: Receive, send: Send, result: str | None, lead: Lead | None = None
     ) -> Exchange:
-        """Has vLLM answer.
+        """Forwards the request to vLLM.
 
         Args:
-            receive: of the client.
-            send: of the client.
-            result: of the response cache, "miss" or "bypass"; None: there is no cache.
-            lead: of those who wait for the answer; None: nobody does, and it is not kept.
+            result: what the response cache did, "miss" or "bypass"; None without a cache.
+            lead: gets the outcome for equal requests; None: the response is not cached.
         """
         shared = self._shared
         if shared.cache is not None and result is not None:
@@ -152,7 +141,7 @@ class Generation:
         return exchange
 
     async def _kept(self, found: str, exchange: Exchange) -> Entry | Exception:
-        """Keeps the answer; returns what twins get."""
+        """Caches the response; returns what waiting requests get."""
         if not exchange.ended:
             return Abandoned()
         entry = exchange.entry()
@@ -160,7 +149,7 @@ class Generation:
             return NotKept()
         if len(entry.content) < _SHORT:
             whole = complete.is_complete(self._style, entry)
-        else:  # it takes milliseconds, in which other requests are served
+        else:  # parsing takes milliseconds, which would delay other requests
             whole = await asyncio.to_thread(complete.is_complete, self._style, entry)
         if not whole:
             return NotKept()

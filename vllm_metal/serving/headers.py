@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Headers of requests: read once for the API key, the body, and what vLLM gets to see."""
+"""Reads request headers once: API key, body, and the headers that vLLM may see."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from starlette.types import Scope
 
 from vllm_metal.serving.refusal import Refusal
 
-#: Names in lower case, and values, as ASGI has them.
+#: ASGI's pairs of lower-case name and value.
 Pairs = Iterable[tuple[bytes, bytes]]
-#: Ours have 46 characters.
+#: Longest key that is looked up; ours have 46 characters.
 _MAX_KEY = 256
-#: What vLLM, or a library below it, reads and a tenant may say. Left out are keys, ids of requests
-#: (the server makes them), and the rank that picks an engine.
+#: Headers that vLLM or its libraries read and a tenant may set. Excluded are keys, request ids
+#: (the server makes them), and the data-parallel rank.
 _PASSED = frozenset(
     (
         b"accept",
@@ -31,7 +31,7 @@ _PASSED = frozenset(
     )
 )
 _CONTROLS = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
-#: Who has no valid key is not told why.
+#: One answer for missing and wrong keys, so that it reveals nothing about keys.
 NO_KEY = Refusal(
     401,
     "The API key is missing or wrong: send yours in the header 'Authorization: Bearer KEY', or "
@@ -41,18 +41,18 @@ NO_KEY = Refusal(
 
 @dataclass(frozen=True)
 class Headers:
-    """What a request's headers say."""
+    """Parsed headers of a request."""
 
-    has_controls: bool  # control characters are in a value, so it could be read in two ways
-    api_key: str | None  # None: there is none, there are several, or it cannot be one of ours
-    body: Refusal | None  # why the body is not plain JSON; None: it is said to be
-    length: int | None  # of the body, in bytes; None: nothing that can be understood
-    fresh: bool  # whether the client asks for an answer that was not kept (RFC 9111, 5.2.1)
-    passed_on: tuple[tuple[bytes, bytes], ...]  # those of a tenant's request that vLLM may see
+    has_controls: bool  # a value has control characters, which parsers may interpret differently
+    api_key: str | None  # None: no key, several, or not one of ours by its form
+    body: Refusal | None  # why the body is not plain JSON; None if it is, by its headers
+    length: int | None  # of the body, in bytes; None: missing or invalid
+    fresh: bool  # whether the client rejects cached responses (RFC 9111, 5.2.1)
+    passed_on: tuple[tuple[bytes, bytes], ...]  # headers of a tenant that vLLM may see
 
 
 def read(scope: Scope) -> Headers:
-    """Reads a request's headers. It refuses nothing: what matters depends on the route."""
+    """Parses a request's headers; rejects none, as the route decides which of them matter."""
     values = defaultdict(list)
     for name, value in scope["headers"]:
         values[name].append(value)
@@ -88,12 +88,7 @@ def _why_not_json(types: Sequence[bytes], encodings: Sequence[bytes]) -> Refusal
 
 
 def with_body(headers: Pairs, length: int) -> list[tuple[bytes, bytes]]:
-    """Returns headers for a body of JSON that the server wrote.
-
-    Args:
-        headers: of the request.
-        length: of the body, in bytes.
-    """
+    """Returns the headers for a JSON body of `length` bytes that replaces the client's."""
     replaced = (b"content-length", b"content-type", b"transfer-encoding", b"x-request-id")
     kept = [(name, value) for name, value in headers if name not in replaced]
     return [

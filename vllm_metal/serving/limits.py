@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds what one request may take of a server's memory, with tenants and without any settings."""
+"""Limits the memory that one request may use, also on servers without tenants or settings."""
 
 from __future__ import annotations
 
@@ -13,24 +13,18 @@ from vllm_metal.serving.config import BodyLimits, ServingConfig
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-#: Of images, where the settings do not say: 16 times a photo of 16 megapixels. Decoding and
-#: preparing takes up to 11 bytes a pixel, 3 GB.
+#: Default pixels of a request's images: 16 photos of 16 megapixels. Decoding and preprocessing take
+#: up to 11 bytes per pixel, 3 GB.
 _PIXELS = 2**28
-#: With tenants, half of it.
-_TENANTS_PIXELS = 2**27
-#: Texts of a request to a server without settings: with more, /health takes over a second.
+_TENANTS_PIXELS = 2**27  # the default with tenants
+#: Choices per request on a server without settings: with more, /health takes over a second.
 _CHOICES = 4096
 
 
 def around(app: ASGIApp, state: Any) -> ASGIApp:
-    """Bounds the requests of a server that starts; returns its application.
+    """Limits the requests of a starting server; returns vLLM's application `app`, wrapped.
 
-    Args:
-        app: vLLM's, with its middlewares.
-        state: that vLLM gave it.
-
-    Raises:
-        ValueError: as `config.read`.
+    Raises ValueError as `config.read` does.
     """
     settings = config.of_environment()
     limits = of(settings)
@@ -42,11 +36,7 @@ def around(app: ASGIApp, state: Any) -> ASGIApp:
 
 
 def of(settings: ServingConfig | None) -> BodyLimits:
-    """Returns the limits of a server, with a value for each.
-
-    Args:
-        settings: of the server; None: it has none, and the limits protect its machine alone.
-    """
+    """Returns a server's limits with all defaults resolved; without settings, the widest ones."""
     if settings is None:
         return BodyLimits(max_body_choices=_CHOICES, max_body_pixels=_PIXELS)
     if settings.body.max_body_pixels is not None:

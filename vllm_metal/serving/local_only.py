@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guards the server that `vllm-metal launch` starts for its client.
+"""Protects the server that `vllm-metal launch` starts for its client.
 
-vLLM checks its key on some prefixes of paths, and takes any Host. Routes outside of them reach the
-engine, so other users of the machine would get answers, and so would a web page whose name was made
-to lead to this address.
+vLLM checks its key only on some path prefixes, and accepts any Host. Other routes reach the engine,
+too, so other users of the machine could use it, and so could a web page by DNS rebinding.
 """
 
 from __future__ import annotations
@@ -23,16 +22,10 @@ _OTHER_HOST = Refusal(403, "This server answers to 127.0.0.1 and localhost alone
 
 
 class LocalOnly:
-    """Asks for the key on all routes but /health, and for a Host of this machine on all."""
+    """Requires the key on all routes except /health, and a Host of this machine on all."""
 
     def __init__(self, app: ASGIApp) -> None:
-        """
-        Args:
-            app: vLLM's.
-
-        Raises:
-            ValueError: VLLM_API_KEY is not set.
-        """
+        """Raises ValueError if VLLM_API_KEY is not set."""
         self.app = app
         self._key = os.environ.get("VLLM_API_KEY", "").encode()
         if not self._key:

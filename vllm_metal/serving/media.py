@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses what a tenant's request may not say of images and videos.
+"""Rejects fields on images and videos that a tenant may not set.
 
-What an image is found again by is its content, and what it costs is the server's to say.
+Images are cached by content only, and only the server decides what processing one may cost.
 """
 
 from __future__ import annotations
@@ -12,21 +12,19 @@ from typing import Any
 
 from vllm_metal.serving.refusal import Refusal
 
-#: Fields with which a client could have a small image take any memory.
+#: Fields with which a client could make a small image take any amount of memory.
 _COSTS = ("mm_processor_kwargs", "media_io_kwargs")
-#: Types of media parts, and their keys. vLLM reads a part without a type by its keys.
+#: Types and keys of media parts. vLLM identifies a part without a type by its keys.
 _MEDIA = re.compile(r"(input_)?(image|audio|video|file)(_url|_pil|_embeds)?|\w+_embeds")
-#: What has schemas or arguments of tools in it, where no part of a message can be.
+#: Keys of tool schemas and arguments, which contain no message parts.
 _NO_PARTS = frozenset(("tools", "properties", "$defs", "definitions", "arguments"))
 
 
 def check(fields: Mapping[str, Any]) -> None:
-    """Looks into a body, as the client sent it.
+    """Raises Refusal if a body changes how images are processed, or has an image's `uuid`.
 
-    Raises:
-        Refusal: it changes how images are read, or names one by a `uuid`, under which vLLM would
-            take another image for it. Images belong to their tenant all the same
-            (`vllm_metal/patches/vllm_patches/image_names.py`): this is the second lock.
+    vLLM would use another image that is cached under the uuid. The cache is also separated by
+    tenant (`vllm_metal/patches/vllm_patches/image_names.py`); this is a second safeguard.
     """
     for name in _COSTS:
         if fields.get(name):
@@ -44,7 +42,7 @@ def _is_media(part: Mapping[str, Any]) -> bool:
 
 
 def _objects(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yields every object in a body that could be a part of a message."""
+    """Yields every object in a body that could be a message part."""
     waiting: list[Any] = [fields]
     while waiting:
         found = waiting.pop()
@@ -52,7 +50,7 @@ def _objects(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             waiting += found
         elif isinstance(found, Mapping):
             yield found
-            is_call = found.get("type") == "tool_use"  # whose input the model wrote
+            is_call = found.get("type") == "tool_use"  # its input is arguments, of any shape
             waiting += [
                 value
                 for key, value in found.items()

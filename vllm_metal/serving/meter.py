@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts every token that the engine computes for a tenant, from what the engine puts out.
+"""Counts every token that the engine computes for a tenant, from the engine's outputs.
 
-Answers would not tell: a client hangs up before the usage, does not ask for it, or gets its answer
+Responses do not suffice: a client may hang up before the usage, not ask for it, or get its response
 in the background.
 """
 
@@ -19,43 +19,34 @@ if TYPE_CHECKING:
     from prometheus_client import Counter
     from vllm.v1.engine import EngineCoreOutput
 
-#: Requests that were aborted may still have outputs, of the steps that were under way. Nothing says
-#: when the last has come, so the newest are remembered: many more than an engine has at once.
+#: Aborted requests may still get outputs of running steps, and nothing marks the last one. So the
+#: newest are remembered: many more than an engine has at once.
 MAX_ABORTED = 65536
 
 
 @dataclass(frozen=True)
 class _Account:
-    """Where a tenant's tokens are counted."""
-
     prompt: Counter
     cached: Counter
     completion: Counter
 
 
 class Meter:
-    """Counts tokens by tenant, whom a request's salt tells; it belongs to one event loop."""
+    """Counts tokens by tenant, identified by a request's salt. Belongs to one event loop."""
 
     def __init__(self, figures: Figures, secret: bytes) -> None:
-        """Nothing is counted yet.
-
-        Args:
-            figures: that count.
-            secret: which salts are derived from.
-        """
+        """`secret` is the one that salts are derived from."""
         self._figures, self._secret = figures, secret
         self._by_namespace: dict[str | None, _Account] = {}
         self._introduced: set[str] = set()
-        # By the engine's ids of requests.
+        # By the engine's request ids.
         self._running: dict[str, _Account] = {}
         self._aborted: dict[str, _Account] = {}
 
     def introduce(self, key: Key, salt: str) -> None:
-        """Says under which name to count a tenant's tokens, before its request enters the engine.
+        """Maps a tenant's salts to its counters; call it before its request enters the engine.
 
-        Args:
-            key: of the tenant.
-            salt: of a request of the tenant's, which the server has made.
+        `salt` is one that the server derived for any request of the tenant.
         """
         if key.identity not in self._introduced:
             self._introduced.add(key.identity)
@@ -67,13 +58,13 @@ class Meter:
             )
 
     def begin(self, request_id: str, salt: str | None) -> None:
-        """A request enters the engine."""
+        """Assigns a request that enters the engine to its tenant."""
         account = self._by_namespace.get(salts.namespace(self._secret, salt))
         if account is not None:
             self._running[request_id] = account
 
     def take(self, outputs: Iterable[EngineCoreOutput]) -> None:
-        """Counts a step's outputs: tokens of prompts once, when a prompt is computed."""
+        """Counts a step's outputs; prompt tokens once, when the whole prompt is computed."""
         for output in outputs:
             name = output.request_id
             account = self._running.get(name) or self._aborted.get(name)
@@ -89,7 +80,7 @@ class Meter:
                 self._aborted.pop(name, None)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """The front end gives requests up: nobody says when they have ended."""
+        """Moves requests to the aborted ones, which may still get outputs of running steps."""
         for name in request_ids:
             if (account := self._running.pop(name, None)) is not None:
                 self._aborted[name] = account

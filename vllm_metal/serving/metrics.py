@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What /metrics says of tenants, kept answers and time limits. No key and no prompt is in it.
+"""Metrics of tenants, the response cache and time limits; none has keys or prompts in it.
 
-Who knows a metric's value counts by its attribute of `Figures`.
+The code that knows a value updates the metric as an attribute of `Figures`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 #: The tenant of requests without a valid key.
 NOBODY = "none"
-#: How a request that generates ends: the engine has answered it, or a store has; its time limit was
-#: over; its client went away; its answer is an error; its answer came, and the engine goes on.
+#: How a generation request ended, as its client saw it; "hit": from the response cache;
+#: "background": the client has its response, and the engine continues.
 Outcome = Literal["computed", "hit", "timed_out", "aborted", "error", "background"]
-#: Upper bounds in seconds: from a kept answer to the longest that a whole context takes.
+#: Upper bounds in seconds: from a cached response to the longest that a full context takes.
 _BUCKETS = (
     *(0.01, 0.03, 0.1, 0.3, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 15.0, 20.0, 30.0, 45.0),
     *(60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0),
@@ -24,10 +24,9 @@ _BUCKETS = (
 
 
 class Figures:
-    """The metrics, in a registry; a new one is a line here."""
+    """All metrics, in one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Makes all of them in the registry."""
         self.registry = registry
         self.requests = Counter(
             "vllm:tenant_requests",
@@ -71,7 +70,7 @@ class Figures:
             ("cause",),
             registry=registry,
         )
-        # There before the first request: a rate sees nothing of a series' first value.
+        # Created before the first request: Prometheus' rate() misses the step to a first value.
         for result in ("hit", "miss", "bypass"):
             self.kept_answers.labels(result)
         for outcome in get_args(Outcome):
@@ -80,5 +79,5 @@ class Figures:
 
 @functools.cache
 def of_process() -> Figures:
-    """Returns the figures that vLLM's /metrics shows; they are made after vLLM's, by the server."""
+    """Returns the metrics that vLLM's /metrics shows. Call it in the server, after vLLM's."""
     return Figures(REGISTRY)

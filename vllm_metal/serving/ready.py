@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server says once it answers: where, and how to ask."""
+"""Prints a server's address and a first request once the server is ready."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from vllm_metal.settings import envs
 from vllm_metal.settings.address import is_loopback_ip
 
 _POLL_S = 0.1
-_ASKED: dict[str, dict[str, Any]] = {
+#: Bodies of suggested requests by route.
+_BODIES: dict[str, dict[str, Any]] = {
     "embeddings": {"input": "Hello"},
     "completions": {"prompt": "Once upon a time", "max_tokens": 32},
     "chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
 }
-_tellers: set[asyncio.Task[None]] = set()  # which a loop alone does not keep
+_tasks: set[asyncio.Task[None]] = set()  # event loops keep only weak references to tasks
 
 
 def around(app: Any, state: Any) -> Any:
-    """Has a server tell once it has started; changes nothing of its application."""
-    task = asyncio.get_running_loop().create_task(_tell(state))
-    _tellers.add(task)
-    task.add_done_callback(_tellers.discard)
+    """Makes a server print its address once it has started; returns `app` unchanged."""
+    task = asyncio.get_running_loop().create_task(_announce(state))
+    _tasks.add(task)
+    task.add_done_callback(_tasks.discard)
     return app
 
 
-async def _tell(state: Any) -> None:
+async def _announce(state: Any) -> None:
     while not getattr(getattr(state, "server", None), "started", False):
         await asyncio.sleep(_POLL_S)
     config = state.vllm_config.model_config
@@ -36,17 +37,17 @@ async def _tell(state: Any) -> None:
     route = "embeddings"
     if config.runner_type != "pooling":
         route = "chat/completions" if chats else "completions"
-    told = lines(address(state.args), config.served_model_name, config.max_model_len, route)
+    printed = lines(address(state.args), config.served_model_name, config.max_model_len, route)
     if is_open(state.args):
-        told.append(
+        printed.append(
             "vllm-metal: anybody on your network can use this server: set --host 127.0.0.1, or "
             "--api-key"
         )
-    print(*told, sep="\n", flush=True)
+    print(*printed, sep="\n", flush=True)
 
 
 def is_open(args: Any) -> bool:
-    """Whether others on the network can use a server without a key."""
+    """Returns whether others on the network can use a server without a key."""
     if args.uds or args.api_key or os.environ.get("VLLM_API_KEY") or envs.serving_config():
         return False
     host = args.host or "0.0.0.0"
@@ -54,7 +55,7 @@ def is_open(args: Any) -> bool:
 
 
 def address(args: Any) -> str:
-    """Where clients on this machine find a server."""
+    """Returns a server's address for clients on this machine."""
     if args.uds:
         return f"unix:{args.uds}"
     host = args.host if args.host not in (None, "", "0.0.0.0", "::") else "127.0.0.1"
@@ -63,15 +64,16 @@ def address(args: Any) -> str:
 
 
 def lines(where: str, name: str, context: int, route: str) -> list[str]:
-    """What a server says once it answers.
+    """Returns the lines that a server prints once it is ready.
 
     Args:
-        where: its address.
-        name: of the model, in requests.
-        context: tokens of prompt and answer together.
-        route: of the first request that is proposed, behind /v1/.
+        where: address of the server.
+        name: the model's name in requests.
+        context: tokens of prompt and output together.
+        route: path of the suggested request, after /v1/.
     """
-    body = json.dumps({"model": name, **_ASKED[route]}).replace("'", "'\\''")
+    # Quotes are escaped for a shell's single-quoted string.
+    body = json.dumps({"model": name, **_BODIES[route]}).replace("'", "'\\''")
     socket, url = "", where
     if where.startswith("unix:"):
         socket, url = f"--unix-socket {where.removeprefix('unix:')} ", "http://localhost"

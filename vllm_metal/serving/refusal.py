@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusal: an answer of our own that says no, in the form of vLLM's errors."""
+"""Refusal: an error response of our own, in the form of vLLM's errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse
 
 
 class Refusal(Exception):
-    """A request is not served. The message goes to the client: nothing that it sent is in it."""
+    """Rejects a request. The client gets the message, so it must not contain what was sent."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -17,7 +17,7 @@ class Refusal(Exception):
         self.message = message
 
     def response(self) -> JSONResponse:
-        """The answer, as vLLM's errors have it."""
+        """Returns the error as vLLM formats it."""
         error = {
             "message": self.message,
             "type": HTTPStatus(self.status).phrase,

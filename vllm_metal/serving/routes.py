@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes that tenants may use, and what each takes. All others are refused.
+"""The routes that tenants may use. All others are rejected.
 
-vLLM's own check of keys guards four prefixes, and it has routes beside them that reach the engine
-(`/invocations`, `/generative_scoring`). So a list of what is served is the safe one of the two.
+An allowlist is needed: vLLM's own key check guards four path prefixes, and other routes reach the
+engine, too (`/invocations`, `/generative_scoring`).
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-#: What a route needs of a client: no key, one of a tenant, or one for /metrics.
+#: Key that a route requires: none, a tenant's, or one for /metrics.
 Asks = Literal["nothing", "tenant", "metrics"]
-#: How the usage of an answer is written, and how a stream ends.
+#: Format of a response: how it states its usage, and how its stream ends.
 Style = Literal["chat", "completion", "messages", "responses"]
 
 
 @dataclass(frozen=True)
 class Route:
-    """One route."""
+    """A route of vLLM's server."""
 
     method: str
-    path: str  # as vLLM has it; "{id}" stands for a response's id
+    path: str  # "{id}" stands for a response's id
     asks: Asks = "tenant"
     body: bool = False  # whether it takes a JSON object
-    style: Style | None = None  # of routes that generate; None: it generates nothing
-    query: bool = False  # whether vLLM reads its query
+    style: Style | None = None  # None: it does not generate
+    query: bool = False  # whether vLLM reads the query string
     pools: bool = False  # whether the engine embeds, scores or classifies
 
     @property
     def reaches_engine(self) -> bool:
-        """Whether the engine computes tokens for it."""
+        """Whether the engine computes tokens for this route."""
         return self.style is not None or self.pools
 
 
@@ -73,10 +73,8 @@ _STORED = [
 
 @dataclass(frozen=True)
 class Match:
-    """A route, with what stands in its path."""
-
     route: Route
-    response_id: str | None = None
+    response_id: str | None = None  # in the path
 
     @property
     def path(self) -> str:
@@ -84,12 +82,7 @@ class Match:
 
 
 def find(method: str, path: str) -> Match | None:
-    """The route of a request; None: it is not listed.
-
-    Args:
-        method: in capitals.
-        path: decoded, without `root_path`.
-    """
+    """Returns the route of an upper-case method and a decoded path without `root_path`, if any."""
     if route := _FIXED.get((method, path)):
         return Match(route)
     for route, pattern in _STORED:

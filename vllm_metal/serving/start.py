@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is checked before a model is loaded, and what the engine asks of every request."""
+"""Checks settings before a model is loaded, and the salt of every request in the engine."""
 
 from __future__ import annotations
 
@@ -20,20 +20,13 @@ def refusals(
     arguments: Sequence[str] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, bool]:
-    """Settings that do not go with `VLLM_METAL_SERVING_CONFIG`, and whether each was asked for.
+    """Maps settings that conflict with `VLLM_METAL_SERVING_CONFIG` to whether each is set.
 
-    vLLM's configuration says nothing of a server's front end, so the command line is looked at, and
-    the file that it may name (`--config`).
-
-    Args:
-        num_api_servers: --api-server-count.
-        disk_salt_key: prefix_cache_salt_key, where it is set.
-        arguments: of this process; None: its own.
-        environment: likewise.
-
-    Raises:
-        ValueError: the file cannot be used, or is needed and not named.
+    `disk_salt_key` is prefix_cache_salt_key; `arguments` and `environment` default to those of this
+    process. Raises ValueError if the file cannot be used, or is needed but not named.
     """
+    # vLLM's configuration does not cover the front end, so the command line is searched, and the
+    # file that it may name with --config.
     arguments = sys.argv if arguments is None else arguments
     arguments = [*arguments, *_of_file(arguments)]
     environment = os.environ if environment is None else environment
@@ -70,27 +63,24 @@ def refusals(
 
 
 def _of_file(arguments: Sequence[str]) -> list[str]:
-    """Arguments in the file that `--config` names, as vLLM reads it."""
+    """Returns the arguments in the file of `--config`, read as vLLM does."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     found: list[str] = []
-    for place, argument in enumerate(arguments):
+    for index, argument in enumerate(arguments):
         option, named, path = argument.partition("=")
-        if option == "--config" and (named or place + 1 < len(arguments)):
+        if option == "--config" and (named or index + 1 < len(arguments)):
             found += FlexibleArgumentParser().load_config_file(
-                path if named else arguments[place + 1]
+                path if named else arguments[index + 1]
             )
     return found
 
 
 def check_salt(salt: object) -> None:
-    """Refuses a request that came past the middleware: by another route, or without it.
+    """Rejects a request that bypassed the middleware.
 
-    Args:
-        salt: the request's `cache_salt`, as the engine gets it.
-
-    Raises:
-        ValueError: there are tenants, and it is not one that the server made for one of them.
+    Raises ValueError if there are tenants and `salt`, the request's `cache_salt` as the engine gets
+    it, was not derived by this server for one of them.
     """
     secret = secret_of_tenants()
     if secret is None:
@@ -105,10 +95,9 @@ def check_salt(salt: object) -> None:
 
 @functools.cache
 def secret_of_tenants() -> bytes | None:
-    """The secret that this process's settings name, read once; None: there are no tenants.
+    """Reads the tenants' secret once; None without tenants.
 
-    Raises:
-        ValueError: the settings, or the secret, cannot be used.
+    Raises ValueError if the settings or the secret cannot be used.
     """
     settings = config.of_environment()
     if settings is None or settings.tenants is None:

@@ -25,9 +25,9 @@ from vllm_metal.serving.routes import Route
 from vllm_metal.serving.tenants_file import Key
 from vllm_metal.settings import salts
 
-#: vLLM's own limits of a salt (vllm/entrypoints/generate/base/protocol.py).
+#: vLLM's own limits for salts (vllm/entrypoints/generate/base/protocol.py).
 _MAX_SALT, _NOT_IN_SALTS = 128, frozenset("@/\\\0")
-#: They name K/V of other engines, which are not kept apart by tenant.
+#: Fields that name K/V of other engines, which are not separated by tenant.
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 
 
@@ -39,11 +39,11 @@ class Shared:
     config: ServingConfig
     figures: Figures
     sleep: Sleep
-    secret: bytes = b""  # b"" where there are no tenants
-    meter: Meter | None = None  # None: there are no tenants
+    secret: bytes = b""  # b"" without tenants
+    meter: Meter | None = None  # None without tenants
     cache: ResponseCache | None = None
-    model: str | None = None  # the fingerprint; None: not known yet, or it cannot be
-    render: Callable[[Any], Render] | None = None  # of the application's state
+    model: str | None = None  # fingerprint; None until it is known
+    render: Callable[[Any], Render] | None = None  # takes vLLM's application state
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class TenantRequest:
 
     route: Route
     key: Key | None
-    fields: dict[str, Any]  # of the body, as the client sent them
-    asked: Fields  # what vLLM reads in them
+    fields: dict[str, Any]  # the client's body
+    asked: Fields  # parsed from it as vLLM does
     fresh: bool  # whether the client rejects cached responses
     request_id: str  # the server's; every id that the engine gives the request contains it
     body: bytes  # for vLLM
@@ -79,16 +79,14 @@ async def read(
     """Reads a request's body, and isolates the request from other tenants.
 
     Args:
-        shared: state of the server.
-        route: takes a body.
-        key: of the tenant; None: there are no tenants.
+        route: one that takes a body.
+        key: None without tenants.
         sent: the client's headers.
-        scope: for vLLM; its headers are those that vLLM may see.
-        receive: of the client.
+        scope: for vLLM, with the headers that vLLM may see.
 
     Raises:
         Refusal: the body may not be served.
-        ClientDisconnect: the client went away before the end of the body.
+        ClientDisconnect: the client left before the end of the body.
     """
     if sent.body is not None:
         raise sent.body
@@ -118,10 +116,9 @@ async def read(
 
 
 def _isolate(shared: Shared, route: Route, key: Key, outgoing: dict[str, Any]) -> None:
-    """Replaces the client's salt with the tenant's, which owns images and pays for tokens.
+    """Replaces the client's salt with one of the tenant; also the owner of images and of counts.
 
-    Raises:
-        Refusal: the request would reach another tenant's data, or its salt is invalid.
+    Raises Refusal if the request refers to data of others, or its salt is invalid.
     """
     if route.style is not None:
         _check_references(shared.secret, key, outgoing)
@@ -135,7 +132,7 @@ def _isolate(shared: Shared, route: Route, key: Key, outgoing: dict[str, Any]) -
 
 
 def _check_references(secret: bytes, key: Key, outgoing: dict[str, Any]) -> None:
-    """Refuses names of other engines' K/V, and of responses that are not the tenant's."""
+    """Rejects references to K/V of other engines, and to responses of other tenants."""
     more = outgoing.get("vllm_xargs")  # vLLM reads both from there, too
     for name in _TRANSFERS:
         if outgoing.pop(name, None) is not None or (isinstance(more, dict) and name in more):
@@ -148,10 +145,9 @@ def _check_references(secret: bytes, key: Key, outgoing: dict[str, Any]) -> None
 
 
 def _client_salt(outgoing: dict[str, Any]) -> str:
-    """Returns the salt that a client sent; "" for none.
+    """Returns the client's salt, "" for none.
 
-    Raises:
-        Refusal: vLLM would refuse it, or it looks like one of the server's.
+    Raises Refusal if vLLM would reject it, or it looks like one of the server's.
     """
     salt = outgoing.get("cache_salt")
     if salt is None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and writes the file of tenants' API keys, of which it has digests alone.
+"""Reads and writes the file with the digests of tenants' API keys.
 
-A key is 256 random bits that are shown once. So a plain SHA-256 keeps it: there is nothing to guess
-that a slow hash would protect.
+A key has 256 random bits, so a plain SHA-256 protects it: a slow hash helps only secrets that can
+be guessed.
 """
 
 from __future__ import annotations
@@ -24,46 +24,43 @@ from typing import Literal
 from vllm_metal.settings.secret_file import write_private
 
 Purpose = Literal["tenant", "metrics"]
-#: Tenants' names stand in labels of metrics, in logs and in JSON.
+#: Tenants' names appear in metric labels, logs and JSON.
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _GENERATION = re.compile(r"(?:[0-9a-f]{16})?")
 _ID_DIGITS = 8
 _VERSION = 1
-_LOOK_AGAIN_S = 1.0  # a removed key is refused so soon, and a `stat` a second costs nothing
+_LOOK_AGAIN_S = 1.0  # a removed key is rejected within this time; one `stat` per second is cheap
 
 
 @dataclass(frozen=True)
 class Key:
-    """What is kept of an API key."""
+    """An API key's entry in the file."""
 
-    id: str  # 8 hex digits, for people
+    id: str  # 8 hex digits, to refer to the key
     tenant: str
-    purpose: Purpose  # "metrics": for /metrics alone
+    purpose: Purpose  # "metrics": only for /metrics
     sha256: str  # of the key, in hex
-    made: str  # UTC, as 2026-01-31T12:00:00Z
-    generation: str = ""  # 16 hex digits, drawn when the tenant was added; "": by an older version
+    made: str  # UTC, such as 2026-01-31T12:00:00Z
+    generation: str = ""  # 16 random hex digits per tenant; "" in files of older versions
 
     @property
     def identity(self) -> str:
-        """What a tenant's data are told by: one that is added again gets nothing of the old one."""
+        """Owner of the tenant's data. A tenant added anew gets no data of a removed namesake."""
         return f"{self.tenant}@{self.generation}" if self.generation else self.tenant
 
 
 @dataclass(frozen=True)
 class Removal:
-    """What was removed from a file."""
-
     keys: list[Key]
-    ended: list[Key]  # a key of each tenant that has none any more
+    ended: list[Key]  # one key of each tenant that has none left
 
 
 def read(path: Path) -> list[Key]:
-    """The keys in a file.
+    """Reads a file's keys.
 
-    Raises:
-        ValueError: it cannot be read, others than its owner may read or write it, or it is not what
-            `vllm-metal tenants` writes.
+    Raises ValueError if the file is unreadable, accessible to other users, or was not written by
+    `vllm-metal tenants`.
     """
     mode, keys = _load(path)
     if mode & 0o077:
@@ -78,7 +75,6 @@ def _named(path: Path, mode: int) -> str:
 
 
 def _load(path: Path) -> tuple[int, list[Key]]:
-    """A file's mode and its keys."""
     try:
         with path.open("rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -92,11 +88,10 @@ def _load(path: Path) -> tuple[int, list[Key]]:
 
 
 def add(path: Path, tenant: str, purpose: Purpose = "tenant") -> tuple[Key, str]:
-    """Makes a key for a tenant; returns what is kept of it, and the key itself.
+    """Creates a key for a tenant; returns its entry and the key itself.
 
-    Raises:
-        ValueError: the name is not one, or the file cannot be read.
-        OSError: the file cannot be written.
+    Raises ValueError if the name is invalid or the file cannot be read, OSError if the file cannot
+    be written.
     """
     check_name(tenant)
     secret = f"vm-{secrets.token_urlsafe(32)}"
@@ -116,17 +111,16 @@ def add(path: Path, tenant: str, purpose: Purpose = "tenant") -> tuple[Key, str]
 
 
 def _generation(keys: Sequence[Key], tenant: str) -> str:
-    """The generation of the tenant's other keys; a new one for a new tenant."""
+    # All keys of a tenant share one generation.
     others = (key.generation for key in keys if (key.tenant, key.purpose) == (tenant, "tenant"))
     return next(others, secrets.token_hex(8))
 
 
 def remove(path: Path, which: str) -> Removal:
-    """Removes the key of an id, or all keys of a tenant.
+    """Removes the key with an id, or all keys of a tenant.
 
-    Raises:
-        ValueError: there is none, or the file cannot be read.
-        OSError: the file cannot be written.
+    Raises ValueError if there is none or the file cannot be read, OSError if the file cannot be
+    written.
     """
     with _locked(path):
         keys = read(path)
@@ -141,11 +135,7 @@ def remove(path: Path, which: str) -> Removal:
 
 
 def check_name(tenant: str) -> None:
-    """Checks the name of a tenant.
-
-    Raises:
-        ValueError: no tenant can have it.
-    """
+    """Raises ValueError if `tenant` is not a valid name."""
     if NAME.fullmatch(tenant) is None:
         raise ValueError(
             f"{tenant!r} is not a valid tenant name: write up to 63 of a-z, 0-9, '.', '_' and '-'"
@@ -158,28 +148,24 @@ def digest(secret: str) -> str:
 
 
 class KeyFile:
-    """The keys of a file as it is now: it is read again when it changes.
+    """Current keys of a file, which is read again when it changes.
 
-    A file that cannot be read any more leaves the keys as they were; of one that other users may
-    read or write, removals count and nothing is added. Either is said once.
+    If the file becomes unreadable, the keys stay as they were. If it becomes accessible to other
+    users, only removals are applied. Both are logged once.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Reads the file.
-
-        Raises:
-            ValueError: as `read`.
-        """
+        """Reads the file; raises ValueError as `read` does. `clock` is in seconds."""
         self._path, self._clock = path, clock
         self._seen = self._state()
         self._keys = _by_digest(read(path))
         self._look_at = clock() + _LOOK_AGAIN_S
 
     def find(self, secret: str) -> Key | None:
-        """What is kept of an API key; None: it is not there."""
+        """Returns an API key's entry; None if it is unknown."""
         if self._clock() >= self._look_at:
             self._look_again()
-        # How long a look-up takes tells of the digest, not of the key.
+        # Timing of this lookup reveals something about the digest, but not about the key.
         return self._keys.get(digest(secret))
 
     def _look_again(self) -> None:
@@ -211,7 +197,7 @@ class KeyFile:
 
 
 def _warn(text: str) -> None:
-    # Imported here so that the command, which never comes here, answers at once.
+    # Imported here to keep `vllm-metal tenants` fast, which never gets here.
     from vllm.logger import init_logger
 
     init_logger(__name__).warning("%s", text)
@@ -247,7 +233,7 @@ def _write(path: Path, keys: Sequence[Key]) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Keeps two commands from writing at once."""
+    # The folder is locked, not the file: writing replaces the file.
     handle = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
