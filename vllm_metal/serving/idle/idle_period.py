@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads of the settings how long an engine is idle before it sleeps; says where it cannot be."""
+"""Idle periods after which an engine sleeps, from the settings, and what conflicts with them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SETTING = f"{OPTION} idle_sleep"
 
 @dataclass(frozen=True)
 class IdlePeriod:
-    """How long no request may have come, and what happens then."""
+    """A time without requests, and the sleep level that follows it."""
 
-    seconds: float  # after the last request, or the spell before
-    level: int  # of sleep
+    seconds: float  # after the last request, or after the period before
+    level: int
 
 
 def spells(settings: AdditionalConfig) -> list[IdlePeriod]:
-    """How long an engine is idle before it sleeps, and how deep; none: it does not."""
+    """Returns the consecutive idle periods before each sleep level; none if it does not sleep."""
     pool, weights = settings.idle_sleep, settings.idle_sleep_weights
     if pool is None:
         return []
@@ -37,11 +37,9 @@ def spells(settings: AdditionalConfig) -> list[IdlePeriod]:
 
 
 def refusals(config: VllmConfig, environment: Mapping[str, str] | None = None) -> dict[str, bool]:
-    """Settings that do not go with `idle_sleep`, and whether each was asked for.
+    """Maps settings that conflict with `idle_sleep` to whether each is set.
 
-    Args:
-        config: vLLM's.
-        environment: variables; None: of this process.
+    `environment` defaults to this process's.
     """
     if AdditionalConfig.of(config).idle_sleep is None:
         return {}

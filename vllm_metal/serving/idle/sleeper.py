@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sleeper: puts an engine to sleep when no request has come for some time, wakes it for the next.
+"""Sleeper: puts an idle engine to sleep, and wakes it up for the next request.
 
-All of it runs on one event loop. What may happen at the same time is ordered by one lock, `_turn`:
-who holds it changes whether the engine sleeps, and nobody else does.
+It runs on one event loop. Only the holder of the lock `_turn` changes whether the engine sleeps.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ _GIVEN_BACK = {1: "the KV pool is", 2: "the weights are"}
 
 
 class SleepingEngine(Protocol):
-    """What a sleeper asks of an engine."""
+    """The engine as a sleeper sees it."""
 
     async def is_stopped(self) -> bool:
-        """Whether somebody else has paused it, or put it to sleep."""
+        """Returns whether somebody else has paused it, or put it to sleep."""
 
     async def sleep(self, level: int) -> None:
-        """Gives memory back: 1 the KV pool's; 2, from 1 on, the weights' as well."""
+        """Frees memory: the KV pool's at level 1; the weights', too, at level 2, reached from 1."""
 
     async def wake_up(self) -> None:
-        """Takes all of it again, and goes on with requests."""
+        """Takes all memory again, and resumes requests."""
 
 
 class Sleeper:
-    """Decides when one engine sleeps, unless its user does by calls of vLLM's."""
+    """Decides when one engine sleeps, unless the user does with vLLM's sleep and pause calls."""
 
     def __init__(
         self,
@@ -47,42 +46,31 @@ class Sleeper:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Awake, and not looking yet.
-
-        Args:
-            engine: is awake.
-            spells: one after the other, by level.
-            sleep: waits for seconds.
-            clock: seconds; for the log.
-        """
-        self._engine, self._spells = engine, spells
+        """Starts nothing; `spells` are consecutive, by level. `clock` is in seconds."""
+        self._engine, self._periods = engine, spells
         self._sleep, self._clock = sleep, clock
         self._turn = asyncio.Lock()
-        self._level = 0  # at which the sleeper has put the engine to sleep; 0: it has not
-        self._num_requests = 0  # that are being answered, or wait for the engine
-        self._quiet = asyncio.Event()  # there are none
+        self._level = 0  # sleep level set by the sleeper; 0 if awake, or put to sleep by the user
+        self._num_requests = 0  # running, or waiting for the engine
+        self._quiet = asyncio.Event()  # set while there are no requests
         self._quiet.set()
-        self._came = asyncio.Event()  # a request, or a call, since the last spell began
+        self._came = asyncio.Event()  # a request or call came since the last period began
         self._waking: asyncio.Task[Exception | None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Begins to look whether the engine is idle; does nothing the second time."""
+        """Starts watching for idleness; a second call does nothing."""
         if self._watching is None:
             self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     def close(self) -> None:
-        """Looks no more."""
+        """Stops watching; callable from any thread."""
         if self._watching is not None and not (loop := self._watching.get_loop()).is_closed():
             loop.call_soon_threadsafe(self._watching.cancel)
 
     @asynccontextmanager
     async def request(self) -> AsyncIterator[None]:
-        """What surrounds a request in the engine.
-
-        Raises:
-            CannotWake: the engine sleeps, and cannot wake up.
-        """
+        """Keeps the engine awake around one request; raises CannotWake if it cannot wake up."""
         self._num_requests += 1
         self._quiet.clear()
         self._came.set()
@@ -96,35 +84,33 @@ class Sleeper:
                 self._quiet.set()
 
     async def sleep(self, call: Callable[[], Awaitable[None]], level: int) -> None:
-        """Puts the engine to sleep as its user says: until the user wakes it up."""
+        """Makes the user's sleep call, or pause at level 0; it lasts until the user ends it."""
         async with self._turn:
-            if self._level and not level:  # a pause, which leaves memory as it is
+            if self._level and not level:  # a pause, which must leave the engine with its memory
                 await self._engine.wake_up()
             elif level > self._level > 0:
                 await self._engine.sleep(level)
             await call()
-            self._level = 0  # its user's, from now on
+            self._level = 0  # the user controls it from now on
 
     async def wake_up(self, call: Callable[[], Awaitable[bool]]) -> bool:
-        """Wakes the engine up as its user says; returns whether all of it is awake."""
+        """Makes the user's wake-up call; returns whether the whole engine is awake."""
         async with self._turn:
             if awake := await call():
                 self._level = 0
-            self._came.set()  # the spells begin anew
+            self._came.set()  # restarts the idle periods
             return awake
 
     async def _awake(self) -> None:
-        """Waits for who holds the turn, and until the engine is awake.
-
-        All that wait at one time share one attempt. Who goes meanwhile does not end it.
-        """
+        """Waits for the lock's holder, and until the engine is awake."""
+        # All waiting requests share one attempt, and it is shielded from a cancelled one.
         if self._waking is None:
             self._waking = asyncio.create_task(self._wake())
         if (error := await asyncio.shield(self._waking)) is not None:
             raise error if isinstance(error, EngineDeadError) else CannotWake() from error
 
     async def _wake(self) -> Exception | None:
-        """Wakes the engine up if it is the sleeper that let it sleep; returns what failed."""
+        """Wakes the engine up if the sleeper put it to sleep; returns the error, if any."""
         try:
             async with self._turn:
                 if self._level:
@@ -140,22 +126,21 @@ class Sleeper:
         return None
 
     async def _watch(self) -> None:
-        with suppress(EngineDeadError, ReferenceError):  # the engine has ended
+        with suppress(EngineDeadError, ReferenceError):  # both mean that the engine has ended
             while True:
                 await self._quiet.wait()
                 self._came.clear()
-                if await self._pass_through():
+                if await self._sleep_in_steps():
                     await self._came.wait()
 
-    async def _pass_through(self) -> bool:
-        """Whether nothing came in all of the spells; after each the engine sleeps deeper."""
-        for spell in self._spells:
-            if not (await self._undisturbed(spell.seconds) and await self._fall(spell)):
+    async def _sleep_in_steps(self) -> bool:
+        """Sleeps deeper after each idle period; returns whether nothing came in all of them."""
+        for period in self._periods:
+            if not (await self._is_idle_for(period.seconds) and await self._fall_asleep(period)):
                 return False
         return True
 
-    async def _undisturbed(self, seconds: float) -> bool:
-        """Whether nothing comes for so long."""
+    async def _is_idle_for(self, seconds: float) -> bool:
         waits = [asyncio.ensure_future(wait) for wait in (self._came.wait(), self._sleep(seconds))]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -164,22 +149,24 @@ class Sleeper:
                 wait.cancel()
         return not self._came.is_set()
 
-    async def _fall(self, spell: IdlePeriod) -> bool:
-        """Falls asleep; returns whether it did: a request, or the user, may have been first."""
+    async def _fall_asleep(self, period: IdlePeriod) -> bool:
+        """Puts the engine to sleep, unless a request or the user came first; returns whether."""
         async with self._turn:
-            if spell.level <= self._level:  # it did not wake up for the last request
+            if period.level <= self._level:  # it did not wake up for the last request
                 return True
             if not self._level and await self._engine.is_stopped():
                 return False
+            # Checked after the await above, during which a request may have come.
             if self._came.is_set():
                 return False
-            self._level = spell.level  # whatever comes of it, the next request wakes the engine up
+            # Set before the attempt: if it fails halfway, the next request still wakes the engine.
+            self._level = period.level
             try:
-                await self._engine.sleep(spell.level)
+                await self._engine.sleep(period.level)
             except EngineDeadError:
                 raise
             except Exception as error:
                 logger.error("The idle engine could not go to sleep: %s", error)
                 return False
-            logger.info("Idle: returned %s of memory", _GIVEN_BACK[spell.level])
+            logger.info("Idle: returned %s of memory", _GIVEN_BACK[period.level])
             return True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has idle engines of servers sleep where `idle_sleep` asks for it."""
+"""Enables idle sleep in servers whose settings have `idle_sleep`."""
 
 from __future__ import annotations
 
@@ -17,23 +17,18 @@ if TYPE_CHECKING:
 
 
 def keep_engines() -> None:
-    """Gives engines that are made from now on a sleeper, where their settings ask for one."""
+    """Gives each engine created from now on a sleeper if its settings ask for one."""
     engine_sleep.keep(_sleeper, _refuse_without_a_loop)
 
 
 def around(app: ASGIApp, state: Any) -> ASGIApp:
-    """The application, which answers 503 where its engine cannot wake up.
-
-    Args:
-        app: vLLM's, with its middlewares.
-        state: that vLLM gave it.
-    """
+    """Wraps vLLM's application so that it returns 503 if its engine cannot wake up."""
     return Unavailable(app) if engine_sleep.is_kept(state.engine_client) else app
 
 
 def _sleeper(config: VllmConfig, engine: engine_sleep.Engine) -> Sleeper | None:
-    asked = spells(AdditionalConfig.of(config))
-    return Sleeper(engine, asked) if asked else None
+    periods = spells(AdditionalConfig.of(config))
+    return Sleeper(engine, periods) if periods else None
 
 
 def _refuse_without_a_loop(config: VllmConfig) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CannotWake: an engine that slept could not take its memory again; such a request gets 503."""
+"""Returns 503 for requests whose sleeping engine cannot get its memory back (CannotWake)."""
 
 from __future__ import annotations
 
@@ -21,33 +21,32 @@ MESSAGE = (
 
 @dataclass
 class Exchange:
-    """What became of one request of a server."""
+    """State of one HTTP request."""
 
-    failed: bool = False
+    failed: bool = False  # whether the engine could not wake up for it
 
 
-#: Of the request that this task answers.
+#: State of the HTTP request that the current task serves.
 EXCHANGE: ContextVar[Exchange | None] = ContextVar("idle_exchange", default=None)
 
 
 class CannotWake(GracefulHTTPError):
-    """Raised for a request. The engine sleeps on, and may be able to wake up for the next."""
+    """Fails one request. The engine still sleeps, and may be able to wake up for the next one."""
 
     def __init__(self) -> None:
-        """Notes it in the exchange of this task, where there is one."""
         super().__init__(MESSAGE, HTTPStatus.SERVICE_UNAVAILABLE)
+        # vLLM may handle the exception inside a stream, so the middleware learns of it this way.
         if (exchange := EXCHANGE.get()) is not None:
             exchange.failed = True
 
 
 class Unavailable:
-    """Holds the start of an answer until its first part is there, as it may have to be another.
+    """Holds the start of a response until its first part, so that 503 can still replace it.
 
-    vLLM begins a stream before it asks the engine, with status 200.
+    vLLM starts a stream, with status 200, before it calls the engine.
     """
 
     def __init__(self, app: ASGIApp) -> None:
-        """Takes the application that answers."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,7 +67,8 @@ class Unavailable:
             start, held = held, None
             if start is not None and exchange.failed:
                 replaced = True
-                from vllm_metal.serving.refusal import Refusal  # `LLM` has no use for starlette
+                # Imported here, as `LLM` imports this module and does not need starlette.
+                from vllm_metal.serving.refusal import Refusal
 
                 answer = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, MESSAGE).response()
                 await answer(scope, receive, send)
