@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names what differs in two texts that begin alike: a date, a counter, an identifier, an edit."""
+"""Classifies the first difference of two texts: a date, a counter, an identifier, or an edit."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Literal
 
 Change = Literal["date", "identifier", "counter", "edit"]
 
-#: Characters that both texts must have behind a change, to go on alike there.
-_ALIKE = 8
+#: Equal characters after a change from which on both texts count as matching again.
+_MATCH = 8
 _MONTHS = "(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\\.?"
 _DAYS = "(?:mon|tue|wed|thu|fri|sat|sun)(?:day|sday|nesday|rsday|urday)?"
-#: Parts of what clocks and calendars write.
+#: Parts of dates and times.
 _PARTS = "|".join(
     (
         r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}",
@@ -22,14 +22,14 @@ _PARTS = "|".join(
         rf"\b{_DAYS}\b",
         rf"\d{{1,2}}(?:st|nd|rd|th)?\s+{_MONTHS}(?:,?\s+\d{{4}}\b)?",
         rf"\b{_MONTHS}\s+\d{{1,2}}(?:st|nd|rd|th)?\b(?:,?\s+\d{{4}}\b)?",
-        r"\b1[6-9]\d{8}(?:\d{3})?\b",  # seconds, or milliseconds, since 1970
+        r"\b1[6-9]\d{8}(?:\d{3})?\b",  # Unix time in seconds or milliseconds
     )
 )
 _DATE = rf"(?:{_PARTS})(?:(?:T|,?\s+(?:at\s+)?)(?:{_PARTS}))*"
-#: The first of the patterns that covers a change names it.
+#: Patterns by kind; the first one that covers a change decides.
 _PATTERNS: tuple[tuple[Change, re.Pattern[str]], ...] = (
     ("date", re.compile(_DATE, re.IGNORECASE)),
-    # A UUID; eight digits of hexadecimal or more; twelve letters and digits mixed.
+    # A UUID; 8 or more hexadecimal digits; 12 or more letters and digits, mixed.
     (
         "identifier",
         re.compile(
@@ -45,20 +45,16 @@ _PATTERNS: tuple[tuple[Change, re.Pattern[str]], ...] = (
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where a text is another one than before."""
+    """The first difference of two texts."""
 
     kind: Change
-    before: str  # what stood there: a whole date, say
+    before: str  # replaced text, such as a whole date
     now: str
-    goes_on: bool  # whether both texts go on alike behind it
+    goes_on: bool  # whether both texts match again after it
 
 
 def first(before: str, now: str) -> Difference:
-    """Names the first difference.
-
-    Args:
-        before, now: texts that begin alike, for some characters or none, and then do not.
-    """
+    """Finds the first difference of two texts, which may have a common prefix."""
     start = _common(before, now)
     ends = _ends(before[start:], now[start:])
     goes_on = ends is not None
@@ -75,20 +71,20 @@ def first(before: str, now: str) -> Difference:
 
 
 def _common(one: str, other: str) -> int:
-    """Characters that both begin with."""
+    """Returns the length of the common prefix."""
     shorter = min(len(one), len(other))
     return next((i for i in range(shorter) if one[i] != other[i]), shorter)
 
 
 def _ends(before: str, now: str) -> tuple[int, int] | None:
-    """Where both go on alike, after what differs; None: they do not."""
-    places: dict[str, int] = {}
-    for place in range(len(before) - _ALIKE + 1):
-        places.setdefault(before[place : place + _ALIKE], place)
-    for place in range(len(now) - _ALIKE + 1):
-        found = places.get(now[place : place + _ALIKE])
+    """Returns the first index in each text from which both match again; None if they do not."""
+    starts: dict[str, int] = {}
+    for start in range(len(before) - _MATCH + 1):
+        starts.setdefault(before[start : start + _MATCH], start)
+    for start in range(len(now) - _MATCH + 1):
+        found = starts.get(now[start : start + _MATCH])
         if found is not None:
-            return found, place
+            return found, start
     return None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says what a prompt lost of an earlier one's K/V, where, and why."""
+"""Explains how many cached tokens of an earlier prompt were missed, where, and why."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from vllm_metal.serving.prefix_misses.prompt import Prompt
 from vllm_metal.serving.prefix_misses.recent import Closest, Remembered
 
 Cause = Literal[
-    "first_seen",  # no prompt that is remembered goes on so
-    "other_salt",  # one does, of another owner: never said to a client
+    "first_seen",  # no remembered prompt is similar
+    "other_salt",  # only one of another owner is; never reported to clients
     "date",
     "identifier",
     "counter",
-    "edit",  # of a message, in any other way
+    "edit",  # any other change of a message
     "message_inserted",
     "message_removed",
     "tools_reordered",
     "tools_changed",
-    "template",  # the same messages, of which the template made something else
-    "granularity",  # the cache has whole blocks, and a hybrid's are long
-    "evicted",  # all of it was computed, and is there no more
+    "template",  # the template rendered the same messages differently
+    "granularity",  # only whole blocks are cached, and a hybrid's are long
+    "evicted",  # it was computed, but is no longer in the cache
     "in_flight",  # the earlier prompt is still being computed
 ]
-#: Tokens that are worth a word. What a template puts behind a conversation's last message, so that
-#: the model answers, is not there in the next turn; nor is a block that was not full.
+#: Smallest miss in tokens that is reported. Every turn loses a few: the generation prompt after the
+#: last message is not part of the next turn's prompt, and a partial block is not cached.
 LEAST = 64
-#: Tokens before and behind a change that are made text of.
+#: Tokens before and after a change that are decoded.
 _BEFORE, _BEHIND = 24, 64
 
 
 @dataclass(frozen=True)
 class Miss:
-    """Why a prompt was not found whole."""
+    """Explanation of one prompt's miss."""
 
     cause: Cause
-    cached: int  # tokens that were found
-    lost: int  # tokens more that would have been, without the cause
-    token: int | None = None  # place of the first one that differs
-    message: int | None = None  # index of the message that it is in; None: in none, or unknown
+    cached: int  # tokens found in the cache
+    lost: int  # additional tokens that would have been found otherwise
+    token: int | None = None  # index of the first token that differs
+    message: int | None = None  # index of the message with that token; None: none, or unknown
     role: str | None = None  # of that message
-    before: str = ""  # what stood there; for the prompt's owner only
-    now: str = ""
+    before: str = ""  # replaced text; for the prompt's owner only
+    now: str = ""  # text in its place
 
 
 def explain(
@@ -55,30 +55,29 @@ def explain(
     block_size: int,
     decode: Callable[[Sequence[int]], str],
 ) -> Miss | None:
-    """Compares a prompt with the one before it, and both with what the cache had.
+    """Explains a prompt's miss; returns None if less than `LEAST` tokens were lost.
 
     Args:
-        prompt: that was asked.
-        closest: of those before it; None: none is like it.
-        cached: tokens of it that were found in the prefix cache.
-        block_size: tokens that are found together.
-        decode: makes text of tokens.
-
-    Returns:
-        None: what there was of it was found.
+        prompt: the new prompt.
+        closest: the most similar earlier prompt, if any.
+        cached: tokens found in the prefix cache.
+        block_size: tokens per block.
+        decode: detokenizes.
     """
-    findable = len(prompt.tokens) - 1  # the last one is always computed
+    findable = len(prompt.tokens) - 1  # the last token is always computed
     if closest is None:
         lost = findable - cached
         return Miss("first_seen", cached, lost) if lost >= LEAST else None
     before, common = closest.before, min(closest.common, findable)
     whole_blocks = common // block_size * block_size
     changed = min(before.num_tokens, findable) - common
+    # Tokens lost to a change, to the block size, and to eviction.
     parts = changed, common - whole_blocks, whole_blocks - cached
     lost = sum(part for part in parts if part > 0)
     if lost < LEAST:
         return None
-    if parts[2] == max(parts) and parts[2] > block_size:  # the block before the last may be let go
+    # One missing block is no eviction: the block before the last may be dropped.
+    if parts[2] == max(parts) and parts[2] > block_size:
         return Miss("evicted" if before.answered else "in_flight", cached, lost, cached)
     if changed < LEAST:
         return Miss("granularity", cached, lost, common)
@@ -96,9 +95,10 @@ def _of_change(
     first, end = max(common - _BEFORE, 0), common + _BEHIND
     texts = decode(before.tokens(first, end)), decode(prompt.tokens[first:end].tolist())
     difference = changes.first(*texts)
-    message, cause = _place(prompt, before.prompt)
-    behind = prompt.messages[(message or 0) + 1 :]
-    if not difference.goes_on and not set(behind).intersection(before.prompt.messages):
+    message, cause = _find_change(prompt, before.prompt)
+    # Neither the text nor the messages match again after the change: it is another conversation.
+    following = prompt.messages[(message or 0) + 1 :]
+    if not difference.goes_on and not set(following).intersection(before.prompt.messages):
         return Miss("first_seen", cached, len(prompt.tokens) - 1 - cached, common)
     if cause is None or (cause == "edit" and difference.goes_on):
         cause = difference.kind
@@ -107,8 +107,8 @@ def _of_change(
     return Miss(cause, cached, lost, common, message, role, *found)
 
 
-def _place(prompt: Prompt, before: Prompt) -> tuple[int | None, Cause | None]:
-    """Index of the first message that is another one than before, and what became of it."""
+def _find_change(prompt: Prompt, before: Prompt) -> tuple[int | None, Cause | None]:
+    """Returns the index of the first message that differs, and how it changed."""
     ours, theirs = prompt.messages, before.messages
     if not ours or not theirs:
         return None, None

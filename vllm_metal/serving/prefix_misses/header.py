@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells a client in a header why its prompt was not found in the prefix cache.
+"""Explains a prefix-cache miss to the client in a response header.
 
     Prefix-Cache-Miss: date; cached=0; lost=5120; token=37; message=0; role="system"
 
-It is an item with parameters (RFC 9651). A client that sends the header itself, as
-`Prefix-Cache-Miss: usage`, gets the same in the usage of its answers. To one that sends `text` the
-header also says what stood there before and what stands there now: of its own prompts.
+It is an item with parameters (RFC 9651). A client that sends `Prefix-Cache-Miss: usage` also gets
+the report in the usage of its responses; one that sends `text` also gets the old and the new text,
+both from its own prompts, in the header.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ _MOST_TEXT = 80  # characters
 
 
 class MissHeader:
-    """Holds the start of an answer until its first part is there, as the miss is known then.
+    """Holds the start of a response until its first part, when the miss is known.
 
-    A stream of Responses begins before that: its usage alone says it.
+    A stream of the Responses API begins earlier, so only its usage has the report.
     """
 
     def __init__(self, app: ASGIApp) -> None:
-        """Takes the application that answers."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,27 +49,19 @@ class MissHeader:
 
 
 class _Answer:
-    """One answer on its way to the client."""
-
     def __init__(self, style: Style, asked: str | None, exchange: Exchange, send: Send) -> None:
-        """
-        Args:
-            style: of the route.
-            asked: the header that the client sent; None: it sent none.
-            exchange: has the miss once it is known.
-            send: takes the answer.
-        """
+        """`asked` is the client's header, if any; `exchange` gets the miss later."""
         self._style, self._asked, self._exchange, self._send = style, asked, exchange, send
         self._start: Message | None = None  # until it is sent
         self._writer: UsageWriter | None = None
 
     async def send(self, message: Message) -> None:
-        """Takes a message of the application's."""
+        """Sends a message of the application, with the report added."""
         if message["type"] == "http.response.start":
             self._start = message
             return
         if self._start is not None and self._writer is None:
-            self._look(self._start)
+            self._add_header(self._start)
         if (writer := self._writer) is not None:
             last = not message.get("more_body")
             message = {**message, "body": writer.write(message.get("body", b""), last)}
@@ -85,8 +76,8 @@ class _Answer:
             self._start = None
         await self._send(message)
 
-    def _look(self, start: Message) -> None:
-        """Puts what is known of the miss into the start, and has the usage say it if it shall."""
+    def _add_header(self, start: Message) -> None:
+        """Adds a known miss to the headers, and rewrites the usage if the client asked for it."""
         headers = MutableHeaders(raw=list(start.get("headers", ())))
         if (miss := self._exchange.miss) is not None:
             headers[NAME] = value(miss, (self._asked or "").strip().lower() == "text")
@@ -97,12 +88,7 @@ class _Answer:
 
 
 def value(miss: Miss, with_text: bool = False) -> str:
-    """The header's value.
-
-    Args:
-        miss: of the prompt.
-        with_text: whether to say what differs, in display strings of 80 characters at most.
-    """
+    """Returns the header's value; `with_text` adds both texts, up to 80 characters each."""
     parts = [miss.cause, f"cached={miss.cached}", f"lost={miss.lost}"]
     parts += [f"token={miss.token}"] * (miss.token is not None)
     parts += [f"message={miss.message}"] * (miss.message is not None)
@@ -114,13 +100,13 @@ def value(miss: Miss, with_text: bool = False) -> str:
 
 
 def _style(scope: Scope) -> Style | None:
-    """The style of a request that generates; None: it is another."""
+    """Returns a generation request's style; None for other requests."""
     match = routes.find(scope["method"], scope["path"]) if scope["type"] == "http" else None
     return None if match is None else match.route.style
 
 
 def _display(text: str) -> str:
-    """The inside of a display string: all but letters of ASCII, and % and ", is escaped."""
+    """Escapes all but printable ASCII, and % and ", as in RFC 9651's display strings."""
     plain = range(0x20, 0x7F)
     return "".join(
         chr(byte) if byte in plain and chr(byte) not in '%"' else f"%{byte:02x}"
@@ -129,5 +115,5 @@ def _display(text: str) -> str:
 
 
 def _ascii(text: str) -> str:
-    """The inside of a string: a role is a word."""
+    # Roles are words, so dropping other characters is simpler than escaping them.
     return "".join(char for char in text if char.isascii() and (char.isalnum() or char in "_-"))

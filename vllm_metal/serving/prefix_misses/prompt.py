@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt as it is remembered: its tokens, and fingerprints of the messages it was made of."""
+"""Prompt: tokens, and fingerprints of the messages that were rendered into them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-#: The type code of arrays of tokens: 32 bits. Python makes one of a list five times as fast as of
-#: the signed type "i", and tokens are never negative.
+#: Type code of token arrays, 32 bits. Converting a list is five times as fast as with the signed
+#: type "i", and tokens are never negative.
 TOKEN = "I"
 
 
 class Message(NamedTuple):
-    """One of a conversation. Its text is not kept."""
+    """A message of a conversation, without its text."""
 
     role: str
     fingerprint: int
@@ -22,10 +22,10 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a client asked, as the engine gets it."""
+    """A prompt as the engine gets it."""
 
-    tokens: array[int]  # of TOKEN
-    messages: tuple[Message, ...] = ()  # none of a plain text
+    tokens: array[int]  # of type TOKEN
+    messages: tuple[Message, ...] = ()  # none for plain text
     tools: tuple[int, ...] = ()  # fingerprints of their definitions, in order
 
     @staticmethod
@@ -34,13 +34,7 @@ class Prompt:
         messages: Sequence[Any] = (),
         tools: Sequence[Any] = (),
     ) -> Prompt:
-        """Takes fingerprints of what a prompt was made of.
-
-        Args:
-            tokens: that a template made of the rest.
-            messages: JSON objects, each with a "role".
-            tools: JSON objects.
-        """
+        """Makes a prompt from its tokens and the JSON messages and tools rendered into them."""
         found = (Message(_role(message), _fingerprint(message)) for message in messages)
         return Prompt(array(TOKEN, tokens), tuple(found), tuple(map(_fingerprint, tools)))
 
@@ -50,10 +44,7 @@ def _role(message: Any) -> str:
 
 
 def _fingerprint(value: Any) -> int:
-    """A number, the same for the same JSON value in this process.
-
-    Python's hash of a text is fast, and another in each process, so that it tells nothing of it.
-    """
+    # Python's string hash is fast, and salted per process, so it does not reveal the text.
     if isinstance(value, str):
         return hash(value)
     if isinstance(value, Mapping):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remembers the last prompts of one owner, and finds the one that a new prompt begins like.
+"""Remembers the last prompts of one owner, and finds the one with the longest common prefix.
 
-Prompts that begin alike share what they have in common: a tree of chunks, found by their bytes. So
-a turn of a long conversation costs the hashes of its chunks, and the memory of what is new.
+Prompts are stored as a tree of chunks, keyed by their bytes, so that they share common prefixes: a
+turn of a long conversation costs the hashes of its chunks, and memory only for new ones.
 """
 
 from __future__ import annotations
@@ -15,59 +15,54 @@ import numpy as np
 
 from vllm_metal.serving.prefix_misses.prompt import TOKEN, Prompt
 
-#: Tokens of a chunk.
+#: Tokens per chunk.
 CHUNK = 512
-_SIZE = array(TOKEN).itemsize  # bytes of a token
+_SIZE = array(TOKEN).itemsize  # bytes per token
 
 
 @dataclass(eq=False, slots=True)
 class _Chunk:
-    """Tokens of prompts, behind those of `parent`."""
-
     tokens: bytes
-    parent: _Chunk | None
+    parent: _Chunk | None  # the tokens before; None for the root
     following: dict[bytes, _Chunk] = field(default_factory=dict)  # by their tokens
-    newest: int = 0  # number of the last prompt that goes through here
+    newest: int = 0  # number of the newest prompt that contains this chunk
 
 
 @dataclass(eq=False)
 class Remembered:
-    """A prompt of before."""
+    """An earlier prompt."""
 
     prompt: Prompt  # without its tokens
     num_tokens: int
     first: _Chunk
     last: _Chunk
-    answered: bool = False  # whether its K/V are there, as its first token is
+    answered: bool = False  # whether it has its first token, so that its K/V are computed
 
     def tokens(self, first: int, end: int) -> list[int]:
-        """The tokens from place `first` to `end`, or to the last."""
+        """Returns the tokens from index `first` to `end`, or to the last."""
         chunks, chunk = [], self.last
-        place = self.num_tokens
-        while place > first and chunk.parent is not None:
+        start = self.num_tokens
+        while start > first and chunk.parent is not None:
             chunks.append(chunk.tokens)
-            place -= len(chunk.tokens) // _SIZE
+            start -= len(chunk.tokens) // _SIZE
             chunk = chunk.parent
         found = array(TOKEN, b"".join(reversed(chunks)))
-        return found[first - place : end - place].tolist()
+        return found[first - start : end - start].tolist()
 
 
 @dataclass(frozen=True)
 class Closest:
-    """What of a new prompt was asked before."""
+    """The earlier prompt that is most similar to a new one."""
 
     before: Remembered
-    common: int  # tokens from the beginning on
+    common: int  # tokens of the common prefix
 
 
 class RecentPrompts:
-    """Not thread-safe."""
+    """The last prompts of one owner. Not thread-safe."""
 
     def __init__(self, most: int) -> None:
-        """
-        Args:
-            most: prompts that are remembered; the one that came first makes room.
-        """
+        """Beyond `most` prompts, the oldest is forgotten."""
         self._most = most
         self._root = _Chunk(b"", None)
         self._prompts: dict[int, Remembered] = {}
@@ -78,15 +73,13 @@ class RecentPrompts:
         return len(self._prompts)
 
     def has_prefix(self, prompt: Prompt) -> bool:
-        """Whether one has the first chunk of this one."""
+        """Returns whether a remembered prompt has the same first chunk."""
         return prompt.tokens[:CHUNK].tobytes() in self._root.following
 
     def add(self, prompt: Prompt) -> tuple[Remembered, Closest | None]:
-        """Remembers a prompt.
+        """Remembers a prompt; returns it and the closest earlier one.
 
-        Returns:
-            It, and the one before it that it begins like; None: no prompt has its first token, nor
-            any of its messages.
+        The latter is None if no prompt has the same first token or any equal message.
         """
         chunk, rest = self._root, list[bytes]()
         chunks = _chunks(prompt.tokens)
@@ -111,28 +104,24 @@ class RecentPrompts:
         return remembered, closest
 
     def forget(self) -> None:
-        """Forgets the prompt that came first."""
+        """Forgets the oldest prompt."""
         number = next(iter(self._prompts))
         chunk = self._prompts.pop(number).last
-        while chunk.parent is not None and chunk.newest == number:  # others came later
+        while chunk.parent is not None and chunk.newest == number:  # else a newer prompt has it
             del chunk.parent.following[chunk.tokens]
             self.nbytes -= len(chunk.tokens)
             chunk = chunk.parent
 
     def _closest(self, prompt: Prompt, chunk: _Chunk, rest: Sequence[bytes]) -> Closest | None:
-        """
-        Args:
-            prompt: that is new.
-            chunk: the last one that other prompts have, too.
-            rest: of the prompt, behind it.
-        """
+        """`chunk` is the last one shared with other prompts, `rest` the chunks after it."""
         common = len(prompt.tokens) - sum(map(len, rest)) // _SIZE
         if not common:
             return self._by_messages(prompt, rest)
         newest = chunk.newest
         if rest:
             counts = {
-                each.newest: _alike(each.tokens, rest[0]) for each in chunk.following.values()
+                each.newest: _count_common(each.tokens, rest[0])
+                for each in chunk.following.values()
             }
             most = max(counts.values(), default=0)
             if most:
@@ -141,27 +130,29 @@ class RecentPrompts:
         return Closest(self._prompts[newest], common)
 
     def _by_messages(self, prompt: Prompt, rest: Sequence[bytes]) -> Closest | None:
-        """Where not even a chunk is the same: a first line may have changed, and nothing else."""
+        """Finds the prompt with most equal messages, then the longest prefix, then the newest."""
+        # Used if not even a chunk is shared: perhaps only the first line has changed.
         if not rest:
             return None
-        counts = {each: _alike(each.tokens, rest[0]) for each in self._root.following.values()}
+        counts = {
+            each: _count_common(each.tokens, rest[0]) for each in self._root.following.values()
+        }
         messages, best = set(prompt.messages), (0, 0, 0)
         for number, other in self._prompts.items():
             shared = len(messages.intersection(other.prompt.messages))
             best = max(best, (shared, counts.get(other.first, 0), number))
-        *alike, number = best
-        return Closest(self._prompts[number], alike[1]) if any(alike) else None
+        *similarity, number = best
+        return Closest(self._prompts[number], similarity[1]) if any(similarity) else None
 
 
 def _chunks(tokens: array[int]) -> Iterator[bytes]:
-    """The last one may be shorter."""
     whole = tokens.tobytes()
     for first in range(0, len(whole), CHUNK * _SIZE):
         yield whole[first : first + CHUNK * _SIZE]
 
 
-def _alike(one: bytes, other: bytes) -> int:
-    """How many tokens both begin with."""
+def _count_common(one: bytes, other: bytes) -> int:
+    """Returns the number of tokens in the common prefix."""
     shorter = min(len(one), len(other)) // _SIZE
     same = np.frombuffer(one, TOKEN, shorter) == np.frombuffer(other, TOKEN, shorter)
     return shorter if same.all() else int(same.argmin())

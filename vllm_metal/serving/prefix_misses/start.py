@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has a server say why prompts were not found in its prefix cache, and take out what changes."""
+"""Enables explanations of prefix-cache misses, and normalization of prompts, in a server."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ if TYPE_CHECKING:
 
 
 def around(app: ASGIApp, state: Any) -> ASGIApp:
-    """The application with the header on its answers, whose engine's prompts are watched.
+    """Wraps vLLM's application to explain prefix-cache misses, as far as its settings ask for it.
 
-    Args:
-        app: vLLM's, with its middlewares.
-        state: that vLLM gave it.
+    Without an engine, as for a server that only renders prompts, nothing changes.
     """
     if (engine := state.engine_client) is None:
         return app

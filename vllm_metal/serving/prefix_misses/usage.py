@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the report of a miss into an answer's usage, for a client that asked for it.
+"""Adds the report of a miss to a response's usage, for clients that request it.
 
     "usage": {..., "prompt_tokens_details": {"prefix_cache_miss": {"cause": "date", "lost": 5120}}}
 
-The report is put into the answer as vLLM wrote it: no client gets a field that it did not ask for,
-and no answer is kept with one.
+The report is added to the response that vLLM wrote: no other client gets the field, and no cached
+response contains it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_metal.serving.prefix_misses.watch import Exchange
 from vllm_metal.serving.routes import Style
 
 NAME = "prefix_cache_miss"
-#: What has details of a prompt, in a usage; None: the usage itself.
+#: Key of a usage's prompt details; None: the report goes into the usage itself.
 _DETAILS: Mapping[Style, str | None] = MappingProxyType(
     {
         "chat": "prompt_tokens_details",
@@ -28,13 +28,13 @@ _DETAILS: Mapping[Style, str | None] = MappingProxyType(
         "messages": None,
     }
 )
-#: What has the usage: an answer or a chunk itself, or the part of an event with the answer.
+#: Keys of events that contain the response, and with it the usage.
 _PARTS = ("response", "message")
-_END = b"\n\n"  # of an event
+_END = b"\n\n"  # ends an event
 
 
 def report(miss: Miss) -> dict[str, str | int]:
-    """The report as a JSON object, without the texts and what is not known."""
+    """Returns the report as a JSON object, without texts and unknown values."""
     parts = {
         "cause": miss.cause,
         "cached": miss.cached,
@@ -47,26 +47,15 @@ def report(miss: Miss) -> dict[str, str | int]:
 
 
 class UsageWriter:
-    """Takes the body of one answer in pieces, and returns what the client gets."""
+    """Rewrites the body of one response: a stream of events if `streamed`, else a JSON object."""
 
     def __init__(self, style: Style, exchange: Exchange, streamed: bool) -> None:
-        """
-        Args:
-            style: of the route.
-            exchange: has the miss once it is known: behind the first events of a response.
-            streamed: whether the body is a stream of events; else it is one JSON object.
-        """
         self._details, self._exchange = _DETAILS[style], exchange
         self.streamed = streamed
         self._held = b""
 
     def write(self, piece: bytes, last: bool) -> bytes:
-        """What can be sent: whole events, or the whole object behind its last piece.
-
-        Args:
-            piece: of the body.
-            last: whether nothing comes behind it.
-        """
+        """Takes a piece of the body, and returns all whole events, or the whole object at last."""
         self._held += piece
         if last:
             end = len(self._held)
@@ -74,15 +63,16 @@ class UsageWriter:
             end = self._held.rfind(_END) + len(_END) if self.streamed and _END in self._held else 0
         ready, self._held = self._held[:end], self._held[end:]
         if not self.streamed:
-            return self._told(ready)
+            return self._with_report(ready)
         return b"\n".join(map(self._line, ready.split(b"\n")))
 
     def _line(self, line: bytes) -> bytes:
         field, colon, value = line.partition(b": ")
-        return field + colon + self._told(value) if field == b"data" else line
+        return field + colon + self._with_report(value) if field == b"data" else line
 
-    def _told(self, text: bytes) -> bytes:
-        """The JSON object with the report in it; any other text as it is."""
+    def _with_report(self, text: bytes) -> bytes:
+        """Adds the report to a JSON object with a usage; returns any other text unchanged."""
+        # In the Responses API the miss is known only after the first events.
         miss = self._exchange.miss
         if miss is None or b'"usage"' not in text:
             return text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows a server's prompts from the template to their first token, and says what was missed."""
+"""Tracks a server's prompts from the template to their first token, and reports misses."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from vllm_metal.serving.prefix_misses.recent import Closest, RecentPrompts, Reme
 
 logger = init_logger(__name__)
 
-#: Prompts of one owner that are remembered, owners, and bytes of the tokens of all: 16 million.
+#: Limits: remembered prompts per owner, owners, and bytes of all their tokens (16 million tokens).
 PROMPTS, OWNERS, MOST_BYTES = 32, 256, 2**26
 
 
 @dataclass
 class Exchange:
-    """What an HTTP request's answer may say."""
+    """Result for one HTTP request."""
 
     miss: Miss | None = None
 
 
-#: Of the HTTP request that this task serves; None: it serves none that wants to know.
+#: Result for the HTTP request that the current task serves; None if it needs none.
 EXCHANGE: ContextVar[Exchange | None] = ContextVar("prefix_misses_exchange", default=None)
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt that the engine has got."""
+    """A prompt in the engine, until its first token."""
 
     prompt: Prompt
     remembered: Remembered
     closest: Closest | None
-    elsewhere: bool  # whether another owner's prompt begins like it
+    elsewhere: bool  # whether a prompt of another owner has the same first chunk
 
 
 class Watch:
-    """What is said of one engine's prompts. Not thread-safe: a server's loop calls it."""
+    """Explains misses of one engine's prompts. Belongs to the server's event loop."""
 
     def __init__(
         self,
@@ -57,12 +57,11 @@ class Watch:
     ) -> None:
         """
         Args:
-            decode: makes text of tokens.
-            lost: counts tokens, by cause.
-            block_size: tokens that are found together; None: the engine decides, as of hybrids, and
-                what it finds tells.
+            decode: detokenizes.
+            lost: counter of lost tokens, by cause.
+            block_size: tokens per block; None: unknown, as for hybrids, and inferred from hits.
             prompts: see PROMPTS.
-            most_bytes: see MOST_BYTES; the least recent owner's prompts make room.
+            most_bytes: see MOST_BYTES; prompts of the least recent owner are evicted.
         """
         self._decode, self._lost = decode, lost
         self._block_size, self._found = block_size, 0
@@ -71,7 +70,7 @@ class Watch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tokens that are remembered."""
+        """Bytes of all remembered tokens."""
         return sum(recent.nbytes for recent in self._owners.values())
 
     def asked(
@@ -81,12 +80,12 @@ class Watch:
         messages: Sequence[Any] = (),
         tools: Sequence[Any] = (),
     ) -> Question:
-        """Notes a prompt that goes to the engine.
+        """Remembers a prompt that goes to the engine.
 
         Args:
             tokens: of the prompt.
-            salt: the request's `cache_salt`, which says whose it is: nobody is told of another's.
-            messages: that a chat template made it of; none of a plain text.
+            salt: the request's `cache_salt`, its owner: prompts are compared within one owner only.
+            messages: rendered into the prompt by a chat template; none for plain text.
             tools: likewise.
         """
         prompt = Prompt.of(tokens, messages, tools)
@@ -99,23 +98,24 @@ class Watch:
         return Question(prompt, remembered, closest, elsewhere)
 
     def answered(self, question: Question, cached: int) -> None:
-        """Says what a prompt missed, once its first token is there: to the log, to /metrics, and to
-        whoever asked.
+        """Reports a prompt's miss, once it has its first token, to log, /metrics and client.
 
         Args:
             question: from `asked`.
-            cached: tokens that were found.
+            cached: tokens found in the prefix cache.
         """
         question.remembered.answered = True
+        # Hits are multiples of the block size, so their common divisor bounds an unknown one.
         self._found = gcd(self._found, cached)
         size = self._block_size or self._found or 1
         miss = explain(question.prompt, question.closest, cached, size, self._decode)
         if miss is None:
             return
-        told = miss
+        # Only /metrics gets "other_salt": a client must not learn of another owner's prompts.
+        counted = miss
         if miss.cause == "first_seen" and question.elsewhere:
-            told = replace(miss, cause="other_salt")
-        self._lost.labels(told.cause).inc(told.lost)
+            counted = replace(miss, cause="other_salt")
+        self._lost.labels(counted.cause).inc(counted.lost)
         if miss.cause != "first_seen":
             logger.info(
                 "%d tokens of a prompt were not found in the prefix cache, %d were: %s, from token "
