@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Response cache: answers exact repeats of a request without the engine."""
+"""Response cache: serves exact repeats of a request without the engine."""

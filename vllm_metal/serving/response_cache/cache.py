@@ -16,37 +16,36 @@ from vllm_metal.serving.response_cache.store import Store, StoreError
 
 logger = init_logger(__name__)
 
-_LEAVE_ALONE_S = 1.0  # a store that failed is not asked for so long, so that requests do not wait
+_BACKOFF_S = 1.0  # a failed store is not tried for this time, so that requests do not wait for it
 _T = TypeVar("_T")
 
 
 class NotKept(Exception):
-    """The first one's answer may not be given to others: an error, or one that was cut off."""
+    """The leader's response cannot be shared: it is an error, or was cut off."""
 
 
 class Abandoned(Exception):
-    """The first one went away before its answer was whole: one of the others asks instead."""
+    """The leader's client left before the response was complete: another request must lead."""
 
 
 class Coalesced:
-    """Requests of one key at one time: the first asks, the others wait for its answer.
+    """Joins equal requests in flight: the first leads, the others wait for its response.
 
-    It belongs to one event loop.
+    Belongs to one event loop.
     """
 
     def __init__(self) -> None:
         self._asked: dict[str, asyncio.Future[Entry]] = {}
 
     def join(self, key: str) -> asyncio.Future[Entry] | None:
-        """The answer that somebody has asked for; it may end with NotKept or Abandoned.
+        """Returns the leader's response in flight, which may raise NotKept or Abandoned.
 
-        Returns:
-            None: nobody has. The caller calls `lead`, and asks.
+        None if there is no leader: the caller must call `lead`.
         """
         return self._asked.get(key)
 
     def lead(self, key: str) -> Lead:
-        """Has others wait for what the caller asks for, until it says `end`, whatever happens."""
+        """Makes later requests wait for the caller, which must call `end`, even on failure."""
         self._asked[key] = asyncio.get_running_loop().create_future()
         return Lead(self._asked, key)
 
@@ -58,7 +57,7 @@ class Lead:
         self._asked, self._key, self._future = asked, key, asked[key]
 
     def end(self, outcome: Entry | Exception) -> None:
-        """Gives the outcome to all who wait; nothing the second time."""
+        """Gives the outcome to all waiting requests; a second call does nothing."""
         if self._future.done():
             return
         del self._asked[self._key]
@@ -66,11 +65,11 @@ class Lead:
             self._future.set_result(outcome)
         else:
             self._future.set_exception(outcome)
-            self._future.exception()  # nobody may be waiting, which is no mistake
+            self._future.exception()  # retrieved, as asyncio logs an error if nobody does
 
 
 class ResponseCache:
-    """Kept answers. A store that fails has none, and keeps none; that is said once."""
+    """Cached responses. A failing store is treated as empty, and logged once."""
 
     def __init__(
         self,
@@ -79,16 +78,9 @@ class ResponseCache:
         figures: Figures,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Asks nothing yet.
-
-        Args:
-            store: where they are.
-            secret: that binds an answer to its key.
-            figures: that count.
-            clock: seconds.
-        """
+        """`secret` signs responses with their keys; `clock` is in seconds."""
         self._store, self._secret, self._figures = store, secret, figures
-        # A full disk and a full Redis server still say what they have.
+        # Separate states: a full disk or a full Redis server can still be read.
         self._reading = _Access(
             "The response cache cannot be used (%s): every request is a miss until it can."
         )
@@ -99,24 +91,22 @@ class ResponseCache:
         self.coalesced = Coalesced()
 
     async def get(self, key: str, owner: str = "") -> Entry | None:
-        """The answer of a key; None: there is none, or nobody can say.
+        """Returns the response of a key; None if there is none, or the store fails.
 
-        Args:
-            key: of a request.
-            owner: the tenant's name; "" where there are no tenants.
+        `owner` is the tenant's name, "" without tenants.
         """
         sealed = await self._asked(self._reading, lambda: self._store.get(key, owner))
         return None if sealed is None else Entry.unseal(sealed, self._secret, key)
 
     async def keep(self, key: str, entry: Entry, owner: str = "") -> None:
-        """Keeps a complete answer; arguments as those of `get`."""
+        """Stores a complete response; arguments as in `get`."""
         if self._reading.is_left_alone(self._clock()):
             return
         sealed = entry.seal(self._secret, key)
         await self._asked(self._writing, lambda: self._store.put(key, sealed, owner))
 
     async def count_bytes(self) -> None:
-        """Brings the metric up to date, which other servers and commands change, too."""
+        """Updates the size metric from the store, which other servers and commands also change."""
         total = await self._asked(self._reading, self._store.num_bytes)
         if total is not None:
             self._figures.kept_bytes.set(total)
@@ -126,7 +116,7 @@ class ResponseCache:
         self._figures.kept_answers.labels(result).inc()
 
     async def close(self) -> None:
-        """Ends the store."""
+        """Closes the store."""
         await self._store.close()
 
     async def _asked(self, access: _Access, question: Callable[[], Awaitable[_T]]) -> _T | None:
@@ -142,21 +132,21 @@ class ResponseCache:
 
 
 class _Access:
-    """One way to use a store, and whether it works."""
+    """Whether reading or writing a store works, and when to try it again."""
 
     def __init__(self, complaint: str) -> None:
         self._complaint = complaint
-        self._ask_at: float | None = None  # None: it works
+        self._retry_at: float | None = None  # None: it works
 
     def is_left_alone(self, now: float) -> bool:
-        return self._ask_at is not None and now < self._ask_at
+        return self._retry_at is not None and now < self._retry_at
 
     def failed(self, error: StoreError, now: float) -> None:
-        if self._ask_at is None:
+        if self._retry_at is None:
             logger.warning(self._complaint, error)
-        self._ask_at = now + _LEAVE_ALONE_S
+        self._retry_at = now + _BACKOFF_S
 
     def worked(self) -> None:
-        if self._ask_at is not None:
+        if self._retry_at is not None:
             logger.info("The response cache can be used again.")
-        self._ask_at = None
+        self._retry_at = None

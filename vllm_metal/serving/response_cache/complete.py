@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which answers may be kept: complete ones; sends them whole or as a stream."""
+"""Decides whether a response is complete, so that it may be cached."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 from vllm_metal.serving.response_cache.entry import Entry
 from vllm_metal.serving.routes import Style
 
-#: How an answer ends that is complete. Left out are "abort" (a client, a time limit or the server's
-#: end) and "error"; and "repetition", which says that the text is not one to repeat.
+#: Finish reasons of complete responses. Excluded are "abort" (by a client, a deadline or the
+#: server's end), "error", and "repetition", which marks text that should not be repeated.
 _ENDS = ("stop", "length", "tool_calls")
 _MESSAGE_ENDS = ("end_turn", "max_tokens", "stop_sequence", "tool_use")
 _DONE = b"[DONE]"
 
 
 def is_complete(style: Style, entry: Entry) -> bool:
-    """Whether an answer has its end, and no error in it."""
+    """Returns whether a response has its end, and no error in it."""
     try:
         if entry.form == "whole":
             return _whole_is_complete(style, json.loads(entry.content))
         if style == "messages":
             return _messages_are_complete(entry.content)
         return _stream_is_complete(entry.content)
-    except (ValueError, LookupError, TypeError, AttributeError):  # nothing that vLLM sends
+    except (ValueError, LookupError, TypeError, AttributeError):  # not a format that vLLM sends
         return False
 
 
@@ -63,7 +63,7 @@ def _type(event: dict[str, Any], name: str) -> bool:
 
 
 def _data(stream: bytes) -> Iterable[bytes]:
-    """The data of each event; comments, which keep connections alive, have none."""
+    """Yields the data of each event, and skips comments, which keep connections alive."""
     for line in stream.split(b"\n"):
         if line.startswith(b"data: "):
             yield line[len(b"data: ") :]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry: an answer as it is kept."""
+"""Entry: a cached response, signed for a store."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _MAC_BYTES = 32
 
 @dataclass(frozen=True)
 class Entry:
-    """A complete answer with status 200."""
+    """A complete response with status 200."""
 
     form: Form
     content: bytes
 
     def seal(self, secret: bytes, key: str) -> bytes:
-        """Bytes for a store, bound to the key: an entry under another key is no answer."""
+        """Returns bytes for a store, with a MAC that is valid only for this key and content."""
         content = _MARKS[self.form] + self.content
         return _mac(secret, key, content) + content
 
     @staticmethod
     def unseal(sealed: bytes, secret: bytes, key: str) -> Entry | None:
-        """The entry in such bytes; None: they were not sealed with this secret for this key."""
+        """Reads bytes of `seal`; None if they were made with another secret or key."""
         mac, content = sealed[:_MAC_BYTES], sealed[_MAC_BYTES:]
         if not hmac.compare_digest(mac, _mac(secret, key, content)):
             return None

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the key of a kept answer, of all that two requests must have in common to share one.
+"""Computes cache keys: digests of all that must be equal for two requests to share a response.
 
-The key is a digest of the rendered prompt's tokens, of the body, of the model and its server, and
-of the tenant. A body's fields count unless they are listed as harmless, so one that nobody here has
-heard of counts.
+That is the rendered prompt's tokens, the body, the model and its server, and the tenant. All fields
+of the body count except those listed as harmless, so that unknown fields are safe.
 """
 
 from __future__ import annotations
@@ -18,40 +17,40 @@ from typing import Any, NamedTuple
 from vllm_metal.serving.fields import Fields
 from vllm_metal.serving.routes import Style
 
-#: They say who asks, how the answer is sent, or when it is computed; not what it is. Whether it is
-#: a stream, and what of its usage is in it, counts as vLLM reads it, not as it is written.
+#: Fields without effect on a response's content. Streaming and usage do affect its form; they count
+#: as parsed by vLLM, not as written.
 HARMLESS = ("stream", "stream_options", "user", "metadata", "request_id", "priority")
-#: vLLM's renderer, as a route has it: each prompt; None: the request is not a good one.
+#: vLLM's renderer by route; returns all prompts, or None if the request is invalid.
 Render = Callable[[Style, dict[str, Any]], Awaitable["list[Rendered] | None"]]
 
 
 class Rendered(NamedTuple):
-    """A prompt, as the engine gets it."""
+    """A prompt as the engine gets it."""
 
     tokens: list[int]
-    #: vLLM's hashes of images and videos by their kind. What is behind an address may change.
+    #: vLLM's content hashes of images and videos, by kind, as the content behind a URL may change.
     media: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
 async def of_request(
     style: Style, fields: dict[str, Any], read: Fields, tenant: str, model: str, render: Render
 ) -> str | None:
-    """The key, as 64 hex digits; None: the request is not a good one, which the engine will say.
+    """Returns the key as 64 hex digits; None if the request is invalid, which vLLM will report.
 
     Args:
         style: of the route.
-        fields: of the body, as the client sent them.
-        read: what vLLM reads in them. The answer's form is part of it, as vLLM may say the same
-            otherwise in the other form.
-        tenant: the identity of who asks; "" where there are no tenants.
-        model: the fingerprint of model and server.
-        render: makes tokens of the prompt. Templates may have more in them than the body, such as
-            the date, so that the body alone does not tell.
+        fields: the client's body.
+        read: the body as parsed by vLLM.
+        tenant: the tenant's identity; "" without tenants.
+        model: fingerprint of model and server.
+        render: see `Render`.
     """
+    # The tokens count as well as the body: templates may add more, such as the date.
     prompts = await render(style, fields)
     if prompts is None:
         return None
     counted = {name: value for name, value in fields.items() if name not in HARMLESS}
+    # Form counts, too: vLLM may write the same response differently in a stream.
     counted["stream"] = [read.stream, read.usage, read.every_usage]
     facts = {"tenant": tenant, "model": model, "style": style, "fields": counted}
     made = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())

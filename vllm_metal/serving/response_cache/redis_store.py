@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers in a Redis server, for several servers of one model."""
+"""Cached responses in Redis, shared by several servers of one model."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any, TypeVar
 from vllm_metal.serving.response_cache.store import StoreError
 from vllm_metal.settings import local_network
 
-#: Braces: in a cluster, all keys have to be in one slot for a script to use them.
+#: The braces put all keys in one slot of a cluster, which scripts with several keys require.
 _PREFIX = "{vllm-metal}:answers"
-WAIT_S = 1.0  # for a reply, and for a loop that a herd keeps busy; after it, for no answer
-CONNECT_S = 1.0  # once for many answers, of a loop that a herd keeps busy
-#: Connections at most; who finds none free waits for one.
+#: Timeout of a reply. It includes waits for this process's event loop, busy under many requests.
+WAIT_S = 1.0
+CONNECT_S = 1.0  # timeout of a connection, which serves many replies
+#: Most connections, and the wait for a free one.
 _CONNECTIONS, _QUEUE_S = 16, 5.0
-BATCH = 1000  # values that a command removes at once; other requests wait for milliseconds
-#: Of both scripts. KEYS: the index, the total. ARGV[1]: what values' keys begin with. The index has
-#: every key with its size and its owner, by the time of its end. What somebody else has put in the
-#: place of either is removed. Lua counts to 15 digits.
+BATCH = 1000  # values removed per command, which blocks other clients for milliseconds
+#: Start of both scripts. KEYS: the index, the total. ARGV[1]: prefix of the values' keys. The index
+#: is a sorted set of each value's key, size and owner, by expiry. Keys of another type, which
+#: somebody else wrote, are removed. Lua's numbers are exact to 15 digits.
 _COMMON = """
 local function only(name, kind)
     local found = redis.call('TYPE', name).ok
@@ -53,9 +54,9 @@ if not string.match(known, '^%d+$') or #known > 15 then
     redis.call('SET', KEYS[2], total)
 end
 """
-#: Keeps a value, and makes room for it. Redis removes values whose time is over by itself, so they
-#: leave the index first.
-#: KEYS[3]: the value's. ARGV[2] and on: value, now and end in ms, size, most bytes, owner.
+#: Stores a value and evicts others. Redis itself removes expired values, so their index entries are
+#: removed first.
+#: KEYS[3]: the value's key. ARGV[2] to [7]: value, now and expiry in ms, size, most bytes, owner.
 _PUT = (
     _COMMON
     + """
@@ -80,7 +81,7 @@ local added = redis.call('ZADD', KEYS[1], ARGV[4], name .. ':' .. ARGV[5] .. ':'
 if added == 0 then redis.call('DECRBY', KEYS[2], ARGV[5]) end
 """
 )
-#: Removes members of the index. ARGV[2] and on: these.
+#: Removes the members ARGV[2] and following from the index.
 _FORGET = (
     _COMMON
     + """
@@ -90,31 +91,24 @@ forget(gone)
 if redis.call('ZCARD', KEYS[1]) == 0 then redis.call('SET', KEYS[2], 0) end
 """
 )
-#: The index, and the total.
+#: Keys of the index and the total.
 _SHARED = [f"{_PREFIX}-index", f"{_PREFIX}-total"]
 _T = TypeVar("_T")
 
 
 class _OtherType(Exception):
-    """Somebody else has put something of another type under a key."""
+    """A key has a value of another type, which somebody else wrote."""
 
 
 class RedisStore:
-    """A store in a Redis server.
-
-    The answers that end first make room, which are the oldest where all are kept equally long.
-    """
+    """A store in a Redis server. Evicts what expires first, which is the oldest with one TTL."""
 
     def __init__(
         self, url: str, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.time
     ) -> None:
-        """Connects when it is first needed.
+        """Connects on first use to `url`, a redis://, rediss:// or unix:// address.
 
-        Args:
-            url: redis://, rediss:// or unix://.
-            max_bytes: of all values.
-            ttl_s: seconds that an answer is kept.
-            clock: seconds since 1970.
+        `max_bytes` limits all values together; `clock` returns seconds since 1970.
         """
         from redis import asyncio as client
         from redis.exceptions import RedisError
@@ -150,11 +144,11 @@ class RedisStore:
         await self._asked(self._put(keys=[*_SHARED, f"{_PREFIX}:{owner}:{key}"], args=arguments))
 
     async def purge(self, owner: str | None = None) -> int:
-        """The values first, also those that are in no index, so that no server finds them."""
+        # Values first, even those missing in the index, so that no server finds them any more.
         number = 0
         await self._asked(self._forget(keys=_SHARED, args=[_PREFIX]))
-        whose = "*" if owner is None else owner
-        values = {"match": f"{_PREFIX}:{whose}:*", "count": BATCH}
+        owners = "*" if owner is None else owner
+        values = {"match": f"{_PREFIX}:{owners}:*", "count": BATCH}
         async for found in self._all(lambda cursor: self._redis.scan(cursor, **values)):
             number += await self._asked(self._redis.unlink(*found))
         index = {"match": None if owner is None else f"*:{owner}", "count": BATCH}
@@ -168,7 +162,7 @@ class RedisStore:
             found = bytes(await self._asked(self._redis.get(_SHARED[1])) or b"0")
         except _OtherType:
             return 0
-        return int(found) if found.isdigit() else 0  # the next `put` counts anew
+        return int(found) if found.isdigit() else 0  # the next `put` recounts
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -176,7 +170,7 @@ class RedisStore:
     async def _all(
         self, ask: Callable[[int], Awaitable[tuple[int, list[Any]]]]
     ) -> AsyncIterator[list[Any]]:
-        """What a cursor of Redis's finds, in parts."""
+        """Yields the results of a Redis cursor in batches."""
         cursor = 0
         while True:
             cursor, found = await self._asked(ask(cursor))

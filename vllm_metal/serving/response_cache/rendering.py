@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts as vLLM's own renderer makes them, and what else an answer depends on.
+"""Renders prompts with vLLM's own renderer, and fingerprints all else that a response depends on.
 
-It is the renderer behind vLLM's routes `/v1/chat/completions/render` and its like, so that its
-tokens are those that the engine gets.
+The renderer is that of vLLM's route `/v1/chat/completions/render` and the like, so its tokens are
+those that the engine gets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm_metal.serving.response_cache.key import Render, Rendered
 from vllm_metal.serving.routes import Style
 from vllm_metal.settings import envs
 
-#: Arguments of `vllm serve` that say where and how it listens, or what it prints.
+#: Arguments of `vllm serve` without effect on responses: they control listening and logging.
 _NO_PART = (
     *("host", "port", "uds", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"),
     *("ssl_ciphers", "enable_ssl_refresh", "root_path", "middleware", "api_key", "config"),
@@ -34,18 +34,17 @@ _NO_PART = (
     *("enable_log_deltas", "disable_log_stats", "log_error_stack", "dispatch_function"),
     *("subparser", "model_tag", "headless", "api_server_count", "grpc", "grpc_port"),
 )
-#: Packages from which text is made, tokens are made, images are read, or grammars are held, beside
-#: vLLM.
+#: Packages besides vLLM that produce text or tokens, read images, or enforce grammars.
 _PACKAGES = (
     *("mlx", "mlx-lm", "transformers", "tokenizers", "jinja2", "mistral_common", "tiktoken"),
     *("mlx-vlm", "pillow", "torchvision"),
     *("xgrammar", "llguidance", "outlines_core", "lm-format-enforcer", "openai_harmony"),
 )
-#: Arguments that name files of Python code.
+#: Arguments that name Python files.
 _PLUGIN_FILES = ("tool_parser_plugin", "reasoning_parser_plugin")
-#: Files beside the weights from which text is made of tokens, and tokens of text.
+#: Files of the tokenizer, the chat template and the configuration.
 _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
-#: What each route takes, and the renderer's method for it.
+#: Request class of each route, and the renderer's method for it.
 _REQUESTS: dict[Style, tuple[type[BaseModel], str]] = {
     "chat": (ChatCompletionRequest, "render_chat_request"),
     "completion": (CompletionRequest, "render_completion_request"),
@@ -54,28 +53,24 @@ _REQUESTS: dict[Style, tuple[type[BaseModel], str]] = {
 
 
 def renderer(state: Any) -> Render:
-    """How to make tokens of prompts.
-
-    Args:
-        state: of vLLM's application.
-    """
+    """Returns the renderer in the state of vLLM's application."""
 
     async def render(style: Style, fields: dict[str, Any]) -> list[Rendered] | None:
         model, name = _REQUESTS[style]
         serving = state.serving_render
-        copy = json.loads(json.dumps(fields))  # vLLM's models change what they are given
-        copy["mm_payload"] = "none"  # of images the hashes alone
+        copy = json.loads(json.dumps(fields))  # vLLM's request classes change their input
+        copy["mm_payload"] = "none"  # only hashes of images are needed
         try:
-            # Images are read again for the answer, which has the request's own count.
+            # Images are read again for the response, and then count against the request's limit.
             with media_loading.MEMORY.request():
                 made = await getattr(serving, name)(model.model_validate(copy))
-        except Exception:  # of pydantic, of a template: vLLM's own answer will say what is wrong
+        except Exception:  # of pydantic or a template: vLLM's own response will state the error
             return None
         prompts = made if isinstance(made, list) else [made]
         if not prompts or any(isinstance(prompt, ErrorResponse) for prompt in prompts):
             return None
         if fields.get("model") in list(serving.models.lora_requests):
-            return None  # an adapter may be replaced under its name
+            return None  # the adapter may be replaced by another with the same name
         return [
             Rendered(prompt.token_ids, prompt.features.mm_hashes if prompt.features else {})
             for prompt in prompts
@@ -85,16 +80,10 @@ def renderer(state: Any) -> Render:
 
 
 def fingerprint(state: Any, memo: Path | None) -> str:
-    """Returns a digest of the model and of all settings that answers depend on, as 32 hex digits.
+    """Returns a digest of the model and of all settings that affect responses, as 32 hex digits.
 
-    It reads the weights once, which takes seconds to a minute; `weights_digest` remembers them.
-
-    Args:
-        state: of vLLM's application.
-        memo: the file that remembers digests; None: nothing is remembered.
-
-    Raises:
-        OSError: a file cannot be read.
+    It reads all weights, which takes seconds to a minute, unless `memo`, a file, has their digest.
+    Raises OSError if a file cannot be read. `state` is that of vLLM's application.
     """
     config = state.engine_client.vllm_config
     model = config.model_config
@@ -115,7 +104,6 @@ def fingerprint(state: Any, memo: Path | None) -> str:
 
 
 def _files(*folders: Path) -> str:
-    """The digest of the small files in folders."""
     return facts.of_files(
         {
             (path, folder)
@@ -128,7 +116,7 @@ def _files(*folders: Path) -> str:
 
 
 def _plugins(arguments: Any) -> str:
-    """The digest of the files of code that arguments name: parsers and logits processors."""
+    """Returns the digest of Python files that arguments name: parsers and logits processors."""
     paths = [getattr(arguments, name, None) for name in _PLUGIN_FILES]
     for processor in getattr(arguments, "logits_processors", None) or ():
         module = str(processor).partition(":")[0] if isinstance(processor, str) else None

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers in a SQLite file, which a server's death at any time leaves whole.
+"""Cached responses in a SQLite file, which survives crashes.
 
-It is in WAL mode with synchronous=NORMAL: after a crash of the process every commit is there, after
-one of the machine the last ones may be missing, and the file is never damaged
-(sqlite.org/pragma.html#pragma_synchronous). What else damages or removes it, it is made anew.
-Several servers may share the folder.
+In WAL mode with synchronous=NORMAL, a crash of the process loses no commit; a crash of the machine
+may lose the last ones, but does not corrupt the file (sqlite.org/pragma.html#pragma_synchronous).
+If the file is damaged or removed otherwise, it is created anew. Several servers may share a folder.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from typing import TypeVar
 from vllm_metal.serving.response_cache.store import StoreError
 
 FILE = "answers.sqlite3"
-BUSY_S = 0.25  # that another server's write may take
+BUSY_S = 0.25  # wait for another server's write
 _RETRY_S = 0.005
-_TOUCH_S = 60.0  # a hit is written down so often, else every one would write
-#: Of the schema below. A file of another one is made anew.
+_TOUCH_S = 60.0  # a row's last use is updated at most this often, as each update is a write
+#: Version of the schema below; a file with another version is created anew.
 _VERSION = 2
-_WAL_PAGES = 256  # that wait beside the file to be written into it: 1 MB
-_SPARE_PAGES = 4  # that a row may add to the indices
-#: What a row takes beside its value: its key, its numbers, and its places in three indices.
+_WAL_PAGES = 256  # pages in the write-ahead log before a checkpoint: 1 MB
+_SPARE_PAGES = 4  # pages that a row may add to the indices
+#: Bytes of a row without its value: key, numbers, and entries in three indices.
 _ROW_BYTES = 200
 _SCHEMA = (
     """CREATE TABLE IF NOT EXISTS answers (
@@ -44,25 +43,21 @@ _T = TypeVar("_T")
 
 
 class SqliteStore:
-    """A store in a folder. SQLite works in a thread of its own, one call at a time."""
+    """A store in a folder. SQLite runs in its own thread, one call at a time."""
 
     def __init__(
         self, folder: Path, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.time
     ) -> None:
-        """Opens the file when it is first needed.
+        """Opens the file on first use; creates `folder`, for its owner only, if it is missing.
 
-        Args:
-            folder: made where there is none, for its owner alone.
-            max_bytes: of the file's pages that are in use.
-            ttl_s: seconds that an answer is kept.
-            clock: seconds since 1970.
+        `max_bytes` limits the pages in use; `clock` returns seconds since 1970.
         """
         self._folder, self._max_bytes, self._ttl_s = folder, max_bytes, ttl_s
         self._path = folder / FILE
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, "response-cache")
         self._opened: sqlite3.Connection | None = None
-        self._file: tuple[int, int] | None = None  # which file is open
+        self._file: tuple[int, int] | None = None  # identity of the open file
 
     async def get(self, key: str, owner: str = "") -> bytes | None:
         return await self._in_thread(lambda: self._get(bytes.fromhex(key), owner))
@@ -89,7 +84,7 @@ class SqliteStore:
                 except sqlite3.DatabaseError as error:
                     if not _is_damage(error):
                         raise
-                    self._make_anew(error)
+                    self._recreate(error)
                     return work()
             except (sqlite3.Error, OSError) as error:
                 raise StoreError(f"{self._path}: {error}") from error
@@ -108,7 +103,7 @@ class SqliteStore:
         if not isinstance(value, bytes) or not isinstance(used, float):
             raise sqlite3.DatabaseError("a row has other types than were written")
         if now - used >= _TOUCH_S:
-            with contextlib.suppress(sqlite3.OperationalError):  # a full disk: it can still read
+            with contextlib.suppress(sqlite3.OperationalError):  # reads work on a full disk
                 database.execute("UPDATE answers SET used = ? WHERE key = ?", (now, key))
         return value
 
@@ -118,9 +113,9 @@ class SqliteStore:
         size = _whole_pages(len(value) + _ROW_BYTES, page) + _SPARE_PAGES * page
         if size > self._max_bytes:
             return
-        with database:  # all of it, or nothing
+        with database:  # one transaction
             database.execute(_BEGIN)
-            # Not REPLACE: a damaged index is noticed by what it lets through twice.
+            # Not REPLACE: if a damaged index misses a row here, the INSERT below fails.
             database.execute("DELETE FROM answers WHERE key = ? OR expires <= ?", (key, now))
             self._make_room(size)
             database.execute(
@@ -129,7 +124,7 @@ class SqliteStore:
             )
 
     def _purge(self, owner: str | None) -> int:
-        if not self._path.exists():  # a command does not make what would then be its user's
+        if not self._path.exists():  # a command must not create a file of its user
             return 0
         database = self._database()
         with database:
@@ -142,10 +137,8 @@ class SqliteStore:
         return removed
 
     def _make_room(self, size: int) -> None:
-        """Removes the answers that were used least recently, until `size` bytes more fit in.
-
-        A page is free when all its rows have gone, so it is asked again.
-        """
+        """Removes the least recently used rows until `size` bytes more fit."""
+        # Checked repeatedly: a page becomes free only when all of its rows are gone.
         database = self._database()
         while (excess := self._num_bytes() + size - self._max_bytes) > 0:
             gone = []
@@ -161,7 +154,7 @@ class SqliteStore:
             database.executemany("DELETE FROM answers WHERE rowid = ?", gone)
 
     def _num_bytes(self) -> int:
-        """Counts the bytes of the pages in use."""
+        """Returns the bytes of the pages in use."""
         database = self._database()
         pages, free = (
             database.execute(f"PRAGMA {name}").fetchone()[0]
@@ -173,7 +166,7 @@ class SqliteStore:
         return int(self._database().execute("PRAGMA page_size").fetchone()[0])
 
     def _database(self) -> sqlite3.Connection:
-        """The open file; another one where somebody has removed it or put another in its place."""
+        """Returns the open file; reopens it if it was removed or replaced."""
         if self._opened is not None and self._file != _identity(self._path):
             self._close()
         if self._opened is None:
@@ -183,8 +176,9 @@ class SqliteStore:
 
     def _open(self) -> sqlite3.Connection:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # SQLite's other files get its mode. A file that is there is not opened: closing it would
-        # let go of the locks that others in this process hold (sqlite.org/howtocorrupt.html, 2.2).
+        # Created here, as SQLite's other files inherit its mode. An existing file is not opened:
+        # closing it would release locks of this process's connections
+        # (sqlite.org/howtocorrupt.html, 2.2).
         with contextlib.suppress(FileExistsError):
             os.close(os.open(self._path, os.O_CREAT | os.O_EXCL, 0o600))
         database = sqlite3.connect(self._path, timeout=BUSY_S, isolation_level=None)
@@ -194,7 +188,7 @@ class SqliteStore:
             database.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
             database.execute(f"PRAGMA journal_size_limit = {_WAL_PAGES * 4096}")
             with database:
-                database.execute(_BEGIN)  # another server may open it at the same time
+                database.execute(_BEGIN)  # another server may create the tables at the same time
                 (version,) = database.execute("PRAGMA user_version").fetchone()
                 (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
                 if tables and version != _VERSION:
@@ -203,19 +197,19 @@ class SqliteStore:
                     database.execute(statement)
                 database.execute(f"PRAGMA user_version = {_VERSION}")
             if self._path.stat().st_size > self._max_bytes:
-                _shrink(database)  # it was allowed more before
+                _shrink(database)  # max_bytes was larger before
         except BaseException:
             database.close()
             raise
         return database
 
-    def _make_anew(self, error: sqlite3.DatabaseError) -> None:
-        """Removes the file, unless another server has done so."""
+    def _recreate(self, error: sqlite3.DatabaseError) -> None:
+        """Removes the damaged file, unless another server has done so."""
         opened = self._file if self._opened is not None else _identity(self._path)
         self._close()
         if opened is None or opened != _identity(self._path):
             return
-        # Imported here so that a command, which hardly comes here, answers at once.
+        # Imported here to keep commands fast, which rarely get here.
         from vllm.logger import init_logger
 
         init_logger(__name__).warning(
@@ -232,9 +226,8 @@ class SqliteStore:
 
 
 def _to_wal(database: sqlite3.Connection) -> None:
-    """Waits for another server that does the same, which SQLite itself does not (its source:
-    a busy handler is not called where two might wait for each other).
-    """
+    # SQLite does not wait for another server that does the same: its busy handler is not called
+    # where two connections could deadlock.
     end = time.monotonic() + BUSY_S
     while True:
         try:
@@ -247,14 +240,14 @@ def _to_wal(database: sqlite3.Connection) -> None:
 
 
 def _shrink(database: sqlite3.Connection) -> None:
-    """Gives free pages back, unless another server writes or the disk is full."""
+    """Returns free pages to the disk, unless another server writes or the disk is full."""
     with contextlib.suppress(sqlite3.OperationalError):
         database.execute("VACUUM")
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
-    """Whether a new file helps: not where the disk is full or another server writes."""
+    # A new file does not help if the disk is full or another server writes.
     if isinstance(error, sqlite3.ProgrammingError | sqlite3.NotSupportedError):
         return False
     if not isinstance(error, sqlite3.OperationalError):
@@ -263,7 +256,7 @@ def _is_damage(error: sqlite3.DatabaseError) -> bool:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Which file a path names; None: there is none."""
+    """Returns a file's device and inode; None if there is none."""
     try:
         found = path.stat()
     except OSError:
@@ -272,5 +265,5 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _whole_pages(size: int, page: int) -> int:
-    """Bytes of the pages that a row takes: small rows share one."""
+    """Returns the bytes of a row's pages; small rows share one."""
     return size if size < page // 4 else -(-size // page) * page

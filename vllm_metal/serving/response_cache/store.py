@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Store: where answers are kept."""
+"""Store: the interface to stores of cached responses."""
 
 from __future__ import annotations
 
@@ -7,29 +7,26 @@ from typing import Protocol
 
 
 class StoreError(Exception):
-    """The store cannot be asked now. The message has nothing of an entry in it."""
+    """The store is unavailable. The message must not contain data of an entry."""
 
 
 class Store(Protocol):
-    """Bytes by key, for a time, within a size. Every method but `close` may raise StoreError."""
+    """Bytes by key, with a TTL and a size limit. All methods but `close` may raise StoreError."""
 
     async def get(self, key: str, owner: str = "") -> bytes | None:
-        """What is kept for an owner under a key; None: nothing, or its time is over."""
+        """Returns an owner's value; None if there is none, or it has expired."""
 
     async def put(self, key: str, value: bytes, owner: str = "") -> None:
-        """Keeps a value, in the place of an older one; the least recently used ones make room.
+        """Stores a value, and evicts others to make room.
 
-        Args:
-            key: hex digits; different ones for different owners.
-            value: bytes.
-            owner: whose it is, without colons, for `purge`.
+        `key` is hex digits and differs between owners. `owner`, without colons, is for `purge`.
         """
 
     async def purge(self, owner: str | None = None) -> int:
-        """Removes what an owner has, or all; returns how many values."""
+        """Removes an owner's values, or all; returns their number."""
 
     async def num_bytes(self) -> int:
-        """Bytes of all that is kept."""
+        """Returns the bytes of all values."""
 
     async def close(self) -> None:
-        """Ends connections and threads; the store is not used any more."""
+        """Ends connections and threads."""

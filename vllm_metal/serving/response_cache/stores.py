@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What settings say of kept answers: the store, for a server and a command, and its secret."""
+"""Opens the store and the secret that the settings of the response cache name."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from vllm_metal.serving.config import ResponseCacheConfig
 from vllm_metal.serving.response_cache.store import Store, StoreError
 from vllm_metal.settings import secret_file
 
-SECRET_FILE = "secret"  # in the folder of the answers
+SECRET_FILE = "secret"  # in the store's folder
 
 
 def open_store(config: ResponseCacheConfig) -> Store:
-    """The store that a configuration names."""
-    if config.redis is not None:  # the package may not be installed where none is named
+    """Opens the configured store."""
+    if config.redis is not None:  # imported here, as the package redis is optional
         from vllm_metal.serving.response_cache.redis_store import RedisStore
 
         return RedisStore(config.redis, config.max_bytes, config.ttl_s)
@@ -26,20 +26,18 @@ def open_store(config: ResponseCacheConfig) -> Store:
 
 
 def secret_of(config: ResponseCacheConfig) -> bytes:
-    """The secret where there are no tenants: that of the settings, or one made at the first start.
+    """Returns the secret without tenants: the configured one, or one created at the first start.
 
-    Where none can be made, answers are kept under one that ends with this process.
-
-    Raises:
-        ValueError: as `secret_file.read`.
+    If it cannot be created, returns one for this process only. Raises ValueError as
+    `secret_file.read` does.
     """
     if config.secret is not None:
         return secret_file.read(config.secret, "[response_cache] secret")
-    assert config.path is not None  # with Redis, the settings have to name one
+    assert config.path is not None  # Redis without tenants requires `secret`
     try:
         return secret_file.read_or_make(config.path / SECRET_FILE, "[response_cache] path")
     except OSError as error:
-        # Imported here so that a command, which never comes here, answers at once.
+        # Imported here to keep commands fast, which never get here.
         from vllm.logger import init_logger
 
         init_logger(__name__).warning(
@@ -51,14 +49,9 @@ def secret_of(config: ResponseCacheConfig) -> bytes:
 
 
 def purge(config: ResponseCacheConfig, owner: str | None = None) -> int:
-    """Removes kept answers, while servers use the store; returns how many.
+    """Removes a tenant's cached responses, or all; returns their number.
 
-    Args:
-        config: names the store.
-        owner: a tenant; None: removes all.
-
-    Raises:
-        OSError: the store cannot be asked.
+    Safe while servers use the store. Raises OSError if the store is unavailable.
     """
 
     async def run() -> int:
