@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of vLLM's tool-call and reasoning parser, made of a model's own files."""
+"""Chooses vLLM's tool-call and reasoning parsers by a model's own files."""

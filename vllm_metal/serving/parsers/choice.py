@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the parsers of a model by its files, and says in words what was chosen and why."""
+"""Chooses a model's parsers by its files, and explains the choice."""
 
 from __future__ import annotations
 
@@ -13,28 +13,22 @@ from vllm_metal.settings.extras import pip_install
 
 TOOL_FLAGS = "--enable-auto-tool-choice --tool-call-parser"
 REASONING_FLAG = "--reasoning-parser"
-#: vLLM's parsers that read what a tokenizer's `response_template` says. It goes with no other.
+#: vLLM's parsers for a tokenizer's `response_template`. They must be used together.
 BY_TOKENIZER = Rule("hf")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Parsers for a model.
-
-    Attributes:
-        files: of the model.
-        tool, reasoning: the rules of the parsers that are chosen; None where none is.
-        left_out: rules that hold, and whose parsers cannot be chosen.
-    """
+    """Parsers for a model."""
 
     files: ModelFiles
-    tool: Rule | None
-    reasoning: Rule | None
-    left_out: tuple[Rule, ...] = ()
+    tool: Rule | None  # of the chosen parser, if any
+    reasoning: Rule | None  # of the chosen parser, if any
+    left_out: tuple[Rule, ...] = ()  # rules that match, but whose parsers cannot be used
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Arguments of `vllm serve` that state the choice."""
+        """Arguments of `vllm serve` for the choice."""
         found: list[str] = []
         if self.tool is not None:
             found += [*TOOL_FLAGS.split(), self.tool.parser]
@@ -43,17 +37,17 @@ class Choice:
         return tuple(found)
 
     def lines(self) -> Iterator[str]:
-        """All that there is to say, a sentence each; nothing of the model's texts is in it."""
+        """Yields the explanations, which contain no text of the model."""
         yield from filter(None, (self.of_tools, self.of_reasoning, self.of_sampling))
 
     @property
     def of_tools(self) -> str:
-        """What becomes of tool calls, and why."""
+        """Explains how tool calls are parsed."""
         template = self.files.template
         if self.tool is not None:
-            return _chosen(TOOL_FLAGS, self.tool, self.files)
+            return _explain_chosen(TOOL_FLAGS, self.tool, self.files)
         if (rule := self._left_out(TOOLS)) is not None:
-            return _left(TOOL_FLAGS, rule)
+            return _explain_left_out(TOOL_FLAGS, rule)
         if not template:
             return (
                 "The model's files have no chat template: chats need --chat-template FILE, and "
@@ -68,11 +62,11 @@ class Choice:
 
     @property
     def of_reasoning(self) -> str:
-        """What becomes of thoughts, and why; "" where the chat template speaks of none."""
+        """Explains how reasoning is parsed; "" if the chat template has none."""
         if self.reasoning is not None:
-            return _chosen(REASONING_FLAG, self.reasoning, self.files)
+            return _explain_chosen(REASONING_FLAG, self.reasoning, self.files)
         if (rule := self._left_out(REASONING)) is not None:
-            return _left(REASONING_FLAG, rule)
+            return _explain_left_out(REASONING_FLAG, rule)
         if "think" not in self.files.template:
             return ""
         return (
@@ -83,7 +77,7 @@ class Choice:
 
     @property
     def of_sampling(self) -> str:
-        """Defaults of requests, which vLLM takes from the model's files by itself."""
+        """Lists sampling defaults, which vLLM itself reads from the model's files."""
         if not (sampling := self.files.sampling):
             return ""
         named = ", ".join(f"{key} {value}" for key, value in sampling.items())
@@ -93,12 +87,12 @@ class Choice:
         return next((rule for rule in self.left_out if rule in rules), None)
 
 
-def _chosen(flags: str, rule: Rule, files: ModelFiles) -> str:
+def _explain_chosen(flags: str, rule: Rule, files: ModelFiles) -> str:
     errs = f" Known problem of this vLLM parser: it {rule.errs}." if rule.errs else ""
     return f"Chose {flags} {rule.parser}: {_why(rule, files)}.{errs}"
 
 
-def _left(flags: str, rule: Rule) -> str:
+def _explain_left_out(flags: str, rule: Rule) -> str:
     if rule.chosen:
         package = rule.module.replace("_", "-")
         return (
@@ -128,34 +122,35 @@ def _listed(parts: Sequence[str]) -> str:
 
 
 def choose(files: ModelFiles) -> Choice:
-    """The first rule that holds for each of the two parsers."""
+    """Chooses the first matching rule for each of the two parsers."""
     found = _first(TOOLS, files), _first(REASONING, files)
+    # Our rules come first: they are specific to what the chat template writes.
     if files.response_template and found == (None, None):
         return Choice(files, BY_TOKENIZER, BY_TOKENIZER)
-    tool, reasoning = (rule if rule and _can_be_chosen(rule) else None for rule in found)
-    left_out = tuple(rule for rule in found if rule and not _can_be_chosen(rule))
+    tool, reasoning = (rule if rule and _is_usable(rule) else None for rule in found)
+    left_out = tuple(rule for rule in found if rule and not _is_usable(rule))
     return Choice(files, tool, reasoning, left_out)
 
 
-def _can_be_chosen(rule: Rule) -> bool:
+def _is_usable(rule: Rule) -> bool:
     return rule.chosen and (not rule.module or find_spec(rule.module) is not None)
 
 
 def _first(rules: Sequence[Rule], files: ModelFiles) -> Rule | None:
-    return next((rule for rule in rules if _holds(rule, files)), None)
+    return next((rule for rule in rules if _matches(rule, files)), None)
 
 
-def _holds(rule: Rule, files: ModelFiles) -> bool:
+def _matches(rule: Rule, files: ModelFiles) -> bool:
     return (
         (not rule.families or files.model_type in rule.families)
         and all(marker in files.template for marker in rule.markers)
         and not any(part in files.template for part in rule.without)
         and all(map(files.has_token, rule.tokens))
-        and _thinks(rule, files)
+        and _matches_thinking(rule, files)
     )
 
 
-def _thinks(rule: Rule, files: ModelFiles) -> bool:
+def _matches_thinking(rule: Rule, files: ModelFiles) -> bool:
     if rule.thinks is None:
         return True
     return files.thinking.by_default if rule.thinks == "unasked" else files.thinking.opened

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads of a model's files what says how it writes tool calls and thoughts; loads no model."""
+"""Reads a model's files for its formats of tool calls and reasoning, without loading the model."""
 
 from __future__ import annotations
 
@@ -13,52 +13,49 @@ from typing import Any
 from vllm_metal.serving.parsers import thinking
 from vllm_metal.serving.parsers.thinking import Thinking
 
-#: Keys of generation_config.json that vLLM takes as defaults of requests
+#: Keys of generation_config.json that vLLM uses as sampling defaults
 #: (`ModelConfig.get_diff_sampling_param`).
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "max_new_tokens"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
-#: Files that name a tokenizer's tokens.
+#: Files that list a tokenizer's tokens.
 _TOKENS = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json")
 
 
-_OTHERS_TAG = "unknown tag"  # transformers has one more than Jinja
+#: Part of Jinja's error for a tag it does not know; transformers adds one of its own.
+_UNKNOWN_TAG = "unknown tag"
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What a choice is made of."""
+    """Contents of a model's files that parsers are chosen by."""
 
-    model_type: str  # of config.json, or of the text model in it
+    model_type: str  # in config.json, or in its text_config
     templates: tuple[str, ...] = ()  # chat templates, the one for chats without tools first
-    tokens: str = ""  # text of the files that name tokens
-    sampling: Mapping[str, float] = field(default_factory=dict)  # of generation_config.json
-    response_template: bool = False  # the tokenizer says itself how answers are to be read
+    tokens: str = ""  # content of the files that list tokens
+    sampling: Mapping[str, float] = field(default_factory=dict)  # in generation_config.json
+    response_template: bool = False  # whether the tokenizer's config has one
     judge: Callable[[str], Thinking] = thinking.of_template
 
     @cached_property
     def template(self) -> str:
-        """All templates, one behind the other; "" where there is none."""
+        """All templates, concatenated."""
         return "\n".join(self.templates)
 
     @cached_property
     def thinking(self) -> Thinking:
-        """What the model does where a request says nothing of thinking."""
+        """How the first template handles requests that do not mention reasoning."""
         return self.judge(self.templates[0]) if self.templates else thinking.NEVER
 
     def check_templates(self) -> None:
-        """Renders each template once.
-
-        Raises:
-            EndlessTemplate: one has no end.
-        """
+        """Renders each template once; raises EndlessTemplate if one exceeds the limits."""
         for template in self.templates[1:]:
             self.judge(template)
         _ = self.thinking
 
     def has_token(self, token: str) -> bool:
-        """Whether the tokenizer's files name `token` as one, as JSON writes it."""
+        """Returns whether the tokenizer's files contain `token` as a JSON string."""
         plain, escaped = json.dumps(token, ensure_ascii=False), json.dumps(token)
         return plain in self.tokens or escaped in self.tokens
 
@@ -69,17 +66,17 @@ def read(
     chat_template: str | None = None,
     tokenizer: str | None = None,
 ) -> ModelFiles:
-    """What a model's files say.
+    """Reads a model's files.
 
     Args:
-        model: a folder, or a name on the Hugging Face hub, of which the small files
-            are fetched that vLLM reads, too.
+        model: a folder, or a name on the Hugging Face hub; only small files are fetched, which vLLM
+            reads, too.
         revision: on the hub.
-        chat_template: --chat-template, a file or the template itself, in place of the model's own.
-        tokenizer: --tokenizer, a folder or a name, in place of the model's own.
+        chat_template: --chat-template, a file or the template itself; replaces the model's own.
+        tokenizer: --tokenizer, a folder or a name; replaces the model's own.
 
     Raises:
-        OSError: there is no config.json, or the hub cannot be asked.
+        OSError: there is no config.json, or the hub is unreachable.
     """
     path_of = _finder(model, revision)
     tokenizer_path = _finder(tokenizer, None) if tokenizer else path_of
@@ -101,7 +98,7 @@ def read(
 
 
 def _finder(model: str, revision: str | None) -> Callable[[str], Path | None]:
-    """What finds a file of the model by name; None where it has no such file."""
+    """Returns a function from a file's name to its path, None if the model has no such file."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return lambda name: folder / name
@@ -129,7 +126,7 @@ def _own(path_of: Callable[[str], Path | None], settings: Mapping[str, Any]) -> 
     named = kept or settings.get("chat_template") or []
     if not isinstance(named, list):
         return (str(named),)
-    # A template for each purpose: {"name": "default" or "tool_use", "template": ...}.
+    # A list has a template per purpose: {"name": "default" or "tool_use", "template": ...}.
     by_name = {str(part.get("name")): str(part.get("template", "")) for part in named}
     return tuple(by_name[name] for name in sorted(by_name, key="default".__ne__))
 
@@ -138,7 +135,7 @@ def _given(chat_template: str) -> str:
     path = Path(chat_template).expanduser()
     try:
         return path.read_text()
-    except OSError:  # not a file: vLLM takes it for the template, or refuses it
+    except OSError:  # not a file: vLLM takes it as the template itself, or rejects it
         return chat_template
 
 
@@ -150,7 +147,7 @@ def _text(path: Path | None) -> str:
 
 
 def _json(path: Path | None) -> dict[str, Any]:
-    """A file's object; empty where it cannot be read, which vLLM says of the files it needs."""
+    # An unreadable file counts as empty: vLLM reports errors in the files that it needs.
     try:
         found = json.loads(_text(path) or "{}")
     except ValueError:
@@ -159,26 +156,21 @@ def _json(path: Path | None) -> dict[str, Any]:
 
 
 def check_own_templates(model: str) -> None:
-    """Checks the chat templates of a model's folder, of which vLLM says nothing until it is asked.
+    """Raises ValueError if a chat template of a model's folder cannot be parsed.
 
-    Raises:
-        ValueError: one cannot be parsed.
+    vLLM itself reports this only when a request comes.
     """
     for template in read(model).templates:
         check_syntax(template, f"the chat template of {model}")
 
 
 def check_syntax(template: str, place: str) -> None:
-    """Parses a chat template.
-
-    Raises:
-        ValueError: it cannot be parsed; the message begins with `place`.
-    """
+    """Raises ValueError, beginning with `place`, if a chat template cannot be parsed."""
     from jinja2 import Environment, TemplateSyntaxError
 
     try:
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
     except TemplateSyntaxError as error:
-        if _OTHERS_TAG not in str(error):
+        if _UNKNOWN_TAG not in str(error):
             why = f"line {error.lineno}: {error.message}"
             raise ValueError(f"{place} is not a template: {why}") from error

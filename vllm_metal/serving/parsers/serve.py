@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets the parsers of `vllm serve` where its user has set none; the user's own flags stay."""
+"""Sets the parsers of `vllm serve` that its user has not set."""
 
 from __future__ import annotations
 
@@ -19,18 +19,16 @@ FolderOf = Callable[[str, bool], str]
 
 
 def set_parsers(args: Namespace, folder_of: FolderOf = lambda model, tokenizer: model) -> None:
-    """Completes the arguments of a server by what its model's files say, and logs the choice.
+    """Sets missing parsers in `args`, parsed by vLLM, by the model's files; logs the choice.
 
-    Args:
-        args: as vLLM has parsed them, for `vllm serve` or one of its kind. They are changed.
-        folder_of: the folder that stands for a model, given whether its own tokenizer is used.
-
-    Raises:
-        EndlessTemplate: the chat template has no end, so neither would the start have one.
+    `folder_of` maps a model, and whether its own tokenizer is used, to the folder to read.
+    Raises EndlessTemplate if the chat template exceeds the limits: the start would hang, too.
     """
     tools = args.tool_call_parser is None
-    thoughts = not (args.reasoning_parser or _of_structured_outputs(args.structured_outputs_config))
-    chooses = (tools or thoughts) and not _is_turned_off(args.additional_config)
+    reasoning = not (
+        args.reasoning_parser or _of_structured_outputs(args.structured_outputs_config)
+    )
+    chooses = (tools or reasoning) and not _is_turned_off(args.additional_config)
     try:
         found = files.read(
             folder_of(getattr(args, "model_tag", None) or args.model, args.tokenizer is None),
@@ -38,7 +36,7 @@ def set_parsers(args: Namespace, folder_of: FolderOf = lambda model, tokenizer: 
             args.chat_template,
             args.tokenizer,
         )
-    except Exception as error:  # the start goes on, and says of the model what there is to say
+    except Exception as error:  # the start continues, and reports what is wrong with the model
         if chooses:
             logger.info("No parsers are chosen, as the model's files cannot be read: %s", error)
         return
@@ -46,25 +44,25 @@ def set_parsers(args: Namespace, folder_of: FolderOf = lambda model, tokenizer: 
     if not chooses:
         return
     choice = choose(found)
-    if choice.tool is BY_TOKENIZER and not (tools and thoughts):
-        return  # it goes with none but itself
+    if choice.tool is BY_TOKENIZER and not (tools and reasoning):
+        return  # its two parsers must be used together
     if tools and choice.tool is not None:
         args.tool_call_parser, args.enable_auto_tool_choice = choice.tool.parser, True
-    if thoughts and choice.reasoning is not None:
+    if reasoning and choice.reasoning is not None:
         args.reasoning_parser = choice.reasoning.parser
     sampling = choice.of_sampling if args.generation_config == "auto" else ""
-    said = (choice.of_tools if tools else "", choice.of_reasoning if thoughts else "", sampling)
-    for line in filter(None, said):
+    lines = (choice.of_tools if tools else "", choice.of_reasoning if reasoning else "", sampling)
+    for line in filter(None, lines):
         logger.info("%s", line)
 
 
 def _is_turned_off(additional_config: Any) -> bool:
-    """Whether --additional-config says so; what else is wrong with it is said where it is read."""
+    # Other mistakes in --additional-config are reported when it is read.
     given = additional_config if isinstance(additional_config, Mapping) else {}
     return given.get("choose_parsers") is False
 
 
 def _of_structured_outputs(config: Any) -> str:
-    """The parser that --structured-outputs-config names."""
+    """Returns the reasoning parser in --structured-outputs-config."""
     named = config.get if isinstance(config, Mapping) else partial(getattr, config)
     return str(named("reasoning_parser", "") or "")

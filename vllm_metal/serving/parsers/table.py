@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TOOLS and REASONING say which of vLLM's parsers reads what a chat template has models write.
+"""TOOLS and REASONING map chat templates to the vLLM parsers that read the model's format.
 
-A rule's markers are text of the template: what the template itself writes for a tool call or a
-thought of an earlier turn, or what it tells the model to write. They were found in the templates
-that vLLM's and llama.cpp's source archives carry, and in the docstrings of vLLM's parsers.
+A rule's markers are parts of the template: what it renders for a tool call or the reasoning of an
+earlier turn, or what it instructs the model to write. They come from the templates in vLLM's and
+llama.cpp's source archives, and from the docstrings of vLLM's parsers.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Rule:
-    """One parser, and the models it is for: those for which all that is stated here holds."""
+    """A parser, and the conditions that a model must all meet for it."""
 
-    parser: str  # its name in vLLM's registry
-    markers: tuple[str, ...] = ()  # parts of the chat template, all of them
-    without: tuple[str, ...] = ()  # parts that it does not have
-    families: tuple[str, ...] = ()  # model_type, one of them; empty: any
-    #: Tokens that the tokenizer has. Without them vLLM's parser ends the start with an error, or
-    #: the family's template does not name what the model writes.
+    parser: str  # name in vLLM's registry
+    markers: tuple[str, ...] = ()  # parts of the chat template; all must be there
+    without: tuple[str, ...] = ()  # parts that must not be there
+    families: tuple[str, ...] = ()  # allowed values of model_type; empty: any
+    #: Tokens that the tokenizer must have: without them vLLM's parser fails at startup, or the
+    #: family's template does not show the format.
     tokens: tuple[str, ...] = ()
-    #: Of a request that says nothing: whether the model thinks ("unasked"), or even must, as its
-    #: prompt ends inside of <think> ("opened"). The parser takes all text for a thought until it
-    #: ends, so it is not for a model that answers at once. None: the parser can tell by itself.
+    #: Required reasoning of requests that do not mention it: by default ("unasked"), or always, as
+    #: the prompt ends inside <think> ("opened"). Such a parser takes all text up to the end marker
+    #: as reasoning, which is wrong for other models. None: the parser detects reasoning itself.
     thinks: Literal["unasked", "opened"] | None = None
-    module: str = ""  # that the parser imports and vLLM does not require
-    errs: str = ""  # what vLLM's parser is known to do wrong, as a sentence without its subject
-    chosen: bool = True  # False: it errs so much that no parser is better
+    module: str = ""  # module that the parser imports and vLLM does not require
+    errs: str = ""  # known problem of vLLM's parser, as a sentence without its subject
+    chosen: bool = True  # False: the problem is worse than having no parser
 
 
 _THINK = ("<think>", "</think>")
@@ -40,20 +40,20 @@ _GRANITE = ("granite", "granitemoe", "granitemoehybrid")
 _LLAMA_4 = ("llama4", "llama4_text")
 _LFM2 = ("lfm2", "lfm2_moe")
 _OLMO_3 = ("olmo3", "olmo_hybrid")
-#: vLLM's parser looks for the parts of </think>, which is no token of this family.
+#: vLLM's parser looks for the parts of </think>, which is not a single token in this family.
 _OLMO_3_TOKENS = ("Ġ</", "</", "think", ">")
 _ERNIE = ("ernie4_5", "ernie4_5_moe")
 _PYTHONIC = "[func_name1(params_name1=params_value1"
-#: vLLM knows the three of Kimi K3, whose text model has another family's name.
+#: Kimi K3 is identified by these tokens, as its text model has another family's model_type.
 _XTML = ("<|open|>", "<|close|>", "<|sep|>")
-#: Ling 3 has the name of Ling 2.5, whose template has no <arg_key>.
+#: Ling 3 shares its model_type with Ling 2.5, whose template has no <arg_key>.
 _LING_3 = ("bailing_hybrid", "bailing_moe_v3")
-#: Speculation makes deltas of several tokens.
+#: Such deltas occur with speculative decoding, which yields several tokens per step.
 _ONE_DELTA = "loses a call of a stream that comes whole in one delta"
 
-#: The first rule that holds decides; those that say most come first.
+#: The first matching rule decides, so specific rules come first.
 TOOLS: tuple[Rule, ...] = (
-    # Formats with marks of their own, whichever family writes them.
+    # Formats with unique markers, for any family.
     Rule("openai", families=("gpt_oss",)),
     Rule("kimi_k3", tokens=_XTML),
     Rule("minimax_m3", ("]<]minimax[>[",)),
@@ -116,7 +116,7 @@ TOOLS: tuple[Rule, ...] = (
     ),
     Rule("mistral", ("[TOOL_CALLS]",), tokens=("[TOOL_CALLS]",)),
     Rule("lfm2", families=_LFM2, tokens=("<|tool_call_start|>", "<|tool_call_end|>")),
-    # Formats that look alike, told apart by their family.
+    # Similar formats, distinguished by family.
     Rule("poolside_v1", ("<arg_key>",), families=("laguna",)),
     Rule("ling3", ("<arg_key>",), families=_LING_3),
     Rule("glm47", ("<tool_call>", "<arg_key>")),
@@ -180,7 +180,7 @@ TOOLS: tuple[Rule, ...] = (
         errs="streams nothing of an answer without calls",
         chosen=False,
     ),
-    # What Hermes began, and most others took up: JSON between two tags.
+    # Hermes' format, which most others adopted: JSON between two tags.
     Rule(
         "hermes",
         ("<tool_call>", "</tool_call>", "arguments"),
@@ -239,7 +239,7 @@ REASONING: tuple[Rule, ...] = (
         chosen=False,
     ),
     Rule("olmo3", ("<think>",), families=_OLMO_3, tokens=_OLMO_3_TOKENS, thinks="opened"),
-    # A switch in the template, and thoughts on unless it is off: what Qwen3 began.
+    # Qwen3's format: a switch in the template, with reasoning on by default.
     Rule("qwen3", ("enable_thinking", *_THINK), tokens=_THINK, thinks="unasked"),
     Rule("deepseek_r1", _THINK[:1], tokens=_THINK, thinks="opened"),
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out by rendering a chat template whether models think where a request does not say so."""
+"""Renders a chat template to find out whether a model reasons by default."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _QUESTION = [{"role": "user", "content": "?"}]
-#: That a template from a stranger may take to render so short a chat: processor time, and memory
-#: with transformers loaded. A machine with much else to do gets more time by the clock.
+#: Limits for an untrusted template to render one short chat: CPU time, and memory including
+#: transformers. Wall-clock time is limited more loosely, as the machine may be busy.
 SECONDS, MOST_BYTES = 10.0, 4 << 30
 _WAIT_S = 120.0
 _TOO_MUCH_MEMORY = 3  # exit status
-#: Variables that transformers hands a template; what they hold does not matter here.
+#: Variables that transformers passes to templates; their values do not matter here.
 _TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
 
 @dataclass(frozen=True)
 class Thinking:
-    """What a template does for a request that says nothing of thinking."""
+    """How a template renders a request that does not mention reasoning."""
 
-    opened: bool  # the prompt ends inside of <think>, so that the model begins with a thought
-    by_default: bool  # the prompt is that of enable_thinking=True, and not that of False
+    opened: bool  # the prompt ends inside <think>, so that the model must reason
+    by_default: bool  # the prompt equals that of enable_thinking=True, and not that of False
 
 
 NEVER = Thinking(opened=False, by_default=False)
 
 
 class EndlessTemplate(ValueError):
-    """A chat template that takes any time or memory, in a start and in each request."""
+    """Raised for a template beyond the limits, which would also hang the start and each request."""
 
 
 def of_template(template: str) -> Thinking:
-    """What a template does; `NEVER` where there is none, or it does not render so short a chat."""
+    """Examines a template; returns `NEVER` if it has no "think" in it or cannot be rendered."""
     if "think" not in template:
         return NEVER
     try:
@@ -49,7 +49,7 @@ def of_template(template: str) -> Thinking:
         on, off = (_prompt(template, enable_thinking=asked) for asked in (True, False))
     except MemoryError:
         raise
-    except Exception:  # a template may raise anything, and refuses chats in ways of its own
+    except Exception:  # templates may raise anything, also to reject a chat
         return NEVER
     return Thinking(
         opened=plain.rfind("<think>") > plain.rfind("</think>"), by_default=plain == on != off
@@ -57,12 +57,9 @@ def of_template(template: str) -> Thinking:
 
 
 def of_unknown_template(template: str) -> Thinking:
-    """As `of_template`, within bounds of time and memory: in a process of its own.
+    """Like `of_template`, in a process with limited time and memory: a template may never end.
 
-    A template is a program, which may have no end.
-
-    Raises:
-        EndlessTemplate: it is beyond them.
+    Raises EndlessTemplate if it exceeds the limits.
     """
     try:
         done = subprocess.run(
@@ -93,7 +90,7 @@ def of_unknown_template(template: str) -> Thinking:
 
 
 def _render_plainly(template: str) -> None:
-    """Renders as transformers does, without the second that loading it takes."""
+    # As transformers does, which takes a second to load.
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(
@@ -104,12 +101,13 @@ def _render_plainly(template: str) -> None:
 
 
 def _main() -> None:
-    """Prints what a template on standard input does, within the bounds."""
-    with suppress(ValueError, OSError):  # where a hard limit is lower already
+    """Examines the template on standard input within the limits, and prints the result as JSON."""
+    with suppress(ValueError, OSError):  # a hard limit may be lower already
         resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     template = sys.stdin.read()
     if "think" in template:
-        from transformers.utils import chat_template_utils  # noqa: F401  # takes a second
+        # Loaded before the timer starts, as it takes a second.
+        from transformers.utils import chat_template_utils  # noqa: F401
     signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))
     try:
         if "think" not in template:
@@ -117,12 +115,12 @@ def _main() -> None:
         print(json.dumps(asdict(of_template(template))))
     except MemoryError:
         sys.exit(_TOO_MUCH_MEMORY)
-    except Exception:  # as of_template
+    except Exception:  # as in `of_template`
         print(json.dumps(asdict(NEVER)))
 
 
 def _prompt(template: str, **options: Any) -> str:
-    # transformers compiles templates in jinja's sandbox, as it does for each request.
+    # transformers uses jinja's sandbox, as it does for each request.
     from transformers.utils.chat_template_utils import render_jinja_template
 
     rendered: Any = render_jinja_template(
