@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM asks of a platform."""
+"""vLLM's platform interface, and all checks of the configuration."""

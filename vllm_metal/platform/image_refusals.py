@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides whether a model's images are served, and which settings of them are refused, by name."""
+"""Rejects images of unsupported models, and unsupported settings of images."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _OURS = "mlx-vlm's towers compute images"
 _NO_KERNELS = f"{_OURS}, in the model's dtype"
-#: Settings by the option's name, each with its field of `MultiModalConfig` and why it is refused.
+#: Maps each option to its field of `MultiModalConfig` and to why it is rejected.
 REFUSED_OF_IMAGES: dict[str, tuple[str, str]] = {
     "--enable-mm-embeds": ("enable_mm_embeds", "images come as images, not as their embeddings"),
     "--mm-encoder-only": ("mm_encoder_only", "the text model is always served"),
@@ -33,7 +33,7 @@ REFUSED_OF_IMAGES: dict[str, tuple[str, str]] = {
 
 
 def image_refusals(config: VllmConfig) -> dict[str, bool]:
-    """What is refused of images by what an error says of it, and whether it was asked for."""
+    """Maps each setting's entry in the error to whether it was set."""
     model = config.model_config
     if model is None or (multimodal := model.multimodal_config) is None:
         return {}
@@ -57,7 +57,7 @@ def _option_refusals(multimodal: MultiModalConfig) -> dict[str, bool]:
 
 
 def _model_refusals(model: ModelConfig, multimodal: MultiModalConfig) -> dict[str, bool]:
-    # Only here, where a model with images is asked for: the module brings MLX and mlx-vlm's names.
+    # Imported only for models with images: the module loads MLX and mlx-vlm's names.
     from vllm_metal.engine.vision.families import FAMILIES
 
     name = model.hf_config.model_type

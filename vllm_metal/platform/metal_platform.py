@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers what vLLM asks of a platform, with defaults of batch and block; applies patches."""
+"""MetalPlatform: implements vLLM's platform interface, and applies our defaults and patches."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from vllm_metal.settings import (
     envs,
 )
 
+# These must run before torch and vLLM are imported, below.
 releases.require_tested_vllm()
 environment.set_defaults()
 _DEVICE = envs.requested_device() or "metal"
@@ -69,9 +70,9 @@ logs.show_our_messages()
 WORKER = "vllm_metal.engine.worker.worker.MetalWorker"
 RANK_WORKER = "vllm_metal.engine.worker.rank_worker.RankWorker"
 ENCODER_WORKER = "vllm_metal.engine.worker.encoder_worker.EncoderWorker"
-#: Default of --max-num-batched-tokens by device. vLLM's own, up to 16384 by memory size alone, are
-#: made for data-center GPUs: on a Mac such a step would hold every other stream up for seconds.
-#: 2048 is mlx-lm's prefill step; the CPU device reaches its full speed at a quarter of that.
+#: Default of --max-num-batched-tokens by device. vLLM's own, up to 16384 by memory size alone, suit
+#: data-center GPUs: on a Mac such a step would delay all other streams by seconds. 2048 is mlx-lm's
+#: prefill step; the CPU device reaches its full speed at a quarter of that.
 MAX_NUM_BATCHED_TOKENS = {"metal": 2048, "cpu": 512}
 MAX_NUM_SEQS = 256  # default of --max-num-seqs, vLLM's own for GPUs of this size
 
@@ -80,26 +81,23 @@ class MetalPlatform(Platform):
     """Apple-silicon GPU through MLX; MLX's CPU backend with ``VLLM_METAL_DEVICE=cpu``."""
 
     _enum = PlatformEnum.OOT
-    device_name = "cpu"  # vLLM's process groups make torch devices of it, which knows no "metal"
-    device_type = "cpu"  # where vLLM's own torch tensors live; the model's arrays are MLX's
+    device_name = "cpu"  # vLLM's process groups create torch devices by it; torch has no "metal"
+    device_type = "cpu"  # for vLLM's own torch tensors; the model's arrays are MLX's
     dist_backend = "gloo"
-    ray_device_key = "GPU"  # of which Ray finds one on a Mac: a rank takes one
+    ray_device_key = "GPU"  # Ray detects one per Mac, so each Mac gets one rank
     mlx_device: envs.Device = _DEVICE
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Dtypes that ``--dtype auto`` may pick; the first is the fallback.
-
-        MLX's CPU backend has fast float32 matrix products only, so there auto means float32; an
-        explicit ``--dtype`` is honored on both devices.
-        """
+        """Dtypes for ``--dtype auto``, the first being the fallback; others must be explicit."""
+        # MLX's CPU backend multiplies only float32 matrices fast.
         if self.mlx_device == "cpu":
             return [torch.float32]
         return [torch.bfloat16, torch.float16, torch.float32]
 
     @classmethod
     def import_kernels(cls) -> None:
-        """Imports nothing: vLLM's compiled kernels are not used, and end some x86 processes."""
+        """Imports nothing: vLLM's compiled kernels are not used, and crash on some x86 machines."""
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
@@ -117,7 +115,7 @@ class MetalPlatform(Platform):
 
     @classmethod
     def set_device(cls, device: torch.types.Device) -> None:
-        return  # there is one device; vLLM calls this in the thread that sends a worker's results
+        return  # there is one device; vLLM calls this in the thread that sends worker results
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
@@ -127,7 +125,7 @@ class MetalPlatform(Platform):
 
     @classmethod
     def transfers(cls, vllm_config: VllmConfig) -> Transfers:
-        """Makes what moves K/V between the worker's pool and other memory or machines."""
+        """Creates the transfers of K/V between the worker's pool and disk or other machines."""
         from vllm_metal.kv_transfer.transfers import ConfiguredTransfers
 
         return ConfiguredTransfers(vllm_config)
@@ -149,7 +147,7 @@ class MetalPlatform(Platform):
 
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
-        if quant != "metal":  # the name in vllm_metal.platform.quantization, which imports vLLM
+        if quant != "metal":  # `quantization.NAME`, not imported as its module loads vLLM
             raise ValueError(
                 f"--quantization={quant} is not supported: weights are served as their files have "
                 "them. Leave it out, and choose a checkpoint that is quantized."
@@ -157,16 +155,16 @@ class MetalPlatform(Platform):
 
     @classmethod
     def validate_environ(cls, hard_fail: bool) -> None:
-        """Checks that variables named ``VLLM_*`` are known; this plugin's are."""
+        """Checks that all variables named ``VLLM_*`` are known, this plugin's included."""
         environment.make_known(envs.NAMES)
         super().validate_environ(hard_fail)
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
-        """Changes vLLM's defaults and methods for this platform, before any engine is made."""
+        """Changes vLLM's defaults and methods for this platform, before any engine is created."""
         import vllm_metal.platform.quantization  # noqa: F401 - registers itself with vLLM
         from vllm_metal.metrics.stat_logger import MetalStatLogger
-        from vllm_metal.patches.vllm_patches import (  # which import much of vLLM
+        from vllm_metal.patches.vllm_patches import (  # here, as they import much of vLLM
             encoder_info,
             engine_links,
             engine_sleep,
@@ -207,12 +205,11 @@ class MetalPlatform(Platform):
         engine_sleep.refuse_to_wait_asleep()
         engine_args.check_first(start_checks.check_engine)
         start_failures.name_causes()
-        if parser is not None:  # a command, which has uvicorn loaded; `LLM` has no use for it
+        if parser is not None:  # a command; `LLM` needs no server and does not load uvicorn
             cls._change_servers()
 
     @staticmethod
     def _change_servers() -> None:
-        """Changes vLLM's server and its command line."""
         from vllm_metal.patches.vllm_patches import (
             adapters,
             error_remedies,
@@ -252,24 +249,24 @@ class MetalPlatform(Platform):
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
-        return  # the block size is settled in check_and_update_config
+        return  # check_and_update_config chooses the block size
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
         from vllm.config import CompilationMode, CUDAGraphMode
 
-        # vLLM's compiler and graphs are torch's; MLX compiles on its own.
+        # vLLM's compiler and graphs are for torch; MLX compiles by itself.
         vllm_config.compilation_config.mode = CompilationMode.NONE
         vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Checks and completes a configuration.
+        """Checks and completes a configuration. Must be idempotent.
 
         vLLM calls this again on a complete configuration, in an engine's own process even after
-        the pool was allocated. So each part must leave alone what was decided before.
+        the pool is allocated.
         """
-        if vllm_config.cache_config.num_gpu_blocks is None:  # else the pool has its blocks
+        if vllm_config.cache_config.num_gpu_blocks is None:  # else the pool is allocated
             cls._choose_block_size(vllm_config.cache_config)
         refuse_unsupported(vllm_config)
         parallel = vllm_config.parallel_config
@@ -278,14 +275,14 @@ class MetalPlatform(Platform):
             parallel.worker_cls = ENCODER_WORKER if is_encoder else WORKER
             if groups.is_distributed(parallel):
                 parallel.worker_cls = RANK_WORKER
-        cls._join_ranks(vllm_config)
-        cls._part_replicas(vllm_config)
+        cls._prepare_ranks(vllm_config)
+        cls._prepare_replicas(vllm_config)
         fit_positions(vllm_config)
         parallel.disable_custom_all_reduce = True
         speculation.schedule_ahead_with_ngram(vllm_config.speculative_config)
         model = vllm_config.model_config
         if model is not None and model.is_multimodal_model and model.is_mm_prefix_lm:
-            # Rows of an image see each other: it is read in one step.
+            # Attention within an image is bidirectional, so all of its tokens run in one step.
             vllm_config.scheduler_config.disable_chunked_mm_input = True
         cache = vllm_config.cache_config
         cache.cache_dtype = cast("CacheDType", cache_dtypes.canonical(cache.cache_dtype))
@@ -300,7 +297,7 @@ class MetalPlatform(Platform):
 
     @staticmethod
     def _choose_block_size(cache: CacheConfig) -> None:
-        """Sets the default, which a worker enlarges where layers have recurrent states."""
+        """Sets the default, which a worker enlarges for models with recurrent layers."""
         if not cache.user_specified_block_size:
             cache.block_size = BLOCK_SIZES[0]
         elif cache.block_size not in BLOCK_SIZES:
@@ -309,8 +306,8 @@ class MetalPlatform(Platform):
             )
 
     @classmethod
-    def _join_ranks(cls, vllm_config: VllmConfig) -> None:
-        """Prepares for workers that have a part of one model each."""
+    def _prepare_ranks(cls, vllm_config: VllmConfig) -> None:
+        """Configures workers that each run a part of one model."""
         from vllm_metal.patches.vllm_patches import engine_queues
 
         parallel = vllm_config.parallel_config
@@ -319,18 +316,18 @@ class MetalPlatform(Platform):
         groups.set_timeouts(parallel)
         processes.spawn()
         engine_queues.hear_of_a_shutdown()
-        if parallel.use_ray:  # which ranks will be on which machine, the ranks find out
+        if parallel.use_ray:  # Ray places ranks on machines later, so ranks share memory then
             on_ray.carry(parallel, envs.AT_IMPORT)
         else:
             cls._share_memory(parallel, parallel.local_world_size)
-        # Ranks must know the same when they lay a step out: all of the one before.
+        # Ranks must prepare a step from the same state, so each needs all results of the last step.
         vllm_config.scheduler_config.async_scheduling = False
 
     @classmethod
-    def _part_replicas(cls, vllm_config: VllmConfig) -> None:
-        """Makes data-parallel ranks whole engines."""
+    def _prepare_replicas(cls, vllm_config: VllmConfig) -> None:
+        """Makes data-parallel ranks independent engines."""
         parallel = vllm_config.parallel_config
-        if parallel.data_parallel_size == 1:  # or an engine's own process, which is one of them
+        if parallel.data_parallel_size == 1:  # also in the process of one of several ranks
             return
         replicas.make_independent(vllm_config)
         replicas.mark_ranks(parallel)
@@ -338,18 +335,18 @@ class MetalPlatform(Platform):
 
     @classmethod
     def _share_memory(cls, parallel: ParallelConfig, workers: int) -> None:
-        """Gives each worker of this machine an equal part of its memory, before one is started."""
+        # Before any worker starts, so that all get equal shares of the memory that is free now.
         if workers > 1 and memory_shares.given(parallel) is None:
             share = Share.of(workers, mlx_device.memory(cls.mlx_device))
             memory_shares.give(parallel, share)
 
     @staticmethod
     def change_schedulers() -> None:
-        """Changes vLLM's schedulers and the loop that runs them, in this process.
+        """Patches vLLM's schedulers and the loop that runs them, in this process.
 
-        vLLM checks a configuration in every process that runs an engine, whatever the executor. A
-        worker may be in another one. An engine's own process checks it behind its start, and calls
-        this before (`vllm_metal.change_vllm`).
+        Called by `check_and_update_config`, which vLLM runs in every process with an engine; an
+        engine's own process runs it too late, and so calls this before
+        (`vllm_metal.change_vllm`).
         """
         from vllm_metal.patches.vllm_patches import (
             drafts_with_results,
@@ -388,7 +385,7 @@ class MetalPlatform(Platform):
             validate(params)
 
 
-# Users make a KVTransferConfig before any engine, so it is not left to `pre_register_and_update`
-# alone. Where vllm.distributed imports the platform first, vllm.config cannot be imported yet.
+# Users create a KVTransferConfig before any engine, so `pre_register_and_update` alone is too late.
+# If vllm.distributed imports the platform first, vllm.config cannot be imported yet.
 if "vllm.config" in sys.modules:
     engine_args.recompute_by_default()

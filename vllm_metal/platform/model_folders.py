@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one judgment of a model's folder, of a server and of `vllm-metal fit`: whether it is served.
+"""Checks whether a model's folder can be served, for servers and for `vllm-metal fit`.
 
-It reads config.json and the headers of weights alone. Which keys of config.json are computed tells
-mlx-lm's module where it is loaded: in the engine's process, and by `fit`.
+It reads only config.json and the headers of weight files. Keys of config.json that the model would
+ignore are found where mlx-lm's module is loaded: in the engine's process, and in `fit`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ from vllm_metal.identity.model_files import ModelLoadError
 
 
 def check(folder: Path) -> dict[str, Any]:
-    """Checks a folder before it is loaded, and returns what its config.json says.
+    """Checks a folder before it is loaded, and returns its config.json.
 
-    Raises:
-        ModelLoadError: it is damaged, or its architecture or format is not served; the message
-            says what is wrong.
+    Raises ModelLoadError if it is damaged, or its architecture or format is not supported.
     """
     config = check_config(folder)
     if model_files.is_gguf(folder):
         files.check_weight_files(folder)
-    elif config.get("quantization"):  # MLX's own tools wrote it
+    elif config.get("quantization"):  # written by MLX's own tools
         files.headers(folder)
     else:
         plan_of(config, files.headers(folder), folder)
@@ -37,11 +35,7 @@ def check(folder: Path) -> dict[str, Any]:
 
 
 def check_config(folder: Path) -> dict[str, Any]:
-    """Checks a folder's config.json alone, and returns what it says.
-
-    Raises:
-        ModelLoadError: see `check`.
-    """
+    """Checks only a folder's config.json, and returns it; raises ModelLoadError as `check` does."""
     config = config_sizes.read(folder)
     try:
         architectures.check(config)

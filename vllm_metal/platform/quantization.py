@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells vLLM that published quantized weights are served: by our loader, in every dtype.
+"""Registers one quantization method with vLLM for all published quantized weights, in any dtype.
 
-vLLM's own classes state which kernels they have, and reject dtypes by that. A name that is not one
-of vLLM's is asked first, so those classes are never made.
+vLLM's own classes reject dtypes without a kernel. vLLM asks methods with other names than its own
+first, so its classes are never created.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NAME = cast(QuantizationMethods, NAME)
 
 @register_quantization_config(NAME)
 class PublishedWeights(QuantizationConfig):
-    """Stands for every `quant_method` of published checkpoints."""
+    """Represents every `quant_method` of published checkpoints; our loader reads the weights."""
 
     def __init__(self, said: Quantization) -> None:
         super().__init__()
@@ -50,20 +50,16 @@ class PublishedWeights(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> PublishedWeights:
-        """
-        Raises:
-            ModelLoadError: the format is not served; weights have not been read.
-        """
+        """Raises ModelLoadError if the format is not supported, before weights are read."""
         return cls(Quantization.of(config))
 
     @classmethod
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> QuantizationMethods | None:
-        """Takes every published format; None leaves folders that MLX's tools wrote as they are.
+        """Takes every published format; returns None for folders that MLX's tools wrote.
 
-        Raises:
-            ValueError: --quantization names another format than the folder's.
+        Raises ValueError if --quantization names another format than the folder's.
         """
         if not hf_quant_cfg.get("quant_method") and "quantization" not in hf_quant_cfg:
             return None
@@ -76,4 +72,4 @@ class PublishedWeights(QuantizationConfig):
         return _NAME
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        return None  # vLLM's layers are never made
+        return None  # vLLM's layers are never created

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists what is refused where several ranks compute one model, by layers, by heads, or by both."""
+"""Rejects settings that conflict with pipeline or tensor parallelism."""
 
 from __future__ import annotations
 
@@ -13,33 +13,28 @@ from vllm_metal.settings.runner import pools
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-_BY_LAYERS, _BY_HEADS = "--pipeline-parallel-size", "--tensor-parallel-size"
+_PIPELINE, _TENSOR = "--pipeline-parallel-size", "--tensor-parallel-size"
 
 
 def refusals(config: VllmConfig) -> dict[str, bool]:
-    """Settings by what an error says of them, and whether each was asked for.
-
-    Args:
-        config: vLLM's.
-    """
+    """Maps each setting's entry in the error to whether it was set."""
     parallel, model = config.parallel_config, config.model_config
     sizes = {
-        _BY_LAYERS: parallel.pipeline_parallel_size,
-        _BY_HEADS: parallel.tensor_parallel_size,
+        _PIPELINE: parallel.pipeline_parallel_size,
+        _TENSOR: parallel.tensor_parallel_size,
     }
     options = [option for option, size in sizes.items() if size > 1]
     if not options or model is None:
         return {}
-    refused = _of_ranks(config, model, " and ".join(options))
-    if _BY_LAYERS in options:
-        refused |= _by_layers(config, model)
-    if _BY_HEADS in options:
-        refused |= _by_heads(config, model)
+    refused = _common_refusals(config, model, " and ".join(options))
+    if _PIPELINE in options:
+        refused |= _pipeline_refusals(config, model)
+    if _TENSOR in options:
+        refused |= _tensor_refusals(config, model)
     return refused
 
 
-def _of_ranks(config: VllmConfig, model: ModelConfig, options: str) -> dict[str, bool]:
-    """What is refused however a model is divided."""
+def _common_refusals(config: VllmConfig, model: ModelConfig, options: str) -> dict[str, bool]:
     parallel, multimodal = config.parallel_config, model.multimodal_config
     speculation, beside = config.speculative_config, f"with {options}"
     method = None if speculation is None else BY_NAME.get(speculation.method or "")
@@ -58,7 +53,7 @@ def _of_ranks(config: VllmConfig, model: ModelConfig, options: str) -> dict[str,
     }
 
 
-def _by_layers(config: VllmConfig, model: ModelConfig) -> dict[str, bool]:
+def _pipeline_refusals(config: VllmConfig, model: ModelConfig) -> dict[str, bool]:
     model_type = model.hf_config.model_type
     reason = staged_families.refusal(model_type)
     size, layers = (
@@ -66,23 +61,23 @@ def _by_layers(config: VllmConfig, model: ModelConfig) -> dict[str, bool]:
         model.get_total_num_hidden_layers(),
     )
     return {
-        f"{_BY_LAYERS} {size} (more ranks than the model has layers, {layers})": size > layers,
-        f"{_BY_LAYERS} of {reason}": reason is not None,
-        # Ranks that do not sample are at other steps when they hear which drafts were kept.
-        f"--speculative-config with {_BY_LAYERS} (for models with recurrent layers)": (
+        f"{_PIPELINE} {size} (more ranks than the model has layers, {layers})": size > layers,
+        f"{_PIPELINE} of {reason}": reason is not None,
+        # Ranks that do not sample are at other steps when they learn which drafts were accepted.
+        f"--speculative-config with {_PIPELINE} (for models with recurrent layers)": (
             config.speculative_config is not None and staged_families.keeps_states(model_type)
         ),
-        f"--logits-processors with {_BY_LAYERS}": bool(model.logits_processors),
+        f"--logits-processors with {_PIPELINE}": bool(model.logits_processors),
     }
 
 
-def _by_heads(config: VllmConfig, model: ModelConfig) -> dict[str, bool]:
-    from vllm_metal.engine.distributed import sharding  # mlx-lm, which other checks have no use for
+def _tensor_refusals(config: VllmConfig, model: ModelConfig) -> dict[str, bool]:
+    from vllm_metal.engine.distributed import sharding  # loads mlx-lm, which other checks do not
 
     reason = sharding.refusal(model.hf_config.to_dict())
     return {
-        f"{_BY_HEADS} ({reason})": reason is not None,
-        f"--distributed-executor-backend ray with {_BY_HEADS} (leave it out)": (
+        f"{_TENSOR} ({reason})": reason is not None,
+        f"--distributed-executor-backend ray with {_TENSOR} (leave it out)": (
             config.parallel_config.use_ray
         ),
     }

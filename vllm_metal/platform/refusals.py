@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which settings are refused, by name, before a model is loaded."""
+"""Rejects unsupported settings before a model is loaded, all in one error.
+
+The functions here map each setting's entry in the error to whether it was set.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +36,7 @@ if TYPE_CHECKING:
 
 
 def refuse_unsupported(config: VllmConfig) -> None:
-    """Checks the configuration vLLM made of the user's options.
-
-    Raises:
-        ValueError: names every setting that cannot be honored, each with what to choose instead
-            where there is a choice.
-    """
+    """Raises ValueError with all settings that cannot be honored, and alternatives."""
     given = AdditionalConfig.of(config)
     device = envs.requested_device() or "metal"
     refusals = (
@@ -71,7 +69,6 @@ def refuse_unsupported(config: VllmConfig) -> None:
 
 
 def _engine_refusals(config: VllmConfig) -> dict[str, bool]:
-    """Settings of the engine by name, and whether each was asked for."""
     parallel = config.parallel_config
     executor = parallel.distributed_executor_backend
     return {
@@ -91,7 +88,6 @@ def _engine_refusals(config: VllmConfig) -> dict[str, bool]:
 
 
 def _lora_refusals(config: VllmConfig) -> dict[str, bool]:
-    """Settings of LoRA adapters, and whether each was asked for."""
     lora, model = config.lora_config, config.model_config
     if lora is None:
         return {}
@@ -115,7 +111,6 @@ def _lora_refusals(config: VllmConfig) -> dict[str, bool]:
 
 
 def _transfer_refusals(config: VllmConfig) -> dict[str, bool]:
-    """Settings of what moves K/V out of the pool and back, and whether each was asked for."""
     instead = (
         f"use {CONNECTOR!r}, or --additional-config prefix_cache_dir for a prefix cache on disk"
     )
@@ -149,7 +144,6 @@ def _transfer_refusals(config: VllmConfig) -> dict[str, bool]:
 
 
 def _model_refusals(config: VllmConfig) -> dict[str, bool]:
-    """Settings of the model and its cache, and whether each was asked for."""
     model, cache = config.model_config, config.cache_config
     if model is None:
         return {}
@@ -160,9 +154,9 @@ def _model_refusals(config: VllmConfig) -> dict[str, bool]:
             cache.cache_dtype, model.dtype
         ),
         f"--mamba-block-size {cache.mamba_block_size} (states lie in blocks of --block-size)": (
-            # vLLM sets it to either of the others, with and without prefix caching.
+            # vLLM sets it to the block size with prefix caching, else to the context length.
             cache.mamba_block_size not in (None, cache.block_size, model.max_model_len)
-            and cache.num_gpu_blocks is None  # else the context may be shorter by now
+            and cache.num_gpu_blocks is None  # else the context may have been shortened since
         ),
         "--hf-config-path (mlx-lm reads the config.json beside the weights)": (
             model.hf_config_path not in (None, model.model)
@@ -174,7 +168,6 @@ def _model_refusals(config: VllmConfig) -> dict[str, bool]:
 
 
 def _speculation_refusals(config: VllmConfig) -> dict[str, bool]:
-    """Settings in --speculative-config, and whether each was asked for."""
     speculation, model = config.speculative_config, config.model_config
     if speculation is None:
         return {}
@@ -211,7 +204,6 @@ def _speculation_refusals(config: VllmConfig) -> dict[str, bool]:
 
 
 def _serving_refusals(config: VllmConfig) -> dict[str, bool]:
-    """Settings beside tenants, kept answers and time limits, and whether each was asked for."""
     transfer = config.kv_transfer_config
     extra = {} if transfer is None else transfer.kv_connector_extra_config
     key = extra.get("salt_key") or AdditionalConfig.of(config).prefix_cache_salt_key

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists options of the engine that are refused wherever they are set: a row each."""
+"""Lists options of the engine that are always rejected if they are set."""
 
 from __future__ import annotations
 
@@ -16,20 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RefusedOption:
-    """An option that cannot be honored, whatever it is set to.
+    """An option that cannot be honored, whatever its value."""
 
-    option: as on the command line. place: of its value in vLLM's configuration. why: the reason, or
-    what to do instead. allowed: values that ask for nothing, beside the default of the field of
-    `EngineArgs` that the option stands for. of_model: keys of a model's configuration, whose value
-    vLLM itself puts there where its user did not. of_engine: whether vLLM sets it in an engine's
-    process, behind its user's back; the launcher has checked what the user set.
-    """
-
-    option: str
-    place: str
-    why: str
-    allowed: tuple[Any, ...] = ()
-    of_model: tuple[str, ...] = ()
+    option: str  # as on the command line
+    place: str  # attribute path of its value in vLLM's configuration
+    why: str  # the reason, or what to use instead
+    allowed: tuple[Any, ...] = ()  # neutral values besides the default in `EngineArgs`
+    of_model: tuple[str, ...] = ()  # keys of the model's configuration that vLLM defaults to
+    #: Whether vLLM itself sets it in an engine's process; the launcher checks the user's value.
     of_engine: bool = False
 
     @property
@@ -148,7 +142,7 @@ REFUSED_OPTIONS = (
 
 
 def refused_options(config: VllmConfig) -> dict[str, bool]:
-    """Options by what an error says of them, and whether each is set."""
+    """Maps each option's entry in the error to whether it is set."""
     if config.model_config is None:
         return {}
     model = config.model_config.hf_text_config
@@ -162,7 +156,7 @@ def refused_options(config: VllmConfig) -> dict[str, bool]:
 
 @cache
 def _with_defaults() -> list[tuple[RefusedOption, Any]]:
-    """The rows, each with the default that `EngineArgs` has for it."""
+    """Returns the options with their defaults in `EngineArgs`."""
     from vllm.engine.arg_utils import EngineArgs
 
     known = {field.name: field for field in fields(EngineArgs)}

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists variables of vLLM's environment that are refused where they are set: a row each."""
+"""Lists vLLM's environment variables that are rejected if they are set."""
 
 from __future__ import annotations
 
 from vllm import envs
 
-#: By name: the value, as vLLM reads it, where it asks for nothing; and why any other cannot be
-#: honored, or what to do instead.
+#: Maps each name to its neutral value, as vLLM parses it, and to why others are rejected or what to
+#: use instead.
 REFUSED_VARIABLES: dict[str, tuple[bool | str | None, str]] = {
     "VLLM_BATCH_INVARIANT": (
         False,
@@ -25,7 +25,7 @@ REFUSED_VARIABLES: dict[str, tuple[bool | str | None, str]] = {
 
 
 def refused_variables() -> dict[str, bool]:
-    """Variables by what an error says of them, and whether each is set."""
+    """Maps each variable's entry in the error to whether it is set."""
     return {
         f"{name} ({why})": envs.is_set(name) and envs.environment_variables[name]() != off
         for name, (off, why) in REFUSED_VARIABLES.items()

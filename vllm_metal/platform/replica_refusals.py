@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides what data parallel does not go with: each rank is a whole engine that needs no other."""
+"""Rejects settings that conflict with data parallelism, in which ranks are independent engines."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ if TYPE_CHECKING:
 
 
 def replica_refusals(config: VllmConfig) -> dict[str, bool]:
-    """Settings beside --data-parallel-size by what an error says, and whether each was asked for.
+    """Maps each setting's entry in the error to whether it was set.
 
-    Args:
-        config: of a server or a launcher; that of an engine's own process has one rank.
+    `config` is that of a server or launcher; in an engine's own process it has one rank.
     """
     parallel, model = config.parallel_config, config.model_config
     if parallel.data_parallel_size == 1:

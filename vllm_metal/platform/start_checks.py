@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks what arguments name before anything is loaded: paths, addresses, choices.
+"""Checks arguments before anything is loaded: paths, addresses, choices.
 
-vLLM finds most of these mistakes too, some of them after the engine has started, and says them in
-words of its own classes.
+vLLM also finds most of these mistakes, but some only after the engine has started, and reports them
+in terms of its internal classes.
 """
 
 from __future__ import annotations
@@ -25,39 +25,37 @@ from vllm_metal.platform import model_folders
 from vllm_metal.serving.parsers import files as model_files
 from vllm_metal.settings import envs, values
 
-#: Choices that are served here, of those that vLLM offers.
+#: Supported choices of vLLM's options.
 SERVED = {
     "--kv-cache-dtype": formats.OFFERED,
     "--quantization": tuple(METHODS),
 }
 _LAST_PORT = 65535
-#: Arguments of a server that are files' names, of those that vLLM opens once its engine runs.
+#: Arguments of a server that name files, which vLLM opens only once its engine runs.
 _FILES = (
     *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"),
     *("tool_parser_plugin", "reasoning_parser_plugin"),
 )
-#: Least and most of options that are numbers, where vLLM says nothing, or names another option, or
-#: fails once its engine has started.
+#: Bounds of numeric options that vLLM does not check, or checks late or under another name.
 _BOUNDS = {
     **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"), (1, None)),
-    "seed": (0, 2**32 - 1),  # as numpy takes them
+    "seed": (0, 2**32 - 1),  # numpy's range
 }
-#: How vLLM tells the name of a template's file from its text.
+#: Characters by which vLLM distinguishes a template's file name from its text.
 _PATH_LIKE = ("/", "\\")
-_OF_TEMPLATES = ("{", "}", "\n")
-_EXECUTORS = ("external_launcher", "mp", "ray", "uni")  # others are classes' names
+_TEMPLATE_LIKE = ("{", "}", "\n")
+_EXECUTORS = ("external_launcher", "mp", "ray", "uni")  # others are class names
 _GENERATION = "generation_config.json"
-_AS_REQUESTS_NAME_IT = {"max_new_tokens": "max_tokens"}
+#: Maps keys of generation_config.json to their names in requests, if they differ.
+_REQUEST_NAMES = {"max_new_tokens": "max_tokens"}
 _OWN_COUNT = "suffix"  # the method for which vLLM chooses num_speculative_tokens
-_OWN_CLASS = "custom_class"  # whose `model` is no checkpoint's name
+_OWN_CLASS = "custom_class"  # the method with a `model` that is not a checkpoint
 
 
 def check_server(args: Namespace) -> None:
-    """Checks arguments of `vllm serve` that are none of an engine's, then its engine's.
+    """Checks arguments of `vllm serve`: first the server's own, then the engine's.
 
-    Raises:
-        ValueError: one cannot be honored; the message names it.
-        ModelLoadError: its model, or one of the others, is not there.
+    Raises ValueError, naming the argument, or ModelLoadError if a model is not found.
     """
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
@@ -75,8 +73,8 @@ def check_server(args: Namespace) -> None:
         _check_parser("--tool-call-parser", args.tool_call_parser, ToolParserManager)
     if not args.reasoning_parser_plugin:
         _check_parser("--reasoning-parser", args.reasoning_parser, ReasoningParserManager)
-    for place in args.middleware or ():
-        _check_import("--middleware", place)
+    for name in args.middleware or ():
+        _check_import("--middleware", name)
     _check_template(args.chat_template)
     for adapter in args.lora_modules or ():
         _check_adapter(adapter.name, adapter.path)
@@ -90,15 +88,9 @@ def check_server(args: Namespace) -> None:
 
 
 def check_engine(args: Any, model: str | None = None) -> None:
-    """Checks arguments of an engine.
+    """Checks arguments of an engine, vLLM's `EngineArgs` or a command's; `model` replaces theirs.
 
-    Args:
-        args: vLLM's `EngineArgs`, or the arguments of a command that has the same.
-        model: in place of the one that they name.
-
-    Raises:
-        ValueError: one cannot be honored; the message names it.
-        ModelLoadError: its model, or one of the others, is not there.
+    Raises ValueError, naming the argument, or ModelLoadError if a model is not found.
     """
     model = args.model if model is None else model
     _check_choices(args)
@@ -113,9 +105,9 @@ def check_engine(args: Any, model: str | None = None) -> None:
             )
         if most is not None and given > most:
             raise ValueError(f"{_option(name)}={given}: it must be less than or equal to {most}")
-    for place in args.logits_processors or ():
-        if isinstance(place, str):
-            _check_import("--logits-processors", place)
+    for processor in args.logits_processors or ():
+        if isinstance(processor, str):
+            _check_import("--logits-processors", processor)
     media = args.allowed_local_media_path
     if media and not Path(media).is_dir():
         raise ValueError(f"--allowed-local-media-path={media}: there is no such folder")
@@ -132,7 +124,7 @@ def check_engine(args: Any, model: str | None = None) -> None:
 
 
 def _check_certificate(args: Namespace) -> None:
-    """Checks a server's certificate and key, which are loaded once its engine runs."""
+    """Loads a server's certificate and key, as vLLM does only once its engine runs."""
     if not args.ssl_certfile:
         return
     cert, key = args.ssl_certfile, args.ssl_keyfile
@@ -147,7 +139,7 @@ def _check_certificate(args: Namespace) -> None:
 
 
 def _check_sampling(args: Any, model: str) -> None:
-    """Checks what requests get that say nothing else, which is read of each request."""
+    """Checks the sampling defaults, which vLLM reads only when a request comes."""
     source = args.generation_config
     folder = Path(model if source == "auto" else source).expanduser()
     file = folder / _GENERATION
@@ -164,7 +156,7 @@ def _check_sampling(args: Any, model: str) -> None:
     _check_defaults("--override-generation-config", args.override_generation_config)
 
 
-def _check_defaults(place: str, found: Any) -> None:
+def _check_defaults(source: str, found: Any) -> None:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
@@ -175,17 +167,17 @@ def _check_defaults(place: str, found: Any) -> None:
             continue
         if not isinstance(value, int | float):
             raise ValueError(
-                f"{place}: {key} {value!r} is not a number: change it, or leave it out"
+                f"{source}: {key} {value!r} is not a number: change it, or leave it out"
             )
-        params[_AS_REQUESTS_NAME_IT.get(key, key)] = value
+        params[_REQUEST_NAMES.get(key, key)] = value
     try:
         SamplingParams(**params)
     except (ValueError, VLLMValidationError) as error:
-        raise ValueError(f"{place}: {error} Change it, or leave it out") from error
+        raise ValueError(f"{source}: {error} Change it, or leave it out") from error
 
 
 def _check_tokenizer(given: str, model: str) -> None:
-    """Checks a folder with a tokenizer, which need not be a model's, or a name."""
+    # A folder may have a tokenizer only, without a model.
     if given == model or Path(given).expanduser().is_dir():
         model_names.check_tokenizer(given)
     else:
@@ -197,7 +189,7 @@ def _option(name: str) -> str:
 
 
 def _check_choices(args: Any) -> None:
-    """Of options whose choices here are others than vLLM's."""
+    """Checks options with other choices than vLLM's."""
     from vllm.config.cache import CacheDType
     from vllm.tokenizers.registry import TokenizerRegistry
 
@@ -239,11 +231,11 @@ def _check_mappings(args: Any) -> None:
 
 
 def _check_template(given: str | None) -> None:
-    """Checks a chat template, which is a file's name or the template itself."""
+    """Checks a chat template, given as a file name or as the template itself."""
     if given is None:
         return
     path = Path(given).expanduser()
-    is_text = any(sign in given for sign in _OF_TEMPLATES)
+    is_text = any(sign in given for sign in _TEMPLATE_LIKE)
     if not is_text and any(sign in given for sign in _PATH_LIKE) and not path.is_file():
         raise ValueError(f"--chat-template={given}: there is no such file")
     try:
@@ -262,14 +254,14 @@ def _check_parser(option: str, given: str | None, manager: Any) -> None:
         )
 
 
-def _check_import(option: str, place: str) -> None:
-    module = place.replace(":", ".").rpartition(".")[0]
+def _check_import(option: str, name: str) -> None:
+    module = name.replace(":", ".").rpartition(".")[0]
     try:
         found = importlib.util.find_spec(module) if module else None
     except ImportError:
         found = None
     if found is None:
-        raise ValueError(f"{option}={place} is not there: give MODULE.NAME of a Python module")
+        raise ValueError(f"{option}={name} is not there: give MODULE.NAME of a Python module")
 
 
 def _check_adapter(name: str, given: str) -> None:
@@ -282,18 +274,18 @@ def _check_adapter(name: str, given: str) -> None:
         model_names.check(given, f"--lora-modules {name}")
 
 
-def _check_adapter_folder(path: Path, told: str) -> None:
+def _check_adapter_folder(path: Path, setting: str) -> None:
     if not (config := path / adapter_files.CONFIG).is_file():
         raise ValueError(
-            f"{told}: the folder has no {adapter_files.CONFIG}, so it is not an adapter"
+            f"{setting}: the folder has no {adapter_files.CONFIG}, so it is not an adapter"
         )
     if not any((path / name).is_file() for name in adapter_files.WEIGHTS):
-        raise ValueError(f"{told}: the folder has none of {', '.join(adapter_files.WEIGHTS)}")
+        raise ValueError(f"{setting}: the folder has none of {', '.join(adapter_files.WEIGHTS)}")
     try:
         json.loads(config.read_bytes())
     except ValueError as error:
         raise ValueError(
-            f"{told}: {config.name} is not JSON, so make or download the adapter again: {error}"
+            f"{setting}: {config.name} is not JSON, so make or download the adapter again: {error}"
         ) from error
 
 
@@ -306,7 +298,7 @@ def _check_speculation(given: Mapping[str, Any]) -> None:
         if key not in SpeculativeConfig.__dataclass_fields__:
             near = values.nearest(key, SpeculativeConfig.__dataclass_fields__)
             raise ValueError(f"{option} has no key {key!r}{near}")
-    if method is not None and method not in SPECULATIVE_METHODS and not _is_vllms(method):
+    if method is not None and method not in SPECULATIVE_METHODS and not _is_known_later(method):
         choices = ", ".join(SPECULATIVE_METHODS)
         raise ValueError(f"{option}: method {method!r} is not supported: choose one of {choices}")
     served = BY_NAME.get(method or "")
@@ -319,6 +311,6 @@ def _check_speculation(given: Mapping[str, Any]) -> None:
         raise ValueError(f"{option}: model is missing: name the checkpoint that drafts")
 
 
-def _is_vllms(method: Any) -> bool:
-    """Whether vLLM has a method that is refused here, or is one that is served by another name."""
+def _is_known_later(method: Any) -> bool:
+    # `refusals` rejects custom_class; vLLM replaces names such as deepseek_mtp by "mtp".
     return method == _OWN_CLASS or str(method).endswith("mtp")
