@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What happens when: questions, answers, stops, edits, and which conversation is shown.
+// The page's events: questions, answers, stops, edits, and changes of the conversation.
 
 import { button, byId, element } from "./dom.js";
 import { Answer, copyCode, question, sends } from "./messages.js";
@@ -9,18 +9,18 @@ import * as server from "./server.js";
 import * as settings from "./settings.js";
 import * as store from "./store.js";
 
-const KEEP_MS = 1000; // how often an answer that comes is kept
+const KEEP_MS = 1000; // how often a streamed answer is stored
 const CURRENT = "vllm-metal.current";
 const messages = byId("messages");
 const box = byId("question");
 
-let current = null; // the conversation that is shown
-let running = null; // the AbortController of an answer that comes
+let current = null; // the displayed conversation
+let running = null; // AbortController of the streamed answer
 
 const list = panel("list");
 panel("figures", (shown) => (shown ? plots.start() : plots.stop()));
 
-/** Asks for an answer, or for the rest of one. */
+/** Requests an answer, or the rest of one. */
 async function ask(answer = null) {
   const conversation = current;
   const asked = { messages: said(conversation), sampling: conversation.sampling, continue: answer !== null };
@@ -59,10 +59,10 @@ const answerOf = (message) => new Answer(message, () => regenerate(message), res
 
 function begin() {
   running = new AbortController();
-  messages.ariaBusy = "true"; // so that a reader speaks the answer when it is whole
+  messages.ariaBusy = "true"; // a screen reader then waits until the answer is complete
   byId("send").hidden = true;
   byId("stop").hidden = false;
-  byId("status").textContent = "The model answers.";
+  byId("status").textContent = "The model is answering.";
 }
 
 function end(message) {
@@ -109,7 +109,7 @@ function resume(answer) {
   ask(answer);
 }
 
-/** Forgets a message and all that follow. */
+/** Removes a message and all that follow. */
 function cutAt(message) {
   const at = current.messages.indexOf(message);
   current.messages.length = at;
@@ -221,7 +221,7 @@ box.focus();
 byId("connect").addEventListener("click", connect);
 connect();
 
-/** Asks for the model, and says what is wrong where there is none. */
+/** Shows the served model, or why there is none. */
 async function connect() {
   const notice = byId("notice");
   try {
@@ -232,7 +232,7 @@ async function connect() {
     settings.setDefaults({ max_tokens });
     byId("toy").hidden = !millions;
     byId("toy").firstElementChild.textContent =
-      `${label} is a toy with ${millions} million parameters, to try the engine. For real answers: `;
+      `${label} is a toy model with ${millions} million parameters, for trying out the engine. For real answers: `;
   } catch (error) {
     notice.hidden = false;
     notice.firstElementChild.textContent = error.message;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Messages as elements: a question with its editor, an answer that grows, its figures.
+// Elements for messages: a question with its editor, and a streamed answer with its metrics.
 
 import { button, element } from "./dom.js";
 import * as words from "./words.js";
 
-/** A question; `change` gets another text, to be asked in its place. */
+/** Makes a question; `change` gets the edited text, to be asked instead. */
 export function question(message, change) {
   const text = element("div", { className: "text", textContent: message.text });
   const actions = element("div", { className: "actions" });
@@ -23,7 +23,7 @@ export function question(message, change) {
   return shown;
 }
 
-/** Whether a key sends a text: Enter, but while a word is composed, as in Japanese, it chooses it. */
+/** Whether a key sends the text: Enter, except in an input method, where it accepts a word. */
 export const sends = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing;
 
 function editorOf(text, change, close) {
@@ -48,7 +48,7 @@ function editorOf(text, change, close) {
   return editor;
 }
 
-/** An answer: `add` takes events, `finish` shows what is known at its end, `resume` expects more. */
+/** An answer: `add` takes streamed events, `finish` ends it, `resume` prepares for more. */
 export class Answer {
   #blocks = element("div", { className: "blocks" });
   #reasoning = element("details", { className: "reasoning", hidden: true },
@@ -61,7 +61,7 @@ export class Answer {
   #again;
   #more;
 
-  /** `again` asks for another answer, `more` for the rest of one that was cut or stopped. */
+  /** `again` regenerates the answer, `more` continues one that was cut off or stopped. */
   constructor(message, again, more) {
     this.message = message;
     this.element = element("article", { className: "answer" }, name("Model"),
@@ -73,7 +73,7 @@ export class Answer {
     this.#actions.hidden = true;
   }
 
-  /** Takes an event of an answer that comes. */
+  /** Takes a streamed event. */
   add(event) {
     const { message } = this;
     message.text += event.text ?? "";
@@ -86,17 +86,17 @@ export class Answer {
     this.#showFigures();
   }
 
-  /** Shows blocks of HTML in place of those from `from` on. */
+  /** Replaces the blocks of HTML from index `from` on. */
   show(blocks, from = 0) {
     while (this.#blocks.children.length > from) this.#blocks.lastElementChild.remove();
     for (const html of blocks) {
       const block = element("div");
-      block.innerHTML = html; // made by the page's server, which leaves no tag of the answer in it
+      block.innerHTML = html; // safe: the page's server rendered it and escapes the answer's tags
       this.#blocks.append(block);
     }
   }
 
-  /** Makes ready for the rest of an answer; its figures will count all of its tokens. */
+  /** Prepares for the rest of an answer; the metrics will count all of its tokens. */
   resume() {
     const { message } = this;
     message.earlier = message.figures?.tokens ?? 0;
@@ -105,7 +105,7 @@ export class Answer {
     this.#actions.hidden = true;
   }
 
-  /** Shows what is known when no more comes. */
+  /** Shows notes and buttons after the last event. */
   finish() {
     const { text, reasoning, error, stopped, cut, miss } = this.message;
     this.#waiting.remove();
@@ -114,7 +114,7 @@ export class Answer {
     const notes = [];
     if (error) notes.push(element("p", { className: "error", textContent: error, role: "alert" }));
     if (stopped) notes.push(element("p", { textContent: text ? "Stopped." : "Stopped before the first token." }));
-    // Conversations that were kept by an earlier release do not tell which limit it was.
+    // Conversations stored by an earlier release do not name the limit.
     if (cut?.name) notes.push(element("p", { textContent: words.ofLimit(cut, reasoning && !text) }));
     else if (cut) notes.push(element("p", { textContent: "Stopped at a limit." }));
     const missed = miss ? words.ofMiss(miss) : "";
@@ -139,7 +139,7 @@ export class Answer {
   }
 }
 
-/** Copies the code beside a button of a piece of code. */
+/** Copies the code block of a pressed copy button. */
 export function copyCode(event) {
   const pressed = event.target.closest("button.copy");
   if (pressed) copied(pressed, pressed.closest(".code").querySelector("code").textContent);

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two panels at the sides: beside the messages where there is room, over them where there is not.
+// The two side panels: beside the messages in a wide window, over them in a narrow one.
 
 import { byId } from "./dom.js";
 
 const wide = window.matchMedia("(min-width: 62rem)");
 
 /**
- * A panel and the button that shows and hides it.
+ * Connects a panel with the button that shows and hides it.
  *
- * @param {string} id - of the panel; its button's is `show-` and this.
- * @param {(shown: boolean) => void} changed - told of each change, and how it begins.
+ * @param {string} id - of the panel; the button's is `show-${id}`.
+ * @param {(shown: boolean) => void} changed - called at first and on each change.
  */
 export function panel(id, changed = () => {}) {
   const shown = byId(id);
@@ -30,7 +30,7 @@ export function panel(id, changed = () => {}) {
     opener.focus();
   });
   set(wide.matches);
-  // A window that gets narrow must not have both over the messages.
+  // In a window that becomes narrow, both panels would cover the messages.
   wide.addEventListener("change", () => set(wide.matches));
   return { closeIfNarrow: () => wide.matches || shown.hidden || set(false) };
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The side panel: what the engine does, asked for while the panel is open, as numbers and lines.
+// The panel of the engine's metrics, as numbers and lines, polled while the panel is open.
 
 import { byId, element } from "./dom.js";
 import * as server from "./server.js";
@@ -12,7 +12,7 @@ const share = (part, whole) => (part != null && whole > 0 ? part / whole : null)
 const since = (now, before) => (now == null || before == null ? null : now - before);
 const percent = (value) => `${Math.round(100 * value)} %`;
 
-// Each value is of a sample and the one before it; null: nothing to say of that time.
+// Each value is computed from a sample and the one before it; null if it is unknown.
 const PLOTS = [
   { label: "KV cache in use", most: 1, shown: percent, value: (now) => now.kv_cache_usage },
   { label: "Prefix cache hits", most: 1, shown: percent,
@@ -22,14 +22,14 @@ const PLOTS = [
   { label: "Requests waiting", least: 4, shown: (value) => `${value}`, value: (now) => now.waiting },
   { label: "Tokens per second", least: 10, shown: (value) => value.toFixed(1),
     value: (now, before) => share(since(now.generated_tokens, before.generated_tokens), now.at - before.at) },
-  { label: "Power, watts", least: 10, shown: (value) => value.toFixed(1),
+  { label: "Power (watts)", least: 10, shown: (value) => value.toFixed(1),
     value: (now, before) => share(since(now.joules, before.joules), now.at - before.at) },
 ];
 
 let timer = null;
 let before = null;
 
-/** Asks for figures from now on. */
+/** Starts polling. */
 export function start() {
   if (timer) return;
   byId("plots").replaceChildren(...PLOTS.map((plot) => {
@@ -39,7 +39,7 @@ export function start() {
     const drawn = document.createElementNS(SVG, "svg");
     drawn.setAttribute("viewBox", `0 0 ${KEPT - 1} 32`);
     drawn.setAttribute("preserveAspectRatio", "none");
-    drawn.setAttribute("aria-hidden", "true"); // the number says it
+    drawn.setAttribute("aria-hidden", "true"); // the number has the value for screen readers
     drawn.append(plot.line);
     plot.element = element("dl", { className: "plot", hidden: true }, element("div", {}, element("dt", { textContent: plot.label }), plot.last), drawn);
     return plot.element;
@@ -49,7 +49,7 @@ export function start() {
   sample();
 }
 
-/** Asks no more. */
+/** Stops polling. */
 export function stop() {
   clearInterval(timer);
   timer = null;

@@ -1,25 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the page asks its server.
+// Requests from the page to its server.
 
 const JSON_TYPE = { "Content-Type": "application/json" };
-// Browsers say "Failed to fetch", or "network error", of a server that is not there.
+// Replaces the browsers' own "Failed to fetch" or "network error" when the server is gone.
 const ENDED = "The chat has ended. Run vllm-metal chat again, and open the address that it prints.";
 
-/** The served model: {name, label, context, millions, max_tokens}. */
+/** Returns the served model: {name, label, context, millions, max_tokens}. */
 export const model = () => ask("api/model");
 
-/** The engine's counters at this moment. */
+/** Returns the engine's current counters. */
 export const figures = () => ask("api/figures");
 
-/** Blocks of HTML of each text. */
+/** Renders texts of Markdown; returns blocks of HTML for each. */
 export const markdown = (texts) =>
   ask("api/markdown", { method: "POST", headers: JSON_TYPE, body: JSON.stringify({ texts }) });
 
 /**
- * Asks for an answer and hands its events on as they come.
+ * Requests an answer and streams its events.
  *
  * @param {object} asked - messages and sampling, and whether to continue the last message.
- * @param {AbortSignal} signal - ends it, at the engine too.
+ * @param {AbortSignal} signal - ends it, also in the engine.
  * @param {(event: object) => void} take - gets each event.
  */
 export async function answer(asked, signal, take) {
@@ -57,6 +57,6 @@ async function refusal(reply) {
   try {
     return (await reply.json()).error;
   } catch {
-    return `The page's server says ${reply.status}.`;
+    return `The page's server returned status ${reply.status}.`;
   }
 }

@@ -8,7 +8,7 @@ const form = dialog.querySelector("form");
 const numbers = [...form.querySelectorAll("input")];
 let saved = null;
 
-/** Shows a conversation's settings; `save` gets them when the user keeps them. */
+/** Shows a conversation's settings; `save` gets them when the user saves them. */
 export function open({ system, sampling }, save) {
   form.elements.system.value = system;
   for (const input of numbers) input.value = sampling[input.name] ?? "";
@@ -17,7 +17,7 @@ export function open({ system, sampling }, save) {
   dialog.showModal();
 }
 
-/** Shows the values of fields that are left empty, where they are known. */
+/** Shows known defaults in empty fields. */
 export function setDefaults(values) {
   for (const input of numbers) input.placeholder = values[input.name] ?? "";
 }

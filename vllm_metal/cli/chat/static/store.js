@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Conversations in the browser's storage, an entry each, and the settings that new ones begin with.
+// Conversations in the browser's storage, an entry each, and the settings of new ones.
 //
-// A conversation: {id, title, changed, system, sampling, messages}. A message: {role, text} and, of an
-// answer, {reasoning, figures, miss, stopped, cut, error, earlier}.
+// A conversation: {id, title, changed, system, sampling, messages}. A message: {role, text}, and for
+// answers also {reasoning, figures, miss, stopped, cut, error, earlier}.
 
 const PREFIX = "vllm-metal.conversation.";
 const DEFAULTS = "vllm-metal.settings";
 const TITLE_LENGTH = 48;
 
-/** A new conversation; it is kept from its first message on. */
+/** Returns a new conversation, which is stored from its first message on. */
 export function fresh() {
   const { system = "", sampling = {} } = read(DEFAULTS) ?? {};
   return { id: crypto.randomUUID(), title: "New conversation", changed: 0, system, sampling, messages: [] };
 }
 
-/** All that are kept, the last one changed first. */
+/** Returns all stored conversations, the last changed one first. */
 export function all() {
   return Object.keys(localStorage)
     .filter((key) => key.startsWith(PREFIX))
@@ -23,7 +23,7 @@ export function all() {
     .sort((one, other) => other.changed - one.changed);
 }
 
-/** Keeps a conversation; false where the browser's storage is full. */
+/** Stores a conversation; returns false if the browser's storage is full. */
 export function keep(conversation) {
   if (!conversation.messages.length) return true;
   conversation.changed = Date.now();
@@ -37,17 +37,17 @@ export function keep(conversation) {
   }
 }
 
-/** Forgets a conversation. */
+/** Removes a conversation. */
 export function remove(id) {
   localStorage.removeItem(PREFIX + id);
 }
 
-/** Keeps settings for new conversations. */
+/** Stores the settings for new conversations. */
 export function keepSettings({ system, sampling }) {
   localStorage.setItem(DEFAULTS, JSON.stringify({ system, sampling }));
 }
 
-/** Calls `changed` when another tab keeps or forgets a conversation. */
+/** Calls `changed` when another tab stores or removes a conversation. */
 export function watch(changed) {
   window.addEventListener("storage", (event) => {
     if (event.key?.startsWith(PREFIX)) changed();

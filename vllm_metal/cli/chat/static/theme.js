@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The theme, light or dark, or as the system has it. It is set before the page is drawn.
+// The theme: light, dark, or the system's. Loaded first, so that the page never flashes in another.
 (() => {
   const KEY = "vllm-metal.theme";
   const ORDER = ["system", "light", "dark"];
@@ -10,7 +10,7 @@
     const system = dark.matches ? "dark" : "light";
     document.documentElement.dataset.theme = theme === "system" ? system : theme;
     const button = document.getElementById("theme");
-    if (button) button.ariaLabel = `Theme: ${theme === "system" ? "as the system" : theme}`;
+    if (button) button.ariaLabel = `Theme: ${theme}`;
   };
   show();
   dark.addEventListener("change", show);

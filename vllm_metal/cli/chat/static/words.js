@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// An answer's figures, which limit cut it, and why its prompt's prefix was missed, in words.
+// Text for an answer's metrics, the limit that ended it, and its prefix-cache miss.
 
 const CAUSES = {
   date: "a date or time",
   counter: "a number",
-  identifier: "a random name",
+  identifier: "an identifier",
 };
 const SENTENCES = {
   edit: "An earlier message changed",
   message_inserted: "A message was added before others",
   message_removed: "An earlier message was removed",
-  tools_reordered: "The tools came in another order",
+  tools_reordered: "The order of the tools changed",
   tools_changed: "The tools changed",
-  template: "The chat template wrote the same messages differently",
-  granularity: "The cache keeps whole blocks, and the last one was not full",
-  evicted: "The conversation had left the cache",
-  in_flight: "The prompt before was still being computed",
+  template: "The chat template rendered the same messages differently",
+  granularity: "Only full blocks are cached, and the last one was not full",
+  evicted: "The conversation was evicted from the cache",
+  in_flight: "The previous prompt was still being computed",
 };
-// What templates write between messages, whole or cut at the end of a text.
+// Special tokens of chat templates, also if cut off at the end of a text.
 const SPECIAL = /<\|?[\w:/ ]*\|?>|<\|?[\w:/ ]*\|?$|\[\/?INST\]/g;
 
-/** Pairs of a label and a value, of those figures that are known. */
+/** Returns pairs of label and value for the known metrics. */
 export function ofFigures(figures) {
   const { ttft, tokens, speed, prompt, cached, drafted, accepted } = figures;
   const pairs = [];
@@ -33,7 +33,7 @@ export function ofFigures(figures) {
   return pairs;
 }
 
-/** Why tokens of a prompt were computed again, as one sentence; "" where none were there before. */
+/** Explains in one sentence why tokens of a prompt were recomputed; "" if they were new. */
 export function ofMiss(miss) {
   const { cause, lost, message, role, before, now } = miss;
   if (cause === "first_seen") return "";
@@ -47,10 +47,10 @@ export function ofMiss(miss) {
   return `${what}: ${lost} tokens were computed again.`;
 }
 
-/** Which limit cut an answer, and what to do. */
+/** Explains which limit ended an answer, and what to do. */
 export function ofLimit({ name, tokens }, thinking) {
-  if (name === "context") return `Stopped at the end of the context (${tokens} tokens). Start a new conversation to go on.`;
-  const limit = name === "max_tokens" ? `Max tokens (${tokens})` : "the server's limit of tokens";
+  if (name === "context") return `Stopped at the end of the context (${tokens} tokens). Start a new conversation to continue.`;
+  const limit = name === "max_tokens" ? `Max tokens (${tokens})` : "the server's token limit";
   return thinking ? `Stopped at ${limit} while reasoning. Raise Max tokens in the settings.` : `Stopped at ${limit}.`;
 }
 
