@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of each `vllm-metal` command, with the words of its help.
+"""Options and help texts of all `vllm-metal` commands.
 
 Those of `fit` and `doctor`, which have most, are in the commands' folders.
 """
@@ -16,7 +16,7 @@ from vllm_metal.cli.doctor import options as doctor_options
 from vllm_metal.cli.fit import options as fit_options
 from vllm_metal.patches.vllm_patches import refused_arguments
 
-#: Commands of other programs, and what does the same here.
+#: Maps commands of other programs to what does the same here.
 _ELSEWHERE = {
     "serve": "the server is vLLM's own command: vllm serve MODEL",
     "run": "vllm-metal chat MODEL talks to a model, and vllm serve MODEL serves it",
@@ -32,11 +32,11 @@ _NEGATIVE = re.compile(r"-\d")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage."""
+    """Prints errors in one line, without the usage."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._negative_number_matcher = _NEGATIVE  # -3GB is a value, and no option
+        self._negative_number_matcher = _NEGATIVE  # makes -3GB a value, not an option
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = self.parse_known_args(args, namespace)
@@ -56,7 +56,7 @@ class _Version(argparse.Action):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of a command line; `command` of what it finds is the command's name."""
+    """Creates the parser of command lines; it sets `command` to the command's name."""
     made = _Parser(prog="vllm-metal", description="Serve mlx-lm models with vLLM on Apple silicon.")
     made.add_argument("--version", action=_Version, nargs=0, help="print it and exit")
     commands = made.add_subparsers(metavar="COMMAND", dest="command")
@@ -73,12 +73,12 @@ def parser() -> argparse.ArgumentParser:
     _add_cache(commands.add_parser("cache", help="list, remove or verify the prefix cache on disk"))
     _add_tenants(commands.add_parser("tenants", help="add, remove or list API keys of tenants"))
     _add_response_cache(commands.add_parser("response-cache", help="delete cached responses"))
-    _add_response_cache(commands.add_parser("answers"))  # its name of before, not listed
+    _add_response_cache(commands.add_parser("answers"))  # its former name, not listed in --help
     return made
 
 
 def of_another_program(arguments: Sequence[str]) -> str | None:
-    """What to type in place of a command that other programs have; None: it is none of those."""
+    """Returns what to type instead of another program's command; None for any other command."""
     return _ELSEWHERE.get(arguments[0]) if arguments else None
 
 
@@ -229,7 +229,8 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="size of the KV cache; default: %(default)s",
     )
-    # Of the chat in the terminal, which vLLM's own replaced: to be removed with the next release.
+    # Options of the former chat in the terminal, which `vllm chat` replaces; the command rejects
+    # them with that advice. To be removed in the next release.
     parser.add_argument("--terminal", action="store_true", help=argparse.SUPPRESS)
     for name in ("--system", "--max-tokens", "--temperature"):
         parser.add_argument(name, dest="terminal", help=argparse.SUPPRESS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-metal chat`: a page to chat in, and who serves its model."""
+"""`vllm-metal chat`: serves the chat page, and starts a model server for it if needed."""
 
 from __future__ import annotations
 
@@ -38,15 +38,10 @@ _NEEDED = ("starlette", "uvicorn", "httpx", "markdown_it", "pygments", "promethe
 
 
 def run(args: Namespace) -> int:
-    """Chats until the user leaves, and returns the exit status.
+    """Serves the chat until the user ends it, and returns the exit status.
 
-    Args:
-        args: of `vllm_metal.cli.main`.
-
-    Raises:
-        ValueError: options that do not go together.
-        OSError: the port is taken.
-        ImportError: a package of the extra `chat` is missing.
+    Raises ValueError for conflicting options, OSError if the port is in use, and ImportError if a
+    package of the extra `chat` is missing.
     """
     if args.terminal:
         raise ValueError(
@@ -64,14 +59,14 @@ def run(args: Namespace) -> int:
     with _listening(args.port) as listener:
         if args.url is not None:
             upstream = Upstream(args.url, os.environ.get(KEY_OF_SERVER))
-            _tell_of_silence(args.url)
+            _warn_if_unreachable(args.url)
             return _show(listener, upstream, args.open)
         return _serve_and_show(args, listener)
 
 
-def _tell_of_silence(url: str) -> None:
-    """Says that no server answers; the page is shown all the same, and finds one that comes."""
-    import httpx  # of the extra `chat`
+def _warn_if_unreachable(url: str) -> None:
+    # Only a warning: the page is shown anyway, and connects to a server that starts later.
+    import httpx  # from the extra `chat`
 
     try:
         httpx.get(f"{url.rstrip('/')}/health", timeout=_ANSWER_S)
@@ -94,11 +89,11 @@ def _serve_and_show(args: Namespace, listener: socket.socket) -> int:
     flags += ["--kv-cache-memory-bytes", str(int(args.kv_cache_gib * 2**30))]
     flags += args.serve
     name = local_server.request_name(model)
-    with TemporaryDirectory(prefix="vllm-metal-chat-") as scratch:  # of this user alone
+    with TemporaryDirectory(prefix="vllm-metal-chat-") as scratch:  # accessible to this user only
         log = local_server.output_file("chat", Path(scratch))
         path = Path(scratch) / "server"
         command = local_server.serve_command(model, name, path, flags)
-        no_key = {KEY_OF_SERVER: ""}  # nobody else reaches the socket
+        no_key = {KEY_OF_SERVER: ""}  # not needed: only this user can reach the socket
         with (
             local_server.listening(path) as listening,
             local_server.started(command, no_key, listening, log, sys.stderr) as process,
@@ -118,16 +113,13 @@ def _show(
     opened: bool,
     alive: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Serves the page until Ctrl-C, or until the server behind it has ended.
+    """Serves the page until Ctrl-C, or until its model server ends; returns the exit status.
 
     Args:
         listener: bound to the page's address.
-        upstream: the server that answers.
+        upstream: the model server.
         opened: whether to open the page in the user's browser.
-        alive: whether the server still runs.
-
-    Returns:
-        The exit status.
+        alive: returns whether the model server still runs.
     """
     import uvicorn
 
@@ -157,7 +149,7 @@ def _show(
     with TemporaryDirectory(prefix="vllm-metal-page-") as scratch:
         try:
             by_user, exit_asked = asyncio.run(serve())
-        except KeyboardInterrupt:  # uvicorn has shut down, and passes it on
+        except KeyboardInterrupt:  # uvicorn raises it again after its shutdown
             return 0
     if exit_asked is not None:
         raise exit_asked
@@ -167,17 +159,20 @@ def _show(
 
 
 async def _serve_page(server: uvicorn.Server, listener: socket.socket) -> SystemExit | None:
-    """Serves the page; returns the exit that a signal asked for."""
+    """Serves the page; returns the exit that a signal requested."""
     try:
         await server.serve(sockets=[listener])
-    except SystemExit as end:  # uvicorn passes SIGTERM on, in a task of the loop
+    # uvicorn raises SIGTERM again after its shutdown; raised in a task, SystemExit would end the
+    # loop before `_show` could clean up.
+    except SystemExit as end:
         return end
     return None
 
 
 def _open(address: str, folder: str) -> None:
-    """Opens the page in the user's browser, with its token in no command line."""
-    if sys.platform != "darwin":  # where it is no argument
+    """Opens the page in the user's browser, without its token on any command line."""
+    # Elsewhere the address is an argument of the browser, which other users can see.
+    if sys.platform != "darwin":
         path = Path(folder) / "page.html"
         path.write_text(f'<meta http-equiv="refresh" content="0; url={address}">')
         address = path.as_uri()
@@ -185,7 +180,7 @@ def _open(address: str, folder: str) -> None:
 
 
 def _has_windows() -> bool:
-    # Without, a browser of the terminal would open, and take the terminal for itself.
+    # Without a display, a text browser would open and occupy the terminal.
     return sys.platform == "darwin" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of `vllm-metal doctor`, with the words of its help."""
+"""Options and help texts of `vllm-metal doctor`."""
 
 import argparse
 from pathlib import Path

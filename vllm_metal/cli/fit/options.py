@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of `vllm-metal fit`, with the words of its help."""
+"""Options and help texts of `vllm-metal fit`."""
 
 import argparse
 
