@@ -89,7 +89,10 @@ class MetalPlatform(Platform):
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Dtypes for ``--dtype auto``, the first being the fallback; others must be explicit."""
+        """Dtypes that ``--dtype auto`` may pick; the first is the fallback.
+
+        An explicit ``--dtype`` is honored on both devices.
+        """
         # MLX's CPU backend multiplies only float32 matrices fast.
         if self.mlx_device == "cpu":
             return [torch.float32]
@@ -176,6 +179,8 @@ class MetalPlatform(Platform):
 
         releases.warn_if_untested()
         engine_args.set_batch_defaults(MAX_NUM_BATCHED_TOKENS[cls.mlx_device], MAX_NUM_SEQS)
+        # A later patch of a function wraps the earlier ones, so create_model_config checks the
+        # model's folder before transformers reads it, and fits the context last.
         engine_args.fit_the_context()
         engine_args.check_folders(model_folders.check_config)
         engine_args.fit_batches_to_drafts()
@@ -203,6 +208,8 @@ class MetalPlatform(Platform):
         pooling_failures.tell_pooling_failures()
         idle.keep_engines()
         engine_sleep.refuse_to_wait_asleep()
+        # Last of the patches of create_engine_config, so that arguments are checked first;
+        # `name_causes` wraps it, as it explains errors of the check, too.
         engine_args.check_first(start_checks.check_engine)
         start_failures.name_causes()
         if parser is not None:  # a command; `LLM` needs no server and does not load uvicorn
@@ -229,9 +236,11 @@ class MetalPlatform(Platform):
 
         http_protocol.limit_connections()
         first_mistake.stop_at_the_first_mistake()
+        # Before vLLM's routes are created, which copy the schemas of request classes.
         unknown_fields.tell_of_unknown_fields()
         error_remedies.name_remedies()
         adapters.answer_for_bad_adapters()
+        # Each wraps those before it, so the last one is the outermost.
         server_app.around_servers(misses.around)
         server_app.around_servers(idle.around)
         server_app.around_servers(limits.around)
@@ -241,6 +250,7 @@ class MetalPlatform(Platform):
         server_end.let_starts_be_interrupted()
         start_log.to_a_file()
         start_failures.end_commands_with_one_line(start_checks.SERVED)
+        # In this order: choosing parsers reads the model that the check has validated.
         serve_arguments.complete(
             start_checks.check_server,
             partial(set_parsers, folder_of=folders.folder_of),

@@ -72,7 +72,7 @@ async def until_gone(receive: Receive) -> None:
 def parse(raw: bytes, limits: BodyLimits) -> dict[str, Any]:
     """Parses a body.
 
-    Raises Refusal if it is no JSON object, has duplicate keys or NaN, or exceeds `limits`.
+    Raises Refusal if it is not a JSON object, has duplicate keys or NaN, or exceeds `limits`.
     """
     _check_size(raw, limits)
     try:

@@ -29,6 +29,7 @@ def around(app: ASGIApp, state: Any) -> ASGIApp:
     settings = config.of_environment()
     limits = of(settings)
     assert limits.max_body_pixels is not None
+    # Tenants must not reach the server's network through it, unless --allowed-media-domains is set.
     has_tenants = settings is not None and settings.tenants is not None
     media_loading.bound(limits.max_body_pixels, fetch_any_host=not has_tenants)
     request_sizes.bound(limits.max_body_choices, limits.max_body_grammar)
@@ -36,7 +37,10 @@ def around(app: ASGIApp, state: Any) -> ASGIApp:
 
 
 def of(settings: ServingConfig | None) -> BodyLimits:
-    """Returns a server's limits with all defaults resolved; without settings, the widest ones."""
+    """Returns a server's limits with all defaults resolved.
+
+    Without settings they protect only the machine, so they are wider.
+    """
     if settings is None:
         return BodyLimits(max_body_choices=_CHOICES, max_body_pixels=_PIXELS)
     if settings.body.max_body_pixels is not None:

@@ -116,7 +116,7 @@ async def read(
 
 
 def _isolate(shared: Shared, route: Route, key: Key, outgoing: dict[str, Any]) -> None:
-    """Replaces the client's salt with one of the tenant; also the owner of images and of counts.
+    """Replaces the client's salt with a tenant's, by which images are owned and tokens counted.
 
     Raises Refusal if the request refers to data of others, or its salt is invalid.
     """

@@ -3,9 +3,9 @@
 
     Prefix-Cache-Miss: date; cached=0; lost=5120; token=37; message=0; role="system"
 
-It is an item with parameters (RFC 9651). A client that sends `Prefix-Cache-Miss: usage` also gets
-the report in the usage of its responses; one that sends `text` also gets the old and the new text,
-both from its own prompts, in the header.
+It is an item with parameters (RFC 9651). A client that sends the header itself, such as
+`Prefix-Cache-Miss: usage`, also gets the report in the usage of its responses. If it sends `text`,
+the header also has the old and the new text, both from the client's own prompts.
 """
 
 from __future__ import annotations

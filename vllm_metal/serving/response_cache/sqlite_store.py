@@ -124,7 +124,8 @@ class SqliteStore:
             )
 
     def _purge(self, owner: str | None) -> int:
-        if not self._path.exists():  # a command must not create a file of its user
+        # A file created by a command would belong to its user, not to the server's.
+        if not self._path.exists():
             return 0
         database = self._database()
         with database:
