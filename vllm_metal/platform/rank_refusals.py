@@ -36,19 +36,19 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
 
 def _common_refusals(config: VllmConfig, model: ModelConfig, options: str) -> dict[str, bool]:
     parallel, multimodal = config.parallel_config, model.multimodal_config
-    speculation, beside = config.speculative_config, f"with {options}"
+    speculation, with_options = config.speculative_config, f"with {options}"
     method = None if speculation is None else BY_NAME.get(speculation.method or "")
     return {
-        f"--data-parallel-size {beside}": parallel.data_parallel_size > 1,
-        f"--enable-lora {beside} (adapters are not sharded)": config.lora_config is not None,
-        f"--runner pooling {beside} (only generative models are sharded)": pools(config),
-        f"images {beside} (--language-model-only serves the text)": (
+        f"--data-parallel-size {with_options}": parallel.data_parallel_size > 1,
+        f"--enable-lora {with_options} (adapters are not sharded)": config.lora_config is not None,
+        f"--runner pooling {with_options} (only generative models are sharded)": pools(config),
+        f"images {with_options} (--language-model-only serves the text)": (
             multimodal is not None and not multimodal.language_model_only
         ),
-        f"--kv-transfer-config, or a prefix cache on disk, {beside} (each rank has "
+        f"--kv-transfer-config, or a prefix cache on disk, {with_options} (each rank has "
         "only a part of the K/V)": is_asked_for(config),
-        f"--enable-sleep-mode {beside}": model.enable_sleep_mode,
-        f"--speculative-config {beside} and a draft network (n-gram and suffix drafts "
+        f"--enable-sleep-mode {with_options}": model.enable_sleep_mode,
+        f"--speculative-config {with_options} and a draft network (n-gram and suffix drafts "
         "are supported)": method is not None and method.has_network,
     }
 

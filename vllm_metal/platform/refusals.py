@@ -63,7 +63,7 @@ def refuse_unsupported(config: VllmConfig) -> None:
         "--additional-config fixed_splits (it needs this plugin's kernels: a Mac's GPU, and "
         "VLLM_METAL_KERNELS other than mlx)"
     ] = given.fixed_splits is not None and by_mlx
-    refused = [setting for setting, asked in refusals.items() if asked]
+    refused = [setting for setting, is_set in refusals.items() if is_set]
     if refused:
         raise ValueError("vllm-metal does not support " + ", ".join(refused))
 

@@ -76,7 +76,9 @@ def parse(raw: bytes, limits: BodyLimits) -> dict[str, Any]:
     """
     _check_size(raw, limits)
     try:
-        found = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_no_number)
+        found = json.loads(
+            raw.decode(), object_pairs_hook=_unique_keys, parse_constant=_reject_constant
+        )
     except RecursionError:
         raise _too_deep(limits) from None
     except Refusal:
@@ -97,7 +99,7 @@ def write(fields: dict[str, Any]) -> bytes:
         raise Refusal(400, "The body has a number that is too large.") from None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         # RFC 8259, section 4, does not say which of the two counts, so parsers differ.
@@ -105,7 +107,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _no_number(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise Refusal(400, "NaN and Infinity are not JSON.")
 
 

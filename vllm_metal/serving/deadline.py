@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Sleep = Callable[[float], Awaitable[None]]
 #: Interval between aborts: a request may still be on its way to the engine when its time is up.
-_AGAIN_S = 0.25
+_RETRY_S = 0.25
 #: Time for an aborted request to send its end before it is cut off.
 GRACE_S = 5.0
 _COMPLETED = b"event: response.completed\n"
@@ -77,22 +77,22 @@ class Deadline:
         self, limit_s: float, request_id: str, engine: AsyncLLM, on_expiry: Callable[[], None]
     ) -> None:
         await self._sleep(limit_s)
-        if self._is_background and not _ids(engine, request_id):
+        if self._is_background and not _find_ids(engine, request_id):
             return  # it ended in time
         on_expiry()
         self.expired.set_result(None)
         waited = 0.0
         while waited < GRACE_S:
-            if found := _ids(engine, request_id):
+            if found := _find_ids(engine, request_id):
                 self._aborted = True
                 self._had_tokens |= _have_tokens(engine, found)
                 await engine.abort(found)
-            await self._sleep(_AGAIN_S)
-            waited += _AGAIN_S
+            await self._sleep(_RETRY_S)
+            waited += _RETRY_S
         self.cut.set_result(None)
 
 
-def _ids(engine: AsyncLLM, request_id: str) -> list[str]:
+def _find_ids(engine: AsyncLLM, request_id: str) -> list[str]:
     """Returns all of a request's ids in the engine: each choice, prompt and turn has its own."""
     return [name for name in engine.output_processor.external_req_ids if request_id in name]
 

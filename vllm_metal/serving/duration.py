@@ -21,19 +21,19 @@ class Duration:
         self._figures, self._receive, self._send = figures, receive, send
         self._began = time.perf_counter()
         self._status: int | None = None
-        self._kept = self._complete = self._left = False
+        self._is_hit = self._complete = self._client_left = False
 
     async def receive(self) -> Message:
         """Returns the client's next message."""
         message = await self._receive()
-        self._left |= message["type"] == "http.disconnect" and not self._complete
+        self._client_left |= message["type"] == "http.disconnect" and not self._complete
         return message
 
     async def send(self, message: Message) -> None:
         """Sends the client a message."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            self._kept = (b"x-cache", b"HIT") in message["headers"]
+            self._is_hit = (b"x-cache", b"HIT") in message["headers"]
         await self._send(message)
         if message["type"] == "http.response.body":
             self._complete |= not message.get("more_body", False)
@@ -46,10 +46,10 @@ class Duration:
     def _outcome(self, timed_out: bool, background: bool) -> Outcome:
         if timed_out:
             return "timed_out"
-        if self._left:
+        if self._client_left:
             return "aborted"
         if not self._complete or self._status is None or self._status >= 400:
             return "error"
         if background:
             return "background"
-        return "hit" if self._kept else "computed"
+        return "hit" if self._is_hit else "computed"

@@ -44,7 +44,7 @@ class Exchange:
         """
         self._body: bytes | None = body
         self._deadline, self._x_cache, self._style = deadline, x_cache, style
-        self._room, self._on_too_long = record_bytes, on_too_long
+        self._bytes_left, self._on_too_long = record_bytes, on_too_long
         self._record_bytes = record_bytes
         #: Start of the response, held until its first part, as the status may still become 504.
         self._held: Message | None = None
@@ -52,8 +52,8 @@ class Exchange:
         self._status: int | None = None
         self._form: Form = "whole"
         self._complete = False
-        self._let_go = False
-        self._left = False
+        self._cut_off = False
+        self._client_left = False
         self._backlog: Backlog | None = None
         self._send_on: Send
 
@@ -67,7 +67,7 @@ class Exchange:
             self._backlog = Backlog(send, self._record_bytes)
             self._send_on = self._backlog.put
         await self._until_cut(app(scope, lambda: self._receive(receive), self._send))
-        if self._let_go and not self._complete:
+        if self._cut_off and not self._complete:
             await self._until_cut(self._end_early(receive))
 
     async def deliver(self) -> None:
@@ -107,11 +107,11 @@ class Exchange:
 
         To a client that has gone, vLLM sends a complete but empty response.
         """
-        return self._complete and not self._left
+        return self._complete and not self._client_left
 
     def entry(self) -> Entry | None:
         """Returns the recorded response; None if it is an error, too long, or incomplete."""
-        if not self._complete or self._status != 200 or self._room <= 0:
+        if not self._complete or self._status != 200 or self._bytes_left <= 0:
             return None
         return Entry(self._form, b"".join(self._parts))
 
@@ -125,15 +125,15 @@ class Exchange:
             await asyncio.wait((client, self._deadline.cut), return_when=asyncio.FIRST_COMPLETED)
             if client.done():
                 message = client.result()
-                self._left |= message["type"] == "http.disconnect" and not self._complete
+                self._client_left |= message["type"] == "http.disconnect" and not self._complete
                 return message
         finally:
             client.cancel()
-        self._let_go = True
+        self._cut_off = True
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
-        if self._let_go:  # vLLM was told that the client has gone, but still sends
+        if self._cut_off:  # vLLM was told that the client has gone, but still sends
             return
         if message["type"] == "http.response.start":
             self._held = self._started(message)
@@ -152,13 +152,13 @@ class Exchange:
         return {**message, "headers": headers.raw}
 
     async def _pass_on(self, message: Message) -> None:
-        if self._held is not None and self._came_to_nothing():
-            self._let_go = True
+        if self._held is not None and self._has_no_output():
+            self._cut_off = True
             return
         part, more = message.get("body", b""), message.get("more_body", False)
         if self._style == "responses" and self._deadline.expired.done():
             part = self._corrected(part)
-        if self._room > 0:
+        if self._bytes_left > 0:
             self._record(part)
         self._complete = not more
         if self._held is not None:
@@ -166,15 +166,15 @@ class Exchange:
             await self._send_on(start)
         await self._send_on({**message, "body": part})
 
-    def _came_to_nothing(self) -> bool:
+    def _has_no_output(self) -> bool:
         # vLLM answers some aborted requests with a status of 5xx.
         failed = self._status is not None and self._status >= 500
         return self._deadline.came_to_nothing or (failed and self._deadline.expired.done())
 
     def _record(self, part: bytes) -> None:
-        self._room -= len(part)
+        self._bytes_left -= len(part)
         self._parts.append(part)
-        if self._room <= 0:
+        if self._bytes_left <= 0:
             self._parts.clear()
             if self._on_too_long is not None:
                 self._on_too_long()

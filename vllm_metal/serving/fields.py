@@ -61,13 +61,13 @@ def read(style: Style, body: dict[str, Any]) -> Fields:
     options = found.stream_options
     # Greedy and seeded requests repeat. Those of the Responses API are never cached: clients look
     # them up by their ids, and they do not state whether they were cut off.
-    same_again = found.temperature == 0 or found.seed not in (None, _NO_SEED)
+    is_repeatable = found.temperature == 0 or found.seed not in (None, _NO_SEED)
     return Fields(
         stream=bool(found.stream),
         usage=bool(options and options.include_usage),
         every_usage=bool(options and options.continuous_usage_stats),
         background=bool(found.background),
-        repeatable=style != "responses" and same_again,
+        repeatable=style != "responses" and is_repeatable,
         choices=(found.n or 1)
         * _num_prompts(body.get("prompt") if style == "completion" else None),
     )

@@ -86,16 +86,16 @@ class Tenants:
             store = open_store(config.response_cache)
             secret = self._shared.secret or secret_of(config.response_cache)
             self._shared.cache = ResponseCache(store, secret, self.figures, clock)
-        self._begun = False
+        self._started = False
         self._identifying: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await self._live(scope, receive, send)
+            await self._handle_lifespan(scope, receive, send)
         elif self.keys is not None and scope["type"] == "websocket":
             await self._refuse_socket(self.keys, scope, receive, send)
         elif scope["type"] == "http":
-            await self._answer(scope, receive, send)
+            await self._handle_request(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
@@ -104,7 +104,7 @@ class Tenants:
 
         `state` is that of vLLM's application.
         """
-        self._begin(state)
+        self._start(state)
         if self._identifying is not None:
             await self._identifying
 
@@ -113,8 +113,8 @@ class Tenants:
         if self._shared.cache is not None:
             await self._shared.cache.close()
 
-    async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._begin(scope["app"].state)
+    async def _handle_lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._start(scope["app"].state)
 
         async def after_closing(message: Message) -> None:
             # Before the message is sent: the server's process may end as soon as it has it.
@@ -124,11 +124,11 @@ class Tenants:
 
         await self.app(scope, receive, after_closing)
 
-    def _begin(self, state: Any) -> None:
+    def _start(self, state: Any) -> None:
         """Starts counting tokens, and identifying the model, without which nothing is cached."""
-        if self._begun:
+        if self._started:
             return
-        self._begun = True
+        self._started = True
         if (meter := self._shared.meter) is not None:
             watch(state.engine_client.output_processor, meter.begin, meter.take, meter.abort)
         if self._shared.cache is not None:
@@ -165,8 +165,8 @@ class Tenants:
         else:
             await send({"type": "websocket.close", "code": 1008})
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._begin(scope["app"].state)
+    async def _handle_request(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._start(scope["app"].state)
         client = _Client(send, None if self.keys is None else self.figures)
         root = scope.get("root_path", "")
         match = routes.find(scope["method"], scope["path"].removeprefix(root))
@@ -175,7 +175,7 @@ class Tenants:
         try:
             if self.keys is not None:
                 match, key = self._admit(self.keys, match, sent, client)
-                scope = _inner(scope, root, match)
+                scope = _inner_scope(scope, root, match)
                 if key is not None:
                     scope["headers"] = [*sent.passed_on]
                     self._check_response_id(match, key)
@@ -279,7 +279,7 @@ def _key_of(sent: Headers, keys: KeyFile) -> Key:
     return key
 
 
-def _inner(scope: Scope, root: str, match: Match) -> Scope:
+def _inner_scope(scope: Scope, root: str, match: Match) -> Scope:
     """Returns a scope for vLLM with only what was checked."""
     if not match.route.query:
         # Also in the server's own scope: the access log would show a key in the query string.

@@ -34,20 +34,20 @@ class Generation:
     async def run(self, receive: Receive, send: Send) -> None:
         """Answers the client."""
         request, figures = self._request, self._shared.figures
-        watched = Duration(figures, receive, send)
-        receive, send = watched.receive, watched.send
+        duration = Duration(figures, receive, send)
+        receive, send = duration.receive, duration.send
         engine = request.scope["app"].state.engine_client
         self._deadline.start(request.request_id, engine, figures.timeouts.inc)
         try:
-            found = await self._key()
-            if found is None:
+            cache_key = await self._key()
+            if cache_key is None:
                 result = None if self._shared.cache is None else "bypass"
-                await self._ask(receive, send, result)
+                await self._forward(receive, send, result)
             else:
-                await self._answer_or_wait(found, receive, send)
+                await self._answer_or_join(cache_key, receive, send)
         finally:
             self._deadline.end()
-            watched.end(self._deadline.expired.done(), request.asked.background)
+            duration.end(self._deadline.expired.done(), request.asked.background)
 
     async def _key(self) -> str | None:
         """Returns the response-cache key; None if the request bypasses the cache."""
@@ -61,25 +61,25 @@ class Generation:
             self._style, request.fields, request.asked, request.identity, shared.model, render
         )
 
-    async def _answer_or_wait(self, found: str, receive: Receive, send: Send) -> None:
+    async def _answer_or_join(self, cache_key: str, receive: Receive, send: Send) -> None:
         """Looks the response up, waits for an equal request's, or leads: asks vLLM for all."""
         cache = self._shared.cache
         assert cache is not None
-        while (waiting := cache.coalesced.join(found)) is not None:
+        while (waiting := cache.coalesced.join(cache_key)) is not None:
             try:
                 await self._replay(await self._wait(waiting, receive), receive, send)
             except Abandoned:
                 continue
             except NotKept:
-                await self._ask(receive, send, "miss")
+                await self._forward(receive, send, "miss")
             return
-        lead = cache.coalesced.lead(found)
+        lead = cache.coalesced.lead(cache_key)
         outcome: Entry | Exception = Abandoned()
         try:
-            kept = await cache.get(found, self._request.owner)
+            kept = await cache.get(cache_key, self._request.owner)
             if kept is None:
-                exchange = await self._ask(receive, send, "miss", lead)
-                outcome = await self._kept(found, exchange)
+                exchange = await self._forward(receive, send, "miss", lead)
+                outcome = await self._store_response(cache_key, exchange)
             else:
                 outcome = kept
         finally:
@@ -94,15 +94,17 @@ class Generation:
 
         Raises the future's Abandoned or NotKept; Refusal at the deadline; ClientDisconnect.
         """
-        gone = asyncio.ensure_future(body.until_gone(receive))
-        late = self._deadline.expired
+        disconnected = asyncio.ensure_future(body.until_gone(receive))
+        expired = self._deadline.expired
         try:
-            await asyncio.wait((waiting, gone, late), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                (waiting, disconnected, expired), return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
-            gone.cancel()
+            disconnected.cancel()
         answered = waiting.done() and waiting.exception() is None
         # A response that arrives together with the deadline is still sent.
-        if late.done() and not answered:
+        if expired.done() and not answered:
             raise Refusal(504, "The request took longer than this server allows (timeout_s).")
         if waiting.done():
             return waiting.result()
@@ -114,7 +116,7 @@ class Generation:
         assert self._shared.cache is not None
         self._shared.cache.count("hit")
 
-    async def _ask(
+    async def _forward(
         self, receive: Receive, send: Send, result: str | None, lead: Lead | None = None
     ) -> Exchange:
         """Forwards the request to vLLM.
@@ -140,7 +142,7 @@ class Generation:
             self._deadline.leave_running()
         return exchange
 
-    async def _kept(self, found: str, exchange: Exchange) -> Entry | Exception:
+    async def _store_response(self, cache_key: str, exchange: Exchange) -> Entry | Exception:
         """Caches the response; returns what waiting requests get."""
         if not exchange.ended:
             return Abandoned()
@@ -148,11 +150,11 @@ class Generation:
         if entry is None or self._deadline.expired.done():
             return NotKept()
         if len(entry.content) < _SHORT:
-            whole = complete.is_complete(self._style, entry)
+            is_complete = complete.is_complete(self._style, entry)
         else:  # parsing takes milliseconds, which would delay other requests
-            whole = await asyncio.to_thread(complete.is_complete, self._style, entry)
-        if not whole:
+            is_complete = await asyncio.to_thread(complete.is_complete, self._style, entry)
+        if not is_complete:
             return NotKept()
         assert self._shared.cache is not None
-        await self._shared.cache.keep(found, entry, self._request.owner)
+        await self._shared.cache.keep(cache_key, entry, self._request.owner)
         return entry

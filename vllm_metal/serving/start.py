@@ -28,7 +28,7 @@ def refusals(
     # vLLM's configuration does not cover the front end, so the command line is searched, and the
     # file that it may name with --config.
     arguments = sys.argv if arguments is None else arguments
-    arguments = [*arguments, *_of_file(arguments)]
+    arguments = [*arguments, *_config_file_arguments(arguments)]
     environment = os.environ if environment is None else environment
     if any(MIDDLEWARE in argument for argument in arguments):
         config.required()
@@ -36,21 +36,21 @@ def refusals(
     if settings is None:
         return {}
     named = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
-    with_it = f"with {SETTING}"
+    with_config = f"with {SETTING}"
     tenants = settings.tenants
     return {
-        f"--api-server-count {num_api_servers} {with_it} (each would coalesce and "
+        f"--api-server-count {num_api_servers} {with_config} (each would coalesce and "
         "count requests by itself: start several servers, with one Redis for cached "
         "responses)": (num_api_servers > 1),
-        f"VLLM_USE_RUST_FRONTEND=1 {with_it} (it runs no middleware)": (
+        f"VLLM_USE_RUST_FRONTEND=1 {with_config} (it runs no middleware)": (
             environment.get("VLLM_USE_RUST_FRONTEND", "0").lower() in ("1", "true")
         ),
-        f"--grpc {with_it} (it runs no middleware)": bool(named & {"--grpc", "--grpc-port"}),
-        f"--api-key {with_it} (a request has one Authorization header: create keys "
+        f"--grpc {with_config} (it runs no middleware)": bool(named & {"--grpc", "--grpc-port"}),
+        f"--api-key {with_config} (a request has one Authorization header: create keys "
         "with `vllm-metal tenants add`)": "--api-key" in named
         or bool(environment.get("VLLM_API_KEY")),
         (
-            f"VLLM_MEDIA_CACHE {with_it} (a tenant could find out, by timing, what another "
+            f"VLLM_MEDIA_CACHE {with_config} (a tenant could find out, by timing, what another "
             "one fetched)"
         ): (tenants is not None and bool(environment.get("VLLM_MEDIA_CACHE"))),
         f"prefix_cache_salt_key {disk_salt_key} with another secret in [tenants] (no "
@@ -62,7 +62,7 @@ def refusals(
     }
 
 
-def _of_file(arguments: Sequence[str]) -> list[str]:
+def _config_file_arguments(arguments: Sequence[str]) -> list[str]:
     """Returns the arguments in the file of `--config`, read as vLLM does."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

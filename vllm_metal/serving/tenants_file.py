@@ -30,7 +30,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _GENERATION = re.compile(r"(?:[0-9a-f]{16})?")
 _ID_DIGITS = 8
 _VERSION = 1
-_LOOK_AGAIN_S = 1.0  # a removed key is rejected within this time; one `stat` per second is cheap
+_POLL_S = 1.0  # a removed key is rejected within this time; one `stat` per second is cheap
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ def read(path: Path) -> list[Key]:
     """
     mode, keys = _load(path)
     if mode & 0o077:
-        raise ValueError(f"{_named(path, mode)}: run `chmod 600 {path}`")
+        raise ValueError(f"{_describe_mode(path, mode)}: run `chmod 600 {path}`")
     return keys
 
 
-def _named(path: Path, mode: int) -> str:
+def _describe_mode(path: Path, mode: int) -> str:
     return (
         f"the file of tenants' keys {path} has the mode {mode:04o}, which gives other users access"
     )
@@ -124,14 +124,14 @@ def remove(path: Path, which: str) -> Removal:
     """
     with _locked(path):
         keys = read(path)
-        gone = [key for key in keys if which in (key.id, key.tenant)]
-        if not gone:
+        removed = [key for key in keys if which in (key.id, key.tenant)]
+        if not removed:
             raise ValueError(f"{path} has no key with the id {which!r}, and no tenant of this name")
-        left = [key for key in keys if key not in gone]
-        _write(path, left)
-    living = {key.identity for key in left if key.purpose == "tenant"}
-    ended = {key.identity: key for key in gone if key.purpose == "tenant"}
-    return Removal(gone, [key for identity, key in ended.items() if identity not in living])
+        remaining = [key for key in keys if key not in removed]
+        _write(path, remaining)
+    living = {key.identity for key in remaining if key.purpose == "tenant"}
+    ended = {key.identity: key for key in removed if key.purpose == "tenant"}
+    return Removal(removed, [key for identity, key in ended.items() if identity not in living])
 
 
 def check_name(tenant: str) -> None:
@@ -159,17 +159,17 @@ class KeyFile:
         self._path, self._clock = path, clock
         self._seen = self._state()
         self._keys = _by_digest(read(path))
-        self._look_at = clock() + _LOOK_AGAIN_S
+        self._next_check = clock() + _POLL_S
 
     def find(self, secret: str) -> Key | None:
         """Returns an API key's entry; None if it is unknown."""
-        if self._clock() >= self._look_at:
-            self._look_again()
+        if self._clock() >= self._next_check:
+            self._reload_if_changed()
         # Timing of this lookup reveals something about the digest, but not about the key.
         return self._keys.get(digest(secret))
 
-    def _look_again(self) -> None:
-        self._look_at = self._clock() + _LOOK_AGAIN_S
+    def _reload_if_changed(self) -> None:
+        self._next_check = self._clock() + _POLL_S
         state = self._state()
         if state == self._seen:
             return
@@ -182,7 +182,7 @@ class KeyFile:
         keys = _by_digest(found)
         if mode & 0o077:
             _warn(
-                f"{_named(self._path, mode)}. Removed keys are rejected, and new keys are "
+                f"{_describe_mode(self._path, mode)}. Removed keys are rejected, and new keys are "
                 f"ignored until you run `chmod 600 {self._path}`."
             )
             keys = {known: key for known, key in self._keys.items() if keys.get(known) == key}

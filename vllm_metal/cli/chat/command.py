@@ -110,7 +110,7 @@ def _default_model() -> Path:
 def _show(
     listener: socket.socket,
     upstream: Upstream,
-    opened: bool,
+    open_page: bool,
     alive: Callable[[], bool] = lambda: True,
 ) -> int:
     """Serves the page until Ctrl-C, or until its model server ends; returns the exit status.
@@ -138,7 +138,7 @@ def _show(
         while not server.started and not serving.done():
             await asyncio.sleep(_START_POLL)
         print(f"Chat: {address}   (Ctrl-C ends it)", flush=True)
-        if opened and _has_windows():
+        if open_page and _has_windows():
             _open(address, scratch)
         while not serving.done() and alive():
             await asyncio.wait((serving,), timeout=_POLL)
@@ -148,14 +148,14 @@ def _show(
 
     with TemporaryDirectory(prefix="vllm-metal-page-") as scratch:
         try:
-            by_user, exit_asked = asyncio.run(serve())
+            ended_by_user, exit_request = asyncio.run(serve())
         except KeyboardInterrupt:  # uvicorn raises it again after its shutdown
             return 0
-    if exit_asked is not None:
-        raise exit_asked
-    if not by_user:
+    if exit_request is not None:
+        raise exit_request
+    if not ended_by_user:
         print("vllm-metal: error: the server has ended: start the chat again", file=sys.stderr)
-    return 0 if by_user else 1
+    return 0 if ended_by_user else 1
 
 
 async def _serve_page(server: uvicorn.Server, listener: socket.socket) -> SystemExit | None:

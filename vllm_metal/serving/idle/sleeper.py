@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sleeper: puts an idle engine to sleep, and wakes it up for the next request.
 
-It runs on one event loop. Only the holder of the lock `_turn` changes whether the engine sleeps.
+It runs on one event loop. Only the holder of the lock `_lock` changes whether the engine sleeps.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Sleeper:
         """Starts nothing; `spells` are consecutive, by level. `clock` is in seconds."""
         self._engine, self._periods = engine, spells
         self._sleep, self._clock = sleep, clock
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._level = 0  # sleep level set by the sleeper; 0 if awake, or put to sleep by the user
         self._num_requests = 0  # running, or waiting for the engine
-        self._quiet = asyncio.Event()  # set while there are no requests
-        self._quiet.set()
-        self._came = asyncio.Event()  # a request or call came since the last period began
+        self._idle = asyncio.Event()  # set while there are no requests
+        self._idle.set()
+        self._activity = asyncio.Event()  # a request or call came since the last period began
         self._waking: asyncio.Task[Exception | None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -72,20 +72,20 @@ class Sleeper:
     async def request(self) -> AsyncIterator[None]:
         """Keeps the engine awake around one request; raises CannotWake if it cannot wake up."""
         self._num_requests += 1
-        self._quiet.clear()
-        self._came.set()
+        self._idle.clear()
+        self._activity.set()
         try:
-            while self._level or self._turn.locked():
-                await self._awake()
+            while self._level or self._lock.locked():
+                await self._ensure_awake()
             yield
         finally:
             self._num_requests -= 1
             if not self._num_requests:
-                self._quiet.set()
+                self._idle.set()
 
     async def sleep(self, call: Callable[[], Awaitable[None]], level: int) -> None:
         """Makes the user's sleep call, or pause at level 0; it lasts until the user ends it."""
-        async with self._turn:
+        async with self._lock:
             if self._level and not level:  # a pause, which must leave the engine with its memory
                 await self._engine.wake_up()
             elif level > self._level > 0:
@@ -95,13 +95,13 @@ class Sleeper:
 
     async def wake_up(self, call: Callable[[], Awaitable[bool]]) -> bool:
         """Makes the user's wake-up call; returns whether the whole engine is awake."""
-        async with self._turn:
+        async with self._lock:
             if awake := await call():
                 self._level = 0
-            self._came.set()  # restarts the idle periods
+            self._activity.set()  # restarts the idle periods
             return awake
 
-    async def _awake(self) -> None:
+    async def _ensure_awake(self) -> None:
         """Waits for the lock's holder, and until the engine is awake."""
         # All waiting requests share one attempt, and it is shielded from a cancelled one.
         if self._waking is None:
@@ -112,7 +112,7 @@ class Sleeper:
     async def _wake(self) -> Exception | None:
         """Wakes the engine up if the sleeper put it to sleep; returns the error, if any."""
         try:
-            async with self._turn:
+            async with self._lock:
                 if self._level:
                     began = self._clock()
                     await self._engine.wake_up()
@@ -128,10 +128,10 @@ class Sleeper:
     async def _watch(self) -> None:
         with suppress(EngineDeadError, ReferenceError):  # both mean that the engine has ended
             while True:
-                await self._quiet.wait()
-                self._came.clear()
+                await self._idle.wait()
+                self._activity.clear()
                 if await self._sleep_in_steps():
-                    await self._came.wait()
+                    await self._activity.wait()
 
     async def _sleep_in_steps(self) -> bool:
         """Sleeps deeper after each idle period; returns whether nothing came in all of them."""
@@ -141,23 +141,25 @@ class Sleeper:
         return True
 
     async def _is_idle_for(self, seconds: float) -> bool:
-        waits = [asyncio.ensure_future(wait) for wait in (self._came.wait(), self._sleep(seconds))]
+        waits = [
+            asyncio.ensure_future(wait) for wait in (self._activity.wait(), self._sleep(seconds))
+        ]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
-        return not self._came.is_set()
+        return not self._activity.is_set()
 
     async def _fall_asleep(self, period: IdlePeriod) -> bool:
         """Puts the engine to sleep, unless a request or the user came first; returns whether."""
-        async with self._turn:
+        async with self._lock:
             if period.level <= self._level:  # it did not wake up for the last request
                 return True
             if not self._level and await self._engine.is_stopped():
                 return False
             # Checked after the await above, during which a request may have come.
-            if self._came.is_set():
+            if self._activity.is_set():
                 return False
             # Set before the attempt: if it fails halfway, the next request still wakes the engine.
             self._level = period.level

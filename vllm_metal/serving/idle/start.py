@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def keep_engines() -> None:
     """Gives each engine created from now on a sleeper if its settings ask for one."""
-    engine_sleep.keep(_sleeper, _refuse_without_a_loop)
+    engine_sleep.keep(_make_sleeper, _refuse_without_a_loop)
 
 
 def around(app: ASGIApp, state: Any) -> ASGIApp:
@@ -26,7 +26,7 @@ def around(app: ASGIApp, state: Any) -> ASGIApp:
     return Unavailable(app) if engine_sleep.is_kept(state.engine_client) else app
 
 
-def _sleeper(config: VllmConfig, engine: engine_sleep.Engine) -> Sleeper | None:
+def _make_sleeper(config: VllmConfig, engine: engine_sleep.Engine) -> Sleeper | None:
     periods = spells(AdditionalConfig.of(config))
     return Sleeper(engine, periods) if periods else None
 

@@ -78,26 +78,28 @@ def read(
     Raises:
         OSError: there is no config.json, or the hub is unreachable.
     """
-    path_of = _finder(model, revision)
-    tokenizer_path = _finder(tokenizer, None) if tokenizer else path_of
-    config = _json(path_of("config.json"))
+    path_of = _file_finder(model, revision)
+    tokenizer_path = _file_finder(tokenizer, None) if tokenizer else path_of
+    config = _read_json(path_of("config.json"))
     if not config:
         raise FileNotFoundError(f"{model} has no config.json that can be read")
-    settings = _json(tokenizer_path("tokenizer_config.json"))
+    settings = _read_json(tokenizer_path("tokenizer_config.json"))
     text = config.get("text_config")
     inner = text.get("model_type") if isinstance(text, dict) else None
-    generation = _json(path_of("generation_config.json"))
+    generation = _read_json(path_of("generation_config.json"))
     return ModelFiles(
         model_type=str(inner or config.get("model_type", "")),
-        templates=(_given(chat_template),) if chat_template else _own(tokenizer_path, settings),
-        tokens="\n".join(filter(None, (_text(tokenizer_path(name)) for name in _TOKENS))),
+        templates=(_given_template(chat_template),)
+        if chat_template
+        else _own_templates(tokenizer_path, settings),
+        tokens="\n".join(filter(None, (_read_text(tokenizer_path(name)) for name in _TOKENS))),
         sampling={key: generation[key] for key in SAMPLING if generation.get(key) is not None},
         response_template=isinstance(settings.get("response_template"), dict),
         judge=thinking.of_unknown_template,
     )
 
 
-def _finder(model: str, revision: str | None) -> Callable[[str], Path | None]:
+def _file_finder(model: str, revision: str | None) -> Callable[[str], Path | None]:
     """Returns a function from a file's name to its path, None if the model has no such file."""
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -119,10 +121,12 @@ def _finder(model: str, revision: str | None) -> Callable[[str], Path | None]:
     return fetched
 
 
-def _own(path_of: Callable[[str], Path | None], settings: Mapping[str, Any]) -> tuple[str, ...]:
-    if found := _text(path_of("chat_template.jinja")):
+def _own_templates(
+    path_of: Callable[[str], Path | None], settings: Mapping[str, Any]
+) -> tuple[str, ...]:
+    if found := _read_text(path_of("chat_template.jinja")):
         return (found,)
-    kept = _json(path_of("chat_template.json")).get("chat_template")
+    kept = _read_json(path_of("chat_template.json")).get("chat_template")
     named = kept or settings.get("chat_template") or []
     if not isinstance(named, list):
         return (str(named),)
@@ -131,7 +135,7 @@ def _own(path_of: Callable[[str], Path | None], settings: Mapping[str, Any]) -> 
     return tuple(by_name[name] for name in sorted(by_name, key="default".__ne__))
 
 
-def _given(chat_template: str) -> str:
+def _given_template(chat_template: str) -> str:
     path = Path(chat_template).expanduser()
     try:
         return path.read_text()
@@ -139,17 +143,17 @@ def _given(chat_template: str) -> str:
         return chat_template
 
 
-def _text(path: Path | None) -> str:
+def _read_text(path: Path | None) -> str:
     try:
         return "" if path is None else path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 
 
-def _json(path: Path | None) -> dict[str, Any]:
+def _read_json(path: Path | None) -> dict[str, Any]:
     # An unreadable file counts as empty: vLLM reports errors in the files that it needs.
     try:
-        found = json.loads(_text(path) or "{}")
+        found = json.loads(_read_text(path) or "{}")
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -26,7 +26,7 @@ def set_parsers(args: Namespace, folder_of: FolderOf = lambda model, tokenizer: 
     """
     tools = args.tool_call_parser is None
     reasoning = not (
-        args.reasoning_parser or _of_structured_outputs(args.structured_outputs_config)
+        args.reasoning_parser or _structured_outputs_parser(args.structured_outputs_config)
     )
     chooses = (tools or reasoning) and not _is_turned_off(args.additional_config)
     try:
@@ -62,7 +62,7 @@ def _is_turned_off(additional_config: Any) -> bool:
     return given.get("choose_parsers") is False
 
 
-def _of_structured_outputs(config: Any) -> str:
+def _structured_outputs_parser(config: Any) -> str:
     """Returns the reasoning parser in --structured-outputs-config."""
     named = config.get if isinstance(config, Mapping) else partial(getattr, config)
     return str(named("reasoning_parser", "") or "")

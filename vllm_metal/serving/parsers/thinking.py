@@ -46,7 +46,7 @@ def of_template(template: str) -> Thinking:
         return NEVER
     try:
         plain = _prompt(template)
-        on, off = (_prompt(template, enable_thinking=asked) for asked in (True, False))
+        on, off = (_prompt(template, enable_thinking=enabled) for enabled in (True, False))
     except MemoryError:
         raise
     except Exception:  # templates may raise anything, also to reject a chat

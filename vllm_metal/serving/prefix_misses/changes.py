@@ -55,8 +55,8 @@ class Difference:
 
 def first(before: str, now: str) -> Difference:
     """Finds the first difference of two texts, which may have a common prefix."""
-    start = _common(before, now)
-    ends = _ends(before[start:], now[start:])
+    start = _common_length(before, now)
+    ends = _find_match(before[start:], now[start:])
     goes_on = ends is not None
     spans = [(start, start + end) for end in ends or (len(before) - start, len(now) - start)]
     for kind, pattern in _PATTERNS:
@@ -70,13 +70,13 @@ def first(before: str, now: str) -> Difference:
     return Difference("edit", before[start:before_end], now[start:now_end], goes_on)
 
 
-def _common(one: str, other: str) -> int:
+def _common_length(one: str, other: str) -> int:
     """Returns the length of the common prefix."""
     shorter = min(len(one), len(other))
     return next((i for i in range(shorter) if one[i] != other[i]), shorter)
 
 
-def _ends(before: str, now: str) -> tuple[int, int] | None:
+def _find_match(before: str, now: str) -> tuple[int, int] | None:
     """Returns the first index in each text from which both match again; None if they do not."""
     starts: dict[str, int] = {}
     for start in range(len(before) - _MATCH + 1):

@@ -81,10 +81,10 @@ def explain(
         return Miss("evicted" if before.answered else "in_flight", cached, lost, cached)
     if changed < LEAST:
         return Miss("granularity", cached, lost, common)
-    return _of_change(prompt, before, common, cached, lost, decode)
+    return _explain_change(prompt, before, common, cached, lost, decode)
 
 
-def _of_change(
+def _explain_change(
     prompt: Prompt,
     before: Remembered,
     common: int,

@@ -49,9 +49,9 @@ class MissHeader:
 
 
 class _Answer:
-    def __init__(self, style: Style, asked: str | None, exchange: Exchange, send: Send) -> None:
+    def __init__(self, style: Style, requested: str | None, exchange: Exchange, send: Send) -> None:
         """`asked` is the client's header, if any; `exchange` gets the miss later."""
-        self._style, self._asked, self._exchange, self._send = style, asked, exchange, send
+        self._style, self._requested, self._exchange, self._send = style, requested, exchange, send
         self._start: Message | None = None  # until it is sent
         self._writer: UsageWriter | None = None
 
@@ -80,9 +80,9 @@ class _Answer:
         """Adds a known miss to the headers, and rewrites the usage if the client asked for it."""
         headers = MutableHeaders(raw=list(start.get("headers", ())))
         if (miss := self._exchange.miss) is not None:
-            headers[NAME] = value(miss, (self._asked or "").strip().lower() == "text")
+            headers[NAME] = value(miss, (self._requested or "").strip().lower() == "text")
             self._start = {**start, "headers": headers.raw}
-        if self._asked is not None and start["status"] == 200:
+        if self._requested is not None and start["status"] == 200:
             streamed = headers.get("content-type", "").startswith("text/event-stream")
             self._writer = UsageWriter(self._style, self._exchange, streamed)
 

@@ -64,7 +64,7 @@ class Watch:
             most_bytes: see MOST_BYTES; prompts of the least recent owner are evicted.
         """
         self._decode, self._lost = decode, lost
-        self._block_size, self._found = block_size, 0
+        self._block_size, self._hit_divisor = block_size, 0
         self._prompts, self._most_bytes = prompts, most_bytes
         self._owners: OrderedDict[str | None, RecentPrompts] = OrderedDict()
 
@@ -94,7 +94,7 @@ class Watch:
         remembered, closest = recent.add(prompt)
         others = (other for key, other in self._owners.items() if key != salt)
         elsewhere = any(other.has_prefix(prompt) for other in others)
-        self._make_room()
+        self._evict()
         return Question(prompt, remembered, closest, elsewhere)
 
     def answered(self, question: Question, cached: int) -> None:
@@ -106,8 +106,8 @@ class Watch:
         """
         question.remembered.answered = True
         # Hits are multiples of the block size, so their common divisor bounds an unknown one.
-        self._found = gcd(self._found, cached)
-        size = self._block_size or self._found or 1
+        self._hit_divisor = gcd(self._hit_divisor, cached)
+        size = self._block_size or self._hit_divisor or 1
         miss = explain(question.prompt, question.closest, cached, size, self._decode)
         if miss is None:
             return
@@ -125,7 +125,7 @@ class Watch:
         if (exchange := EXCHANGE.get()) is not None:
             exchange.miss = miss
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         while len(self._owners) > OWNERS:
             self._owners.popitem(last=False)
         while self.nbytes > self._most_bytes:

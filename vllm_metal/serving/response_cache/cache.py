@@ -35,32 +35,32 @@ class Coalesced:
     """
 
     def __init__(self) -> None:
-        self._asked: dict[str, asyncio.Future[Entry]] = {}
+        self._in_flight: dict[str, asyncio.Future[Entry]] = {}
 
     def join(self, key: str) -> asyncio.Future[Entry] | None:
         """Returns the leader's response in flight, which may raise NotKept or Abandoned.
 
         None if there is no leader: the caller must call `lead`.
         """
-        return self._asked.get(key)
+        return self._in_flight.get(key)
 
     def lead(self, key: str) -> Lead:
         """Makes later requests wait for the caller, which must call `end`, even on failure."""
-        self._asked[key] = asyncio.get_running_loop().create_future()
-        return Lead(self._asked, key)
+        self._in_flight[key] = asyncio.get_running_loop().create_future()
+        return Lead(self._in_flight, key)
 
 
 class Lead:
     """The first request of a key."""
 
-    def __init__(self, asked: dict[str, asyncio.Future[Entry]], key: str) -> None:
-        self._asked, self._key, self._future = asked, key, asked[key]
+    def __init__(self, in_flight: dict[str, asyncio.Future[Entry]], key: str) -> None:
+        self._in_flight, self._key, self._future = in_flight, key, in_flight[key]
 
     def end(self, outcome: Entry | Exception) -> None:
         """Gives the outcome to all waiting requests; a second call does nothing."""
         if self._future.done():
             return
-        del self._asked[self._key]
+        del self._in_flight[self._key]
         if isinstance(outcome, Entry):
             self._future.set_result(outcome)
         else:
@@ -95,7 +95,7 @@ class ResponseCache:
 
         `owner` is the tenant's name, "" without tenants.
         """
-        sealed = await self._asked(self._reading, lambda: self._store.get(key, owner))
+        sealed = await self._call(self._reading, lambda: self._store.get(key, owner))
         return None if sealed is None else Entry.unseal(sealed, self._secret, key)
 
     async def keep(self, key: str, entry: Entry, owner: str = "") -> None:
@@ -103,11 +103,11 @@ class ResponseCache:
         if self._reading.is_left_alone(self._clock()):
             return
         sealed = entry.seal(self._secret, key)
-        await self._asked(self._writing, lambda: self._store.put(key, sealed, owner))
+        await self._call(self._writing, lambda: self._store.put(key, sealed, owner))
 
     async def count_bytes(self) -> None:
         """Updates the size metric from the store, which other servers and commands also change."""
-        total = await self._asked(self._reading, self._store.num_bytes)
+        total = await self._call(self._reading, self._store.num_bytes)
         if total is not None:
             self._figures.kept_bytes.set(total)
 
@@ -119,11 +119,11 @@ class ResponseCache:
         """Closes the store."""
         await self._store.close()
 
-    async def _asked(self, access: _Access, question: Callable[[], Awaitable[_T]]) -> _T | None:
+    async def _call(self, access: _Access, operation: Callable[[], Awaitable[_T]]) -> _T | None:
         if access.is_left_alone(self._clock()):
             return None
         try:
-            found = await question()
+            found = await operation()
         except StoreError as error:
             access.failed(error, self._clock())
             return None

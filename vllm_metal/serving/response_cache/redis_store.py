@@ -129,7 +129,7 @@ class RedisStore:
 
     async def get(self, key: str, owner: str = "") -> bytes | None:
         try:
-            found = await self._asked(self._redis.get(f"{_PREFIX}:{owner}:{key}"))
+            found = await self._call(self._redis.get(f"{_PREFIX}:{owner}:{key}"))
         except _OtherType:
             return None
         return None if found is None else bytes(found)
@@ -141,25 +141,27 @@ class RedisStore:
         end = now + max(int(self._ttl_s * 1000), 1)
         arguments: list[bytes | int | str]
         arguments = [_PREFIX, value, now, end, len(value), self._max_bytes, owner]
-        await self._asked(self._put(keys=[*_SHARED, f"{_PREFIX}:{owner}:{key}"], args=arguments))
+        await self._call(self._put(keys=[*_SHARED, f"{_PREFIX}:{owner}:{key}"], args=arguments))
 
     async def purge(self, owner: str | None = None) -> int:
         # Values first, even those missing in the index, so that no server finds them any more.
         number = 0
-        await self._asked(self._forget(keys=_SHARED, args=[_PREFIX]))
+        await self._call(self._forget(keys=_SHARED, args=[_PREFIX]))
         owners = "*" if owner is None else owner
         values = {"match": f"{_PREFIX}:{owners}:*", "count": BATCH}
-        async for found in self._all(lambda cursor: self._redis.scan(cursor, **values)):
-            number += await self._asked(self._redis.unlink(*found))
+        async for found in self._scan(lambda cursor: self._redis.scan(cursor, **values)):
+            number += await self._call(self._redis.unlink(*found))
         index = {"match": None if owner is None else f"*:{owner}", "count": BATCH}
-        async for found in self._all(lambda cursor: self._redis.zscan(_SHARED[0], cursor, **index)):
+        async for found in self._scan(
+            lambda cursor: self._redis.zscan(_SHARED[0], cursor, **index)
+        ):
             members = [member for member, _ in found]
-            await self._asked(self._forget(keys=_SHARED, args=[_PREFIX, *members]))
+            await self._call(self._forget(keys=_SHARED, args=[_PREFIX, *members]))
         return number
 
     async def num_bytes(self) -> int:
         try:
-            found = bytes(await self._asked(self._redis.get(_SHARED[1])) or b"0")
+            found = bytes(await self._call(self._redis.get(_SHARED[1])) or b"0")
         except _OtherType:
             return 0
         return int(found) if found.isdigit() else 0  # the next `put` recounts
@@ -167,21 +169,21 @@ class RedisStore:
     async def close(self) -> None:
         await self._redis.aclose()
 
-    async def _all(
-        self, ask: Callable[[int], Awaitable[tuple[int, list[Any]]]]
+    async def _scan(
+        self, command: Callable[[int], Awaitable[tuple[int, list[Any]]]]
     ) -> AsyncIterator[list[Any]]:
         """Yields the results of a Redis cursor in batches."""
         cursor = 0
         while True:
-            cursor, found = await self._asked(ask(cursor))
+            cursor, found = await self._call(command(cursor))
             if found:
                 yield found
             if cursor == 0:
                 return
 
-    async def _asked(self, question: Awaitable[_T]) -> _T:
+    async def _call(self, operation: Awaitable[_T]) -> _T:
         try:
-            return await question
+            return await operation
         except self._failures as error:
             if str(error).startswith("WRONGTYPE"):
                 raise _OtherType from error

@@ -26,7 +26,7 @@ from vllm_metal.serving.routes import Style
 from vllm_metal.settings import envs
 
 #: Arguments of `vllm serve` without effect on responses: they control listening and logging.
-_NO_PART = (
+_IRRELEVANT_ARGUMENTS = (
     *("host", "port", "uds", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"),
     *("ssl_ciphers", "enable_ssl_refresh", "root_path", "middleware", "api_key", "config"),
     *("uvicorn_log_level", "disable_uvicorn_access_log", "disable_access_log_for_endpoints"),
@@ -87,7 +87,9 @@ def fingerprint(state: Any, memo: Path | None) -> str:
     """
     config = state.engine_client.vllm_config
     model = config.model_config
-    arguments = {name: value for name, value in vars(state.args).items() if name not in _NO_PART}
+    arguments = {
+        name: value for name, value in vars(state.args).items() if name not in _IRRELEVANT_ARGUMENTS
+    }
     return facts.digest(
         {
             "sources": facts.sources(facts.NOT_IN_ANSWERS),
