@@ -43,6 +43,7 @@ from vllm_metal.patches.vllm_patches import (  # noqa: E402
     pooling_failures,
     processes,
     replicas,
+    runner_features,
     shutdown,
     speculation,
     start_failures,
@@ -279,6 +280,7 @@ class MetalPlatform(Platform):
         if vllm_config.cache_config.num_gpu_blocks is None:  # else the pool is allocated
             cls._choose_block_size(vllm_config.cache_config)
         refuse_unsupported(vllm_config)
+        runner_features.take_out_ours()
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
             is_encoder = encoders.of_config(vllm_config) is not None
