@@ -41,6 +41,10 @@ def configure(model, options):
         ({"additional_config": {"fixed_splits": 512}}, "fixed_splits .*VLLM_METAL_KERNELS other"),
         ({"speculative_config": LOOKUP | {"draft_sample_method": "probabilistic"}}, "draft_sample"),
         ({"speculative_config": LOOKUP | {"rejection_sample_method": "block"}}, "rejection_sample"),
+        (
+            {"speculative_config": LOOKUP | {"enable_adaptive_verification": True}},
+            r"enable_adaptive_verification \(draft lengths adapt",
+        ),
         ({"speculative_config": LOOKUP | {"num_speculative_tokens": 5000}}, "leave room"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2 .*auto, fp8, int8"),
         ({"kv_cache_dtype": "float16"}, "incompatible with dtype=.float32.*`--kv-cache-dtype`"),

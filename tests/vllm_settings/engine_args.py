@@ -238,9 +238,6 @@ _REFUSED = union(
                     "data_parallel_rank data_parallel_external_lb"
                 ),
                 "start remote ranks on their machines, with --headless": "data_parallel_backend",
-                "for vLLM's second model runner, which is rejected": (
-                    "return_sampling_mask enable_trace_replay"
-                ),
                 "mlx-lm reads the config.json beside the weights": "hf_config_path",
                 "use a checkpoint that is quantized, of any format": "quantization",
                 "only tokens are accepted as input": "enable_prompt_embeds ec_transfer_config",

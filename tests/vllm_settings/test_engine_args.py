@@ -168,6 +168,16 @@ def test_a_refused_option_is_named(folder, elsewhere, field):
         configure(model, **{field: value}, **BESIDE.get(field, {}))
 
 
+@pytest.mark.parametrize("field", ["return_sampling_mask", "enable_trace_replay"])
+def test_what_vllm_serves_with_its_second_runner_is_refused(folder, monkeypatch, field):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    beside = {"logprobs_mode": "processed_logprobs"}  # what vLLM asks for with a mask
+    with pytest.raises(
+        ValueError, match="vllm-metal does not support --" + field.replace("_", "-")
+    ):
+        configure(folder, **{field: True}, **beside)
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("field", REFUSED_WITH_IMAGES)
 def test_a_refused_option_of_images_is_named(reader, field, monkeypatch):

@@ -16,7 +16,6 @@ from vllm_metal.settings.envs import NAMES
 
 #: A value that each refused variable is refused for.
 REFUSED = {
-    "VLLM_USE_V2_MODEL_RUNNER": "1",
     "VLLM_BATCH_INVARIANT": "1",
     "VLLM_CPU_KVCACHE_SPACE": "4",
     "VLLM_FLOAT32_MATMUL_PRECISION": "high",

@@ -202,6 +202,7 @@ class MetalPlatform(Platform):
         model_info.take_mlx_models()
         encoder_info.answer_for_encoders()
         speculation.allow_min_p_and_logit_bias()
+        runner_features.check_processors_alike()
         token_ids.reject_unknown_tokens()
         streaming_sessions.refuse_in_sessions()
         engine_args.recompute_by_default()

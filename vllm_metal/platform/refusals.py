@@ -83,7 +83,6 @@ def _engine_refusals(config: VllmConfig) -> dict[str, bool]:
             or (executor in ("mp", "ray") and not groups.is_distributed(parallel))
         ),
         "--attention-config use_non_causal": config.attention_config.use_non_causal,
-        "VLLM_USE_V2_MODEL_RUNNER=1": config.use_v2_model_runner,
     }
 
 
@@ -192,6 +191,11 @@ def _speculation_refusals(config: VllmConfig) -> dict[str, bool]:
             cache_dtypes.canonical(speculation.kv_cache_dtype or config.cache_config.cache_dtype)
             != cache_dtypes.canonical(config.cache_config.cache_dtype)
         ),
+        f"{option}enable_adaptive_verification (draft lengths adapt by themselves)": (
+            speculation.enable_adaptive_verification
+        ),
+        f"{option}draft_lm_head_quantization (a draft network's weights are served as its files "
+        "have them)": speculation.draft_lm_head_quantization is not None,
         f"{option}use_heterogeneous_vocab": speculation.use_heterogeneous_vocab,
         f"{option}parallel_drafting": speculation.parallel_drafting,
         f"{option}disable_padded_drafter_batch": speculation.disable_padded_drafter_batch,

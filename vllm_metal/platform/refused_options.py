@@ -42,6 +42,16 @@ REFUSED_OPTIONS = (
         "--use-fp64-gumbel", "model_config.use_fp64_gumbel", "a Mac's GPU has no float64"
     ),
     RefusedOption(
+        "--return-sampling-mask",
+        "model_config.return_sampling_mask",
+        "the sampler does not report which tokens it left out",
+    ),
+    RefusedOption(
+        "--enable-trace-replay",
+        "model_config.enable_trace_replay",
+        "the sampler chooses every token",
+    ),
+    RefusedOption(
         "--enable-return-routed-experts",
         "aux_output_config.enable_return_routed_experts",
         "mlx-lm's layers do not report which experts they chose",

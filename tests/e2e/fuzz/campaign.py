@@ -148,6 +148,10 @@ class Campaign:
         self.totals["ties"] += judge.ties - before[1]
         self.totals["aborted"] += sum(served.aborted for served in outcome.served)
         self.totals["resets"] += len(outcome.resets)
+        self.totals["prompts in chunks"] += sum(
+            len(served.prompt) - (served.cached or 0) > run.setting.max_num_batched_tokens
+            for served in outcome.served
+        )
         for name, counter in _COUNTERS.items():
             self.totals[name] += int(outcome.counters.get(counter, 0))
         return problem

@@ -123,8 +123,10 @@ def play(run: Run, models: Path, disk: Disk | None = None) -> Outcome:
     options, model = _options(run, models), models / run.setting.model
     if disk is not None:
         options["additional_config"] |= disk.options()
-    variables = _APART if run.setting.apart else {}
+    variables = {"VLLM_USE_V2_MODEL_RUNNER": str(int(run.setting.second))}
+    variables |= _APART if run.setting.apart else {}
     with mock.patch.dict(os.environ, variables), engine(str(model), **options) as llm:
+        assert llm.llm_engine.vllm_config.use_v2_model_runner == run.setting.second
         player = _Player(llm.llm_engine, run, disk)
         player.play()
         player.check_nothing_is_held()

@@ -33,7 +33,9 @@ CACHES = ("auto", "auto", "auto", "fp8", "auto", "int8")
 #: Of so many seeds, one has an engine in a process of its own, if its model keeps states: vLLM
 #: completes the configuration again there, after a worker has enlarged the blocks.
 APART_OF = 5
-#: Whether vLLM can schedule ahead with a method.
+#: Of so many seeds, one has the contract of vLLM's second model runner.
+SECOND_OF = 4
+#: Methods with which vLLM does not schedule ahead by the contract of its first model runner.
 SYNCHRONOUS_ONLY = tuple(name for name in METHODS if name and not BY_NAME[name].schedules_ahead)
 
 
@@ -55,7 +57,8 @@ class Setting:
 
     spare_blocks: of the pool, beyond what one request of max_model_len takes. num_drafts: for the
     speculative `method`; with `adaptive` at most. kv_cache_dtype: as --kv-cache-dtype. apart:
-    whether the engine has a process of its own.
+    whether the engine has a process of its own. second: whether scheduler and worker have the
+    contract of vLLM's second model runner.
     """
 
     model: str
@@ -71,6 +74,7 @@ class Setting:
     adaptive: bool
     kv_cache_dtype: str
     apart: bool = False
+    second: bool = False
 
     @property
     def block_tokens(self) -> int:
@@ -142,6 +146,9 @@ def draw(
         setting = replace(setting, kv_cache_dtype=CACHES[seed % len(CACHES)])
     if model is None and setting.model in NUM_STATE_GROUPS and seed % APART_OF == 2:
         setting = replace(setting, model=LARGE_STATES, apart=True)
+    if seed % SECOND_OF == SECOND_OF - 1:  # by that contract, vLLM schedules ahead with all methods
+        ahead = setting.async_scheduling or setting.method in SYNCHRONOUS_ONLY
+        setting = replace(setting, second=True, async_scheduling=ahead)
     requests: list[Request] = []
     arrival = 0
     for index in range(num_requests):
@@ -337,6 +344,11 @@ def _no_async(run: Run) -> Run:
 @_simpler("process")
 def _no_process(run: Run) -> Run:
     return replace(run, setting=replace(run.setting, apart=False))
+
+
+@_simpler("second")
+def _no_second(run: Run) -> Run:
+    return replace(run, setting=replace(run.setting, second=False))
 
 
 @_simpler("codes")

@@ -6,7 +6,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from engine.models.test_compiled import calls
-from engine.models.test_executor import NewRequest, build, executor
+from engine.models.test_executor import build, executor, new_request
 from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_metal.engine.attention.forward_inputs import of_rows
@@ -54,7 +54,7 @@ def test_each_row_has_its_own_value(model_type, place, monkeypatch):
     requests, made = Requests(len(LENGTHS), 64, tables), calls(model, monkeypatch)
     for index, text in enumerate(texts):
         blocks = list(range(1 + index * 5, 6 + index * 5))
-        requests.add_request(NewRequest(str(index), text.tolist(), blocks))
+        requests.add_request(new_request(str(index), text.tolist(), blocks))
     order = [state.req_idx for state in requests]
     done = np.zeros(len(LENGTHS), np.int32)
     for step in range(1 + STEPS):

@@ -183,6 +183,24 @@ def test_a_request_of_a_model_without_blocks_resumes():
     assert not changes.failed and [state.prompt_token_ids for state in changes.entered] == [[1, 2]]
 
 
+def test_by_the_second_contract_a_request_resumes_as_a_new_one():
+    requests = make()
+    old = requests.add_request(new_request("a", [5, 6], ([1], [2])))
+    requests.learn(old, [11, 12])
+    assert requests.apply(word(preempted_req_ids={"a"})).left == [old]
+    tokens = [5, 6, 11, 12, 13]  # the scheduler's own list; the last one came after the preemption
+    back = replace(new_request("a", [5, 6], ([3], [4]), 3), prefill_token_ids=tokens)
+    changes = requests.apply(word(scheduled_new_reqs=[back]))
+    (new,) = changes.entered
+    assert not changes.failed and not changes.left and requests.num_preempted == 0
+    tokens.append(14)
+    assert (new.prompt_token_ids, new.output_token_ids) == ([5, 6], [11, 12, 13])
+    assert requests.token_ids_np[new.req_idx, :5].tolist() == [5, 6, 11, 12, 13]
+    assert requests.num_known_np[new.req_idx] == 5
+    assert requests.num_computed_tokens_np[new.req_idx] == 3
+    assert requests.block_tables.tables_np[1][new.req_idx, 0] == 4
+
+
 def next_turn(prompt, block_ids, num_computed_tokens):
     return word(scheduled_new_reqs=[new_request("session", prompt, block_ids, num_computed_tokens)])
 

@@ -6,7 +6,7 @@ from collections import Counter
 import mlx.core as mx
 import numpy as np
 from engine.models.recurrent import VOCAB
-from engine.models.test_executor import BLOCK, NewRequest, build, executor
+from engine.models.test_executor import BLOCK, build, executor, new_request
 from mlx.utils import tree_flatten, tree_unflatten
 
 from vllm_metal.cli.fit.graph import record, recordable
@@ -79,7 +79,7 @@ def _step(run, mixture, width):
         length = before if certain == 1 else before + certain
         tokens = rng.integers(0, VOCAB, length).tolist()
         blocks = [1 + width * index + block for block in range(width)]
-        requests.add_request(NewRequest(str(index), tokens, blocks))
+        requests.add_request(new_request(str(index), tokens, blocks))
     first = {str(index): before for index, (before, *_) in enumerate(mixture)}
     mx.eval(run.forward_hidden(prepare(requests, first, newest), requests.block_tables))
     counts = np.array([drafts for *_, drafts in mixture], np.int32)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from engine.models import recurrent
 from engine.models.cases import cases
-from engine.models.test_executor import BLOCK, COMMON, FAMILIES, NewRequest, build, executor
+from engine.models.test_executor import BLOCK, COMMON, FAMILIES, build, executor, new_request
 from mlx_lm.models.cache import make_prompt_cache
 
 from metal_kernels import kernel
@@ -40,7 +40,7 @@ class Texts:
         self._requests = Requests(len(texts), 128, self._tables)
         for index, text in enumerate(texts):
             blocks = list(range(1 + index * num_blocks, 1 + (index + 1) * num_blocks))
-            self._requests.add_request(NewRequest(str(index), text, blocks))
+            self._requests.add_request(new_request(str(index), text, blocks))
 
     def step(self, num_tokens):
         """[R, V] logits of the last of the next tokens of each request."""

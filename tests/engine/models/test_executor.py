@@ -11,6 +11,7 @@ from engine.models.cases import cases
 from engine.models.recurrent import VOCAB, make_model
 from mlx_lm.models.cache import make_prompt_cache
 from vllm import SamplingParams
+from vllm.v1.core.sched.output import NewRequestData
 
 from vllm_metal.engine.attention.layers import attention_layers
 from vllm_metal.engine.batch.input_batch import prepare
@@ -98,13 +99,9 @@ def executor(model, model_type: str, num_blocks: int, elements=mx.float32, backe
     return ModelExecutor(ModelParts(model), layers, kv_caches, group_of, BLOCK)
 
 
-class NewRequest:
-    """As much of vLLM's NewRequestData as the tables read."""
-
-    def __init__(self, req_id, tokens, block_ids):
-        self.req_id, self.prompt_token_ids = req_id, tokens
-        self.block_ids, self.num_computed_tokens = [block_ids], 0
-        self.sampling_params = SamplingParams()
+def new_request(req_id, tokens, block_ids):
+    """As vLLM's scheduler sends it."""
+    return NewRequestData(req_id, tokens, [], SamplingParams(), None, [block_ids], 0, None)
 
 
 #: One of each kind of layer: K/V, with a window, sinks, or of other layers; latents; states by
@@ -174,7 +171,7 @@ def chunk_of(run, prompts, blocks, logits_of):
     requests = Requests(len(prompts), 128, BlockTables(1, len(prompts), 9))
     for index, prompt in enumerate(prompts):
         ids = blocks[index * 6 : index * 6 + -(-len(prompt) // BLOCK)].tolist()
-        requests.add_request(NewRequest(str(index), prompt, ids))
+        requests.add_request(new_request(str(index), prompt, ids))
     found = [[] for _ in prompts]
     chunk = [7, 20, 1, 16]
     done, lengths = [0] * len(prompts), [len(prompt) for prompt in prompts]

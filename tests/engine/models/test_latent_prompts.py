@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from engine.models.latent import FAMILIES
 from engine.models.recurrent import VOCAB, make_model
-from engine.models.test_executor import BLOCK, NewRequest, executor
+from engine.models.test_executor import BLOCK, executor, new_request
 from mlx_lm.models.cache import make_prompt_cache
 
 from metal_kernels import kernel
@@ -69,7 +69,7 @@ class Served:
         self.blocks = order.reshape(len(prompts), WIDTH).tolist()
         for index, prompt in enumerate(prompts):
             width = -(-len(prompt) // BLOCK)
-            self.requests.add_request(NewRequest(str(index), prompt, self.blocks[index][:width]))
+            self.requests.add_request(new_request(str(index), prompt, self.blocks[index][:width]))
 
     def step(self, done, counts):
         """Logits of each request's rows, by request."""

@@ -14,6 +14,7 @@ from engine.spec_decode.page import BEGIN, END, PAGE, methods_table, renew_table
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.output import NewRequestData
 
 from vllm_metal.engine.batch.requests import BlockTables, Requests
 from vllm_metal.engine.spec_decode.network import DraftNetwork
@@ -169,13 +170,7 @@ def drafts_of(config, text=TEXT):
     """What drafts for a text, the scheduler having reserved as many rows as it may."""
     requests = Requests(2, MAX_LEN, BlockTables(1, 2, 10))
     requests.add_request(
-        SimpleNamespace(
-            req_id="a",
-            prompt_token_ids=text[:-1],
-            sampling_params=SamplingParams(),
-            block_ids=([1],),
-            num_computed_tokens=0,
-        )
+        NewRequestData("a", text[:-1], [], SamplingParams(), None, ([1],), 0, None)
     )
     requests.token_ids_np[requests["a"].req_idx, : len(text)] = text
     requests.num_known_np[requests["a"].req_idx] = len(text)

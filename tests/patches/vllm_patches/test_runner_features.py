@@ -6,11 +6,15 @@ import inspect
 
 import pytest
 from transformers import PreTrainedConfig
+from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from vllm_metal.models.embedded import embedded_model_path
-from vllm_metal.vllm_patches.runner_features import OURS
+from vllm_metal.engine.models.embedded import embedded_model_path
+from vllm_metal.patches.vllm_patches.runner_features import OURS
 
 V1 = "_get_v1_model_runner_unsupported_features"
 V2 = "_get_v2_model_runner_unsupported_features"
@@ -87,3 +91,33 @@ def test_vllm_words_each_feature_so(engine_config):
         config = configured(engine_config, method, keys, fields)
         listed.update(inspect.unwrap(getattr(VllmConfig, name))(config))
     assert listed >= OURS
+
+
+class Picky(AdapterLogitsProcessor):
+    """A user's processor of vLLM's first interface, which takes no top_k of 3."""
+
+    @classmethod
+    def validate_params(cls, params):
+        if params.top_k == 3:
+            raise ValueError("not 3")
+
+    def is_argmax_invariant(self):
+        return True
+
+    def new_req_logits_processor(self, params):
+        return None
+
+
+@pytest.mark.parametrize("second", ["0", "1"])
+def test_processors_have_one_interface(monkeypatch, second):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", second)
+    config = EngineArgs(
+        model=str(embedded_model_path(dequantize=True)),
+        max_model_len=256,
+        logits_processors=[Picky],
+    ).create_engine_config()
+    assert config.use_v2_model_runner == (second == "1")
+    processor = InputProcessor(config)
+    processor.validate_logits_processors_params(SamplingParams(top_k=2))
+    with pytest.raises(VLLMValidationError, match="not 3"):
+        processor.validate_logits_processors_params(SamplingParams(top_k=3))

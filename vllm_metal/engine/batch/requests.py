@@ -147,10 +147,10 @@ class Requests:
                 changes.left.append(state)
 
     def _begin(self, changes: Changes, data: NewRequestData) -> None:
-        """Takes in a new request, or the next turn of one that is known: a session.
+        """Takes in a new request, one that resumes, or the next turn of one that is known.
 
-        vLLM sends a session's next turn as a new request of the same id, whose prompt is all that
-        came before, less the last token of the turn before.
+        vLLM sends the next turn of a session as a new request of the same id. Its prompt is all
+        that came before, less the last token of the turn before.
         """
         if (before := self.remove_request(data.req_id)) is not None:
             changes.left.append(before)
@@ -187,10 +187,15 @@ class Requests:
             self.learn(state, [*kept, *news])
 
     def add_request(self, data: NewRequestData) -> RequestState:
-        """Takes in a request at its first scheduling, or at the first of a session's turn."""
+        """Takes in a request at its first scheduling, or at the first of a session's turn.
+
+        By the contract of vLLM's second model runner also one that resumes: all its tokens are its
+        `prefill_token_ids`.
+        """
         assert data.prompt_token_ids is not None
         prompt_token_ids = list(data.prompt_token_ids)  # vLLM lengthens its own with each turn
-        state = RequestState(data, self._free.pop(), prompt_token_ids, output_token_ids=[])
+        outputs = list((data.prefill_token_ids or ())[len(prompt_token_ids) :])
+        state = RequestState(data, self._free.pop(), prompt_token_ids, outputs)
         self._enter(state, data.block_ids, data.num_computed_tokens)
         return state
 

@@ -9,8 +9,9 @@ from functools import partial
 
 #: Set where their user did not.
 DEFAULTS = {
-    # vLLM has two contracts between model runner and worker, and chooses the second where Triton is
-    # installed. The plugin speaks the first, which also takes users' logits processors.
+    # vLLM has two contracts between scheduler and worker, and chooses the second where Triton is
+    # installed. The worker takes both. The tests run with the first, by which a draft model with a
+    # short context does not limit its target's.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     # Requests whose logits are not numbers always fail; with this vLLM's metrics count them.
     "VLLM_COMPUTE_NANS_IN_LOGITS": "1",
