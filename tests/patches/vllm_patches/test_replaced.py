@@ -8,6 +8,7 @@ string. Both run with a newer vLLM in .github/workflows/newest-vllm.yml.
 import ast
 import importlib
 import inspect
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -16,6 +17,7 @@ from vllm.config import speculative
 
 import vllm_metal
 from vllm_metal.engine.spec_decode.registry import SPECULATIVE_METHODS
+from vllm_metal.patches.vllm_patches.releases import TESTED_VLLM
 from vllm_metal.settings.architectures import DROPPED_HEADS
 
 ROOT = Path(vllm_metal.__file__).parent
@@ -116,6 +118,23 @@ def test_vllm_has_what_is_replaced(path):
     found = Replacements(path).found
     assert len(found) >= source.count("    replace(") - len(LATER)
     assert not [told for each in found if (told := problem(*each))]
+
+
+def test_each_change_says_when_to_remove_it():
+    """And against which release that was read; docs/compatibility.md describes the same modules."""
+    changing, noted = set(), {}
+    for path in (ROOT / "vllm_patches").glob("*.py"):
+        lines = path.read_text().splitlines()
+        comments = " ".join(line.removeprefix("# ") for line in lines if line.startswith("# "))
+        if note := re.search(r"Remove when [^.]+\. Read against vLLM (\d+\.\d+)\.", comments):
+            noted[path.stem] = note[1]
+        if any(line.endswith("import replace") for line in lines):
+            changing.add(path.stem)
+    assert changing <= noted.keys()
+    page = (ROOT.parent / "docs" / "compatibility.md").read_text()
+    table = page.partition("| Module | What")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == noted.keys()
+    assert {*noted.values()} <= {TESTED_VLLM}  # else read it anew, and say so
 
 
 def test_vllm_knows_the_methods_of_speculation():

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Has vLLM know LoRA adapters by their content: in requests, in its limit, in hashes of blocks."""
 
+# Remove when vLLM hashes an adapter's content. Read against vLLM 0.33.
+
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Notes which blocks vLLM's prefix cache gains and loses, without the events that it can send."""
 
+# Remove when vLLM tells a connector which blocks the prefix cache gains and loses. Read against
+# vLLM 0.33.
+
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Has vLLM take drafts with the results they follow, where stages are at several steps."""
 
+# Remove when vLLM takes drafts after the tokens that they follow, and does not wait for them.
+# Read against vLLM 0.33.
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM is told of encoders that we serve, without classes of its own."""
 
+# Remove when a platform can declare which families it serves, and what they can do. Read against
+# vLLM 0.33.
+
 from __future__ import annotations
 
 from dataclasses import dataclass, replace

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sets defaults and choices of vLLM's engine arguments; their values are platform's."""
 
+# Remove when platforms may set defaults of engine arguments and read a folder first, and vLLM's
+# default of kv_load_failure_policy is recompute. Read against vLLM 0.33.
+
 from __future__ import annotations
 
 from collections.abc import Callable

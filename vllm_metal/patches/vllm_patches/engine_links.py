@@ -8,6 +8,9 @@ that answers no heartbeats after some seconds. An engine on the server's own mac
 server that is killed, and keeps the memory that the next one wants; its parent's end tells of that.
 """
 
+# Remove when vLLM notices lost remote engines, and its engines end with their server. Read
+# against vLLM 0.33.
+
 from __future__ import annotations
 
 import multiprocessing

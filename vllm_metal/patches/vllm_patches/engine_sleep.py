@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Has who puts an idle engine to sleep stand before its requests, and before its user's calls."""
 
+# Remove when vLLM puts idle engines to sleep, and wakes them up. Read against vLLM 0.33.
+
 from __future__ import annotations
 
 import asyncio

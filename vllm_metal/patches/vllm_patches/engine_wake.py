@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Has an engine that is idle make a step where its connector has work that no request brings."""
 
+# Remove when connectors may wake engines. Read against vLLM 0.33.
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's environment variables: what this platform sets of them, and its own among them."""
 
+# Remove when a platform may declare its variables and its model runner. Read against vLLM 0.33.
+
 from __future__ import annotations
 
 import os

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors of vLLM's to a request whose remedy is another one here than vLLM names, or none."""
 
+# Remove when vLLM's errors name these remedies. Read against vLLM 0.33.
+
 from __future__ import annotations
 
 from collections.abc import Callable

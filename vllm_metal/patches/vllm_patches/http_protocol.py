@@ -8,6 +8,8 @@ pieces of a header in the square of its length: 64 MB, without an API key, stopp
 seconds.
 """
 
+# Remove when uvicorn's class for httptools respects vLLM's limits. Read against vLLM 0.33.
+
 from __future__ import annotations
 
 import asyncio

@@ -8,6 +8,9 @@ where torchvision is missing; what it has no second of gets functions of torch's
 Where torchvision is installed, nothing is changed.
 """
 
+# Remove when vLLM imports processors by the names that transformers chooses, transformers offers
+# all that works without torchvision, and vLLM answers 400. Read against vLLM 0.33.
+
 from __future__ import annotations
 
 import functools

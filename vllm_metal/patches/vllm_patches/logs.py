@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM's logging shows to users of this platform."""
 
+# Remove when vLLM does not warn about what no user set, and configures plugins' loggers. Read
+# against vLLM 0.33.
+
 from __future__ import annotations
 
 import logging

@@ -5,6 +5,8 @@ vLLM bounds the pixels of one image. It decodes and prepares all images of a req
 counts tokens, so a body of some kilobytes takes gigabytes.
 """
 
+# Remove when vLLM limits the images of a request, and of all requests. Read against vLLM 0.33.
+
 from __future__ import annotations
 
 import asyncio

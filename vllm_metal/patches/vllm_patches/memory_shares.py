@@ -4,6 +4,8 @@
 Who starts them sees the memory before any of them is there. The configuration goes to them all.
 """
 
+# Remove when vLLM tells its workers how they share a machine's memory. Read against vLLM 0.33.
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM and transformers are told of the models that we serve, mostly without their classes."""
 
+# Remove when a platform can declare which families it serves, and what they can do. Read against
+# vLLM 0.33.
+
 from __future__ import annotations
 
 import functools

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Has vLLM's front ends tell clients of a pooling request that failed in the engine."""
 
+# Remove when vLLM reports pooling requests that failed in the engine. Read against vLLM 0.33.
+
 from __future__ import annotations
 
 from collections.abc import Callable

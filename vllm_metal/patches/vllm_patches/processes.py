@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """In which process vLLM's engine runs, and how that process starts, on macOS."""
 
+# Remove when vLLM spawns on macOS by itself. Read against vLLM 0.33.
+
 from __future__ import annotations
 
 import multiprocessing

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shows a server's prompts to who watches them; has messages rewritten before templating."""
 
+# Remove when vLLM has a hook between a prompt's messages and its answer. Read against vLLM 0.33.
+
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence

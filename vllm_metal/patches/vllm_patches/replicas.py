@@ -7,6 +7,9 @@ rank holds the whole model, so they are what vLLM's ranks of dense models are: e
 behind one server, which asks how long their queues are.
 """
 
+# Remove when a platform can say whether experts are distributed, and vLLM compares what ranks
+# serve. Read against vLLM 0.33.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping

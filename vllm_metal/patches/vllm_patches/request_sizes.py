@@ -5,6 +5,9 @@ vLLM makes a request of the engine of each text of a body, and an automaton of e
 many there are: its front end answers nobody else meanwhile, and memory grows to gigabytes.
 """
 
+# Remove when vLLM limits texts and grammars of a request, and drops compilations. Read against
+# vLLM 0.33.
+
 from __future__ import annotations
 
 import json

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Features that vLLM's own model runners lack, and this plugin's worker has."""
 
+# Remove when a platform may say what its worker supports. Read against vLLM 0.33.
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -31,7 +33,6 @@ def take_out_ours() -> None:
     vLLM checks its lists in every process that makes or unpacks a configuration, right after it
     asked the platform, which calls this.
     """
-    # Read against 0.33.0. Remove when a platform may say what its own worker supports.
     from vllm.config import VllmConfig
 
     replace(VllmConfig, "_get_v1_model_runner_unsupported_features", _without_ours)
@@ -42,8 +43,8 @@ def check_processors_alike() -> None:
     """Makes vLLM check parameters of users' logits processors alike with both contracts.
 
     With the second one, it asks for processors of another interface. The sampler runs those of the
-    first (`vllm_metal.engine.sample.custom`). vLLM checks requests where an `InputProcessor` is; see
-    `speculation.allow_min_p_and_logit_bias`.
+    first (`vllm_metal.engine.sample.custom`). vLLM checks requests where an `InputProcessor` is;
+    see `speculation.allow_min_p_and_logit_bias`.
     """
     from vllm.v1.engine.input_processor import InputProcessor
 

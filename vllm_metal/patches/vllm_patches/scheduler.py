@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Has vLLM's schedulers end the requests that a worker names, send salts, end chunks in blocks."""
 
+# Remove when outputs of a worker can name failed requests, a reset ends loads, a worker gets a
+# request's salt and its images' data, and vLLM ends a chunk within a block. Read against vLLM
+# 0.33.
+
 from __future__ import annotations
 
 from collections import Counter

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Completes the arguments of `vllm serve` before vLLM checks them."""
 
+# Remove when vLLM chooses parsers, or shows a platform the parsed arguments. Read against vLLM
+# 0.33.
+
 from __future__ import annotations
 
 from argparse import Namespace

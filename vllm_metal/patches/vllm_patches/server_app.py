@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts applications of ours around the one that a server of vLLM's serves."""
 
+# Remove when a platform may name wrappers of a server's application. Read against vLLM 0.33.
+
 from __future__ import annotations
 
 import logging

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a server ends: as a failure when its engine has died, and after its requests when told to."""
 
+# Remove when vLLM's own exit status is not 0, and it rejects requests while the engine drains.
+# Read against vLLM 0.33.
+
 from __future__ import annotations
 
 import signal

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM refuses with speculation, or ties to a package or a device, and this plugin serves."""
 
+# Remove when a platform can declare how its worker drafts and what it verifies, and medusa and
+# mlp_speculator are served no more. Read against vLLM 0.33.
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -40,7 +43,6 @@ def keep_dropped_heads() -> None:
     vLLM makes the configuration of a draft model in their place. Where it would compare the
     vocabularies, the method gets its name back; the heads' own arrays say which tokens they know.
     """
-    # Remove when Medusa and MLP speculators are served no more; vLLM dropped them in 0.33.
     from vllm.config import SpeculativeConfig
     from vllm.engine.arg_utils import EngineArgs
 

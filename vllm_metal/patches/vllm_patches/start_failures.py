@@ -6,6 +6,8 @@ Here the engine's process leaves the cause in a file for the process that starte
 go to the log's file. What is no user's mistake keeps its traceback.
 """
 
+# Remove when the last line of a failed start names the cause. Read against vLLM 0.33.
+
 from __future__ import annotations
 
 import errno

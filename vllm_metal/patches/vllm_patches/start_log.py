@@ -5,6 +5,8 @@ vLLM logs a start in 76 lines. Who sets VLLM_LOGGING_LEVEL, or any other of vLLM
 log, gets what they ask for instead.
 """
 
+# Remove when vLLM starts quietly. Read against vLLM 0.33.
+
 from __future__ import annotations
 
 import json

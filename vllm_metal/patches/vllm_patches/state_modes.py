@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Has vLLM's engine keep states as its workers do, which may be in other processes."""
 
+# Remove when the scheduler reads mamba_cache_mode from the workers' specs. Read against vLLM
+# 0.33.
+
 from __future__ import annotations
 
 from collections.abc import Callable

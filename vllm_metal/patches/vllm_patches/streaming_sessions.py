@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions of streaming input: each turn goes on from exactly the text that vLLM says it keeps."""
 
+# Remove when vLLM keeps states, rows, lengths, grammars and logprobs of sessions right. Read
+# against vLLM 0.33.
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -5,6 +5,8 @@ MLX does not check bounds: it would read past the embedding's array. vLLM also t
 the tokenizer has.
 """
 
+# Remove when vLLM rejects ids beyond vocab_size. Read against vLLM 0.33.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping

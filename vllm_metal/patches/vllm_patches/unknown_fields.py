@@ -6,6 +6,8 @@ response lists them. But a name that means something to other servers, or once d
 what the client expects: those are answered with the name to use.
 """
 
+# Remove when vLLM reports fields that it does not know. Read against vLLM 0.33.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
