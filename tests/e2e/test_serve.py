@@ -3,12 +3,15 @@
 
 import json
 import re
+import subprocess
+import sys
 import time
+from importlib.metadata import version
 
 import jsonschema
 import openai
 import pytest
-from e2e.server import SPAWNED, refused_start, serve
+from e2e.server import SPAWNED, VLLM, refused_start, serve
 
 from vllm_metal.patches.vllm_patches.start_failures import ERROR_PREFIX
 
@@ -293,3 +296,52 @@ def test_a_start_without_a_model_says_which(tmp_path):
     assert refused_start(missing, [], {}, log) > 0
     last = log.read_text().strip().splitlines()[-1]
     assert last == f"{ERROR_PREFIX}there is no folder {missing}"
+
+
+def printed(*arguments):
+    """What a command of vLLM's prints, which ends well."""
+    command = [sys.executable, *VLLM, *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("complete --url {url}/v1 -q 1,2,3,4, --max-tokens 8", r"5,6,"),
+        ("chat --url {url}/v1 -q What.is.the.capital.of.France?", r"Paris"),
+        (
+            "bench serve --base-url {url} --model smollm2 --tokenizer {model} --dataset-name random"
+            " --random-input-len 32 --random-output-len 4 --num-prompts 3",
+            r"Successful requests: +3\s+Failed requests: +0",
+        ),
+        ("collect-env", rf"transformers=={re.escape(version('transformers'))}"),
+    ],
+)
+def test_vllms_other_commands(server, smollm2, command, shown):
+    arguments = command.format(url=server.url, model=smollm2).split()
+    assert re.search(shown, printed(*arguments))
+
+
+@pytest.mark.slow
+def test_a_batch_in_a_file(smollm2, tmp_path, client):
+    asked, answered = tmp_path / "asked.jsonl", tmp_path / "answered.jsonl"
+    of_all = {"model": "smollm2", "messages": [QUESTION], "temperature": 0}
+    bodies = {"good": of_all | {"max_tokens": 32}, "bad": of_all | {"watermarking": True}}
+    asked.write_text(
+        "".join(
+            json.dumps(
+                {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}
+            )
+            + "\n"
+            for name, body in bodies.items()
+        )
+    )
+    printed("run-batch", "-i", str(asked), "-o", str(answered), "--model", smollm2, *OPTIONS)
+    lines = map(json.loads, answered.read_text().splitlines())
+    found = {line["custom_id"]: line for line in lines}
+    (choice,) = found["good"]["response"]["body"]["choices"]
+    assert choice["message"]["content"] == chat(client).choices[0].message.content
+    assert found["bad"]["response"]["status_code"] == 400
+    assert "watermarking is not supported" in found["bad"]["error"]["error"]["message"]
