@@ -110,7 +110,9 @@ def problem(owner, name: str, ours: ast.arguments | None) -> str | None:
     return f"{owner}.{name} takes {sorted(names)}, ours {num_ours} and {sorted(by_name)}"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "vllm_patches").glob("*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "patches" / "vllm_patches").glob("*.py")), ids=lambda p: p.stem
+)
 def test_vllm_has_what_is_replaced(path):
     source = path.read_text()
     if "import replace\n" not in source:
@@ -123,7 +125,7 @@ def test_vllm_has_what_is_replaced(path):
 def test_each_change_says_when_to_remove_it():
     """And against which release that was read; docs/compatibility.md describes the same modules."""
     changing, noted = set(), {}
-    for path in (ROOT / "vllm_patches").glob("*.py"):
+    for path in (ROOT / "patches" / "vllm_patches").glob("*.py"):
         lines = path.read_text().splitlines()
         comments = " ".join(line.removeprefix("# ") for line in lines if line.startswith("# "))
         if note := re.search(r"Remove when [^.]+\. Read against vLLM (\d+\.\d+)\.", comments):
