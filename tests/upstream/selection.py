@@ -368,7 +368,7 @@ LEFT_OUT = (
     ),
     LeftOut(
         "a setting the platform refuses or reads otherwise: block sizes, K/V formats, "
-        "--kv-offloading-size, model runner v2, pooling, parallel drafting",
+        "--kv-offloading-size, prompt_logprob_token_ids, pooling, parallel drafting",
         files=("test_kv_cache_spec_registry.py",),
         tests=(
             "core/test_scheduler.py::test_pooling_chunked_prefill_can_finish_at_max_model_len",
