@@ -16,3 +16,8 @@ LEFT_OUT: dict[str, str] = {
     "qwen3_vl_moe": "multimodal, refused",
     "step3p5": "transformers has its configuration and no class for generation",
 }
+#: Likewise of those that transformers has a class of from 5.20 on.
+SINCE_5_20: dict[str, str] = {
+    "bailing_hybrid": "not compared yet, and nor is it with the class of another package",
+    "muse_spark": "not compared yet; the class is of the multimodal model",
+}

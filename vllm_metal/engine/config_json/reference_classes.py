@@ -12,8 +12,13 @@ from typing import Any
 
 #: A parameter with a default in a configuration class's `__init__`.
 _PARAMETER = re.compile(r"^ {4,}(\w+)(?:\s*:[^=\n]+)?\s*=\s*([^=\n]+?),?\s*$", re.MULTILINE)
-#: The text model's class within a multimodal one.
-_TEXT_CLASS = re.compile(r"self\.text_config = (\w+)\(\*\*self\.text_config\)")
+#: The class of a text model within a multimodal one: until transformers 5.19, and since 5.20.
+_TEXT_CLASS = re.compile(
+    r"""self\.text_config = (\w+)\(\*\*self\.text_config\)|"""
+    r"""["']text_config["']: SubConfigSpec\(\s*config_class=(\w+)"""
+)
+#: Attributes with the configurations of a multimodal class by key, likewise.
+_PARTS = ("sub_configs", "sub_configs_defaults")
 #: A condition in classes that have their own default for absent RoPE parameters.
 ROPE_IS_ABSENT = "self.rope_parameters is None"
 #: Stands for a value that is not a literal.
@@ -38,7 +43,8 @@ def classes_of(path: Path, model_type: str) -> Iterator[ast.ClassDef]:
     if model_type:
         named = {n for n, node in classes.items() if assigned(node).get("model_type") == model_type}
     else:
-        named = set(_TEXT_CLASS.findall(path.read_text(encoding="utf-8")))
+        found = _TEXT_CLASS.findall(path.read_text(encoding="utf-8"))
+        named = {name for names in found for name in names}
     for name, node in classes.items():
         if name in named:
             yield from _ancestry(node, classes)
@@ -72,7 +78,7 @@ def beside_text(node: ast.ClassDef) -> frozenset[str]:
     for each in node.body:
         if isinstance(each, ast.Assign | ast.AnnAssign) and isinstance(each.value, ast.Dict):
             targets = each.targets if isinstance(each, ast.Assign) else [each.target]
-            if any(isinstance(t, ast.Name) and t.id == "sub_configs" for t in targets):
+            if any(isinstance(t, ast.Name) and t.id in _PARTS for t in targets):
                 keys |= {str(k.value) for k in each.value.keys if isinstance(k, ast.Constant)}
     return frozenset(keys - {"text_config"} if "text_config" in keys else ())
 
