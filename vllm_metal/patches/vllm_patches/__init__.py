@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that changes vLLM, or the torch it runs on: each module says why; all for the tested release.
+"""All changes to vLLM and to the torch it runs on; each module says why it is needed.
 
 docs/compatibility.md says when each can be removed.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has vLLM know LoRA adapters by their content: in requests, in its limit, in hashes of blocks."""
+"""Makes vLLM identify LoRA adapters by content: in requests, in its limit and in block hashes."""
 
 # Remove when vLLM hashes an adapter's content. Read against vLLM 0.33.
 
@@ -21,24 +21,23 @@ if TYPE_CHECKING:
 
 
 class _Contents(Protocol):
-    """Which content adapters stand for (lora.versions)."""
+    """Maps an adapter to the number and digest of its content (lora.versions)."""
 
     def of(self, request: LoRARequest, anew: bool = False) -> LoRARequest:
-        """The request with its content's number and digest."""
+        """Returns the request with its content's number and digest."""
 
     def forget(self, asked_id: int) -> None:
-        """Has an adapter's files read again."""
+        """Makes the adapter's files be read again."""
 
 
 def know_by_content(make: Callable[[], _Contents]) -> None:
-    """Has engines tell adapters apart by what is in their files.
-
-    vLLM hashes blocks with an adapter's name and path. An adapter that was trained anew under both
-    would find K/V of the one before, in the pool, on disk and at peers.
+    """Makes engines identify adapters by the content of their files.
 
     Args:
-        make: called once an engine, when it first sees an adapter.
+        make: called once per engine, when it first sees an adapter.
     """
+    # vLLM hashes blocks with an adapter's name and path. An adapter retrained under the same name
+    # and path would get K/V of its predecessor, from the pool, from disk and from peers.
 
     def contents(core: Any) -> _Contents:
         known: dict[str, Any] = vars(core)
@@ -69,10 +68,8 @@ def know_by_content(make: Callable[[], _Contents]) -> None:
 
 
 def answer_for_bad_adapters() -> None:
-    """Has `/v1/load_lora_adapter` answer 400 where an adapter cannot be served.
-
-    vLLM answers 500 to whatever the engine raises, which clients try again.
-    """
+    """Makes `/v1/load_lora_adapter` answer 400 if an adapter cannot be served."""
+    # vLLM answers 500 to any error of the engine, and clients retry a 500.
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
     replace(OpenAIServingModels, "load_lora_adapter", _naming_bad_adapters)
@@ -83,7 +80,7 @@ async def _naming_bad_adapters(
 ) -> Any:
     found = await load(serving, request, *args, **options)
     error = getattr(found, "error", None)
-    # The engine's error came as a text from another process (lora.files.AdapterError).
+    # The engine is another process, so its AdapterError (lora.files) arrives only as text.
     if error is not None and f"LoRA adapter {request.lora_name!r} " in error.message:
         error.code, error.type = HTTPStatus.BAD_REQUEST.value, "BadRequestError"
     return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes which blocks vLLM's prefix cache gains and loses, without the events that it can send."""
+"""Tracks which blocks vLLM's prefix cache gains and loses, without vLLM's cache events."""
 
 # Remove when vLLM tells a connector which blocks the prefix cache gains and loses. Read against
 # vLLM 0.33.
@@ -18,45 +18,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CacheChanges:
-    """What a step changes of the blocks that a prefix cache knows; picklable.
+    """One step's changes to a prefix cache; picklable.
 
-    A key is the hash of the text up to a block's end, and the block's KV cache group.
+    A key is the hash of the text up to a block's end plus the block's KV cache group.
     """
 
-    is_all: bool  # there are no others than those that come: the cache was reset
-    come: Mapping[bytes, int]  # blocks by key, which are full once the step is computed
+    is_all: bool  # the cache was reset: it has no blocks but `come`
+    come: Mapping[bytes, int]  # key to block id; the blocks are full once the step is computed
     gone: tuple[bytes, ...]  # keys of blocks that the step may write to
 
 
 class CachedBlocks:
-    """The blocks that a pool's prefix cache has, and how they change.
+    """The blocks in a pool's prefix cache, and their changes."""
 
-    vLLM's own events of the cache hold the tokens of each block, and leave the engine.
-    """
-
+    # vLLM's own cache events carry the tokens of each block, and leave the engine's process.
     def __init__(self, pool: BlockPool) -> None:
-        """Puts a map in the place of the pool's own; it does what that does, and notes changes."""
+        """Replaces the pool's map on the first `take` by one that records changes."""
         self._pool: Any = pool
-        self._map: _NotingMap | None = None  # the first changes are all there is
+        self._map: _RecordingMap | None = None  # None: the first `take` returns the whole cache
 
     def take(self) -> CacheChanges | None:
-        """What has changed since the last call; None: nothing."""
-        noting = self._map
-        if noting is None or self._pool.cached_block_hash_to_block is not noting:
-            # a reset makes a new one
-            self._map = noting = _NotingMap(self._pool.cached_block_hash_to_block)
-            self._pool.cached_block_hash_to_block = noting
-            return CacheChanges(True, noting.blocks(), ())
-        changed = noting.take_changed()
+        """Returns the changes since the last call, or None if there are none."""
+        recording = self._map
+        if recording is None or self._pool.cached_block_hash_to_block is not recording:
+            # a reset replaces the pool's map
+            self._map = recording = _RecordingMap(self._pool.cached_block_hash_to_block)
+            self._pool.cached_block_hash_to_block = recording
+            return CacheChanges(True, recording.blocks(), ())
+        changed = recording.take_changed()
         if not changed:
             return None
-        blocks = {key: noting.get_one_block(key) for key in changed}
+        blocks = {key: recording.get_one_block(key) for key in changed}
         come = {key: block.block_id for key, block in blocks.items() if block is not None}
         return CacheChanges(False, come, tuple(changed - come.keys()))
 
 
-class _NotingMap(BlockHashToBlockMap):
-    """vLLM's map from keys to blocks, which knows the keys whose blocks have changed."""
+class _RecordingMap(BlockHashToBlockMap):
+    """vLLM's map from keys to blocks, which records the keys with changed blocks."""
 
     def __init__(self, other: BlockHashToBlockMap) -> None:
         super().__init__()
@@ -72,11 +70,11 @@ class _NotingMap(BlockHashToBlockMap):
         return super().pop(key, block_id)
 
     def blocks(self) -> dict[bytes, int]:
-        """One block of each key."""
+        """Returns one block per key."""
         found = {key: self.get_one_block(key) for key in self._cache}
         return {key: block.block_id for key, block in found.items() if block is not None}
 
     def take_changed(self) -> set[Any]:
-        """Keys that were inserted or taken out since the last call."""
+        """Returns the keys inserted or removed since the last call."""
         changed, self._changed = self._changed, set()
         return changed

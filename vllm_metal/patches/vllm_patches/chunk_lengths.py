@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learns how long a prefill's chunk may be beside streams."""
+"""Measures how long a prefill chunk may be while other requests decode."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections import Counter
 from dataclasses import dataclass
 
 # Chosen by simulation: the machines of tests/patches/vllm_patches/test_chunk_lengths.py.
-DECODE_FACTOR = 2.0  # a step with a chunk may take so many times as long as one that only decodes
+DECODE_FACTOR = 2.0  # a step with a chunk may take this many times as long as a decode-only step
 GRADUAL, AT_ONCE = 0.5, 1.0  # weights of the newest measurement, on a logarithmic scale
-MOST_CHANGE = 2.0  # factor by which one measurement changes a value, at most
-NEAR = 0.5  # chunks of less than this share of the limit tell little about one of the limit
-PROBE_INTERVAL = 64  # steps with a chunk after which one only decodes, to be measured
-PROBE_PATIENCE = 4  # steps until such a step is asked for again; one or two are in flight
-ENOUGH = 3  # measurements of steps that only decode, with as many rows, before chunks come first
-CONTEXT_UNIT = 256  # tokens; contexts shorter than this cost alike
+MOST_CHANGE = 2.0  # largest factor by which one measurement changes a value
+NEAR = 0.5  # chunks shorter than this share of the limit say little about a chunk at the limit
+PROBE_INTERVAL = 64  # steps with a chunk after which one decode-only step is measured
+PROBE_PATIENCE = 4  # steps until a probe is requested again; one or two steps are in flight
+ENOUGH = 3  # decode-only measurements with as many rows that are needed before chunks take priority
+CONTEXT_UNIT = 256  # tokens; shorter contexts all cost about the same
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one step computes, or several in a row."""
+    """The work of one step, or of several in a row."""
 
     decode_rows: int = 0  # of requests that decode, drafts included
     prefill_tokens: int = 0  # of all chunks
@@ -34,47 +34,36 @@ class StepWork:
 
     @property
     def context(self) -> int:
-        """Tokens before a chunk, on average over prefill tokens."""
+        """Tokens before a chunk, averaged over prefill tokens."""
         return self.context_sum // max(1, self.prefill_tokens)
 
 
 class ChunkLengths:
-    """Limits the prefill tokens of a step so that the step lasts no longer than its bound.
+    """Limits the prefill tokens of a step so that the step stays within its time bound."""
 
-    The bound is `max_step_s`, or twice the time of a step that only decodes where that is longer:
-    else a slow device would hardly prefill at all. Two tables follow the measured steps: the time
-    of a step that only decodes, by its rows, and what a prefill token adds to it, by the context
-    before it. The second is measured at the chunk length in use. So a cost that does not depend on
-    the length is counted, too, and the limit settles where a step takes as long as its bound, as
-    long as that cost leaves room for a token at all.
-
-    Where prompts are always being prefilled, no step would only decode. One does now and then, so
-    that its time is known.
-    """
+    # The bound is `max_step_s`, or twice the time of a decode-only step if that is longer: a slow
+    # device would otherwise hardly prefill at all. Two tables follow the measured steps: the time
+    # of a decode-only step by its rows, and the time that a prefill token adds by the context
+    # before it. The second is measured at the current chunk length, so it includes costs that do
+    # not depend on the length, and the limit converges to a step that takes as long as its bound,
+    # as long as those costs leave room for a token at all.
+    # While prompts are always being prefilled, no step would be decode-only. One is made so now
+    # and then, to keep its time known.
 
     def __init__(self, max_step_s: float, shortest: int) -> None:
-        """
-        Args:
-            max_step_s: the bound, seconds.
-            shortest: the least limit, tokens, so that prefill goes on whatever it costs.
-        """
+        """Takes the bound in seconds and the least limit in tokens, which guarantees progress."""
         self._max_step_s = max_step_s
         self._shortest = shortest
-        # Steps are held up now and then, and never hurried: weights keep chunks rather too short.
+        # Steps are sometimes delayed but never hurried: these weights err towards short chunks.
         self._decode_s = _ByMagnitude(GRADUAL, AT_ONCE)  # of a step, by decode rows
         self._token_s = _ByMagnitude(AT_ONCE, GRADUAL)  # of a prefill token, by units of context
         self._since_decode_only = self._since_probe = PROBE_INTERVAL
 
     def limit(self, decode_rows: int, context: int) -> int | None:
-        """Most prefill tokens of the next step, in which requests decode.
+        """Returns the most prefill tokens for the next step, which also decodes.
 
-        Args:
-            decode_rows: of those requests.
-            context: tokens before the next chunk.
-
-        Returns:
-            0 for a step that is to be measured without a chunk; None where nothing was measured,
-            so that the first steps are as they would be without a bound.
+        `decode_rows` counts the decoding rows, `context` the tokens before the next chunk. 0 makes
+        a step decode-only, to be measured. None, before any measurement, means no bound.
         """
         self._since_decode_only += 1
         self._since_probe += 1
@@ -100,8 +89,8 @@ class ChunkLengths:
         """Records how long a step took.
 
         Args:
-            work: of the step; of several in a row only where none has decode rows.
-            seconds: from the end of the step before; positive.
+            work: the step's work; only steps without decode rows may be summed.
+            seconds: since the end of the previous step; positive.
         """
         if not work.prefill_tokens:
             self._decode_s.follow(work.decode_rows, seconds, begin=seconds)
@@ -109,7 +98,7 @@ class ChunkLengths:
             return
         units, per_token = work.context // CONTEXT_UNIT, seconds / work.prefill_tokens
         if not work.decode_rows:
-            # What a token of a long chunk costs is only a first guess for shorter ones.
+            # The cost per token of a long chunk is only a first guess for shorter ones.
             if not self._token_s.num_measured(units):
                 self._token_s.follow(units, per_token, begin=per_token)
             return
@@ -121,19 +110,15 @@ class ChunkLengths:
         limit = self._within_bound(work.decode_rows, work.context)
         if work.prefill_tokens >= NEAR * limit or seconds > self._bound(decode_s):
             added = max(seconds - decode_s, 0.0)
-            # Noise can make the difference of two times tiny: the known value is where it begins.
+            # Noise can make the difference of two times tiny: start from the known value.
             self._token_s.follow(units, added / work.prefill_tokens, begin=value)
 
 
 class _ByMagnitude:
-    """Positive values that follow measurements, each for sizes within a factor of two."""
+    """Positive values that follow measurements, one per power of two of the size."""
 
     def __init__(self, rise: float, fall: float) -> None:
-        """
-        Args:
-            rise: weight of a measurement above the value.
-            fall: of one below it.
-        """
+        """Takes the weights of measurements above and below the value."""
         self._values: dict[int, float] = {}
         self._num_measured: Counter[int] = Counter()
         self._rise, self._fall = rise, fall
@@ -142,18 +127,18 @@ class _ByMagnitude:
         return bool(self._values)
 
     def num_measured(self, size: int) -> int:
-        """How many measurements of this magnitude there were."""
+        """Counts the measurements of this magnitude."""
         return self._num_measured[size.bit_length()]
 
     def at(self, size: int) -> float | None:
-        """The value of the nearest magnitude that was measured; None where none was."""
+        """Returns the value of the nearest measured magnitude, or None if nothing was measured."""
         if not self._values:
             return None
         magnitude = size.bit_length()
         return self._values[min(self._values, key=lambda known: (abs(known - magnitude), known))]
 
     def follow(self, size: int, measured: float, begin: float) -> None:
-        """Moves the value of this magnitude towards a measurement; the first time from `begin`."""
+        """Moves this magnitude's value towards a measurement, the first time from `begin`."""
         magnitude = size.bit_length()
         self._num_measured[magnitude] += 1
         value = self._values.setdefault(magnitude, begin)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has vLLM take drafts with the results they follow, where stages are at several steps."""
+"""Delivers drafts to vLLM with the step's results when pipeline stages run several steps."""
 
 # Remove when vLLM takes drafts after the tokens that they follow, and does not wait for them.
 # Read against vLLM 0.33.
@@ -23,12 +23,10 @@ if TYPE_CHECKING:
 
 
 def take_drafts_with_results() -> None:
-    """Has drafts come with the results of the step that they follow; call it where an engine runs.
-
-    vLLM's engine asks for drafts as soon as it has sent a step, and waits for them: with pipeline
-    parallel no second step would be under way. It also gives them to the scheduler before the
-    step's tokens, which then schedules the drafts in the places of these.
-    """
+    """Makes drafts arrive with the results of the step they follow; call it in the engine."""
+    # vLLM's engine asks for drafts as soon as it has sent a step and waits for them, so pipeline
+    # parallel could not have a second step in flight. It also passes them to the scheduler before
+    # the step's tokens, so the scheduler would put drafts at the positions of those tokens.
     from vllm.v1.engine.core import EngineCore
 
     replace(EngineCore, "post_step", _unless_staged)
@@ -50,19 +48,23 @@ def _with_drafts(
     drafts = model_runner_output.drafts if isinstance(model_runner_output, StepResult) else None
     if drafts is None:
         return outputs
-    # A request that was preempted meanwhile, or is in another step by now, is past them.
-    here = [index for index, id_ in enumerate(drafts.req_ids) if _waits(self.requests.get(id_))]
+    # Drafts of a request that was preempted meanwhile, or is in another step by now, are outdated.
+    current = [
+        index
+        for index, id_ in enumerate(drafts.req_ids)
+        if _can_take_drafts(self.requests.get(id_))
+    ]
     self.update_draft_token_ids(
         DraftTokenIds(
-            [drafts.req_ids[index] for index in here],
-            [drafts.draft_token_ids[index] for index in here],
+            [drafts.req_ids[index] for index in current],
+            [drafts.draft_token_ids[index] for index in current],
         )
     )
     return outputs
 
 
-def _waits(request: Any) -> bool:
-    """Whether a request runs, and no step in flight has rows of it."""
+def _can_take_drafts(request: Any) -> bool:
+    # Running, and without tokens in a step in flight.
     return (
         request is not None
         and request.status == RequestStatus.RUNNING

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM is told of encoders that we serve, without classes of its own."""
+"""Describes the encoders that we serve to vLLM, without vLLM's own classes."""
 
 # Remove when a platform can declare which families it serves, and what they can do. Read against
 # vLLM 0.33.
@@ -15,21 +15,21 @@ from vllm.model_executor.models.registry import _BaseRegisteredModel, _ModelInfo
 
 from vllm_metal.patches.vllm_patches.model_info import TextModel
 
-#: Encoders by architecture. vLLM's classes of them bring a pooler, by the first token ...
+#: Encoder architectures. vLLM's classes for these include a pooler over the first token ...
 POOLING = (
     "BertModel",
     "RobertaForMaskedLM",
     "RobertaModel",
     "XLMRobertaModel",
 )
-#: ... and with it a head over labels, for pairs of texts; ...
+#: ... these also a classification head for pairs of texts ...
 CLASSIFYING = (
     "BertForSequenceClassification",
     "ModernBertForSequenceClassification",
     "RobertaForSequenceClassification",
     "XLMRobertaForSequenceClassification",
 )
-#: ... or it adds one to them, by the first token or by the last.
+#: ... and vLLM adds a pooler to these, over the first token or the last.
 PLAIN: dict[str, SequencePoolingType] = {"ModernBertModel": "CLS", "Gemma3TextModel": "LAST"}
 
 
@@ -54,9 +54,8 @@ class EncoderModel(_BaseRegisteredModel):
 
 
 def answer_for_encoders() -> None:
-    """Registers the encoders that we serve with what vLLM asks of them.
-
-    vLLM imports its own class, in a process of its own, only to ask that: seconds at a first start.
-    """
+    """Registers the encoders that we serve with the facts that vLLM asks for."""
+    # vLLM would import its own class, in a process of its own, only to ask for these facts: that
+    # takes seconds at a first start.
     names = (*POOLING, *CLASSIFYING, *PLAIN)
     ModelRegistry.models.update({name: EncoderModel(name) for name in names})

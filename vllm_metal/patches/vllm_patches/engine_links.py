@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices that a link between a server and its engine is gone, at either end.
+"""Detects a lost link between a server and its engine, at either end.
 
-vLLM watches the processes that it has started. Of an engine on another machine it hears nothing
-more when that one is killed or its link is cut, and its requests wait for ever; such an engine
-waits for a server that is gone. ZeroMQ tells of both: of a closed connection at once, and of one
-that answers no heartbeats after some seconds. An engine on the server's own machine outlives a
-server that is killed, and keeps the memory that the next one wants; its parent's end tells of that.
+vLLM only watches processes that it started. If an engine on another machine is killed or its link
+is cut, its requests wait forever; if the server is gone, such an engine waits forever. ZeroMQ
+reports both: a closed connection at once, missing heartbeats after some seconds. An engine on the
+server's machine outlives a killed server and keeps the memory that the next server needs; it
+watches its parent process.
 """
 
 # Remove when vLLM notices lost remote engines, and its engines end with their server. Read
@@ -42,67 +42,64 @@ logger = init_logger(__name__)
 #: Milliseconds between heartbeats, and without an answer until a link counts as cut: 7 s in all.
 #: ZeroMQ's own threads answer them, however long a step or a start takes.
 HEARTBEATS: dict[int, int] = {zmq.HEARTBEAT_IVL: 2000, zmq.HEARTBEAT_TIMEOUT: 5000}
-_LOOK_MS = 500  # between looks at an engine that starts
+_LOOK_MS = 500  # between checks of a starting engine
 _ENDS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 _lost: ContextVar[Callable[[str], None] | None] = ContextVar("lost", default=None)
 
 
 def notice_lost_links() -> None:
-    """Has servers notice lost engines on other machines; call it once vLLM is loaded.
+    """Makes servers detect lost engines on other machines; call it once vLLM is loaded.
 
-    A server ends then, as it does where an engine of its own machine dies: its clients get vLLM's
-    error at once.
+    The server then ends, as it does if a local engine dies: clients get vLLM's error at once.
     """
     from vllm.v1.engine import core_client
 
-    replace(core_client, "make_zmq_socket", _beating)
-    replace(core_client.MPClient, "start_engine_core_monitor", _watching_engines)
-    replace(core_client.MPClient, "shutdown", _telling_who_waits)
+    replace(core_client, "make_zmq_socket", _with_heartbeats)
+    replace(core_client.MPClient, "start_engine_core_monitor", _watch_engines)
+    replace(core_client.MPClient, "shutdown", _fail_pending_calls)
 
 
 def notice_engines_that_end_early() -> None:
-    """Has a client notice an engine that ends as it starts; call it once vLLM is loaded.
-
-    Behind the handshake vLLM waits for an engine's first message, up to ten minutes, and looks at
-    nothing meanwhile: neither at the engine's process nor, where another thread gets it, at Ctrl-C.
-    """
+    """Makes a client detect an engine that ends during its start; call it once vLLM is loaded."""
+    # After the handshake vLLM waits up to ten minutes for an engine's first message, and checks
+    # neither the engine's process nor, if another thread gets it, Ctrl-C.
     from vllm.v1.engine import core_client, utils
 
-    replace(utils, "wait_for_engine_startup", _knowing_the_engines)
+    replace(utils, "wait_for_engine_startup", _remember_engines)
     core_client.zmq = _Zmq("zmq")
 
 
-def _knowing_the_engines(wait: Callable[..., None], *args: Any, **options: Any) -> None:
+def _remember_engines(wait: Callable[..., None], *args: Any, **options: Any) -> None:
     launch = options.get("launch", args[-1] if args else None)
     _engines[:] = [getattr(launch, "engine_manager", None)]
     _interrupted.clear()
     try:
         wait(*args, **options)
-    except KeyboardInterrupt:  # which vLLM drops, and then waits for the engine
+    except KeyboardInterrupt:  # vLLM drops it, and then waits for the engine
         _interrupted.append(True)
         raise
 
 
-_engines: list[Any] = []  # what has started those that a client waits for
+_engines: list[Any] = []  # managers of the engines that a client waits for
 _interrupted: list[bool] = []
 
 
 class _AnySocket(type(zmq.Socket)):  # type: ignore[misc]
-    """A client asks of its sockets whether they are any: it has made them elsewhere."""
-
+    # vLLM's client checks its sockets with `isinstance(…, zmq.Socket)`, where `zmq` is _Zmq, but
+    # some were made elsewhere, as plain `zmq.Socket`.
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, zmq.Socket)
 
 
 class _Waiting(zmq.Socket[bytes], metaclass=_AnySocket):
-    """A socket that looks at its engines while it waits."""
+    """A socket that checks its engines while it waits."""
 
     def poll(self, timeout: int | None = None, flags: int = zmq.POLLIN) -> int:
-        """As `zmq.Socket.poll`.
+        """Works like `zmq.Socket.poll`.
 
         Raises:
             RuntimeError: an engine has ended; the message is vLLM's.
-            KeyboardInterrupt: the start was interrupted before.
+            KeyboardInterrupt: the start was interrupted earlier.
         """
         if _interrupted:
             _interrupted.clear()
@@ -124,7 +121,7 @@ class _Waiting(zmq.Socket[bytes], metaclass=_AnySocket):
 
 
 class _Zmq(ModuleType):
-    """ZeroMQ, as the client of an engine sees it."""
+    """Replaces `zmq` in vLLM's engine client."""
 
     Socket = _Waiting
 
@@ -133,20 +130,20 @@ class _Zmq(ModuleType):
 
 
 def end_without_a_server() -> None:
-    """Has engines end whose server is gone or out of reach; call it in the engine's process.
-
-    The launcher of an engine on another machine ends with it, and what runs the launcher may start
-    it anew: it then waits for a server. An engine ends as well when the process is gone that has
-    started it: the server, the launcher, or an `LLM`'s.
-    """
+    """Makes engines end if their server is gone or unreachable; call it in the engine's process."""
+    # The launcher of an engine on another machine ends with the engine, and a supervisor may
+    # restart it: it then waits for a server. An engine also ends when the process that started it
+    # is gone: the server, the launcher, or an `LLM`'s.
     from vllm.v1.engine import core
 
-    replace(core, "make_zmq_socket", _beating)
-    replace(core.EngineCoreProc, "process_input_sockets", _watching_the_server)
+    replace(core, "make_zmq_socket", _with_heartbeats)
+    replace(core.EngineCoreProc, "process_input_sockets", _watch_server)
 
 
-def _beating(make: Callable[..., Any], context: Any, path: str, *args: Any, **options: Any) -> Any:
-    """A socket whose links over the network have heartbeats, and are watched if somebody asks."""
+def _with_heartbeats(
+    make: Callable[..., Any], context: Any, path: str, *args: Any, **options: Any
+) -> Any:
+    """Makes a socket with heartbeats on network links, watched if `_lost` is set."""
     if not path.startswith("tcp://"):
         return make(context, path, *args, **options)
     with _sockets_with(context, HEARTBEATS):
@@ -158,7 +155,7 @@ def _beating(make: Callable[..., Any], context: Any, path: str, *args: Any, **op
 
 @contextmanager
 def _sockets_with(context: zmq.Context[Any], options: dict[int, int]) -> Iterator[None]:
-    """Options of sockets that are made meanwhile; they count from a socket's first address on."""
+    # A socket takes these options from its context, for the addresses it binds or connects later.
     for option, value in options.items():
         context.setsockopt(option, value)
     try:
@@ -171,13 +168,10 @@ def _sockets_with(context: zmq.Context[Any], options: dict[int, int]) -> Iterato
 def _watch(
     context: zmq.Context[Any], socket: zmq.Socket[Any], events: int, lost: Callable[[], None]
 ) -> None:
-    """Calls `lost`, in a thread of its own, once a link ends that was there before.
+    """Calls `lost` once, in a thread of its own, when a link that existed before ends.
 
-    Args:
-        context: of the socket, and no asyncio's.
-        socket: its thread calls this. The watch ends with it.
-        events: whether new links are to be told apart.
-        lost: is called at most once.
+    Call it in the socket's thread; the watch ends with the socket. `context` is the socket's and
+    must not be an asyncio context. `events` says whether new links can be told apart.
     """
     address = f"inproc://{uuid.uuid4().hex}"
     socket.monitor(address, events)
@@ -187,7 +181,7 @@ def _watch(
 
 
 def _follow(monitor: zmq.Socket[Any], lost: Callable[[], None]) -> None:
-    strangers: set[int] = set()  # links that came later: no engine's
+    strangers: set[int] = set()  # links that came later, which are no engine's
     with monitor, suppress(zmq.ZMQError):  # the context has ended
         while True:
             event = recv_monitor_message(monitor)
@@ -202,8 +196,8 @@ def _follow(monitor: zmq.Socket[Any], lost: Callable[[], None]) -> None:
         lost()
 
 
-def _watching_engines(start: Callable[[MPClient], None], self: MPClient) -> None:
-    """All engines have told that they are ready, each over a link of its own."""
+def _watch_engines(start: Callable[[MPClient], None], self: MPClient) -> None:
+    # All engines have reported that they are ready, each over a link of its own.
     start(self)
     client, resources = weakref.ref(self), self.resources
     assert resources.input_socket is not None
@@ -213,14 +207,11 @@ def _watching_engines(start: Callable[[MPClient], None], self: MPClient) -> None
         _watch(resources.ctx, resources.input_socket, _ENDS, lambda: _lose_engines(client()))
 
 
-def _telling_who_waits(
+def _fail_pending_calls(
     shutdown: Callable[..., None], self: Any, *args: Any, **options: Any
 ) -> None:
-    """Ends calls that wait for an answer of the engine: none comes any more.
-
-    vLLM tells calls that are made from now on, and an event loop's. A call that was sent shortly
-    before the engine ended, or a step that an `LLM` waits for, would wait for ever.
-    """
+    # vLLM fails only later calls, and those of an event loop. A call sent shortly before the engine
+    # ended, or a step that an `LLM` waits for, would wait forever.
     from vllm.v1.engine.exceptions import EngineDeadError
 
     shutdown(self, *args, **options)
@@ -234,13 +225,8 @@ def _telling_who_waits(
 
 
 def _lose_engines(client: Any) -> None:
-    """As vLLM does where an engine of this machine dies, but clients are told first.
-
-    The engines of this machine may take some seconds to end.
-
-    Args:
-        client: vLLM's `MPClient`; None: it is gone, too.
-    """
+    # Does what vLLM does if a local engine dies, but fails the clients first: local engines may
+    # take some seconds to end. `client` is vLLM's `MPClient`, or None if it is gone, too.
     from vllm.v1.engine.exceptions import EngineDeadError
 
     if client is None or not client._finalizer.alive or client.resources.engine_dead:
@@ -256,9 +242,7 @@ def _lose_engines(client: Any) -> None:
     client.shutdown()
 
 
-def _watching_the_server(
-    process: Callable[..., None], self: Any, *args: Any, **options: Any
-) -> None:
+def _watch_server(process: Callable[..., None], self: Any, *args: Any, **options: Any) -> None:
     Thread(target=_end_with_parent, args=(self,), daemon=True, name="EngineParent").start()
     token = _lost.set(partial(_end_without_server, self))
     try:
@@ -278,7 +262,7 @@ def _end_without_server(engine: Any, address: str) -> None:
 
 
 def _end(engine: Any, reason: str) -> None:
-    """Ends this process as its launcher would; nobody waits for what it computes."""
+    # Ends this process as its launcher would, at once: nobody waits for its results.
     logger.error("%s: shutting down the engine", reason)
     engine.vllm_config.shutdown_timeout = 0
     os.kill(os.getpid(), signal.SIGTERM)

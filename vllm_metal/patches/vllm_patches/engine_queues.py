@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has an engine that waits for a rank of another machine hear that its executor has ended."""
+"""Makes an engine that waits for a rank on another machine notice that its executor has ended."""
 
 # Remove when readers on other machines hear of a shutdown, too. Read against vLLM 0.33.
 
@@ -11,22 +11,20 @@ from typing import Any
 
 from vllm_metal.patches.vllm_patches.replacing import replace
 
-#: Seconds between two looks at whether a queue was shut down.
+#: Seconds between checks whether a queue was shut down.
 LOOK_S = 0.5
 
 
 def hear_of_a_shutdown() -> None:
-    """Has readers of a queue from another machine raise once the queue is shut down.
-
-    Readers in shared memory do. An executor whose rank has ended shuts its queues down; an engine
-    that waits for a rank whose machine is silent would never read that its executor has failed.
-    """
+    """Makes readers of a remote queue raise once the queue is shut down."""
+    # Readers in shared memory do so already. An executor shuts its queues down if a rank ends, but
+    # an engine that waits for a rank on a silent machine would never see that.
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
-    replace(MessageQueue, "dequeue", _looking)
+    replace(MessageQueue, "dequeue", _dequeue_until_shut_down)
 
 
-def _looking(
+def _dequeue_until_shut_down(
     dequeue: Callable[..., Any], self: Any, timeout: float | None = None, indefinite: bool = False
 ) -> Any:
     if not self._is_remote_reader:
@@ -38,6 +36,6 @@ def _looking(
             return dequeue(self, max(rest, 0.0), indefinite)
         except TimeoutError:
             if self.shutting_down:
-                raise RuntimeError("cancelled") from None  # as readers in shared memory say
+                raise RuntimeError("cancelled") from None  # as for readers in shared memory
             if ends is not None and time.monotonic() >= ends:
                 raise

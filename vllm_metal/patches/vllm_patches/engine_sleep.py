@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has who puts an idle engine to sleep stand before its requests, and before its user's calls."""
+"""Routes requests and sleep/wake calls through the idle-sleep manager of an engine."""
 
 # Remove when vLLM puts idle engines to sleep, and wakes them up. Read against vLLM 0.33.
 
@@ -17,8 +17,8 @@ from vllm_metal.patches.vllm_patches.replacing import replace
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_KEEPER = "vllm_metal_keeper"  # an engine's attribute
-#: Methods of `AsyncLLM`, beside requests, whose work is the engine's or its workers'.
+_MANAGER = "vllm_metal_keeper"  # an engine's attribute
+#: Methods of `AsyncLLM` other than requests that need the engine or its workers awake.
 _ENGINE_CALLS = (
     *("add_lora", "remove_lora", "list_loras", "pin_lora", "collective_rpc"),
     *("reset_mm_cache", "reset_prefix_cache", "reset_encoder_cache", "compute_weight_checksums"),
@@ -28,56 +28,51 @@ _ENGINE_CALLS = (
 
 
 class SleepManager(Protocol):
-    """Whoever puts an engine to sleep when it is idle, and wakes it up."""
+    """Puts an engine to sleep when it is idle, and wakes it up."""
 
     def begin(self) -> None:
-        """Begins to look; on the running event loop. Does nothing the second time."""
+        """Starts watching on the running event loop. Later calls do nothing."""
 
     def request(self) -> AbstractAsyncContextManager[None]:
-        """What surrounds a request in the engine: its start waits until the engine is awake."""
+        """Returns a context for one request; entering it waits until the engine is awake."""
 
     async def sleep(self, call: Callable[[], Awaitable[None]], level: int) -> None:
         """Makes a user's call that puts the engine to sleep at this level."""
 
     async def wake_up(self, call: Callable[[], Awaitable[bool]]) -> bool:
-        """Makes a user's call that wakes the engine up; returns whether all of it is awake."""
+        """Makes a user's call that wakes the engine; returns whether all of it is awake."""
 
     def close(self) -> None:
-        """Looks no more: the engine ends."""
+        """Stops watching: the engine ends."""
 
 
 class Engine:
-    """One of vLLM's engines, as a keeper has it sleep."""
+    """A vLLM engine, as its sleep manager sees it."""
 
     def __init__(self, engine: Any) -> None:
-        """Takes vLLM's `AsyncLLM`, and does not keep it from ending."""
+        """Takes vLLM's `AsyncLLM` by weak reference, so that it can end."""
         self._engine = weakref.proxy(engine)
 
     async def is_stopped(self) -> bool:
-        """Whether somebody has paused it, or put it to sleep."""
+        """Returns whether the engine is paused or asleep."""
         return bool(await self._engine.is_sleeping())
 
     async def sleep(self, level: int) -> None:
-        """Gives memory back, once the engine is done with all that it has.
+        """Gives memory back once the engine has no work left.
 
-        Args:
-            level: vLLM's: 1, or 2 from 1 on. vLLM's executor takes a sleeping engine deeper by no
-                call, so its worker is told.
+        `level` is vLLM's: 1, or 2 after 1.
         """
         if level == 1:
             await self._engine.renderer.clear_mm_cache_async()
             await self._engine.engine_core.sleep_async(1, "wait")
         else:
-            # Not by `AsyncLLM.collective_rpc`, which would wake the engine up.
+            # vLLM's executor ignores `sleep` while asleep, so level 2 goes to the worker directly;
+            # not by `AsyncLLM.collective_rpc`, which would wake the engine up.
             await self._engine.engine_core.collective_rpc_async("sleep", None, (), {"level": level})
         self._record(1, level)
 
     async def wake_up(self) -> None:
-        """Takes all of its memory again, and goes on with requests.
-
-        Raises:
-            Exception: it cannot; it sleeps on.
-        """
+        """Takes all memory again and resumes requests; if it raises, the engine sleeps on."""
         await self._engine.engine_core.wake_up_async(None)
         self._record(0, 0)
 
@@ -90,12 +85,12 @@ def keep(
     make: Callable[[VllmConfig, Engine], SleepManager | None],
     refuse: Callable[[VllmConfig], None],
 ) -> None:
-    """Gives every engine of a server, or of `AsyncLLM`, its keeper.
+    """Gives every engine of a server, or of `AsyncLLM`, its sleep manager.
 
     Args:
-        make: makes the keeper of an engine with this configuration; None: it gets none.
-        refuse: raises where the configuration asks for one and the engine is an `LLM`'s, which
-            nobody's event loop looks after.
+        make: makes the manager for an engine with this configuration, or returns None.
+        refuse: raises if the configuration asks for idle sleep in an `LLM`, which has no event
+            loop to watch it.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -110,11 +105,11 @@ def keep(
         init: Callable[..., None], self: Any, vllm_config: VllmConfig, *args: Any, **options: Any
     ) -> None:
         init(self, vllm_config, *args, **options)
-        if (keeper := make(vllm_config, Engine(self))) is not None:
-            setattr(self, _KEEPER, keeper)
-            with suppress(RuntimeError):  # there is no event loop yet: with the first request
+        if (manager := make(vllm_config, Engine(self))) is not None:
+            setattr(self, _MANAGER, manager)
+            with suppress(RuntimeError):  # no event loop yet: the first request starts it
                 asyncio.get_running_loop()
-                keeper.begin()
+                manager.begin()
 
     replace(LLMEngine, "__init__", refusing)
     replace(AsyncLLM, "__init__", keeping)
@@ -128,7 +123,7 @@ def keep(
 
 
 def refuse_to_wait_asleep() -> None:
-    """Has `LLM` raise where its requests would wait for an engine that its user had sleep."""
+    """Makes `LLM` raise if requests would wait for an engine that its user put to sleep."""
     from vllm.entrypoints.common.offline import OfflineInferenceMixin
 
     replace(OfflineInferenceMixin, "_run_engine", _run_awake)
@@ -146,23 +141,23 @@ def _run_awake(run: Callable[..., Any], llm: Any, *args: Any, **options: Any) ->
 
 
 def is_kept(engine: Any) -> bool:
-    """Whether an engine has a keeper."""
-    return hasattr(engine, _KEEPER)
+    """Returns whether an engine has a sleep manager."""
+    return hasattr(engine, _MANAGER)
 
 
 def _generate(
     generate: Callable[..., AsyncGenerator[Any, None]], engine: Any, *args: Any, **options: Any
 ) -> AsyncGenerator[Any, None]:
     outputs = generate(engine, *args, **options)
-    keeper: SleepManager | None = getattr(engine, _KEEPER, None)
-    return outputs if keeper is None else _kept(outputs, keeper)
+    manager: SleepManager | None = getattr(engine, _MANAGER, None)
+    return outputs if manager is None else _while_awake(outputs, manager)
 
 
-async def _kept(
-    outputs: AsyncGenerator[Any, None], keeper: SleepManager
+async def _while_awake(
+    outputs: AsyncGenerator[Any, None], manager: SleepManager
 ) -> AsyncGenerator[Any, None]:
-    keeper.begin()
-    async with keeper.request(), aclosing(outputs):
+    manager.begin()
+    async with manager.request(), aclosing(outputs):
         async for output in outputs:
             yield output
 
@@ -170,32 +165,32 @@ async def _kept(
 async def _call(
     call: Callable[..., Awaitable[Any]], engine: Any, *args: Any, **options: Any
 ) -> Any:
-    """A call by a route or a user, which finds the engine awake."""
-    keeper: SleepManager | None = getattr(engine, _KEEPER, None)
-    if keeper is None:
+    # Calls by a route or a user run while the engine is awake.
+    manager: SleepManager | None = getattr(engine, _MANAGER, None)
+    if manager is None:
         return await call(engine, *args, **options)
-    keeper.begin()
-    async with keeper.request():
+    manager.begin()
+    async with manager.request():
         return await call(engine, *args, **options)
 
 
 async def _sleep(
     sleep: Callable[..., Awaitable[None]], engine: Any, level: int = 1, *args: Any, **options: Any
 ) -> None:
-    keeper: SleepManager | None = getattr(engine, _KEEPER, None)
-    if keeper is None:
+    manager: SleepManager | None = getattr(engine, _MANAGER, None)
+    if manager is None:
         await sleep(engine, level, *args, **options)
     else:
-        await keeper.sleep(lambda: sleep(engine, level, *args, **options), level)
+        await manager.sleep(lambda: sleep(engine, level, *args, **options), level)
 
 
 async def _wake_up(
     wake_up: Callable[..., Awaitable[bool]], engine: Any, *args: Any, **options: Any
 ) -> bool:
-    keeper: SleepManager | None = getattr(engine, _KEEPER, None)
-    if keeper is None:
+    manager: SleepManager | None = getattr(engine, _MANAGER, None)
+    if manager is None:
         return await wake_up(engine, *args, **options)
-    return await keeper.wake_up(lambda: wake_up(engine, *args, **options))
+    return await manager.wake_up(lambda: wake_up(engine, *args, **options))
 
 
 def _shutdown(
@@ -205,10 +200,10 @@ def _shutdown(
     _is_exiting: Callable[[], bool] = sys.is_finalizing,
     **options: Any,
 ) -> None:
-    # `AsyncLLM.__del__` calls this when the interpreter exits and the names of modules are gone,
-    # this one's and vLLM's. What was to be done then, vLLM's finalizers have done before.
+    # `AsyncLLM.__del__` calls this at interpreter exit, when the globals of this module and of
+    # vLLM's are gone. vLLM's finalizers have done the work by then.
     if _is_exiting():
         return
-    if (keeper := getattr(engine, _KEEPER, None)) is not None:
-        keeper.close()
+    if (manager := getattr(engine, _MANAGER, None)) is not None:
+        manager.close()
     shutdown(engine, *args, **options)

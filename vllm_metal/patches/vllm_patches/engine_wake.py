@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has an engine that is idle make a step where its connector has work that no request brings."""
+"""Lets a connector wake an idle engine for work that no request brings."""
 
 # Remove when connectors may wake engines. Read against vLLM 0.33.
 
@@ -12,22 +12,21 @@ from vllm_metal.patches.vllm_patches.replacing import replace
 
 
 def let_connectors_wake() -> None:
-    """Tells connectors how to wake the engine that they are of; call it in that engine's process.
+    """Gives connectors a function that wakes their engine; call it in the engine's process.
 
-    An engine without requests waits for the next message of its front end. vLLM asks the connector
-    only when a message has come, by `has_pending_push_work`, whether a step is due.
-
-    A connector that has `wake_by` gets a function: for any thread, it has the engine ask, and says
-    whether it will. An engine that ends does not. One in its user's process makes steps when its
-    user calls it, and no connector is told how to wake it.
+    A connector with `wake_by` gets a function that any thread may call. It makes the engine ask
+    `has_pending_push_work`, and returns False if the engine is ending. Connectors of an engine in
+    its user's process get none: such an engine only steps when its user calls it.
     """
+    # An engine without requests blocks on its front end's next message. vLLM asks the connector
+    # whether a step is due only after such a message.
     from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
     for kind in (EngineCoreProc, DPEngineCoreProc):
-        replace(kind, "run_busy_loop", _telling_the_connector)
+        replace(kind, "run_busy_loop", _offer_wake_up)
 
 
-def _telling_the_connector(run_busy_loop: Callable[[Any], None], self: Any) -> None:
+def _offer_wake_up(run_busy_loop: Callable[[Any], None], self: Any) -> None:
     wake_by = getattr(self.scheduler.connector, "wake_by", None)
     if wake_by is not None:
         wake_by(lambda: _wake(self))

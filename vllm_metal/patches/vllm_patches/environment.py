@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's environment variables: what this platform sets of them, and its own among them."""
+"""Sets vLLM's environment variables, and makes this plugin's own known to vLLM."""
 
 # Remove when a platform may declare its variables and its model runner. Read against vLLM 0.33.
 
@@ -9,16 +9,16 @@ import os
 from collections.abc import Iterable
 from functools import partial
 
-#: Set where their user did not.
+#: Values for variables that the user did not set.
 DEFAULTS = {
-    # vLLM has two contracts between scheduler and worker, and chooses the second where Triton is
-    # installed. The worker takes both. The tests run with the first, by which a draft model with a
-    # short context does not limit its target's.
+    # vLLM has two contracts between scheduler and worker, and chooses the second if Triton is
+    # installed. The worker supports both. The tests run with the first, in which a draft model with
+    # a short context does not limit its target's.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
-    # Requests whose logits are not numbers always fail; with this vLLM's metrics count them.
+    # Requests with NaN logits always fail; with this, vLLM's metrics count them.
     "VLLM_COMPUTE_NANS_IN_LOGITS": "1",
-    # Of an image that a request brings: 8192 x 8192, which takes 0.2 GB of the memory that a Mac's
-    # server and GPU share, more than once. vLLM's own limit is Pillow's, three times as much.
+    # Pixels of an image in a request: 8192 x 8192 takes 0.2 GB, more than once, of the memory that
+    # a Mac's server and GPU share. vLLM's own limit is Pillow's, three times as much.
     "VLLM_MAX_IMAGE_PIXELS": str(8192 * 8192),
 }
 
@@ -30,11 +30,7 @@ def set_defaults() -> None:
 
 
 def make_known(names: Iterable[str]) -> None:
-    """Lets vLLM's check of the environment know variables; it warns of others, or refuses them.
-
-    Args:
-        names: of this plugin's variables, which begin with VLLM_ as vLLM's own do.
-    """
+    """Registers this plugin's VLLM_ variables, which vLLM would warn of or reject as unknown."""
     from vllm import envs
 
     for name in names:

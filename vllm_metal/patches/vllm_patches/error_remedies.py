@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of vLLM's to a request whose remedy is another one here than vLLM names, or none."""
+"""Corrects vLLM's request errors that name no remedy, or one that does not apply here."""
 
 # Remove when vLLM's errors name these remedies. Read against vLLM 0.33.
 
@@ -15,12 +15,10 @@ _WANTS_A_PARSER = "--tool-call-parser to be set"
 
 
 def name_remedies() -> None:
-    """Has them name it; call it where a server's command line is made.
-
-    vLLM keeps no responses unless a variable is set, gives each an id all the same, and answers
-    that there is none of that id. Of an image it says that the model is not multimodal. Of tools it
-    says that options are missing: here these are set wherever the model's chat template has tools.
-    """
+    """Makes the errors name the remedy; call it where a server's command line is made."""
+    # vLLM stores no responses unless a variable is set, yet gives each an id and then answers that
+    # the id does not exist. For an image it says that the model is not multimodal. For tools it
+    # says that options are missing: here they are set if the model's chat template has tools.
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
     from vllm.renderers.chat_utils import BaseMultiModalItemTracker
     from vllm.renderers.online_renderer import OnlineRenderer

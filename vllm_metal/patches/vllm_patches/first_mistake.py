@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's request classes look no further than the first wrong item of a list.
+"""Makes vLLM's request classes stop at the first invalid item of a list.
 
-pydantic goes on, and tells of each item why it is none of the kinds that it may be. An item of a
-response's `input` may be of some thirty kinds: `[{}, {}, ...]` took 4 ms and 1.2 MB an item, in
-which no other request was served. A body of 60 kB ended a server of 24 GB. Each text of 100,000 to
-embed was told to be neither a token nor a list of them: 2.6 s.
+pydantic continues, and reports for each item why it is none of the permitted types. An item of a
+response's `input` may have some thirty types: `[{}, {}, ...]` took 4 ms and 1.2 MB per item, in
+which no other request was served. A body of 60 kB ended a server of 24 GB. 100,000 texts to embed
+took 2.6 s, for the report that each is neither a token nor a list of tokens.
 """
 
 # Remove when pydantic or vLLM limits the number of reported errors. Read against vLLM 0.33.
@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import SchemaValidator
 
-#: Modules of requests whose texts may each be of several kinds.
+#: Modules with requests whose texts may have several types.
 _WITH_TEXTS = (
     *(f"vllm.entrypoints.pooling.{name}.protocol" for name in ("classify", "embed", "pooling")),
     "vllm.entrypoints.pooling.scoring.protocol",
@@ -50,16 +50,15 @@ def stop_at_the_first_mistake() -> None:
 
 
 def _models(module: ModuleType) -> Iterator[type[BaseModel]]:
-    """The request classes that a module has."""
     for name, found in vars(module).items():
         is_model = isinstance(found, type) and issubclass(found, BaseModel)
-        # Generic ones have no schema of their own.
+        # Generic classes have no schema of their own.
         if is_model and "Request" in name and not found.__pydantic_generic_metadata__["parameters"]:
             yield found
 
 
 def parts(schema: Any) -> Iterator[dict[str, Any]]:
-    """All dictionaries in a schema of pydantic's, each once."""
+    """Yields every dictionary in a pydantic schema once."""
     seen, waiting = set(), [schema]
     while waiting:
         part = waiting.pop()

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds what a connection to the server may send before anybody looks at it.
+"""Bounds what a connection may send before the server looks at it.
 
-uvicorn parses HTTP by httptools where that is installed, as vLLM does. Its class for that knows
-neither vLLM's limits on headers (--h11-max-incomplete-event-size, --h11-max-header-count) nor a
-time that they may take, nor one that a client may take to read its answer. httptools joins the
-pieces of a header in the square of its length: 64 MB, without an API key, stopped a server for 9
-seconds.
+uvicorn parses HTTP with httptools if that is installed, as it is with vLLM. Its class for that
+applies neither vLLM's limits on headers (--h11-max-incomplete-event-size, --h11-max-header-count)
+nor a time limit on headers or on a client that reads its answer. httptools joins the pieces of a
+header in quadratic time: 64 MB, without an API key, stopped a server for 9 seconds.
 """
 
 # Remove when uvicorn's class for httptools respects vLLM's limits. Read against vLLM 0.33.
@@ -23,16 +22,16 @@ if TYPE_CHECKING:
     from uvicorn import Config
 
 
-#: An extension of a request's scope: under "call", what ends its connection at once.
+#: An extension of a request's scope; its "call" ends the connection at once.
 HANG_UP = "vllm-metal.hang-up"
-#: That the headers of a request may take, as nginx has it (client_header_timeout).
+#: Seconds for a request's headers, as in nginx (client_header_timeout).
 HEAD_S = 60.0
-#: That a client may go on sending a body after its answer: enough to read the answer.
+#: Seconds that a client may go on sending a body after its answer: enough to read the answer.
 AFTER_ANSWER_S = 5.0
-#: That a client may take nothing of an answer that waits for it, as nginx has it (send_timeout).
+#: Seconds that a client may read nothing of a pending answer, as in nginx (send_timeout).
 TAKE_S = 60.0
-#: Connections that may wait for a request at one time, as far as descriptors allow half as many.
-#: The one that has waited longest gives way.
+#: Idle connections at a time, if half the file descriptors allow as many. The longest idle one is
+#: closed for a new one.
 MAX_IDLE = 1024
 _SLICE = 1 << 14  # bytes of headers that the parser gets at a time
 
@@ -40,7 +39,7 @@ _SLICE = 1 << 14  # bytes of headers that the parser gets at a time
 class LimitedHttp(HttpToolsProtocol):
     """uvicorn's protocol, with limits."""
 
-    #: Those of this process of which no request is served, the oldest first.
+    #: This process's connections without a request in progress, oldest first.
     _idle: ClassVar[dict[LimitedHttp, None]] = {}
 
     def __init__(self, config: Config, *args: Any, **options: Any) -> None:
@@ -49,25 +48,25 @@ class LimitedHttp(HttpToolsProtocol):
         self._max_bytes = config.h11_max_incomplete_event_size or 1 << 16  # h11's own default
         self._max_headers: int | None = getattr(config, "h11_max_header_count", None)
         self._in_head, self._head_bytes = True, 0
-        self._whole = True  # whether the last request has arrived
+        self._has_arrived = True  # whether the last request has arrived
         self._timer: asyncio.TimerHandle | None = None
-        self._taking: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._within(HEAD_S)
-        self._wait()
+        self._set_timeout(HEAD_S)
+        self._become_idle()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._within(None)
+        self._set_timeout(None)
         self._idle.pop(self, None)
-        if self._taking is not None:
-            self._taking.cancel()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._look_at_the_rest()
+        self._watch_for_stall()
 
     def data_received(self, data: bytes) -> None:
         while self._in_head and data and not self.transport.is_closing():
@@ -82,8 +81,8 @@ class LimitedHttp(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["extensions"] = {HANG_UP: {"call": self.transport.abort}}
-        self._in_head, self._whole = True, False
-        self._within(HEAD_S)
+        self._in_head, self._has_arrived = True, False
+        self._set_timeout(HEAD_S)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
@@ -91,28 +90,28 @@ class LimitedHttp(HttpToolsProtocol):
             self._refuse(431, f"There are more than {self._max_headers} headers.")
 
     def on_headers_complete(self) -> None:
-        self._within(None)
+        self._set_timeout(None)
         self._in_head, self._head_bytes = False, 0
         self._idle.pop(self, None)
         if not self.transport.is_closing():
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self._whole = True
+        self._has_arrived = True
         if not self.transport.is_closing():
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self.transport.is_closing() and self.cycle.response_complete:
-            self._wait()  # else the next request has come already
-        if not self._whole:
-            self._within(AFTER_ANSWER_S)
+            self._become_idle()  # otherwise the next request has already arrived
+        if not self._has_arrived:
+            self._set_timeout(AFTER_ANSWER_S)
         if self.transport.get_write_buffer_size():
-            self._look_at_the_rest()
+            self._watch_for_stall()
 
-    def _wait(self) -> None:
-        """Begins to wait for a request, in the place of who has waited longest if all are taken."""
+    def _become_idle(self) -> None:
+        # Beyond the limit, a new connection replaces the longest idle one.
         self._idle[self] = None
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         unlimited = descriptors == resource.RLIM_INFINITY
@@ -121,28 +120,28 @@ class LimitedHttp(HttpToolsProtocol):
             del self._idle[oldest]
             oldest.transport.abort()
 
-    def _within(self, seconds: float | None) -> None:
-        """Ends the connection unless this is called again in time; None: nothing is due."""
+    def _set_timeout(self, seconds: float | None) -> None:
+        """Closes the connection unless called again in time; None clears the timeout."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if seconds is None else self.loop.call_later(seconds, self._late)
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self._on_timeout)
 
-    def _look_at_the_rest(self) -> None:
-        """Begins to look, from time to time, whether the client takes what waits for it."""
-        if self._taking is None:
+    def _watch_for_stall(self) -> None:
+        # A client that reads nothing between two looks is disconnected.
+        if self._stall_timer is None:
             left = self.transport.get_write_buffer_size()
-            self._taking = self.loop.call_later(TAKE_S, self._look_again, left)
+            self._stall_timer = self.loop.call_later(TAKE_S, self._check_stall, left)
 
-    def _look_again(self, before: int) -> None:
-        self._taking = None
+    def _check_stall(self, before: int) -> None:
+        self._stall_timer = None
         left = self.transport.get_write_buffer_size()
         if left and left == before:
             self.transport.abort()  # `close` would wait for the client
         elif left:
-            self._look_at_the_rest()
+            self._watch_for_stall()
 
-    def _late(self) -> None:
-        if self._in_head and not self._whole:
+    def _on_timeout(self) -> None:
+        if self._in_head and not self._has_arrived:
             self._refuse(408, "The headers took too long.")
         else:
             self.transport.close()
@@ -157,7 +156,7 @@ class LimitedHttp(HttpToolsProtocol):
 
 
 def limit_connections() -> None:
-    """Has uvicorn take this class where it would take its own for httptools."""
+    """Makes uvicorn use this class in place of its own for httptools."""
     from uvicorn.config import HTTP_PROTOCOLS
 
     if find_spec("httptools") is not None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names images and videos by their owner as well as by their content.
+"""Names images and videos by owner and content.
 
-vLLM finds a prepared image, and what the encoder made of it, by a hash of its content, or by the
-`uuid` that a client sent. A request's `cache_salt` is in neither, so requests that must not share
-K/V would share images.
+vLLM finds a processed image, and its encoder output, by a hash of its content or by the client's
+`uuid`. Neither includes a request's `cache_salt`, so requests that must not share K/V would share
+images.
 """
 
 # Remove when vLLM mixes the salt into an image's hash. Read against vLLM 0.33.
@@ -21,26 +21,24 @@ _OWNER: ContextVar[str | None] = ContextVar("image_owner", default=None)
 
 
 class _OwnedNames(dict[str, Any]):
-    """The names that a client sent, on their way to the thread that prepares its images."""
+    """Names from the client, on their way to the thread that processes its images."""
 
     owner: str
 
 
 def set_owner(owner: str) -> None:
-    """Makes all images of this task's request belong to an owner.
+    """Assigns all images of this task's request to an owner.
 
-    Args:
-        owner: a secret that requests of the same owner share. It takes precedence over the
-            request's `cache_salt`, which some of vLLM's routes do not pass on.
+    `owner` is a secret that requests of the same owner share. It takes precedence over the
+    request's `cache_salt`, which some of vLLM's routes do not pass on.
     """
     _OWNER.set(owner)
 
 
 def keep_apart() -> None:
-    """Names each image of a request that has an owner by an HMAC-SHA256 under the owner.
+    """Names each image of an owned request by an HMAC-SHA256 under the owner.
 
-    The owner is what `set_owner` said, else the request's `cache_salt`. A request with neither
-    names images as vLLM does.
+    The owner is that of `set_owner`, or else `cache_salt`; with neither, vLLM's names are kept.
     """
     from vllm.multimodal.processing.inputs import ProcessorInputs
     from vllm.renderers.base import BaseRenderer
@@ -69,7 +67,7 @@ def _process_owned(
     *args: Any,
     **options: Any,
 ) -> Any:
-    # vLLM calls this in a thread of its own, which sees no variables of the request's task.
+    # vLLM calls this in another thread, which does not see the request's context variables.
     before = _OWNER.set(mm_uuids.owner if isinstance(mm_uuids, _OwnedNames) else None)
     try:
         return process(renderer, prompt, mm_data, mm_uuids, *args, **options)
@@ -93,7 +91,7 @@ def _owned_hashes(make: Callable[..., Any], inputs: Any, *args: Any, **options: 
 
 
 def _owned(owner: str, name: object, from_client: bool) -> str:
-    # A client may know the hash of an image, and send another one under it.
+    # A client may know the hash of an image and send another image under it.
     text = f"{'client' if from_client else 'content'}\0{name}"
     key, message = (part.encode(errors="surrogatepass") for part in (owner, text))
     return hmac.new(key, message, "sha256").hexdigest()

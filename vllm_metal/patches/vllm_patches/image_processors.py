@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has vLLM and transformers read images, and frames of videos, where torchvision is missing.
+"""Lets vLLM and transformers read images and video frames without torchvision.
 
-vLLM's modules of models that take images import transformers' processors by the files that import
-torchvision, which has no build for a CPU in Linux's package index, and needs the very torch that
-vLLM has. transformers has most processors once more, over Pillow, and chooses those by itself
-where torchvision is missing; what it has no second of gets functions of torch's instead.
-Where torchvision is installed, nothing is changed.
+vLLM's multimodal modules import transformers' torchvision-based processors. torchvision has no CPU
+build in Linux's package index, and needs the exact torch that vLLM has. transformers has most
+processors in a Pillow version, and chooses it if torchvision is missing; the others get torch
+functions instead. If torchvision is installed, nothing changes.
 """
 
 # Remove when vLLM imports processors by the names that transformers chooses, transformers offers
@@ -25,7 +24,7 @@ from typing import Any
 from vllm_metal.patches.vllm_patches import torchvision_functions
 from vllm_metal.patches.vllm_patches.replacing import replace
 
-#: What transformers offers with torchvision alone, though it works without: module, class.
+#: Classes that transformers offers only with torchvision, though they work without: module, class.
 _OFFERED_WITH_TORCHVISION = (
     ("video_processing_utils", "VideoProcessorMixin"),
     ("models.qwen3_vl.video_processing_qwen3_vl", "Qwen3VLVideoProcessor"),
@@ -40,10 +39,8 @@ _FUNCTIONAL = "torchvision.transforms.v2.functional"
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """Lets vLLM's modules of models be imported without torchvision.
-
-    Nothing is left under torchvision's name: other packages ask whether it is there.
-    """
+    """Lets vLLM's model modules be imported without torchvision."""
+    # Nothing stays under torchvision's name: other packages check whether it is installed.
     if _installed():
         yield
         return
@@ -53,11 +50,9 @@ def readable() -> Iterator[None]:
 
 
 def refuse_bombs() -> None:
-    """Has a file of too many pixels for Pillow fail its request as any bad image does.
-
-    vLLM answers 400 for what is above its own limit, but reads that behind Pillow's, whose error it
-    takes for one of the server.
-    """
+    """Makes an image with too many pixels for Pillow fail its request like any bad image."""
+    # vLLM answers 400 above its own limit, but checks that after Pillow's, whose error it treats
+    # as one of the server.
     from vllm.multimodal.media import image
 
     replace(image, "open_image", _without_bombs)
@@ -79,7 +74,7 @@ def _installed() -> bool:
 
 @contextmanager
 def _named_torchvision() -> Iterator[None]:
-    """Lets `from torchvision.transforms.v2 import functional` find our functions."""
+    # For `from torchvision.transforms.v2 import functional`.
     modules = {name: ModuleType(name) for name in _NAMES}
     modules[_FUNCTIONAL] = torchvision_functions
     for name, module in modules.items():
@@ -97,21 +92,21 @@ def _named_torchvision() -> Iterator[None]:
 
 
 @contextmanager
-def _said_to_be_there() -> Iterator[None]:
-    """Has a module of transformers' find our functions where it asks for torchvision before."""
+def _pretend_torchvision() -> Iterator[None]:
+    # Makes a transformers module use our functions if it checks for torchvision first.
     from transformers import utils
 
-    asked = utils.is_torchvision_v2_available
+    original = utils.is_torchvision_v2_available
     utils.is_torchvision_v2_available = lambda: True
     try:
         yield
     finally:
-        utils.is_torchvision_v2_available = asked
+        utils.is_torchvision_v2_available = original
 
 
 @functools.cache
 def _give_functions() -> None:
-    """Gives transformers' base classes the functions, and offers the classes that it holds back."""
+    """Gives transformers' base classes the functions, and offers the classes it held back."""
     import transformers
     from transformers import image_processing_backends as backends
     from transformers import processing_utils
@@ -119,14 +114,14 @@ def _give_functions() -> None:
     from transformers.image_utils import PILImageResampling
 
     modes = {mode.name: mode for mode in torchvision_functions.InterpolationMode}
-    modes["NEAREST"] = modes["NEAREST_EXACT"]  # which is Pillow's; torchvision's other is OpenCV's
+    modes["NEAREST"] = modes["NEAREST_EXACT"]  # Pillow's; torchvision's NEAREST is OpenCV's
     by_resampling = {each: modes[each.name] for each in PILImageResampling if each.name in modes}
     backends.pil_torch_interpolation_mapping = by_resampling
     backends.torch_pil_interpolation_mapping = {v: k for k, v in by_resampling.items()}
     for module in (backends, videos):
         module.__dict__["tvF"] = torchvision_functions
     for path, name in _OFFERED_WITH_TORCHVISION:
-        with _said_to_be_there():
+        with _pretend_torchvision():
             module = import_module(f"transformers.{path}")
         package = import_module(module.__package__ or "transformers")
         for owner in (transformers, processing_utils.transformers_module, package):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What errors of vLLM's, and of libraries, mean to who has typed a command: a line each.
+"""Explains errors of vLLM and of libraries to the user of a command, in one line each.
 
-A message that nothing here knows stays as it is, but for names of fields, which are options.
+An unknown message stays as it is, except that field names become options.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 _FULL = "the disk is full: free some space, or name another folder by VLLM_METAL_CACHE and HF_HOME"
-#: Messages by how they begin, and what to say; groups of the former are given to the latter.
+#: Patterns of how messages begin, and their explanations, which take the pattern's groups.
 _MESSAGES: tuple[tuple[str, Callable[..., str]], ...] = (
     (
         r"User-specified max_model_len \((\d+)\) is greater than the derived max_model_len "
@@ -89,7 +89,7 @@ _LOGGER = "vllm.logger"  # reads --log-config-file
 
 
 def of_message(error: BaseException) -> str | None:
-    """What an error means that is known by its message; None: it is not."""
+    """Returns what an error with a known message means, or None."""
     text = str(error)
     for pattern, line in _MESSAGES:
         if found := re.match(pattern, text):
@@ -106,7 +106,7 @@ def of_message(error: BaseException) -> str | None:
 
 
 def _variable(text: str) -> str | None:
-    """The variable of vLLM's whose value a message quotes."""
+    # The variable of vLLM with the value that a message quotes.
     quoted = re.search(r"'([^']*)'$", text)
     names = (name for name, value in os.environ.items() if quoted and value == quoted[1])
     return next((name for name in names if name.startswith("VLLM_")), None)
@@ -127,25 +127,25 @@ def _of_the_system(error: OSError) -> str:
 
 
 def of_fields(error: ValidationError) -> str:
-    """What pydantic found wrong with fields: a clause each, whatever their types may be."""
-    told: dict[str, str] = {}
+    """Returns what pydantic found wrong, one clause per field."""
+    clauses: dict[str, str] = {}
     option = _option_of(error.title)
     for part in error.errors(include_url=False):
         raised = part.get("ctx", {}).get("error")
         if raised is not None:
-            told.setdefault(str(raised), of_message(raised) or in_one_line(raised))
+            clauses.setdefault(str(raised), of_message(raised) or in_one_line(raised))
             continue
-        # Of a union, the name is followed by that of each of its types.
+        # For a union, the name is followed by that of each of its types.
         name = next((str(at) for at in part["loc"] if isinstance(at, str)), "")
         if name and option and as_written(name) == name:
             name = f"{option}: {name}"
         given = f"{as_written(name)}={part['input']!r}: " if name else ""
-        told.setdefault(name, f"{given}{_advice(part)}")
-    return "; ".join(told.values())
+        clauses.setdefault(name, f"{given}{_advice(part)}")
+    return "; ".join(clauses.values())
 
 
 def _option_of(title: str) -> str:
-    """The option, or argument, that a configuration of vLLM's is given by; "": by no one."""
+    """Returns the option or argument for a configuration class of vLLM's, or ""."""
     from vllm.engine.arg_utils import EngineArgs
 
     names = (name for name in EngineArgs.__dataclass_fields__ if name.endswith("_config"))
@@ -160,25 +160,25 @@ def _advice(part: Any) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error's own words, with options in place of fields where it is none of ours."""
-    told = error.args[0] if isinstance(error, KeyError) and error.args else error  # no quotes
-    text = " ".join(str(told).split())
+    """Returns an error's own words, with options in place of fields if it is not ours."""
+    words = error.args[0] if isinstance(error, KeyError) and error.args else error  # no quotes
+    text = " ".join(str(words).split())
     return text if raised_in(error).startswith("vllm_metal.") else as_written(text)
 
 
 def raised_in(error: BaseException) -> str:
-    """The module that has raised an error."""
+    """Returns the module that raised an error."""
     return next(iter(_modules(error)[::-1]), "")
 
 
 def _modules(error: BaseException) -> list[str]:
-    """The modules that an error came through, the outermost first."""
+    """Returns the modules that an error passed through, outermost first."""
     frames = traceback.walk_tb(error.__traceback__)
     return [str(frame.f_globals.get("__name__", "")) for frame, _ in frames]
 
 
 def as_written(text: str) -> str:
-    """A text with options of a command in place of the fields that vLLM keeps them in."""
+    """Replaces vLLM's field names in a text by the options of a command."""
     if not _is_command():
         return text
     return _fields().sub(lambda found: "--" + found[0].replace("_", "-"), text)
@@ -190,7 +190,7 @@ def _is_command() -> bool:
 
 @cache
 def _fields() -> re.Pattern[str]:
-    """Names of fields that are options; of one word, names are words as well."""
+    # Single-word fields are left out: they are ordinary words as well.
     from vllm.engine.arg_utils import EngineArgs
 
     names = [name for name in EngineArgs.__dataclass_fields__ if "_" in name]

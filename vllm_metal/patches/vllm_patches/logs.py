@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's logging shows to users of this platform."""
+"""Adjusts what vLLM's logging shows to users of this platform."""
 
 # Remove when vLLM does not warn about what no user set, and configures plugins' loggers. Read
 # against vLLM 0.33.
@@ -10,31 +10,31 @@ import logging
 import threading
 import traceback
 
-#: What is in warnings that their reader can do nothing about, by the logger they come from.
+#: Text of warnings that users can do nothing about, by logger.
 UNHELPFUL = {
-    # The engine's process checks the configuration a second time, and takes what this platform set
-    # the first time (MetalPlatform.apply_config_platform_defaults) for its user's choice.
+    # The engine's process checks the configuration a second time, and mistakes the platform's own
+    # settings (MetalPlatform.apply_config_platform_defaults) for the user's.
     "vllm.config.vllm": "Inductor compilation was disabled by user settings",
-    # vLLM declares operators for GPUs of other makers; torch looks for Triton in each.
+    # vLLM declares operators for other GPUs; torch looks for Triton in each.
     "torch._library.triton": "Triton not available",
     # Pillow's processors and ours read images as well (`image_processors`).
     "transformers.utils.import_utils": "requires torchvision (not installed)",
 }
-#: The same of warnings that a user of a good start is not shown: they go to the log's file.
+#: Text of warnings that are no news after a good start: logged as information, to the file.
 LESSENED = {
-    # What requests get that say nothing else, which `serving.parsers` logs once.
+    # Defaults for requests, which `serving.parsers` logs once.
     "vllm.config.model": "Default vLLM sampling parameters have been overridden",
-    # The connector is this project's, and made for the release of vLLM that is tested.
+    # The connector is this project's, and made for the tested release of vLLM.
     "vllm.distributed.kv_transfer.kv_connector.v1.base": "Initializing KVConnectorBase_V1",
     "vllm.v1.attention.backends.utils": "KV connector cache layout",
     "vllm.utils.system_utils": "Found ulimit of",
 }
-#: Open files that serve as many requests as are served at once; fewer are told to the user.
+#: Open files that suffice for the requests served at once; the warning stays if there are fewer.
 _ENOUGH_FILES = 1024
 _CLIENT, _ENDED = "vllm.v1.engine.core_client", "engine core exited unexpectedly"
 
-#: How messages begin that vLLM and uvicorn log with words of a client's, by their logger: names of
-#: models and tools, ids, parts of content, and errors that quote what they found.
+#: How messages begin in which vLLM and uvicorn quote clients, by logger: names of models and
+#: tools, ids, parts of content, and errors that quote their input.
 QUOTING = {
     "uvicorn.error": ("Exception in ASGI application",),
     "vllm.connections": ("HTTP fetch failed",),  # addresses may be signed
@@ -57,12 +57,9 @@ _LEFT_OUT = "(left out)"
 
 
 def drop_unhelpful_warnings() -> None:
-    """Drops the warnings of UNHELPFUL, and logs those of LESSENED as information.
-
-    Nothing else that their loggers say is changed.
-    """
+    """Drops the warnings of UNHELPFUL, and logs those of LESSENED as information."""
     for name in (*UNHELPFUL, *LESSENED, _CLIENT):
-        logging.getLogger(name).addFilter(_is_helpful)  # of one filter a logger adds no second
+        logging.getLogger(name).addFilter(_is_helpful)  # adding the same filter twice is a no-op
 
 
 def _is_helpful(record: logging.LogRecord) -> bool:
@@ -71,7 +68,7 @@ def _is_helpful(record: logging.LogRecord) -> bool:
         return False
     if (lessened := LESSENED.get(record.name)) and lessened in text and not _has_few_files(record):
         record.levelno, record.levelname = logging.INFO, "INFO"
-    # Engines end with the program that uses them, whose other threads are still there.
+    # Engines end with the program that uses them, while its other threads still run.
     return not (
         record.name == _CLIENT and _ENDED in text and not threading.main_thread().is_alive()
     )
@@ -83,9 +80,9 @@ def _has_few_files(record: logging.LogRecord) -> bool:
 
 
 def leave_out_what_clients_wrote() -> None:
-    """Has the messages of QUOTING logged without the words in them, and errors by their type.
+    """Logs the messages of QUOTING without the clients' words, and errors by type only.
 
-    Clients are told the same in full. Numbers and tracebacks are still logged.
+    Clients get the full messages. Numbers and tracebacks are still logged.
     """
     for name in QUOTING:
         logging.getLogger(name).addFilter(_leave_out_quotes)
@@ -100,24 +97,22 @@ def _leave_out_quotes(record: logging.LogRecord) -> bool:
             record.exc_info = None
             record.levelno, record.levelname = logging.INFO, "INFO"
         elif record.exc_info:
-            kind, _, place = record.exc_info
+            kind, _, trace = record.exc_info
             name = "" if kind is None else kind.__name__
-            record.exc_text = f"{''.join(traceback.format_tb(place))}{name}: {_LEFT_OUT}"
+            record.exc_text = f"{''.join(traceback.format_tb(trace))}{name}: {_LEFT_OUT}"
             record.exc_info = None
     return True
 
 
 def _is_the_clients(kind: type[BaseException] | None) -> bool:
-    """Whether an error is a request's own, so that its client alone is told."""
+    # A request's own error, which only its client is told.
     from vllm.exceptions import VLLMClientError
 
     return kind is not None and issubclass(kind, VLLMClientError)
 
 
 def show_our_messages() -> None:
-    """Has vLLM's logger handle what this plugin logs.
-
-    vLLM sets up the logger `vllm` and no plugin's: without this, Python shows warnings and errors
-    of `vllm_metal` alone.
-    """
+    """Makes vLLM's logger handle this plugin's messages."""
+    # vLLM sets up only the logger `vllm`: without this, Python shows just warnings and errors of
+    # `vllm_metal`.
     logging.getLogger("vllm_metal").parent = logging.getLogger("vllm")

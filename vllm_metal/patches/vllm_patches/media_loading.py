@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds the memory that a request's images take, and whose addresses a server fetches.
+"""Bounds the memory of a request's images, and the hosts that a server fetches them from.
 
-vLLM bounds the pixels of one image. It decodes and prepares all images of a request before it
-counts tokens, so a body of some kilobytes takes gigabytes.
+vLLM bounds the pixels of one image. It decodes and processes all images of a request before it
+counts tokens, so a body of some kilobytes can take gigabytes.
 """
 
 # Remove when vLLM limits the images of a request, and of all requests. Read against vLLM 0.33.
@@ -25,43 +25,39 @@ from vllm_metal.patches.vllm_patches.replacing import replace
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-#: Pixels that an image counts as at least: models enlarge small ones before they look at them.
+#: Pixels that an image counts as at least: models enlarge small images first.
 LEAST_PIXELS = 2**20
-#: Bytes of a file that count as a pixel: those of a decoded one.
+#: Bytes of a file that count as one pixel: the size of a decoded pixel.
 _BYTES_OF_A_PIXEL = 4
-#: Files of one request that are fetched at a time, each of VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB.
+#: Files that one request fetches at a time, each up to VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB.
 _FETCHES_AT_ONCE = 4
 
 
 class _Request:
-    """The images of one request."""
-
     def __init__(self) -> None:
         self.pixels = 0  # of all its images so far
         self.held = 0  # of those that are decoded and not yet garbage
-        self.open = True  # whether its client is still answered
+        self.open = True  # whether its client still waits for an answer
         self.fetches = asyncio.Semaphore(_FETCHES_AT_ONCE)
 
 
 class ImageMemory:
-    """Counts the pixels of all decoded images of a server, and lets more in when some have gone."""
+    """Counts the pixels of all decoded images of a server, and delays more until some are gone."""
 
     def __init__(self, per_request: int) -> None:
-        """No image is there yet.
+        """Takes the most pixels that the images of one request may have together.
 
-        Args:
-            per_request: pixels that the images of one request may have together. All requests may
-                have as many at once, and the one that has waited longest may exceed that.
+        All requests share as many, which the longest waiting request may exceed.
         """
         self.per_request = per_request
         self.held = 0  # pixels of images that are decoded and not yet garbage
         self._lock = Lock()
-        self._requests: dict[_Request, None] = {}  # that hold images or wait, the oldest first
+        self._requests: dict[_Request, None] = {}  # that hold images or wait, oldest first
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Counts images that are loaded within the block, and in its tasks, as one request's."""
+        """Counts images loaded within the block, and in its tasks, as one request's."""
         made = _Request()
         before = _REQUEST.set(made)
         try:
@@ -74,14 +70,9 @@ class ImageMemory:
             self._notify()
 
     def charge(self, pixels: int, num_bytes: int) -> int:
-        """Adds an image to this task's request, before it is decoded.
+        """Adds an image of `num_bytes` to this task's request before it is decoded.
 
-        Args:
-            pixels: of the image, as its header says.
-            num_bytes: of its file.
-
-        Returns:
-            The pixels that it counts as.
+        `pixels` is what its header says. Returns the pixels that it counts as.
 
         Raises:
             VLLMValidationError: the request has too many.
@@ -105,11 +96,9 @@ class ImageMemory:
     async def wait_for(self, pixels: int) -> None:
         """Waits until an image may be decoded, and counts it as held.
 
-        The oldest request never waits, so those that wait for each other go on.
-
-        Args:
-            pixels: what `charge` returned.
+        `pixels` is what `charge` returned.
         """
+        # The oldest request never waits, so requests cannot deadlock waiting for each other.
         request = _REQUEST.get()
         if request is None:
             return
@@ -128,17 +117,17 @@ class ImageMemory:
             await changed
 
     def hold(self, image: Any, pixels: int) -> None:
-        """Counts an image of this task's request until nothing refers to it any more."""
+        """Counts an image of this task's request until nothing refers to it."""
         if (request := _REQUEST.get()) is not None:
             weakref.finalize(image, self._release, request, pixels).atexit = False
 
     def release(self, pixels: int) -> None:
-        """Counts an image of this task's request no longer."""
+        """Stops counting an image of this task's request."""
         if (request := _REQUEST.get()) is not None:
             self._release(request, pixels)
 
     def _release(self, request: _Request, pixels: int) -> None:
-        """An image has gone; called in any thread."""
+        # Finalizers call this in any thread.
         with self._lock:
             self.held -= pixels
             request.held -= pixels
@@ -165,7 +154,7 @@ _FETCHES = [True]  # whether addresses of any host are fetched
 
 
 class CountImages:
-    """The ASGI class that says which images belong to one request."""
+    """ASGI middleware that groups images by request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -179,16 +168,14 @@ class CountImages:
 
 
 def around(app: ASGIApp, state: Any) -> ASGIApp:
-    """Returns the application with the images of each of its requests counted."""
+    """Wraps an application so that the images of each request are counted."""
     return CountImages(app)
 
 
 def bound(per_request: int, fetch_any_host: bool) -> None:
-    """Bounds the pixels of a request's images, and names what is wrong with one to its client.
+    """Bounds the pixels of each request's images, and names what is wrong with one to its client.
 
-    Args:
-        per_request: pixels of all images of a request of a server.
-        fetch_any_host: whether addresses may be fetched without `--allowed-media-domains`.
+    Without `fetch_any_host`, URLs are only fetched with `--allowed-media-domains`.
     """
     from vllm.connections import HTTPConnection
     from vllm.entrypoints.pooling.base.io_processor import PoolingIOProcessor
@@ -204,7 +191,7 @@ def bound(per_request: int, fetch_any_host: bool) -> None:
 
 
 class _Encoded:
-    """Stands for vLLM's reader of images where the bytes of a file are wanted."""
+    """Replaces vLLM's image reader where a file's bytes are wanted."""
 
     def __init__(self, reader: Any) -> None:
         self._reader = reader
@@ -226,7 +213,7 @@ class _Encoded:
 
 
 class _CountedFrames:
-    """Stands for vLLM's reader of the frames of a video, which come as images one by one."""
+    """Replaces vLLM's reader of video frames, which arrive as images one by one."""
 
     def __init__(self, reader: Any) -> None:
         self._reader, self._context = reader, copy_context()  # frames are read in another thread
@@ -254,7 +241,7 @@ def _is_image(reader: Any) -> bool:
 
 
 def _num_pixels(encoded: bytes) -> int:
-    """Returns what the header of an image says; 0 where vLLM will reject it."""
+    """Returns the pixels that an image's header states, or 0 if vLLM will reject it."""
     from PIL import Image
     from vllm.multimodal.media import image
 
@@ -302,7 +289,7 @@ async def _load_async(
 
 @contextmanager
 def _rejecting() -> Iterator[None]:
-    """Answers 400 or 422 where vLLM would answer 5xx, which clients try again."""
+    """Answers 400 or 422 where vLLM would answer 5xx, which clients retry."""
     import aiohttp
     import requests
     from vllm.exceptions import VLLMUnprocessableEntityError, VLLMValidationError
@@ -335,13 +322,13 @@ def _check_host(check: Callable[..., None], connector: Any, url: Any) -> None:
 
 
 def _without_redirections(get: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    # Where not all addresses are fetched, a redirection may not lead to all of them.
+    # If not all hosts may be fetched, a redirection must not lead to others.
     if not _FETCHES[0] and "VLLM_MEDIA_URL_ALLOW_REDIRECTS" not in os.environ:
         options["allow_redirects"] = False
     return get(*args, **options)
 
 
 def _render(render: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    # In a thread of vLLM's, which knows nothing of the request's task.
+    # vLLM calls this in a thread without the request's context, so it opens one of its own.
     with MEMORY.request():
         return render(*args, **options)

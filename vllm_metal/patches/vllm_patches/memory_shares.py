@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes in vLLM's configuration which share of a machine's memory each of its workers has.
+"""Notes each worker's share of a machine's memory in vLLM's configuration.
 
-Who starts them sees the memory before any of them is there. The configuration goes to them all.
+The process that starts the workers sees the memory before they use it, and they all get the
+configuration.
 """
 
 # Remove when vLLM tells its workers how they share a machine's memory. Read against vLLM 0.33.
@@ -17,15 +18,10 @@ _SHARE = "vllm_metal_share"  # of a ParallelConfig, which goes to each worker's 
 
 
 def give(parallel: ParallelConfig, share: Any) -> None:
-    """Notes the share that each worker has which is started with this configuration.
-
-    Args:
-        parallel: of the process that starts them.
-        share: any object that can be pickled.
-    """
+    """Notes the share (any picklable object) of each worker started with this configuration."""
     setattr(parallel, _SHARE, share)
 
 
 def given(parallel: ParallelConfig) -> Any:
-    """What `give` noted; None: nothing, as a worker has the machine for itself."""
+    """Returns what `give` noted, or None if a worker has the machine to itself."""
     return getattr(parallel, _SHARE, None)

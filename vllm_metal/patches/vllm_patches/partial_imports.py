@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some modules of vLLM's, imported without the rest of it.
+"""Imports some modules of vLLM without the rest of it.
 
-vLLM's planning of the KV cache is arithmetic, yet an import of it takes ten seconds: it brings
-torch's compiler, transformers, and most of vLLM. A command that only plans imports it here in two.
+vLLM's KV cache planning is arithmetic, yet importing it takes ten seconds: it pulls in torch's
+compiler, transformers and most of vLLM. Here a command that only plans imports it in two.
 """
 
 # Remove when vLLM's planning of a cache imports only what it uses. Read against vLLM 0.33.
@@ -15,9 +15,9 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-#: The modules that are imported as they are, by root; a name that ends in a dot stands for a
-#: package and all that is in it. All others of these roots are hollow.
-_WHOLE: Mapping[str, Collection[str]] = {
+#: Modules that are really imported, by root package; a trailing dot means a package with all its
+#: modules. All other modules of these roots are stubs.
+_IMPORTED: Mapping[str, Collection[str]] = {
     "vllm": (
         "vllm.config.attention",
         "vllm.config.cache",
@@ -46,7 +46,7 @@ _WHOLE: Mapping[str, Collection[str]] = {
         "vllm.v1.kv_cache_spec_registry",
         "vllm.v1.serial_utils",
     ),
-    # mlx-lm's modules of models; the package itself imports generation, and with it tokenizers.
+    # mlx-lm's model modules; the package itself imports generation, and with it tokenizers.
     "mlx_lm": (
         "mlx_lm._version",
         "mlx_lm.kernels.",
@@ -55,8 +55,8 @@ _WHOLE: Mapping[str, Collection[str]] = {
     ),
     "transformers": (),
 }
-#: Functions that vLLM's planning calls, and what they say in a process without workers.
-_SAID: Mapping[str, Callable[[], Any]] = {
+#: Functions that vLLM's planning calls, and their results in a process without workers.
+_RESULTS: Mapping[str, Callable[[], Any]] = {
     "vllm.config.get_current_vllm_config_or_none": lambda: None,
     "vllm.distributed.parallel_state.is_global_first_rank": lambda: True,
     "vllm.distributed.parallel_state.is_local_first_rank": lambda: True,
@@ -64,19 +64,18 @@ _SAID: Mapping[str, Callable[[], Any]] = {
 
 
 def plan_only() -> None:
-    """Makes every module of vLLM's that planning does not need a hollow one, in this process.
+    """Makes every vLLM module that planning does not need a stub, in this process.
 
-    Whatever is taken from a hollow module is a class of that name, for annotations and as a base;
-    whoever calls it, or reads an attribute of it, gets an error that names it. So nothing is
-    computed without what it depends on. No engine can be made in the process afterwards. Where
-    vLLM is imported already, nothing changes.
+    A name from a stub is a class, for annotations and as a base; calling it, or reading an
+    attribute of it, raises an error that names it. No engine can be made in the process afterwards.
+    If vLLM is already imported, nothing changes.
     """
     if "vllm" not in sys.modules:
         sys.meta_path.insert(0, _StubFinder())
 
 
 class _Missing(type):
-    """A name of a hollow module."""
+    # A name of a stub module.
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         raise ImportError(f"{cls.__module__}.{cls.__name__} is not imported where vLLM only plans")
@@ -91,30 +90,30 @@ class _StubModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        said = _SAID.get(f"{self.__name__}.{name}")
-        return said or _Missing(name, (), {"__module__": self.__name__})
+        result = _RESULTS.get(f"{self.__name__}.{name}")
+        return result or _Missing(name, (), {"__module__": self.__name__})
 
 
 class _StubFinder:
-    """Finds hollow modules, and leaves those of _WHOLE to Python's own finder."""
+    """Finds stub modules, and leaves those of _IMPORTED to Python's own finder."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        whole = _WHOLE.get(name.partition(".")[0])
-        if whole is None or any(
-            f"{name}.".startswith(each) if each.endswith(".") else name == each for each in whole
+        imported = _IMPORTED.get(name.partition(".")[0])
+        if imported is None or any(
+            f"{name}.".startswith(each) if each.endswith(".") else name == each for each in imported
         ):
             return None
         found = PathFinder.find_spec(name, path)
         if found is None:
             return None
-        hollow = ModuleSpec(name, self, origin=found.origin)  # type: ignore[arg-type]
-        hollow.submodule_search_locations = found.submodule_search_locations
-        return hollow
+        stub = ModuleSpec(name, self, origin=found.origin)  # type: ignore[arg-type]
+        stub.submodule_search_locations = found.submodule_search_locations
+        return stub
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _StubModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leaves the module hollow."""
+        """Leaves the module empty."""

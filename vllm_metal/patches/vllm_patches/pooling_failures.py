@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has vLLM's front ends tell clients of a pooling request that failed in the engine."""
+"""Makes vLLM's front ends report a pooling request that failed in the engine to its client."""
 
 # Remove when vLLM reports pooling requests that failed in the engine. Read against vLLM 0.33.
 
@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 
 
 def tell_pooling_failures() -> None:
-    """Has an engine's failure of a pooling request become an error of that request.
-
-    vLLM 0.32 knows of one such failure, of images. Any other has no result, and it takes what has
-    none for a request that generates: the front end ends, and all requests with it.
-    """
+    """Turns an engine's failure of a pooling request into an error of that request."""
+    # vLLM handles one such failure, of images. Any other has no result, and vLLM takes a request
+    # without one for a generating request: the front end ends, and all requests with it.
     from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
     replace(OutputProcessor, "process_outputs", _with_empty_results)

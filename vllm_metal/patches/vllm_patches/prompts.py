@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows a server's prompts to who watches them; has messages rewritten before templating."""
+"""Shows a server's prompts to a watcher, and rewrites messages before the chat template."""
 
 # Remove when vLLM has a hook between a prompt's messages and its answer. Read against vLLM 0.33.
 
@@ -13,14 +13,14 @@ from typing import Any, Protocol
 
 from vllm_metal.patches.vllm_patches.replacing import replace
 
-#: Numbers from here on, which have 32 bits, are no tokens.
+#: Numbers from here on (32 bits and more) are not tokens but stand for images.
 IMAGES = 2**31
 _WATCHER = "vllm_metal_watcher"  # an engine's attribute
 _REWRITE = "vllm_metal_rewrite"  # a renderer's
 
 
 class Watcher(Protocol):
-    """What is told of an engine's prompts."""
+    """Receives an engine's prompts and their prefix-cache hits."""
 
     def asked(
         self,
@@ -29,49 +29,39 @@ class Watcher(Protocol):
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
     ) -> Any:
-        """A prompt goes to the engine.
+        """Takes a prompt on its way to the engine; returns what `answered` gets.
 
         Args:
-            tokens: of the prompt. Where an image is, there are numbers from IMAGES on, others for
-                another image.
-            salt: its `cache_salt`, and the name of its adapter if it has one.
-            messages: that a chat template made it of; none of a plain text.
+            tokens: of the prompt. At an image's positions there are numbers from IMAGES on, which
+                differ between images.
+            salt: its `cache_salt`, with the name of its adapter, if any.
+            messages: those that a chat template made it of; empty for plain text.
             tools: likewise.
-
-        Returns:
-            What `answered` gets.
         """
 
     def answered(self, question: Any, cached: int) -> None:
-        """Its first token is there.
-
-        Args:
-            question: from `asked`.
-            cached: tokens of the prompt that were found in the prefix cache.
-        """
+        """Takes the number of cached prompt tokens when the first token arrives."""
 
 
 @dataclass
 class _Chat:
-    """What the newest prompt of a request was made of."""
+    """The messages and tools of a request's newest prompt."""
 
     messages: Sequence[Any] = ()
     tools: Sequence[Any] = ()
 
 
-#: Of the request that this task serves.
+#: The prompt of the request that this task serves.
 _CHAT: ContextVar[_Chat | None] = ContextVar("prompts_chat", default=None)
 
 
 def begin_request() -> None:
-    """Has all tasks that this one starts know what a prompt of its request was made of.
-
-    vLLM makes the prompt of a Responses stream in another task than the one that asks the engine.
-    """
+    """Shares the request's prompt with all tasks that this one starts."""
+    # vLLM makes the prompt of a Responses stream in a task other than that which calls the engine.
     _CHAT.set(_Chat())
 
 
-def _note(messages: Sequence[Any], tools: Sequence[Any]) -> None:
+def _record_prompt(messages: Sequence[Any], tools: Sequence[Any]) -> None:
     if (chat := _CHAT.get()) is None:
         _CHAT.set(_Chat(messages, tools))
     else:
@@ -79,29 +69,29 @@ def _note(messages: Sequence[Any], tools: Sequence[Any]) -> None:
 
 
 def watch(engine: Any, watcher: Watcher) -> None:
-    """Tells a watcher of all prompts that a server asks this engine."""
+    """Notifies a watcher of all prompts that a server sends to this engine."""
     _patch()
     setattr(engine, _WATCHER, watcher)
 
 
 def rewrite(renderer: Any, change: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
-    """Has a server's renderer make prompts of what `change` makes of messages."""
+    """Makes a server's renderer apply `change` to messages before it makes prompts of them."""
     _patch()
     setattr(renderer, _REWRITE, change)
 
 
 def _patch() -> None:
-    """Nothing is another than before for renderers and engines without the attributes."""
+    # No-op for renderers and engines without these attributes.
     from vllm.renderers.online_renderer import OnlineRenderer
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    replace(OnlineRenderer, "preprocess_chat", _noting_chat)
-    replace(OnlineRenderer, "_make_request_with_harmony", _noting_harmony)
-    replace(OnlineRenderer, "preprocess_cmpl", _noting_text)
-    replace(AsyncLLM, "generate", _telling)
+    replace(OnlineRenderer, "preprocess_chat", _record_chat)
+    replace(OnlineRenderer, "_make_request_with_harmony", _record_harmony)
+    replace(OnlineRenderer, "preprocess_cmpl", _record_text)
+    replace(AsyncLLM, "generate", _watch_prompt)
 
 
-async def _noting_chat(
+async def _record_chat(
     preprocess: Callable[..., Any],
     renderer: Any,
     request: Any,
@@ -111,15 +101,15 @@ async def _noting_chat(
     **options: Any,
 ) -> Any:
     messages = _rewritten(renderer, messages)
-    _note(messages, tool_dicts or ())
+    _record_prompt(messages, tool_dicts or ())
     return await preprocess(renderer, request, messages, *args, tool_dicts=tool_dicts, **options)
 
 
-def _noting_harmony(
+def _record_harmony(
     make: Callable[..., Any], renderer: Any, request: Any, *args: Any, **options: Any
 ) -> Any:
     request.messages = _rewritten(renderer, request.messages)
-    _note(request.messages, [tool.model_dump() for tool in request.tools or ()])
+    _record_prompt(request.messages, [tool.model_dump() for tool in request.tools or ()])
     return make(renderer, request, *args, **options)
 
 
@@ -128,12 +118,12 @@ def _rewritten(renderer: Any, messages: Sequence[Any]) -> list[Any]:
     return list(messages if change is None else change(messages))
 
 
-async def _noting_text(preprocess: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    _note((), ())
+async def _record_text(preprocess: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    _record_prompt((), ())
     return await preprocess(*args, **options)
 
 
-def _telling(
+def _watch_prompt(
     generate: Callable[..., AsyncGenerator[Any, None]],
     engine: Any,
     prompt: Any,
@@ -147,34 +137,31 @@ def _telling(
         return outputs
     chat = _CHAT.get() or _Chat()
     owner = prompt.get("cache_salt")
-    if (adapter := options.get("lora_request")) is not None:  # K/V of another one are no prefix
+    if (adapter := options.get("lora_request")) is not None:  # its K/V are no other adapter's
         owner = f"{owner or ''}\0{adapter.lora_name}"
-    question = watcher.asked(_told_apart(tokens, prompt), owner, chat.messages, chat.tools)
-    return _told(outputs, watcher, question)
+    question = watcher.asked(_with_image_numbers(tokens, prompt), owner, chat.messages, chat.tools)
+    return _watch_answer(outputs, watcher, question)
 
 
-def _told_apart(tokens: Sequence[int], prompt: Mapping[str, Any]) -> Sequence[int]:
-    """Tokens of a prompt, with numbers of their own for its images.
-
-    A placeholder's tokens say nothing of the image, which the prefix cache tells apart.
-    """
+def _with_image_numbers(tokens: Sequence[int], prompt: Mapping[str, Any]) -> Sequence[int]:
+    # A placeholder's tokens are the same for every image, but the prefix cache distinguishes them.
     if not (kinds := prompt.get("mm_placeholders")):
         return tokens
     numbers = list(tokens)
-    for kind, places in kinds.items():
-        for place, name in zip(places, prompt["mm_hashes"][kind], strict=True):
-            for index in range(place.length):
-                numbers[place.offset + index] = IMAGES + hash((name, index)) % IMAGES
+    for kind, placeholders in kinds.items():
+        for placeholder, name in zip(placeholders, prompt["mm_hashes"][kind], strict=True):
+            for index in range(placeholder.length):
+                numbers[placeholder.offset + index] = IMAGES + hash((name, index)) % IMAGES
     return numbers
 
 
-async def _told(
+async def _watch_answer(
     outputs: AsyncGenerator[Any, None], watcher: Watcher, question: Any
 ) -> AsyncGenerator[Any, None]:
-    told = False
+    notified = False
     async with aclosing(outputs):
         async for output in outputs:
-            if not told:
+            if not notified:
                 watcher.answered(question, output.num_cached_tokens or 0)
-                told = True
+                notified = True
             yield output

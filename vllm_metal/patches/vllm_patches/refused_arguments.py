@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says in one line what is wrong with an argument of a command, and what to write.
+"""Explains a wrong argument of a command in one line, with the remedy.
 
-argparse prints all of the usage, and names functions of vLLM's and choices that are not served
-here.
+argparse prints the whole usage, names vLLM's functions, and lists choices that are not supported.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ _NO_VALUE = re.compile(r"argument (\S+): expected .*argument.*")
 _NO_ADAPTER = re.compile(r"Invalid (?:JSON format|fields) for --lora-modules: (.*)", re.DOTALL)
 _NO_VALUE_WANTED = re.compile(r"argument (\S+): ignored explicit argument '(.*)'", re.DOTALL)
 _AMBIGUOUS = re.compile(r"ambiguous option: (\S+) could match (.*)")
-#: pydantic's report of a configuration in JSON: a line names a field, and the next says why.
+#: pydantic's report of a JSON configuration: one line names a field, the next gives the reason.
 _CONFIGURATION = re.compile(r"argument (\S+): \d+ validation errors? for \w+\n(.*)", re.DOTALL)
 _FIELD = re.compile(
     r"^(?:(\S+)\n)?  (.+?) \[type=(\w+), input_value=(.*), input_type=", re.MULTILINE
 )
 _MISSING = re.compile(r"the following arguments are required: (.*)")
 _UNKNOWN = re.compile(r"unrecognized arguments: (.*)")
-#: What is written for types of arguments, by the names of their functions.
+#: Descriptions of argument types, by the names of the functions that parse them.
 _EXAMPLES = {
     "int": "a whole number",
     "float": "a number, such as 0.9",
@@ -36,15 +35,15 @@ _EXAMPLES = {
     "human_readable_int_or_auto": "a whole number, such as 8192 or 8k",
 }
 _JSON, _LIST = "JSON, such as '{\"key\": 1}'", "JSON, such as '[\"a\"]'"
-#: What stands there instead, for options whose keys are few.
+#: Examples for options with few keys, in place of _JSON.
 _OWN_JSON = {
     "--speculative-config": """JSON, such as '{"method": "ngram", "num_speculative_tokens": 5}'""",
 }
-_MOST_CHOICES = 12  # that are listed
+_MOST_CHOICES = 12  # longer lists are not printed
 
 
 def of_command(parser: argparse.ArgumentParser, name: str | None) -> argparse.ArgumentParser:
-    """The parser of a command's options; the parser itself where there is no such command."""
+    """Returns the parser of a command's options, or `parser` if there is no such command."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction) and name in action.choices:
             found: argparse.ArgumentParser = action.choices[name]
@@ -57,12 +56,12 @@ def told(
     message: str,
     served: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> str:
-    """The line for a message of argparse's.
+    """Returns the line for a message of argparse.
 
     Args:
-        parser: that refuses an argument.
-        message: why.
-        served: choices of options that are served here, of those that vLLM has.
+        parser: the parser that rejected an argument.
+        message: argparse's reason.
+        served: maps options to the choices that are supported here, a subset of vLLM's.
     """
     if found := _NO_CHOICE.fullmatch(message):
         return _of_choices(parser, _first(found[1]), found[2], served)
@@ -95,7 +94,7 @@ def told(
 
 
 def _wanted(parser: argparse.ArgumentParser, names: str, kind: str) -> str:
-    """What is written for an option whose values are read by a function."""
+    # Describes the value of an option that a function parses.
     if kind == "loads":
         action = _actions(parser).get(_first(names))
         is_list = isinstance(getattr(action, "default", None), list)
@@ -116,7 +115,7 @@ def _of_configuration(name: str, report: str) -> str:
 
 
 def _first(names: str) -> str:
-    """Of names of one option, the first."""
+    # argparse joins the names of one option with "/".
     return names.partition("/")[0]
 
 
@@ -130,10 +129,10 @@ def _of_choices(
     if isinstance(action, argparse._SubParsersAction):
         return f"there is no command {name}" + (nearest(name, known) or f": {', '.join(known)}")
     known = list(served.get(name, known))
-    said = f"{name}={given} is not supported" if given else f"{name} is not supported"
+    refusal = f"{name}={given} is not supported" if given else f"{name} is not supported"
     if len(known) > _MOST_CHOICES:
-        return f"{said}{nearest(given, known)} `vllm serve --help={name}` lists what is"
-    return f"{said}: choose one of {', '.join(known)}"
+        return f"{refusal}{nearest(given, known)} `vllm serve --help={name}` lists what is"
+    return f"{refusal}: choose one of {', '.join(known)}"
 
 
 def _of_unknown(parser: argparse.ArgumentParser, arguments: str) -> str:
@@ -147,7 +146,7 @@ def _of_unknown(parser: argparse.ArgumentParser, arguments: str) -> str:
 
 
 def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """A parser's options by name, and its commands'."""
+    # By name; options of a command's subcommands are included.
     return dict(_named(parser))
 
 

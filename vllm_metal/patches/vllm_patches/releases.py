@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names the tested vLLM release; refuses any other, with the reason, unless it is allowed."""
+"""Names the tested vLLM release; rejects any other with the reason, unless it is allowed."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ TESTED_VLLM = "0.33"
 
 
 class UntestedVersionError(SystemExit):
-    """The installed vLLM is not one this plugin was tested with.
+    """The installed vLLM is not one this plugin was tested with."""
 
-    vLLM imports the platform in the middle of its own imports, so any other error would be the last
-    line of a long traceback. On a SystemExit, Python prints the message alone and ends the process
-    with status 1, and no `except Exception` of vLLM's takes it for a missing package.
-    """
+    # vLLM imports the platform amid its own imports, so any other error would be the last line of
+    # a long traceback. For a SystemExit Python prints only the message and exits with status 1, and
+    # no `except Exception` in vLLM mistakes it for a missing package.
 
 
 def installed_vllm() -> str | None:
-    """Version of the package ``vllm``; None if it is not there."""
+    """Returns the version of the package ``vllm``, or None if it is not installed."""
     try:
         return version("vllm")
     except PackageNotFoundError:
@@ -30,16 +29,12 @@ def installed_vllm() -> str | None:
 
 
 def is_tested(found: str | None) -> bool:
-    """Whether a version is of the tested minor release."""
+    """Returns whether a version is of the tested minor release."""
     return found is not None and f"{found}.".startswith(f"{TESTED_VLLM}.")
 
 
 def require_tested_vllm() -> None:
-    """Raises unless vLLM is the tested one, or VLLM_METAL_ALLOW_UNTESTED=1 allows another.
-
-    Raises:
-        UntestedVersionError: another one is installed and not allowed, or none is.
-    """
+    """Raises UntestedVersionError for another vLLM, unless VLLM_METAL_ALLOW_UNTESTED=1."""
     found = installed_vllm()
     if is_tested(found) or (found is not None and envs.allow_untested()):
         return
@@ -53,7 +48,7 @@ def require_tested_vllm() -> None:
 
 @functools.cache
 def warn_if_untested() -> None:
-    """Warns, once in a process, if the installed vLLM is not the tested one."""
+    """Warns once per process if the installed vLLM is not the tested one."""
     from vllm.logger import init_logger
 
     found = installed_vllm()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How modules of this package put functions of ours in the place of vLLM's: each of them once."""
+"""Replaces functions of vLLM by ours, each only once."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-#: Of what is there: our functions by name, each in a list of one, the innermost first.
+#: Attribute of a replacement: our functions by name, each in a list of one, innermost first.
 _OURS = "_vllm_metal_ours"
 
 
 def replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:
-    """Puts `ours` in the place of `owner.name`, once.
+    """Replaces `owner.name` by a function that calls `ours`, once.
 
-    Another function of ours goes around the first. Functions are told apart by their names: one
-    that is made anew by each call takes the place of the one before, so that the settings that it
-    closes over are those of the engine that started last.
-
-    The mark is our own: `__wrapped__` is also set by decorators of vLLM's.
+    A second function of ours wraps the first. Functions are identified by name: one that is made
+    anew by each call replaces its predecessor, so that the settings in its closure are those of the
+    engine that started last.
 
     Args:
-        owner: a module of vLLM's, or a class.
-        name: of a function of the module, or of a method that takes `self` or is static.
-        ours: is called with the function as vLLM has it, then with the arguments of the call. What
-            stands there has the original's name, docstring and signature.
+        owner: a module or class of vLLM.
+        name: a function of the module, or a method that takes `self` or is static.
+        ours: takes vLLM's function and the arguments of the call. The replacement has the original
+            name, docstring and signature.
 
     Raises:
-        TypeError: `owner.name` is no plain function: a class method, say, or a property.
+        TypeError: `owner.name` is not a plain function, but a class method or a property.
     """
+    # The mark is our own because vLLM's decorators set `__wrapped__`, too.
     found = inspect.getattr_static(owner, name)
     static = isinstance(found, staticmethod)
     original = found.__func__ if static else found

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data parallel without lock-step: each rank is a whole engine, which needs none of the others.
+"""Data parallel without lock-step: each rank is a whole engine and needs no other rank.
 
-vLLM shares the experts of a model out among its data-parallel ranks. They then step together, with
-empty steps where one of them has no request, and rank 0 tells the rest when all may rest. Here each
-rank holds the whole model, so they are what vLLM's ranks of dense models are: engines of their own
-behind one server, which asks how long their queues are.
+vLLM distributes a model's experts over its data-parallel ranks. They then step together, with empty
+steps for ranks without requests, until rank 0 says that all may rest. Here each rank holds the
+whole model, like vLLM's ranks of dense models: independent engines behind one server, which
+balances requests by their queue lengths.
 """
 
 # Remove when a platform can say whether experts are distributed, and vLLM compares what ranks
@@ -27,17 +27,15 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 _RANK = "vllm_metal_rank"  # of a ParallelConfig, which goes to the engine's process
-#: In the message of an engine that is ready: its facts. In a server's client: those of its first
-#: rank.
-_FACTS = "vllm_metal_facts"
+#: Key of the configuration fingerprint in an engine's ready message, and attribute of a server's
+#: client with that of its first rank.
+_FINGERPRINT = "vllm_metal_facts"
 
 
 def run_in_their_processes() -> None:
-    """Has ranks run their worker in the engine's process, as an engine without others does.
-
-    vLLM takes its executor with a process a worker wherever there are several ranks, and each rank
-    has a process as it is.
-    """
+    """Makes ranks run their worker in the engine's process, as an only engine does."""
+    # With several ranks vLLM chooses the executor with one process per worker, though each rank
+    # already has its own process.
     from vllm.engine.arg_utils import EngineArgs
 
     replace(EngineArgs, "create_engine_config", _in_process)
@@ -53,89 +51,73 @@ def _in_process(
 
 
 def answer_with_one_front_end(args: Namespace) -> None:
-    """Makes --api-server-count 1 where its user has said nothing; changes a server's arguments.
-
-    vLLM starts as many servers as there are ranks. They share no tenants' limits, no kept answers
-    and no knowledge of who is idle, and a few Macs do not keep one of them busy.
-    """
+    """Sets --api-server-count to 1 unless the user chose; changes a server's arguments."""
+    # vLLM starts as many servers as ranks. They would share no tenants' limits, cached responses or
+    # knowledge of idle engines, and a few Macs do not keep one server busy.
     if args.api_server_count is None and not args.headless:
         args.api_server_count = 1
 
 
 def make_independent(config: VllmConfig) -> None:
-    """Takes away all that vLLM's launchers read lock-step from; call it before they do.
+    """Removes what vLLM's launchers infer lock-step from; call it before they start.
 
-    It goes with the configuration to every process: the server's, which starts a coordinator, the
-    headless launcher's and the engine's. None of them asks anything else.
-
-    Args:
-        config: of a server or a launcher, with `data_parallel_size` above 1.
+    The configuration of the server or launcher, with `data_parallel_size` above 1, goes on to the
+    coordinator's, the headless launcher's and the engines' processes.
     """
-    # What `ModelConfig.is_moe` reads. Nothing of ours does; vLLM's own estimate of floating-point
-    # operations (--enable-mfu-metrics) is then of a dense model, and platform refuses it.
+    # `ModelConfig.is_moe` reads this. Nothing of ours does; vLLM's own estimate of floating-point
+    # operations (--enable-mfu-metrics) would be a dense model's, so platform rejects that option.
     config.model_config.model_arch_config.num_experts = 0
     config.parallel_config.is_moe_model = False
 
 
 def mark_ranks(parallel: ParallelConfig) -> None:
-    """Notes for the engines that a launcher starts that they are ranks.
-
-    Args:
-        parallel: of the launcher's configuration.
-    """
+    """Marks a launcher's configuration, so that the engines that it starts know they are ranks."""
     setattr(parallel, _RANK, True)
 
 
 def is_rank(parallel: ParallelConfig) -> bool:
-    """Whether an engine is one of several behind a server; vLLM tells it that it is the only one.
-
-    Args:
-        parallel: of its process's configuration.
-    """
+    """Returns whether this process's engine is one of several; vLLM says it is the only one."""
     return hasattr(parallel, _RANK)
 
 
 def tell_facts(facts: Callable[[VllmConfig], Mapping[str, Any]]) -> None:
-    """Has a rank tell its server all that its tokens depend on; call it in the engine's process.
+    """Makes a rank send its server everything its output depends on; call it in the engine.
 
-    Args:
-        facts: of the configuration of an engine whose weights are loaded; JSON has them unchanged.
+    `facts` takes the configuration of an engine with its weights loaded. JSON must keep its result.
     """
     from vllm.v1.engine.core import EngineCoreProc, EngineCoreReadyResponse
 
-    # vLLM's server ignores a field that it does not know.
-    of_rank = make_dataclass(
+    # vLLM's server ignores fields that it does not know.
+    rank_response = make_dataclass(
         "RankReadyResponse",
-        [(_FACTS, Mapping[str, Any], field(kw_only=True))],
+        [(_FINGERPRINT, Mapping[str, Any], field(kw_only=True))],
         bases=(EngineCoreReadyResponse,),
     )
 
-    def telling(make: Callable[[Any], Any], self: Any) -> Any:
+    def with_fingerprint(make: Callable[[Any], Any], self: Any) -> Any:
         response = make(self)
         if not is_rank(self.vllm_config.parallel_config):
             return response
-        return of_rank(**vars(response) | {_FACTS: dict(facts(self.vllm_config))})
+        return rank_response(**vars(response) | {_FINGERPRINT: dict(facts(self.vllm_config))})
 
-    replace(EngineCoreProc, "_make_ready_response", telling)
+    replace(EngineCoreProc, "_make_ready_response", with_fingerprint)
 
 
 def refuse_other_ranks(difference: Callable[[Mapping[str, Any], Mapping[str, Any]], str]) -> None:
-    """Has a server whose ranks would give different tokens not start; call it once vLLM is loaded.
+    """Makes a server fail if its ranks would give different tokens; call it once vLLM is loaded.
 
-    vLLM compares what ranks in lock-step were started with, and nothing of others.
-
-    Args:
-        difference: of facts of two ranks, in words; empty where there is none.
+    `difference` describes the difference between the facts of two ranks, or returns "".
     """
+    # vLLM compares only ranks in lock-step.
     from vllm.v1.engine.core_client import MPClient
 
     def comparing(apply: Callable[[Any, bytes], None], self: Any, payload: bytes) -> None:
         apply(self, payload)
-        told = msgspec.msgpack.decode(payload) if payload else {}
-        if (facts := told.get(_FACTS)) is None:  # an engine without others
+        response_fields = msgspec.msgpack.decode(payload) if payload else {}
+        if (facts := response_fields.get(_FINGERPRINT)) is None:  # an only engine
             return
-        rank = told["data_parallel_rank"]
-        first, ours = self.__dict__.setdefault(_FACTS, (rank, facts))
+        rank = response_fields["data_parallel_rank"]
+        first, ours = self.__dict__.setdefault(_FINGERPRINT, (rank, facts))
         if found := difference(ours, facts):
             raise ValueError(
                 f"data-parallel ranks {first} and {rank} would give different tokens: {found} "

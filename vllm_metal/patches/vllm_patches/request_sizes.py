@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds the texts and the grammars of requests before vLLM works on them.
+"""Bounds the texts and grammars of requests before vLLM works on them.
 
-vLLM makes a request of the engine of each text of a body, and an automaton of each grammar, however
-many there are: its front end answers nobody else meanwhile, and memory grows to gigabytes.
+vLLM makes an engine request of each text of a body, and an automaton of each grammar, however many
+there are: its front end answers nobody else meanwhile, and memory grows to gigabytes.
 """
 
 # Remove when vLLM limits texts and grammars of a request, and drops compilations. Read against
@@ -16,11 +16,11 @@ from typing import Any
 
 from vllm_metal.patches.vllm_patches.replacing import replace
 
-#: What parts of a grammar count as. The first are those whose time and memory grow with the square
-#: of their number, as chains of rules that begin with each other do.
+#: Weights of the parts of a grammar. Time and memory grow with the square of the number of the
+#: first ones, as for chains of rules that begin with each other.
 _RULE, _ALTERNATIVE, _NAME, _BYTES = 16, 4, 1, 64
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-#: Fields of requests with texts, of which a request has one, or two whose texts are paired.
+#: Fields of requests that hold texts; a request has one, or two with paired texts.
 _TEXTS = (
     *("prompt", "items"),  # of completions and scores by generation
     *("input", "data_1", "data_2", "documents", "texts", "images", "inputs"),  # of pooling
@@ -31,9 +31,8 @@ _choices = _grammar = 0
 def bound(choices: int, grammar: int) -> None:
     """Bounds requests of this process's server.
 
-    Args:
-        choices: texts of a pooling request, or prompts times `n` of a completion.
-        grammar: the size of a grammar or schema, as `size_of_grammar` counts.
+    `choices` bounds the texts of a pooling request, or prompts times `n`; `grammar` bounds the size
+    of a grammar or schema, as `size_of_grammar` counts.
     """
     from vllm import SamplingParams
     from vllm.entrypoints.generate.generative_scoring.serving import ServingGenerativeScoring
@@ -53,10 +52,8 @@ def bound(choices: int, grammar: int) -> None:
 
 
 def drop_compilations() -> None:
-    """Drops the compilation of a request that ends while it waits for its grammar.
-
-    One thread, or half the cores, compile; those that nobody waits for would hold up the others.
-    """
+    """Drops the compilation of a request that ends while it waits for its grammar."""
+    # One thread, or half the cores, compile: abandoned grammars would hold up others.
     from vllm.v1.core.sched.scheduler import Scheduler
 
     replace(Scheduler, "_free_request", _free)
@@ -69,7 +66,7 @@ def _free(
 
     structured = request.structured_output_request
     if structured is not None and isinstance(structured._grammar, Future):
-        structured._grammar.cancel()  # one that has begun goes on
+        structured._grammar.cancel()  # no effect on a compilation that has begun
     return free(scheduler, request, *args, **options)
 
 
@@ -87,11 +84,7 @@ async def _counted(
 
 
 def num_choices(request: Any) -> int:
-    """Returns how many requests the engine gets of one of a client's.
-
-    Args:
-        request: as vLLM's protocols have it.
-    """
+    """Returns how many engine requests vLLM makes of a client's request."""
     texts = max(num_texts(getattr(request, name, None)) for name in _TEXTS)
     messages = getattr(request, "messages", None)
     if isinstance(messages, list) and messages and isinstance(messages[0], list):
@@ -100,10 +93,9 @@ def num_choices(request: Any) -> int:
 
 
 def num_texts(field: object) -> int:
-    """Returns how many texts a field has: a list of tokens is one.
+    """Returns how many texts a field has; a list of tokens is one text.
 
-    Args:
-        field: a text, its tokens, a list of either, or an object with a list as its content.
+    A field is a text, its tokens, a list of either, or an object whose content is a list.
     """
     if isinstance(field, list | tuple):
         return 1 if field and isinstance(field[0], int) else len(field)
@@ -133,10 +125,9 @@ def _validate(validate: Callable[..., None], params: Any, *args: Any, **options:
 
 
 def size_of_grammar(given: object) -> int:
-    """Estimates the work of compiling a grammar, a schema, a regular expression or choices.
+    """Estimates the work to compile a grammar, schema, regular expression or choices.
 
-    Args:
-        given: as vLLM takes it; a schema may be JSON in a text.
+    A schema may be JSON text, as vLLM takes it.
     """
     if isinstance(given, str):
         try:

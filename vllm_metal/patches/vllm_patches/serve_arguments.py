@@ -13,14 +13,12 @@ from vllm_metal.patches.vllm_patches.replacing import replace
 
 
 def complete(*changes: Callable[[Namespace], None]) -> None:
-    """Has a server's parsed arguments changed, before they are checked and its engine is made.
+    """Applies changes to a server's parsed arguments before vLLM checks them.
 
-    vLLM asks a platform before it parses them, and again when it makes the engine; the front end's
-    own arguments are read in between. Call this where a server's command line is made.
-
-    Args:
-        changes: of the arguments of `vllm serve`, `vllm launch` and vLLM's module of the server.
+    Call it where a command line is made: of `vllm serve`, `vllm launch` or vLLM's server module.
     """
+    # vLLM calls a platform before it parses them, and again when it makes the engine; the front
+    # end's own arguments are read in between.
     from vllm.entrypoints.cli import launch, serve
     from vllm.entrypoints.common import cli_args
 
@@ -30,5 +28,5 @@ def complete(*changes: Callable[[Namespace], None]) -> None:
                 change(args)
         check(args)
 
-    for module in (cli_args, launch, serve):  # these two have taken the name from the first
+    for module in (cli_args, launch, serve):  # the latter two have imported the name
         replace(module, "validate_parsed_serve_args", checking)

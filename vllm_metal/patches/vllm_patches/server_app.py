@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts applications of ours around the one that a server of vLLM's serves."""
+"""Wraps the application of vLLM's server in applications of ours."""
 
 # Remove when a platform may name wrappers of a server's application. Read against vLLM 0.33.
 
@@ -13,15 +13,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_metal.patches.vllm_patches.replacing import replace
 
-_LOG = logging.getLogger("uvicorn.error")  # where uvicorn itself logs what an application raises
-_WRAPS: list[Callable[[Any, Any], Any]] = []  # of each server that starts, the innermost first
+_LOG = logging.getLogger("uvicorn.error")  # where uvicorn itself logs an application's errors
+_WRAPS: list[Callable[[Any, Any], Any]] = []  # for each server that starts, innermost first
 
 
 def around_servers(wrap: Callable[[Any, Any], Any]) -> None:
-    """Has each server run what `wrap` makes of its application and that one's state.
+    """Makes each server run `wrap(application, its state)`; call it where uvicorn is loaded.
 
-    What came later stands around what came before. Call this where uvicorn is loaded; the same
-    function a second time changes nothing.
+    Later wrappers surround earlier ones. Adding a function a second time changes nothing.
     """
     from vllm.entrypoints.launchers.api_server import entry
 
@@ -31,7 +30,7 @@ def around_servers(wrap: Callable[[Any, Any], Any]) -> None:
 
 
 async def _serving(serve_http: Callable[..., Any], app: Any, *args: Any, **options: Any) -> Any:
-    # vLLM has put the middlewares together already.
+    # vLLM has already built its middlewares, so `add_middleware` would come too late.
     stack = _until_answered(app.middleware_stack or app.build_middleware_stack())
     for wrap in _WRAPS:
         stack = wrap(stack, app.state)
@@ -40,11 +39,8 @@ async def _serving(serve_http: Callable[..., Any], app: Any, *args: Any, **optio
 
 
 def _until_answered(app: ASGIApp) -> ASGIApp:
-    """Ends a request with its answer, whatever the application raises after it.
-
-    Starlette answers an exception with 500 and raises it again, for the server to log. uvicorn then
-    ends the connection unannounced, and the client's next request on it is lost.
-    """
+    # Starlette answers an exception with 500 and raises it again for the server to log. uvicorn
+    # then closes the connection without notice, and the client's next request on it is lost.
 
     async def answered(scope: Scope, receive: Receive, send: Send) -> None:
         complete = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a server ends: as a failure when its engine has died, and after its requests when told to."""
+"""Ends a server with status 1 if its engine died, and after its requests if it was stopped."""
 
 # Remove when vLLM's own exit status is not 0, and it rejects requests while the engine drains.
 # Read against vLLM 0.33.
@@ -19,7 +19,7 @@ from vllm_metal.patches.vllm_patches.shutdown import remembering_the_stop
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-#: Seconds after which clients may ask again: a server starts in 10 to 15 (benchmarks/README.md).
+#: Seconds after which clients may retry: a server starts in 10 to 15 (benchmarks/README.md).
 RETRY_AFTER_S = 15
 _STOPPING = {
     "error": {
@@ -31,30 +31,29 @@ _STOPPING = {
 
 
 def tell_how_servers_end() -> None:
-    """Has a server whose engine has died exit with status 1, and one that stops take no requests.
+    """Makes a server exit with 1 if its engine died, and reject requests while it stops.
 
-    vLLM's server exits with 0 either way, so whoever runs it takes a crash for an end that was
-    asked for. After SIGTERM it goes on taking requests while the engine computes its last ones
-    (--shutdown-timeout), and aborts them. Call this where uvicorn is loaded.
+    Call this where uvicorn is loaded.
     """
+    # vLLM's server exits with 0 either way, so a supervisor takes a crash for a requested stop.
+    # After SIGTERM it still takes requests while the engine computes its last ones
+    # (--shutdown-timeout), and then aborts them.
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.v1.engine.async_llm import AsyncLLM
 
     replace(AsyncLLM, "shutdown", remembering_the_stop(_has_failed))
-    around_servers(_turning_away)
+    around_servers(_reject_while_stopping)
     replace(entry, "serve_http", _ending)
 
 
 def let_starts_be_interrupted() -> None:
-    """Has Ctrl-C end a server that starts; call it where a server's command line is made.
-
-    asyncio takes it as a request to cancel the task, which the start of an engine does not notice
-    before the engine has started. SIGTERM ends it: vLLM has it raise in the middle.
-    """
+    """Makes Ctrl-C end a starting server; call it where a server's command line is made."""
+    # asyncio turns Ctrl-C into a cancellation of the task, which an engine's start only notices
+    # when it is over. SIGTERM does end the start: vLLM raises in its handler.
     from vllm.entrypoints.cli import serve
     from vllm.entrypoints.launchers.api_server import entry
 
-    for module in (entry, serve):  # the latter has taken the name from the former
+    for module in (entry, serve):  # the latter has imported the name
         replace(module, "run_server", _interruptible)
 
 
@@ -64,7 +63,7 @@ async def _interruptible(run: Callable[..., Awaitable[None]], *args: Any, **opti
 
 
 def _has_failed(engine: Any) -> bool:
-    """Whether an engine has died, or was never whole, as where its weights cannot be read."""
+    # An engine without `engine_core` never started, for example with unreadable weights.
     return not hasattr(engine, "engine_core") or engine.errored
 
 
@@ -72,7 +71,7 @@ def _is_stopping(engine: Any) -> bool:
     return bool(getattr(engine, "told_to_stop", False))
 
 
-def _turning_away(app: ASGIApp, state: Any) -> ASGIApp:
+def _reject_while_stopping(app: ASGIApp, state: Any) -> ASGIApp:
     return TurnAway(app, lambda: _is_stopping(state.engine_client))
 
 
@@ -91,23 +90,22 @@ async def _failed(ending: Awaitable[None]) -> None:
 
 
 def _is_new_work(scope: Scope) -> bool:
-    """Or whether the server is ready for some (/health)."""
+    # /health counts as new work: it says whether the server is ready for some.
     if scope["type"] != "http":
         return False
-    asked: str = scope["path"]
-    posted = scope["method"] == "POST" and not asked.endswith("/cancel")
-    return posted or asked.endswith("/health")
+    path: str = scope["path"]
+    posted = scope["method"] == "POST" and not path.endswith("/cancel")
+    return posted or path.endswith("/health")
 
 
 class TurnAway:
-    """Answers 503 to new work and to /health while the server stops.
+    """Answers 503 to new work and to /health while the server stops, before all middlewares.
 
-    It stands before all middlewares. Figures and stored responses may still be asked for, and
-    responses cancelled.
+    Metrics and stored responses stay available, and responses can be cancelled.
     """
 
     def __init__(self, app: ASGIApp, is_stopping: Callable[[], bool]) -> None:
-        """Takes the application, and what says whether it is stopping."""
+        """Takes the application and a function that says whether it is stopping."""
         self._app, self._is_stopping = app, is_stopping
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

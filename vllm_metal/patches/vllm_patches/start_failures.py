@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a start that fails ends: with one line that names the cause, as the last one.
+"""Ends a failed start with one line that names the cause, as the last one.
 
-vLLM prints the traceback of the engine's process and its own, and its last line names no cause.
-Here the engine's process leaves the cause in a file for the process that started it, and tracebacks
-go to the log's file. What is no user's mistake keeps its traceback.
+vLLM prints the tracebacks of the engine's process and of its own, and its last line names no cause.
+Here the engine's process leaves the cause in a file for its parent, and tracebacks go to the log's
+file. A traceback stays visible if the error is no user's mistake.
 """
 
 # Remove when the last line of a failed start names the cause. Read against vLLM 0.33.
@@ -29,33 +29,33 @@ from vllm_metal.patches.vllm_patches import known_causes, refused_arguments, sta
 from vllm_metal.patches.vllm_patches.replacing import replace
 from vllm_metal.settings import log_files
 
-#: Packages that raise these errors for what a user gave; elsewhere they are faults of a program.
+#: Errors that these packages raise for users' input; from other packages they are programs' faults.
 _USERS = (ValueError, OSError, ImportError, NotImplementedError, TimeoutError)
 _SPEAK_TO_USERS = ("huggingface_hub", "metal_kernels", "pydantic", "transformers", "vllm")
-#: Errors that are a user's where one of vLLM's modules raises them that check what users give.
+#: Errors that are users' mistakes if raised by one of vLLM's modules that check users' input.
 _PERHAPS = (AssertionError, KeyError, RuntimeError, TypeError)
 _CHECKS = (
     *("vllm.config", "vllm.engine.arg_utils", "vllm.entrypoints", "vllm.utils.argparse_utils"),
     *("vllm.reasoning", "vllm.tool_parsers"),
 )
-_READS_CONFIGS = "transformers"  # and raises KeyError for what is missing in them
-_CLASSES = ("huggingface_hub.", "vllm.exceptions")  # of errors that are always a user's
+_READS_CONFIGS = "transformers"  # and raises KeyError for missing keys
+_CLASSES = ("huggingface_hub.", "vllm.exceptions")  # of errors that are always users' mistakes
 _OURS = "vllm_metal"
-#: How the line begins that says why a `vllm` command ends.
+#: Beginning of the line that says why a `vllm` command ends.
 ERROR_PREFIX = "vllm: error: "
 _INTERRUPTED = "vllm: interrupted"
-#: How vLLM says that the cause was said before, in another process.
+#: Messages of vLLM that mean that another process has given the cause.
 _ELSEWHERE = ("Engine core initialization failed", "WorkerProc initialization failed")
-_IN_A_WORKER = "Worker failed with error"  # and the words of that error
-#: Choices of options that are served here, of those that vLLM has.
+_IN_A_WORKER = "Worker failed with error"  # followed by that error's message
+#: Maps options to the choices that are supported here, a subset of vLLM's.
 _SERVED: dict[str, Sequence[str]] = {}
-#: How an engine logs a call of another process that failed; that process gets the message.
+#: How an engine logs a failed call of another process; that process gets the message.
 _CALL_FAILED = "method failed"
-_PARSING = "Error parsing config for "  # what vLLM tries several times says so
+_PARSING = "Error parsing config for "  # logged by vLLM for each attempt
 _STARTS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
-#: How vLLM logs that an engine or a worker ends, or that a worker's call failed.
+#: Words in vLLM's logs of an engine or worker that ends, or of a worker's failed call.
 _FAILED_START, _FAILED = "failed to start", ("encountered a fatal error", "hit an exception")
-_dead: list[str] = []  # why the newest engine of this process ended, where that is known
+_dead: list[str] = []  # why the newest engine of this process ended, if known
 
 
 class StartError(ValueError):
@@ -63,38 +63,37 @@ class StartError(ValueError):
 
 
 def cause(error: BaseException) -> str | None:
-    """What a user is told of an error that ended a start.
+    """Returns one line on an error that ended a start, or None for a program's fault.
 
-    Returns:
-        One line; None where the error is a fault of a program, whose traceback is wanted.
+    The traceback of the latter should be shown.
     """
     if isinstance(error, ValidationError):
         return known_causes.of_fields(error)
-    if (told := known_causes.of_message(error)) is not None:
-        return told
+    if (message := known_causes.of_message(error)) is not None:
+        return message
     if str(error).startswith(_ELSEWHERE):
-        return _taken()
+        return _take_cause()
     if (words := " ".join(str(error).split())).startswith(_IN_A_WORKER):
-        # Of a call that failed before, and ended nothing, a worker has left the cause, too.
-        return line if (line := _taken()) is not None and line in words else None
+        # A worker also leaves the cause of an earlier call that failed without ending anything.
+        return line if (line := _take_cause()) is not None and line in words else None
     if _package(type(error).__module__) == _OURS:
         return words
     return known_causes.in_one_line(error) or None if _was_raised_for_users(error) else None
 
 
 def _was_raised_for_users(error: BaseException) -> bool:
-    """Whether it comes from the system, or from code that checks what users give."""
+    # Errors from the system, or from code that checks users' input.
     if isinstance(error, OSError) and error.errno is not None:
         return True
     if type(error).__module__.startswith(_CLASSES):
         return True
-    place = known_causes.raised_in(error)
+    module = known_causes.raised_in(error)
     if isinstance(error, _USERS):
-        return _package(place) in (_OURS, *_SPEAK_TO_USERS)
-    # A word alone is a key that some code did not find; a sentence was written for somebody.
-    kinds = KeyError if _package(place) == _READS_CONFIGS else _PERHAPS
+        return _package(module) in (_OURS, *_SPEAK_TO_USERS)
+    # A single word is a key that some code did not find; a sentence was written for somebody.
+    kinds = KeyError if _package(module) == _READS_CONFIGS else _PERHAPS
     checks = (*_CHECKS, _READS_CONFIGS)
-    return isinstance(error, kinds) and place.startswith(checks) and " " in str(error)
+    return isinstance(error, kinds) and module.startswith(checks) and " " in str(error)
 
 
 def _package(module: str) -> str:
@@ -102,10 +101,10 @@ def _package(module: str) -> str:
 
 
 def name_causes() -> None:
-    """Has a failed start raise a `StartError` in the process that asked for it.
+    """Makes a failed start raise a `StartError` in the process that requested it.
 
-    An engine that ends later, such as behind its handshake, raises vLLM's error with the cause.
-    Call this once vLLM is loaded.
+    An engine that ends later, as after its handshake, raises vLLM's error with the cause. Call this
+    once vLLM is loaded.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.renderers import registry
@@ -122,13 +121,13 @@ def name_causes() -> None:
 
 def _of_a_new_engine(create: Callable[..., Any], *args: Any, **options: Any) -> Any:
     _dead.clear()
-    _taken()  # an earlier engine's
+    _take_cause()  # an earlier engine's
     return _in_one_line(create, *args, **options)
 
 
 def _with_the_cause(init: Callable[..., None], self: Exception, *args: Any, **options: Any) -> None:
     init(self, *args, **options)
-    if (line := _taken()) is not None:
+    if (line := _take_cause()) is not None:
         _dead[:] = [line]
     if _dead:
         self.args = (_dead[0],)
@@ -144,17 +143,17 @@ def _in_one_line(start: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def _once_for_folders(
-    retry: Callable[..., Any], act: Callable[[], Any], told: str, *args: Any, **options: Any
+    retry: Callable[..., Any], act: Callable[[], Any], message: str, *args: Any, **options: Any
 ) -> Any:
-    """Reads a folder once: its files stay as they are, and the error is raised without a log."""
-    _, parsing, model = told.partition(_PARSING)
+    # A folder's files do not change, so it is read once, and the error is raised without a log.
+    _, parsing, model = message.partition(_PARSING)
     if parsing and Path(model).expanduser().is_dir():
         return act()
-    return retry(act, told, *args, **options)
+    return retry(act, message, *args, **options)
 
 
 def _naming_the_tokenizer(load: Callable[..., Any], config: Any, **options: Any) -> Any:
-    """Whatever transformers stumbles over, its files are not as it knows them."""
+    # Whatever transformers fails at, the files are not what it expects.
     try:
         return load(config, **options)
     except Exception as error:
@@ -166,13 +165,13 @@ def _naming_the_tokenizer(load: Callable[..., Any], config: Any, **options: Any)
 
 
 def leave_causes() -> None:
-    """Has a process that is started for an engine leave its parent why that failed."""
+    """Makes a process of an engine leave the reason for its failure to its parent."""
     for name in _STARTS:
-        logging.getLogger(name).addFilter(_leave)  # of one filter a logger adds no second
+        logging.getLogger(name).addFilter(_leave_cause)  # adding the same filter twice is a no-op
 
 
-def _leave(record: logging.LogRecord) -> bool:
-    """Whether a message is to be shown: not a failure whose cause is known.
+def _leave_cause(record: logging.LogRecord) -> bool:
+    """Returns False for a failure with a known cause, whose message is not to be shown.
 
     Raises:
         SystemExit: the start failed; this process would print the same traceback once more.
@@ -185,7 +184,7 @@ def _leave(record: logging.LogRecord) -> bool:
         return True
     if starts or ends:
         with suppress(OSError):
-            log_files.write(_file(os.getppid()), json.dumps(line))
+            log_files.write(_cause_file(os.getppid()), json.dumps(line))
     if ends or start_log.chosen_by_the_user():
         return True
     log_files.append(record)
@@ -194,11 +193,11 @@ def _leave(record: logging.LogRecord) -> bool:
     return False
 
 
-def _taken() -> str | None:
-    """What a process that this one started has left."""
-    file = _file(os.getpid())
+def _take_cause() -> str | None:
+    # Reads the cause that a child process has left.
+    file = _cause_file(os.getpid())
     try:
-        if file.stat().st_mtime < psutil.Process().create_time():  # an earlier process's
+        if file.stat().st_mtime < psutil.Process().create_time():  # for an earlier process
             return None
         line: str = json.loads(file.read_text())
     except (OSError, ValueError):
@@ -207,15 +206,14 @@ def _taken() -> str | None:
     return line
 
 
-def _file(parent: int) -> Path:
+def _cause_file(parent: int) -> Path:
     return log_files.folder() / f"cause-{parent}.json"
 
 
 def end_commands_with_one_line(served: Mapping[str, Sequence[str]]) -> None:
-    """Has a `vllm` command print the cause alone, last, and exit with status 1.
+    """Makes a `vllm` command print only the cause, last, and exit with status 1.
 
-    Args:
-        served: choices of options that are served here, of those that vLLM has.
+    `served` maps options to the choices that are supported here, a subset of vLLM's.
     """
     print_causes()
     from vllm.entrypoints.launchers import launcher
@@ -228,18 +226,18 @@ def end_commands_with_one_line(served: Mapping[str, Sequence[str]]) -> None:
 
 
 def print_causes() -> None:
-    """Has this process end with the cause alone, where it is known."""
-    sys.excepthook = _tell_the_cause
+    """Makes this process end with only the cause, if it is known."""
+    sys.excepthook = _print_cause
 
 
-def _tell_the_cause(
-    kind: type[BaseException], error: BaseException, place: TracebackType | None
+def _print_cause(
+    kind: type[BaseException], error: BaseException, where: TracebackType | None
 ) -> None:
     if issubclass(kind, KeyboardInterrupt):
         print(_INTERRUPTED, file=sys.stderr)
         return
     if (line := cause(error)) is None:
-        sys.__excepthook__(kind, error, place)
+        sys.__excepthook__(kind, error, where)
         return
     log_files.append_error(error)
     tell(line)
@@ -269,7 +267,7 @@ def _naming_the_path(create: Callable[..., socket.socket], path: str) -> socket.
 
 
 def _by(port: int) -> str:
-    """Who listens on a port, where the system tells: macOS does not tell of other users."""
+    # macOS does not report the processes of other users.
     with suppress(psutil.Error):
         for found in psutil.net_connections("tcp"):
             if found.status == psutil.CONN_LISTEN and found.laddr.port == port and found.pid:
@@ -283,7 +281,7 @@ def tell(line: str) -> None:
 
 
 def _refuse(refuse: Callable[..., NoReturn], self: Any, message: str) -> NoReturn:
-    """An argument that vLLM does not take: without all of its usage, and with a remedy."""
+    # Without argparse's whole usage, and with a remedy.
     command = refused_arguments.of_command(self, next(iter(sys.argv[1:]), None))
     tell(refused_arguments.told(command, message, _SERVED))
     raise SystemExit(1)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has a server log to a file, and print warnings alone.
+"""Makes a server log to a file, and print only warnings.
 
-vLLM logs a start in 76 lines. Who sets VLLM_LOGGING_LEVEL, or any other of vLLM's settings of its
-log, gets what they ask for instead.
+vLLM logs a start in 76 lines. Users who set VLLM_LOGGING_LEVEL, or another of vLLM's log settings,
+get vLLM's own logging.
 """
 
 # Remove when vLLM starts quietly. Read against vLLM 0.33.
@@ -22,7 +22,7 @@ from vllm_metal.settings import log_files
 if TYPE_CHECKING:
     from vllm.config.logging import LoggingConfig
 
-#: Variables and options of vLLM's by which users choose what is logged, and where.
+#: Variables and options of vLLM that choose what is logged, and where.
 VARIABLES = ("VLLM_CONFIGURE_LOGGING", "VLLM_LOGGING_CONFIG_PATH", "VLLM_LOGGING_LEVEL")
 OPTIONS = (
     "--disable-access-log-for-endpoints",
@@ -31,18 +31,18 @@ OPTIONS = (
     "--logging-config",
     "--uvicorn-log-level",
 )
-_LOGGERS = ("uvicorn", "vllm")  # uvicorn's has that of requests in it
+_LOGGERS = ("uvicorn", "vllm")  # uvicorn's includes the log of requests
 
 
 def chosen_by_the_user() -> bool:
-    """Whether the log is as its user wants it."""
+    """Returns whether the user has configured the log."""
     return any(os.environ.get(name) for name in VARIABLES) or any(
         argument.startswith(OPTIONS) for argument in sys.argv[1:]
     )
 
 
 def to_a_file() -> None:
-    """Has `vllm serve` log to a file where its user chose nothing; call it before it reads that."""
+    """Makes `vllm serve` log to a file by default; call it before vLLM reads its log settings."""
     from vllm import logger
 
     replace(logger, "configure_logging_if_needed", _to_a_file)
@@ -62,7 +62,7 @@ def _to_a_file(configure: Callable[[LoggingConfig], None], config: LoggingConfig
 
 
 def _begin() -> Path:
-    """Makes a log's file, and returns that of its configuration, which engines read too."""
+    # Returns the file of the logging configuration, which engines read, too.
     log = log_files.begin("serve")
     config = log.with_suffix(".json")
     log_files.write(config, json.dumps(_configuration(log)))
@@ -71,7 +71,7 @@ def _begin() -> Path:
 
 
 def _configuration(log: Path) -> dict[str, Any]:
-    """Of Python's logging: all into the file, warnings to the terminal."""
+    # Python's logging configuration: everything to the file, warnings to the terminal.
     from vllm import envs
     from vllm.logger import _DATE_FORMAT, _FORMAT
 

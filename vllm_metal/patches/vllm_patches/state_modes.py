@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has vLLM's engine keep states as its workers do, which may be in other processes."""
+"""Makes vLLM's engine use the recurrent-state mode of its workers, even in other processes."""
 
 # Remove when the scheduler reads mamba_cache_mode from the workers' specs. Read against vLLM
 # 0.33.
@@ -18,12 +18,10 @@ Specs = list[dict[str, KVCacheSpec]]
 
 
 def take_modes_of_workers() -> None:
-    """Has an engine's scheduler end chunks where workers keep states; call it where an engine runs.
-
-    vLLM chooses the mode by the architecture and by whether prefixes are cached. Its manager of
-    blocks reads it from the workers' specs, but its scheduler from the engine's configuration, of
-    which workers in other processes have copies.
-    """
+    """Makes an engine's scheduler end chunks where workers keep states; call it in the engine."""
+    # vLLM chooses the mode by architecture and prefix caching. Its block manager reads it from the
+    # workers' specs, but its scheduler from the engine's configuration, and workers in other
+    # processes only have copies of that.
     replace(Executor, "get_kv_cache_specs", _with_their_mode)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds the tokens of vLLM's steps by time, where a prefill would hold up streams that decode."""
+"""Bounds vLLM's steps by time, so that a prefill does not hold up streams that decode."""
 
 # Remove when vLLM limits the time of a step. Read against vLLM 0.33.
 
@@ -24,19 +24,19 @@ from vllm_metal.settings.additional_config import AdditionalConfig
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-_SHORTEST = 16  # tokens of a chunk, whatever they cost: a prompt goes on
-_IN_FLIGHT = 8  # steps that are remembered until their results come; vLLM has two at most
+_SHORTEST = 16  # tokens of a chunk, whatever they cost, so that a prompt always progresses
+_IN_FLIGHT = 8  # steps that are remembered until their results arrive; vLLM has two at most
 
 
 def bound_steps() -> None:
-    """Has vLLM's schedulers bound the time of steps; call it in the process that schedules."""
+    """Makes vLLM's schedulers bound the time of steps; call it in the process that schedules."""
     replace(Scheduler, "schedule", _limited)
     replace(Scheduler, "update_from_output", _measured)
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A step that was scheduled and whose results have not come."""
+    """A scheduled step without results yet."""
 
     output: SchedulerOutput
     work: StepWork
@@ -44,25 +44,23 @@ class _Step:
 
 
 class _StepBudget:
-    """One scheduler's bound on the time of steps, `max_step_ms` of --additional-config.
+    """One scheduler's bound on the time of steps, `max_step_ms` of --additional-config."""
 
-    vLLM counts a step's tokens only. Where a request decodes whose caller wants its tokens as they
-    come, and others are to be prefilled, the step gets the rows of all that decode and as many
-    prefill tokens as `ChunkLengths` allows. vLLM's own limits stay what they are.
-
-    A step's time runs from the end of the step before it to its own. The host sees the end of a
-    step that samples. Several that do not, and the one after them, are measured together.
-    """
+    # vLLM only counts a step's tokens. If a streamed request decodes while others are to be
+    # prefilled, a step gets all decode rows and as many prefill tokens as `ChunkLengths` allows.
+    # vLLM's own limits still apply.
+    # A step's time runs from the end of the previous step to its own. The host only sees the end of
+    # a step that samples; steps that do not are measured together with the one after them.
 
     def __init__(self, scheduler: Any, max_step_ms: float) -> None:
         self._scheduler = scheduler
-        # vLLM never schedules less than all drafts of a request that starts with its last token.
+        # vLLM never schedules fewer tokens than all drafts of a request that starts with its last.
         shortest = max(_SHORTEST, 1 + scheduler.num_spec_tokens)
         self._lengths = ChunkLengths(max_step_ms / 1e3, shortest)
         self._in_flight: deque[_Step] = deque(maxlen=_IN_FLIGHT)
-        self._unseen = StepWork()  # of steps since the last whose end was seen
-        self._last_end = 0.0  # of that one; later by the time in which nothing was in flight
-        self._last_results = 0.0  # when results came last
+        self._unseen = StepWork()  # of steps since the last one with a visible end
+        self._last_end = 0.0  # end of that step, plus the time with nothing in flight since
+        self._last_results = 0.0  # when results last arrived
 
     def schedule(self, schedule: Callable[[], SchedulerOutput]) -> SchedulerOutput:
         scheduler, began = self._scheduler, time.perf_counter()
@@ -82,7 +80,7 @@ class _StepBudget:
         return output
 
     def _most_tokens(self, decoding: list[Any]) -> int | None:
-        """Most tokens of the next step; None: as many as vLLM likes."""
+        # None leaves vLLM's limit.
         scheduler = self._scheduler
         if not any(map(_is_streamed, decoding)) or scheduler._pause_state == PauseState.PAUSED_ALL:
             return None
@@ -90,12 +88,12 @@ class _StepBudget:
         chunk = self._lengths.limit(rows, self._next_context()) if rows else None
         if chunk is None:
             return None
-        # vLLM takes tokens in the order of this list, and a chunk must not take a decode's row.
+        # vLLM schedules in the order of this list, and a chunk must not take a decode's tokens.
         scheduler.running.sort(key=lambda request: request.is_prefill_chunk)
         return rows + max(chunk, self._next_image())
 
     def _next_prefill(self) -> Any:
-        """The request that gets the next chunk, as far as that is known; None: there is none."""
+        # An estimate: the scheduler may still choose another request, or none.
         scheduler = self._scheduler
         for request in scheduler.running:
             if request.is_prefill_chunk:
@@ -104,12 +102,11 @@ class _StepBudget:
         return queue.peek_request() if queue else None
 
     def _next_context(self) -> int:
-        """Tokens before the next chunk, as far as they are known before it is scheduled."""
         request = self._next_prefill()
         return int(request.num_computed_tokens) if request else 0
 
     def _next_image(self) -> int:
-        """Rows of an image that the next chunk begins with, which must not be cut."""
+        # An image at the start of the next chunk must not be cut.
         request = self._next_prefill()
         start = request.num_computed_tokens if request else 0
         image = next_image(self._scheduler, request, start) if request else None
@@ -159,14 +156,14 @@ def _limited(
 def _measured(
     update: Callable[..., Any], self: Any, scheduler_output: SchedulerOutput, result: Any
 ) -> Any:
-    budget = getattr(self, "step_budget", None)  # there once something was scheduled
+    budget = getattr(self, "step_budget", None)  # exists once something was scheduled
     if budget is not None and isinstance(result, StepResult):
         budget.measure(scheduler_output, result)
     return update(self, scheduler_output, result)
 
 
 def _budget_of(scheduler: Any) -> _StepBudget | None:
-    """The scheduler's, made before its first step; None: there is no bound."""
+    # Made before the scheduler's first step; None if there is no bound.
     if not hasattr(scheduler, "step_budget"):
         scheduler.step_budget = None
         max_step_ms = AdditionalConfig.of(scheduler.vllm_config).max_step_ms
@@ -176,12 +173,12 @@ def _budget_of(scheduler: Any) -> _StepBudget | None:
 
 
 def _rows_of(request: Any) -> int:
-    """Rows of the next step that vLLM plans for a request that decodes."""
+    # The rows that vLLM plans for a decoding request in the next step.
     known = request.num_tokens_with_spec + request.num_output_placeholders
     return max(0, known - request.num_computed_tokens)
 
 
 def _is_streamed(request: Any) -> bool:
-    """Whether the caller wants tokens as they come, and not the whole text at its end."""
+    # FINAL_ONLY callers take the whole text at its end, so a slow step does not hold them up.
     params = request.sampling_params
     return params is not None and params.output_kind != RequestOutputKind.FINAL_ONLY

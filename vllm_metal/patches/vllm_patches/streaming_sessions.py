@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions of streaming input: each turn goes on from exactly the text that vLLM says it keeps."""
+"""Makes each turn of a streaming-input session continue exactly the text that vLLM keeps."""
 
 # Remove when vLLM keeps states, rows, lengths, grammars and logprobs of sessions right. Read
 # against vLLM 0.33.
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
     from vllm.v1.outputs import ModelRunnerOutput
 
-#: Sampling parameters that no turn of a session may set, and why.
+#: Maps sampling parameters that no turn of a session may set to the reason.
 REFUSED = {
     "prompt_logprobs": "a turn computes only what its prompt adds to the turns before",
     "structured_outputs": "vLLM takes the grammar of the first turn, and none after it",
 }
 
-#: Those that a front end takes of the first turn, for all.
+#: Parameters that a front end takes from the first turn for all turns.
 OF_ALL_TURNS = (
     "logprobs",
     "logprob_token_ids",
@@ -34,28 +34,25 @@ OF_ALL_TURNS = (
 
 
 def serve_sessions() -> None:
-    """Has vLLM's schedulers keep sessions right; call it in the process that schedules.
-
-    A turn's text is all that came before it, less the last token of the turn before: that one was
-    sampled and not computed. Between its turns a session keeps its blocks, but no row of the
-    worker's tables: the worker is told that it is preempted. A recurrent state cannot be taken
-    back. Where a step went on behind the text that is kept, the session starts again, from what the
-    prefix cache has of it.
-    """
+    """Corrects sessions in vLLM's schedulers; call it in the process that schedules."""
+    # A turn's text is everything before it except the last token of the previous turn, which was
+    # sampled and not computed. Between turns a session keeps its blocks but no index in the
+    # worker's tables: the worker is told that it is preempted. A recurrent state cannot be rolled
+    # back: if a step went past the kept text, the session restarts from its prefix-cache hits.
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    replace(Scheduler, "_handle_stopped_request", _ending_turns)
-    replace(Scheduler, "_update_request_as_session", _going_on)
-    replace(Scheduler, "add_request", _of_one_salt)
-    replace(Scheduler, "update_from_output", _ending_sessions)
+    replace(Scheduler, "_handle_stopped_request", _end_turn)
+    replace(Scheduler, "_update_request_as_session", _continue_session)
+    replace(Scheduler, "add_request", _require_same_salt)
+    replace(Scheduler, "update_from_output", _end_pending_sessions)
 
 
-def _ending_turns(stop: Callable[..., bool], self: Any, request: Any) -> bool:
+def _end_turn(stop: Callable[..., bool], self: Any, request: Any) -> bool:
     queue = request.streaming_queue
     if request.resumable and not (queue and queue[0] is None):
         self.reset_preempted_req_ids.add(request.request_id)  # tells the worker to free its row
         self.turns_ended = [*getattr(self, "turns_ended", ()), request]
-        # Drafts that were accepted behind a stop were computed as well.
+        # Drafts that were accepted after a stop were computed as well.
         ahead = request.num_in_flight_tokens or self.num_spec_tokens
         if self.has_mamba_layers and ahead and request.num_computed_tokens:
             self._free_request_blocks(request)
@@ -65,7 +62,7 @@ def _ending_turns(stop: Callable[..., bool], self: Any, request: Any) -> bool:
     return stop(self, request)
 
 
-def _going_on(update: Callable[..., None], self: Any, session: Any, turn: Any) -> None:
+def _continue_session(update: Callable[..., None], self: Any, session: Any, turn: Any) -> None:
     update(self, session, turn)
     session.skip_reading_prefix_cache = session.get_skip_reading_prefix_cache()
     if session.num_tokens >= self.max_model_len:
@@ -77,8 +74,8 @@ def _going_on(update: Callable[..., None], self: Any, session: Any, turn: Any) -
         )
 
 
-def _of_one_salt(add: Callable[..., None], self: Any, request: Any) -> None:
-    """vLLM heeds a session's first cache_salt only."""
+def _require_same_salt(add: Callable[..., None], self: Any, request: Any) -> None:
+    # vLLM only uses a session's first cache_salt.
     session = self.requests.get(request.request_id)
     add(self, request)
     goes_on = session is not None and request.resumable
@@ -87,21 +84,19 @@ def _of_one_salt(add: Callable[..., None], self: Any, request: Any) -> None:
 
 
 def _end_session(scheduler: Any, session: Any, reason: str) -> None:
-    """Ends a session with an error, once the outputs of its turns so far are told.
-
-    A front end that reads both in one message would take the error for the end of the turn.
-    """
+    # Ends a session with an error, but only after the outputs of its turns so far: a front end that
+    # reads both in one message would take the error for the end of the turn.
     from vllm.v1.request import RequestStatus
 
     if session.status == RequestStatus.WAITING:
-        # It waits, but is not scheduled: no grammar will come.
+        # A waiting session of this status is not scheduled, and no grammar will arrive.
         session.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
     scheduler.sessions_to_end = getattr(scheduler, "sessions_to_end", {}) | {
         session.request_id: reason
     }
 
 
-def _ending_sessions(
+def _end_pending_sessions(
     update: Callable[..., dict[int, EngineCoreOutputs]],
     self: Any,
     scheduler_output: Any,
@@ -116,27 +111,25 @@ def _ending_sessions(
             output.stop_reason = reasons.get(output.request_id, output.stop_reason)
     ended_turns, self.turns_ended = getattr(self, "turns_ended", ()), ()
     for request in ended_turns:
-        request.stop_reason = None  # it was told, and the next turn may have none
+        request.stop_reason = None  # already sent, and the next turn may have none
     return outputs
 
 
 def refuse_in_sessions() -> None:
-    """Refuses what vLLM would leave out, or get wrong, in turns of a session.
-
-    vLLM makes requests of prompts where its front ends are. Each of these makes a configuration
-    first, and thereby calls this function.
-    """
+    """Rejects settings that vLLM would ignore, or apply wrongly, in turns of a session."""
+    # vLLM makes requests of prompts in its front ends. Each of them creates a configuration first,
+    # which calls this function.
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import OutputProcessor
 
     replace(InputProcessor, "process_inputs", _refusing)
-    replace(OutputProcessor, "add_request", _alike_in_all_turns)
+    replace(OutputProcessor, "add_request", _require_same_settings)
 
 
-def _alike_in_all_turns(
+def _require_same_settings(
     add: Callable[..., None], self: Any, request: EngineCoreRequest, *args: Any, **options: Any
 ) -> None:
-    """A turn with logprobs behind one without ends the front end, by an assertion."""
+    # With logprobs in a later turn but not in the first, an assertion ends vLLM's front end.
     state, params = self.request_states.get(request.request_id), request.sampling_params
     for setting in OF_ALL_TURNS if state is not None and request.resumable else ():
         first, own = (getattr(of, setting, None) for of in (state.first_turn, params))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rejects requests that name token ids for which the model has no embedding.
+"""Rejects requests with token ids that have no embedding in the model.
 
-MLX does not check bounds: it would read past the embedding's array. vLLM also takes ids that only
-the tokenizer has.
+MLX does not check bounds and would read past the embedding's array. vLLM accepts ids that only the
+tokenizer has.
 """
 
 # Remove when vLLM rejects ids beyond vocab_size. Read against vLLM 0.33.
@@ -27,7 +27,7 @@ _MOST_NAMED = 5  # tokens in the log line of a start
 
 
 def reject_unknown_tokens() -> None:
-    """Has vLLM check each request's token ids; call it where requests are admitted."""
+    """Makes vLLM check each request's token ids; call it where requests are admitted."""
     from vllm.v1.engine.input_processor import InputProcessor
 
     replace(InputProcessor, "__init__", _name_tokens_without_embedding)
@@ -43,7 +43,7 @@ def _name_tokens_without_embedding(
     size, tokenizer = self.model_config.get_vocab_size(), self.tokenizer
     if tokenizer is None or tokenizer.max_token_id < size:
         return
-    # A common case, and no reason to refuse a start: tokens of images, or a pad token.
+    # Common, and no reason to reject a start: tokens of images, or a pad token.
     above = sorted((id, token) for token, id in tokenizer.get_vocab().items() if id >= size)
     named = ", ".join(f"{token!r} ({id})" for id, token in above[:_MOST_NAMED])
     more = f" and {len(above) - _MOST_NAMED} more" if len(above) > _MOST_NAMED else ""
@@ -72,7 +72,7 @@ def _check_prompt(
 
 
 def _embedded(prompt: Mapping[str, Any]) -> list[int]:
-    """The token ids of a prompt, less those in whose place images and others are put."""
+    # Leaves out placeholders: images and other inputs replace their embeddings.
     token_ids: list[int] = prompt["prompt_token_ids"]
     if prompt["type"] != "multimodal":
         return token_ids
@@ -96,7 +96,7 @@ def _check_bad_words(
 
 
 def _check(token_ids: Iterable[int], size: int, parameter: str) -> None:
-    """Raises VLLMValidationError, HTTP 400 at the server, for ids outside of [0, size)."""
+    """Raises VLLMValidationError (HTTP 400 at the server) for ids outside [0, size)."""
     ids = list(token_ids)
     if not ids or (min(ids) >= 0 and max(ids) < size):
         return

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The few functions of torchvision that transformers' image processors call, made of torch's own.
+"""Implements the torchvision functions that transformers' image processors call, with torch.
 
-Names, arguments and results are those of `torchvision.transforms.v2.functional`, for tensors
-[..., C, H, W] alone.
+Names, arguments and results are those of `torchvision.transforms.v2.functional`, only for tensors
+[..., C, H, W].
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class InterpolationMode(Enum):
-    """How pixels are made of others, by torchvision's names."""
+    """torchvision's interpolation modes."""
 
     NEAREST = "nearest"
     NEAREST_EXACT = "nearest-exact"
@@ -35,13 +35,13 @@ _WITH_ANTIALIAS = (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)
 
 
 def pil_to_tensor(image: Image) -> torch.Tensor:
-    """A PIL image as a tensor [C, H, W] of its own dtype, as a rule uint8."""
+    """Converts a PIL image to a tensor [C, H, W] of its own dtype, usually uint8."""
     pixels = np.array(image, copy=True)
     return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[..., None]).permute(2, 0, 1)
 
 
 def grayscale_to_rgb(image: torch.Tensor) -> torch.Tensor:
-    """An image of three channels: its single one three times, or itself."""
+    """Repeats a single channel three times; returns an image of three channels unchanged."""
     if image.shape[-3] != 1:
         return image
     return image.expand(*image.shape[:-3], 3, *image.shape[-2:])
@@ -53,18 +53,17 @@ def resize(
     interpolation: InterpolationMode = InterpolationMode.BILINEAR,
     antialias: bool = True,
 ) -> torch.Tensor:
-    """A float or uint8 image of another size (height, width), of the same dtype.
-
-    torch rounds and limits uint8 between width and height, as Pillow does.
+    """Resizes a float or uint8 image to (height, width), keeping its dtype.
 
     Raises:
-        ValueError: torch has no such interpolation.
+        ValueError: torch does not have this interpolation.
     """
     if interpolation not in (*_WITH_ANTIALIAS, *list(InterpolationMode)[:2]):
         raise ValueError(f"torch does not interpolate by {interpolation.value!r}")
     smooth = {}
     if interpolation in _WITH_ANTIALIAS:
         smooth = {"align_corners": False, "antialias": antialias}
+    # torch rounds and clips uint8 between the two axes, as Pillow does.
     flat = image.reshape(-1, *image.shape[-3:])
     made = functional.interpolate(flat, size=tuple(size), mode=interpolation.value, **smooth)
     return made.reshape(*image.shape[:-2], *size)
@@ -76,7 +75,7 @@ def normalize(
     std: float | Iterable[float] | torch.Tensor,
     inplace: bool = False,
 ) -> torch.Tensor:
-    """An image less `mean`, over `std`, both by channel."""
+    """Subtracts `mean` and divides by `std`, both per channel."""
     shift, scale = (_by_channel(values, image) for values in (mean, std))
     result = image if inplace else image.clone()
     return result.sub_(shift).div_(scale)
@@ -91,11 +90,11 @@ def _by_channel(
 def pad(
     image: torch.Tensor, padding: Sequence[int], fill: float = 0, padding_mode: str = "constant"
 ) -> torch.Tensor:
-    """An image with columns and rows around it: left, top, right, bottom."""
+    """Pads an image by columns and rows: left, top, right, bottom."""
     left, top, right, bottom = padding
     return functional.pad(image, (left, right, top, bottom), padding_mode, fill or 0)
 
 
 def crop(image: torch.Tensor, top: int, left: int, height: int, width: int) -> torch.Tensor:
-    """A part of an image, which lies within it."""
+    """Returns a region within an image."""
     return image[..., top : top + height, left : left + width]

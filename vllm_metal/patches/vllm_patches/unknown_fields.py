@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of requests that vLLM does not know: it ignores them, and says so to nobody.
+"""Reports request fields that vLLM does not know and silently ignores.
 
-Clients' libraries add fields every month, so that an unknown one is no error: a header of the
-response lists them. But a name that means something to other servers, or once did here, changes
-what the client expects: those are answered with the name to use.
+Client libraries add fields every month, so an unknown field is no error: a response header lists
+it. But a field that means something to other servers, or once did here, changes what the client
+expects: it is rejected with the name to use.
 """
 
 # Remove when vLLM reports fields that it does not know. Read against vLLM 0.33.
@@ -29,7 +29,7 @@ logger = init_logger(__name__)
 HEADER = "x-ignored-fields"
 _GRAMMAR = "use structured_outputs, or response_format"
 _AT_START = "it is set when the server starts, by "
-#: Names that mean something elsewhere, and what to do here.
+#: Maps fields of other servers to the remedy here.
 MEANT: dict[str, str] = {
     **dict.fromkeys(
         (
@@ -59,7 +59,7 @@ MEANT: dict[str, str] = {
     "do_sample": "use temperature 0 for no sampling",
     "num_beams": "use n, temperature and top_p; beams are not searched",
 }
-#: Bounds of what clients can write into the header, and into the log.
+#: Limits on what clients can write into the header and into the log.
 _LONGEST, _MOST = 64, 32
 _MARK = "vllm_metal_unknown_fields"
 _LOGGED: set[str] = set()
@@ -67,10 +67,9 @@ _ignored: ContextVar[dict[str, None] | None] = ContextVar("ignored", default=Non
 
 
 def tell_of_unknown_fields() -> None:
-    """Changes request classes; call it before vLLM's routes are made, which copy their schemas.
-
-    Bodies of other routes may be of one of several classes, which know other fields each.
-    """
+    """Changes request classes; call it before vLLM's routes are made, which copy their schemas."""
+    # Other routes are left alone: a body there may be of one of several classes, each with fields
+    # of its own.
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -90,7 +89,7 @@ def tell_of_unknown_fields() -> None:
 
 
 def _checked(fields: Any, known: frozenset[str]) -> Any:
-    """The schema of a class's fields with a check before it; of each once."""
+    # Several request classes may share a schema: each gets only one check.
     if (fields.get("metadata") or {}).get(_MARK):
         return fields
     return core_schema.no_info_before_validator_function(
@@ -109,18 +108,14 @@ def _check_by(known: frozenset[str]) -> Callable[[Any], Any]:
     def check(data: Any) -> Any:
         if isinstance(data, dict):
             for name in data.keys() - known:
-                _note(str(name))
+                _record(str(name))
         return data
 
     return check
 
 
-def _note(name: str) -> None:
-    """Notes a field that is ignored, or refuses it.
-
-    Raises:
-        PydanticCustomError: it means something elsewhere.
-    """
+def _record(name: str) -> None:
+    """Records an ignored field; raises PydanticCustomError if it has a meaning elsewhere."""
     if (remedy := MEANT.get(name)) is not None:
         raise PydanticCustomError("unknown_field", f"{name} is not supported: {remedy}")
     name = name[:_LONGEST].encode("ascii", "backslashreplace").decode()
@@ -133,11 +128,11 @@ def _note(name: str) -> None:
 
 
 def around(app: ASGIApp, state: Any) -> ASGIApp:
-    """Returns the application, with responses that list the fields that had no effect."""
-    return _Telling(app)
+    """Wraps the application so that responses list the fields that had no effect."""
+    return _ReportIgnored(app)
 
 
-class _Telling:
+class _ReportIgnored:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
@@ -147,7 +142,7 @@ class _Telling:
             return
         ignored: dict[str, None] = {}
 
-        async def telling(message: Message) -> None:
+        async def sending(message: Message) -> None:
             if message["type"] == "http.response.start" and ignored:
                 listed = ", ".join(sorted(name for name in ignored if name.isprintable()))
                 MutableHeaders(scope=message)[HEADER] = listed
@@ -155,6 +150,6 @@ class _Telling:
 
         token = _ignored.set(ignored)
         try:
-            await self._app(scope, receive, telling)
+            await self._app(scope, receive, sending)
         finally:
             _ignored.reset(token)
