@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds what each layer of a loaded model keeps between steps, by tracing it for one token."""
+"""Finds what each layer of a loaded model keeps between steps, by tracing one token."""
 
 from __future__ import annotations
 
@@ -42,34 +42,34 @@ __all__ = [
 
 
 class Probe(Protocol):
-    """Stands where the model expects a layer's cache, and notes what the layer does with it."""
+    """Replaces a layer's cache during tracing, and records what the layer does with it."""
 
     def layer(self, name: str) -> StatefulLayer:
-        """What was noted, once a forward has been built.
+        """Returns what was recorded, after a forward was built.
 
         Raises:
-            NotImplementedError: the layer cannot be served; the message goes on after the name of
-                the model's type.
+            NotImplementedError: the layer is not supported; the message continues a sentence that
+                begins with the model's type.
         """
 
 
 class _AttentionProbe(AttendingCache):
-    """Notes what a layer writes and whether its attention comes through the seam."""
+    """Records what a layer writes, and whether its attention comes through the seam."""
 
     def __init__(self, window: int | None) -> None:
         self._window = window
-        self.shared = False  # whether layers that keep no K/V read those of others
-        self.num_calls = 0  # of attention
-        self._given: tuple[Any, Any] | None = None  # to the layer, as K and V
+        self.shared = False  # whether layers without K/V of their own read this layer's
+        self.num_calls = 0  # calls of attention
+        self._given: tuple[Any, Any] | None = None  # K and V as returned to the layer
         self._key_shape: tuple[int, ...] | None = None
         self._value_shape: tuple[int, ...] | None = None
         self._num_heads: int | None = None
         self._sinks: mx.Dtype | None = None
         self._softcap: float | None = None
-        self._latent: nn.Module | None = None  # that computes latent attention
+        self._latent: nn.Module | None = None  # the module that computes latent attention
         self._offset = mx.zeros(1, mx.int32)
         self._rotated: OfLayer | None = None
-        self._is_keys = False  # what was rotated; else the second part of latents
+        self._is_keys = False  # keys were rotated; otherwise the second part of the latents
         self._turns_queries = False
 
     def __getattr__(self, name: str) -> Any:
@@ -89,7 +89,7 @@ class _AttentionProbe(AttendingCache):
         return self._given
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """See SharedCache."""
+        """Returns placeholders for K and V, see SharedCache."""
         return self, self
 
     def attend(
@@ -112,12 +112,12 @@ class _AttentionProbe(AttendingCache):
     def attend_latent(
         self, queries: mx.array, values: mx.array, position_queries: mx.array, scale: float
     ) -> mx.array | None:
-        # mlx-lm's modules of latent attention have this projection, and no others do.
+        # Only mlx-lm's modules of latent attention have this projection.
         module = module_calls.under_way()[-1].module
         if "embed_q" not in module:
             return None
         self._num_heads, self._latent = queries.shape[1], module
-        # Of longer rows the values are of the heads' own width, which need not be the queries'.
+        # With several rows, values have the heads' own width, which may differ from the queries'.
         return mx.zeros((*queries.shape[:3], values.shape[-1]), queries.dtype)
 
     def layer(self, name: str) -> AttentionLayer:
@@ -157,7 +157,7 @@ class _AttentionProbe(AttendingCache):
 
 
 def _alike(array: Any, given: Any) -> bool:
-    """Whether they can be the same: one may be in another dtype."""
+    # They may be the same array in another dtype.
     if isinstance(array, mx.array) and isinstance(given, mx.array):
         return array.shape == given.shape
     return array is given or array.__class__ is given.__class__
@@ -171,8 +171,7 @@ def _rotating(cache: RotatingKVCache) -> Probe:
     return _AttentionProbe(int(cache.max_size))
 
 
-#: What reads a layer, by the type of cache that mlx-lm gives it. A new kind of layer has its line
-#: here.
+#: Probes by the type of mlx-lm's cache. A new kind of layer needs a line here.
 PROBES: Mapping[type, Callable[[Any], Probe]] = {
     KVCache: lambda cache: _AttentionProbe(None),
     RotatingKVCache: _rotating,
@@ -183,9 +182,7 @@ PROBES: Mapping[type, Callable[[Any], Probe]] = {
 def attention_layers(model: nn.Module, model_type: str) -> list[StatefulLayer]:
     """Reads the layers by building, not running, a forward of one token.
 
-    Args:
-        model: an mlx-lm model.
-        model_type: its family, for messages.
+    `model_type` is for messages.
 
     Raises:
         NotImplementedError: a layer keeps state of an unknown kind, or does its own attention.
@@ -201,12 +198,13 @@ def _layers(model: nn.Module) -> list[StatefulLayer]:
         placed = _probed(model, 1)
     states = _recurrent(placed)
     if states:
+        # A state that grows with the tokens is not supported: a second length shows it.
         longer = _recurrent(_probed(model, 2))
         for name, probe in states.items():
             probe.check_shapes_of(longer[name], name)
     sharing = len(placed) < len(model.layers)
     num_calls = [probe.num_calls for probe in placed if isinstance(probe, _AttentionProbe)]
-    # Fewer caches than layers: the others read K/V of these, or do not attend.
+    # Fewer caches than layers: the other layers read K/V of these, or do not attend.
     if sharing and sum(num_calls) not in (len(model.layers), len(num_calls)):
         raise NotImplementedError(
             f"has {len(model.layers)} layers and {len(placed)} caches, but only "
@@ -214,7 +212,7 @@ def _layers(model: nn.Module) -> list[StatefulLayer]:
         )
     layers = [probe.layer(name) for name, probe in _named(placed)]
     if not any(isinstance(layer, RunLayer) for layer in layers):
-        # Steps launch our own kernels; mlx-lm's serve the check of a text, with its dense forward.
+        # Steps launch our own kernels; mlx-lm's only serve the dense check, which runs whole texts.
         calls = [call for call in calls if call.takes_texts]
     return [
         replace(layer, library_calls=tuple(calls)) if isinstance(layer, RecurrentLayer) else layer
@@ -223,7 +221,7 @@ def _layers(model: nn.Module) -> list[StatefulLayer]:
 
 
 def _probed(model: nn.Module, num_tokens: int) -> list[Probe | list[Probe]]:
-    """Probes that a forward of so many tokens was built over: a list where a layer has several."""
+    # Traces a forward of `num_tokens`. A layer with several caches gets a list of probes.
     placed: list[Probe | list[Probe]] = [
         [_probe(each) for each in cache.caches] if isinstance(cache, CacheList) else _probe(cache)
         for cache in make_prompt_cache(model)
@@ -248,17 +246,17 @@ def _recurrent(placed: Sequence[Probe | list[Probe]]) -> dict[str, RecurrentProb
 def decoder_layer(
     layer: nn.Module, name: str, hidden_size: int, dtype: mx.Dtype, window: int | None = None
 ) -> StatefulLayer:
-    """What a single layer of attention keeps, by building a forward of one token.
+    """Finds what a single attention layer keeps, by building a forward of one token.
 
     Args:
-        layer: of mlx-lm's; takes hidden states, a mask and a cache.
-        name: of what it keeps.
-        hidden_size: of its hidden states.
-        dtype: of these.
-        window: positions a query sees, itself included; None: all before it.
+        layer: of mlx-lm; takes hidden states, a mask and a cache.
+        name: the name of what it keeps.
+        hidden_size: width of its hidden states, which are of `dtype`.
+        dtype: see `hidden_size`.
+        window: positions that a query sees, itself included; None means all before it.
 
     Raises:
-        NotImplementedError: it keeps something else; the message goes on after the layer's name.
+        NotImplementedError: it keeps something else; the message continues the layer's name.
     """
     cache = KVCache() if window is None else RotatingKVCache(window)
     probe = _probe(cache)

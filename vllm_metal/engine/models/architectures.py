@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells which architectures vLLM takes, without an import of its registry."""
+"""Checks that vLLM supports an architecture, without importing its registry."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ from vllm_metal.settings.architectures import (
     WITH_IMAGES,
 )
 
-#: Tables of vLLM's registry whose models are served by their text.
+#: Tables of vLLM's registry with models that are served as text models.
 _TABLES = ("_TEXT_GENERATION_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
-#: What a decoder's architecture ends in, and in what where it embeds or classifies.
+#: Suffixes of decoders' architectures, and of those that embed or classify.
 _GENERATES = ("ForCausalLM", "LMHeadModel")
 _POOLS = ("Model", "ForSequenceClassification", "ForTokenClassification")
 
 
 def check(content: Mapping[str, Any]) -> None:
-    """
-    Args:
-        content: of a config.json that is no encoder's.
+    """Checks the architectures of a config.json that is not an encoder's.
 
     Raises:
-        ModelLoadError: it names no model_type; or vLLM knows the model's family, and serves none of
-            its architectures.
+        ModelLoadError: there is no model_type, or vLLM knows the family but none of the
+            architectures.
     """
     names, model_type = content.get("architectures") or (), content.get("model_type")
     if not isinstance(model_type, str):
@@ -59,11 +57,7 @@ def check(content: Mapping[str, Any]) -> None:
 
 
 def _check_type(content: Mapping[str, Any]) -> None:
-    """Checks that mlx-lm has a module of a model_type, or the folder code of its own.
-
-    Raises:
-        ModelLoadError: neither.
-    """
+    # mlx-lm must have a module for the model_type, unless the folder has code of its own.
     from vllm_metal.patches.mlx_patches import registry
 
     if not content.get("model_file") and not registry.has_module(content):

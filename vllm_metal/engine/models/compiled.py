@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forwards whose graph MLX builds again by itself, without a call of the model's Python."""
+"""Compiles forwards, so that MLX rebuilds their graphs without calling the model's Python."""
 
 from __future__ import annotations
 
@@ -19,40 +19,39 @@ from vllm_metal.patches.mlx_patches.traced_layers import TransposedWeights, angl
 
 logger = init_logger(__name__)
 
-#: The most rows: of decode steps and of those that verify drafts. Prefill spends its time on the
-#: device, and hardly ever has the same shapes twice.
+#: Largest compiled forward, in rows: decode steps and those that verify drafts. Prefill spends its
+#: time on the device, and hardly ever repeats a shape.
 MAX_ROWS = 512
-#: Graphs kept, the least recently used goes first. An engine decodes with a few at a time: shapes
+#: Graphs kept, least recently used evicted first. An engine decodes with a few at a time: shapes
 #: change when requests come, go, or outgrow a width of the block table.
 _MAX_GRAPHS = 64
 
 
 @dataclass
 class Graphs:
-    """Whether an engine's forwards may be built by graphs, and how many were."""
+    """Whether an engine's forwards may be compiled, and how many were."""
 
     allowed: bool = True
-    num_built: int = 0  # forwards, ever
+    num_built: int = 0  # forwards built by graphs so far
 
 
 @dataclass
 class _Graph:
-    """A compiled forward, and what it leaves."""
+    """A compiled forward, and the outputs that it leaves in storages."""
 
-    compute: Callable[[list[mx.array]], list[mx.array]] | None = None  # None: seen once, not traced
+    compute: Callable[[list[mx.array]], list[mx.array]] | None = None  # None: shape seen only once
     num_results: int = 0
-    #: Of each storage, for each of its outputs: the scope whose plan it was made by, and its number
-    #: of arrays. Noted when the graph is traced.
+    #: Per storage and output: index of the scope with its plan, and number of its arrays. Recorded
+    #: while tracing.
     left: list[list[tuple[int, int]]] = field(default_factory=list)
 
 
 class CompiledForward:
-    """Builds one kind of forward of a network; those of shapes that come again as compiled graphs.
+    """Builds a network's forwards, from compiled graphs for shapes that recur."""
 
-    mlx-lm's models build a graph anew for each step, by a call in Python for every operation. MLX
-    can trace one such call, and then builds the same graph from other arrays by itself, with
-    elementwise operations joined. What a graph depends on besides is part of its key.
-    """
+    # mlx-lm's models build a graph for each step with a Python call per operation. MLX can trace
+    # one such call, and then rebuild the graph for other arrays by itself, with elementwise
+    # operations fused. Everything else that a graph depends on is part of its key.
 
     def __init__(
         self,
@@ -64,14 +63,13 @@ class CompiledForward:
     ) -> None:
         """
         Args:
-            build: the network's Python: from inputs and plans to arrays. It may pass over the rows
-                several times, each time by plans of its own.
+            build: the network's Python: from inputs and plans to arrays. It may run several passes,
+                each with its own plans.
             module: the network, with its weights.
             states: the storage that the forward reads and writes.
-            graphs: whether to make any; forwards that they build are counted there.
-            variables: from inputs to lists and dictionaries of arrays that the forward reads, and
-                that may be others in the next step. Of two inputs that differ in nothing but their
-                arrays they are the same.
+            graphs: allows graphs, and counts the forwards that they build.
+            variables: from inputs to lists and dictionaries of arrays that the forward reads and
+                that may change between steps. Inputs that differ only in arrays must give the same.
         """
         self._build = build
         self._states = [state for state in states if isinstance(state, Traceable)]
@@ -83,12 +81,9 @@ class CompiledForward:
         self._weights = TransposedWeights(module)
 
     def __call__(self, inputs: object, plans: Sequence[object], num_rows: int) -> list[mx.array]:
-        """What the forward gives; lazy. The step has begun.
+        """Returns the forward's lazy results; call it after `begin_step`.
 
-        Args:
-            inputs: arrays, in dataclasses and tuples.
-            plans: of its scopes.
-            num_rows: of the forward.
+        `inputs` are arrays in dataclasses and tuples, `plans` those of the scopes.
         """
         results = self._by_graph(inputs, plans, num_rows) if self._traceable else None
         return self._build(inputs, plans) if results is None else results
@@ -96,11 +91,10 @@ class CompiledForward:
     def _by_graph(
         self, inputs: object, plans: Sequence[object], num_rows: int
     ) -> list[mx.array] | None:
-        """What a graph computes; None where there is no graph of such steps.
+        # None without a graph for these shapes. A shape is traced when it comes the second time:
+        # most prompts' shapes never recur. This also keeps tables that a model caches in its first
+        # call out of the graph.
 
-        A shape that comes for the first time is not traced: most of a prompt's never come again.
-        So tables that a model makes in its first call, and keeps, stay out of the graph.
-        """
         # Command buffers that end amid a forward cannot be traced.
         if num_rows > MAX_ROWS or any(getattr(plan, "pace", None) for plan in plans):
             return None
@@ -120,7 +114,7 @@ class CompiledForward:
             graph.compute = mx.compile(traced, inputs=self._variables(inputs))
             try:
                 outputs = graph.compute(arrays)
-            except (RuntimeError, ValueError) as error:  # the model wants to see a value
+            except (RuntimeError, ValueError) as error:  # the model reads an array's value
                 logger.info(
                     "MLX cannot compile the model, so Python builds the graph of each step: %s",
                     error,
@@ -135,7 +129,7 @@ class CompiledForward:
         return outputs[: graph.num_results]
 
     def _graph(self, key: Hashable) -> _Graph | None:
-        """None: these shapes come for the first time."""
+        # None for new shapes, which are remembered.
         graph = self._graphs.pop(key, None)
         self._graphs[key] = graph or _Graph()
         if len(self._graphs) > _MAX_GRAPHS:
@@ -145,14 +139,8 @@ class CompiledForward:
     def _traced(
         self, graph: _Graph, inputs: object, plans: Sequence[object], num_inputs: Sequence[int]
     ) -> Callable[[list[mx.array]], list[mx.array]]:
-        """The forward as a function of arrays alone; it notes what storages it leaves outputs in.
-
-        Args:
-            graph: whose `num_results` and `left` are filled in.
-            inputs: of the forward. Of these and of the plans, all but the arrays is taken as it is.
-            plans: of the scopes.
-            num_inputs: arrays of each storage.
-        """
+        # The forward as a function of arrays only; it fills in the graph's `num_results` and
+        # `left`. Everything else in `inputs` and `plans` becomes a constant of the graph.
 
         def forward(arrays: list[mx.array]) -> list[mx.array]:
             given = iter(arrays)
@@ -177,7 +165,7 @@ class CompiledForward:
         return forward
 
     def _accept(self, graph: _Graph, plans: Sequence[object], outputs: Iterator[mx.array]) -> None:
-        """Hands the graph's extra outputs (pending writes, fences) to the states."""
+        """Passes the graph's extra outputs (pending writes, fences) to the states."""
         for state, left in zip(self._states, graph.left, strict=True):
             state.outputs = [
                 Pending(plans[place], [next(outputs) for _ in range(count)])
@@ -186,5 +174,4 @@ class CompiledForward:
 
 
 def _place(plans: Sequence[object], plan: object) -> int:
-    """Which of the plans it is."""
     return next(place for place, each in enumerate(plans) if each is plan)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a model computes through the paged path what its own module computes without it."""
+"""Checks that a model's paged forward computes the same as mlx-lm's own dense forward."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from mlx_lm.models.cache import make_prompt_cache
 from vllm_metal.engine.models.parts import ModelParts
 from vllm_metal.identity.model_files import ModelLoadError
 
-#: The largest mean difference of log-probabilities, by the dtype of weights. Both forwards round
-#: alike in float32: 1e-4 is usual. With 16 bits they round at other places, and an expert that
-#: changes moves a token's by one half; a module that is served wrong moves most tokens' by more
-#: than one.
+#: Largest mean difference of log-probabilities, by dtype of the weights. In float32 both forwards
+#: round nearly the same: 1e-4 is usual. In 16 bits they round at different operations, and a
+#: changed expert moves a token's value by 0.5; a wrong module moves those of most tokens by over 1.
 LIMITS = {mx.float32: 0.01, mx.float16: 0.7, mx.bfloat16: 0.7}
-#: Likewise of hidden states, by their lengths: two that have nothing in common are 1.4 apart.
+#: The same for hidden states, relative to their norms: two unrelated states are 1.4 apart.
 HIDDEN_LIMITS = {mx.float32: 0.01, mx.float16: 0.5, mx.bfloat16: 0.5}
-#: Of float32 where MLX may multiply it as TF32 (from M5 on): products of several rows have 11 bits
-#: of it then, those of one row all, and the two forwards differ in their rows.
+#: For float32 where MLX may multiply it as TF32 (from M5 on): products of several rows then have 11
+#: bits of mantissa, those of one row all 24, and the two forwards differ in their rows.
 TF32_LIMIT = 0.05
 _REPORT = (
     "Please report it; --additional-config '{\"dense_check\": false}' serves the model nevertheless"
@@ -32,7 +31,7 @@ _REPORT = (
 
 @dataclass(frozen=True)
 class PagedLogits:
-    """What an engine said of a text. logprobs: of each token but the first."""
+    """An engine's result for a text. logprobs: of each token but the first."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -40,23 +39,19 @@ class PagedLogits:
 
 @dataclass(frozen=True)
 class PagedHidden:
-    """What an engine that pools computed of a text. hidden_states: [n, H] float32."""
+    """A pooling engine's result for a text. hidden_states: [n, H] float32."""
 
     token_ids: Sequence[int]
     hidden_states: np.ndarray
 
 
 def check_hidden(parts: ModelParts, told: PagedHidden, dtype: mx.Dtype, model_type: str) -> None:
-    """Computes the hidden states once more, at once and with mlx-lm's own cache.
+    """Compares hidden states of a short text with a dense forward over mlx-lm's own cache.
 
-    Args:
-        parts: of the model that was asked.
-        told: of a text of a few tokens.
-        dtype: of its weights.
-        model_type: for the message.
+    `dtype` is that of the weights, `model_type` is for the message.
 
     Raises:
-        ModelLoadError: what was told is not what the model computes.
+        ModelLoadError: they differ by more than the limit.
     """
     expected = np.array(parts.dense_hidden(told.token_ids).astype(mx.float32))
     apart = np.linalg.norm(told.hidden_states - expected, axis=-1)
@@ -71,16 +66,12 @@ def check_hidden(parts: ModelParts, told: PagedHidden, dtype: mx.Dtype, model_ty
 
 
 def check(model: nn.Module, told: PagedLogits, dtype: mx.Dtype, model_type: str) -> None:
-    """Computes the text once more, at once and with mlx-lm's own cache.
+    """Compares log-probabilities of a short text with a dense forward over mlx-lm's own cache.
 
-    Args:
-        model: that was asked.
-        told: of a text of a few tokens.
-        dtype: of its weights.
-        model_type: for the message.
+    `dtype` is that of the weights, `model_type` is for the message.
 
     Raises:
-        ModelLoadError: what was told is not what the model computes.
+        ModelLoadError: they differ by more than the limit.
     """
     if not told.logprobs:
         return
@@ -91,7 +82,7 @@ def check(model: nn.Module, told: PagedLogits, dtype: mx.Dtype, model_type: str)
     expected = np.array(chosen - mx.logsumexp(logits, axis=-1))
     difference = float(np.abs(expected - np.array(told.logprobs)).mean())
     limit = _limit(LIMITS, dtype)
-    if not difference <= limit:  # nor where it is not a number
+    if not difference <= limit:  # written so that NaN fails, too
         raise ModelLoadError(
             f"{model_type} gives wrong results with the paged KV cache: log-probabilities "
             f"of a short text differ from mlx-lm's own forward by {difference:.2g} on "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a loaded model over the pool: rows in, hidden states and logits out."""
+"""Runs a loaded model over the pool: tokens in, hidden states and logits out."""
 
 from __future__ import annotations
 
@@ -30,12 +30,9 @@ class ModelExecutor(PagedLayers):
         graphs: Graphs | None = None,
         variables: Callable[[ForwardInputs], object] = lambda inputs: None,
     ) -> None:
-        """
-        Args:
-            parts: an mlx-lm model's.
-            layers, layer_states, group_of, block_size: see PagedLayers.
-            graphs: whether forwards may be built by graphs; None: they may, and nobody counts.
-            variables: see CompiledForward.
+        """Takes an mlx-lm model's parts; for the rest see PagedLayers and CompiledForward.
+
+        Without `graphs`, compiled forwards are allowed and not counted.
         """
         super().__init__(layers, layer_states, group_of, block_size)
         self.parts = parts
@@ -45,12 +42,9 @@ class ModelExecutor(PagedLayers):
     def forward_hidden(
         self, rows: Rows, block_tables: BlockTables, inputs: ForwardInputs | None = None
     ) -> mx.array:
-        """[T, 1, H] hidden states of the rows, for `compute_logits`; lazy.
+        """Returns [T, 1, H] hidden states of the rows, for `compute_logits`; lazy.
 
-        Args:
-            rows: the step's.
-            block_tables: of the requests.
-            inputs: what the model reads; None: the rows' own `inputs`.
+        `inputs` replaces the rows' own `inputs`.
         """
         self.begin_step()
         inputs = inputs or rows.inputs
@@ -61,16 +55,16 @@ class ModelExecutor(PagedLayers):
         return hidden_states
 
     def _build(self, inputs: ForwardInputs, plans: Sequence[object]) -> list[mx.array]:
-        """The model's hidden states, and those that its observers are shown."""
+        # CompiledForward takes one list: hidden states first, then those for the observers.
         with self.during(inputs.positions[0], plans) as caches:
             found = [self.parts.forward_hidden(inputs, caches)]
         return found + [state for observer in self.parts.observers for state in observer.newest]
 
     def compute_logits(self, hidden_states: mx.array) -> mx.array:
-        """[N, V] logits of [N, 1, H] hidden states; lazy."""
+        """Returns [N, V] logits of [N, 1, H] hidden states; lazy."""
         return self.parts.compute_logits(hidden_states)
 
     def forward(self, rows: Rows, block_tables: BlockTables) -> mx.array:
-        """[N, V] logits of the rows' `logits_indices`; lazy."""
+        """Returns [N, V] logits of the rows' `logits_indices`; lazy."""
         hidden_states = self.forward_hidden(rows, block_tables)
         return self.compute_logits(rows.of_logits(hidden_states))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds mlx-lm's decoders without a head: checkpoints may lack it, or have one for other tasks."""
+"""Builds mlx-lm's decoders without a head, for checkpoints without one or with another task's."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import mlx.nn as nn
 from vllm_metal.engine.weights.layers import dense_rows
 from vllm_metal.patches.mlx_patches import registry as patches
 
-#: What mlx-lm's families call the module that makes logits.
+#: Names of the module that makes logits in mlx-lm's families.
 _HEADS = ("lm_head", "embed_out", "output")
-#: What a checkpoint of a decoder alone begins its names with, where one of the whole has "model.".
+#: Name prefixes in a checkpoint of only the decoder; a whole model's have "model." before them.
 _OF_DECODERS = ("embed_tokens.", "layers.", "norm.")
-#: Arrays of a head of another task, which `pooling.classifier` reads for itself.
+#: Arrays of another task's head, which `pooling.classifier` reads itself.
 OTHER_HEAD = "score."
 
 
 def classes(config: dict[str, Any]) -> tuple[type, type]:
-    """mlx-lm's model and its arguments for a config.json, as `mlx_patches.registry.classes`.
+    """Returns mlx-lm's model and arguments for a config.json, as `mlx_patches.registry.classes`.
 
-    The model takes a checkpoint that has no head for logits, or one for another task. Its own head
-    is there only if the checkpoint has it.
+    The model takes checkpoints without a head for logits, or with another task's; it only has its
+    own head if the checkpoint does.
 
     Raises:
         ValueError: mlx-lm has no such module.
@@ -52,14 +52,14 @@ def _headless(model: type) -> type:
 
 
 def _whole_name(model: nn.Module, name: str) -> str:
-    """An array's name in the whole model, where a checkpoint of the decoder alone has it so."""
+    # A checkpoint of only the decoder omits "model.".
     inner = model.get("model")
     alone = isinstance(inner, nn.Module) and "layers" in inner and name.startswith(_OF_DECODERS)
     return f"model.{name}" if alone else name
 
 
 def head_path(model: nn.Module) -> str | None:
-    """Where the module is that makes logits; None: the embedding does, or it was dropped."""
+    """Returns the path of the module that makes logits, or None if tied or dropped."""
     for path, module in model.named_modules():
         if path.split(".")[-1] in _HEADS and not _within_layers(path) and module.parameters():
             return path
@@ -71,14 +71,14 @@ def _within_layers(path: str) -> bool:
 
 
 class _NoHead(nn.Module):
-    """Stands where a model calls its head, and has nothing to compute."""
+    """Replaces a model's head and computes nothing."""
 
     def __call__(self, hidden_states: mx.array) -> mx.array:
         return hidden_states
 
 
 def drop_head(model: nn.Module) -> None:
-    """Takes away the module that makes logits; the model can give hidden states only."""
+    """Removes the module that makes logits; the model then only gives hidden states."""
     if (path := head_path(model)) is None:
         return
     *outer, name = path.split(".")
@@ -87,12 +87,9 @@ def drop_head(model: nn.Module) -> None:
 
 
 def head_rows(model: nn.Module, embedding: nn.Module, token_ids: Sequence[int]) -> mx.array:
-    """[n, H] float32 rows of the weight that makes logits, as if it were not quantized; lazy.
+    """Returns [n, H] float32 rows of the head's weight, dequantized; lazy.
 
-    Args:
-        model: with its head, if it has one of its own.
-        embedding: of the model, which is the head where there is no other.
-        token_ids: of the rows.
+    `embedding` is used if the model has no head of its own.
     """
     ids = mx.array(list(token_ids))
     if (path := head_path(model)) is None:

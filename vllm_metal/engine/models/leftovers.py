@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accounts for every tensor of a checkpoint: a parameter, without effect here, or an error.
 
-Families' `sanitize` functions rename, stack and drop tensors without a word. A tensor that they
-drop is either of a kind below, or something that the model would silently be served without.
+Families' `sanitize` functions silently rename, stack and drop tensors. A dropped tensor is of a
+kind listed below, or the model would silently be served without it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Arrays = dict[str, mx.array]
 Classes = Callable[[dict[str, Any]], tuple[type, type]]
 _DIGITS = re.compile(r"\d+")
 _PARTS = ("scales", "biases", "global_scale", "output_scale")  # of a packed weight
-_NAMED_KINDS = 4  # in a message
+_NAMED_KINDS = 4  # most kinds in a message
 
 #: Tensors that compute nothing here, by reason.
 _ROTARY = re.compile(r"(?:^|\.)(?:rotary\w*|rope)\.\w+$|(?:^|\.)embed_positions$")
@@ -41,18 +41,18 @@ _OF_MTP_LAYERS = re.compile(r"^(.*layers\.\d+\.)(?:eh_proj|enorm|hnorm|shared_he
 _SCALES = re.compile(
     r"\.(?:k|v|q|kv|prob|output|input|prob_output|activation|input_activation)_(?:scale|zero_point)$"
 )
-_OF_POOLERS = "score."  # read by the pooler itself
+_OF_POOLERS = "score."  # the pooler reads it itself
 
 
 @dataclass(frozen=True)
 class _Kinds:
-    """The kinds of tensors in a checkpoint that compute nothing here."""
+    """Recognizes tensors of a checkpoint that compute nothing here."""
 
-    mtp_layers: tuple[str, ...]  # beginnings of names
+    mtp_layers: tuple[str, ...]  # prefixes of names
     tied: bool  # the model has no head of its own
 
     def reason(self, name: str, array: mx.array) -> str | None:
-        """Why a tensor is left out; None: it must not be."""
+        """Returns why a tensor is left out, or None if it must not be."""
         if _ROTARY.search(name):
             return "rotary buffers, which are computed"
         if _MASKS.search(name) and (array.ndim == 4 or array.size == 1):
@@ -71,10 +71,9 @@ class _Kinds:
 
 
 def accounted(classes: Classes) -> Classes:
-    """Makes the model's `sanitize` account for every tensor that it is given.
+    """Makes the model's `sanitize` account for every tensor that it gets.
 
-    Args:
-        classes: gives the model and its arguments for a config.json.
+    `classes` gives the model and its arguments for a config.json.
     """
 
     def found(config: dict[str, Any]) -> tuple[type, type]:
@@ -99,11 +98,8 @@ def _accounting(model: type) -> type:
 
 
 def _sanitized(model: type, instance: Any, weights: Arrays) -> tuple[Arrays, str]:
-    """The arrays under the names of parameters, and what became of each tensor, as a log line.
-
-    Raises:
-        ModelLoadError: a tensor is dropped that may compute something.
-    """
+    # Returns the arrays by parameter names, and a log line on what became of each tensor. Raises
+    # ModelLoadError for a dropped tensor that may compute something.
     parameters = _parameters(instance)
     marked = [_OF_MTP_LAYERS.match(name) for name in weights]
     mtp = tuple({str(match[1]) for match in marked if match} - parameters)
@@ -115,6 +111,8 @@ def _sanitized(model: type, instance: Any, weights: Arrays) -> tuple[Arrays, str
     reasons = {name: kinds.reason(name, array) for name, array in rest.items()}
     unknown = {name: array for name, array in rest.items() if reasons[name] is None}
     given = {id(array) for array in weights.values()}
+    # If the new arrays have as many elements as the missing ones, nothing was dropped, only stacked
+    # or split. Otherwise `_consumed` finds out by running `sanitize` without each kind.
     made = sum(array.size for array in found.values() if id(array) not in given)
     consumed = set(unknown)
     if sum(array.size for array in unknown.values()) != made:
@@ -125,7 +123,7 @@ def _sanitized(model: type, instance: Any, weights: Arrays) -> tuple[Arrays, str
     counted = Counter(each for each in reasons.values() if each is not None)
     if dropped:
         counted["heads of other tasks"] = len(dropped)
-    # The module has no parameter for these, and would refuse them.
+    # The module has no parameter for these and would reject them.
     for name in [name for name in found if _base(name) not in parameters]:
         if (reason := kinds.reason(name, found[name])) is not None:
             counted[reason] += 1
@@ -144,7 +142,7 @@ def _run(model: type) -> Callable[[Any, Arrays], Arrays]:
 
 
 def _parameters(instance: Any) -> set[str]:
-    """Names of parameters, and of all modules that have some, with a dot behind."""
+    # Also the modules that have parameters, with a trailing dot.
     flat = cast(list[tuple[str, mx.array]], tree_flatten(instance.parameters()))
     names = {name for name, _ in flat}
     parts = (name.split(".") for name in names)
@@ -152,7 +150,7 @@ def _parameters(instance: Any) -> set[str]:
 
 
 def _base(name: str) -> str:
-    """The parameter of whose packed weight an array is a part."""
+    # Scales and biases belong to the parameter with the packed weight.
     path, _, part = name.rpartition(".")
     return f"{path}.weight" if part in _PARTS else name
 
@@ -160,10 +158,8 @@ def _base(name: str) -> str:
 def _consumed(
     run: Callable[[Arrays], Arrays], weights: Arrays, found: Arrays, rest: Iterable[str]
 ) -> set[str]:
-    """Names of tensors without whose kind other arrays are made, or none.
-
-    A kind is all tensors whose names differ in numbers alone.
-    """
+    # A kind is all tensors whose names differ only in numbers. It is consumed if other arrays
+    # change, or fail to be made, without it.
     kinds: dict[str, list[str]] = {}
     for name in rest:
         kinds.setdefault(_DIGITS.sub("#", name), []).append(name)
@@ -173,7 +169,7 @@ def _consumed(
         left = {name: array for name, array in weights.items() if name not in set(names)}
         try:
             is_dropped = _outlines(run(left)) == whole
-        except Exception:  # it looked for them
+        except Exception:  # `sanitize` needs them
             is_dropped = False
         if not is_dropped:
             consumed.update(names)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives model modules that mlx-lm lacks, towers and encoders, from the optional mlx-vlm."""
+"""Imports model modules that mlx-lm lacks (towers and encoders) from the optional mlx-vlm."""
 
 import os
 from collections.abc import Iterator
@@ -14,19 +14,19 @@ from vllm_metal.settings.extras import install_advice
 #: Variables that importing mlx-vlm sets for the whole process.
 _VARIABLES = ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "TRANSFORMERS_VERBOSITY")
 
-#: Modules of transformers whose processor importing a family changes, and the start of its name.
+#: Modules of transformers with a processor that importing a family changes, and its name prefix.
 _PROCESSORS = {"lfm2_vl": ("transformers.models.lfm2_vl.processing_lfm2_vl", "Lfm2VlProcessor")}
 
 
 def family(name: str, wanted_by: str) -> ModuleType:
-    """The module `mlx_vlm.models.NAME`. Whoever imports it gets nothing else changed.
+    """Imports `mlx_vlm.models.NAME` and undoes the import's other changes.
 
     Args:
-        name: of the module, as a rule the `model_type` of a configuration.
+        name: usually the `model_type` of a configuration.
         wanted_by: what needs it, as the subject of the error's sentence.
 
     Raises:
-        ImportError: mlx-vlm is not installed; the message has the command that installs it.
+        ImportError: mlx-vlm is not installed; the message has the install command.
         ModuleNotFoundError: this release of mlx-vlm has no such family.
     """
     if find_spec("mlx_vlm") is None:
@@ -37,7 +37,7 @@ def family(name: str, wanted_by: str) -> ModuleType:
 
 @contextmanager
 def _processor_unchanged(name: str) -> Iterator[None]:
-    """Takes back what mlx-vlm changes of a family's own processor, with which vLLM reads images."""
+    # mlx-vlm changes a family's own processor, with which vLLM reads images.
     if name not in _PROCESSORS:
         yield
         return
@@ -59,11 +59,11 @@ def _processor_unchanged(name: str) -> Iterator[None]:
 
 @contextmanager
 def _process_unchanged() -> Iterator[None]:
-    """Takes back what mlx-vlm changes on import: processors of transformers, and its log level."""
+    # On import, mlx-vlm changes processors of transformers and their log level.
     from transformers import AutoProcessor
 
     variables = {name: os.environ.get(name) for name in _VARIABLES}
-    # A class without it is hollow: see `vllm_patches.partial_imports`.
+    # A stub class lacks it: see `vllm_patches.partial_imports`.
     from_pretrained = AutoProcessor.__dict__.get("from_pretrained")
     try:
         yield

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MTP layers by family: where a checkpoint keeps its first one, and what that layer computes.
+"""Describes MTP layers by family: the first one's place in a checkpoint, and its computation.
 
-Readable without MLX: only the functions that build a decoder layer import it.
+Does not need MLX; only the functions that build a decoder layer import it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     import mlx.nn as nn
 
 #: Builds the decoder layer from mlx-lm's arguments and config.json: the layer and its sliding
-#: window in tokens, None where it attends to everything before it.
+#: window in tokens, or None without a window.
 BlockBuilder = Callable[[Any, Mapping[str, Any]], "tuple[nn.Module, int | None]"]
 
 
-#: What conversions of a multimodal checkpoint put before the names of its text model.
+#: Conversions of a multimodal checkpoint put this before the names of its text model.
 _OF_TEXT = "language_model."
 
 
@@ -29,26 +29,24 @@ class MTPFamily:
     """Facts about the MTP layers of one family."""
 
     title: str  # the models' name, for users
-    model_types: tuple[str, ...]  # of targets, in their config.json
-    prefix: str  # of the layer's array names; {} stands for the target's number of layers
+    model_types: tuple[str, ...]  # of target models, in their config.json
+    prefix: str  # of the layer's array names; {} is replaced by the target's number of layers
     #: From the checkpoint's module names to MTPHead's; None marks copies of the target's embedding
-    #: and head, which are not loaded. All names not listed are the decoder layer's.
+    #: and head, which are not loaded. Unlisted names belong to the decoder layer.
     names: Mapping[str, str | None]
     build_block: BlockBuilder
     hidden_first: bool = False  # `fc` reads the hidden state before the embedding, not after it
     reads_normed: bool = True  # reads the target's states after its last norm, not before it
     feeds_normed: bool = True  # its next pass reads its own output after `norm`, not before it
-    masks_first: bool = True  # trained with a zero embedding in the first row of a text
-    #: Checkpoints have a norm's weights less one. mlx-lm adds it as it reads one, and conversions
-    #: have it added.
+    masks_first: bool = True  # trained with a zero embedding at the first position of a text
+    #: Checkpoints store norm weights minus one. mlx-lm adds one when it reads such a checkpoint,
+    #: and conversions have it added.
     norms_from_zero: bool = False
 
     def own_name(self, name: str, num_layers: int) -> str | None:
-        """An array of the checkpoint as MTPHead names it; None: the head does not load it.
+        """Returns an array's name in MTPHead, or None if the head does not load it.
 
-        Args:
-            name: in the checkpoint.
-            num_layers: of the target.
+        `num_layers` is the target's.
         """
         prefix = self.prefix.format(num_layers)
         name = name.removeprefix(_OF_TEXT)
@@ -68,12 +66,7 @@ def _mimo_block(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module, int | 
 
 
 def _one_more(module: str, name: str) -> BlockBuilder:
-    """Builds one more of the target's layers, which has attention, whatever the others have.
-
-    Args:
-        module: of mlx_lm.models.
-        name: of its class of a layer.
-    """
+    # Builds one more of the target's layers, always with full attention.
 
     def build(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module, int | None]:
         layer = getattr(import_module(f"mlx_lm.models.{module}"), name)
@@ -90,12 +83,12 @@ def _exaone_moe_block(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module, 
 
     (kind, *_) = config.get("mtp_layer_types") or args.layer_types
     (window, *_) = config.get("mtp_sliding_windows") or [args.sliding_window]
-    # Always dense, always with rotary positions, which mlx-lm gives to windowed layers only.
+    # Always dense and with rotary positions, which mlx-lm only gives to windowed layers.
     args = dataclasses.replace(args, layer_types=["sliding_attention"], is_moe_layer=[False])
     return exaone_moe.DecoderLayer(args, 0), None if kind == "full_attention" else window
 
 
-#: Names of families whose MTP layer is one more of the target's layers.
+#: Names in families whose MTP layer is one more of the target's layers.
 _ONE_MORE_LAYER = {
     "enorm": "embedding_norm",
     "hnorm": "hidden_norm",
@@ -104,7 +97,7 @@ _ONE_MORE_LAYER = {
     "shared_head.head": None,
     "embed_tokens": None,
 }
-#: Names of families that keep it apart.
+#: Names in families that store it separately.
 _APART = {
     "pre_fc_norm_embedding": "embedding_norm",
     "pre_fc_norm_hidden": "hidden_norm",
@@ -126,7 +119,7 @@ def _qwen3_5(title: str, model_type: str) -> MTPFamily:
     )
 
 
-#: By architecture of the layer, as vLLM names it.
+#: MTP families by the architecture of the layer, as vLLM names it.
 MTP_FAMILIES: Mapping[str, MTPFamily] = {
     "MiMoMTPModel": MTPFamily(
         "MiMo",

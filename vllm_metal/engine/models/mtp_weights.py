@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays of an MTP layer, as the modules of mlx-lm that compute it have them.
+"""Loads the arrays of an MTP layer for the mlx-lm modules that compute it.
 
-mlx-lm's families leave MTP layers out when they read a checkpoint (`sanitize`). Here the layer's
-arrays get the names of a layer that is read, so that the family does with them what it does with
-the target's own: it stacks experts, splits the projections of MLA, decodes fp8, moves norms.
+mlx-lm's families skip MTP layers when they read a checkpoint (`sanitize`). Here the layer's arrays
+get the names of a regular layer, so that the family treats them like the target's: it stacks
+experts, splits MLA projections, decodes fp8 and shifts norms.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _BLOCK = "block."  # before the names of the decoder layer's own arrays
-#: By its shape, families tell whether a checkpoint has been converted.
+#: Families recognize a converted checkpoint by its shape.
 _CONVOLUTION = "conv1d.weight"
 _NORMS = ("embedding_norm.weight", "hidden_norm.weight", "norm.weight")
 
@@ -31,14 +31,10 @@ _NORMS = ("embedding_norm.weight", "hidden_norm.weight", "norm.weight")
 def mtp_weights(
     config: VllmConfig, family: MTPFamily, model: nn.Module, num_layers: int, head: nn.Module
 ) -> Placed:
-    """The layer's arrays by the head's names: `block.` before those of the decoder layer.
+    """Returns the layer's arrays by the head's names: `block.` precedes the decoder layer's.
 
-    Args:
-        config: whose speculative_config names the checkpoint.
-        family: of the target.
-        model: the target, as mlx-lm has it.
-        num_layers: of the target.
-        head: as it is made, without weights.
+    `config.speculative_config` names the checkpoint. `family`, `model` (mlx-lm's) and `num_layers`
+    are the target's; `head` has no weights.
 
     Raises:
         loader.ModelLoadError: the checkpoint has no MTP layer, or is unreadable.
@@ -65,7 +61,7 @@ def mtp_weights(
         if name in found
     }
     if family.norms_from_zero:
-        # Without one, it is of MTP layers alone, as its authors published them.
+        # A checkpoint without one has only MTP layers, as published: give the unconverted shape.
         weights[_CONVOLUTION] = next(iter(convolutions.values()), mx.zeros((1, 1, 2)))
 
     def sanitize(_: nn.Module, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -81,7 +77,7 @@ def mtp_weights(
 def _read_as_a_layer(
     model: nn.Module, arrays: dict[str, mx.array], norms_from_zero: bool
 ) -> dict[str, mx.array]:
-    """What the family's `sanitize` makes of the arrays, by the same names."""
+    # Runs the family's `sanitize` under a regular layer's names, and returns the former names.
     sanitize = getattr(model, "sanitize", None)
     place = _place(model)
     if sanitize is None:
@@ -95,6 +91,7 @@ def _read_as_a_layer(
     }
     layer_norm = "input_layernorm.weight"
     moved = found.get(layer_norm) is not given.get(f"{place}{layer_norm}")
+    # The family shifts norms of regular layers only, so the head's own norms follow suit here.
     if norms_from_zero and moved:
         found |= {name: found[name] + 1.0 for name in _NORMS if name in found}
     return stacked(
@@ -103,6 +100,6 @@ def _read_as_a_layer(
 
 
 def _place(model: nn.Module) -> str:
-    """Before the names of the arrays of the model's first layer."""
+    # The prefix of the first layer's arrays.
     first = model.layers[0]
     return next(f"{name}." for name, module in model.named_modules() if module is first)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers of one network over the pool, told of each step together."""
+"""Connects the layers of one network to the pool, step by step."""
 
 from __future__ import annotations
 
@@ -29,29 +29,25 @@ from vllm_metal.patches.mlx_patches import rotations
 
 
 class EarlierSlots:
-    """Where the forwards of one hand-over write, for those after them."""
+    """Slots that the earlier forwards of one submission write, for the later ones."""
 
     def __init__(self, num_forwards: int, num_rows: int) -> None:
-        """
-        Args:
-            num_forwards: the most that are handed over together.
-            num_rows: of each.
-        """
+        """Takes the most forwards of one submission, and the rows of each."""
         self._none_np = np.full((num_forwards - 1) * num_rows, -1, np.int32)
         self._by_group: dict[int, np.ndarray] = {}
 
     def of(self, group: int) -> np.ndarray:
-        """[E] int32, see StepLayout."""
+        """Returns [E] int32, see StepLayout."""
         return self._by_group.get(group, self._none_np)
 
     def add(self, group: int, slots_np: np.ndarray) -> None:
-        """Takes the slots of a forward's rows."""
+        """Adds the slots of a forward's rows."""
         slots_np = np.concatenate([self.of(group), slots_np])
         self._by_group[group] = slots_np[len(slots_np) - len(self._none_np) :]
 
 
 class PagedLayers:
-    """What the layers of one network keep, and the step at hand."""
+    """The storage of one network's layers, and the current step."""
 
     def __init__(
         self,
@@ -65,26 +61,25 @@ class PagedLayers:
         """
         Args:
             layers: the network's, in the order of its caches.
-            layer_states: storage by layer name; those of other networks are looked after, too.
+            layer_states: storage by layer name; may include other networks', which are managed too.
             group_of: KV cache group by layer name.
             block_size: tokens of a block.
             paced: whether long steps end command buffers as they go; False for a forward that is
                 recorded and not run.
-            begins_steps: False where each forward belongs to a step that another network's forward
-                over the same pool has begun.
+            begins_steps: False if another network's forward over the same pool begins each step.
         """
         self.block_size = block_size
         self._pace = Pace() if paced else None
         self._begins_steps = begins_steps
         self._by_name, self._group_of = dict(layer_states), dict(group_of)
         self.layer_states = list(dict.fromkeys(layer_states.values()))
-        #: What those lie in.
+        #: The storages that contain the layer states.
         self.storages = list(dict.fromkeys(state.storage for state in self.layer_states))
-        #: Whether a step may be handed to the device while the one before still runs.
+        #: Whether a step may be submitted to the device while the previous one still runs.
         self.pipelined = all(storage.pipelined for storage in self.storages)
         self._rotates = any(getattr(storage, "rotates", False) for storage in self.storages)
         self._restorable = [state for state in self.layer_states if isinstance(state, Restorable)]
-        # Layers that share a block table and a kind share a step's plan.
+        # Layers with the same block table and kind share a step's plan.
         scopes: dict[tuple[int, Hashable], StepScope] = {}
         self._caches: list[Any] = []
         for place, of_place in groupby(layers, lambda layer: layer.place):
@@ -97,25 +92,20 @@ class PagedLayers:
             self._caches.append(caches[0] if layer.name == place else tuple(caches))
         self._scopes = [(group, scope) for (group, _), scope in scopes.items()]
         self._sequences = [each for each in scopes.values() if isinstance(each, SequenceScope)]
-        #: Whether the host must know which drafts a step kept before the next one is laid out.
+        #: Whether the host must know a step's accepted drafts before it lays out the next step.
         self.needs_outcome = bool(self._restorable) or not all(
             scope.by_kernels for scope in self._sequences
         )
         #: Whether `learn` has anything to do.
         self.keeps_states = bool(self._restorable or self._sequences)
         own = [layer_states[layer.name] for layer in layers]
-        #: Of this network's own layers, each after the one it lies in.
+        #: This network's own layer states, each after the storage that contains it.
         self.own_states = list(
             dict.fromkeys(each for state in own for each in (state.storage, state))
         )
 
     def update_blocks(self, zeroed: Sequence[int], copied: Sequence[tuple[int, int]]) -> None:
-        """What the scheduler wants of whole blocks before the next forward.
-
-        Args:
-            zeroed: blocks to clear.
-            copied: (source, target) blocks to copy after that.
-        """
+        """Clears blocks, then copies (source, target) blocks, before the next forward."""
         for state in self.layer_states:
             state.begin_step()
         for storage in self.storages:
@@ -126,14 +116,10 @@ class PagedLayers:
                 storage.copy_blocks(sources, targets)
 
     def learn(self, rows: Rows, last_rows_np: np.ndarray) -> None:
-        """Tells layers that keep states which drafts of a step were accepted.
+        """Passes a step's accepted drafts to layers with recurrent state.
 
-        Called in the order of the steps, once their tokens are known.
-
-        Args:
-            rows: of the step.
-            last_rows_np: [R] int32, of each request of that step the row of its last token that was
-                accepted.
+        Call it in the order of the steps. `last_rows_np` is [R] int32: for each request of the
+        step, the row of its last accepted token.
         """
         for state in self._restorable:
             state.restore(last_rows_np)
@@ -141,17 +127,15 @@ class PagedLayers:
             scope.kept.learn(rows.query_start_loc_np, last_rows_np)
 
     def leave(self, req_idx: int) -> None:
-        """A request is gone; another one may take its row."""
+        """Forgets a request, so that another one may take its index."""
         for scope in self._sequences:
             scope.kept.leave(req_idx)
 
     def settle(self, req_indices_np: np.ndarray | None = None) -> None:
-        """Has blocks hold the states after all accepted tokens that the host knows of.
+        """Writes the states after all accepted tokens that the host knows of into blocks.
 
-        Between steps: where a request's blocks are kept for others, or for its own return.
-
-        Args:
-            req_indices_np: [n] int32, requests; None: all.
+        Call it between steps, for requests ([n] int32, None for all) with blocks that are kept for
+        others or for the request's own return.
         """
         plans = [scope.settling(req_indices_np) for scope in self._sequences]
         if not any(plans):
@@ -164,7 +148,7 @@ class PagedLayers:
                     state.settle(plan)
 
     def begin_step(self) -> None:
-        """Puts what was left for later into the pool, before the plans of what is built next."""
+        """Applies deferred writes to the pool, before plans of the next forward are made."""
         if self._begins_steps:
             for state in self.layer_states:
                 state.begin_step()
@@ -176,14 +160,10 @@ class PagedLayers:
         earlier: EarlierSlots | None = None,
         runs: tuple[Run, ...] = (),
     ) -> list[object]:
-        """What each scope needs of a forward.
+        """Returns the plan of each scope for a forward.
 
-        Args:
-            rows: of the forward.
-            block_tables: of the requests.
-            earlier: of the hand-over that the forward is one of, which gets these rows' slots;
-                None: it is handed over by itself.
-            runs: of these rows, see StepLayout.
+        `earlier` are the slots of earlier forwards in the same submission, to which the rows' are
+        added; None for a forward that is submitted alone. `runs`: see StepLayout.
         """
         layouts: dict[int, StepLayout] = {}
         for group, _ in self._scopes:
@@ -199,13 +179,9 @@ class PagedLayers:
 
     @contextmanager
     def during(self, positions: mx.array, plans: Sequence[object]) -> Iterator[list[Any]]:
-        """The layers' caches, for the forward that is built inside.
+        """Yields the layers' caches for the forward that is built inside; they end with it.
 
-        The caches serve nobody after that, also where the forward raises.
-
-        Args:
-            positions: [T] int32, of the rows.
-            plans: of the scopes.
+        `positions` are [T] int32, of the rows.
         """
         with ExitStack() as stack:
             if self._rotates:
@@ -216,18 +192,18 @@ class PagedLayers:
 
     @contextmanager
     def step(self, rows: Rows, block_tables: BlockTables) -> Iterator[list[Any]]:
-        """As `during`, for these rows alone, once the step has begun."""
+        """Works like `during`, for these rows only, and begins the step."""
         self.begin_step()
         with self.during(rows.positions, self.plans(rows, block_tables)) as caches:
             yield caches
 
     def block_pages(self) -> BlockPages:
-        """Whole blocks of the pool, of all networks whose storage these layers look after."""
+        """Returns whole blocks of the pool, of all networks with storage in these layers."""
         groups: list[list[str]] = [[] for _ in range(max(self._group_of.values()) + 1)]
         for name, group in self._group_of.items():
             groups[group].append(name)
         return BlockPages(self._by_name, groups)
 
     def pool_arrays(self) -> list[mx.array]:
-        """The pool as it stands, for whoever must wait for it or measure it."""
+        """Returns the pool's current arrays, to wait for or to measure."""
         return [array for storage in self.storages for array in storage.arrays]

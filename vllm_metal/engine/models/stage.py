@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline parallel: the layers that one rank computes of a model with unchanged shape and names.
+"""Pipeline parallel: one rank's layers of a model that keeps its structure and names.
 
-The layers of other ranks stay where they are, without weights: mlx-lm's models choose masks, ropes
-and kinds by a layer's place. Those before the rank's own pass on what they are given, and the last
-of them gives the hidden states that the rank before has sent. The first one behind ends the call.
+Layers of other ranks stay in place, without weights: mlx-lm's models choose masks, ropes and kinds
+by a layer's index. Those before the rank's own pass their input on, except that the last of them
+returns the hidden states received from the previous rank. The first one after ends the call.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.engine.models import headless
 from vllm_metal.engine.models.embedding import embedding_of
 
-#: Of `ForwardInputs.extras`: [T, ...] hidden states that the rank before has sent.
+#: Key in `ForwardInputs.extras`: [T, ...] hidden states from the previous rank.
 HIDDEN = "hidden"
 
 
 class HiddenReturned(Exception):
-    """Ends a call of a model, with the hidden states that it has come to."""
+    """Ends a call of a model, and carries the hidden states computed so far."""
 
     def __init__(self, hidden_states: mx.array) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class HiddenReturned(Exception):
 
 @dataclass(frozen=True)
 class Stage:
-    """Layers `start` to `end`, of `num_layers`."""
+    """Layers `start` up to but not including `end`, of `num_layers`."""
 
     start: int
     end: int
@@ -43,11 +43,7 @@ class Stage:
 
     @staticmethod
     def of(num_layers: int, rank: int, size: int) -> Stage:
-        """Returns the stage that vLLM gives a rank.
-
-        Raises:
-            ValueError: there are fewer layers than ranks.
-        """
+        """Returns the stage that vLLM assigns to a rank; raises ValueError for too many ranks."""
         from vllm.distributed.utils import get_pp_indices
 
         if num_layers < size:
@@ -67,27 +63,22 @@ class Stage:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no other rank has layers."""
         return self.is_first and self.is_last
 
     def has(self, index: int) -> bool:
-        """Whether the layer is the rank's own."""
         return self.start <= index < self.end
 
     def own(self, layers: Sequence[StatefulLayer]) -> list[StatefulLayer]:
-        """The layers that the rank computes, of all of a model's."""
+        """Returns the layers that the rank computes, out of all of a model's."""
         return [layer for layer in layers if self.has(_index(layer))]
 
     def caches(self, caches: Sequence[Any], layers: Sequence[StatefulLayer]) -> list[Any]:
-        """A cache for each of the model's layers, as its call wants them.
+        """Returns a cache for each of the model's layers, as its call expects them.
 
-        A model may make a mask of the cache of another rank's layer, or ask it for positions. In
-        its place stands the cache of a layer of that kind, if this rank has one.
-
-        Args:
-            caches: of the rank's own layers.
-            layers: all of the model's, of one cache each.
+        `caches` are of the rank's own layers, `layers` all of the model's, one per cache.
         """
+        # A model may make a mask from the cache of another rank's layer, or read its positions: a
+        # cache of the same kind replaces it, if this rank has one.
         of_kind: dict[Hashable, Any] = {}
         for cache, layer in zip(caches, self.own(_first_of_each(layers)), strict=True):
             of_kind.setdefault(layer.kind, cache)
@@ -98,7 +89,7 @@ class Stage:
         ]
 
     def keep(self, model: nn.Module) -> None:
-        """Takes away what other ranks compute; weights that were not read yet never will be."""
+        """Removes what other ranks compute; weights that were not read yet never will be."""
         layers = model.layers
         own = {id(module) for layer in layers[self.start : self.end] for module in layer.modules()}
         for index, layer in enumerate(layers):
@@ -119,14 +110,9 @@ class Stage:
 
 
 def check_stages(model: nn.Module, layers: Sequence[StatefulLayer]) -> None:
-    """Refuses a model whose layers need others than the one before them.
+    """Raises NotImplementedError for a model whose layers need more than their predecessor.
 
-    Args:
-        model: mlx-lm's.
-        layers: what all of its layers keep.
-
-    Raises:
-        NotImplementedError: layers keep nothing of their own, or are one module several times.
+    These are layers without a cache of their own, or one module used as several layers.
     """
     if len(_first_of_each(layers)) != len(model.layers):
         raise NotImplementedError("has layers without a cache of their own")
@@ -148,19 +134,15 @@ def _end(self: nn.Module, hidden_states: mx.array, *args: Any, **kwargs: Any) ->
 
 
 def _empty(layer: nn.Module, kept: Collection[int]) -> None:
-    """Takes the arrays out of a layer; what says of which kind it is stays.
-
-    Args:
-        layer: of another rank.
-        kept: ids of modules that the rank's own layers have, too: ropes, say.
-    """
+    # Removes the arrays of another rank's layer, but keeps what models read to tell its kind, and
+    # modules that the rank's own layers share, such as ropes.
     for module in (each for each in layer.modules() if id(each) not in kept):
         for name in [name for name, value in module.items() if _holds_arrays(value)]:
             del module[name]
 
 
 def _holds_arrays(value: Any) -> bool:
-    """Whether it is an array, a module that computes with its own, or a collection of such."""
+    # An array, a module that computes with its own, or a collection of these.
     if isinstance(value, mx.array):
         return True
     if isinstance(value, nn.Module):
@@ -178,7 +160,7 @@ def _replace_call(module: nn.Module, call: Callable[..., mx.array]) -> None:
 
 
 class _NoEmbedding(nn.Module):
-    """Stands for the embedding where no layer reads what it gives, but for the shape and dtype."""
+    """Replaces an embedding that no layer reads; only its result's shape and dtype count."""
 
     def __init__(self, given: mx.array) -> None:
         super().__init__()
@@ -203,5 +185,5 @@ def _index(layer: StatefulLayer) -> int:
 
 
 def _first_of_each(layers: Sequence[StatefulLayer]) -> list[StatefulLayer]:
-    """One for each layer, which may have several caches: the first of them."""
+    # A layer may have several caches: the first one counts.
     return list({layer.place: layer for layer in reversed(layers)}.values())[::-1]

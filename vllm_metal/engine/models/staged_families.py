@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mlx-lm's modules of which stages, one after another, were shown to compute what the whole does.
+"""mlx-lm's modules that were shown to compute the same in pipeline stages as in one piece.
 
 tests/engine/models/test_stage.py cuts a small model of each module at every layer, and compares the
 logits with those of mlx-lm's own dense forward.
 """
 
-#: Whose layers keep states, all or some.
+#: Modules with recurrent state in all or some layers.
 STAGED_STATES = frozenset(
     (
         "falcon_h1",
@@ -60,7 +60,7 @@ STAGED = STAGED_STATES | frozenset(
 
 
 def refusal(model_type: str) -> str | None:
-    """Why layers are not shared out, from the model_type of a config.json; None: they are."""
+    """Returns why a config.json's model_type does not run in stages, or None if it does."""
     if _module(model_type) in STAGED:
         return None
     return (
@@ -70,7 +70,7 @@ def refusal(model_type: str) -> str | None:
 
 
 def keeps_states(model_type: str) -> bool:
-    """Whether layers that are shared out keep states, all or some."""
+    """Returns whether distributed layers keep recurrent state, all or some."""
     return _module(model_type) in STAGED_STATES
 
 
