@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's grammar bitmasks, matched to the rows that sample."""
+"""Matches the scheduler's grammar bitmasks to sampling rows."""
 
 from __future__ import annotations
 
@@ -19,16 +19,13 @@ if TYPE_CHECKING:
 def match_grammar_mask(
     batch: InputBatch, output: GrammarOutput
 ) -> tuple[GrammarMask | None, InputBatch]:
-    """Finds the rows that the scheduler's grammar masks are for.
+    """Returns the masks by row (None if there are none) and the batch, with unmatched drafts at -1.
 
-    For each request with a grammar the scheduler sends one mask for the next token and one for
-    each row it reserved for a draft, in the order of its own list of requests. It advances a
-    grammar through the drafts it knows of; rows behind other drafts have no sound mask.
-
-    Returns:
-        The masks by row, None where no row has one; and the batch, its drafts behind which no
-        mask is sound replaced by -1, which is never accepted.
+    A draft of -1 is never accepted.
     """
+    # For each request with a grammar, in the order of its own list, the scheduler sends one mask
+    # for the next token and one for each row that it reserved for a draft. It advances a grammar
+    # through the drafts that it knows, so rows after other drafts have no valid mask.
     sampling = {
         batch.requests[index].req_id: n for n, index in enumerate(batch.sampling_np.tolist())
     }

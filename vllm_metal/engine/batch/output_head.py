@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StepEnd: what a step makes of its hidden states, tokens or embeddings say."""
+"""OutputHead: turns hidden states into results (tokens or embeddings)."""
 
 from __future__ import annotations
 
@@ -16,30 +16,24 @@ if TYPE_CHECKING:
 
 
 class OutputHead(PerRequestState, Protocol):
-    """Turns the hidden states of a step into its results; a column, for what requests ask of it."""
+    """Turns a step's hidden states into results, by per-request settings."""
 
-    #: Whether `finish` needs nothing more of the scheduler, a grammar's mask say. vLLM then gets
-    #: the results of a step in return for its word of it, and never asks for samples.
+    #: Whether `finish` needs nothing more of the scheduler, such as a grammar mask. vLLM then gets
+    #: a step's results from `execute_model`, and never calls `sample_tokens`.
     at_once: ClassVar[bool] = False
 
     @property
     def needs_host_tokens(self) -> bool:
-        """Whether `finish` reads the tokens of earlier steps, which the host must know by then."""
+        """Whether `finish` reads tokens of earlier steps, which the host must know by then."""
         return False
 
     def begin(self, batch: InputBatch, hidden_states: mx.array) -> None:
-        """Takes what it needs of a forward that has just been built; lazy.
+        """Takes what it needs of the forward just built; lazy.
 
-        Args:
-            batch: the step's rows.
-            hidden_states: [T, 1, H]. Whoever keeps all of them keeps their memory.
+        `hidden_states` are [T, 1, H]; keeping all of them keeps their memory.
         """
         ...
 
     def finish(self, grammar_output: GrammarOutput | None) -> tuple[StepOutput, list[mx.array]]:
-        """Builds the results of the forward begun last; lazy.
-
-        Returns:
-            The results, and all that the device has to compute for the step.
-        """
+        """Builds the results of the last begun forward, and the arrays to compute; lazy."""
         ...

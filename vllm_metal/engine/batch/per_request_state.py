@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RequestColumn: what requests bring for one part of a step, kept by req_idx; who is refused."""
+"""PerRequestState: requests' input to one part of a step, by req_idx; and rejected requests."""
 
 from __future__ import annotations
 
@@ -16,44 +16,41 @@ if TYPE_CHECKING:
 
 
 class RequestsRefused(Exception):
-    """Requests that a runner could not take in; all others it has."""
+    """Requests that a runner could not add; it has added all others."""
 
     def __init__(self, errors: dict[str, Exception]) -> None:
-        """
-        Args:
-            errors: by request id.
-        """
+        """Takes the errors by request id."""
         super().__init__(", ".join(errors))
         self.errors = errors
 
 
 class PerRequestState(Protocol):
-    """Keeps by req_idx what requests ask of one part of a step.
+    """Keeps requests' input to one part of a step by req_idx.
 
-    The runner has a list of them, and tells each of every request that enters or leaves its row. A
-    column reads what it wants of `RequestState.request`, which is all that the scheduler sent.
+    The runner notifies each of its states of every request that enters or leaves its index. A state
+    reads what it needs of `RequestState.request`, which is everything that the scheduler sent.
     """
 
     def step_begins(self, scheduler_output: SchedulerOutput) -> None:
-        """The scheduler's word of a step has come; requests are as the step before left them."""
+        """Called when a step arrives from the scheduler, before requests are updated."""
         return
 
     def enter(self, state: RequestState) -> None:
-        """A request starts, resumes, or begins another turn. It fails alone where this raises."""
+        """Called when a request starts, resumes or begins a turn. Exceptions fail only it."""
         ...
 
     def leave(self, req_idx: int) -> None:
-        """Empties a row, of which the column may know nothing; another request may take it."""
+        """Clears an index, perhaps an unknown one, so that another request may take it."""
         ...
 
     def extras(self, rows: Rows) -> Mapping[str, mx.array]:
-        """Arrays of [T, ...] that the forward of these rows gets by name (ForwardInputs.extras)."""
+        """Returns [T, ...] arrays for the forward by name (ForwardInputs.extras)."""
         return {}
 
     def inputs(self, rows: Rows, inputs: ForwardInputs) -> ForwardInputs:
-        """What the forward of these rows reads: `inputs`, and what the column has of the rows.
+        """Adds to the inputs of the forward of these rows.
 
         Raises:
-            RequestsRefused: some of the requests cannot be computed; they fail alone.
+            RequestsRefused: some requests cannot be computed; only these fail.
         """
         return inputs.with_extras(self.extras(rows))

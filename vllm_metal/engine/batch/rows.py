@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ragged batch as a model and the KV pool see it."""
+"""A ragged batch as the model and the KV pool see it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_metal.engine.kv_cache.layer_state import Run, StepLayout
 class Rows:
     """T rows of R requests; request r owns rows query_start_loc[r : r + 2], by position.
 
-    Where `behind` is there, `seq_lens_np` and `positions_np` are upper bounds.
+    With `lag`, `seq_lens_np` and `positions_np` are upper bounds.
     """
 
     req_indices_np: np.ndarray  # [R] int32
@@ -27,30 +27,28 @@ class Rows:
     positions_np: np.ndarray  # [T] int32
     positions: mx.array  # [T] int32
     input_ids: mx.array  # [T] int32, on the device
-    logits_indices: mx.array | None  # [N] int32, rows to compute logits of; None: all
+    logits_indices: mx.array | None  # [N] int32, rows that need logits; None: all
     num_drafts_np: np.ndarray | None = None  # [R] int32, drafts at a request's end; None: no drafts
     lag: PositionLag | None = None  # None: the host's positions are exact
-    stored_np: np.ndarray | None = None  # [T] bool, rows whose K/V are kept; None: all
+    stored_np: np.ndarray | None = None  # [T] bool, rows with K/V to store; None: all
 
     @property
     def inputs(self) -> ForwardInputs:
-        """What a model reads of the rows."""
+        """The model's inputs."""
         return ForwardInputs(self.input_ids, self.positions[None])
 
     def of_logits(self, hidden_states: mx.array) -> mx.array:
-        """[N, ...] of [T, ...]: the rows of which logits are wanted."""
+        """Selects the rows that need logits: [N, ...] of [T, ...]."""
         return hidden_states if self.logits_indices is None else hidden_states[self.logits_indices]
 
 
 def device_positions(
     positions_np: np.ndarray, requests_np: np.ndarray, lag: PositionLag | None
 ) -> mx.array:
-    """[T] int32, where rows lie.
+    """Returns the rows' exact positions, [T] int32.
 
-    Args:
-        positions_np: [T] int32, where the host has them.
-        requests_np: [T] int, which request of the batch each row belongs to.
-        behind: of these requests; None: the host's positions are exact.
+    `positions_np` [T] int32 are the host's, which may be off by `lag`, a request's. `requests_np`
+    [T] is each row's request in the batch.
     """
     positions = mx.array(positions_np)
     return positions if lag is None else positions - lag.counts[mx.array(requests_np)]
@@ -65,17 +63,12 @@ def step_layout(
     earlier_slots_np: np.ndarray | None = None,
     runs: tuple[Run, ...] = (),
 ) -> StepLayout:
-    """Where the rows lie in one KV cache group's blocks; those that are not kept: at slot -1.
+    """Maps the rows to slots of one KV cache group's blocks; -1 for rows that are not stored.
 
-    Args:
-        rows: the batch.
-        block_table_np: [max_num_reqs, max_blocks] int32, the group's table by req_idx.
-        block_size: tokens of a block.
-        pace: of the network; None: MLX ends command buffers.
-        group: the group.
-        earlier_slots_np, runs: see StepLayout.
+    `block_table_np` is [max_num_reqs, max_blocks] int32, by req_idx. Without `pace`, MLX ends
+    command buffers. `earlier_slots_np` and `runs`: see StepLayout.
     """
-    # Narrowed to the longest context, so that a step's cost follows what it really holds.
+    # Cut to the longest context, so that a step's cost depends on its actual content.
     width = -(-int(rows.seq_lens_np.max()) // block_size)
     tables = block_table_np[rows.req_indices_np, :width]
     requests = np.repeat(np.arange(len(rows.req_indices_np)), np.diff(rows.query_start_loc_np))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides whether a step's tokens are read before the next step is handed to the device.
+"""Decides whether a step's tokens are read before the next step is submitted to the device.
 
-Tokens may be told once an evaluation that began after their step ended has succeeded (see
-`device.errors`). The next hand-over is one where the host has read the tokens before it; else the
-check takes a command buffer of its own. A host that is slower than its device finds the tokens
-there, so it reads them early for nothing. A device that is slower would run dry meanwhile: tokens
-are read after the hand-over, and the device does the check between two steps.
+Tokens may be returned once an evaluation that began after their step ended has succeeded (see
+`device.errors`). The next submission is such an evaluation if the host has read the tokens before
+it; otherwise the check takes a command buffer of its own. If the host is slower than the device,
+the tokens are ready and an early read costs nothing. If the device is slower, it would run idle
+meanwhile, so tokens are read after the submission and the device runs the check between two steps.
 """
 
 from __future__ import annotations
@@ -19,24 +19,22 @@ FIRST, MOST = 8, 1024
 
 
 class EarlyReads:
-    """Stands around hand-overs; after each early read that waited, asks for twice as many quick."""
+    """Reads tokens around submissions; each early read that waits doubles the next threshold."""
 
     def __init__(self) -> None:
         self._needed = FIRST
-        self._quick = 0  # reads in a row, the latest ones
-        self._newest: StepOutput | None = None  # the step handed over last
+        self._quick = 0  # latest reads in a row that did not wait
+        self._newest: StepOutput | None = None  # the step submitted last
 
     @property
     def due(self) -> bool:
-        """Whether the next read comes before the next hand-over."""
+        """Whether the next read comes before the next submission."""
         return self._quick >= self._needed
 
     def before_submit(self, newest: StepOutput | None, ended: bool) -> None:
-        """Reads the tokens of the step that was handed over last, where that is due.
+        """Reads the tokens of the newest submitted step, if that is due.
 
-        Args:
-            newest: that step; None: there is none.
-            ended: whether the host has waited for it in any case.
+        `ended` says that the host has waited for the step in any case.
         """
         if self._newest is not None and self._newest.wait_s is not None:
             self._note(self._newest.wait_s)
@@ -45,7 +43,7 @@ class EarlyReads:
             newest.token_ids()
 
     def after_submit(self) -> None:
-        """A hand-over has succeeded: a step whose tokens were read before it has not failed."""
+        """Marks a step as checked if its tokens were read before a submission that succeeded."""
         if self._newest is not None and self._newest.wait_s is not None:
             self._newest.checked = True
 

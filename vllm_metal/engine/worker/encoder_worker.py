@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EncoderWorker: MetalWorker for encoders, which keep nothing of a text and need no pool."""
+"""EncoderWorker: MetalWorker for encoders, which keep no state between steps and have no pool."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class EncoderModel(ServedModel):
     """An encoder and its pooler; there is no pool."""
 
     samples = False
-    backend = SCATTER  # of which there are no layers
+    backend = SCATTER  # unused: there are no layers with K/V
 
     @property
     def _encoder(self) -> Encoder:
@@ -65,21 +65,19 @@ class EncoderModel(ServedModel):
         types = TokenTypes(
             config.scheduler_config.max_num_seqs, getattr(model.hf_config, "type_vocab_size", 1)
         )
-        # Of the target, a worker asks nothing but the model in what is not overridden here.
+        # In code that is not overridden here, a worker only uses the target's `model`.
         target = cast(Any, encoder)
         return Networks(target, [], None, 0, columns=(types,), pooler=pooler)
 
     def _pooler(self, served: Architecture, head: torch.nn.Module | None) -> Pooler:
-        """vLLM's pooler, by the rows that the family's head is for.
-
-        `token_classify` is left out: in vLLM it is the head's last layer alone.
-        """
+        # The pooler uses the rows that the family's head was trained on. `token_classify` is left
+        # out: in vLLM it is only the head's last layer.
         model = self._config.model_config
         config = model.pooler_config
         assert config is not None
         if head is None:
             return poolers.make(self._config, None)
-        if served.family is MODERNBERT:  # its file names the rows, and vLLM follows it alone
+        if served.family is MODERNBERT:  # its config.json names the rows; vLLM uses only that
             named = str(model.hf_config.classifier_pooling).upper()
             config.seq_pooling_type = cast(Any, named)
         pooler: Any = poolers.make(self._config, head.to(model.head_dtype))
@@ -90,7 +88,7 @@ class EncoderModel(ServedModel):
         return {}
 
     def pool_size(self, memory: MemoryPlanner, transfer_bytes: int) -> int:
-        """No bytes: there is no pool. vLLM does not ask."""
+        """Returns 0: there is no pool, and vLLM does not ask."""
         return 0
 
     def executor(self) -> EncoderExecutor:
@@ -111,7 +109,7 @@ class EncoderModel(ServedModel):
 
 
 class EncoderWorker(MetalWorker):
-    """Owns an encoder and its runner. A step's texts are there from beginning to end."""
+    """Owns an encoder and its runner. Every step has whole texts."""
 
     @cached_property
     def served(self) -> EncoderModel:

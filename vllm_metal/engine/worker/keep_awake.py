@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a Mac from falling asleep while an engine has requests.
+"""Keeps a Mac awake while an engine has requests.
 
 An idle Mac on battery sleeps within minutes, in the middle of an agent's run. A closed lid puts it
-to sleep whatever a program asks for.
+to sleep regardless.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
-#: Seconds without a request until the Mac may sleep: programs are not started for each request.
+#: Seconds without a request until the Mac may sleep, so that not every request starts a process.
 LINGER = 60.0
 
 
@@ -27,10 +27,7 @@ class KeepAwake:
         self,
         timer: Callable[[float, Callable[[], None]], threading.Timer] = threading.Timer,
     ) -> None:
-        """
-        Args:
-            timer: makes what calls a function after so many seconds.
-        """
+        """Takes a factory of timers: from seconds and a function to call then."""
         self._make_timer = timer
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -38,7 +35,7 @@ class KeepAwake:
         self._failed = False
 
     def update(self, busy: bool) -> None:
-        """Called every step; `busy`: whether there are requests."""
+        """Notes at every step whether there are requests."""
         if busy == (self._process is not None and self._timer is None):
             return
         with self._lock:
@@ -62,7 +59,7 @@ class KeepAwake:
     def _start(self) -> None:
         if self._process is not None or self._failed:
             return
-        # It ends with this process, however that ends. A terminal's Ctrl-C is not for it.
+        # It ends with this process, however that ends; its own session keeps Ctrl-C from it.
         command = ("caffeinate", "-i", "-w", str(os.getpid()))
         try:
             self._process = subprocess.Popen(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RankWorker: the worker of an engine whose ranks have a part of the model each."""
+"""RankWorker: the worker of an engine with the model distributed over its ranks."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-#: Seconds for a connection between two ranks, once both are there.
+#: Seconds for a connection between two ranks that have both started.
 _CONNECT_S = 30.0
 
 
 class StageModel(ServedModel):
-    """One rank's layers, or its heads of them."""
+    """One rank's layers, or its heads of all layers."""
 
     def __init__(
         self,
@@ -69,13 +69,9 @@ class StageModel(ServedModel):
         link: GroupLink,
         ring: mx.distributed.Group | None,
     ) -> None:
-        """
-        Args:
-            config: vLLM's.
-            device: that computes.
-            rank: of this process.
-            link: to the stages before and after.
-            ring: ranks that share each layer's heads; None: there is one.
+        """Takes the link to neighboring stages, and the ranks that share each layer's heads.
+
+        `ring` is None if there is one rank per stage.
         """
         super().__init__(config, device)
         self._rank, self._link, self._ring = rank, link, ring
@@ -99,7 +95,7 @@ class StageModel(ServedModel):
         return stage
 
     def _share(self, model: nn.Module) -> None:
-        """Leaves of each layer, before its weights are read, the heads that this rank computes."""
+        # Called before the weights are read, so that only this rank's heads ever are.
         if self._ring is not None:
             sharding.shard(model, self._ring, loader.model_type(self._config))
 
@@ -113,7 +109,7 @@ class StageModel(ServedModel):
         return HiddenOut(self._link, requests)
 
     def make_speculator(self, parts: RunnerParts, network: Proposer | None) -> Speculator | None:
-        """On ranks that do not sample, drafts are those that the scheduler sends."""
+        # Ranks that do not sample use the drafts that the scheduler sends.
         speculation = self._config.speculative_config
         if speculation is None or self._link.group.is_last_rank:
             return super().make_speculator(parts, network)
@@ -122,10 +118,10 @@ class StageModel(ServedModel):
 
 
 class RankWorker(MetalWorker):
-    """Computes one rank's layers, or its heads of them; vLLM asks one rank alone for results: the
-    first tensor rank of the last stage.
+    """Computes one rank's layers, or its heads of them.
 
-    A step that fails anywhere fails the engine: other ranks are in the midst of the same step.
+    vLLM only takes results from the first tensor rank of the last stage. A step that fails anywhere
+    fails the engine: other ranks are in the middle of the same step.
     """
 
     _most_failures = 0
@@ -137,14 +133,14 @@ class RankWorker(MetalWorker):
         from vllm.distributed.parallel_state import get_pp_group
 
         self._link = GroupLink(get_pp_group())
-        # First of all: ranks of other releases may share other things, in another order.
+        # First of all: ranks of other releases may exchange other things, in another order.
         consistency.check(rank_facts.releases(), groups.share)
         machine = machines.find(parallel, self.rank, self.distributed_init_method)
         joined = self.rank, parallel.world_size, machine.host_of_first, groups.share, _CONNECT_S
         self._heartbeat = heartbeat.join(*joined)
         self._heartbeat.pids = machine.pids
         self._heartbeat.start()
-        if parallel.use_ray and (workers := len(machine.pids)) > 1:  # nobody knew before
+        if parallel.use_ray and (workers := len(machine.pids)) > 1:  # known only now
             memory = mlx_device.memory(self.current_platform.mlx_device)
             memory_shares.give(parallel, Share.of(workers, memory))
         consistency.check(consistency.facts_of(self.vllm_config), groups.share)
@@ -165,14 +161,14 @@ class RankWorker(MetalWorker):
         return available
 
     def _read(self, output: AsyncModelRunnerOutput, step: StepTimes, rows: StepRows) -> StepResult:
-        """With stages, drafts come with the results: see `drafts_with_results`."""
+        # With stages, drafts arrive with the results: see `drafts_with_results`.
         result = super()._read(output, step, rows)
         if self._answers and self._link.group.world_size > 1:
             result.drafts = self.take_draft_token_ids()
         return result
 
     def _warm_up(self) -> None:
-        """No rehearsal of a stage: its steps, and the dense check of them, are of all layers."""
+        # A single stage cannot be warmed up: the steps, and their dense check, need all layers.
         if self._link.group.world_size == 1:
             super()._warm_up()
 
@@ -190,10 +186,10 @@ class RankWorker(MetalWorker):
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
         if self._answers:
             return super().sample_tokens(grammar_output)
-        if self._link.group.is_last_rank:  # it must know as much as the rank that answers
+        if self._link.group.is_last_rank:  # it needs the same state as the rank that answers
             with _heard():
                 super().sample_tokens(grammar_output).get_output()
-        return LateOutput(partial(StepResult, [], {}))  # its step has ended, and nobody reads this
+        return LateOutput(partial(StepResult, [], {}))  # the step has ended; nobody reads this
 
     def shutdown(self) -> None:
         if self._heartbeat is not None:
@@ -203,7 +199,7 @@ class RankWorker(MetalWorker):
 
 @contextmanager
 def _heard() -> Iterator[None]:
-    """Ends this process where a step fails; nobody would hear of the error, and others wait."""
+    # Nobody would receive the error of this rank's step while other ranks wait for it.
     try:
         yield
     except Exception as error:

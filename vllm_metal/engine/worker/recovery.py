@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides what becomes of a failed step and its requests, and goes on with a new pool."""
+"""Handles failed steps: fails their requests and continues on a new pool."""
 
 from __future__ import annotations
 
@@ -29,34 +29,31 @@ logger = init_logger(__name__)
 
 T = TypeVar("T")
 
-#: After so many failures in a row the fault is not one request's: the engine stops.
+#: After more failures in a row the fault is not one request's, and the engine stops.
 MAX_FAILURES_IN_A_ROW = 3
-#: So many steps with tokens, one after another, end a row of failures. A model that cannot be
-#: served fails within a request's first tokens: in prefill, or where its first graph is traced and
-#: used. The prefill of the next request must not count for it.
+#: Steps with tokens in a row that reset the count of failures. A model that cannot be served fails
+#: within a request's first tokens: in prefill, or where its first graph is traced and used. The
+#: prefill of the next request alone must not reset the count.
 STEPS_THAT_END_A_ROW = 16
 
 
 class RecoveringRunner:
-    """Makes the runner's calls, and goes on with a new pool and a new runner when one raises.
+    """Calls the runner, and replaces pool and runner if a call raises.
 
-    A failed step leaves arrays that cannot be computed, or hold anything: in the pool, and in
-    whatever else the runner keeps on the device. The device tells its errors to whoever asks first
-    (see `device.errors`): when a step is built, when an earlier one is read, when blocks are
-    copied. So an error may be of any step that the device was given and that is not known to have
-    been computed. The rule:
-
-    - All these steps fail, with the step that is being built, and their requests with them. Nothing
-      that they computed is returned or kept.
-    - All other requests start again, on a pool that holds nothing.
-
-    Where the runner cannot take in a request, the fault is that request's: it alone fails, and all
-    others start again. Its blocks count as computed for whoever begins with the same text, so
-    nothing in the pool may be found any more.
-
-    The scheduler hears of it with the next result it asks for. It may have sent more steps before
-    it does. They are not computed: it drops their results.
+    - All steps that the device was given and that are not known to have been computed fail, with
+      the step being built, and so do their requests. None of their results is returned or kept.
+    - All other requests restart, on an empty pool.
+    - A request that the runner cannot add fails alone; all others restart.
     """
+
+    # A failed step leaves arrays that cannot be computed, or have any content: in the pool, and in
+    # whatever else the runner keeps on the device. The device reports an error to whoever asks
+    # first (see `device.errors`): when a step is built, when an earlier one is read, when blocks
+    # are copied. So an error may belong to any step in flight.
+    # The blocks of a request that could not be added count as computed for requests with the same
+    # prefix, so nothing in the pool may be found any more.
+    # The scheduler learns of a failure with the next result that it requests. Steps that it sends
+    # before then are not computed: it drops their results.
 
     def __init__(
         self,
@@ -66,23 +63,23 @@ class RecoveringRunner:
     ) -> None:
         """
         Args:
-            make_runner: allocates a pool, and a runner on it that builds forwards as it is told.
-            hooks: told of each pool's life, and of steps that are known to be computed.
-            most_failures: failed steps in a row, after which the next one is final; 0: nothing that
-                fails may be made good, as other ranks compute the same steps.
+            make_runner: allocates a pool, and a runner on it that may use graphs.
+            hooks: notified of each pool's life, and of steps that are known to be computed.
+            most_failures: failed steps in a row that are tolerated. 0 if failures cannot be
+                recovered from, because other ranks compute the same steps.
         """
         self._make_runner = make_runner
         self._hooks = hooks
         self._most_failures = most_failures
-        self.num_failures = 0  # ever
+        self.num_failures = 0  # in total
         self._graphs = Graphs()
         self._num_by_graph = 0  # forwards of graphs that are known to have been computed
         self._runner: ModelRunner | None = None
         self._pool = -1
-        self._building: Step | None = None  # the device has not been given it yet
-        self._in_flight: list[Step] = []  # not known to have been computed, the newest last
-        #: By request id, why those fail that a lost pool takes along. None: the scheduler has heard
-        #: of each loss.
+        self._building: Step | None = None  # not yet submitted to the device
+        self._in_flight: list[Step] = []  # not known to have been computed, newest last
+        #: Maps requests that a lost pool fails to the reason. None if the scheduler knows of every
+        #: loss.
         self._untold: dict[str, str] | None = None
         self._failures_in_a_row = self._steps_since = 0
         self._gave_up: Exception | None = None
@@ -95,11 +92,7 @@ class RecoveringRunner:
 
     @property
     def runner(self) -> ModelRunner:
-        """The runner on the pool there is.
-
-        Raises:
-            RuntimeError: there is none.
-        """
+        """The runner on the current pool; raises RuntimeError without one."""
         if self._gave_up is not None:
             raise self._gave_up
         if self._runner is None:
@@ -107,16 +100,11 @@ class RecoveringRunner:
         return self._runner
 
     def warm_up(self, steps: Callable[[ModelRunner], T]) -> T:
-        """What steps give that run before there are requests, and once more where they fail.
+        """Runs steps before there are requests, and once more if they fail.
 
-        Where a graph compiled by MLX is what fails, the second attempt makes none.
-
-        Args:
-            steps: runs them; they leave the runner and its pool as they were.
-
-        Raises:
-            Exception: what failed in the second attempt.
+        `steps` leave the runner and its pool as they were. Raises the second attempt's error.
         """
+        # `_fail` disables graphs if a graph compiled by MLX may have failed.
         try:
             return self._run_to_the_end(steps)
         except Exception as error:
@@ -133,14 +121,10 @@ class RecoveringRunner:
     def execute_model(
         self, scheduler_output: SchedulerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        """Builds the forward pass of a step.
-
-        Returns:
-            None; where nothing is scheduled, the step's result.
-        """
+        """Builds the forward pass of a step; returns a result only if nothing is scheduled."""
         step = self._building = Step(scheduler_output, self._pool)
         self._attempt(lambda runner: runner.execute(step))
-        # Whatever failed, and while the scheduler has not heard of it, its news are taken.
+        # The step's updates must be applied whatever failed, also before the scheduler knows.
         while not step.requests_told:
             self._in_any_case(lambda runner: runner.update_states(step, sound=False))
         if step.req_ids:
@@ -152,7 +136,7 @@ class RecoveringRunner:
         return StepResult([], {}, kv_connector_output=step.transfers, figures=step.figures)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
-        """Samples from the forward pass just built, and hands the step to the device."""
+        """Samples from the forward pass just built, and submits the step to the device."""
         step, output = self._building, None
         assert step is not None
         if step.pool == self._pool:
@@ -166,11 +150,11 @@ class RecoveringRunner:
         return LateOutput(partial(self._result, step, output), step.transfers)
 
     def _attempt(self, call: Callable[[ModelRunner], T]) -> T | None:
-        """The call's result; None if it raises, or if the pool is not what the scheduler thinks."""
+        # Skipped if the scheduler does not know yet that the pool was lost.
         return self._in_any_case(call) if self._untold is None else None
 
     def _in_any_case(self, call: Callable[[ModelRunner], T]) -> T | None:
-        """Makes a call also after a failure; it does nothing where it was made before."""
+        # For calls that must be made after a failure, too; the runner skips repeated ones.
         runner = self.runner
         try:
             return call(runner)
@@ -183,23 +167,18 @@ class RecoveringRunner:
         return None
 
     def _fail_of_hook(self, error: Exception) -> None:
-        """A failure, unless the scheduler is to hear of one anyway: then a hook raised."""
+        # After a failure that the scheduler is yet to learn of, this error must come from a hook.
         if self._untold is None:
             self._fail(error)
         else:
             logger.error("A hook failed after a step that failed", exc_info=error)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Drafts for the scheduler; None after a failure it has not heard of."""
+        """Returns drafts for the scheduler, or None after a failure that it does not know of."""
         return self._attempt(lambda runner: runner.take_draft_token_ids())
 
     def _result(self, step: Step, output: StepOutput | None) -> StepResult:
-        """What the scheduler gets of a step, whatever became of it; waits for it.
-
-        Args:
-            step: has what is to be told of transfers.
-            output: what the device was given; None: nothing.
-        """
+        """Waits for a step and returns its result; `output` is None if it was not submitted."""
         result = None if output is None else self._computed(step, output)
         if result is None:
             result = self._no_result(step)
@@ -208,7 +187,7 @@ class RecoveringRunner:
         return result
 
     def _computed(self, step: Step, output: StepOutput) -> StepResult | None:
-        """The results of a step that was handed to the device; None: it, or its pool, is lost."""
+        # None if the step or its pool is lost.
         if step.pool != self._pool:
             return None
         try:
@@ -218,12 +197,12 @@ class RecoveringRunner:
         except Exception as error:
             self._fail(error)
             return None
-        if output.always_waits or has_results(result):  # else nobody waited for the step
+        if output.always_waits or has_results(result):  # otherwise nobody waited for the step
             self._known_computed(step)
         return result if step.pool == self._pool else None
 
     def _no_result(self, step: Step) -> StepResult:
-        """The results of a step that has none; the first after a loss tell the scheduler of it."""
+        # The first result after a loss reports it to the scheduler.
         if self._gave_up is not None:
             raise self._gave_up
         loss, self._untold = self._untold, None
@@ -236,7 +215,7 @@ class RecoveringRunner:
         )
 
     def _known_computed(self, step: Step) -> None:
-        """A step was computed, so those before it were as well."""
+        # The device computes in order, so earlier steps were computed as well.
         self._steps_since += 1
         if self._steps_since >= STEPS_THAT_END_A_ROW:
             self._failures_in_a_row = 0
@@ -253,12 +232,12 @@ class RecoveringRunner:
             self._fail_of_hook(error)
 
     def wait(self) -> None:
-        """Blocks until the device has finished every step handed to it; one may fail."""
+        """Blocks until the device has finished every submitted step, one of which may fail."""
         if (error := self._finish()) is not None:
             self._fail(error)
 
     def _finish(self) -> Exception | None:
-        """Blocks likewise, and returns what failed."""
+        # Returns the error, if any.
         if self._runner is None:
             return None
         try:
@@ -272,7 +251,7 @@ class RecoveringRunner:
         return None
 
     def release_pool(self) -> None:
-        """Frees the pool, once nothing on the device uses it."""
+        """Frees the pool once nothing on the device uses it."""
         error = self._finish()
         if error is not None:
             self._lose_pool(error)
@@ -280,17 +259,15 @@ class RecoveringRunner:
             self._drop_runner(lost=False)
 
     def close(self) -> None:
-        """Drops the pool for good; what is still queued on the device may have failed."""
+        """Drops the pool for good; steps still queued on the device may have failed."""
         self._drop_runner(lost=self._finish() is not None)
 
     def restore_pool(self) -> None:
-        """Makes a new, empty pool where there is none.
-
-        The next step is not computed. It tells the scheduler that no block holds anything, which
-        need not have reset its prefix cache, and may have requests that run.
-        """
+        """Makes a new, empty pool if there is none."""
         if self._runner is None:
             self._runner = self._new_runner()
+            # The next step is not computed: it tells the scheduler that all blocks are empty. The
+            # scheduler may not have reset its prefix cache, and may have running requests.
             self._untold = self._untold or {}
 
     def _new_runner(self) -> ModelRunner:
@@ -300,16 +277,13 @@ class RecoveringRunner:
         return runner
 
     def _fail(self, error: Exception) -> None:
-        """Replaces pool and runner; raises the error where it is one too many in a row."""
+        """Replaces pool and runner, or raises the error if there were too many in a row."""
         self._lose_pool(error)
         self._runner = self._new_runner()
 
     def _refuse(self, errors: dict[str, Exception]) -> None:
-        """Fails requests that could not be taken in, and has all others start again.
-
-        These are no failures in a row: the next request need not be like them. Steps that were
-        sent before the scheduler has heard of a loss name requests that are gone; they are told.
-        """
+        # Not counted as failures in a row: the next request need not be like these. Steps sent
+        # before the scheduler learned of a loss may name requests that are gone: those are known.
         told = self._untold or {}
         failures = {
             req_id: f"the request could not be added: {type(error).__name__}: {error}"
@@ -332,7 +306,7 @@ class RecoveringRunner:
         self._untold = told | failures
 
     def _lose_pool(self, error: Exception) -> None:
-        """Drops pool and runner, and notes what the scheduler must hear."""
+        """Drops pool and runner, and records what the scheduler must be told."""
         steps = list(self._in_flight)
         if self._building is not None and self._building.pool == self._pool:
             steps.append(self._building)
@@ -355,10 +329,8 @@ class RecoveringRunner:
         self._untold = failures | (self._untold or {})
 
     def _forgo_graphs(self) -> None:
-        """Forwards are built without graphs from now on, if one may be what failed.
-
-        MLX's fused kernels of a graph are compiled, and run, when the device is given the step.
-        """
+        # MLX compiles and runs the fused kernels of a graph when the device gets the step, so a
+        # graph is suspect if a step in flight used one.
         if self._graphs.allowed and self._graphs.num_built > self._num_by_graph:
             self._graphs.allowed = False
             logger.warning(

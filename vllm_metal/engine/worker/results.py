@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's scheduler is told of a step: its tokens, or that there are none."""
+"""The state of a step between scheduler and device, and its late result."""
 
 from __future__ import annotations
 
@@ -18,34 +18,30 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Step:
-    """A step as the scheduler sent it, and how far it has got."""
+    """A step as the scheduler sent it, and its progress."""
 
     scheduler_output: SchedulerOutput
-    pool: int  # the pool it is computed on, counted from the first
-    num_by_graph: int = 0  # forwards that graphs had built when it was handed over, ever
-    hooks_told: bool = False  # hooks have heard that it begins
-    requests_told: bool = False  # requests and columns have its news
-    ended: bool = False  # hooks have heard that it ended
-    transfers: KVConnectorOutput | None = None  # what the scheduler is to hear of them
-    figures: Figures = field(default_factory=dict)  # of transfers
+    pool: int  # number of the pool it is computed on
+    num_by_graph: int = 0  # total of forwards built by graphs when it was submitted
+    hooks_told: bool = False  # hooks were notified of its begin
+    requests_told: bool = False  # requests and per-request states are updated
+    ended: bool = False  # hooks were notified of its end
+    transfers: KVConnectorOutput | None = None  # K/V transfers to report to the scheduler
+    figures: Figures = field(default_factory=dict)  # metrics of transfers
 
     @property
     def req_ids(self) -> list[str]:
-        """Requests that have rows in it."""
+        """Requests with tokens in it."""
         return list(self.scheduler_output.num_scheduled_tokens)
 
 
 class LateOutput(AsyncModelRunnerOutput):
-    """A step's results, which are found out when vLLM asks for them."""
+    """A step's results, computed when vLLM asks for them."""
 
     def __init__(
         self, result: Callable[[], StepResult], transfers: KVConnectorOutput | None = None
     ) -> None:
-        """
-        Args:
-            result: finds the results out.
-            transfers: what the scheduler hears of them where `result` raises.
-        """
+        """Takes a function that computes the results, and the transfers to report if it raises."""
         self._result = result
         self._transfers = transfers
 

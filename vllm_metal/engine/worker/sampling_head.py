@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SamplingEnd: the end of steps that makes tokens of hidden states."""
+"""SamplingHead: the output head that samples tokens from hidden states."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _PromptRows:
-    """Rows of one request whose logits are wanted as prompt logprobs."""
+    """A request's rows that need logits for prompt logprobs."""
 
     state: RequestState
-    start: int  # first of them in the batch
+    start: int  # the first of them in the batch
     target_ids_np: np.ndarray  # [n] int32, the token that follows each row in the prompt; n >= 0
     last: bool  # the request samples in this step; vLLM takes them with the first token
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """A forward that is built and not yet sampled from."""
+    """A forward that is built but not yet sampled from."""
 
     batch: InputBatch
-    logits: mx.array  # [S, V] of the rows that sample
+    logits: mx.array  # [S, V] of the sampling rows
     prompt_rows: list[_PromptRows]
-    hidden_states: mx.array | None  # of all rows, where prompt logprobs are wanted
+    hidden_states: mx.array | None  # of all rows, if prompt logprobs are requested
 
 
 class SamplingHead(OutputHead):
@@ -55,17 +55,17 @@ class SamplingHead(OutputHead):
     ) -> None:
         """
         Args:
-            model: whose head makes logits of hidden states.
-            requests: told of tokens when the host learns them.
-            sampler: makes tokens of logits.
-            agreed: of what this rank sampled, what all go on with; None: there are no others.
+            model: computes logits from hidden states.
+            requests: updated with tokens once the host knows them.
+            sampler: samples tokens from logits.
+            agreed: maps this rank's samples to those of all ranks; None for a single rank.
         """
         self._agreed = agreed
         self._model = model
         self._requests = requests
         self._sampler = sampler
         self._begun: _Begun | None = None
-        #: Logprobs of prompts, chunk by chunk, by the req_idx of requests that want them.
+        #: Prompt logprobs by chunk, by req_idx of the requests that want them.
         self._prompt_logprobs: dict[int, list[Logprobs]] = {}
 
     @property
@@ -76,8 +76,8 @@ class SamplingHead(OutputHead):
         self._sampler.add_request(
             state.req_idx, state.sampling_params, state.prompt_token_ids, state.output_token_ids
         )
-        # With its first token the scheduler has a request's prompt logprobs. Without, it is new, or
-        # the step that made them was dropped, and they are computed again.
+        # The scheduler gets prompt logprobs with the first token. Without output, the request is
+        # new, or the step that computed them was dropped, so they are computed again.
         if state.sampling_params.prompt_logprobs is not None and not state.output_token_ids:
             self._prompt_logprobs[state.req_idx] = []
 
@@ -107,13 +107,13 @@ class SamplingHead(OutputHead):
                 batch.sample_lag,
             )
             sampled = sampled if self._agreed is None else self._agreed(sampled)
-        # A chunk that yields no token still fills the pool.
+        # A chunk without a sampled token still fills the pool.
         arrays = [logits] if sampled is None else list(sampled.arrays())
         complete = self._take_prompt_logprobs(begun, sampled, arrays)
         return StepOutput(batch, sampled, complete, self._requests), arrays
 
     def _prompt_rows(self, batch: InputBatch) -> list[_PromptRows]:
-        """Rows that predict another token of a prompt whose logprobs are due."""
+        # The rows that predict the next prompt token.
         found = []
         sampling = set(batch.sampling_np.tolist())
         for index, state in enumerate(batch.requests):
@@ -121,7 +121,7 @@ class SamplingHead(OutputHead):
                 continue
             start, end = batch.query_start_loc_np[index : index + 2].tolist()
             first = int(batch.positions_np[start])
-            # The last row of a prompt predicts no other, and may be a chunk by itself.
+            # A prompt's last row predicts no prompt token, and may be a chunk by itself.
             count = max(min(end - start, state.num_prompt_tokens - 1 - first), 0)
             targets = np.array(state.prompt_token_ids[first + 1 : first + 1 + count], np.int32)
             found.append(_PromptRows(state, start, targets, index in sampling))
@@ -130,15 +130,9 @@ class SamplingHead(OutputHead):
     def _take_prompt_logprobs(
         self, begun: _Begun, sampled: SamplerOutput | None, arrays: list[mx.array]
     ) -> dict[str, list[Logprobs]]:
-        """Builds the prompt logprobs of this step's rows.
+        """Builds the prompt logprobs of this step's rows, and adds their arrays to `arrays`.
 
-        Args:
-            begun: the step.
-            sampled: its tokens, which are computed first.
-            arrays: gets what the device has to compute.
-
-        Returns:
-            By request id, all chunks of those whose prompt is complete.
+        The samples are computed first. Returns all chunks of complete prompts by request id.
         """
         complete = {}
         after = [] if sampled is None else list(arrays)
@@ -159,5 +153,5 @@ class SamplingHead(OutputHead):
             after = list(chunks[-1].arrays()) if chunks else after
             self._prompt_logprobs[state.req_idx] += chunks
             if rows.last and (done := self._prompt_logprobs.pop(state.req_idx)):
-                complete[state.req_id] = done  # none where the prompt is a single token
+                complete[state.req_id] = done  # empty if the prompt is a single token
         return complete

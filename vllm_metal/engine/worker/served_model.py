@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ServedModel: the networks of a process, how their K/V are kept, and the runner on both."""
+"""ServedModel: a process's networks, the format of their K/V, and the runner on both."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True)
 class RunnerParts:
-    """What a worker gives to each runner that it makes; it outlives them."""
+    """The worker's parts that every runner gets and that outlive it."""
 
     kv_cache_config: KVCacheConfig
     requests: Requests
@@ -70,12 +70,12 @@ class RunnerParts:
 
 
 class ServedModel:
-    """The networks of one process, how their K/V are kept, and the runner on both.
+    """One process's networks, the format of their K/V, and the runner on both.
 
-    Ranks and encoders derive from it: they load, begin or end a forward in another way.
+    Ranks and encoders derive from it: they load, begin or end a forward differently.
     """
 
-    samples = True  # whether it makes tokens of what it computes
+    samples = True  # whether it samples tokens
     #: Maps this rank's samples to those that all ranks agreed on; None for a single rank.
     agreed: Callable[[SamplerOutput], SamplerOutput] | None = None
     backend: KVBackend  # known once the networks are loaded
@@ -97,7 +97,7 @@ class ServedModel:
         return self._networks
 
     def load(self) -> None:
-        """Loads the networks, and chooses the blocks and the backend of their pool."""
+        """Loads the networks, and chooses the block size and backend of their pool."""
         self._networks = self.load_networks()
         dtype = loader.mlx_dtype(self._config)
         self._pool_dtype = formats.pool_dtype(self._config.cache_config.cache_dtype, dtype)
@@ -116,7 +116,7 @@ class ServedModel:
         return Networks.load(self._config)
 
     def release(self) -> None:
-        """Gives the weights back."""
+        """Frees the weights."""
         self._networks = None
         mlx_device.give_back()
 
@@ -133,7 +133,7 @@ class ServedModel:
         return self._config.scheduler_config.max_num_seqs
 
     def _choose_block_size(self) -> None:
-        """Blocks have room for a state, where layers keep any."""
+        # Blocks must have room for a recurrent state, if layers keep any.
         cache = self._config.cache_config
         state_bytes = choose_block_size(cache, self.networks.layers_of_all_ranks, self._pool_dtype)
         if not state_bytes:
@@ -146,10 +146,10 @@ class ServedModel:
         )
 
     def specs(self) -> dict[str, KVCacheSpec]:
-        """This rank's layers as vLLM's scheduler sees them."""
+        """Returns this rank's layers as vLLM's scheduler sees them."""
         specs, draft = self._specs_of_all_ranks(), self.networks.draft
-        # Of a loaded prompt, vLLM would leave out the last block of layers that it knows as a
-        # draft network's; here their K/V came complete (`spec_decode.draft_writer`).
+        # vLLM would not load the last block of a transferred prompt for layers that it knows as a
+        # draft network's; here their K/V arrive complete (`spec_decode.draft_writer`).
         known = self._config.kv_transfer_config is None
         of_draft = {layer.name for layer in draft.layers} if draft and known else ()
         return {
@@ -161,11 +161,9 @@ class ServedModel:
         return kv_cache_specs(self.networks.layers_of_all_ranks, self._block_size, self._pool_dtype)
 
     def pool_size(self, memory: MemoryPlanner, transfer_bytes: int) -> int:
-        """Bytes for the KV pool, beside the weights and the largest step, which is run.
+        """Returns bytes for the KV pool, beside the weights and the largest step, which it runs.
 
-        Args:
-            memory: of this process.
-            transfer_bytes: that moving K/V takes at most.
+        `transfer_bytes` is the most memory that K/V transfers take.
         """
         networks, config, backend = self.networks, self._config, self.backend
         layers = networks.all_layers
@@ -197,18 +195,13 @@ class ServedModel:
 
     @property
     def most_arrays(self) -> int:
-        """Arrays of weights and pool at most: a draft network and adapters have fewer."""
+        """Upper bound of arrays in weights and pool: a draft network and adapters have fewer."""
         networks = self.networks
         weights = len(tree_flatten(networks.target.model.parameters()))
         return 2 * weights + MOST_POOL_ARRAYS * len(networks.all_layers)
 
     def make_runner(self, parts: RunnerParts, graphs: Graphs) -> ModelRunner:
-        """Allocates the pool, and makes all that works on it.
-
-        Args:
-            parts: the worker's.
-            graphs: whether forwards may be built by graphs, and where such are counted.
-        """
+        """Allocates the pool and everything that works on it; see CompiledForward on `graphs`."""
         networks, block_size, requests = self.networks, self._block_size, parts.requests
         kv_caches = allocate_kv_caches(
             parts.kv_cache_config, networks.all_layers, block_size, self._pool_dtype, self.backend
@@ -244,20 +237,15 @@ class ServedModel:
         )
 
     def make_speculator(self, parts: RunnerParts, network: Proposer | None) -> Speculator | None:
-        """What drafts for requests.
-
-        Args:
-            parts: the worker's.
-            network: the proposer of the draft network; None: there is none.
-        """
+        """Makes the proposer of drafts; `network` is the draft network's, if there is one."""
         return make_speculator(self._config, parts.requests, network, parts.memory.most_drafts)
 
     def columns(self) -> Sequence[PerRequestState]:
-        """What modules of the target read of requests."""
+        """Returns the per-request inputs of the target's modules."""
         return self.networks.columns
 
     def make_head(self, executor: ModelExecutor, requests: Requests) -> OutputHead:
-        """What makes results of hidden states."""
+        """Makes the output head, which turns hidden states into results."""
         model = self._config.model_config
         if (pooler := self.networks.pooler) is not None:
             assert model.pooler_config is not None
@@ -281,11 +269,7 @@ class ServedModel:
         )
 
     def run_warm_up(self, pool: KVCacheConfig, runner: ModelRunner) -> PagedLogits | PagedHidden:
-        """Runs steps of made-up requests.
-
-        Returns:
-            Their tokens and what the paged model made of them, for `check`.
-        """
+        """Runs steps of a made-up request, and returns its tokens and results for `check`."""
         model = self._config.model_config
         room = Room(
             len(pool.kv_cache_groups), self._block_size, pool.num_blocks, model.max_model_len
@@ -297,11 +281,9 @@ class ServedModel:
         return run_warm_up(runner, sampler, defaults, self._vocab_size, room)
 
     def check(self, told: PagedLogits | PagedHidden) -> None:
-        """Raises if paged and dense forwards disagree.
-
-        Skipped for quantized pools, whose rounding would mask it.
-        """
+        """Raises if paged and dense forwards disagree."""
         dtype = loader.mlx_dtype(self._config)
+        # Quantized pools are skipped: their rounding would mask a difference.
         if AdditionalConfig.of(self._config).dense_check and self._pool_dtype == dtype:
             family, target = loader.model_type(self._config), self.networks.target
             if isinstance(told, PagedHidden):

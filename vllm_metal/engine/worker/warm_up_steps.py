@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves a request that nobody made, so that the first real one finds everything compiled.
+"""Serves a made-up request, so that the first real one finds everything compiled.
 
-MLX compiles the fused kernels of a graph when the device is first given it, and a forward becomes a
-graph at the second step of its shapes (see models.compiled). Without this, the second token of the
-first request waits for them. What the request says of its text shows whether the model is served
-right (see models.dense_check).
+MLX compiles the fused kernels of a graph when the device first gets it, and a forward becomes a
+graph at the second step of its shapes (see models.compiled), for which the second token of the
+first request would have to wait. The request's log-probabilities or hidden states also show whether
+the model is served right (see models.dense_check).
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ if TYPE_CHECKING:
     from vllm_metal.engine.worker.model_runner import ModelRunner
 
 REQ_ID = "vllm-metal-rehearsal"
-#: Tokens of the prompt, which comes in two chunks where there is room for it.
+#: Prompt tokens, in two chunks if there is room.
 NUM_PROMPT_TOKENS, FIRST_CHUNK = 8, 5
 #: The first decode step shows a shape, the second one traces and compiles it. A draft network's
-#: passes follow a step behind.
+#: passes are one step behind.
 NUM_DECODE_STEPS, NUM_DECODE_STEPS_WITH_DRAFTS = 2, 3
 
 
 @dataclass(frozen=True)
 class Room:
-    """What there is for the request."""
+    """The engine's capacity for the request."""
 
     num_groups: int  # KV cache groups
     block_size: int  # tokens of a block
     num_blocks: int  # of the pool
-    max_model_len: int  # most tokens of a request
+    max_model_len: int  # longest request in tokens
 
     @property
     def num_tokens(self) -> int:
@@ -54,7 +54,7 @@ class Room:
         return min(self.max_model_len, most)
 
     def blocks(self, num_tokens: int) -> tuple[list[int], ...]:
-        """Blocks of each group, for so many tokens."""
+        """Returns blocks of each group for `num_tokens`."""
         count = -(-num_tokens // self.block_size)
         starts = [1 + group * count for group in range(self.num_groups)]
         return tuple(list(range(start, start + count)) for start in starts)
@@ -67,16 +67,16 @@ def run_warm_up(
     vocab_size: int,
     room: Room,
 ) -> PagedLogits:
-    """Computes a short prompt and decode steps, and leaves runner and pool as they were.
+    """Computes a short prompt and decode steps, fewer if there is no room, and waits for them.
 
-    Waits for the device. Does less where there is no room for more.
+    Leaves the runner and the pool as they were.
 
     Args:
-        runner: without requests; it has nothing in flight.
-        sampler: of the vocabulary, with no processors of the user's, who did not make the request,
-            and with the model's own log-probabilities.
-        sampling: of requests that set nothing themselves, by name in SamplingParams.
-        vocab_size: token ids.
+        runner: without requests and with nothing in flight.
+        sampler: without user's processors, which must not see this request, and with the model's
+            own log-probabilities.
+        sampling: defaults of requests by name in SamplingParams.
+        vocab_size: bounds the token ids.
         room: of the engine.
     """
     with_drafts, rows = runner.num_drafts > 0, 1 + runner.num_drafts
@@ -96,13 +96,7 @@ def run_warm_up(
 def run_pooling_warm_up(
     runner: ModelRunner, config: PoolerConfig, vocab_size: int, room: Room
 ) -> PagedHidden:
-    """Computes a short prompt likewise, where no token follows.
-
-    Args:
-        runner: see `run_warm_up`.
-        config: of the engine's pooler.
-        vocab_size, room: see `run_warm_up`.
-    """
+    """Computes a short prompt on a pooling engine, see `run_warm_up`."""
     from vllm_metal.engine.pooling.all_rows import AllRows  # imports vLLM's poolers
 
     end = partial(PoolingHead, AllRows(), config)
@@ -118,7 +112,7 @@ def run_pooling_warm_up(
 def _request(
     runner: ModelRunner, vocab_size: int, num_tokens: int, room: Room
 ) -> Iterator[_Request]:
-    """A request with blocks for so many tokens, which are cleared afterwards."""
+    # The request's blocks are cleared afterwards.
     prompt = np.random.default_rng(0).integers(0, vocab_size, NUM_PROMPT_TOKENS)[:num_tokens]
     blocks = room.blocks(num_tokens)
     try:
@@ -131,14 +125,14 @@ def _request(
 
 @dataclass
 class _Request:
-    """The request as it goes through its steps; `token_ids` and `logprobs` grow."""
+    """The request during its steps; `token_ids` and `logprobs` grow."""
 
     runner: ModelRunner
-    token_ids: list[int]  # known
+    token_ids: list[int]  # known so far
     blocks: tuple[list[int], ...]
-    logprobs: list[float] = field(default_factory=list)  # of all but the first
+    logprobs: list[float] = field(default_factory=list)  # of all tokens but the first
     num_computed: int = 0
-    pooled: np.ndarray | None = None  # what its pooler makes of it
+    pooled: np.ndarray | None = None  # its pooler's result
 
     def read_prompt(self, params: SamplingParams | PoolingParams) -> None:
         """Computes the prompt in two chunks."""
@@ -152,7 +146,7 @@ class _Request:
             self._run(_step({REQ_ID: rest}, scheduled_cached_reqs=self._running()), rest)
 
     def decode(self, rows: int) -> None:
-        """Computes one row more, and one for each draft."""
+        """Computes one more token, and the drafts after it."""
         drafts = {REQ_ID: [-1] * (rows - 1)} if rows > 1 else {}  # the runner proposes them
         step = _step(
             {REQ_ID: rows},
@@ -173,7 +167,7 @@ class _Request:
         )
 
     def _run(self, step: SchedulerOutput, computed: int | None) -> None:
-        """Runs a step to its end; `computed` tokens more are known, None: as many as it sampled."""
+        # A decode step computes as many tokens as it samples: `computed` is then None.
         at_hand = Step(step, pool=0)
         self.runner.execute(at_hand)
         result = self.runner.finish(at_hand, None).get_output()
@@ -189,7 +183,6 @@ class _Request:
 
 
 def _step(num_scheduled_tokens: dict[str, int], **news: Any) -> SchedulerOutput:
-    """A step as the scheduler sends it, with these fields of news alone."""
     num_tokens = sum(num_scheduled_tokens.values())
     return replace(
         SchedulerOutput.make_empty(),
