@@ -70,7 +70,7 @@ class _AttentionProbe(AttendingCache):
         self._offset = mx.zeros(1, mx.int32)
         self._rotated: OfLayer | None = None
         self._is_keys = False  # keys were rotated; otherwise the second part of the latents
-        self._turns_queries = False
+        self._rotates_queries = False
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -96,13 +96,13 @@ class _AttentionProbe(AttendingCache):
         self, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring
     ) -> mx.array:
         self.num_calls += 1
-        if self._given is not None and not all(map(_alike, (keys, values), self._given)):
+        if self._given is not None and not all(map(_may_be_same, (keys, values), self._given)):
             raise NotImplementedError(
                 "attention reads keys or values other than those it passed to its cache, "
                 "which is not supported with the paged KV cache"
             )
         of = None if self._rotated is None else self._rotated.queries
-        self._turns_queries |= of is not None and queries is of.result
+        self._rotates_queries |= of is not None and queries is of.result
         self._num_heads = queries.shape[1]
         self._sinks = None if scoring.sinks is None else scoring.sinks.dtype
         self._softcap = scoring.softcap
@@ -153,10 +153,10 @@ class _AttentionProbe(AttendingCache):
     def _rotation(self) -> LayerRotation | None:
         if self._rotated is None or self._is_keys == (self._latent is not None):
             return None
-        return LayerRotation(self._rotated.keys.rotation.kind, self._turns_queries)
+        return LayerRotation(self._rotated.keys.rotation.kind, self._rotates_queries)
 
 
-def _alike(array: Any, given: Any) -> bool:
+def _may_be_same(array: Any, given: Any) -> bool:
     # They may be the same array in another dtype.
     if isinstance(array, mx.array) and isinstance(given, mx.array):
         return array.shape == given.shape
@@ -195,22 +195,22 @@ def attention_layers(model: nn.Module, model_type: str) -> list[StatefulLayer]:
 
 def _layers(model: nn.Module) -> list[StatefulLayer]:
     with library_kernels.noted() as calls:
-        placed = _probed(model, 1)
-    states = _recurrent(placed)
+        probes = _probed(model, 1)
+    states = _recurrent(probes)
     if states:
         # A state that grows with the tokens is not supported: a second length shows it.
         longer = _recurrent(_probed(model, 2))
         for name, probe in states.items():
             probe.check_shapes_of(longer[name], name)
-    sharing = len(placed) < len(model.layers)
-    num_calls = [probe.num_calls for probe in placed if isinstance(probe, _AttentionProbe)]
+    sharing = len(probes) < len(model.layers)
+    num_calls = [probe.num_calls for probe in probes if isinstance(probe, _AttentionProbe)]
     # Fewer caches than layers: the other layers read K/V of these, or do not attend.
     if sharing and sum(num_calls) not in (len(model.layers), len(num_calls)):
         raise NotImplementedError(
-            f"has {len(model.layers)} layers and {len(placed)} caches, but only "
+            f"has {len(model.layers)} layers and {len(probes)} caches, but only "
             f"{sum(num_calls)} attend through the paged KV cache"
         )
-    layers = [probe.layer(name) for name, probe in _named(placed)]
+    layers = [probe.layer(name) for name, probe in _by_name(probes)]
     if not any(isinstance(layer, RunLayer) for layer in layers):
         # Steps launch our own kernels; mlx-lm's only serve the dense check, which runs whole texts.
         calls = [call for call in calls if call.takes_texts]
@@ -222,25 +222,25 @@ def _layers(model: nn.Module) -> list[StatefulLayer]:
 
 def _probed(model: nn.Module, num_tokens: int) -> list[Probe | list[Probe]]:
     # Traces a forward of `num_tokens`. A layer with several caches gets a list of probes.
-    placed: list[Probe | list[Probe]] = [
+    probes: list[Probe | list[Probe]] = [
         [_probe(each) for each in cache.caches] if isinstance(cache, CacheList) else _probe(cache)
         for cache in make_prompt_cache(model)
     ]
-    if len(placed) < len(model.layers):
-        for probe in placed:
+    if len(probes) < len(model.layers):
+        for probe in probes:
             if isinstance(probe, _AttentionProbe):
                 probe.shared = True
-    caches = [tuple(probe) if isinstance(probe, list) else probe for probe in placed]
+    caches = [tuple(probe) if isinstance(probe, list) else probe for probe in probes]
     try:
         with module_calls.noted(model), rotations.noted():
             model(mx.zeros((1, num_tokens), mx.int32), cache=caches)
     except Exception as error:
         raise NotImplementedError(f"does not run on the paged cache: {error}") from error
-    return placed
+    return probes
 
 
-def _recurrent(placed: Sequence[Probe | list[Probe]]) -> dict[str, RecurrentProbe]:
-    return {name: probe for name, probe in _named(placed) if isinstance(probe, RecurrentProbe)}
+def _recurrent(probes: Sequence[Probe | list[Probe]]) -> dict[str, RecurrentProbe]:
+    return {name: probe for name, probe in _by_name(probes) if isinstance(probe, RecurrentProbe)}
 
 
 def decoder_layer(
@@ -268,8 +268,8 @@ def decoder_layer(
     return probe.layer(name)
 
 
-def _named(placed: Sequence[Probe | list[Probe]]) -> Iterator[tuple[str, Probe]]:
-    for index, of_layer in enumerate(placed):
+def _by_name(probes: Sequence[Probe | list[Probe]]) -> Iterator[tuple[str, Probe]]:
+    for index, of_layer in enumerate(probes):
         if isinstance(of_layer, list):
             for number, probe in enumerate(of_layer):
                 yield f"layers.{index}.{number}", probe

@@ -36,24 +36,24 @@ def match_grammar_mask(
     draft_spans = batch.draft_spans
     starts = np.arange(len(sampling)) if draft_spans is None else draft_spans.starts_np
     lens = np.ones(len(sampling), np.int64) if draft_spans is None else draft_spans.lens_np
-    rows, places, unseen, place = [], [], [], 0
+    rows, mask_rows, unmasked, mask_row = [], [], [], 0
     acceptable = output.num_acceptable_drafts or [0] * len(output.structured_output_request_ids)
     for req_id, num_seen in zip(output.structured_output_request_ids, acceptable, strict=True):
         if (n := sampling.get(req_id)) is not None:
             in_span = np.arange(lens[n])
             rows.append(starts[n] + in_span)
-            places.append(place + in_span)
-            unseen.append(starts[n] + in_span[num_seen:])
-        place += 1 + reserved.get(req_id, 0)
+            mask_rows.append(mask_row + in_span)
+            unmasked.append(starts[n] + in_span[num_seen:])
+        mask_row += 1 + reserved.get(req_id, 0)
     if not rows:
         return None, batch
     mask = GrammarMask(
-        np.concatenate(rows).astype(np.int32), output.grammar_bitmask[np.concatenate(places)]
+        np.concatenate(rows).astype(np.int32), output.grammar_bitmask[np.concatenate(mask_rows)]
     )
-    if draft_spans is not None and (blind := np.concatenate(unseen)).size:
-        is_blind = np.zeros(len(batch.sample_req_indices_np), bool)
-        is_blind[blind] = True
-        kept = mx.where(mx.array(is_blind), -1, draft_spans.draft_ids)
+    if draft_spans is not None and (without_mask := np.concatenate(unmasked)).size:
+        lacks_mask = np.zeros(len(batch.sample_req_indices_np), bool)
+        lacks_mask[without_mask] = True
+        kept = mx.where(mx.array(lacks_mask), -1, draft_spans.draft_ids)
         batch = dataclasses.replace(
             batch, draft_spans=dataclasses.replace(draft_spans, draft_ids=kept)
         )

@@ -157,7 +157,7 @@ class CompiledForward:
                 for state in self._states:
                     left = state.outputs
                     graph.left.append(
-                        [(_place(traced, each.plan), len(each.arrays)) for each in left]
+                        [(_index_of(traced, each.plan), len(each.arrays)) for each in left]
                     )
                     outputs += [array for each in left for array in each.arrays]
             return outputs
@@ -168,10 +168,10 @@ class CompiledForward:
         """Passes the graph's extra outputs (pending writes, fences) to the states."""
         for state, left in zip(self._states, graph.left, strict=True):
             state.outputs = [
-                Pending(plans[place], [next(outputs) for _ in range(count)])
-                for place, count in left
+                Pending(plans[index], [next(outputs) for _ in range(count)])
+                for index, count in left
             ]
 
 
-def _place(plans: Sequence[object], plan: object) -> int:
-    return next(place for place, each in enumerate(plans) if each is plan)
+def _index_of(plans: Sequence[object], plan: object) -> int:
+    return next(index for index, each in enumerate(plans) if each is plan)

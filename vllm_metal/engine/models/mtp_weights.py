@@ -71,7 +71,9 @@ def mtp_weights(
 
     dtype = loader.mlx_dtype(config)
     placed = place(head, weights, stored, dtype, sanitize)
-    return replace(placed, arrays=loader.in_dtype(placed.arrays, dtype, model, _place(model)))
+    return replace(
+        placed, arrays=loader.in_dtype(placed.arrays, dtype, model, _layer_prefix(model))
+    )
 
 
 def _read_as_a_layer(
@@ -79,18 +81,18 @@ def _read_as_a_layer(
 ) -> dict[str, mx.array]:
     # Runs the family's `sanitize` under a regular layer's names, and returns the former names.
     sanitize = getattr(model, "sanitize", None)
-    place = _place(model)
+    prefix = _layer_prefix(model)
     if sanitize is None:
         return stacked(model, arrays)
-    given = {f"{place}{name.removeprefix(_BLOCK)}": array for name, array in arrays.items()}
+    given = {f"{prefix}{name.removeprefix(_BLOCK)}": array for name, array in arrays.items()}
     ends = [name for name in arrays if not name.startswith(_BLOCK)]
     found = {
-        name.removeprefix(place): array
+        name.removeprefix(prefix): array
         for name, array in sanitize(dict(given)).items()
-        if name.startswith(place)
+        if name.startswith(prefix)
     }
     layer_norm = "input_layernorm.weight"
-    moved = found.get(layer_norm) is not given.get(f"{place}{layer_norm}")
+    moved = found.get(layer_norm) is not given.get(f"{prefix}{layer_norm}")
     # The family shifts norms of regular layers only, so the head's own norms follow suit here.
     if norms_from_zero and moved:
         found |= {name: found[name] + 1.0 for name in _NORMS if name in found}
@@ -99,7 +101,7 @@ def _read_as_a_layer(
     )
 
 
-def _place(model: nn.Module) -> str:
+def _layer_prefix(model: nn.Module) -> str:
     # The prefix of the first layer's arrays.
     first = model.layers[0]
     return next(f"{name}." for name, module in model.named_modules() if module is first)

@@ -37,7 +37,7 @@ class EarlyReads:
         `ended` says that the host has waited for the step in any case.
         """
         if self._newest is not None and self._newest.wait_s is not None:
-            self._note(self._newest.wait_s)
+            self._record_wait(self._newest.wait_s)
         self._newest = newest
         if newest is not None and newest.sampled is not None and (ended or self.due):
             newest.token_ids()
@@ -47,7 +47,7 @@ class EarlyReads:
         if self._newest is not None and self._newest.wait_s is not None:
             self._newest.checked = True
 
-    def _note(self, seconds: float) -> None:
+    def _record_wait(self, seconds: float) -> None:
         if seconds <= WAIT_S:
             self._quick += 1
             return

@@ -146,7 +146,7 @@ class RankWorker(MetalWorker):
         consistency.check(consistency.facts_of(self.vllm_config), groups.share)
         super().init_device()
         self._ring = tensor_parallel.join_ring(parallel)
-        self._answers = self.rank == parallel.world_size - parallel.tensor_parallel_size
+        self._returns_results = self.rank == parallel.world_size - parallel.tensor_parallel_size
 
     @cached_property
     def served(self) -> StageModel:
@@ -163,7 +163,7 @@ class RankWorker(MetalWorker):
     def _read(self, output: AsyncModelRunnerOutput, step: StepTimes, rows: StepRows) -> StepResult:
         # With stages, drafts arrive with the results: see `drafts_with_results`.
         result = super()._read(output, step, rows)
-        if self._answers and self._link.group.world_size > 1:
+        if self._returns_results and self._link.group.world_size > 1:
             result.drafts = self.take_draft_token_ids()
         return result
 
@@ -175,19 +175,19 @@ class RankWorker(MetalWorker):
     def execute_model(
         self, scheduler_output: SchedulerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        if self._answers:
+        if self._returns_results:
             return super().execute_model(scheduler_output)
-        with _heard():
+        with _ending_process_on_failure():
             result = super().execute_model(scheduler_output)
             if isinstance(result, AsyncModelRunnerOutput):
                 result.get_output()
         return None
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
-        if self._answers:
+        if self._returns_results:
             return super().sample_tokens(grammar_output)
         if self._link.group.is_last_rank:  # it needs the same state as the rank that answers
-            with _heard():
+            with _ending_process_on_failure():
                 super().sample_tokens(grammar_output).get_output()
         return LateOutput(partial(StepResult, [], {}))  # the step has ended; nobody reads this
 
@@ -198,7 +198,7 @@ class RankWorker(MetalWorker):
 
 
 @contextmanager
-def _heard() -> Iterator[None]:
+def _ending_process_on_failure() -> Iterator[None]:
     # Nobody would receive the error of this rank's step while other ranks wait for it.
     try:
         yield

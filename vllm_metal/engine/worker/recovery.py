@@ -80,9 +80,9 @@ class RecoveringRunner:
         self._in_flight: list[Step] = []  # not known to have been computed, newest last
         #: Maps requests that a lost pool fails to the reason. None if the scheduler knows of every
         #: loss.
-        self._untold: dict[str, str] | None = None
+        self._unreported: dict[str, str] | None = None
         self._failures_in_a_row = self._steps_since = 0
-        self._gave_up: Exception | None = None
+        self._final_error: Exception | None = None
         self._runner = self._new_runner()
 
     @property
@@ -93,8 +93,8 @@ class RecoveringRunner:
     @property
     def runner(self) -> ModelRunner:
         """The runner on the current pool; raises RuntimeError without one."""
-        if self._gave_up is not None:
-            raise self._gave_up
+        if self._final_error is not None:
+            raise self._final_error
         if self._runner is None:
             raise RuntimeError("the engine sleeps and has no KV pool: call wake_up first")
         return self._runner
@@ -106,13 +106,13 @@ class RecoveringRunner:
         """
         # `_fail` disables graphs if a graph compiled by MLX may have failed.
         try:
-            return self._run_to_the_end(steps)
+            return self._run_to_completion(steps)
         except Exception as error:
             self._fail(error)
-            self._untold = None  # no request has lost anything
-            return self._run_to_the_end(steps)
+            self._unreported = None  # no request has lost anything
+            return self._run_to_completion(steps)
 
-    def _run_to_the_end(self, steps: Callable[[ModelRunner], T]) -> T:
+    def _run_to_completion(self, steps: Callable[[ModelRunner], T]) -> T:
         found = steps(self.runner)
         if (error := self._finish()) is not None:
             raise error
@@ -126,12 +126,12 @@ class RecoveringRunner:
         self._attempt(lambda runner: runner.execute(step))
         # The step's updates must be applied whatever failed, also before the scheduler knows.
         while not step.requests_told:
-            self._in_any_case(lambda runner: runner.update_states(step, sound=False))
+            self._call_always(lambda runner: runner.update_states(step, sound=False))
         if step.req_ids:
             return None
-        self._in_any_case(lambda runner: runner.end_step(step, computed=False))
+        self._call_always(lambda runner: runner.end_step(step, computed=False))
         self._building = None
-        if self._untold is not None:
+        if self._unreported is not None:
             return LateOutput(partial(self._result, step, None), step.transfers)
         return StepResult([], {}, kv_connector_output=step.transfers, figures=step.figures)
 
@@ -141,7 +141,7 @@ class RecoveringRunner:
         assert step is not None
         if step.pool == self._pool:
             output = self._attempt(lambda runner: runner.finish(step, grammar_output))
-        self._in_any_case(lambda runner: runner.end_step(step, computed=False))
+        self._call_always(lambda runner: runner.end_step(step, computed=False))
         self._building = None
         if output is None or step.pool != self._pool:
             return LateOutput(partial(self._result, step, None), step.transfers)
@@ -151,9 +151,9 @@ class RecoveringRunner:
 
     def _attempt(self, call: Callable[[ModelRunner], T]) -> T | None:
         # Skipped if the scheduler does not know yet that the pool was lost.
-        return self._in_any_case(call) if self._untold is None else None
+        return self._call_always(call) if self._unreported is None else None
 
-    def _in_any_case(self, call: Callable[[ModelRunner], T]) -> T | None:
+    def _call_always(self, call: Callable[[ModelRunner], T]) -> T | None:
         # For calls that must be made after a failure, too; the runner skips repeated ones.
         runner = self.runner
         try:
@@ -168,7 +168,7 @@ class RecoveringRunner:
 
     def _fail_of_hook(self, error: Exception) -> None:
         # After a failure that the scheduler is yet to learn of, this error must come from a hook.
-        if self._untold is None:
+        if self._unreported is None:
             self._fail(error)
         else:
             logger.error("A hook failed after a step that failed", exc_info=error)
@@ -203,9 +203,9 @@ class RecoveringRunner:
 
     def _no_result(self, step: Step) -> StepResult:
         # The first result after a loss reports it to the scheduler.
-        if self._gave_up is not None:
-            raise self._gave_up
-        loss, self._untold = self._untold, None
+        if self._final_error is not None:
+            raise self._final_error
+        loss, self._unreported = self._unreported, None
         return StepResult(
             req_ids=step.req_ids,
             req_id_to_index={req_id: index for index, req_id in enumerate(step.req_ids)},
@@ -223,9 +223,9 @@ class RecoveringRunner:
             del self._in_flight[: self._in_flight.index(step) + 1]
             self._num_by_graph = step.num_by_graph
             num_left = len(self._in_flight)
-            self._tell_computed(num_left)
+            self._notify_computed(num_left)
 
-    def _tell_computed(self, num_left: int) -> None:
+    def _notify_computed(self, num_left: int) -> None:
         try:
             self._hooks.steps_computed(num_left)
         except Exception as error:
@@ -247,7 +247,7 @@ class RecoveringRunner:
             return error
         self._in_flight.clear()
         self._num_by_graph = self._graphs.num_built
-        self._tell_computed(0)
+        self._notify_computed(0)
         return None
 
     def release_pool(self) -> None:
@@ -268,7 +268,7 @@ class RecoveringRunner:
             self._runner = self._new_runner()
             # The next step is not computed: it tells the scheduler that all blocks are empty. The
             # scheduler may not have reset its prefix cache, and may have running requests.
-            self._untold = self._untold or {}
+            self._unreported = self._unreported or {}
 
     def _new_runner(self) -> ModelRunner:
         runner = self._make_runner(self._graphs)
@@ -284,11 +284,11 @@ class RecoveringRunner:
     def _refuse(self, errors: dict[str, Exception]) -> None:
         # Not counted as failures in a row: the next request need not be like these. Steps sent
         # before the scheduler learned of a loss may name requests that are gone: those are known.
-        told = self._untold or {}
+        unreported = self._unreported or {}
         failures = {
             req_id: f"the request could not be added: {type(error).__name__}: {error}"
             for req_id, error in errors.items()
-            if req_id not in told
+            if req_id not in unreported
         }
         if not failures:
             return
@@ -299,14 +299,14 @@ class RecoveringRunner:
                 exc_info=errors[req_id],
             )
             traceback.clear_frames(errors[req_id].__traceback__)  # they hold the pool
-        if self._untold is None:
+        if self._unreported is None:
             self.num_failures += 1
             self._drop_runner(lost=True)
             self._runner = self._new_runner()
-        self._untold = told | failures
+        self._unreported = unreported | failures
 
     def _lose_pool(self, error: Exception) -> None:
-        """Drops pool and runner, and records what the scheduler must be told."""
+        """Drops pool and runner, and records what the scheduler must be unreported."""
         steps = list(self._in_flight)
         if self._building is not None and self._building.pool == self._pool:
             steps.append(self._building)
@@ -317,18 +317,18 @@ class RecoveringRunner:
         traceback.clear_frames(error.__traceback__)  # they hold the pool
         self._drop_runner(lost=True)
         if self._failures_in_a_row > self._most_failures:
-            self._gave_up = error
+            self._final_error = error
             raise error
         logger.error(
             "A step failed, and its requests with it: %s. All others restart",
             ", ".join(req_ids) or "none",
             exc_info=error,
         )
-        self._forgo_graphs()
+        self._disable_graphs()
         failures = dict.fromkeys(req_ids, f"the step failed: {error}")
-        self._untold = failures | (self._untold or {})
+        self._unreported = failures | (self._unreported or {})
 
-    def _forgo_graphs(self) -> None:
+    def _disable_graphs(self) -> None:
         # MLX compiles and runs the fused kernels of a graph when the device gets the step, so a
         # graph is suspect if a step in flight used one.
         if self._graphs.allowed and self._graphs.num_built > self._num_by_graph:

@@ -84,8 +84,8 @@ def run_warm_up(
     num_tokens = min(NUM_PROMPT_TOKENS + num_steps * rows, room.num_tokens)
     twin = runner.twin(partial(SamplingHead, sampler=sampler))
     with _request(twin, vocab_size, num_tokens, room) as request:
-        telling = {**sampling, "logprobs": 0, "prompt_logprobs": 0}
-        request.read_prompt(SamplingParams.from_optional(**telling))
+        settings = {**sampling, "logprobs": 0, "prompt_logprobs": 0}
+        request.read_prompt(SamplingParams.from_optional(**settings))
         while num_steps and request.num_computed + rows <= num_tokens:
             request.decode(rows)
             num_steps -= 1
@@ -168,12 +168,12 @@ class _Request:
 
     def _run(self, step: SchedulerOutput, computed: int | None) -> None:
         # A decode step computes as many tokens as it samples: `computed` is then None.
-        at_hand = Step(step, pool=0)
-        self.runner.execute(at_hand)
-        result = self.runner.finish(at_hand, None).get_output()
+        current = Step(step, pool=0)
+        self.runner.execute(current)
+        result = self.runner.finish(current, None).get_output()
         (sampled,) = result.sampled_token_ids
-        if (told := result.prompt_logprobs_dict.get(REQ_ID)) is not None:
-            self.logprobs += told.logprobs[:, 0].tolist()
+        if (prompt_logprobs := result.prompt_logprobs_dict.get(REQ_ID)) is not None:
+            self.logprobs += prompt_logprobs.logprobs[:, 0].tolist()
         if result.pooler_output and (pooled := result.pooler_output[0]) is not None:
             self.pooled = pooled.numpy()
         if result.logprobs is not None:
@@ -182,11 +182,11 @@ class _Request:
         self.num_computed += len(sampled) if computed is None else computed
 
 
-def _step(num_scheduled_tokens: dict[str, int], **news: Any) -> SchedulerOutput:
+def _step(num_scheduled_tokens: dict[str, int], **fields: Any) -> SchedulerOutput:
     num_tokens = sum(num_scheduled_tokens.values())
     return replace(
         SchedulerOutput.make_empty(),
         num_scheduled_tokens=num_scheduled_tokens,
         total_num_scheduled_tokens=num_tokens,
-        **news,
+        **fields,
     )
