@@ -66,13 +66,7 @@ def check_hidden(parts: ModelParts, told: PagedHidden, dtype: mx.Dtype, model_ty
 
 
 def check(model: nn.Module, told: PagedLogits, dtype: mx.Dtype, model_type: str) -> None:
-    """Compares log-probabilities of a short text with a dense forward over mlx-lm's own cache.
-
-    `dtype` is that of the weights, `model_type` is for the message.
-
-    Raises:
-        ModelLoadError: they differ by more than the limit.
-    """
+    """Compares log-probabilities of a short text, as `check_hidden` compares hidden states."""
     if not told.logprobs:
         return
     logits = model(mx.array([list(told.token_ids)]), cache=make_prompt_cache(model))

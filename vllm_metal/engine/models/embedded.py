@@ -70,7 +70,7 @@ def gemma3_270m_path() -> Path:
     Raises:
         MissingModelPackage: one of its packages is not installed.
     """
-    # Tests run it beside SmolLM2 for its sliding-window layers, and because its file is Q4_K.
+    # Tests use it for what SmolLM2 lacks: sliding-window layers, and a file in Q4_K.
 
     def build(out: Path) -> None:
         _require(_GEMMA3_PACKAGE, *_GEMMA3_PARTS)

@@ -67,6 +67,7 @@ def head_path(model: nn.Module) -> str | None:
 
 
 def _within_layers(path: str) -> bool:
+    # Layers may have modules of the same names, such as an "output" projection.
     return any(part.isdigit() for part in path.split("."))
 
 

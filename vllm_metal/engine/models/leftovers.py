@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accounts for every tensor of a checkpoint: a parameter, without effect here, or an error.
 
-Families' `sanitize` functions silently rename, stack and drop tensors. A dropped tensor is of a
-kind listed below, or the model would silently be served without it.
+Families' `sanitize` functions silently rename, stack and drop tensors. A dropped tensor must be of
+a kind listed below: otherwise the model would be served without it, and nobody would know.
 """
 
 from __future__ import annotations

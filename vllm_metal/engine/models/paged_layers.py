@@ -106,6 +106,7 @@ class PagedLayers:
 
     def update_blocks(self, zeroed: Sequence[int], copied: Sequence[tuple[int, int]]) -> None:
         """Clears blocks, then copies (source, target) blocks, before the next forward."""
+        # Deferred writes come first: they may belong to blocks that are cleared or copied.
         for state in self.layer_states:
             state.begin_step()
         for storage in self.storages:

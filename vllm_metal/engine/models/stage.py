@@ -100,6 +100,7 @@ class Stage:
         tied = headless.head_path(model) is None
         if not self.is_last:
             headless.drop_head(model)
+        # A tied embedding is also the last rank's head.
         if not self.is_first and not (self.is_last and tied):
             _drop_embedding(model)
 
@@ -155,6 +156,7 @@ def _holds_arrays(value: Any) -> bool:
 
 
 def _replace_call(module: nn.Module, call: Callable[..., mx.array]) -> None:
+    # Python looks `__call__` up on the class, so this module gets a class of its own.
     family = type(module)
     module.__class__ = type(family.__name__, (family,), {"__call__": call})
 

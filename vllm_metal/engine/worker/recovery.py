@@ -341,7 +341,7 @@ class RecoveringRunner:
     def _drop_runner(self, lost: bool) -> None:
         if self._runner is not None:
             self._hooks.before_pool_goes(lost)
-            self._pool += lost  # what is in flight has no results
+            self._pool += lost  # steps in flight on another number have no results
         self._runner = None
         self._in_flight.clear()
         mlx_device.give_back()

@@ -201,7 +201,7 @@ def _shutdown(
     **options: Any,
 ) -> None:
     # `AsyncLLM.__del__` calls this at interpreter exit, when the globals of this module and of
-    # vLLM's are gone. vLLM's finalizers have done the work by then.
+    # vLLM's are gone: hence the default argument. vLLM's finalizers have done the work by then.
     if _is_exiting():
         return
     if (manager := getattr(engine, _MANAGER, None)) is not None:

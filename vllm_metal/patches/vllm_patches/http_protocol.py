@@ -33,7 +33,7 @@ TAKE_S = 60.0
 #: Idle connections at a time, if half the file descriptors allow as many. The longest idle one is
 #: closed for a new one.
 MAX_IDLE = 1024
-_SLICE = 1 << 14  # bytes of headers that the parser gets at a time
+_SLICE = 1 << 14  # bytes of headers per call of the parser; the limit is checked in between
 
 
 class LimitedHttp(HttpToolsProtocol):

@@ -150,7 +150,7 @@ def _set(changed: asyncio.Future[None]) -> None:
 
 _REQUEST: ContextVar[_Request | None] = ContextVar("request_images", default=None)
 MEMORY = ImageMemory(2**28)
-_FETCHES = [True]  # whether addresses of any host are fetched
+_FETCHES = [True]  # whether URLs of any host are fetched; a list, so that `bound` can set it
 
 
 class CountImages:

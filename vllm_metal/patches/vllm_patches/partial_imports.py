@@ -81,7 +81,7 @@ class _Missing(type):
         raise ImportError(f"{cls.__module__}.{cls.__name__} is not imported where vLLM only plans")
 
     def __getattr__(cls, name: str) -> Any:
-        if name == "__get_pydantic_core_schema__":
+        if name == "__get_pydantic_core_schema__":  # pydantic then accepts any value of a stub type
             return lambda source, handler: {"type": "any"}
         raise AttributeError(f"{cls.__module__}.{cls.__name__} is a stub and has no {name}")
 

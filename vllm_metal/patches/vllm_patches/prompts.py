@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from vllm_metal.patches.vllm_patches.replacing import replace
 
-#: Numbers from here on (32 bits and more) are not tokens but stand for images.
+#: 32-bit numbers from here on are not tokens but stand for images.
 IMAGES = 2**31
 _WATCHER = "vllm_metal_watcher"  # an engine's attribute
 _REWRITE = "vllm_metal_rewrite"  # a renderer's
@@ -35,8 +35,8 @@ class Watcher(Protocol):
             tokens: of the prompt. At an image's positions there are numbers from IMAGES on, which
                 differ between images.
             salt: its `cache_salt`, with the name of its adapter, if any.
-            messages: those that a chat template made it of; empty for plain text.
-            tools: likewise.
+            messages: input of the chat template; empty for plain text.
+            tools: also input of the template.
         """
 
     def answered(self, question: Any, cached: int) -> None:

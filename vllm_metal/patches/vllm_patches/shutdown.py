@@ -132,6 +132,7 @@ def ending_at_once(shutdown: Callable[..., None], self: Any) -> None:
     if is_engine_process() and isinstance(error, SystemExit) and not error.code:
         atexit.register(_leave)  # runs first: functions are called in reverse order
         gc.freeze()  # vLLM collects garbage in the whole heap, which is about to go anyway
+        # vLLM's cleanup calls `gc.unfreeze` before it collects.
         setattr(gc, "unfreeze", gc.freeze)  # noqa: B010 - mypy knows the module's own
     shutdown(self)
 
