@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 def match_grammar_mask(
     batch: InputBatch, output: GrammarOutput
 ) -> tuple[GrammarMask | None, InputBatch]:
-    """Returns the masks by row (None if there are none) and the batch, with unmatched drafts at -1.
-
-    A draft of -1 is never accepted.
-    """
+    """Returns the masks by row, or None, and the batch with drafts without a mask set to -1."""
+    # A draft of -1 is never accepted.
     # For each request with a grammar, in the order of its own list, the scheduler sends one mask
     # for the next token and one for each row that it reserved for a draft. It advances a grammar
     # through the drafts that it knows, so rows after other drafts have no valid mask.

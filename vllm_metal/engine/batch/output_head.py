@@ -28,10 +28,8 @@ class OutputHead(PerRequestState, Protocol):
         return False
 
     def begin(self, batch: InputBatch, hidden_states: mx.array) -> None:
-        """Takes what it needs of the forward just built; lazy.
-
-        `hidden_states` are [T, 1, H]; keeping all of them keeps their memory.
-        """
+        """Takes what it needs of the forward just built, [T, 1, H] hidden states; lazy."""
+        # A head that keeps all hidden states keeps their memory until `finish`.
         ...
 
     def finish(self, grammar_output: GrammarOutput | None) -> tuple[StepOutput, list[mx.array]]:

@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
 
 class RequestsRefused(Exception):
-    """Requests that a runner could not add; it has added all others."""
+    """Requests that a runner could not add, by id; it has added all others."""
 
     def __init__(self, errors: dict[str, Exception]) -> None:
-        """Takes the errors by request id."""
         super().__init__(", ".join(errors))
         self.errors = errors
 
@@ -48,9 +47,5 @@ class PerRequestState(Protocol):
         return {}
 
     def inputs(self, rows: Rows, inputs: ForwardInputs) -> ForwardInputs:
-        """Adds to the inputs of the forward of these rows.
-
-        Raises:
-            RequestsRefused: some requests cannot be computed; only these fail.
-        """
+        """Adds to the forward's inputs; raises RequestsRefused to fail only some requests."""
         return inputs.with_extras(self.extras(rows))

@@ -45,11 +45,7 @@ class Rows:
 def device_positions(
     positions_np: np.ndarray, requests_np: np.ndarray, lag: PositionLag | None
 ) -> mx.array:
-    """Returns the rows' exact positions, [T] int32.
-
-    `positions_np` [T] int32 are the host's, which may be off by `lag`, a request's. `requests_np`
-    [T] is each row's request in the batch.
-    """
+    """Returns exact positions, [T] int32, from the host's [T] and each row's request [T]."""
     positions = mx.array(positions_np)
     return positions if lag is None else positions - lag.counts[mx.array(requests_np)]
 
