@@ -4,7 +4,7 @@
 import pytest
 from e2e.harness import Dense, engine, generate, greedy
 
-from vllm_metal.engine.worker import worker
+from vllm_metal.engine.worker import served_model
 from vllm_metal.engine.worker.sampling_head import SamplingHead
 
 NUM_TOKENS = 6
@@ -16,7 +16,7 @@ class AtOnce(SamplingHead):
 
 @pytest.mark.parametrize("end", [AtOnce, SamplingHead])
 def test_a_step_that_ends_at_once_is_one_call(tiny, tiny_text, monkeypatch, end):
-    monkeypatch.setattr(worker, "SamplingHead", end)
+    monkeypatch.setattr(served_model, "SamplingHead", end)
     prompts, asked = [tiny_text[:80], tiny_text[5:30]], []
     with engine(
         tiny, max_model_len=128, max_num_batched_tokens=32, max_num_seqs=4, async_scheduling=False

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from metal_kernels import kernel
 from tests.metal_kernels.doubles import Digesting
 from vllm_metal.engine.batch.outputs import Unread
-from vllm_metal.engine.kv_cache.kernels import KernelKVCache
+from vllm_metal.engine.kv_cache.kernels import KERNELS
 from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
 from vllm_metal.engine.spec_decode.passes import evened
 from vllm_metal.engine.spec_decode.proposer import DraftRequest
@@ -20,7 +20,7 @@ from vllm_metal.engine.spec_decode.spans import Spans
 NUM_STEPS = 14
 LENGTHS = (3, 15, 33)
 #: What kernels return here takes time by the size of their pool.
-OVER_KERNELS = {"backend": KernelKVCache, "num_blocks": 32, "num_layers": 2}
+OVER_KERNELS = {"backend": KERNELS, "num_blocks": 32, "num_layers": 2}
 
 
 def begin_all(bench):

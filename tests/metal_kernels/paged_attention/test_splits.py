@@ -268,8 +268,8 @@ def test_fixed_parts_of_a_request_are_the_same_alone_and_in_company(
     together = plan(starts, lens + most_behind, tables, shape, lag=lag, **options)
     for index, (_, rows) in enumerate(requests):
         own, begins = np.array([index]), np.array([0, rows], np.int32)
-        lag = lag.of(own)
-        alone = plan(begins, lens[own] + most_behind, tables[own], shape, lag=lag, **options)
+        own_lag = lag.of(own)
+        alone = plan(begins, lens[own] + most_behind, tables[own], shape, lag=own_lag, **options)
         parts = parts_of(alone, 0)
         assert parts == parts_of(together, index)
         if rows <= 16:
