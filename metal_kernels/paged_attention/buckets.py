@@ -109,6 +109,7 @@ def plan(
     causal: bool = False,
     earlier_slots: np.ndarray | None = None,
     bounded: bool = False,
+    bidirectional: bool = False,
 ) -> BucketPlan:
     """Groups R requests into buckets of similar shape.
 
@@ -123,12 +124,15 @@ def plan(
             many each, that the pool does not hold yet; -1: never read. `run` then takes the K/V of
             E + T rows, these first.
         bounded: set the buckets' `bounds`, for reads of the pool.
+        bidirectional: rows of a request also see its rows of this step after them; the window still
+            ends at each row's own position.
     """
     # Requests share a bucket if their query and context lengths round up to the same power of two:
     # padding at most doubles either, and the number of buckets does not grow with the requests.
     # Shorter contexts join a bucket if the padding costs less than another call.
-    pieces = _split_requests(query_start_loc, seq_lens, block_tables, window)
-    query_start_loc, seq_lens, block_tables = pieces
+    if not bidirectional:  # whose rows are few, and see those of all pieces
+        pieces = _split_requests(query_start_loc, seq_lens, block_tables, window)
+        query_start_loc, seq_lens, block_tables = pieces
     query_lens = np.diff(query_start_loc)
     first_block = np.zeros_like(seq_lens)
     num_tokens = int(query_start_loc[-1])
@@ -139,7 +143,10 @@ def plan(
     elif share and len(query_lens) > 1:
         whole = (seq_lens - query_lens) // block_size  # blocks visible to all rows of a request
         first_block = _add_shared(shared, query_lens, whole, block_tables, writes, block_size)
-    own = _own_calls(pieces, first_block, writes, block_size, window, causal, bounded)
+    pieces = query_start_loc, seq_lens, block_tables
+    own = _own_calls(
+        pieces, first_block, writes, block_size, window, causal, bounded, bidirectional
+    )
     return BucketPlan(
         num_tokens, tuple(own.buckets), own.order(), tuple(shared.buckets), shared.order()
     )
@@ -210,6 +217,7 @@ def _own_calls(
     window: int | None,
     causal: bool,
     bounded: bool,
+    bidirectional: bool,
 ) -> _Calls:
     """Makes the calls over each request's own blocks, from `first_block` on, [R].
 
@@ -232,8 +240,12 @@ def _own_calls(
         )
         queries = PaddedQueries.padded(query_start_loc[members], query_lens[members])
         first_query = (seq_lens - query_lens - first_block * block_size)[members]
-        bucket = _bucket(table, queries, first_query, writes, block_size, num_tokens, window)
-        if causal and window is None and len(members) == 1 and not decodes[members[0]]:
+        newest = first_query + query_lens[members] - 1 if bidirectional else None
+        bucket = _bucket(
+            table, queries, first_query, writes, block_size, num_tokens, window, newest
+        )
+        alone = len(members) == 1 and not decodes[members[0]]
+        if causal and not bidirectional and window is None and alone:
             bucket = replace(bucket, causal_len=int(seq_lens[members[0]]))
         if bounded:
             bounds = _bounds(first_query, query_lens[members], window)
@@ -322,15 +334,22 @@ def _bucket(
     block_size: int,
     num_tokens: int,
     window: int | None = None,
+    newest: np.ndarray | None = None,
 ) -> Bucket:
-    """Makes a bucket; `first_query`: [n] slot of each first row, None: all slots are visible."""
+    """Makes a bucket.
+
+    Args beyond the plan's:
+        first_query: [n] slot of each request's first row; None: all slots are visible.
+        newest: [n] last slot that each request's rows see; None: their own.
+    """
     n, q = queries.rows.shape
     s = table.blocks.shape[1] * block_size
     mask = None
     if first_query is not None:
         query_slots = (first_query[:, None] + np.arange(q))[:, :, None]  # [n, Q, 1]
         slots = np.arange(s)
-        mask = slots <= query_slots
+        last = query_slots if newest is None else np.broadcast_to(newest[:, None, None], (n, q, 1))
+        mask = slots <= last
         if window is not None:
             mask &= slots > query_slots - window
     rows = queries.rows.ravel()

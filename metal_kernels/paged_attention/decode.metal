@@ -152,7 +152,8 @@ UNROLLED for (int e = 0; e < 2; e++) {
     const int position = request.first_position + packed / group;
     const int oldest_seen = metal::max(tile.begin, position - window + 1);
     first_seen[e] = oldest_seen - place.row;
-    num_seen[e] = uint(metal::max(metal::min(end, position + 1) - oldest_seen, 0));
+    const int past = settings.bidirectional != 0 ? end : metal::min(end, position + 1);
+    num_seen[e] = uint(metal::max(past - oldest_seen, 0));
     sink[e] = tile.split == 0 && !listed ? metal::max(float(sinks[head]) * LOG2_E, LOWEST) : LOWEST;
     const int row = packed / group;
     const int query_row = listed ? (&request)[row].first_row : request.first_row + row;

@@ -40,6 +40,7 @@ class Dispatch:
     shared: Dispatch | None = None
     listed: bool = False  # whether `requests` has an entry per query row
     wide: bool = False  # decode only: whether threadgroups have 512 threads instead of 256
+    bidirectional: bool = False  # whether rows of a request see those after them, too
 
     @property
     def launches(self) -> tuple[Dispatch, ...]:
@@ -104,6 +105,7 @@ def dispatch_of(
         walkers=walkers,
         work=shape.work(rows, int(contexts.seen.sum())),
         shared=shared,
+        bidirectional=batch.bidirectional,
     )
 
 
@@ -123,6 +125,8 @@ def _contexts(
     if common is not None:
         begin = np.maximum(begin, common.of_pieces[cut.piece])
     end = first + (begin_packed + cut.rows - 1) // shape.group + 1
+    if batch.bidirectional:
+        end = batch.seq_lens[request]
     seen = end - begin
     return Contexts(
         begin=begin,

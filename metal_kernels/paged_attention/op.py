@@ -109,7 +109,7 @@ def run(
             pace.before(work, *fences[::-1], *outputs[::-1])
         parts = []
         for launch in dispatch.launches:
-            scoring = _scoring(scale, softcap, launch.window, launch.listed)
+            scoring = _scoring(scale, softcap, launch.window, launch.listed, launch.bidirectional)
             lists = plan.block_tables, launch.requests, launch.tiles
             buffers = [queries, *pools, *lists, scoring, sinks, after]
             out, stats, fence = _launch(plan, launch, buffers, softcap is not None)
@@ -230,12 +230,14 @@ def _prefill_tiling(
 
 
 @functools.lru_cache(maxsize=256)
-def _scoring(scale: float, softcap: float | None, window: int, listed: bool) -> mx.array:
+def _scoring(
+    scale: float, softcap: float | None, window: int, listed: bool, bidirectional: bool
+) -> mx.array:
     """Packs struct Scoring of shared/attention.metal, [8] int32; the first two are floats."""
     fields = np.zeros(MIN_ELEMENTS, np.int32)
     capped = (scale * _LOG2_E, 0.0) if softcap is None else (scale / softcap, softcap * _LOG2_E)
     fields[:2] = np.array(capped, np.float32).view(np.int32)
-    fields[2:4] = window, listed
+    fields[2:5] = window, listed, bidirectional
     return mx.array(fields)
 
 

@@ -39,6 +39,7 @@ class Batch:
     shift: mx.array | None  # [max(R, 2), 4] int32, to subtract from Request; None: nothing
     shape: AttentionShape
     window: int
+    bidirectional: bool = False  # whether rows of a request see those after them, too
 
     def packed_step(self, rows: int) -> int:
         """Returns the packed rows per tile: whole query rows, if a tile can hold one."""
@@ -50,7 +51,8 @@ class Batch:
         group, step = self.shape.group, self.packed_step(rows)
         lens = self.query_lens[members]
         # Most keys of a tile: it spans step / group query rows, or two, and begins at a strip.
-        seen = self.window + max(step // group, 2) + STRIP - 2 + int(self.most_behind.max())
+        spanned = int(lens.max()) if self.bidirectional else max(step // group, 2)
+        seen = self.window + spanned + STRIP - 2 + int(self.most_behind.max())
         num_tiles = int(lens.sum()) * group // step + len(lens)  # at most
         if num_tiles * self.shape.work(rows, min(seen, int(self.seq_lens.max()))) <= most_work:
             yield Pieces(members, np.zeros_like(members), lens)  # in most steps

@@ -52,6 +52,7 @@ def plan(
     lag: PositionLag | None = None,
     splits: Splits = DEFAULT,
     block_size: int | None = None,
+    bidirectional: bool = False,
 ) -> AttentionPlan:
     """Divides R requests' rows into tiles.
 
@@ -67,6 +68,7 @@ def plan(
         splits: how contexts are split, if `tiles` allows it.
         block_size: tokens of a block. If given, and parts have no fixed length, decodes read shared
             prefixes once.
+        bidirectional: rows of a request also see its rows after them.
     """
     tiles = tiles or Tiles.for_layer(shape, window)
     query_lens = query_start_loc[1:] - query_start_loc[:-1]
@@ -79,6 +81,7 @@ def plan(
         None if lag is None else _shift(lag.counts),
         shape,
         window or NO_WINDOW,
+        bidirectional,
     )
     packed = query_lens * shape.group
     kinds = _kinds(packed, shape, tiles, splits)

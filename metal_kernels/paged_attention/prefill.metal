@@ -88,6 +88,7 @@ const int packed = tile.packed_begin + metal::min(in_tile, tile.packed_count - 1
 const int row = packed / group;
 const int head = int(kv_head) * group + packed % group;
 const int position = request.first_position + row;
+const int newest = settings.bidirectional != 0 ? end - 1 : position;  // key that it sees
 
 Matrix q[QM];
 Matrix acc[OM];
@@ -151,7 +152,7 @@ for (int base = tile.begin; base < end; base += KEYS) {
     UNROLLED for (int s = 0; s < SM; s++) {
         UNROLLED for (int e = 0; e < 2; e++) {
             const int key = base + s * 8 + place.column + e;
-            const bool seen = key <= position && position - key < window;
+            const bool seen = key <= newest && position - key < window;
             const float product = scores[s].thread_elements()[e];
             const float score = CAPPED ? capped(product, cap) : product;
             scores[s].thread_elements()[e] = seen ? score : LOWEST;

@@ -36,7 +36,8 @@ struct Scoring {
     float cap;    // of tanh, in units of log2
     int window;   // positions a query sees, including its own
     int listed;   // each query row has its own Request, and sees the tile's whole range
-    int unused[4];
+    int bidirectional;  // rows of a request see those after them, too
+    int unused[3];
 };
 
 inline float capped(float product, float cap) {

@@ -120,7 +120,7 @@ def overstated(batch: Batch, most: int) -> tuple[np.ndarray, np.ndarray, Positio
     return seq_lens, tables, PositionLag(mx.array(counts), np.full(num_requests, most, np.int32))
 
 
-def expected(batch, scale, window=None, softcap=None, sinks=None):
+def expected(batch, scale, window=None, softcap=None, sinks=None, bidirectional=False):
     """[T, H, DV] float64, one row and head at a time."""
     shape = batch.shape
     queries = np.array(batch.queries.astype(mx.float32), np.float64)
@@ -129,8 +129,9 @@ def expected(batch, scale, window=None, softcap=None, sinks=None):
         rows = range(batch.starts[request], batch.starts[request + 1])
         for row, position in zip(reversed(rows), range(len(keys) - 1, -1, -1), strict=False):
             first = 0 if window is None else max(0, position - window + 1)
-            k = keys[first : position + 1].repeat(shape.group, axis=1)
-            v = values[first : position + 1, :, : shape.value_size].repeat(shape.group, axis=1)
+            past = len(keys) if bidirectional else position + 1
+            k = keys[first:past].repeat(shape.group, axis=1)
+            v = values[first:past, :, : shape.value_size].repeat(shape.group, axis=1)
             scores = np.einsum("hd,shd->hs", queries[row], k) * scale
             if softcap is not None:
                 scores = softcap * np.tanh(scores / softcap)

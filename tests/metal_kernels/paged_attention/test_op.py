@@ -29,12 +29,24 @@ SCALE = 0.09
 MORE = pytest.mark.more
 
 
-def attend(batch, window=None, softcap=None, sinks=None, most_behind=0, splits=DEFAULT):
+def attend(
+    batch,
+    window=None,
+    softcap=None,
+    sinks=None,
+    most_behind=0,
+    splits=DEFAULT,
+    bidirectional=False,
+):
     seq_lens, tables, lag = batch.seq_lens, batch.tables, None
     if most_behind:
         seq_lens, tables, lag = overstated(batch, most_behind)
     plan = paged_attention.plan(
-        *(batch.starts, seq_lens, tables, batch.shape, window), lag=lag, splits=splits
+        *(batch.starts, seq_lens, tables, batch.shape, window),
+        lag=lag,
+        splits=splits,
+        block_size=batch.key_pool.shape[2] if bidirectional else None,
+        bidirectional=bidirectional,
     )
     out, fences = paged_attention.run(
         plan,
@@ -52,13 +64,15 @@ def attend(batch, window=None, softcap=None, sinks=None, most_behind=0, splits=D
     return out
 
 
-def check(batch, compiler, window=None, softcap=None, sinks=None, most_behind=0):
+def check(
+    batch, compiler, window=None, softcap=None, sinks=None, most_behind=0, bidirectional=False
+):
     with kernel.using(compiler):
-        out = attend(batch, window, softcap, sinks, most_behind)
+        out = attend(batch, window, softcap, sinks, most_behind, bidirectional=bidirectional)
     assert out.dtype == batch.queries.dtype
     found = np.array(out.astype(mx.float32))
     sinks = None if sinks is None else np.array(sinks.astype(mx.float32), np.float64)
-    wanted = expected(batch, SCALE, window, softcap, sinks)
+    wanted = expected(batch, SCALE, window, softcap, sinks, bidirectional)
     # An output is an average of values: each, and the output, rounded to the dtype once at most.
     largest = max(np.abs(values).max() for _, values in batch.contexts)
     atol = float(mx.finfo(out.dtype).eps) * largest + 1e-5  # and float32's sums
@@ -140,6 +154,34 @@ def test_requests_that_end_before_where_the_host_says(
     rng = np.random.default_rng(seed)
     batch = make_batch(rng, requests, AttentionShape(*heads, 64, 64), mx.float16, None, block_size)
     check(batch, Checker("forward").metal_kernel, window, most_behind=most)
+
+
+#: Heads, head size, window, (computed, rows) of each request, most rows that it may be behind.
+BLOCKS = {
+    "decode": ((4, 2), 64, None, [(37, 5), (16, 5), (1, 5)], 4),
+    "window": ((8, 2), 128, 9, [(37, 5), (3, 5)], 2),  # shorter than context and block
+    "several tiles": ((16, 2), 128, None, [(40, 8), (17, 8)], 0),
+    "prompts' kernel": ((8, 1), 256, 24, [(70, 16), (5, 16)], 3),
+    "in parts": ((4, 1), 64, None, [(LONG, 8)], 5),
+}
+
+
+@pytest.mark.parametrize("name", list(BLOCKS))
+def test_rows_of_a_bidirectional_block_see_each_other(name):
+    heads, size, window, requests, most_behind = BLOCKS[name]
+    shape = AttentionShape(*heads, size, size)
+    batch = make_batch(np.random.default_rng(8), requests, shape, mx.float32, None, 16)
+    options = {"most_behind": most_behind, "bidirectional": True}
+    check(batch, Checker("reverse").metal_kernel, window, **options)
+    nowhere = np.full(batch.starts[-1], -1, np.int32)
+    placed = batch.starts, batch.seq_lens, batch.tables, nowhere, 16, window
+    plan = buckets.plan(*placed, share=window is None, bidirectional=True)
+    pools = [mx.nan_to_num(pool) for pool in (batch.key_pool, batch.value_pool)]
+    for fused in (False, True):
+        if not (fused and plan.shared):
+            out = reference.run(plan, batch.queries, None, None, *pools, SCALE, fused=fused)
+            wanted = expected(batch, SCALE, window, bidirectional=True)
+            np.testing.assert_allclose(np.array(out), wanted, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("num_rows", [1, 20], ids=["decode", "prefill"])
