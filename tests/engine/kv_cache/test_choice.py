@@ -198,15 +198,20 @@ def test_plans_obey_the_tuners_file(monkeypatch, tmp_path):
     found_where(monkeypatch, lambda case, one: False)
     chosen = choice.kv_backend("metal", LAYERS, BF16, BF16, 16, Splits(slots=30), read)
     assert chosen.splits == Splits(part_cost=500, slots=2000)
-    assert chosen.tiles[SHAPE, None].decode == (8,)
-    assert chosen.tiles[SHAPE, 512].decode == WHOLE.decode  # of none, all that are right
+    assert chosen.tiles[AttentionKind(SHAPE, None)].decode == (8,)
+    assert (
+        chosen.tiles[AttentionKind(SHAPE, 512)].decode == WHOLE.decode
+    )  # of none, all that are right
     starts, lens = np.array([0, 4], np.int32), np.array([4000], np.int32)
     where = StepLayout(starts, lens, np.zeros((1, 250), np.int32), np.zeros(4, np.int32), 16)
     by_default = choice.kv_backend("metal", LAYERS, BF16, BF16, 16)
     for serves, decode, rows in ((chosen, False, 64), (by_default, True, 16)):
         (dispatch,) = serves.plan(where, AttentionKind(SHAPE, None)).attention.dispatches
         assert (dispatch.decode, dispatch.rows) == (decode, rows)
-    assert (chosen.tiles[SHAPE, None].shared, chosen.tiles[SHAPE, 512].shared) == (
+    assert (
+        chosen.tiles[AttentionKind(SHAPE, None)].shared,
+        chosen.tiles[AttentionKind(SHAPE, 512)].shared,
+    ) == (
         50_000,
         WHOLE.shared,
     )
@@ -234,7 +239,7 @@ def test_a_tile_that_is_wrong_here_does_not_serve_because_it_was_quick(monkeypat
     wrong = Check("decode", WHOLE.decode[0])
     found_where(monkeypatch, lambda case, one: one == wrong)
     chosen = choice.kv_backend("metal", LAYERS, BF16, BF16, 16, tuned=quick)
-    assert chosen.tiles[SHAPE, None].decode == WHOLE.decode[1:]
+    assert chosen.tiles[AttentionKind(SHAPE, None)].decode == WHOLE.decode[1:]
 
 
 def test_what_was_not_checked_is_not_used(monkeypatch):
@@ -265,7 +270,7 @@ def test_what_fails_costs_itself_only(monkeypatch, warned, name):
     found_where(monkeypatch, fails)
     chosen = kv_backend()
     assert isinstance(chosen, KernelBackend)
-    kinds = (SHAPE, None), (SHAPE, 512)
+    kinds = AttentionKind(SHAPE, None), AttentionKind(SHAPE, 512)
     assert chosen.tiles == ({} if tiles == WHOLE else dict.fromkeys(kinds, tiles))
     assert (chosen.moves_blocks, chosen.repeatable) == (moves_blocks, repeatable)
     (line,) = warned
@@ -400,7 +405,9 @@ def test_mlx_serves_the_rows_for_which_it_is_faster(monkeypatch, warned, name):
     times_are(monkeypatch, shares)
     chosen = kv_backend()
     assert isinstance(chosen, KernelBackend) and chosen.pipelined and chosen.repeatable
-    assert chosen.by_mlx == {(SHAPE, window): by_mlx for window, by_mlx in served.items()}
+    assert chosen.by_mlx == {
+        AttentionKind(SHAPE, window): by_mlx for window, by_mlx in served.items()
+    }
     assert chosen.gathers == bool(served)
     assert not warned
     lines = [line for line in said if "µs" in line]
@@ -502,7 +509,7 @@ def test_prompts_obey_the_tuners_file(monkeypatch, tmp_path):
     times_are(monkeypatch, {("prefill_way", None): 2.0, ("prefill_way", 512): 0.5})
     chosen = choice.kv_backend("metal", LAYERS, BF16, BF16, 16, tuned=read)
     assert chosen.by_mlx == {
-        (SHAPE, None): ByMLX(False, {1024: 512, 8192: 128, 32768: None}, False)
+        AttentionKind(SHAPE, None): ByMLX(False, {1024: 512, 8192: 128, 32768: None}, False)
     }
     assert any(
         "by MLX's attention from 512 rows of 1024, 128 rows of 8192 on" in one for one in said

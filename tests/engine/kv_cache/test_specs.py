@@ -1,14 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of a target and its draft model, grouped and placed by vLLM's own planner."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import pytest
 from engine.kv_cache.planned import planned
 from pairs import valuewise
 
 from vllm_metal.engine.attention.layers import AttentionLayer
+from vllm_metal.engine.attention.recurrent_layer import RunLayer
 from vllm_metal.engine.kv_cache.scatter import SCATTER
-from vllm_metal.engine.kv_cache.specs import allocate_kv_caches, kv_cache_specs
+from vllm_metal.engine.kv_cache.specs import (
+    allocate_kv_caches,
+    block_size_for,
+    groups_of,
+    kv_cache_specs,
+)
+from vllm_metal.engine.memory.needs import Needs
+from vllm_metal.engine.recurrent.recurrent_state import StateFormat
 
 BLOCK = 16
 MEMORY = 8 << 20
@@ -70,3 +80,76 @@ def test_every_layer_gets_its_own_memory_within_the_budget(config, case, dtype):
 def test_a_token_takes_its_elements_and_two_bytes_of_scale_where_they_are_codes(dtype, per_row):
     for spec in kv_cache_specs(layers("", 6, 3, 64, 32, 3), BLOCK, dtype).values():
         assert spec.page_size_bytes == BLOCK * 2 * 3 * per_row  # K and V of three heads
+
+
+def guests(found):
+    """The layers, as a block drafter has them."""
+    return [replace(layer, guest=True) for layer in found]
+
+
+#: Bytes a token of the target's layers and of the drafter's own, from published shapes: the
+#: target's (K/V heads, head size, layers), layers with states, the drafter's; windows.
+DRAFTERS = {
+    "Qwen3.8-27B and DFlash2": ((4, 256, 16, None), 48, (8, 128, 5, 2048)),
+    "Qwen3.6-35B-A3B and DFlash": ((2, 256, 10, None), 30, (4, 128, 5, 4096)),
+    "Qwen3-8B and DFlash": ((8, 128, 36, None), 0, (8, 128, 5, None)),
+    "Gemma 4 31B and DFlash": ((16, 256, 50, 1024), 0, (8, 128, 5, 2048)),
+}
+STATE = StateFormat(((48, 128, 128), (3, 10240)), (mx.float32, mx.bfloat16))
+
+
+@pytest.mark.parametrize("name", list(DRAFTERS))
+def test_a_drafter_adds_its_own_layers_bytes(config, name):
+    (heads, size, count, window), num_states, (own_heads, own_size, own_count, own) = DRAFTERS[name]
+    target = layers("", count, heads, size, window, full_every=6 if window else 1)
+    target += [RunLayer(f"layers.{count + n}", STATE) for n in range(num_states)]
+    drafter = guests(layers("draft.", own_count, own_heads, own_size, own, full_every=9))
+    tokens = mx.bfloat16
+
+    def per_token(found):
+        """Bytes of a long context, for each of its tokens."""
+        block_size = block_size_for(found, BLOCK, tokens)
+        needs = Needs.of(config, kv_cache_specs(found, block_size, tokens))
+        longer, shorter = 2**18, 2**17
+        return (needs(longer) - needs(shorter)) / (longer - shorter)
+
+    both, alone = per_token([*target, *drafter]), per_token(target)
+    own_bytes = own_count * own_heads * own_size * 2 * tokens.size
+    assert both / (alone + own_bytes) == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize("name", ["states", "windows", "alone"])
+def test_guests_lie_in_blocks_of_layers_that_keep_everything(config, name):
+    """In memory of their own, within the budget, with tables of a group that frees no block."""
+    found = layers("", 4, 2, 64, 32 if name == "windows" else None, 2)
+    if name == "states":
+        form = StateFormat(((3, 40),), (mx.float32,))
+        found += [RunLayer(f"layers.{4 + n}", form) for n in range(8)]
+    drafter = guests(layers("draft.", 3, 3, 96, 48, 2))
+    dtype = mx.bfloat16
+    block_size = block_size_for([*found, *drafter], BLOCK, dtype)
+    specs = kv_cache_specs([*found, *drafter], block_size, dtype)
+    placed = planned(config, specs, MEMORY)
+    pool = [*found, *drafter], block_size, dtype
+    kv_caches = allocate_kv_caches(placed, *pool, SCATTER)
+    group_of = groups_of(placed, pool[0])
+    assert kv_caches.keys() == group_of.keys() == {layer.name for layer in pool[0]}
+    assert (len(placed.kv_cache_groups) > 1) == (name != "alone")
+    own = [kv_caches[layer.name] for layer in drafter]
+    others = {id(kv_caches[layer.name].storage) for layer in found}
+    assert len({id(each) for each in own}) == 3 and not others & {id(each) for each in own}
+    (group,) = {group_of[layer.name] for layer in drafter}
+    members = {layer.name for layer in found if group_of[layer.name] == group}
+    assert members and not any(
+        layer.window or layer.state_bytes for layer in found if layer.name in members
+    )
+    storages = {id(each.storage): each.storage for each in kv_caches.values()}.values()
+    used = sum(array.nbytes for storage in storages for array in storage.arrays)
+    assert 0.8 * MEMORY < used <= MEMORY
+
+
+def test_guests_need_a_layer_that_keeps_everything(config):
+    with pytest.raises(NotImplementedError, match="no layer keeps the whole context"):
+        kv_cache_specs(
+            [*layers("", 4, 2, 64, 32, 9), *guests(layers("draft.", 1, 2, 64))], 16, mx.float16
+        )

@@ -69,6 +69,8 @@ class AttentionLayer(StatefulLayer):
     softcap: float | None = None  # of scores
     heads: LatentHeads | None = None  # of latents
     rotation: LayerRotation | None = None  # that a write may do for the layer
+    bidirectional: bool = False  # rows of a request see those of the step after them
+    guest: bool = False  # see StatefulLayer
 
     @property
     def shape(self) -> AttentionShape:
@@ -76,8 +78,12 @@ class AttentionLayer(StatefulLayer):
         return AttentionShape(self.num_heads, self.num_kv_heads, *sizes)
 
     @cached_property
-    def kind(self) -> AttentionKind:
-        return AttentionKind(self.shape, self.window)
+    def kind(self) -> Hashable:
+        return self._attention
+
+    @cached_property
+    def _attention(self) -> AttentionKind:
+        return AttentionKind(self.shape, self.window, self.bidirectional)
 
     @property
     def storage_key(self) -> KVShape:
@@ -128,7 +134,7 @@ class AttentionLayer(StatefulLayer):
 
     def scope(self, state: LayerState) -> StepScope:
         assert isinstance(state, LayerKVCache)
-        plan_of = partial(state.backend.plan, kind=self.kind)
+        plan_of = partial(state.backend.plan, kind=self._attention)
         heads = self._built_over(state.backend)
 
         def of_step(layout: StepLayout) -> Any:
@@ -163,7 +169,9 @@ class AttentionLayer(StatefulLayer):
     ) -> list[Case]:
         size = block_size // parts_of(block_size)
         kind = (self.shape, dtype, elements, size, self.window)
-        cases = [Case(*kind, sinks=True, softcap=self.softcap, kernels=_KERNELS)]
+        # MLX's attention serves no bidirectional rows: nothing is to be chosen.
+        kernels = _KERNELS[: -len(CHOICES)] if self.bidirectional else _KERNELS
+        cases = [Case(*kind, sinks=True, softcap=self.softcap, kernels=kernels)]
         if self.rotation is not None:
             by = self._rotation_kind
             cases.append(Case(*kind[:-1], kernels=("rotation",), rotation=by))
@@ -187,7 +195,7 @@ class AttentionLayer(StatefulLayer):
     ) -> Iterator[tuple[Hashable, Callable[[], mx.array]]]:
         kv_cache: LayerKVCache | None = None
         size = block_size // parts_of(block_size)
-        for trial in backend.trials(self.kind, size):
+        for trial in backend.trials(self._attention, size):
             first = kv_cache is None
             if kv_cache is None:
                 kv_cache = self.allocate(_TRIAL_BLOCKS, size, elements, backend)
@@ -233,7 +241,7 @@ class AttentionLayer(StatefulLayer):
         self, kv_cache: LayerKVCache, heads: LatentHeads, dtype: mx.Dtype, block_size: int
     ) -> mx.array:
         layout = _layout_of_long_contexts(1, block_size, block_size, block_size)
-        plan = kv_cache.backend.plan(layout, self.kind)
+        plan = kv_cache.backend.plan(layout, self._attention)
         self._write_once(kv_cache, plan, block_size, dtype)
         prompts = SeparatePrompts.of(layout, np.ones(1, bool))
         (((context,), _),) = kv_cache.contexts(plan, prompts)
@@ -263,7 +271,7 @@ class AttentionLayer(StatefulLayer):
             mx.eval(latent_heads.largest_call(heads, context, bounds.num_tokens, dtype))
         if not backend.gathers:
             return
-        nbytes, rows = backend.waiting(self.kind, context, bounds.num_tokens, dtype)
+        nbytes, rows = backend.waiting(self._attention, context, bounds.num_tokens, dtype)
         waiting = mx.zeros(nbytes, mx.uint8)
         mx.eval(waiting)  # while the calls below are measured
         chunk = max(buckets.MAX_SCORES // context, buckets.MIN_ROWS, rows)
@@ -275,7 +283,7 @@ class AttentionLayer(StatefulLayer):
             layout = _layout_of_long_contexts(num_reqs, num_rows, context, bounds.block_size)
             num_blocks = int(layout.block_tables_np.max()) + 1
             kv_cache = self.allocate(num_blocks, bounds.block_size, elements, backend)
-            plan = kv_cache.backend.plan(layout.split(kv_cache.split), self.kind)
+            plan = kv_cache.backend.plan(layout.split(kv_cache.split), self._attention)
             self._write_once(kv_cache, plan, num_reqs * num_rows, dtype)
             queries = mx.zeros((num_reqs * num_rows, self.num_heads, self.head_size), dtype)
             mx.eval(kv_cache.attend(plan, queries, Scoring(1.0, None, self.softcap)))

@@ -205,7 +205,9 @@ def _of_what_works(
         return None
     if not all(sizes.decode or sizes.prefill for sizes in tiles.values()):
         return None
-    every_size = all(sizes == Tiles.for_layer(*kind) for kind, sizes in tiles.items())
+    every_size = all(
+        sizes == Tiles.for_layer(kind.shape, kind.window) for kind, sizes in tiles.items()
+    )
     return KernelBackend(
         tiles={} if every_size else tiles,
         by_mlx=_faster_by_mlx(found, tuned),

@@ -112,7 +112,8 @@ def plan(
         )
     if (longer := requests & ~decodes).any():
         some = layout.others_than(~longer)
-        of_prompts = prompts.plan(*some, layout.block_size, *kind, force_fused=force_fused)
+        placed = layout.block_size, kind.shape, kind.window
+        of_prompts = prompts.plan(*some, *placed, force_fused=force_fused)
     groups = [layout.rows_of(group) for group in (~requests, decodes, longer)]
     order = np.argsort(np.concatenate(groups)).astype(np.int32)
     in_order = bool((order == np.arange(len(order))).all())

@@ -300,25 +300,26 @@ class KernelBackend(KVBackend[KernelPlan]):
             tiles = self._tiles_of(kind)
             attention = paged_attention.plan(
                 *parts,
-                *kind,
+                kind.shape,
+                kind.window,
                 tiles,
                 lag=lag,
                 splits=self.splits,
                 block_size=layout.block_size,
+                bidirectional=kind.bidirectional,
             )
             work += attention.work
         pace = layout.pace
         # Layers that share a command buffer would have all of their contexts gathered at once.
         if pace is not None and (split is None or split.prompts is None):
             pace = pace_of(pace, int(layout.query_start_loc_np[-1]), work)
-        slots = layout.slot_mapping
-        if slots is None:
-            return KernelPlan(_padded(layout.slot_mapping_np), attention, split, pace)
-        missing = max(0, MIN_ELEMENTS - slots.size)
-        return KernelPlan(mx.pad(slots, (0, missing), constant_values=-1), attention, split, pace)
+        return KernelPlan(_slots(layout), attention, split, pace)
+
+    def plan_of_writes(self, layout: StepLayout, num_kv_heads: int) -> KernelPlan:
+        return KernelPlan(_slots(layout), None, None, None)
 
     def trials(self, kind: AttentionKind, block_size: int) -> Iterator[KernelPlan]:
-        for trial in paged_attention.trials(*kind, self._tiles_of(kind)):
+        for trial in paged_attention.trials(kind.shape, kind.window, self._tiles_of(kind)):
             slots = _padded(np.arange(trial.num_tokens, dtype=np.int32))
             yield KernelPlan(slots, trial, None, None)
         by_mlx = self.by_mlx.get(kind, ByMLX())
@@ -339,7 +340,8 @@ class KernelBackend(KVBackend[KernelPlan]):
         return prompts.waiting_bytes(kind.shape, slots, most, dtype), fewest_rows
 
     def _tiles_of(self, kind: AttentionKind) -> Tiles:
-        return self.tiles.get(kind) or Tiles.for_layer(*kind)
+        causal = kind._replace(bidirectional=False)
+        return self.tiles.get(causal) or Tiles.for_layer(kind.shape, kind.window)
 
 
 KERNELS = KernelBackend()
@@ -351,6 +353,14 @@ def _trial_of(num_rows: int, block_size: int) -> StepLayout:
     table = np.arange(-(-num_rows // block_size), dtype=np.int32)[None]
     starts, lens = np.array([0, num_rows], np.int32), np.array([num_rows], np.int32)
     return StepLayout(starts, lens, table, slots, block_size)
+
+
+def _slots(layout: StepLayout) -> mx.array:
+    """[max(T, MIN_ELEMENTS)] int32, where the rows go."""
+    slots = layout.slot_mapping
+    if slots is None:
+        return _padded(layout.slot_mapping_np)
+    return mx.pad(slots, (0, max(0, MIN_ELEMENTS - slots.size)), constant_values=-1)
 
 
 def _padded(slots: np.ndarray) -> mx.array:

@@ -36,6 +36,7 @@ class AttentionKind(NamedTuple):
 
     shape: AttentionShape
     window: int | None  # positions a query sees, itself included; None: all before it
+    bidirectional: bool = False  # whether rows of a request see those of the step after them
 
 
 class TrialPlan(Protocol):
@@ -135,6 +136,10 @@ class KVBackend(ABC, Generic[PlanT]):
     @abstractmethod
     def plan(self, layout: StepLayout, kind: AttentionKind) -> PlanT:
         """What `write` and `attend` need of a step, for layers of one group and kind."""
+
+    @abstractmethod
+    def plan_of_writes(self, layout: StepLayout, num_kv_heads: int) -> PlanT:
+        """What `write` needs of a step, for layers of so many K/V heads that do not attend."""
 
     def trials(self, kind: AttentionKind, block_size: int) -> Iterable[TrialPlan]:
         """Small plans that launch, between them, every pipeline such layers may ever launch.

@@ -35,7 +35,7 @@ class ScatterPlan:
     """A step of one group and kind of layer."""
 
     slot_mapping: mx.array  # [E + T] int32, those of earlier forwards first, see StepLayout
-    attention: buckets.BucketPlan
+    attention: buckets.BucketPlan | None  # None: the layers only write
     pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
     num_heads: int  # of K and V
     block_size: int
@@ -143,6 +143,7 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         states_reference.write(self.elements_of(self.arrays), blocks_np, states, self.split)
 
     def attend(self, plan: ScatterPlan, queries: mx.array, scoring: Scoring) -> mx.array:
+        assert plan.attention is not None
         newest = self._newest(plan)
         count = len(self.keys.arrays)
         keys = self._as_held(newest.arrays[:count])
@@ -217,20 +218,33 @@ class ScatterBackend(KVBackend[ScatterPlan]):
             share=not on_gpu,
             causal=on_gpu,
             earlier_slots=layout.earlier_slots_np,
+            bidirectional=kind.bidirectional,
         )
         pace = None
         if layout.pace is not None and on_gpu:
             sizes = kind.shape.head_size + kind.shape.value_size
             work = sum(bucket.work(kind.shape.num_heads, sizes) for bucket in attention.buckets)
             pace = pace_of(layout.pace, attention.num_tokens, work)
+        return self._placed(layout, attention, pace, kind.shape.num_kv_heads)
+
+    def plan_of_writes(self, layout: StepLayout, num_kv_heads: int) -> ScatterPlan:
+        return self._placed(layout, None, None, num_kv_heads)
+
+    def _placed(
+        self,
+        layout: StepLayout,
+        attention: buckets.BucketPlan | None,
+        pace: Pace | None,
+        num_kv_heads: int,
+    ) -> ScatterPlan:
         earlier_np, slots_np = layout.earlier_slots_np, layout.slot_mapping_np
         num_earlier = 0 if earlier_np is None else len(earlier_np)
         if earlier_np is not None:
             slots_np = np.concatenate([earlier_np, slots_np])
         # Rows that are not kept go to block 0, which vLLM gives to no request.
-        slots, num_heads = mx.array(np.maximum(slots_np, 0)), kind.shape.num_kv_heads
+        slots = mx.array(np.maximum(slots_np, 0))
         placed = layout.block_size, layout.group, num_earlier
-        return ScatterPlan(slots, attention, pace, num_heads, *placed)
+        return ScatterPlan(slots, attention, pace, num_kv_heads, *placed)
 
 
 SCATTER = ScatterBackend()

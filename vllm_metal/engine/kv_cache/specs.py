@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, UniformTypeKVCacheSpecs
 
 from metal_kernels.layout import BLOCK_SIZES
 from vllm_metal.engine.kv_cache.layer_cache import KVBackend
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from vllm.config import CacheConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+_ALIGNMENT = 64  # of pages, in bytes: elements of any dtype
 _STEP = BLOCK_SIZES[0]  # larger blocks are multiples of it
 #: Tokens of a block where there are states only: one state of this many is kept of a text.
 _STATES_ONLY = 256
@@ -38,6 +40,7 @@ def block_size_for(
         dtype: of the pool's elements.
         asked: whether the user asked for it; else it is larger where there are states only.
     """
+    layers = [layer for layer in layers if not layer.guest]
     states = [layer.state_bytes for layer in layers if layer.state_bytes]
     if not states:
         return block_size
@@ -80,11 +83,20 @@ def kv_cache_specs(
     the target's, windows are not made use of: then all layers of attention form one group that
     keeps the whole context. Layers with states form groups of their own, in the same memory.
 
+    Guests keep the whole context, in blocks of a group that does. Where there is no other group,
+    they join it. Else vLLM does not know them: the pages of the others have room for them, so that
+    a block's bytes are those of its layers and the guests'. Blocks of other groups leave that room
+    empty.
+
     Args:
         layers: of all networks over the pool.
         block_size: tokens of a block, see `block_size_for`.
         dtype: of the pool's elements.
     """
+    guests = [layer for layer in layers if layer.guest]
+    if guests:
+        hosts = [layer for layer in layers if not layer.guest]
+        return _with_guests(kv_cache_specs(hosts, block_size, dtype), guests, block_size, dtype)
     attending = [layer for layer in layers if not layer.state_bytes]
     storage_keys = {layer.storage_key for layer in attending}
     contexts = {layer.context for layer in attending}
@@ -93,6 +105,54 @@ def kv_cache_specs(
     if len(attending) < len(layers):
         return _padded(specs, layers)
     return specs
+
+
+def _with_guests(
+    specs: dict[str, KVCacheSpec],
+    guests: Sequence[StatefulLayer],
+    block_size: int,
+    dtype: mx.Dtype,
+) -> dict[str, KVCacheSpec]:
+    """Specs of all layers that vLLM is to know, with room for guests.
+
+    Raises:
+        NotImplementedError: no layer keeps the whole context.
+    """
+    if not any(isinstance(spec, FullAttentionSpec) for spec in specs.values()):
+        raise NotImplementedError(
+            "a draft network is not supported with a model whose layers all have windows or keep "
+            "states only: no layer keeps the whole context. Choose method ngram or suffix"
+        )
+    own = {guest.name: guest.spec(block_size, dtype, True) for guest in guests}
+    if all(isinstance(spec, FullAttentionSpec) for spec in specs.values()):
+        return specs | own
+    # vLLM cuts layers of a kind into groups as large as the smallest kind, or as the largest where
+    # that is less than half as many more.
+    counts = Counter(specs.values()).values()
+    group_size = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
+    share = -(-sum(spec.page_size_bytes for spec in own.values()) // group_size)
+    page = (
+        max(spec.page_size_bytes for spec in specs.values()) + -(-share // _ALIGNMENT) * _ALIGNMENT
+    )
+    return {name: replace(cast(Any, spec), page_size_padded=page) for name, spec in specs.items()}
+
+
+def groups_of(config: KVCacheConfig, layers: Sequence[StatefulLayer]) -> dict[str, int]:
+    """KV cache group by layer name; a guest's is the first that keeps the whole context."""
+    groups = config.kv_cache_groups
+    found = {name: g for g, group in enumerate(groups) for name in group.layer_names}
+    guests = [layer.name for layer in layers if layer.name not in found]
+    if guests:
+        host = next(g for g, group in enumerate(groups) if _keeps_all(group.kv_cache_spec))
+        found |= dict.fromkeys(guests, host)
+    return found
+
+
+def _keeps_all(spec: KVCacheSpec) -> bool:
+    """Whether a group's layers keep the whole context."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return all(map(_keeps_all, spec.kv_cache_specs.values()))
+    return isinstance(spec, FullAttentionSpec)
 
 
 def _padded(
@@ -115,7 +175,7 @@ def host_of_states(
     layers: Sequence[StatefulLayer], block_size: int, dtype: mx.Dtype
 ) -> StatefulLayer | None:
     """The layer in whose storage states lie: the first with most room; None: no layer attends."""
-    attending = (layer for layer in layers if not layer.state_bytes)
+    attending = (layer for layer in layers if not (layer.state_bytes or layer.guest))
     return max(attending, key=lambda layer: layer.room(block_size, dtype), default=None)
 
 
@@ -136,6 +196,7 @@ def allocate_kv_caches(
         NotImplementedError: layers of K and V that share memory differ in shape.
     """
     by_name = {layer.name: layer for layer in layers}
+    pool = config.num_blocks, block_size, dtype, backend
     offset_of = {
         name: tensor.offset + index * tensor.layer_stride
         for tensor in config.kv_cache_tensors
@@ -148,7 +209,7 @@ def allocate_kv_caches(
 
     def storage(layer: StatefulLayer, key: tuple[int, Hashable]) -> LayerState:
         if key not in shared:
-            shared[key] = layer.allocate(config.num_blocks, block_size, dtype, backend)
+            shared[key] = layer.allocate(*pool)
         return shared[key]
 
     first_keys: dict[int, Hashable] = {}
@@ -169,4 +230,5 @@ def allocate_kv_caches(
         if key not in shared and beside is not None:
             shared[key] = layer.share(beside.storage)
         placed[name] = storage(layer, key)
-    return placed
+    guests = (layer for layer in layers if layer.name not in offset_of)
+    return placed | {layer.name: layer.allocate(*pool) for layer in guests}

@@ -31,6 +31,12 @@ class StatefulLayer(ABC):
     name: str
 
     @property
+    def guest(self) -> bool:
+        """Whether the layer lies in blocks of those that keep the whole context, in memory of its
+        own; see `specs.kv_cache_specs`."""
+        return False
+
+    @property
     def place(self) -> str:
         """The name without the number of the cache: what layers of one tuple of caches share."""
         head, _, rest = self.name.rpartition("layers.")

@@ -160,6 +160,7 @@ class LargestStep:
         backend: KVBackend,
         drafts: int | None = None,  # per request after a one-token context; None: prompts only
         paced: bool = True,
+        num_reqs: int | None = None,  # with `drafts`; None: those of `drafted`
     ) -> LargestStep:
         """Builds a step of as few prompts as possible, or of the few requests of `drafted`."""
         if drafts is None:
@@ -167,7 +168,7 @@ class LargestStep:
             longest = min(num_tokens, config.model_config.max_model_len)
             counts = np.diff(np.append(np.arange(0, num_tokens, longest), num_tokens))
         else:
-            requests, _ = drafted(config)
+            requests = num_reqs or drafted(config)[0]
             counts = np.full(requests, 1 + drafts)
             sampled = mx.arange(requests * (1 + drafts), dtype=mx.int32)
         block_size = config.cache_config.block_size

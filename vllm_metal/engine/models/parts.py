@@ -48,6 +48,8 @@ class ModelParts:
         self._observer: Callable[[mx.array], object] | None = None
         #: Who is shown hidden states of every forward.
         self.observers: list[HiddenStates] = []
+        self._write_context: Callable[[list[Any]], None] | None = None
+        self._num_context_layers = 0
         self._decoder = decoder_of(model)
         if self._decoder is not None:
             follow_call(self._decoder, self._show, lambda: self._call.hidden_states)
@@ -64,24 +66,38 @@ class ModelParts:
         """
         return cast(mx.array, self.input_embedding(input_ids[:, None]))
 
+    def write_context(self, write: Callable[[list[Any]], None], num_layers: int) -> None:
+        """Has every forward end with `write`, which keeps K/V of a draft network's layers.
+
+        Args:
+            write: given the layers' caches.
+            num_layers: of the network; `forward_hidden` takes their caches behind the model's.
+        """
+        self._write_context, self._num_context_layers = write, num_layers
+
     def forward_hidden(self, inputs: ForwardInputs, caches: list[Any]) -> mx.array:
         """Runs the model over T rows of length 1, all but its head.
 
         Args:
             inputs: of the rows.
-            caches: one a layer, already told of the step.
+            caches: one a layer, already told of the step; see `write_context`.
 
         Returns:
             [T, 1, H], for `compute_logits`; the logits where the model has no head of its own.
         """
         if inputs.embeddings is not None and self._embedding is None:
             raise NotImplementedError(_NO_EMBEDDING)
+        own = len(caches) - self._num_context_layers
+        hidden_states = self._forward(inputs, self._all_caches(caches[:own]))
+        if self._write_context is not None:
+            self._write_context(caches[own:])
+        return hidden_states
+
+    def _forward(self, inputs: ForwardInputs, caches: list[Any]) -> mx.array:
         self._call = _Call(embeddings=inputs.embeddings, stops=True)
         try:
             with bound(inputs):
-                logits: mx.array = self.model(
-                    inputs.input_ids[:, None], cache=self._all_caches(caches)
-                )
+                logits: mx.array = self.model(inputs.input_ids[:, None], cache=caches)
         except HiddenReturned as returned:
             return returned.hidden_states
         finally:  # a call that fails must leave nothing for the next one
@@ -161,6 +177,32 @@ class ModelParts:
             raise NotImplementedError(_NO_EMBEDDING)
         return self._embedding
 
+    def embedding_scale(self) -> float:
+        """Factor by which the model multiplies its embeddings before the first layer (Gemma's).
+
+        Found by a call that ends at that layer, for families keep it in many places.
+
+        Raises:
+            NotImplementedError: the model does something else to its embeddings.
+        """
+        layers, size = self.model.layers, self.text_args.hidden_size
+        first = layers[0]
+        self._call = _Call(embeddings=mx.ones((1, 1, size), mx.float32))
+        layers[0] = _Shown(first)
+        try:
+            self.model(mx.zeros((1, 1), mx.int32))
+        except _Seen as seen:
+            shown = seen.args[0].astype(mx.float32)
+            scale = float(shown.reshape(-1)[0])
+            if shown.size == size and bool(mx.allclose(shown, mx.full(shown.shape, scale))):
+                return scale
+        finally:
+            layers[0], self._call = first, _Call()
+        raise NotImplementedError(
+            "a drafter cannot share this model's embedding: the model does more than scale it. "
+            "Choose another method"
+        )
+
     @property
     def output_head(self) -> Callable[[mx.array], mx.array]:
         """From final hidden states to logits, up to a scale."""
@@ -170,22 +212,48 @@ class ModelParts:
         return cast(Callable[[mx.array], mx.array], self.input_embedding.as_linear)
 
 
+class _Seen(Exception):
+    """Ends a call at the first layer, with its input."""
+
+
+class _Shown:
+    """Stands for a layer, and shows what it is called with."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+
+    def __call__(self, hidden_states: mx.array, *args: object, **options: object) -> mx.array:
+        raise _Seen(hidden_states)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
 class HiddenStates:
     """What a model computes on the way to its logits, for heads that draft from it."""
 
-    def __init__(self, target: ModelParts, layer_ids: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        target: ModelParts,
+        layer_ids: Sequence[int] | None = None,
+        key: str = "eagle_aux_hidden_state_layer_ids",
+        outlive_forward: bool = True,
+    ) -> None:
         """
         Args:
             target: the model.
             layer_ids: L stands for what the L-th layer passes on, from 1; None: the final states,
                 after the model's last norm.
+            key: of the draft's config.json that names them, for messages.
+            outlive_forward: False where they are taken within each forward of the target.
 
         Raises:
             NotImplementedError: the model has no such layer, or does not show its states.
         """
         self._layer_ids = [0] if layer_ids is None else layer_ids
         self._newest: dict[int, mx.array] = {}
-        target.observers.append(self)
+        if outlive_forward:
+            target.observers.append(self)
         if layer_ids is None:
             target.observe(partial(self._note, 0))
             return
@@ -194,7 +262,7 @@ class HiddenStates:
             if not 1 <= layer_id <= len(layers):
                 raise NotImplementedError(
                     f"the draft head reads the hidden states after layer {layer_id} of a model "
-                    f"that has {len(layers)} (eagle_aux_hidden_state_layer_ids)"
+                    f"that has {len(layers)} ({key})"
                 )
             follow_call(layers[layer_id - 1], partial(self._note, layer_id))
 

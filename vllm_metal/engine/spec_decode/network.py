@@ -37,6 +37,8 @@ class DraftNetwork(ABC):
     """A loaded draft network; it makes a proposer once the KV pool is there."""
 
     layers: Sequence[StatefulLayer]  # its share of the KV cache; may be empty
+    #: Those whose K/V the target's forward writes, in the order of its last caches.
+    context_layers: Sequence[StatefulLayer] = ()
 
     @abstractmethod
     def profile(self, backend: KVBackend) -> None:
@@ -46,12 +48,15 @@ class DraftNetwork(ABC):
     def proposer(self, pool: DraftPool) -> Proposer:
         """The proposer over the pool."""
 
-    def writer(self, pool: DraftPool, requests: Requests) -> DraftWriter:
+    def writer(self, pool: DraftPool, requests: Requests) -> DraftWriter | None:
         """What keeps the network's K/V complete on an engine that drafts nothing.
 
         Args:
             pool: shared with the target.
             requests: whose blocks are written.
+
+        Returns:
+            None: the target's forward writes them.
 
         Raises:
             NotImplementedError: the network keeps no K/V.

@@ -122,6 +122,12 @@ class Networks:
         return {} if self.adapters is None else self.adapters.updates.heaviest(rows)
 
     @property
+    def forward_layers(self) -> list[StatefulLayer]:
+        """Layers that a forward of the target has caches of: its own, and those of a draft network
+        whose K/V it writes."""
+        return [*self.layers, *(self.draft.context_layers if self.draft else ())]
+
+    @property
     def all_layers(self) -> list[StatefulLayer]:
         """Layers of both networks; what they keep lies in the same blocks."""
         return [*self.layers, *(self.draft.layers if self.draft else ())]

@@ -17,6 +17,7 @@ from vllm_metal.engine.kv_cache import choice, formats, warm_up
 from vllm_metal.engine.kv_cache.specs import (
     allocate_kv_caches,
     choose_block_size,
+    groups_of,
     kv_cache_specs,
 )
 from vllm_metal.engine.memory.needs import Needs
@@ -151,10 +152,12 @@ class ServedModel:
         # vLLM would not load the last block of a transferred prompt for layers that it knows as a
         # draft network's; here their K/V arrive complete (`spec_decode.draft_writer`).
         known = self._config.kv_transfer_config is None
-        of_draft = {layer.name for layer in draft.layers} if draft and known else ()
+        kept = [layer for layer in draft.layers if not layer.guest] if draft and known else ()
+        of_draft = {layer.name for layer in kept}
         return {
             layer.name: replace(specs[layer.name], is_draft=layer.name in of_draft)
             for layer in self.networks.all_layers
+            if layer.name in specs
         }
 
     def _specs_of_all_ranks(self) -> dict[str, KVCacheSpec]:
@@ -175,7 +178,7 @@ class ServedModel:
             quantized_share(layers, self._pool_dtype),
             LargestCalls.of(config, layers, backend, self._vocab_size if self.samples else 0),
             self._largest_step,
-            partial(requests_profile, networks.target, networks.layers, config, backend),
+            partial(requests_profile, networks.target, networks.forward_layers, config, backend),
             transfer_bytes,
             networks.adapter_bytes,
             networks.image_bytes(config),
@@ -185,7 +188,7 @@ class ServedModel:
         networks = self.networks
         profile_step(
             networks.target,
-            networks.layers,
+            networks.forward_layers,
             self._config,
             self.backend,
             networks.heaviest_extras,
@@ -206,11 +209,10 @@ class ServedModel:
         kv_caches = allocate_kv_caches(
             parts.kv_cache_config, networks.all_layers, block_size, self._pool_dtype, self.backend
         )
-        groups = parts.kv_cache_config.kv_cache_groups
-        group_of = {name: g for g, group in enumerate(groups) for name in group.layer_names}
+        group_of = groups_of(parts.kv_cache_config, networks.all_layers)
         executor = ModelExecutor(
             networks.target,
-            networks.layers,
+            networks.forward_layers,
             kv_caches,
             group_of,
             block_size,
