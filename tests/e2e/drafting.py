@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from e2e.disk import LIMIT, pages
 from e2e.harness import counters, engine, free_blocks, run_out
+from engine.spec_decode import blocks
 from engine.spec_decode.heads import CONFIG, HIDDEN, write_head, write_target
 from engine.spec_decode.hybrids import write_hybrid
 from engine.spec_decode.test_eagle import eagle3_shapes, layer_shapes
@@ -28,7 +29,7 @@ from vllm_metal.kv_transfer.disk.block_file import HEADER_BYTES
 BLOCK, NUM_DRAFTS = 16, 3
 VOCAB = 32  # so few that drafts at random are right now and then
 FEW = 8  # so few that it happens in short runs
-METHODS = ("draft_model", "eagle", "eagle3", "mtp")
+METHODS = ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark")
 STATELESS = ("medusa", "mlp_speculator")  # heads that keep no K/V
 
 
@@ -98,6 +99,7 @@ def write_toys(folder: Path, for_kernels: bool = False) -> dict[str, Toy]:
             "model.safetensors",
         ),
     }
+    drafts |= {name: _block_drafter(folder, name, small) for name in ("dflash", "dspark")}
     common = {"num_speculative_tokens": NUM_DRAFTS}
     toys = {
         method: Toy(str(target), common | {"method": method, "model": str(path)})
@@ -112,7 +114,29 @@ def write_toys(folder: Path, for_kernels: bool = False) -> dict[str, Toy]:
         hybrid = str(write_hybrid(folder / "hybrid", "qwen3_next", **small))
         toys["hybrid"] = Toy(hybrid, common | {"method": "mtp"})
         toys["hybrid, draft model"] = Toy(hybrid, toys["draft_model"].speculation)
+        drafter = _block_drafter(folder, "dflash", small, "hybrid-dflash", (0, 3))
+        toys["hybrid, dflash"] = Toy(hybrid, toys["dflash"].speculation | {"model": str(drafter)})
     return toys
+
+
+def _block_drafter(
+    folder: Path,
+    method: str,
+    small: Mapping[str, Any],
+    name: str | None = None,
+    taps: Sequence[int] = blocks.TAPS,
+) -> Path:
+    """Two layers, one with a window, as the configurations of z-lab's drafters have them."""
+    heads = small.get("num_attention_heads", 4), small.get("num_key_value_heads", 2)
+    size, vocab = small.get("head_dim", 16), small["vocab_size"]
+    shapes = blocks.shapes(heads=heads, size=size, num_taps=len(taps))
+    config = blocks.CONFIG | small | {"sliding_window": 24, "use_sliding_window": True}
+    config |= {"layer_types": ["sliding_attention", "full_attention"]}
+    config |= {"dflash_config": {"mask_token_id": vocab - 1, "target_layer_ids": list(taps)}}
+    if method == "dspark":
+        config |= {"architectures": ["Qwen3DSparkModel"], "markov_rank": 8, "block_size": 7}
+        shapes |= {f"markov_head.markov_w{n}.weight": (vocab, 8) for n in (1, 2)}
+    return write_head(folder / (name or method), shapes, {}, config, "model.safetensors")
 
 
 def transfer(folder: Path, role: str = "kv_both", **extra: Any) -> KVTransferConfig:

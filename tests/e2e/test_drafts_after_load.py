@@ -15,6 +15,8 @@ from e2e.drafting import (
 )
 from e2e.harness import counters
 
+from vllm_metal.engine.spec_decode.registry import BLOCK_DRAFTERS
+
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 5 * BLOCK + 3)
 NUM_TOKENS = 12
 
@@ -44,7 +46,7 @@ def hits(llm, where):
 def without_block_drop(toy):
     """vLLM computes the last block of a local hit again where heads read hidden states; not here,
     so that the same tokens are found as another engine brings."""
-    if toy.speculation["method"] == "draft_model":
+    if toy.speculation["method"] in ("draft_model", *BLOCK_DRAFTERS):
         return toy
     return Toy(toy.model, toy.speculation | {"disable_eagle_block_drop": True})
 
@@ -69,7 +71,8 @@ def test_behind_a_loaded_prompt(toys, tmp_path, drafted, method, ahead):
         assert hits(llm, "external_") == sum(length // BLOCK * BLOCK for length in LENGTHS)
     with drafting_engine(toy, None, **options) as llm:
         groups = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
-        assert any(group.is_eagle_group for group in groups) == (method != "draft_model")
+        of_heads = method not in ("draft_model", *BLOCK_DRAFTERS)
+        assert any(group.is_eagle_group for group in groups) == of_heads
     with drafting_engine(without_block_drop(toy), None, **options) as llm:
         cold = serve(llm, prompts, drafted)
         assert hits(llm, "") == 0
@@ -80,9 +83,9 @@ def test_behind_a_loaded_prompt(toys, tmp_path, drafted, method, ahead):
     # Of the toys, EAGLE's is never right; what it drafts is compared all the same.
     assert (sum(accepted for _, _, (_, accepted) in cold.values()) > 0) == (method != "eagle")
     for length in LENGTHS:
-        if method == "draft_model" and length // BLOCK and length % BLOCK <= 1:
-            # One token is left to compute: vLLM plans such a step with drafts, which a draft model
-            # has before the step. So it drafts one step earlier, and the rest follows.
+        if not of_heads and length // BLOCK and length % BLOCK <= 1:
+            # One token is left to compute: vLLM plans such a step with drafts, which what reads no
+            # hidden states has before the step. So it drafts a step earlier, and the rest follows.
             (early, *later), (tokens, steps, _) = loaded[length][1], cold[length]
             assert loaded[length][0] == tokens and early[0][0] != tokens[0]
             assert later[: len(steps)] == steps

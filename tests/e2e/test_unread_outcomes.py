@@ -19,7 +19,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_metal.engine.worker.model_runner import ModelRunner
 
-TOYS = (*METHODS, "windowed", "hybrid", "hybrid, draft model")
+TOYS = (*METHODS, "windowed", "hybrid", "hybrid, draft model", "hybrid, dflash")
 MARKS = {"draft_model": (), "hybrid": pytest.mark.more}
 
 

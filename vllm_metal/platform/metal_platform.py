@@ -31,6 +31,7 @@ from vllm_metal.engine.distributed import groups, on_ray  # noqa: E402
 from vllm_metal.engine.memory.share import Share  # noqa: E402
 from vllm_metal.engine.pooling.encoders import served as encoders  # noqa: E402
 from vllm_metal.engine.pooling.encoders.refusals import fit_positions  # noqa: E402
+from vllm_metal.engine.spec_decode import checkpoint  # noqa: E402
 from vllm_metal.engine.spec_decode.registry import propose_nothing  # noqa: E402
 from vllm_metal.engine.weights import folders  # noqa: E402
 from vllm_metal.identity import rank_facts  # noqa: E402
@@ -185,6 +186,7 @@ class MetalPlatform(Platform):
         engine_args.fit_the_context()
         engine_args.check_folders(model_folders.check_config)
         engine_args.fit_batches_to_drafts()
+        engine_args.set_draft_counts(checkpoint.default_drafts)
         engine_args.serve_files(folders.checked_folder_of, folders.folder_of)
         engine_args.accept_int8_kv_cache()
         engine_args.cache_prefixes_of_states()
@@ -282,6 +284,7 @@ class MetalPlatform(Platform):
             cls._choose_block_size(vllm_config.cache_config)
         refuse_unsupported(vllm_config)
         runner_features.take_out_ours()
+        speculation.allow_no_drafts()
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
             is_encoder = encoders.of_config(vllm_config) is not None

@@ -18,7 +18,11 @@ from vllm_metal.engine.pooling import refusals as pooling
 from vllm_metal.engine.pooling.encoders import refusals as encoders
 from vllm_metal.engine.pooling.encoders import served
 from vllm_metal.engine.spec_decode import checkpoint
-from vllm_metal.engine.spec_decode.registry import BY_NAME, SPECULATIVE_METHODS
+from vllm_metal.engine.spec_decode.registry import (
+    BLOCK_DRAFTERS,
+    BY_NAME,
+    SPECULATIVE_METHODS,
+)
 from vllm_metal.kv_transfer.config import CONNECTOR, CONNECTOR_MODULE, is_asked_for
 from vllm_metal.platform import rank_refusals
 from vllm_metal.platform.image_refusals import image_refusals
@@ -197,7 +201,9 @@ def _speculation_refusals(config: VllmConfig) -> dict[str, bool]:
         f"{option}draft_lm_head_quantization (a draft network's weights are served as its files "
         "have them)": speculation.draft_lm_head_quantization is not None,
         f"{option}use_heterogeneous_vocab": speculation.use_heterogeneous_vocab,
-        f"{option}parallel_drafting": speculation.parallel_drafting,
+        f"{option}parallel_drafting": (
+            speculation.parallel_drafting and speculation.method not in BLOCK_DRAFTERS
+        ),
         f"{option}disable_padded_drafter_batch": speculation.disable_padded_drafter_batch,
         f"{option}num_speculative_tokens {speculation.num_speculative_tokens} (it must leave room "
         f"for a token within --max-model-len {model.max_model_len})": (

@@ -50,6 +50,13 @@ def _fixed_splits(value: Any) -> int | None:
     raise ValueError(f"must be {wanted}, not {value!r}")
 
 
+def _draft_bits(value: Any) -> int | None:
+    """Bits of a drafter's weights, or None for those of its files."""
+    if value in (None, 4, 8) and not isinstance(value, bool):
+        return value
+    raise ValueError(f"must be 4, 8, or null for the checkpoint's own, not {value!r}")
+
+
 #: Parts that can be removed from system messages; see serving/prefix_misses/normalize.py.
 NORMALIZED = ("billing_header", "token_countdown", "times", "uuids")
 
@@ -72,6 +79,7 @@ def _duration_or_never(value: Any) -> float:
 _READERS: Mapping[str, values.Reader] = {
     "fixed_draft_length": values.flag,
     "fixed_splits": _fixed_splits,
+    "draft_quantization": _draft_bits,
     "max_step_ms": _milliseconds,
     "wire_memory": values.flag,
     "keep_awake": values.flag,
@@ -100,6 +108,9 @@ class AdditionalConfig:
     fixed_draft_length: bool = False
     #: Keys per part when attention splits contexts; None: chosen for each step.
     fixed_splits: int | None = None
+    #: Bits that a block drafter's linear layers are quantized to when loaded; None: those of its
+    #: files.
+    draft_quantization: int | None = None
     #: Time limit in milliseconds of a step that delays streams; None: no limit.
     max_step_ms: float | None = field(default_factory=_default_max_step_ms)
     #: Wire weights and KV pool, so that macOS does not move them out of the GPU's reach after a

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 #: Methods whose network keeps its own K/V, in the same blocks as the target's.
-KEEPING_KV = frozenset(("draft_model", "eagle", "eagle3", "mtp"))
+KEEPING_KV = frozenset(("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark"))
 
 
 def keeps_kv(config: VllmConfig) -> bool:

@@ -53,6 +53,8 @@ CONFIG = {
 }
 
 
+#: Of vLLM's, whose attention is replaced.
+MODULES = ["llama", "qwen2", "glm4_moe", "exaone_moe"]
 #: 8 bits a weight, as mlx-lm's converter names it.
 QUANTIZATION = {"group_size": 32, "bits": 8, "mode": "affine"}
 
@@ -144,7 +146,7 @@ def one_process():
     with ExitStack() as stack:
         for group in ("_TP", "_PP"):
             stack.enter_context(mock.patch(f"vllm.distributed.parallel_state.{group}", alone))
-        for module in ("llama", "qwen2", "glm4_moe", "exaone_moe"):
+        for module in MODULES:
             name = f"vllm.model_executor.models.{module}.Attention"
             stack.enter_context(mock.patch(name, NaiveAttention))
         yield
@@ -221,7 +223,9 @@ class Bench:
             for layer in everything
         }
         group_of = dict.fromkeys(kv_caches, 0)
-        self.executor = ModelExecutor(target, layers, kv_caches, group_of, BLOCK)
+        in_forward = [*layers, *network.context_layers]
+        self.executor = ModelExecutor(target, in_forward, kv_caches, group_of, BLOCK)
+        self.network, self.kv_caches, self.group_of = network, kv_caches, group_of
         self.tables = BlockTables(1, MAX_NUM_REQS, MAX_LEN // BLOCK + 1)
         self.graphs = Graphs()
         self.proposer = network.proposer(DraftPool(kv_caches, group_of, self.tables, self.graphs))
@@ -240,13 +244,17 @@ class Bench:
         self.known[req_idx], self.computed[req_idx] = len(tokens), len(shared) * BLOCK
         self.proposer.begin_request(req_idx, len(shared) * BLOCK)
 
+    def request(self, req_indices, limits, chunk=MAX_LEN):
+        """What the proposer is asked in a step."""
+        req_indices = np.array(req_indices, np.int32)
+        ends = np.minimum(self.known[req_indices], self.computed[req_indices] + chunk)
+        return DraftRequest(self.token_ids_np, req_indices, ends, np.array(limits, np.int32))
+
     def step(self, req_indices, limits, chunk=MAX_LEN):
         """One step: drafts are proposed, checked and verified with any outcome; [R] counts."""
         req_indices = np.array(req_indices, np.int32)
-        ends = np.minimum(self.known[req_indices], self.computed[req_indices] + chunk)
-        proposed = self.proposer.propose(
-            DraftRequest(self.token_ids_np, req_indices, ends, np.array(limits, np.int32))
-        )
+        request = self.request(req_indices, limits, chunk)
+        ends, proposed = request.num_tokens_np, self.proposer.propose(request)
         counts = proposed.counts_np
         drafts = [
             row[:count] for row, count in zip(np.array(proposed.token_ids), counts, strict=True)

@@ -5,6 +5,7 @@ import json
 
 import mlx.core as mx
 import pytest
+from engine.spec_decode import blocks
 from engine.spec_decode.heads import CONFIG, HIDDEN, MAX_LEN, VOCAB, write_target
 from vllm.engine.arg_utils import EngineArgs
 
@@ -78,3 +79,50 @@ def test_a_head_for_hidden_states_of_another_size(target, tmp_path, method):
     refuse(target, why, method=method, model=head)
     wide = folder_of(tmp_path / "wide", narrow | {"target_hidden_size": HIDDEN})
     assert configure(target, method="eagle3", model=wide)
+
+
+def block_drafter(path, **changes):
+    """A block drafter's folder."""
+    return folder_of(path, blocks.CONFIG | changes)
+
+
+#: Changes of config.json, and what the error names.
+NOT_COMPUTED = {
+    "a key": ({"attention_gate": True}, "attention_gate=True"),
+    "a nested key": (
+        {"dflash_config": {"draft_window_size": 64}},
+        "dflash_config.draft_window_size",
+    ),
+    "an activation": ({"hidden_act": "gelu"}, "hidden_act='gelu'.*only 'silu'"),
+    "a head": ({"dflash_config": {"projector_type": "domino"}}, "projector_type='domino'"),
+    "no hidden states": (
+        {"dflash_config": {"use_aux_hidden_state": False}},
+        "use_aux_hidden_state",
+    ),
+    "the anchor": ({"dflash_config": {"sample_from_anchor": True}}, "sample_from_anchor"),
+    "no window": ({"dflash_config": {"use_swa": True}}, "no sliding_window"),
+    "LiLiCorr": ({"architectures": ["LiLiCorrDraftModel"]}, "with LiLiCorrDraftModel .*served are"),
+    "Domino": ({"architectures": ["DominoDraftModel"]}, "DominoDraftModel"),
+}
+
+
+@pytest.mark.parametrize("name", list(NOT_COMPUTED))
+def test_a_block_drafter_that_is_not_computed(target, tmp_path, name):
+    changes, why = NOT_COMPUTED[name]
+    nested = {"dflash_config": blocks.CONFIG["dflash_config"] | changes.get("dflash_config", {})}
+    drafter = block_drafter(tmp_path / "draft", **(changes | nested))
+    refuse(target, why, method="dflash", model=drafter)
+
+
+def test_a_block_has_five_rows_and_at_most_those_it_was_trained_for(target, tmp_path):
+    wide, narrow = (block_drafter(tmp_path / str(n), block_size=n) for n in (16, 3))
+    for drafter, count in ((wide, 4), (narrow, 2)):
+        config = configure(target, method="dflash", model=drafter, num_speculative_tokens=None)
+        assert config.speculative_config.num_speculative_tokens == count
+    assert configure(target, method="dflash", model=wide, num_speculative_tokens=15)
+    why = "num_speculative_tokens 16 .*trained to draft 15 tokens at once: choose 15 or fewer"
+    refuse(target, why, method="dflash", model=wide, num_speculative_tokens=16)
+    dspark = {"architectures": ["Qwen3DSparkModel"], "markov_rank": 8, "block_size": 7}
+    drafter = block_drafter(tmp_path / "dspark", **dspark)
+    assert configure(target, method="dspark", model=drafter, num_speculative_tokens=7)
+    refuse(target, "draft 7 tokens", method="dspark", model=drafter, num_speculative_tokens=8)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
+from engine.spec_decode import blocks
 from engine.spec_decode.heads import CONFIG, HIDDEN, MAX_LEN, VOCAB, write_target
 from engine.spec_decode.page import BEGIN, END, PAGE, methods_table, renew_table
 from vllm import SamplingParams
@@ -46,6 +47,9 @@ DRAFTS = {
         "vocab_size": VOCAB,
     },
     "mtp": GLM,
+    "dflash": blocks.CONFIG,
+    "dspark": blocks.CONFIG
+    | {"architectures": ["Qwen3DSparkModel"], "markov_rank": 8, "block_size": 7},
 }
 
 
@@ -154,7 +158,9 @@ def test_an_engine_that_prefills_for_others_drafts_nothing(target, tmp_path, nam
         kv_connector_extra_config={"path": str(tmp_path / "cache")},
     )
     config = configure(target, speculation, kv_transfer_config=transfer)
-    assert config.num_speculative_tokens == config.num_lookahead_tokens == 0
+    assert config.num_speculative_tokens == 0
+    # vLLM counts the newest token of a DFlash block.
+    assert config.num_lookahead_tokens == (1 if name == "dflash" else 0)
     assert make_speculator(config, None, None) is None
     if BY_NAME[name].keeps_kv:
         assert config.speculative_config.method == name

@@ -29,10 +29,20 @@ def family(name: str, wanted_by: str) -> ModuleType:
         ImportError: mlx-vlm is not installed; the message has the install command.
         ModuleNotFoundError: this release of mlx-vlm has no such family.
     """
+    with _processor_unchanged(name):
+        return _imported(f"models.{name}", wanted_by)
+
+
+def drafter(name: str, wanted_by: str) -> ModuleType:
+    """The module `mlx_vlm.speculative.drafters.NAME`; arguments and errors as in `family`."""
+    return _imported(f"speculative.drafters.{name}", wanted_by)
+
+
+def _imported(name: str, wanted_by: str) -> ModuleType:
     if find_spec("mlx_vlm") is None:
         raise ImportError(f"{wanted_by} needs mlx-vlm; run: {install_advice('vlm')}")
-    with _process_unchanged(), _processor_unchanged(name):
-        return import_module(f"mlx_vlm.models.{name}")
+    with _process_unchanged():
+        return import_module(f"mlx_vlm.{name}")
 
 
 @contextmanager

@@ -3,17 +3,46 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vllm_metal.engine.spec_decode.registry import method_of
-from vllm_metal.identity.model_files import is_gguf
+from vllm_metal.engine.spec_decode import block_config
+from vllm_metal.engine.spec_decode.registry import BLOCK_DRAFTERS, method_of
+from vllm_metal.identity.model_files import ModelLoadError, is_gguf
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
 
 #: Files that weights come in.
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+
+
+def default_drafts(given: Mapping[str, Any]) -> int | None:
+    """How many tokens a block drafter drafts where --speculative-config does not say.
+
+    Args:
+        given: the option's value.
+
+    Returns:
+        None: another method drafts.
+    """
+    method = given.get("method")
+    if method not in BLOCK_DRAFTERS:
+        return None
+    most = block_config.most_drafts(_published(str(given.get("model"))), method)
+    return min(block_config.DEFAULT_DRAFTS, most or block_config.DEFAULT_DRAFTS)
+
+
+def _published(model: str) -> dict[str, Any]:
+    """The config.json of a local folder; empty where there is none."""
+    path = Path(model) / "config.json"
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def refusals(config: VllmConfig) -> dict[str, bool]:
@@ -22,7 +51,8 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
     Looks into a local folder and config.json. A checkpoint may still fail to load.
 
     Raises:
-        ValueError: the method is not served.
+        ValueError: the method is not served, or config.json of a block drafter has a key, or a
+            value, that is not computed.
     """
     speculation, method = config.speculative_config, method_of(config)
     if speculation is None or method is None or speculation.draft_model_config is None:
@@ -47,4 +77,25 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
             f"{config.model_config.model!r} are of {wanted}: choose a head that was made "
             "for this model)"
         ] = size != wanted
+    if method.names[0] in BLOCK_DRAFTERS:
+        found |= _of_block_drafter(speculation)
     return found
+
+
+def _of_block_drafter(speculation: SpeculativeConfig) -> dict[str, bool]:
+    draft = speculation.draft_model_config
+    given = draft.hf_config.to_dict()
+    published = _published(draft.model)
+    (architecture, *_) = draft.architectures
+    if published and architecture in block_config.MODULES:  # all others are rejected beside
+        try:
+            block_config.BlockConfig.of(given, published, architecture)
+        except ModelLoadError as error:
+            raise ValueError(str(error)) from error
+    most = block_config.most_drafts(published or given, speculation.method or "")
+    asked = speculation.num_speculative_tokens or 0
+    return {
+        f"--speculative-config num_speculative_tokens {asked} (the drafter {draft.model!r} was "
+        f"trained to draft {most} tokens at once: choose {most} or fewer)": most is not None
+        and asked > most
+    }

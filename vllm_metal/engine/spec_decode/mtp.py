@@ -6,7 +6,7 @@ DeepSeek-AI 2024, arXiv:2412.19437, section 2.2. mlx-lm leaves these layers out 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from vllm_metal.engine.models.mtp_weights import mtp_weights
 from vllm_metal.engine.models.parts import HiddenStates, ModelParts
 from vllm_metal.engine.spec_decode.head import Head
 from vllm_metal.engine.spec_decode.network import LAYER_PREFIX
+from vllm_metal.engine.spec_decode.packed_network import packings
 from vllm_metal.engine.spec_decode.paged_head import HeadNetwork
 from vllm_metal.engine.weights.placing import install
 from vllm_metal.patches.mlx_patches.seam import AttendingCache
@@ -92,9 +93,9 @@ class MTP(HeadNetwork):
         head = MTPHead(family, args, block)
         placed = mtp_weights(config, family, target.model, args.num_hidden_layers, head)
         quantization = getattr(model_config.hf_config, "quantization", None) or {}
-        packings = _packings(head, placed.arrays, quantization.get("mode", "affine"))
+        packed = packings(head, placed.arrays, quantization)
         try:
-            install(head, replace(placed, packings=packings | placed.packings))
+            install(head, replace(placed, packings=packed | placed.packings))
         except ValueError as error:
             raise loader.ModelLoadError(
                 f"the MTP layer of {model_config.model} does not fit the target: {error}"
@@ -111,17 +112,3 @@ class MTP(HeadNetwork):
             raise NotImplementedError(f"the MTP layer of {model_config.model} {error}") from error
         last = None if family.reads_normed else (len(target.model.layers),)
         super().__init__(config, head, [layer], HiddenStates(target, last))
-
-
-def _packings(
-    head: MTPHead, weights: Mapping[str, mx.array], mode: str
-) -> dict[str, dict[str, Any]]:
-    """How modules are packed whose arrays are, at the width and group size these show."""
-    found = {}
-    for path, module in head.named_modules():
-        scales = weights.get(f"{path}.scales")
-        if scales is not None and hasattr(module, "to_quantized"):
-            size, packed = module["weight"].shape[-1], weights[f"{path}.weight"].shape[-1]
-            bits, group_size = packed * 32 // size, size // scales.shape[-1]
-            found[path] = {"group_size": group_size, "bits": bits, "mode": mode}
-    return found

@@ -58,6 +58,11 @@ class Method:
         return getattr(import_module(f"{__package__}.{module}"), name)
 
 
+#: Architectures of block drafters by method, as vLLM names them.
+BLOCK_DRAFTERS = {
+    "dflash": ("DFlashDraftModel", "DFlash2DraftModel"),
+    "dspark": ("Qwen3DSparkModel",),
+}
 #: Generations of EAGLE heads, whose layers are Llama's, by architecture, as vLLM names it.
 EAGLE_HEADS = {
     "EagleLlamaForCausalLM": "eagle",
@@ -95,6 +100,17 @@ METHODS = (
         has_network=True,
         architectures=tuple(EAGLE_HEADS),
         hidden_size_keys=("target_hidden_size", "hidden_size"),
+    ),
+    *(
+        Method(
+            (name,),
+            "block:BlockNetwork",
+            f"a block of tokens in one pass over the model's hidden states: {title}",
+            "`model`",
+            has_network=True,
+            architectures=BLOCK_DRAFTERS[name],
+        )
+        for name, title in (("dflash", "DFlash, DFlash2"), ("dspark", "DSpark"))
     ),
     Method(
         ("medusa",),

@@ -13,6 +13,9 @@ from vllm_metal.engine.models.loader import ModelLoadError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_metal.engine.models.parts import ModelParts
+    from vllm_metal.engine.spec_decode.block_drafter import BlockDrafter
+
 
 class BoundedEmbedding(nn.Module):
     """An embedding that reads its last row for ids beyond it.
@@ -62,3 +65,43 @@ def check_drafted(token_ids: mx.array, config: VllmConfig) -> None:
             f"{config.speculative_config.model} drafts token ids from {least} to {most}, but "
             f"{config.model_config.model} has {size} tokens. Choose a network made for this model."
         )
+
+
+def check_block_drafter(drafter: BlockDrafter, config: VllmConfig, target: ModelParts) -> None:
+    """Checks that a block drafter's sizes go with its target's.
+
+    Args:
+        drafter: loaded, without the target's ends.
+        config: vLLM's, whose speculative_config names it.
+        target: of which it reads hidden states, and takes the ends that it lacks.
+
+    Raises:
+        ModelLoadError: they do not; the message names the key of the draft's config.json.
+    """
+    assert config.speculative_config is not None
+    shape, size = drafter.config, config.model_config.get_vocab_size()
+    model, hidden = config.speculative_config.model, config.model_config.get_hidden_size()
+    shared = "lm_head" not in drafter or "embed_tokens" not in drafter
+    own = "embed_tokens" in drafter
+    mask_rows = len((drafter.embed_tokens if own else target.input_embedding).weight)
+    wrong = {
+        f"vocab_size={shape.vocab_size} (the target's is {size})": shape.vocab_size != size,
+        f"draft_vocab_size={shape.draft_vocab_size} without an lm_head (the target's has {size} "
+        "tokens)": "lm_head" not in drafter and shape.draft_vocab_size != size,
+        f"draft_vocab_size={shape.draft_vocab_size} without d2t (the target has {size} tokens)": (
+            drafter.d2t is None and shape.draft_vocab_size != size
+        ),
+        f"mask_token_id={shape.mask_token_id} (the embedding has {mask_rows} rows)": (
+            drafter.mask_embedding is None and not 0 <= shape.mask_token_id < mask_rows
+        ),
+        f"target_hidden_size={shape.target_hidden_size} (the target's hidden states are of "
+        f"{hidden})": shape.target_hidden_size != hidden,
+        f"hidden_size={shape.hidden_size} without its own ends (the target's is {hidden})": (
+            shared and shape.hidden_size != hidden
+        ),
+    }
+    for what in (what for what, holds in wrong.items() if holds):
+        raise ModelLoadError(
+            f"config.json of {model}: {what}. Choose a drafter made for {config.model_config.model}"
+        )
+    check_drafted(drafter.drafted_tokens(), config)

@@ -141,6 +141,24 @@ def _with_room_for_drafts(
         )
 
 
+def set_draft_counts(count_of: Callable[[dict[str, Any]], int | None]) -> None:
+    """Completes --speculative-config where it does not say how many tokens are drafted.
+
+    Args:
+        count_of: how many, by the option's value; None: vLLM decides, or refuses.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    def with_count(create: Callable[..., Any], self: EngineArgs, *args: Any, **options: Any) -> Any:
+        given = self.speculative_config
+        missing = isinstance(given, dict) and given.get("num_speculative_tokens") is None
+        if given and missing and (count := count_of(given)) is not None:
+            self.speculative_config = {**given, "num_speculative_tokens": count}
+        return create(self, *args, **options)
+
+    replace(EngineArgs, "create_speculative_config", with_count)
+
+
 #: What users called the models whose folders vLLM was given instead.
 _NAMES: dict[str, str] = {}
 

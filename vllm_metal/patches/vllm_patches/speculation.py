@@ -16,7 +16,7 @@ from vllm_metal.settings.architectures import DROPPED_HEADS
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-    from vllm.config import SpeculativeConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
 #: What config.json of the dropped heads that are being read is to say besides.
@@ -113,3 +113,24 @@ def _without_min_p_and_logit_bias(
     others = copy(self)
     others.min_p, others.logit_bias = 0.0, None
     refuse(others, speculative_config)
+
+
+def allow_no_drafts() -> None:
+    """Lets an engine that writes a drafter's K/V for others have no drafts of its own.
+
+    vLLM divides by the rows of a DSpark block to limit requests. Every process that makes or
+    unpacks a configuration calls this.
+    """
+    # Remove when vLLM takes `num_speculative_tokens` 0 with dspark; read against 0.33.0.
+    from vllm.config import VllmConfig
+
+    replace(VllmConfig, "_set_max_num_scheduled_tokens", _where_any_are_drafted)
+
+
+def _where_any_are_drafted(limit: Callable[[VllmConfig], None], self: VllmConfig) -> None:
+    speculation = self.speculative_config
+    if speculation is None or speculation.num_speculative_tokens:
+        limit(self)
+    elif self.scheduler_config.max_num_scheduled_tokens is None:
+        batched = self.scheduler_config.max_num_batched_tokens
+        self.scheduler_config.max_num_scheduled_tokens = batched

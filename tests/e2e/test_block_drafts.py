@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fitted block drafter is right, and no longer where anything that it needs is off."""
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from e2e.harness import counters, engine, generate, greedy, run_out
+from engine.spec_decode import repeating
+from engine.spec_decode.repeating import DRAFTER, PERIOD, TAPS
+
+from vllm_metal.engine.spec_decode.block import BlockNetwork, BlockProposer
+from vllm_metal.engine.spec_decode.block_drafter import BlockDrafter
+from vllm_metal.patches.mlx_patches.seam import AttendingCache
+
+BLOCK, K, NUM_TOKENS = 16, 4, PERIOD
+CHANCE = 1 / (repeating.VOCAB - 1)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return repeating.write_target(tmp_path_factory.mktemp("models") / "target")
+
+
+@pytest.fixture(scope="module")
+def drafter(target):
+    return repeating.write_drafter(target.parent / "drafter", target)
+
+
+def prompts():
+    """Texts of whole blocks and a token, which were not trained on."""
+    rng = np.random.default_rng(7)
+    return [repeating.text(rng, 4 * BLOCK + 1) for _ in range(4)]
+
+
+@contextmanager
+def serving(target, drafter, **options):
+    settings = {"max_model_len": 128, "skip_tokenizer_init": True, "block_size": BLOCK}
+    speculation = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": K}
+    fixed = {"fixed_draft_length": True} | options.pop("additional_config", {})
+    settings |= {"speculative_config": speculation, "additional_config": fixed}
+    with engine(str(target), **(settings | options)) as llm:
+        yield llm
+
+
+def accepted_a_step(llm):
+    """Answers the prompts, and checks them; drafts accepted in each step that verified some."""
+    before = counters(llm)
+    outputs = generate(llm, prompts(), greedy(NUM_TOKENS, detokenize=False))
+    after = counters(llm)
+    assert outputs == [repeats(prompt) for prompt in prompts()]
+    name = "vllm:spec_decode_num_{}"
+    taken = [
+        after[name.format(part)] - before.get(name.format(part), 0)
+        for part in ("accepted_tokens", "drafts")
+    ]
+    return taken[0] / taken[1]
+
+
+def repeats(prompt):
+    """What follows a text that repeats."""
+    whole = np.resize(prompt[:PERIOD], len(prompt) + NUM_TOKENS)
+    return whole[len(prompt) :].tolist()
+
+
+def test_a_fitted_drafter_is_right_on_texts_it_never_saw(target, drafter):
+    with serving(target, drafter) as llm:
+        cold, hits = accepted_a_step(llm), counters(llm).get("vllm:prefix_cache_hits", 0)
+        warm = accepted_a_step(llm)
+        found = counters(llm)["vllm:prefix_cache_hits"] - hits
+    assert found == 4 * len(prompts()) * BLOCK
+    assert min(cold, warm) >= 1.0 > 20 * CHANCE
+    assert warm == pytest.approx(cold, abs=0.2)
+
+
+def _untrained(target):
+    return repeating.write_drafter(target.parent / "untrained", target, trained=False)
+
+
+def _changed(name, **changes):
+    return lambda target: repeating.write_drafter(target.parent / name, target, **changes)
+
+
+WRONG = {
+    "untrained": _untrained,
+    "causal": _changed("causal", is_causal=True),
+} | {
+    f"tap {'later' if layer > 2 else 'earlier'}": _changed(
+        f"tap-{layer}",
+        dflash_config=DRAFTER["dflash_config"] | {"target_layer_ids": [*TAPS[:-1], layer]},
+    )
+    for layer in (1, 3)
+}
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_drafts_fail_where_the_network_is_another(target, drafter, name):
+    with serving(target, drafter) as llm:
+        right = accepted_a_step(llm)
+    with serving(target, WRONG[name](target)) as llm:
+        assert accepted_a_step(llm) < right / 2
+
+
+class _Shifted(AttendingCache):
+    """A cache whose rows lie one position further."""
+
+    def __init__(self, cache):
+        self._cache = cache
+
+    @property
+    def offset(self):
+        return self._cache.offset + 1
+
+    def update_and_fetch(self, keys, values):
+        return self._cache.update_and_fetch(keys, values)
+
+    def attend(self, *arguments):
+        return self._cache.attend(*arguments)
+
+
+def test_drafts_fail_where_positions_are_off_by_one(target, drafter, monkeypatch):
+    with serving(target, drafter) as llm:
+        right = accepted_a_step(llm)
+    hidden = BlockDrafter.hidden
+    monkeypatch.setattr(
+        BlockDrafter,
+        "hidden",
+        lambda self, ids, caches: hidden(self, ids, [*map(_Shifted, caches)]),
+    )
+    with serving(target, drafter) as llm:
+        assert accepted_a_step(llm) < right / 2
+
+
+def test_drafts_fail_where_a_block_of_context_is_missing_after_a_hit(target, drafter, monkeypatch):
+    pools, proposer = [], BlockNetwork.proposer
+
+    def noting(self, pool):
+        pools.append(pool)
+        return proposer(self, pool)
+
+    def losing(self, req_idx, num_computed):
+        """Clears the drafter's part of the last block that a hit has found."""
+        if num_computed:
+            pool, last = pools[-1], num_computed // BLOCK - 1
+            for name in (name for name in pool.layer_states if name.startswith("draft.")):
+                storage = pool.layer_states[name].storage
+                storage.wait_for_device()
+                block = pool.block_tables.tables_np[pool.group_of[name]][req_idx, last]
+                storage.clear_blocks(np.array([block], np.int32))
+
+    monkeypatch.setattr(BlockNetwork, "proposer", noting)
+    with serving(target, drafter) as llm:
+        right = accepted_a_step(llm)
+        monkeypatch.setattr(BlockProposer, "begin_request", losing)
+        assert accepted_a_step(llm) < right / 2
+
+
+def test_drafts_are_right_behind_blocks_from_disk(target, drafter, tmp_path):
+    disk = {"prefix_cache_dir": str(tmp_path / "disk"), "prefix_cache_bytes": 64 << 20}
+    with serving(target, drafter, additional_config=disk) as llm:
+        right = accepted_a_step(llm)
+        run_out(llm)
+    with serving(target, drafter, additional_config=disk) as llm:
+        assert accepted_a_step(llm) == pytest.approx(right, abs=0.2)
+        found = counters(llm)["vllm:external_prefix_cache_hits"]
+    assert found == 4 * len(prompts()) * BLOCK

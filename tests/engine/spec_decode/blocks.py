@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block drafters of random weights, and vLLM's own torch classes to judge them."""
+
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import numpy as np
+import torch
+from engine.spec_decode.heads import HIDDEN, VOCAB, DenseTarget, K, one_process
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
+
+from vllm_metal.engine.models import loader
+
+MASK, TAPS = VOCAB - 1, [0, 3, 7]
+LAYERS, HEADS, KV_HEADS, SIZE, RANK = 2, 4, 2, 16, 8
+CONFIG = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": SIZE,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "block_size": 8,
+    "tie_word_embeddings": False,
+    "dflash_config": {"mask_token_id": MASK, "target_layer_ids": TAPS},
+}
+
+
+def shapes(
+    num_layers=LAYERS,
+    sinks=False,
+    bias=False,
+    conv=None,
+    heads=(HEADS, KV_HEADS),
+    size=SIZE,
+    num_taps=3,
+):
+    """Names and shapes of a drafter's arrays."""
+    queries, kept = (count * size for count in heads)
+    found = {
+        "fc.weight": (HIDDEN, num_taps * HIDDEN),
+        "hidden_norm.weight": (HIDDEN,),
+        "norm.weight": (HIDDEN,),
+    }
+    for layer in range(num_layers):
+        attention = f"layers.{layer}.self_attn"
+        widths = {"q": queries, "k": kept, "v": kept}
+        found |= {f"{attention}.{kind}_proj.weight": (n, HIDDEN) for kind, n in widths.items()}
+        found |= {f"{attention}.{kind}_norm.weight": (size,) for kind in "qk"}
+        found[f"{attention}.o_proj.weight"] = (HIDDEN, queries)
+        if bias:
+            found |= {f"{attention}.{kind}_proj.bias": (n,) for kind, n in widths.items()}
+            found[f"{attention}.o_proj.bias"] = (HIDDEN,)
+        if sinks:
+            found[f"{attention}.attention_sink_bias"] = (heads[0],)
+        for part, shape in (("gate", (96, HIDDEN)), ("up", (96, HIDDEN)), ("down", (HIDDEN, 96))):
+            found[f"layers.{layer}.mlp.{part}_proj.weight"] = shape
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            found[f"layers.{layer}.{norm}.weight"] = (HIDDEN,)
+        if conv is not None:
+            taps, group = conv
+            for part in ("attention_conv", "mlp_conv"):
+                name = f"layers.{layer}.{part}"
+                found[f"{name}.base_kernel"] = (2, taps, HIDDEN)
+                found[f"{name}.kernel_projection.weight"] = (2 * taps * HIDDEN // group, HIDDEN)
+    return found
+
+
+class NaiveAttention(nn.Module):
+    """In place of vLLM's, which needs a cache: one context, and a block behind it."""
+
+    def __init__(
+        self,
+        num_heads,
+        head_size,
+        scale,
+        num_kv_heads,
+        per_layer_sliding_window=None,
+        sinks=None,
+        **_,
+    ):
+        super().__init__()
+        self.window, self.sinks = per_layer_sliding_window or 10**6, sinks
+        self.size, self.scale, self.repeats = head_size, scale, num_heads // num_kv_heads
+        self.causal, self.layer_name = True, "layer"
+        self.kv_cache = None
+
+    @property
+    def impl(self):
+        return self
+
+    def do_kv_cache_update(self, layer, keys, values, kv_cache, slots):
+        self.context = keys.clone(), values.clone()
+
+    def forward(self, queries, keys, values):
+        num_rows = len(queries)
+        rows = [x.view(num_rows, -1, self.size) for x in (keys, values)]
+        whole = [torch.cat(pair) for pair in zip(self.context, rows, strict=True)]
+        keys, values = (x.transpose(0, 1).repeat_interleave(self.repeats, 0) for x in whole)
+        queries = queries.view(num_rows, -1, self.size).transpose(0, 1)
+        scores = queries @ keys.transpose(1, 2) * self.scale
+        length = keys.shape[1]
+        ago = torch.arange(length - num_rows, length)[:, None] - torch.arange(length)
+        hidden = ago >= self.window
+        if self.causal:
+            hidden |= ago < 0
+        scores = scores.masked_fill(hidden, -1e30)
+        if self.sinks is not None:
+            sinks = self.sinks[:, None, None].expand(-1, num_rows, 1)
+            weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        return (weights @ values).transpose(0, 1).reshape(num_rows, -1)
+
+
+def _rms_norm(out, x, weight, eps):
+    if weight.ndim == 2:
+        weight = weight[:, None, None]
+    out.copy_(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight)
+
+
+def _rotate(positions, rows, _, size, cos_sin, is_neox):
+    cos, sin = cos_sin[positions].chunk(2, dim=-1)
+    heads = rows.view(len(rows), -1, size)
+    rows.copy_(ApplyRotaryEmb.forward_static(heads, cos, sin, is_neox).flatten(1))
+
+
+@contextmanager
+def vllms():
+    """Within, vLLM's classes run in this process, without kernels of its own."""
+    module = "vllm.model_executor.models.qwen3_dflash"
+    with ExitStack() as stack:
+        stack.enter_context(one_process())
+        stack.enter_context(mock.patch(f"{module}.Attention", NaiveAttention))
+        stack.enter_context(mock.patch(f"{module}.ops.rms_norm", _rms_norm))
+        stack.enter_context(mock.patch(f"{module}.ops.rotary_embedding", _rotate))
+        stack.enter_context(mock.patch.object(VllmConfig, "use_v2_model_runner", True))
+        yield
+
+
+class Judge:
+    """vLLM's drafter on a whole text at once."""
+
+    def __init__(self, config, target_folder, family):
+        self.config, self.target = config, DenseTarget(target_folder)
+        weights = loader.load_weights(config.speculative_config.draft_model_config, config)
+        weights = {name: torch.tensor(np.array(array)) for name, array in weights.items()}
+        with vllms(), set_current_vllm_config(config), torch.no_grad():
+            self.module = family(vllm_config=config)
+            self.module.load_weights(weights.items())
+        inner = self.target.model
+        if "embed_tokens.weight" not in weights:
+            shared = torch.tensor(np.array(inner.model.embed_tokens.weight))
+            self.module.model.embed_tokens.weight.data[:VOCAB] = shared
+        if "lm_head.weight" not in weights:
+            shared = torch.tensor(np.array(inner.lm_head.weight))
+            self.module.lm_head.weight.data[:VOCAB] = shared
+        for layer in self.module.model.layers:
+            layer.self_attn.attn.causal = layer.self_attn.causal
+        self.from_anchor = getattr(self.module.config, "sample_from_anchor", None)
+        if self.from_anchor is None:
+            self.from_anchor = config.speculative_config.method == "dspark"
+
+    @torch.no_grad()
+    def block(self, text):
+        """Of the block behind a text: [L, H] hidden states, and each layer's context K and V."""
+        states = self.target.states(text[:-1])
+        taps = torch.cat([states[layer + 1] for layer in TAPS], dim=-1)
+        count, length = len(taps), K + (0 if self.from_anchor else 1)
+        with vllms(), set_current_vllm_config(self.config):
+            context = self.module.combine_hidden_states(taps)
+            self.module.precompute_and_store_context_kv(context, torch.arange(count), [0] * LAYERS)
+            ids = torch.tensor([text[-1]] + [MASK] * (length - 1))
+            hidden = self.module(ids, torch.arange(count, count + length))
+        caches = [layer.self_attn.attn.context for layer in self.module.model.layers]
+        return hidden, caches
+
+    def drafting(self, hidden):
+        """[K, H] of [L, H]: the rows that draft."""
+        return hidden if self.from_anchor else hidden[1:]
+
+    @torch.no_grad()
+    def __call__(self, text, drafts):
+        """[len(drafts), V]: what the drafter thinks of each draft's place, given those before."""
+        hidden = self.drafting(self.block(text)[0])
+        with vllms(), set_current_vllm_config(self.config):
+            return self.scores(text, hidden, drafts)[: len(drafts)].numpy()
+
+    def scores(self, text, hidden, drafts):
+        return self.module.compute_logits(hidden)
+
+
+class SelectorJudge(Judge):
+    def scores(self, text, hidden, drafts):
+        ids, unary = self.module.compute_candidates(hidden)
+        selector = self.module.model.candidate_selector
+        anchor = torch.tensor([text[-1]])
+        pairs = selector(ids[None], unary[None], hidden[None], anchor)[0]  # [K, before, C]
+        found = torch.full((K, VOCAB), -1e9)
+        for place, before in enumerate([None, *drafts[: K - 1]]):
+            row = 0 if before is None else ids[place - 1].tolist().index(before)
+            found[place, ids[place]] = pairs[place, row]
+        return found
+
+
+class MarkovJudge(Judge):
+    def scores(self, text, hidden, drafts):
+        logits = self.module.compute_draft_logits(hidden)
+        shown = torch.arange(logits.shape[-1])
+        if (d2t := self.module.draft_id_to_target_id) is not None:
+            shown = shown + d2t
+        top_k = getattr(self.module.config, "dspark_draft_topk", None)
+        found = torch.full((K, VOCAB), -1e9)
+        for place, before in enumerate([text[-1], *drafts[: K - 1]]):
+            bias = self.module.markov_bias(self.module.markov_embed(torch.tensor([before])))[0]
+            row = logits[place] + bias[: logits.shape[-1]]
+            if top_k is not None:
+                kept = logits[place].topk(top_k).indices
+                row = torch.full_like(row, -1e9).scatter(0, kept, row[kept])
+            found[place, shown] = row
+        return found

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block drafters compute what vLLM's own torch classes do, on mlx-lm's dense hidden states."""
+
+import json
+from importlib import import_module
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+from engine.models.cases import cases
+from engine.spec_decode.blocks import CONFIG, MASK, RANK, Judge, MarkovJudge, SelectorJudge, shapes
+from engine.spec_decode.heads import (
+    BLOCK,
+    HIDDEN,
+    VOCAB,
+    Bench,
+    K,
+    engine_config,
+    serve_and_check,
+    write_head,
+    write_target,
+)
+from engine.spec_decode.heads import CONFIG as TARGET
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
+from vllm.model_executor.models.qwen3_dflash2 import DFlash2Qwen3ForCausalLM
+from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
+
+from vllm_metal.engine.batch.requests import BlockTables
+from vllm_metal.engine.kv_cache.scatter import SCATTER
+from vllm_metal.engine.models import loader
+from vllm_metal.engine.models.compiled import CompiledForward
+from vllm_metal.engine.models.paged_layers import PagedLayers
+from vllm_metal.engine.models.parts import ModelParts
+from vllm_metal.engine.spec_decode.block_heads import largest
+from vllm_metal.engine.spec_decode.registry import load_network
+from vllm_metal.engine.spec_decode.spans import Spans
+
+pytestmark = pytest.mark.usefixtures("unfused")
+
+DRAFT_VOCAB = 48
+REDUCED = {"d2t": torch.arange(DRAFT_VOCAB) + torch.arange(DRAFT_VOCAB) % 2}
+WINDOWS = {"sliding_window": 20, "use_sliding_window": True}  # shorter than most contexts
+SLIDING = WINDOWS | {"layer_types": ["sliding_attention"] * 2}
+MIXED = WINDOWS | {"layer_types": ["sliding_attention", "full_attention"]}
+DFLASH = CONFIG["dflash_config"]
+CONV = {"conv_kernel_size": 2, "conv_group_size": 16}
+SELECTOR = CONV | {"selector_rank": RANK, "selector_top_k": 5, "block_size": 8}
+CODEBOOKS = {
+    f"candidate_selector.{kind}_codebook": (VOCAB, RANK) for kind in ("predecessor", "successor")
+} | {"candidate_selector.hidden_projection.weight": (RANK, HIDDEN)}
+MARKOV = {"architectures": ["Qwen3DSparkModel"], "block_size": 7, "markov_rank": RANK}
+TRANSITIONS = {
+    "markov_head.markov_w1.weight": (VOCAB, RANK),
+    "markov_head.markov_w2.weight": (VOCAB, RANK),
+}
+#: Method, vLLM's class, judge, shapes, other arrays, changes of config.json.
+CASES = {
+    "dflash": ("dflash", DFlashQwen3ForCausalLM, Judge, shapes(), {}, {}),
+    "causal": ("dflash", DFlashQwen3ForCausalLM, Judge, shapes(), {}, {"is_causal": True}),
+    "windows": ("dflash", DFlashQwen3ForCausalLM, Judge, shapes(), {}, SLIDING),
+    "bidirectional windows": ("dflash", DFlashQwen3ForCausalLM, Judge, shapes(), {},
+        SLIDING | {"is_causal": False}),
+    "mixed": ("dflash", DFlashQwen3ForCausalLM, Judge, shapes(), {}, MIXED),
+    "sinks, own head": ("dflash", DFlashQwen3ForCausalLM, Judge, shapes(sinks=True, bias=True)
+        | {"lm_head.weight": (DRAFT_VOCAB, HIDDEN), "embed_tokens.weight": (VOCAB, HIDDEN)},
+        REDUCED, {"draft_vocab_size": DRAFT_VOCAB, "attention_bias": True, "sliding_window": 20,
+         "dflash_config": DFLASH | {"use_swa": True, "swa_window_size": 24,
+          "attention_sink_bias": True, "attention_value_scale": 0.7}}),
+    "dflash2": ("dflash", DFlash2Qwen3ForCausalLM, SelectorJudge,
+        shapes(conv=(2, 16)) | CODEBOOKS, {}, SLIDING | {"is_causal": False,
+         "architectures": ["DFlash2DraftModel"], "dflash_config": DFLASH | SELECTOR
+         | {"input_embedding_scale": 1.5, "output_multiplier": 0.5,
+            "final_logit_softcapping": 5.0}}),
+    "dspark": ("dspark", Qwen3DSparkForCausalLM, MarkovJudge, shapes() | TRANSITIONS, {}, MARKOV),
+    "dspark, most likely alone": ("dspark", Qwen3DSparkForCausalLM, MarkovJudge,
+        shapes() | TRANSITIONS, {}, MARKOV | {"dspark_draft_topk": 4}),
+    "dspark with a bonus row": ("dspark", Qwen3DSparkForCausalLM, MarkovJudge, shapes()
+        | TRANSITIONS | {"markov_head.markov_w2.weight": (DRAFT_VOCAB, RANK),
+           "lm_head.weight": (DRAFT_VOCAB, HIDDEN)}, REDUCED,
+        MARKOV | MIXED | {"draft_vocab_size": DRAFT_VOCAB, "sample_from_anchor": False}),
+}  # fmt: skip
+
+
+@pytest.fixture(
+    scope="module",
+    params=cases(
+        CASES,
+        ["dflash", "mixed", "dflash2", "dspark"],
+        [name for name in CASES if name not in ("dflash", "mixed", "dflash2", "dspark")],
+    ),
+)
+def bench(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    method, family, judge, of_shapes, extra, changes = CASES[request.param]
+    target = write_target(folder / "target")
+    head = write_head(folder / "head", of_shapes, extra, CONFIG | changes, "model.safetensors")
+    config = engine_config(target, head, method)
+    return Bench(config, judge(config, target, family))
+
+
+def test_drafts_are_vllms_for_prompts_in_chunks_and_any_pattern_of_acceptance(bench):
+    prefix = bench.prompt(3 * BLOCK)
+    bench.begin(0, prefix + bench.prompt(3))
+    bench.begin(1, bench.prompt(2))
+    assert bench.step([0, 1], [0, 0], chunk=20) == [0, 0]
+    counts = [bench.step([1, 0], [K, 0], chunk=20) for _ in range(2)]  # beside a prompt
+    assert counts == [[K, 0], [K, 0]]
+    bench.step([0, 1], [0, 2])
+    # A hit of whole blocks drafts at once, though no token of them is computed.
+    shared = bench.tables.tables_np[0][0, :3].tolist()
+    bench.begin(2, prefix + bench.prompt(5), shared)
+    assert bench.step([2], [0]) == [0]
+    assert bench.step([2], [K]) == [K]
+    drafted = 0
+    for number in range(6):
+        some = bench.rng.permutation(3)[: 2 if number % 3 else 3]  # now and then one sits out
+        drafted += sum(bench.step(some, bench.rng.integers(0, K + 1, len(some))))
+    assert drafted > 15
+    for req_idx in range(3):
+        bench.proposer.forget_request(req_idx)
+
+
+def test_context_states_logits_and_scores_are_vllms(bench):
+    text = bench.prompt(2 * BLOCK + 3)
+    bench.begin(3, text)
+    bench.step([3], [0])
+    text = bench.token_ids_np[3, : bench.known[3]].tolist()
+    hidden, contexts = bench.judge.block(text)
+    drafter, layers = bench.network.drafter, bench.network.layers
+    own = {layer.name: bench.kv_caches[layer.name] for layer in layers}
+    paged = PagedLayers(layers, own, bench.group_of, BLOCK)
+    count, length = len(text) - 1, len(hidden)
+    ids = mx.array([[text[-1]] + [MASK] * (length - 1)])
+    spans = Spans(*(np.array([number], np.int32) for number in (3, count, count + length)))
+    with paged.step(spans.rows(ids[0], None), bench.tables) as caches:
+        found = drafter.hidden(ids, caches)
+    mx.eval(found)
+    close = {"atol": 1e-4, "rtol": 0}
+    np.testing.assert_allclose(np.array(found[0]), hidden.numpy(), **close)
+    table, places = bench.tables.tables_np[0][3], np.arange(count)
+    for layer, (keys, values) in zip(layers, contexts, strict=True):
+        cache = own[layer.name]
+        for array, wanted in ((cache.keys, keys), (cache.values, values)):
+            rows = np.array(array.elements)[:, table[places // BLOCK], places % BLOCK]
+            np.testing.assert_allclose(rows.swapaxes(0, 1), wanted.numpy(), **close)
+    drafting = found if drafter.config.from_anchor else found[:, 1:]
+    logits = drafter.logits(found)
+    places, scores = drafter.head.choose(drafting, logits, ids[:, 0])
+    tokens = places if drafter.d2t is None else places + drafter.d2t[places]
+    drafts = np.array(tokens)[0].tolist()
+    wanted = bench.judge(text, drafts)
+    np.testing.assert_array_equal(wanted.argmax(axis=-1), drafts)
+    best = np.array(scores)[0].max(axis=-1)
+    np.testing.assert_allclose(best, wanted.max(axis=-1), **close)
+    bench.proposer.forget_request(3)
+
+
+@pytest.mark.parametrize("name", cases(CASES, ["mixed"], ["dflash", "dflash2", "dspark"]))
+def test_the_engine_serves_what_the_model_generates(name, tmp_path):
+    method, _, _, of_shapes, extra, changes = CASES[name]
+    target = write_target(tmp_path / "target")
+    head = write_head(tmp_path / "head", of_shapes, extra, CONFIG | changes, "model.safetensors")
+    serve_and_check(target, {"method": method, "model": str(head), "num_speculative_tokens": K})
+
+
+#: Changes of config.json and of arrays' shapes, and what the error says.
+OF_OTHERS = {
+    "vocabulary": ({"vocab_size": VOCAB + 1}, {}, "vocab_size=129 .the target's is 128"),
+    "mask": ({"dflash_config": DFLASH | {"mask_token_id": VOCAB}}, {}, "mask_token_id=128"),
+    "tap": ({"dflash_config": DFLASH | {"target_layer_ids": [0, 3, 8]}}, {}, "target_layer_ids"),
+    "taps": ({"dflash_config": DFLASH | {"target_layer_ids": [0, 3]}}, {}, "fc.weight"),
+    "hidden size": ({"target_hidden_size": 32}, {"fc.weight": (HIDDEN, 96)}, "target_hidden_size"),
+    "own head": ({"draft_vocab_size": 48}, {}, "draft_vocab_size=48 without an lm_head"),
+    "no table": ({"draft_vocab_size": 48}, {"lm_head.weight": (48, HIDDEN)}, "48 without d2t"),
+}
+
+
+@pytest.mark.parametrize("name", list(OF_OTHERS))
+def test_a_drafter_of_another_model_is_refused(tmp_path, name):
+    changes, others, why = OF_OTHERS[name]
+    target = write_target(tmp_path / "target")
+    arguments = shapes() | others, {}, CONFIG | changes, "model.safetensors"
+    config = engine_config(target, write_head(tmp_path / "head", *arguments), "dflash")
+    with pytest.raises((loader.ModelLoadError, NotImplementedError), match=why):
+        load_network(config, ModelParts(loader.load(config)))
+
+
+def test_a_drafter_of_another_tokenizer_is_refused(tmp_path):
+    target = write_target(tmp_path / "target")
+    head = write_head(tmp_path / "head", shapes(), {}, CONFIG, "model.safetensors")
+    for folder, tokens in ((target, ["a", "b"]), (head, ["b", "a"])):
+        vocab = {token: place for place, token in enumerate(tokens)}
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
+    config = engine_config(target, head, "dflash")
+    with pytest.raises(loader.ModelLoadError, match=r"token 0 is 'a' .*'b'"):
+        load_network(config, ModelParts(loader.load(config)))
+
+
+def states_of(config):
+    """Hidden states of a block behind three positions of random context."""
+    network = load_network(config, ModelParts(loader.load(config)))
+    layers = network.layers
+    tables = BlockTables(1, 1, 2)
+    tables.replace(0, [[1, 2]])
+    own = {layer.name: layer.allocate(4, BLOCK, mx.float32, SCATTER) for layer in layers}
+    group_of = dict.fromkeys(own, 0)
+    taps = mx.array(np.random.default_rng(1).normal(size=(3, 3 * HIDDEN)).astype(np.float32))
+    context = PagedLayers(network.context_layers, own, group_of, BLOCK)
+    one = np.zeros(1, np.int32)
+    with context.step(Spans(one, one, one + 3).rows(mx.zeros(3, mx.int32), None), tables) as caches:
+        network.drafter.write_context(taps, caches)
+    ids = mx.array([[5] + [MASK] * K])
+    rows = Spans(one, one + 3, one + 4 + K).rows(ids[0], None)
+    with PagedLayers(layers, own, group_of, BLOCK).step(rows, tables) as caches:
+        return network.drafter, np.array(network.drafter.hidden(ids, caches))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_drafters_are_those_that_mlx_packs(tmp_path, bits):
+    """As they are loaded, and from a folder of MLX's own tools."""
+    target = write_target(tmp_path / "target")
+    dense = write_head(tmp_path / "dense", shapes(), {}, CONFIG, "model.safetensors")
+    arrays = mx.load(str(dense / "model.safetensors"))
+    quantization = {"group_size": 64, "bits": bits, "mode": "affine"}
+    packed, unpacked = {}, {}
+    for name, array in arrays.items():
+        packed[name] = unpacked[name] = array
+        if array.ndim == 2 and array.shape[1] % 64 == 0:
+            parts = mx.quantize(array, group_size=64, bits=bits)
+            base = name.removesuffix("weight")
+            packed |= dict(zip([name, f"{base}scales", f"{base}biases"], parts, strict=True))
+            unpacked[name] = mx.dequantize(*parts, group_size=64, bits=bits)
+    found = {}
+    for name, weights, said, option in (
+        ("packed", packed, {"quantization": quantization}, {}),
+        ("unpacked", unpacked, {}, {}),
+        ("as loaded", arrays, {}, {"additional_config": {"draft_quantization": bits}}),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        mx.save_safetensors(str(folder / "model.safetensors"), dict(weights), {"format": "mlx"})
+        (folder / "config.json").write_text(json.dumps(CONFIG | said))
+        drafter, found[name] = states_of(engine_config(target, folder, "dflash", **option))
+        linear = drafter.network.layers[0].mlp.gate_proj
+        assert ("scales" in linear) == (name != "unpacked")
+    for name in ("packed", "as loaded"):
+        np.testing.assert_allclose(found[name], found["unpacked"], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("size", [40, 128 * 16, 5000])
+def test_the_largest_logits_are_found_in_two_stages(size):
+    logits = mx.random.normal((3, 2, size), key=mx.random.key(4))
+    values, places = (np.array(part) for part in largest(logits, 16))
+    wanted = -np.sort(-np.array(logits), axis=-1)[..., :16]
+    np.testing.assert_array_equal(-np.sort(-values, axis=-1), wanted)
+    np.testing.assert_array_equal(np.take_along_axis(np.array(logits), places, -1), values)
+
+
+def test_one_graph_drafts_for_all_requests_and_none_runs_where_nobody_wants_drafts(
+    bench, monkeypatch
+):
+    for req_idx in range(3):
+        bench.begin(req_idx, bench.prompt(5 + req_idx))
+    bench.step([0, 1, 2], [0, 0, 0])
+    passes, call = [], CompiledForward.__call__
+
+    def counting(self, inputs, plans, num_rows):
+        passes.append(num_rows)
+        return call(self, inputs, plans, num_rows)
+
+    monkeypatch.setattr(CompiledForward, "__call__", counting)
+    width = bench.network.drafter.config.num_rows(K)
+    for number in range(4):
+        before, built = len(passes), bench.graphs.num_built
+        request = bench.request([0, 1, 2], [K, 1, 2])
+        assert bench.proposer.propose(request).counts_np.tolist() == [K, 1, 2]
+        assert passes[before:] == [3 * width]  # as wide whatever is wanted
+        assert bench.graphs.num_built - built == (number > 0)  # shapes come for the first time once
+    before = len(passes)
+    assert not bench.proposer.propose(bench.request([0, 1, 2], [0, 0, 0])).counts_np.any()
+    assert len(passes) == before
+    bench.step([0, 1, 2], [0, 0, 0])  # the context is written all the same
+    assert bench.step([0, 1, 2], [K, K, K]) == [K, K, K]
+    for req_idx in range(3):
+        bench.proposer.forget_request(req_idx)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "scale"),
+    [
+        ("llama", {}, 1.0),
+        ("gemma", {"head_dim": 16}, HIDDEN**0.5),
+        ("gemma3_text", {"head_dim": 16, "query_pre_attn_scalar": 16}, HIDDEN**0.5),
+        ("granite", {"embedding_multiplier": 12.0, "logits_scaling": 1.0,
+          "attention_multiplier": 1.0, "residual_multiplier": 1.0, "attention_bias": False,
+          "mlp_bias": False}, 12.0),
+    ],
+)  # fmt: skip
+def test_a_shared_embedding_is_scaled_as_the_target_scales_it(family, changes, scale):
+    module = import_module(f"mlx_lm.models.{family}")
+    config = TARGET | {"model_type": family} | changes
+    target = ModelParts(module.Model(module.ModelArgs.from_dict(config)))
+    assert target.embedding_scale() == pytest.approx(scale, rel=1e-2)  # Gemma 3 rounds it
+    assert target.dense_hidden([1, 2, 3]).shape == (3, HIDDEN)  # nothing is left of the call

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block drafters: one forward drafts all tokens of a request's block (DFlash, DFlash2, DSpark)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+import torch
+from mlx_lm.utils import load_config
+
+from vllm_metal.engine.attention.context_layer import ContextLayer
+from vllm_metal.engine.batch.requests import BlockTables, Requests
+from vllm_metal.engine.kv_cache.layer_cache import KVBackend
+from vllm_metal.engine.memory.profile import LargestStep
+from vllm_metal.engine.models import loader
+from vllm_metal.engine.models.compiled import CompiledForward, Graphs
+from vllm_metal.engine.models.paged_layers import PagedLayers
+from vllm_metal.engine.models.parts import ModelParts
+from vllm_metal.engine.spec_decode import vocabulary
+from vllm_metal.engine.spec_decode.block_config import BlockConfig
+from vllm_metal.engine.spec_decode.block_drafter import BlockDrafter, draft_layers, join_target
+from vllm_metal.engine.spec_decode.network import DraftNetwork, DraftPool
+from vllm_metal.engine.spec_decode.proposer import DraftRequest, Drafts, Proposer
+from vllm_metal.engine.spec_decode.spans import Spans
+from vllm_metal.engine.weights.packed import Packed
+from vllm_metal.settings.additional_config import AdditionalConfig
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_metal.engine.spec_decode.draft_writer import DraftWriter
+
+#: The embedding of the mask's token, in checkpoints that have one apart.
+_MASK_EMBEDDING = "mask_embedding.pt"
+
+
+class BlockNetwork(DraftNetwork):
+    """A block drafter loaded for its target, whose forwards write the drafter's context."""
+
+    def __init__(self, config: VllmConfig, target: ModelParts) -> None:
+        """Loads it, and has the target's forwards write its K/V from now on.
+
+        Args:
+            config: whose speculative_config names the checkpoint.
+            target: the model it was trained for.
+
+        Raises:
+            loader.ModelLoadError: the checkpoint cannot be loaded, or is of another target.
+            NotImplementedError: the target does not show the hidden states that it reads.
+        """
+        speculation = config.speculative_config
+        assert speculation is not None
+        model_config = speculation.draft_model_config
+        (architecture, *_) = model_config.architectures  # the platform has refused all others
+        folder = loader.model_folder(model_config, config, loader.HEAD_PATTERNS)
+        published = load_config(folder)
+        given = model_config.hf_config.to_dict()
+        shape = BlockConfig.of(given, published, architecture)
+        loader.check_draft_vocabulary(config)
+        pool_dtype = loader.mlx_dtype(config)
+        dtype = mx.float32 if pool_dtype == mx.float32 else mx.bfloat16
+        drafter = BlockDrafter(shape, dtype)
+        drafter.pool_of(pool_dtype)
+        _load(drafter, config, folder, published)
+        vocabulary.check_block_drafter(drafter, config, target)
+        drafter.attach_ends(target)
+        self.layers = draft_layers(shape, dtype)
+        self.context_layers = [ContextLayer.of(layer) for layer in self.layers]
+        self._config, self.drafter = config, drafter
+        self._num_drafts = speculation.num_speculative_tokens
+        join_target(drafter, target)
+
+    def profile(self, backend: KVBackend) -> None:
+        num_rows = self.drafter.config.num_rows(self._num_drafts)
+        scheduler = self._config.scheduler_config
+        num_reqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // num_rows)
+        largest = LargestStep.of(
+            self.layers,
+            self._config,
+            backend,
+            drafts=num_rows - 1,
+            num_reqs=max(num_reqs, 1),
+        )
+        with largest.caches() as caches:
+            ids = largest.rows.input_ids.reshape(-1, num_rows)
+            drafts = self.drafter.draft(ids, caches)
+        mx.eval(drafts)
+
+    def proposer(self, pool: DraftPool) -> Proposer:
+        own = {layer.name: pool.layer_states[layer.name] for layer in self.layers}
+        block_size = self._config.cache_config.block_size
+        paged = PagedLayers(self.layers, own, pool.group_of, block_size)
+        placed = paged, pool.block_tables, pool.graphs
+        return BlockProposer(self.drafter, *placed, self._num_drafts)
+
+    def writer(self, pool: DraftPool, requests: Requests) -> DraftWriter | None:
+        return None
+
+
+def _load(drafter: BlockDrafter, config: VllmConfig, folder: Path, published: dict) -> None:
+    """Reads the checkpoint's weights.
+
+    Raises:
+        loader.ModelLoadError: they are missing, unreadable, or of another network.
+    """
+    assert config.speculative_config is not None
+    model_config = config.speculative_config.draft_model_config
+    weights, _ = loader.load_checkpoint(model_config, config)
+    arrays = {
+        name: weight.dense(drafter.dtype) if isinstance(weight, Packed) else weight
+        for name, weight in weights.items()
+    }
+    mask = arrays.pop("mask_embedding", None)
+    quantization = published.get("quantization") or {}
+    bits = AdditionalConfig.of(config).draft_quantization
+    try:
+        drafter.load(loader.in_dtype(arrays, drafter.dtype), quantization, bits)
+    except ValueError as error:
+        raise loader.ModelLoadError(
+            f"the weights of {model_config.model} are not those of its config.json: {error}"
+        ) from error
+    path = folder / _MASK_EMBEDDING
+    if mask is None and path.is_file():
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        found = found["embedding"] if isinstance(found, dict) else found
+        mask = mx.array(found.float().numpy())
+    if mask is not None:
+        drafter.mask_embedding = mask.reshape(-1).astype(drafter.dtype)
+
+
+@dataclass(frozen=True)
+class _BlockInputs:
+    """What a pass of R blocks of L rows reads."""
+
+    input_ids: mx.array  # [R, L] int32
+    positions: mx.array  # [R * L] int32
+
+
+class BlockProposer(Proposer):
+    """Drafts by one pass over a block of each request: its newest token, and masks behind it.
+
+    The target's step has written the context's K/V. A block's own go to slots that the next step
+    of the target overwrites, so nothing is to be taken back, and nothing is remembered. Blocks
+    have the same width whatever is wanted, since drafts depend on it. Nothing waits for the device.
+    """
+
+    reads_text = False
+
+    def __init__(
+        self,
+        drafter: BlockDrafter,
+        paged: PagedLayers,
+        tables: BlockTables,
+        graphs: Graphs,
+        num_drafts: int,
+    ) -> None:
+        """
+        Args:
+            drafter: with its ends in place.
+            paged: its layers, over the shared pool.
+            tables: the requests' blocks.
+            graphs: whether passes may be built by graphs, and where such are counted.
+            num_drafts: K, of a block.
+        """
+        self._drafter, self._paged, self._tables = drafter, paged, tables
+        self._num_drafts = num_drafts
+        self._num_rows = drafter.config.num_rows(num_drafts)
+        self._forward = CompiledForward(self._build, drafter, paged.own_states, graphs)
+        self._masks_of: dict[int, mx.array] = {}
+
+    def propose(self, request: DraftRequest) -> Drafts:
+        most_tokens = request.most_tokens_np
+        limits = request.limits_within(self._num_drafts)
+        # Where the text ends before the block does, there is no room for its rows.
+        limits[most_tokens - 1 + self._num_rows > request.token_ids_np.shape[1]] = 0
+        drafting = np.flatnonzero(limits)
+        if not len(drafting):
+            return Drafts(mx.zeros((len(limits), self._num_drafts), mx.int32), limits)
+        everyone = len(drafting) == len(limits)
+        drafts = self._pass(request if everyone else request.select(drafting))
+        if not everyone:
+            of_all = mx.zeros((len(limits), self._num_drafts), mx.int32)
+            of_all[mx.array(drafting)] = drafts
+            drafts = of_all
+        return Drafts(drafts, limits)
+
+    def _pass(self, request: DraftRequest) -> mx.array:
+        """[R, K] int32, the drafts of R requests."""
+        starts = (request.most_tokens_np - 1).astype(np.int32)
+        spans = Spans(request.req_indices_np, starts, starts + np.int32(self._num_rows))
+        anchors = _newest_tokens(request)[:, None]
+        input_ids = mx.concatenate([anchors, self._masks(len(starts))], axis=1)
+        rows = spans.rows(input_ids.flatten(), None, request.lag)
+        self._paged.begin_step()
+        plans = self._paged.plans(rows, self._tables)
+        inputs = _BlockInputs(input_ids, rows.positions)
+        (drafts,) = self._forward(inputs, plans, len(rows.positions_np))
+        if self._paged.pipelined:
+            mx.async_eval(drafts)  # the device works while the host lays out the step
+        else:
+            mx.eval(drafts)  # scatter writes when all reads are done, see kv_cache.scatter
+        return drafts
+
+    def _masks(self, num_reqs: int) -> mx.array:
+        """[num_reqs, L - 1] int32; made once for each number of requests."""
+        if num_reqs not in self._masks_of:
+            shape = num_reqs, self._num_rows - 1
+            self._masks_of[num_reqs] = mx.full(shape, self._drafter.config.mask_token_id, mx.int32)
+        return self._masks_of[num_reqs]
+
+    def _build(self, inputs: _BlockInputs, plans: Sequence[object]) -> list[mx.array]:
+        with self._paged.during(inputs.positions, plans) as caches:
+            return [self._drafter.draft(inputs.input_ids, caches)]
+
+
+def _newest_tokens(request: DraftRequest) -> mx.array:
+    """[R] int32, the newest token of each request that is kept; on the device where unread."""
+    num_tokens_np, unread = request.num_tokens_np, request.unread
+    known = mx.array(request.token_ids_np[request.req_indices_np, num_tokens_np - 1])
+    if unread is None or not unread.counts_np.any():
+        return known
+    here_np = unread.counts_np > 0
+    lasts = mx.array(unread.firsts_np + np.maximum(unread.counts_np - 1, 0))
+    newest = unread.token_ids[lasts - unread.num_rejected]
+    return newest if here_np.all() else mx.where(mx.array(here_np), newest, known)

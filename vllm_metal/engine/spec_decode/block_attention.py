@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of block drafters over the pool: context written by the target's step, blocks by ours.
+
+A context's row holds rope(k_norm(k_proj(c))) and v_proj(c) of c, what the target's hidden states
+become; a block's row the same of the drafter's own. So one cache holds both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from vllm_metal.engine.spec_decode.block_config import BlockConfig
+from vllm_metal.patches.mlx_patches.seam import AttendingCache, Scoring
+
+
+class BlockAttention(nn.Module):
+    """Stands for the attention of mlx-vlm's drafter layers, with the same arguments and weights."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        """
+        Args:
+            config: the drafter's.
+        """
+        super().__init__()
+        size, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
+        self._head_dim, self._value_scale = head_dim, config.value_scale
+        self.q_proj = nn.Linear(size, config.num_heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(size, config.num_kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(size, config.num_kv_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_heads * head_dim, size, bias=bias)
+        self.q_norm = nn.RMSNorm(head_dim, config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(head_dim, config.rms_norm_eps)
+        if config.sinks:
+            self.attention_sink_bias = mx.zeros(config.num_heads)
+
+    def write(self, rows: mx.array, rope: Any, cache: AttendingCache) -> Any:
+        """Writes K/V of [T, H] rows, and returns what `attend` takes in their place."""
+        keys = self.k_norm(self.k_proj(rows).reshape(len(rows), self._num_kv_heads, 1, -1))
+        values = self.v_proj(rows).reshape(len(rows), self._num_kv_heads, 1, -1)
+        if self._value_scale is not None:
+            values = values * self._value_scale
+        return cache.update_and_fetch(rope(keys, offset=cache.offset), values)
+
+    def __call__(
+        self,
+        x: mx.array,
+        x_ctx: None,
+        rope: Any,
+        cache: AttendingCache,
+        projected_context: None = None,
+    ) -> mx.array:
+        """[R, L, H] of R blocks of L rows.
+
+        Args:
+            x: [R, L, H].
+            x_ctx, projected_context: mlx-vlm's, whose context is in the cache here.
+            rope: rotates by `cache.offset`.
+            cache: of the blocks' R * L rows.
+        """
+        rows = x.flatten(0, 1)
+        kept = self.write(rows, rope, cache)
+        queries = self.q_norm(self.q_proj(rows).reshape(len(rows), self._num_heads, 1, -1))
+        scoring = Scoring(self._head_dim**-0.5, self.get("attention_sink_bias"))
+        keys, values = kept
+        out = cache.attend(rope(queries, offset=cache.offset), keys, values, scoring)
+        return self.o_proj(out.reshape(*x.shape[:2], -1))
+
+
+class CastingCache(AttendingCache):
+    """A cache whose pool has another dtype than the drafter computes in."""
+
+    def __init__(self, cache: AttendingCache, dtype: mx.Dtype) -> None:
+        """
+        Args:
+            cache: of the pool.
+            dtype: of rows that it takes.
+        """
+        self._cache, self._dtype = cache, dtype
+
+    @property
+    def offset(self) -> mx.array:
+        return self._cache.offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        cast = keys.astype(self._dtype), values.astype(self._dtype)
+        return self._cache.update_and_fetch(*cast)
+
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring
+    ) -> mx.array:
+        out = self._cache.attend(queries.astype(self._dtype), keys, values, scoring)
+        return out.astype(queries.dtype)

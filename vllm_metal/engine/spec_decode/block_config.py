@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the config.json of block drafters (DFlash, DFlash2, DSpark), as vLLM's classes read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_metal.engine.config_json import inert_keys
+from vllm_metal.engine.weights.files import ModelLoadError
+
+Config = Mapping[str, Any]
+
+#: By architecture, as vLLM names it: the module of mlx-vlm's drafters that has its layers.
+MODULES = {
+    "DFlashDraftModel": "qwen3_dflash",
+    "DFlash2DraftModel": "dflash2",
+    "Qwen3DSparkModel": "dspark",
+}
+#: Tokens drafted where --speculative-config does not say: a block five wide is fastest for most.
+DEFAULT_DRAFTS = 4
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_NESTED = "dflash_config"
+_READ = inert_keys.names(
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "head_dim rms_norm_eps rope_theta rope_scaling rope_parameters max_position_embeddings "
+    "attention_bias hidden_act vocab_size draft_vocab_size block_size mask_token_id "
+    "target_layer_ids dflash_config target_hidden_size layer_types sliding_window is_causal "
+    "is_neox_style use_aux_hidden_state add_swa_attention_sink_bias logit_scale markov_rank "
+    "markov_head_type sample_from_anchor dspark_draft_topk eagle_aux_hidden_state_layer_ids"
+)
+_READ_NESTED = inert_keys.names(
+    "mask_token_id target_layer_ids causal use_swa swa_window_size attention_sink_bias "
+    "attention_value_scale use_aux_hidden_state sample_from_anchor block_size conv_kernel_size "
+    "conv_group_size selector_rank selector_top_k input_embedding_scale output_multiplier "
+    "final_logit_softcapping markov_rank markov_head_type"
+)
+#: Sizes that the target repeats, windows that `layer_types` says again, confidence heads, which
+#: choose between drafts that are verified anyway, and widths that another engine prefers.
+_INERT = inert_keys.names(
+    "num_target_layers use_sliding_window max_window_layers enable_confidence_head "
+    "confidence_head_with_markov confidence_head_alpha dspark_bonus_anchor runtime_block_size "
+    "block_size_policy dflash_initial_block_size prefer_requested_block_size tie_word_embeddings"
+)
+#: What the speculators layout has around the layers' own configuration.
+_SPECULATORS = inert_keys.names(
+    "speculators_model_type speculators_config speculators_version transformer_layer_config "
+    "aux_hidden_state_layer_ids sliding_window_non_causal conv_kernel_size conv_group_size "
+    "selector_rank selector_top_k"
+)
+_COMPUTED = {"hidden_act": "silu", "markov_head_type": "vanilla", "use_aux_hidden_state": True}
+#: Kinds of projectors that other networks have in the same place.
+_PROJECTORS = (None, "dflash", "dflash2", "dspark")
+
+
+@dataclass(frozen=True)
+class Selector:
+    """Chooses among each place's likeliest tokens by pairs of neighbors (DFlash2)."""
+
+    rank: int
+    top_k: int
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """The shape of a block drafter."""
+
+    module: str  # of mlx-vlm's drafters
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: Config  # rope_parameters, rope_theta among them
+    max_len: int
+    vocab_size: int
+    draft_vocab_size: int  # of a head of its own
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]  # after which layers of the target it reads, from 1
+    target_hidden_size: int
+    windows: tuple[int | None, ...]  # of each layer; None: full attention
+    causal: tuple[bool, ...]  # of each layer
+    most_drafts: int | None  # that it was trained for; None: config.json does not say
+    attention_bias: bool
+    sinks: bool
+    value_scale: float | None
+    interleaved: bool  # pairs of the rotary embedding are neighbors
+    from_anchor: bool  # the first draft follows from the newest token's own row
+    logit_scale: float
+    embedding_scale: float
+    softcap: float | None
+    conv: tuple[int, int] | None  # kernel and group size
+    selector: Selector | None
+    markov_rank: int | None
+    draft_topk: int | None  # tokens that the Markov head corrects; None: all
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the network."""
+        return len(self.windows)
+
+    def num_rows(self, num_drafts: int) -> int:
+        """Rows of a request's block."""
+        return num_drafts + (0 if self.from_anchor else 1)
+
+    @staticmethod
+    def of(given: Config, published: Config, architecture: str) -> BlockConfig:
+        """Reads a drafter's configuration.
+
+        Args:
+            given: config.json as vLLM completes it.
+            published: config.json as it was published.
+            architecture: the drafter's.
+
+        Raises:
+            ModelLoadError: config.json has keys, or values, that are not computed.
+        """
+        _check_keys(published)
+        nested = dict(given.get(_NESTED) or {})
+
+        def either(key: str, default: Any = None) -> Any:
+            value = nested.get(key, given.get(key))
+            return default if value is None else value
+
+        for key, computed in _COMPUTED.items():
+            if (value := either(key, computed)) != computed:
+                raise _unsupported(key, value, f"only {computed!r} is computed")
+        module = MODULES[architecture]
+        dspark, dflash2 = module == "dspark", module == "dflash2"
+        from_anchor = bool(either("sample_from_anchor", dspark))
+        if from_anchor and not dspark:
+            raise _unsupported("sample_from_anchor", True, "DFlash drafts from its masked rows")
+        size, heads = given["hidden_size"], given["num_attention_heads"]
+        rope = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
+        rope.setdefault("rope_theta", given.get("rope_theta") or 1000000.0)
+        vocab_size = given["vocab_size"]
+        block = published.get("block_size", (published.get(_NESTED) or {}).get("block_size"))
+        block = nested.get("block_size", block)
+        return BlockConfig(
+            module=module,
+            hidden_size=size,
+            intermediate_size=given["intermediate_size"],
+            num_heads=heads,
+            num_kv_heads=given["num_key_value_heads"],
+            head_dim=given.get("head_dim") or size // heads,
+            rms_norm_eps=given["rms_norm_eps"],
+            rope=rope,
+            max_len=given["max_position_embeddings"],
+            vocab_size=vocab_size,
+            draft_vocab_size=given.get("draft_vocab_size") or vocab_size,
+            mask_token_id=_wanted(either("mask_token_id"), "mask_token_id"),
+            target_layer_ids=_taps(given, nested),
+            target_hidden_size=given.get("target_hidden_size") or size,
+            windows=_windows(given, published, nested),
+            causal=_causal(given, nested),
+            most_drafts=None if block is None else int(block) - (0 if from_anchor else 1),
+            attention_bias=bool(given.get("attention_bias")),
+            sinks=bool(either("attention_sink_bias", given.get("add_swa_attention_sink_bias"))),
+            value_scale=nested.get("attention_value_scale"),
+            interleaved=not given.get("is_neox_style", True),
+            from_anchor=from_anchor,
+            logit_scale=nested.get("output_multiplier", 1.0)
+            if dflash2
+            else given.get("logit_scale") or 1.0,
+            embedding_scale=float(nested.get("input_embedding_scale", 1.0)) if dflash2 else 1.0,
+            softcap=(nested.get("final_logit_softcapping") or None) if dflash2 else None,
+            conv=(nested["conv_kernel_size"], nested["conv_group_size"]) if dflash2 else None,
+            selector=Selector(nested["selector_rank"], nested["selector_top_k"])
+            if dflash2
+            else None,
+            markov_rank=_wanted(either("markov_rank"), "markov_rank") if dspark else None,
+            draft_topk=given.get("dspark_draft_topk") if dspark else None,
+        )
+
+
+def most_drafts(published: Config, method: str) -> int | None:
+    """The most tokens that a drafter was trained to draft at once; None: config.json does not say.
+
+    Args:
+        published: config.json.
+        method: of --speculative-config.
+    """
+    nested = published.get(_NESTED) or {}
+    block = nested.get("block_size", published.get("block_size"))
+    if block is None:
+        return None
+    from_anchor = nested.get("sample_from_anchor", published.get("sample_from_anchor"))
+    if from_anchor is None:
+        from_anchor = method == "dspark" and "speculators_model_type" not in published
+    return int(block) - (0 if from_anchor else 1)
+
+
+def _check_keys(published: Config) -> None:
+    """Raises where a key that is not computed has a value."""
+    nested = published.get(_NESTED) or {}
+    if (projector := nested.get("projector_type")) not in _PROJECTORS:
+        raise _unsupported(f"{_NESTED}.projector_type", projector, "its head is not computed")
+    known = _READ | _INERT
+    unread = {f"{_NESTED}.{key}": v for key, v in nested.items() if key not in known | _READ_NESTED}
+    unread.pop(f"{_NESTED}.projector_type", None)
+    layers = published.get("transformer_layer_config")
+    if layers is None:
+        unread |= {key: value for key, value in published.items() if key not in known}
+    else:
+        outer = known | _SPECULATORS
+        unread |= {key: value for key, value in published.items() if key not in outer}
+        inner = {k: v for k, v in layers.items() if k not in known}
+        unread |= {f"transformer_layer_config.{key}": value for key, value in inner.items()}
+    for key, value in unread.items():
+        name = key.rpartition(".")[2]
+        quantized = name in ("quantization", "quantization_config")
+        if value not in (None, {}, [], False) and not (
+            quantized or inert_keys.is_inert(name, "qwen3", beside_text=False)
+        ):
+            raise _unsupported(key, value, "the key is not computed")
+
+
+def _unsupported(key: str, value: Any, reason: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"config.json of the draft: {key}={value!r} is not supported: {reason}. Choose another "
+        "drafter"
+    )
+
+
+def _wanted(value: Any, key: str) -> Any:
+    if value is None:
+        raise ModelLoadError(f"config.json of the draft has no {key}: download the draft again")
+    return value
+
+
+def _taps(given: Config, nested: Config) -> tuple[int, ...]:
+    """Layers after which the target's hidden states are read, counted from 1.
+
+    Published ids count from 0 and name the layer itself (vLLM's get_eagle3_aux_layers_from_config).
+    """
+    if ids := given.get("eagle_aux_hidden_state_layer_ids"):
+        return tuple(ids)
+    ids = nested.get("target_layer_ids") or given.get("target_layer_ids")
+    return tuple(layer + 1 for layer in _wanted(ids, "target_layer_ids"))
+
+
+def _layer_types(given: Config, nested: Config) -> Sequence[str]:
+    kinds = given.get("layer_types") or ()
+    if _SLIDING in kinds:
+        unknown = set(kinds) - {_SLIDING, _FULL}
+        if unknown:
+            raise _unsupported("layer_types", sorted(unknown), "such layers are not computed")
+        return kinds
+    kind = _SLIDING if nested.get("use_swa") else _FULL
+    return [kind] * given["num_hidden_layers"]
+
+
+def _windows(given: Config, published: Config, nested: Config) -> tuple[int | None, ...]:
+    # transformers drops the window where `use_sliding_window` is missing; layer_types counts.
+    layers = published.get("transformer_layer_config") or published
+    window = nested.get("swa_window_size") or given.get("sliding_window")
+    window = window or layers.get("sliding_window")
+    kinds = _layer_types(given, nested)
+    if _SLIDING in kinds:
+        _wanted(window, "sliding_window")
+    return tuple(window if kind == _SLIDING else None for kind in kinds)
+
+
+def _causal(given: Config, nested: Config) -> tuple[bool, ...]:
+    """Whether each layer's rows see only those before them: by default those with a window."""
+    stated = given.get("is_causal")
+    stated = nested.get("causal") if stated is None else stated
+    kinds = given.get("layer_types") or [_FULL] * given["num_hidden_layers"]
+    return tuple(kind == _SLIDING if stated is None else bool(stated) for kind in kinds)

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A block drafter's module: mlx-vlm's layers and heads, our attention, the target's ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.rope_utils import initialize_rope
+
+from vllm_metal.engine.attention.attention_layer import AttentionLayer
+from vllm_metal.engine.models import mlx_vlm_families
+from vllm_metal.engine.models.parts import HiddenStates, ModelParts
+from vllm_metal.engine.spec_decode import packed_network
+from vllm_metal.engine.spec_decode.block_attention import BlockAttention, CastingCache
+from vllm_metal.engine.spec_decode.block_config import BlockConfig
+from vllm_metal.engine.spec_decode.block_heads import (
+    ArgmaxHead,
+    BlockHead,
+    MarkovHead,
+    SelectorHead,
+)
+from vllm_metal.engine.spec_decode.network import LAYER_PREFIX
+from vllm_metal.patches.mlx_patches.seam import AttendingCache
+
+#: Arrays that are not loaded: a training table, angles that MLX computes, confidences.
+_LEFT_OUT = ("t2d", "rotary_emb", "confidence_head.")
+#: Published names of parts that mlx-vlm's modules call otherwise.
+_RENAMED = (("encoder.output_norm_enc.", "hidden_norm."), ("encoder.fc.", "fc."))
+_CODEBOOKS = tuple(f"candidate_selector.{kind}_codebook" for kind in ("predecessor", "successor"))
+_ENDS = ("embed_tokens", "lm_head")
+
+
+class BlockDrafter(nn.Module):
+    """Drafts blocks over caches that hold the context."""
+
+    def __init__(self, config: BlockConfig, dtype: mx.Dtype) -> None:
+        """
+        Args:
+            config: its shape.
+            dtype: that it computes in.
+        """
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        self.network = _network(config)
+        self.embedding_scale = config.embedding_scale
+        self.d2t: mx.array | None = None  # how far the target's numbers are from the head's
+        self.mask_embedding: mx.array | None = None  # [H]; None: that of the mask's token
+
+    def load(
+        self, weights: Mapping[str, mx.array], quantization: Mapping[str, Any], bits: int | None
+    ) -> None:
+        """Takes a checkpoint's arrays.
+
+        Args:
+            weights: by published names; dense, or packed as MLX's tools do it.
+            quantization: of config.json.
+            bits: to quantize dense linear layers to; None: leave them.
+
+        Raises:
+            ValueError: arrays are missing, or are of other modules or shapes.
+        """
+        named = _named(weights)
+        d2t = named.pop("d2t", None)
+        size, rows = self.config.hidden_size, self.config.draft_vocab_size
+        ends: dict[str, Callable[[], nn.Module]] = {
+            "embed_tokens": lambda: nn.Embedding(self.config.vocab_size, size),
+            "lm_head": lambda: nn.Linear(size, rows, bias=False),
+        }
+        for name in _ENDS:
+            if f"{name}.weight" in named:
+                setattr(self, name, ends[name]())
+        ours = {
+            name if name.startswith(_ENDS) else f"network.{name}": array
+            for name, array in named.items()
+        }
+        packed = packed_network.packings(self, ours, quantization)
+        nn.quantize(self, class_predicate=lambda path, module: packed.get(path, False))
+        self.load_weights(list(ours.items()))
+        if bits is not None:
+            packed_network.pack(self.network, bits)
+        self.eval()
+        if d2t is not None:
+            self.d2t = d2t.astype(mx.int32)
+        mx.eval(self.parameters())
+
+    def attach_ends(self, target: ModelParts) -> None:
+        """Takes the target's embedding and head where the checkpoint has none of its own.
+
+        Raises:
+            NotImplementedError: they cannot be taken out of the target.
+        """
+        if "embed_tokens" not in self:
+            self.embed_tokens = target.input_embedding
+            self.embedding_scale *= target.embedding_scale()
+        if "lm_head" not in self:
+            self.lm_head = target.output_head
+
+    @property
+    def head(self) -> BlockHead:
+        """What chooses tokens, by the checkpoint's kind."""
+        config, network = self.config, self.network
+        if config.selector is not None:
+            transform = partial(_scaled, scale=config.logit_scale, softcap=config.softcap)
+            return SelectorHead(network.candidate_selector, transform)
+        if config.markov_rank is not None:
+            chain = config.logit_scale, config.draft_topk, self.d2t
+            return MarkovHead(network.markov_head, *chain)
+        return ArgmaxHead()
+
+    def write_context(self, hidden: mx.array, caches: Sequence[AttendingCache]) -> None:
+        """Writes the K/V of T positions.
+
+        Args:
+            hidden: [T, W] of the target's layers, side by side.
+            caches: one a layer, of the target's step.
+        """
+        network = self.network
+        context = network.hidden_norm(network.fc(hidden.astype(self.dtype)))
+        for layer, cache in zip(network.layers, self._casting(caches), strict=True):
+            layer.self_attn.write(context, network.rope, cache)
+
+    def hidden(self, input_ids: mx.array, caches: Sequence[AttendingCache]) -> mx.array:
+        """[R, L, H] normed states of [R, L] int32 tokens.
+
+        Args:
+            input_ids: each block's newest token, then masks.
+            caches: one a layer, of the blocks' R * L rows.
+        """
+        states = self.embed_tokens(input_ids).astype(self.dtype) * self.embedding_scale
+        if self.mask_embedding is not None:
+            masked = (input_ids == self.config.mask_token_id)[..., None]
+            states = mx.where(masked, self.mask_embedding, states)
+        network = self.network
+        for layer, cache in zip(network.layers, self._casting(caches), strict=True):
+            states = layer(states, None, network.rope, cache)
+        normed: mx.array = network.norm(states)
+        return normed
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """[R, K, V] of the [R, L, H] hidden states, of the rows that draft."""
+        rows = hidden if self.config.from_anchor else hidden[:, 1:]
+        logits = self.lm_head(rows)
+        if self.config.selector is None and self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
+        return logits
+
+    def draft(self, input_ids: mx.array, caches: Sequence[AttendingCache]) -> mx.array:
+        """[R, K] int32 drafts, as the target numbers them; arguments as in `hidden`."""
+        hidden = self.hidden(input_ids, caches)
+        drafting = hidden if self.config.from_anchor else hidden[:, 1:]
+        found, _ = self.head.choose(drafting, self.logits(hidden), input_ids[:, 0])
+        return found if self.d2t is None else (found + self.d2t[found]).astype(mx.int32)
+
+    def drafted_tokens(self) -> mx.array:
+        """[V] int32, the tokens that a head of its own can draft, as the target numbers them."""
+        drafted = mx.arange(self.config.draft_vocab_size, dtype=mx.int32)
+        return drafted if self.d2t is None else drafted + self.d2t
+
+    def _casting(self, caches: Sequence[AttendingCache]) -> Sequence[AttendingCache]:
+        # float16 drafts are hardly ever accepted: large states overflow.
+        if self.dtype == mx.float32 or self._pool_dtype == self.dtype:
+            return caches
+        return [CastingCache(cache, self._pool_dtype) for cache in caches]
+
+    _pool_dtype: mx.Dtype = mx.bfloat16  # of rows that the pool takes
+
+    def pool_of(self, dtype: mx.Dtype) -> None:
+        """Names the dtype of rows that the target's pool takes."""
+        self._pool_dtype = dtype
+
+
+def draft_layers(config: BlockConfig, dtype: mx.Dtype) -> list[AttentionLayer]:
+    """A drafter's share of the KV cache, as its passes attend to it."""
+    kinds = zip(config.windows, config.causal, strict=True)
+    return [
+        AttentionLayer(
+            f"{LAYER_PREFIX}layers.{index}",
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            window,
+            sinks=dtype if config.sinks else None,
+            bidirectional=not causal,
+            guest=True,
+        )
+        for index, (window, causal) in enumerate(kinds)
+    ]
+
+
+def join_target(drafter: BlockDrafter, target: ModelParts) -> None:
+    """Has every forward of the target write the drafter's K/V.
+
+    Raises:
+        NotImplementedError: the target does not show the hidden states that it reads.
+    """
+    ids = drafter.config.target_layer_ids
+    states = HiddenStates(target, ids, "target_layer_ids", outlive_forward=False)
+    target.write_context(
+        lambda caches: drafter.write_context(states.take(), caches), drafter.config.num_layers
+    )
+
+
+def _network(config: BlockConfig) -> Any:
+    """mlx-vlm's modules, with our attention."""
+    module = mlx_vlm_families.drafter(config.module, f"a drafter of {config.module}")
+    ids = [layer - 1 for layer in config.target_layer_ids]
+    given: dict[str, Any] = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.rms_norm_eps,
+        "vocab_size": config.vocab_size,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": ids,
+        "num_target_layers": max(ids) + 1,
+        "layer_types": ["full_attention"] * config.num_layers,  # ours attends as BlockConfig says
+    }
+    if config.selector is not None and config.conv is not None:
+        given["conv_kernel_size"], given["conv_group_size"] = config.conv
+        given["selector_rank"] = config.selector.rank
+        given["selector_top_k"] = config.selector.top_k
+        given["is_causal"] = False  # likewise
+    if config.markov_rank is not None:
+        given |= {"markov_rank": config.markov_rank, "enable_confidence_head": False}
+        given |= {"block_size": 2, "proposal_length": 1}  # not read: ours lays blocks out
+    network = module.Model(module.ModelConfig(**given))
+    for name in (*_ENDS, "embed_scale", "argmax_from_hidden"):
+        network.pop(name, None)
+    for layer in network.layers:
+        layer.self_attn = BlockAttention(config)
+    width = len(ids) * config.target_hidden_size
+    network.fc = nn.Linear(width, config.hidden_size, bias=False)
+    rope = dict(config.rope)
+    base = rope.pop("rope_theta")
+    shape = config.head_dim, base, config.interleaved
+    network.rope = initialize_rope(*shape, rope or None, config.max_len)
+    if config.markov_rank is not None:
+        network.markov_head.markov_w2 = nn.Linear(
+            config.markov_rank, config.draft_vocab_size, bias=False
+        )
+    return network
+
+
+def _named(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Arrays by the names of mlx-vlm's modules."""
+    found = {}
+    for published, array in weights.items():
+        name = published.removeprefix("model.").replace("midlayer.", "layers.0.")
+        if name.startswith(_LEFT_OUT) or "rotary_emb" in name:
+            continue
+        for before, after in _RENAMED:
+            name = name.replace(before, after)
+        found[f"{name}.weight" if name in _CODEBOOKS else name] = array
+    return found
+
+
+def _scaled(logits: mx.array, scale: float, softcap: float | None) -> mx.array:
+    if scale != 1.0:
+        logits = logits * scale
+    return logits if softcap is None else mx.tanh(logits / softcap) * softcap

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft networks whose linear layers are packed, by MLX's tools or when they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+#: Columns that share a scale where a network is quantized as it is loaded, as mlx-lm's default.
+GROUP_SIZE = 64
+
+
+def packings(
+    network: nn.Module, weights: Mapping[str, mx.array], quantization: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """How modules are packed whose arrays are, at the width and group size these show.
+
+    Args:
+        network: before its modules are packed.
+        weights: by the network's names.
+        quantization: of config.json, which has the mode, of single modules too.
+    """
+    found = {}
+    for path, module in network.named_modules():
+        scales = weights.get(f"{path}.scales")
+        if scales is not None and hasattr(module, "to_quantized"):
+            size, packed = module["weight"].shape[-1], weights[f"{path}.weight"].shape[-1]
+            bits, group_size = packed * 32 // size, size // scales.shape[-1]
+            own = quantization.get(path)
+            stated = own if isinstance(own, Mapping) else quantization
+            mode = stated.get("mode", "affine")
+            found[path] = {"group_size": group_size, "bits": bits, "mode": mode}
+    return found
+
+
+def pack(network: nn.Module, bits: int) -> None:
+    """Quantizes the linear layers that a loaded network has dense; embeddings stay as they are."""
+
+    def chosen(path: str, module: nn.Module) -> bool:
+        return isinstance(module, nn.Linear) and module.weight.shape[-1] % GROUP_SIZE == 0
+
+    nn.quantize(network, GROUP_SIZE, bits, class_predicate=chosen)
