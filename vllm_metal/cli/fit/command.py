@@ -67,6 +67,8 @@ def question(model: str | None, context: int | None) -> Namespace:
         "runner",
         "max_num_seqs",
         "num_speculative_tokens",
+        "draft_model",
+        "draft_quantization",
         "max_num_batched_tokens",
         "gpu_memory_utilization",
         "block_size",

@@ -60,6 +60,9 @@ class Model:
     elsewhere: Sequence[StatefulLayer] = ()  # of other ranks
     stage: Stage | None = None  # None: the rank has all layers
     images: Images | None = None
+    draft_weights: int = 0  # of a drafter, beside those
+    guests: Sequence[StatefulLayer] = ()  # a drafter's
+    context_layers: Sequence[StatefulLayer] = ()  # as the model's forwards write them
 
     @staticmethod
     def read(
@@ -115,7 +118,17 @@ class Model:
     @property
     def layers_of_all_ranks(self) -> list[StatefulLayer]:
         """The layers that determine blocks and their groups."""
-        return [*self.layers, *self.elsewhere]
+        return [*self.layers, *self.guests, *self.elsewhere]
+
+    @property
+    def forward_layers(self) -> list[StatefulLayer]:
+        """Layers that a forward has caches of."""
+        return [*self.layers, *self.context_layers]
+
+    @property
+    def all_layers(self) -> list[StatefulLayer]:
+        """Layers of the rank, and a drafter's."""
+        return [*self.layers, *self.guests]
 
     @property
     def samples(self) -> bool:
@@ -128,6 +141,7 @@ class Estimate:
     """A model on a machine; sizes in bytes."""
 
     token_bytes: int  # K and V per token, in all layers
+    draft_token_bytes: int  # of them those of a drafter
     state_bytes: int  # recurrent state per request, independent of its length; 0: none
     block_size: int  # tokens per block
     needs: Needs  # of the pool
@@ -184,15 +198,17 @@ def estimate(
     specs = kv_cache_specs(model.layers_of_all_ranks, block_size, pool_dtype)
     needs = Needs.of(config, specs, [layer.name for layer in model.elsewhere])
     settings = settings_of(config, machine.kind, needs, machine.total)
-    quantized = quantized_share(model.layers, pool_dtype)
+    quantized = quantized_share(model.all_layers, pool_dtype)
     backend = _backend(model, machine, block_size)
-    found, vocab_size = step_peak(model.parts, model.layers, config, backend, machine.kind)
+    recorded = model.parts, model.forward_layers, config, backend, machine.kind
+    found, vocab_size = step_peak(*recorded)
     rows_of_a_step = config.scheduler_config.max_num_batched_tokens
     at_rest = Measured(
         source=machine.source,
         total=machine.total,
         in_use=machine.in_use,
         weights=model.weights,
+        draft_weights=model.draft_weights,
         adapters=_adapter_bytes(model, config),
         cache=machine.cache,
         images=0 if model.images is None else model.images.beside(rows_of_a_step),
@@ -201,13 +217,29 @@ def estimate(
         at_rest,
         settings,
         Request(needs, quantized),
-        LargestCalls.of(config, model.layers, backend, vocab_size if model.samples else 0),
+        LargestCalls.of(config, model.all_layers, backend, vocab_size if model.samples else 0),
         found if peaks is None else peaks,
     )
-    attending = [layer for layer in model.layers if not layer.state_bytes]
-    rows = sum(layer.spec(block_size, pool_dtype).page_size_bytes for layer in attending)
     states = sum(layer.state_bytes for layer in model.layers)
-    return Estimate(rows // block_size, states, block_size, needs, measured, settings, quantized)
+    rows, of_drafter = (
+        sum(
+            layer.spec(block_size, pool_dtype).page_size_bytes
+            for layer in layers
+            if not layer.state_bytes
+        )
+        // block_size
+        for layers in (model.all_layers, model.guests)
+    )
+    return Estimate(
+        rows,
+        of_drafter,
+        states,
+        block_size,
+        needs,
+        measured,
+        settings,
+        quantized,
+    )
 
 
 def _adapter_bytes(model: Model, config: VllmConfig) -> int:

@@ -7,6 +7,7 @@ import json
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,12 @@ from vllm_metal.platform import metal_platform  # first: it loads a BLAS before 
 # isort: split
 from metal_kernels.layout import BLOCK_SIZES
 from vllm_metal.cli.fit import engine, report
+from vllm_metal.cli.fit.drafter import Drafter
 from vllm_metal.cli.fit.estimate import Estimate, Model, estimate
 from vllm_metal.cli.fit.layout import Layout
 from vllm_metal.cli.fit.machine import Machine
 from vllm_metal.cli.fit.report import Answer, Part
+from vllm_metal.cli.fit.source import folder
 from vllm_metal.engine.kv_cache import formats
 from vllm_metal.engine.memory import advice, budget
 
@@ -62,6 +65,35 @@ class Question:
         asked = self.args.max_num_seqs or self.args.requests
         return asked or min(metal_platform.MAX_NUM_SEQS, self.rows)
 
+    @cached_property
+    def drafter(self) -> Drafter | None:
+        """The drafter of --draft-model; None: it is not given.
+
+        Raises:
+            ValueError: it is no block drafter, or does not go with the other options.
+            ModelLoadError: it cannot be built.
+        """
+        args = self.args
+        if args.draft_model is None:
+            if args.draft_quantization is not None:
+                raise ValueError("--draft-quantization needs --draft-model")
+            return None
+        if self.layout.num_ranks > 1 or self.runner == "pooling":
+            raise ValueError(
+                "--draft-model is not supported with several ranks or --runner pooling: leave it "
+                "out"
+            )
+        count = args.num_speculative_tokens
+        with folder(args.draft_model) as path:
+            return Drafter.read(path, self.dtype, args.draft_quantization, count)
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts of a request in a step, at most."""
+        if self.drafter is not None:
+            return self.drafter.num_drafts
+        return self.args.num_speculative_tokens or 0
+
     @property
     def context(self) -> int:
         """Tokens of the longest request.
@@ -94,7 +126,7 @@ class Question:
             gpu_memory_utilization=args.gpu_memory_utilization,
             block_size=args.block_size or BLOCK_SIZES[0],
             block_size_asked=args.block_size is not None,
-            num_drafts=args.num_speculative_tokens or 0,
+            num_drafts=self.num_drafts,
             runner_type=self.runner,
             stages=layout.stages if layout.num_ranks > 1 else None,
             adapters=engine.adapters(args.max_loras, args.max_cpu_loras, args.max_lora_rank),
@@ -175,6 +207,8 @@ def _part(asked: Question, stage: int, ring: Any) -> Part:
             "images are not supported with several ranks: add --language-model-only to "
             "serve text only"
         )
+    if (drafter := asked.drafter) is not None:
+        model = drafter.beside(model)
     estimates = {}
     for cache_dtype in dict.fromkeys((asked.args.kv_cache_dtype, _QUANTIZED)):
         estimates[cache_dtype] = estimate(model, asked.config(cache_dtype), asked.machine)
@@ -204,9 +238,13 @@ def _changes(found: Estimate, wanted: int) -> tuple[str, ...]:
 
 
 def _command(asked: Question, length: int, cache_dtype: str) -> str:
-    args, machines, drafts = asked.args, asked.layout.machines, {}
+    args, machines, drafts = asked.args, asked.layout.machines, dict[str, Any]()
     if args.num_speculative_tokens:
         drafts = {"method": "ngram", "num_speculative_tokens": args.num_speculative_tokens}
+    if (drafter := asked.drafter) is not None:
+        drafts = {"method": drafter.method, "model": args.draft_model}
+        drafts["num_speculative_tokens"] = drafter.num_drafts
+    bits = args.draft_quantization
     options = {
         "runner": args.runner,
         "data-parallel-size": args.data_parallel_size_local,
@@ -220,6 +258,7 @@ def _command(asked: Question, length: int, cache_dtype: str) -> str:
         "pipeline-parallel-size": args.pipeline_parallel_size,
         "tensor-parallel-size": args.tensor_parallel_size,
         "speculative-config": drafts and json.dumps(drafts),
+        "additional-config": bits and json.dumps({"draft_quantization": bits}),
     }
     if machines > 1:
         options |= {"nnodes": machines, "node-rank": "0", "master-addr": report.ADDRESS}

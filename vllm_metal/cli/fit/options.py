@@ -59,8 +59,19 @@ def _add_served(served: argparse._ArgumentGroup) -> None:
         "--num-speculative-tokens",
         type=units.count,
         metavar="N",
-        help="num_speculative_tokens of --speculative-config; weights of a draft model are "
-        "not counted",
+        help="num_speculative_tokens of --speculative-config",
+    )
+    served.add_argument(
+        "--draft-model",
+        metavar="MODEL",
+        help="block drafter of --speculative-config (method dflash or dspark): its weights and "
+        "K/V are counted, those of other draft networks are not",
+    )
+    served.add_argument(
+        "--draft-quantization",
+        type=int,
+        choices=(4, 8),
+        help="draft_quantization of --additional-config",
     )
     served.add_argument("--max-num-batched-tokens", type=units.tokens, metavar="N")
     served.add_argument(

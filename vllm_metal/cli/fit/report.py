@@ -94,9 +94,11 @@ def as_text(answer: Answer) -> str:
         "",
         *_part_rows(answer),
         f"  {'weights':<40}{asked.measured.weights / _GIB:>12.2f} GiB",
+        *_draft_weights(asked),
         "",
         _row("KV cache (--kv-cache-dtype)", answer, lambda name, _: _NAMES.get(name, name)),
         _row("K and V of a token", answer, lambda _, e: f"{e.token_bytes / _KIB:,.1f} KiB"),
+        *_draft_rows(answer),
         *_state_rows(answer),
         _row("pool", answer, lambda _, e: f"{max(e.pool, 0) / _GIB:.2f} GiB"),
         _row("tokens in it", answer, lambda _, e: f"{e.tokens:,}"),
@@ -135,6 +137,18 @@ def _part_rows(answer: Answer) -> list[str]:
         f"{least} has room for the fewest tokens; the rest of the output is about it:",
         "",
     ]
+
+
+def _draft_weights(asked: Estimate) -> list[str]:
+    weights = asked.measured.draft_weights
+    return [f"  {'weights of the drafter':<40}{weights / _GIB:>12.2f} GiB"] if weights else []
+
+
+def _draft_rows(answer: Answer) -> list[str]:
+    if not any(estimate.draft_token_bytes for estimate in answer.estimates.values()):
+        return []
+    cell = "  of the drafter"
+    return [_row(cell, answer, lambda _, e: f"{e.draft_token_bytes / _KIB:,.1f} KiB")]
 
 
 def _state_rows(answer: Answer) -> list[str]:
@@ -186,6 +200,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "dtype": answer.dtype,
         "machine": answer.machine.name,
         "weights": asked.measured.weights,
+        "draft_weights": asked.measured.draft_weights,
         "context": asked.settings.max_model_len,
         "requests": answer.wanted,
         "fits": answer.fits,
@@ -210,6 +225,7 @@ def _by_dtype(estimates: Mapping[str, Estimate]) -> dict[str, dict[str, Any]]:
 def _as_json(estimate: Estimate) -> dict[str, Any]:
     return {
         "token_bytes": estimate.token_bytes,
+        "draft_token_bytes": estimate.draft_token_bytes,
         "state_bytes": estimate.state_bytes,
         "block_size": estimate.block_size,
         "block_bytes": estimate.needs.block_bytes,

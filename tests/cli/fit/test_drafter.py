@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A block drafter in the estimate is what an engine loads, keeps and runs."""
+
+import json
+
+import mlx.core as mx
+import pytest
+import torch
+from cli.fit.models import read, settings
+from engine.spec_decode import blocks
+from engine.spec_decode.heads import engine_config, write_head, write_target
+from mlx.utils import tree_flatten
+from peaks import least_peak
+from vllm_metal.cli.cli import main
+
+from vllm_metal.cli.fit.drafter import Drafter
+from vllm_metal.cli.fit.estimate import estimate
+from vllm_metal.cli.fit.machine import Machine
+from vllm_metal.cli.fit.step import step_peak
+from vllm_metal.engine.attention.layers import attention_layers
+from vllm_metal.engine.kv_cache.scatter import SCATTER
+from vllm_metal.engine.kv_cache.specs import kv_cache_specs
+from vllm_metal.engine.memory import profile
+from vllm_metal.engine.models import loader
+from vllm_metal.engine.models.parts import ModelParts
+from vllm_metal.engine.spec_decode.registry import load_network
+
+FLOAT = torch.float32
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    target = write_target(root / "target")
+    (target / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
+    drafter = blocks.shapes(), {}, blocks.CONFIG, "model.safetensors"
+    return target, write_head(root / "drafter", *drafter)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_weights_pool_and_peak_are_an_engines(folders, bits):
+    target, drafter = folders
+    options = {"additional_config": {"draft_quantization": bits}}
+    model = loader.load(engine_config(target, drafter, "dflash", **options))
+    parts = ModelParts(model)
+    network = load_network(engine_config(target, drafter, "dflash", **options), parts)
+    held = {id(array): array.nbytes for _, array in tree_flatten(network.drafter.parameters())}
+    shared = {id(array) for _, array in tree_flatten(model.parameters())}
+    found = Drafter.read(drafter, FLOAT, bits, None)
+    assert found.weights == sum(size for at, size in held.items() if at not in shared)
+    assert (found.method, found.num_drafts) == ("dflash", 4)
+
+    config = settings(target, FLOAT, num_drafts=found.num_drafts)
+    beside = found.beside(read(target, FLOAT))
+    layers = attention_layers(model, "llama")
+    of_engine = [*layers, *network.layers]
+    assert kv_cache_specs(beside.all_layers, 16, mx.float32) == kv_cache_specs(
+        of_engine, 16, mx.float32
+    )
+    estimated = estimate(beside, config, Machine.mac(16 << 30))
+    own = 2 * blocks.LAYERS * blocks.KV_HEADS * blocks.SIZE * 4
+    assert estimated.draft_token_bytes == own and estimated.token_bytes > own
+
+    forward = [*layers, *network.context_layers]
+
+    def run():
+        profile.profile_step(parts, forward, config, SCATTER)
+
+    run()  # what only a first one takes
+    recorded = beside.parts, beside.forward_layers, config, SCATTER, "cpu"
+    assert step_peak(*recorded)[0].forward == pytest.approx(least_peak(run), rel=0.15)
+
+
+def test_the_command_prints_both_terms_and_how_to_serve_them(folders, capsys):
+    target, drafter = map(str, folders)
+    asked = ["fit", target, "--draft-model", drafter, "--memory", "16GB"]
+    assert main([*asked, "--draft-quantization", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "weights of the drafter" in out and "of the drafter" in out
+    command = next(line for line in out.splitlines() if "vllm serve" in line)
+    assert '"method": "dflash"' in command and '"draft_quantization": 8' in command
+    assert main([*asked, "--json"]) == 0
+    with_drafter = json.loads(capsys.readouterr().out)
+    assert with_drafter["draft_weights"] > 0
+    assert main(["fit", target, "--memory", "16GB", "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    (cache, before) = (each["kv_cache"]["auto"] for each in (with_drafter, alone))
+    assert cache["token_bytes"] - cache["draft_token_bytes"] == before["token_bytes"]
+    assert alone["draft_weights"] == before["draft_token_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--num-speculative-tokens", "8"], "drafts 7 at most"),
+        (["--tensor-parallel-size", "2"], "several ranks"),
+    ],
+)
+def test_options_that_do_not_go_with_it(folders, capsys, options, why):
+    target, drafter = map(str, folders)
+    assert main(["fit", target, "--draft-model", drafter, "--memory", "16GB", *options]) != 0
+    assert why in capsys.readouterr().err
