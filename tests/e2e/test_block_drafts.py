@@ -43,12 +43,12 @@ def serving(target, drafter, **options):
         yield llm
 
 
-def accepted_a_step(llm):
+def accepted_a_step(llm, asked=None):
     """Answers the prompts, and checks them; drafts accepted in each step that verified some."""
-    before = counters(llm)
-    outputs = generate(llm, prompts(), greedy(NUM_TOKENS, detokenize=False))
+    before, asked = counters(llm), asked or prompts()
+    outputs = generate(llm, asked, greedy(NUM_TOKENS, detokenize=False))
     after = counters(llm)
-    assert outputs == [repeats(prompt) for prompt in prompts()]
+    assert outputs == [repeats(prompt) for prompt in asked]
     name = "vllm:spec_decode_num_{}"
     taken = [
         after[name.format(part)] - before.get(name.format(part), 0)
@@ -164,3 +164,30 @@ def test_drafts_are_right_behind_blocks_from_disk(target, drafter, tmp_path):
         assert accepted_a_step(llm) == pytest.approx(right, abs=0.2)
         found = counters(llm)["vllm:external_prefix_cache_hits"]
     assert found == 4 * len(prompts()) * BLOCK
+
+
+#: Many requests: in chunks beside others that decode, preempted, in a pool of quantized values.
+TRAFFIC = {
+    "chunks": {"max_num_batched_tokens": 40},
+    "preemption": {"num_gpu_blocks_override": 34, "max_num_batched_tokens": 160},
+    "fp8": {"kv_cache_dtype": "fp8"},
+    "a step at a time": {"async_scheduling": False},
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "preemption",
+        *(pytest.param(x, marks=pytest.mark.more) for x in TRAFFIC if x != "preemption"),
+    ],
+)
+def test_many_requests_of_any_length_are_drafted_for(target, drafter, name):
+    rng = np.random.default_rng(9)
+    asked = [repeating.text(rng, 2 * PERIOD + 5 * number) for number in range(16)]
+    with serving(target, drafter, **TRAFFIC[name]) as llm:
+        assert accepted_a_step(llm, asked) >= 1.0
+        assert accepted_a_step(llm, asked[::-1]) >= 1.0
+        found = counters(llm)
+    assert (found["vllm:num_preemptions"] > 0) == (name == "preemption")
+    assert found["vllm:prefix_cache_hits"] > 0

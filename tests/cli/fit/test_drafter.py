@@ -11,12 +11,12 @@ from engine.spec_decode import blocks
 from engine.spec_decode.heads import engine_config, write_head, write_target
 from mlx.utils import tree_flatten
 from peaks import least_peak
-from vllm_metal.cli.cli import main
 
 from vllm_metal.cli.fit.drafter import Drafter
 from vllm_metal.cli.fit.estimate import estimate
 from vllm_metal.cli.fit.machine import Machine
 from vllm_metal.cli.fit.step import step_peak
+from vllm_metal.cli.main import main
 from vllm_metal.engine.attention.layers import attention_layers
 from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.kv_cache.specs import kv_cache_specs
@@ -38,7 +38,7 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize("bits", [None, 4])
-def test_weights_pool_and_peak_are_an_engines(folders, bits):
+def test_weights_and_pool_are_an_engines(folders, bits):
     target, drafter = folders
     options = {"additional_config": {"draft_quantization": bits}}
     model = loader.load(engine_config(target, drafter, "dflash", **options))
@@ -61,7 +61,18 @@ def test_weights_pool_and_peak_are_an_engines(folders, bits):
     own = 2 * blocks.LAYERS * blocks.KV_HEADS * blocks.SIZE * 4
     assert estimated.draft_token_bytes == own and estimated.token_bytes > own
 
-    forward = [*layers, *network.context_layers]
+
+@pytest.mark.more
+def test_the_peak_of_a_step_that_writes_a_drafters_context(folders):
+    target, drafter = folders
+    options = engine_config(target, drafter, "dflash")
+    model = loader.load(options)
+    parts = ModelParts(model)
+    network = load_network(options, parts)
+    found = Drafter.read(drafter, FLOAT, None, None)
+    config = settings(target, FLOAT, num_drafts=found.num_drafts)
+    beside = found.beside(read(target, FLOAT))
+    forward = [*attention_layers(model, "llama"), *network.context_layers]
 
     def run():
         profile.profile_step(parts, forward, config, SCATTER)
@@ -71,6 +82,7 @@ def test_weights_pool_and_peak_are_an_engines(folders, bits):
     assert step_peak(*recorded)[0].forward == pytest.approx(least_peak(run), rel=0.15)
 
 
+@pytest.mark.more
 def test_the_command_prints_both_terms_and_how_to_serve_them(folders, capsys):
     target, drafter = map(str, folders)
     asked = ["fit", target, "--draft-model", drafter, "--memory", "16GB"]

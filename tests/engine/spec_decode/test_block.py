@@ -197,13 +197,16 @@ def test_a_drafter_of_another_tokenizer_is_refused(tmp_path):
         load_network(config, ModelParts(loader.load(config)))
 
 
-def states_of(config):
-    """Hidden states of a block behind three positions of random context."""
+def states_of(config, computed=mx.float32, pool=mx.float32):
+    """The drafter, and hidden states of a block behind three positions of random context."""
     network = load_network(config, ModelParts(loader.load(config)))
+    network.drafter.set_dtype(computed)
+    network.drafter.dtype = computed
+    network.drafter.pool_of(pool)
     layers = network.layers
     tables = BlockTables(1, 1, 2)
     tables.replace(0, [[1, 2]])
-    own = {layer.name: layer.allocate(4, BLOCK, mx.float32, SCATTER) for layer in layers}
+    own = {layer.name: layer.allocate(4, BLOCK, pool, SCATTER) for layer in layers}
     group_of = dict.fromkeys(own, 0)
     taps = mx.array(np.random.default_rng(1).normal(size=(3, 3 * HIDDEN)).astype(np.float32))
     context = PagedLayers(network.context_layers, own, group_of, BLOCK)
@@ -213,7 +216,18 @@ def states_of(config):
     ids = mx.array([[5] + [MASK] * K])
     rows = Spans(one, one + 3, one + 4 + K).rows(ids[0], None)
     with PagedLayers(layers, own, group_of, BLOCK).step(rows, tables) as caches:
-        return network.drafter, np.array(network.drafter.hidden(ids, caches))
+        states = network.drafter.hidden(ids, caches)
+        assert states.dtype == computed
+        return network.drafter, np.array(states.astype(mx.float32))
+
+
+def test_a_drafter_beside_a_float16_model_computes_in_bfloat16(tmp_path):
+    target = write_target(tmp_path / "target")
+    head = write_head(tmp_path / "head", shapes(), {}, CONFIG, "model.safetensors")
+    config = engine_config(target, head, "dflash")
+    _, wanted = states_of(config)
+    _, found = states_of(config, mx.bfloat16, mx.float16)
+    assert np.abs(found - wanted).max() < 0.05 * np.abs(wanted).max()  # of 8 bits
 
 
 @pytest.mark.parametrize("bits", [4, 8])
