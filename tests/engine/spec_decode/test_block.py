@@ -317,3 +317,25 @@ def test_a_shared_embedding_is_scaled_as_the_target_scales_it(family, changes, s
     target = ModelParts(module.Model(module.ModelArgs.from_dict(config)))
     assert target.embedding_scale() == pytest.approx(scale, rel=1e-2)  # Gemma 3 rounds it
     assert target.dense_hidden([1, 2, 3]).shape == (3, HIDDEN)  # nothing is left of the call
+
+
+#: Two layers with a window to one without: their K/V form groups, and vLLM frees blocks of some.
+GEMMA = TARGET | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 24,
+    "sliding_window_pattern": 3,
+    "num_hidden_layers": 9,
+    "rope_local_base_freq": 10000.0,
+}
+
+
+@pytest.mark.more
+def test_a_drafter_of_other_heads_beside_windows_and_scaled_embeddings(tmp_path):
+    target = write_target(tmp_path / "target", GEMMA)
+    other = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    arguments = shapes(heads=(2, 1), size=32), {}, CONFIG | MIXED | other, "model.safetensors"
+    head = write_head(tmp_path / "head", *arguments)
+    serve_and_check(target, {"method": "dflash", "model": str(head), "num_speculative_tokens": K})
