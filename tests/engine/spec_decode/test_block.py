@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 import torch
 from engine.models.cases import cases
-from engine.spec_decode.blocks import CONFIG, MASK, RANK, Judge, MarkovJudge, SelectorJudge, shapes
+from engine.spec_decode.blocks import (
+    CONFIG,
+    MASK,
+    RANK,
+    TAPS,
+    Judge,
+    MarkovJudge,
+    SelectorJudge,
+    shapes,
+)
 from engine.spec_decode.heads import (
     BLOCK,
     HIDDEN,
@@ -54,6 +63,12 @@ TRANSITIONS = {
     "markov_head.markov_w1.weight": (VOCAB, RANK),
     "markov_head.markov_w2.weight": (VOCAB, RANK),
 }
+#: A head whose projection of hidden states is called an encoder.
+ENCODER = {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"}
+MUSE = {
+    f"{ENCODER.get(module, module)}.{part}": shape
+    for (module, _, part), shape in ((name.rpartition("."), of) for name, of in shapes().items())
+}
 #: Method, vLLM's class, judge, shapes, other arrays, changes of config.json.
 CASES = {
     "dflash": ("dflash", DFlashQwen3ForCausalLM, Judge, shapes(), {}, {}),
@@ -72,6 +87,9 @@ CASES = {
          "architectures": ["DFlash2DraftModel"], "dflash_config": DFLASH | SELECTOR
          | {"input_embedding_scale": 1.5, "output_multiplier": 0.5,
             "final_logit_softcapping": 5.0}}),
+    "muse": ("dflash", DFlashQwen3ForCausalLM, Judge, MUSE, {}, SLIDING | {"dflash_config": None,
+         "architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant",
+         "mask_token_id": MASK, "target_layer_ids": TAPS}),
     "dspark": ("dspark", Qwen3DSparkForCausalLM, MarkovJudge, shapes() | TRANSITIONS, {}, MARKOV),
     "dspark, most likely alone": ("dspark", Qwen3DSparkForCausalLM, MarkovJudge,
         shapes() | TRANSITIONS, {}, MARKOV | {"dspark_draft_topk": 4}),

@@ -23,7 +23,10 @@ from vllm_metal.engine.spec_decode.block_drafter import BlockDrafter, draft_laye
 from vllm_metal.engine.weights.files import stored_arrays
 
 #: What vLLM calls architectures that checkpoints call otherwise.
-_RENAMED = {"DSparkDraftModel": "Qwen3DSparkModel"}
+_RENAMED = {
+    "DSparkDraftModel": "Qwen3DSparkModel",
+    "MuseGlimmerAssistantModel": "DFlashMuseGlimmerAssistantModel",
+}
 _LEFT_OUT = ("t2d", "confidence_head.")
 
 

@@ -16,6 +16,7 @@ Config = Mapping[str, Any]
 MODULES = {
     "DFlashDraftModel": "qwen3_dflash",
     "DFlash2DraftModel": "dflash2",
+    "DFlashMuseGlimmerAssistantModel": "qwen3_dflash",  # other names of the same layers
     "Qwen3DSparkModel": "dspark",
 }
 #: Tokens drafted where --speculative-config does not say: a block five wide is fastest for most.

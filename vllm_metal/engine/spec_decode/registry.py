@@ -60,7 +60,7 @@ class Method:
 
 #: Architectures of block drafters by method, as vLLM names them.
 BLOCK_DRAFTERS = {
-    "dflash": ("DFlashDraftModel", "DFlash2DraftModel"),
+    "dflash": ("DFlashDraftModel", "DFlash2DraftModel", "DFlashMuseGlimmerAssistantModel"),
     "dspark": ("Qwen3DSparkModel",),
 }
 #: Generations of EAGLE heads, whose layers are Llama's, by architecture, as vLLM names it.
