@@ -322,6 +322,7 @@ def test_one_graph_drafts_for_all_requests_and_none_runs_where_nobody_wants_draf
     ("family", "changes", "scale"),
     [
         ("llama", {}, 1.0),
+        ("qwen2", {}, 1.0),  # whose list of layers is a copy
         ("gemma", {"head_dim": 16}, HIDDEN**0.5),
         ("gemma3_text", {"head_dim": 16, "query_pre_attn_scalar": 16}, HIDDEN**0.5),
         ("granite", {"embedding_multiplier": 12.0, "logits_scaling": 1.0,

@@ -185,10 +185,11 @@ class ModelParts:
         Raises:
             NotImplementedError: the model does something else to its embeddings.
         """
-        layers, size = self.model.layers, self.text_args.hidden_size
-        first = layers[0]
+        first, size = self.model.layers[0], self.text_args.hidden_size
+        family = type(first)
         self._call = _Call(embeddings=mx.ones((1, 1, size), mx.float32))
-        layers[0] = _Shown(first)
+        # Some models give out copies of their lists of layers, so the layer itself has to change.
+        first.__class__ = type(family.__name__, (family,), {"__call__": _show_input})
         try:
             self.model(mx.zeros((1, 1), mx.int32))
         except _Seen as seen:
@@ -197,7 +198,7 @@ class ModelParts:
             if shown.size == size and bool(mx.allclose(shown, mx.full(shown.shape, scale))):
                 return scale
         finally:
-            layers[0], self._call = first, _Call()
+            first.__class__, self._call = family, _Call()
         raise NotImplementedError(
             "a drafter cannot share this model's embedding: the model does more than scale it. "
             "Choose another method"
@@ -216,17 +217,11 @@ class _Seen(Exception):
     """Ends a call at the first layer, with its input."""
 
 
-class _Shown:
-    """Stands for a layer, and shows what it is called with."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
-
-    def __call__(self, hidden_states: mx.array, *args: object, **options: object) -> mx.array:
-        raise _Seen(hidden_states)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
+def _show_input(
+    _: nn.Module, hidden_states: mx.array, *args: object, **options: object
+) -> mx.array:
+    """Called as a layer."""
+    raise _Seen(hidden_states)
 
 
 class HiddenStates:
