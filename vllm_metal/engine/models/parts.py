@@ -185,7 +185,8 @@ class ModelParts:
         Raises:
             NotImplementedError: the model does something else to its embeddings.
         """
-        first, size = self.model.layers[0], self.text_args.hidden_size
+        (*_, size) = self.input_embedding(mx.zeros(1, mx.int32)).shape
+        first = self.model.layers[0]
         family = type(first)
         self._call = _Call(embeddings=mx.ones((1, 1, size), mx.float32))
         # Some models give out copies of their lists of layers, so the layer itself has to change.
