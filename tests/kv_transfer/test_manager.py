@@ -17,6 +17,7 @@ from vllm_metal.kv_transfer.disk.view import DiskView
 from vllm_metal.kv_transfer.manager import MAX_FAILED_LOADS, PageManager
 from vllm_metal.kv_transfer.messages import TransferUpdate
 from vllm_metal.kv_transfer.page_store import TRANSFERS
+from vllm_metal.kv_transfer.store import Lookup, View
 from vllm_metal.settings import salts
 
 KEY = b"k" * 16
@@ -226,6 +227,46 @@ def test_after_some_failed_loads_a_request_finds_nothing_but_is_still_stored(man
     assert found(manager, keys[0], context) is MISS
     assert found(manager, keys[0], request(manager, "s")) is HIT
     assert stored(manager, keys, context) == keys[1:]
+
+
+class Leases(View):
+    """A store that keeps every page it found until the lookup is released."""
+
+    def __init__(self):
+        self.held = []
+
+    def look_up(self, namespace, keys, params):
+        self.held.append(Leased(self.held))
+        return self.held[-1]
+
+
+class Leased(Lookup):
+    def __init__(self, held):
+        self._held = held
+
+    def release(self, failed):
+        self._held.remove(self)
+        return Lookup() if failed else None
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(lambda manager, context: manager.complete_load([], context), id="loaded"),
+        pytest.param(PageManager.load_failed, id="failed"),
+        pytest.param(PageManager.loads_nothing, id="loads-nothing"),
+        pytest.param(PageManager.on_request_finished, id="ended-before-it-began"),
+    ],
+)
+def test_a_store_keeps_what_it_found_no_longer_than_the_request_needs_it(end):
+    manager, store = PageManager(), Leases()
+    manager.open({"leases": store}, None)
+    context = request(manager)
+    found(manager, b"a", context)
+    assert len(store.held) == 1
+    end(manager, context)
+    assert store.held == []
+    manager.on_request_finished(context)  # of all requests, released before or not
 
 
 def test_the_figures_are_told_as_they_change(store):
