@@ -4,12 +4,15 @@
 from types import SimpleNamespace
 
 import numpy as np
+from engine.batch.test_requests import new_request
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_metal.engine.batch.requests import BlockTables, Requests
 from vllm_metal.engine.spec_decode.adaptive import DraftLengths
 from vllm_metal.engine.spec_decode.proposer import Drafts, Proposer
 from vllm_metal.engine.spec_decode.speculator import Speculator
+from vllm_metal.engine.spec_decode.suffix import SuffixOptions, SuffixProposer
 
 K, MAX_LEN = 4, 16
 
@@ -83,3 +86,28 @@ def test_drafts_for_the_scheduler_are_within_it_too():
     )
     found = speculator.drafts_after(batch)
     assert found == {"r0": [10, 11], "r1": [10, 11], "r2": [10]}
+
+
+def test_past_outputs_are_drafts_for_requests_of_the_same_salt():
+    requests = Requests(2, 64, BlockTables(1, 2, 5))
+    speculator = Speculator(requests, SuffixProposer(K, SuffixOptions()), DraftLengths(K), K)
+
+    def drafts(salt, prompt, output=()):
+        """Those of a request's last step."""
+        data = new_request("r", prompt, ([1],), len(prompt) - 1)
+        data.cache_salt = salt
+        state = requests.add_request(data)
+        speculator.enter(state)
+        for token in [*output, None]:
+            found = speculator.step_drafts({"r": 1 + K}, {"r": [-1] * K})
+            if token is not None:
+                requests.note_sampled(np.array([state.req_idx]))
+                requests.learn(state, [token])
+        requests.remove_request("r")
+        speculator.leave(state.req_idx)
+        return np.array(found.token_ids)[0, : found.counts_np[0]].tolist()
+
+    output = list(range(10, 30))
+    drafts("tenant", [1], output)
+    for salt, expected in ((None, []), ("other", []), ("tenant", output[4:8])):
+        assert drafts(salt, output[:4]) == expected
