@@ -189,6 +189,14 @@ def test_a_step_that_ended_before_the_pool_was_released_keeps_its_tokens(engine)
     assert first.get_output().sampled_token_ids == [[7]]
 
 
+def test_the_scheduler_hears_that_a_pool_made_after_sleep_is_empty(engine):
+    """It may have kept its prefix cache, and requests that run."""
+    engine.runner.release_pool()
+    engine.runner.restore_pool()
+    assert fails(engine.step("a").get_output())
+    assert engine.step("a").get_output().sampled_token_ids == [[7]]
+
+
 @pytest.mark.parametrize(
     ("between", "survives"),
     [(0, False), (recovery.STEPS_THAT_END_A_ROW - 1, False), (recovery.STEPS_THAT_END_A_ROW, True)],
