@@ -5,4 +5,4 @@ import os
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-from engine.models.unfused import unfused  # noqa: E402, F401 - pytest finds it here
+from engine.models.unfused import unfused  # noqa: F401 - pytest finds it here
