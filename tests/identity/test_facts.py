@@ -206,7 +206,7 @@ def test_plain_has_no_addresses_and_no_order_of_sets():
 @pytest.mark.more
 def test_another_process_finds_the_same():
     code = (
-        "from vllm_metal.settings import facts;"
+        "from vllm_metal.identity import facts;"
         "print(facts.sources(()), facts.digest({'a': {'x', 'y', 'z'}}))"
     )
     shown = subprocess.run(

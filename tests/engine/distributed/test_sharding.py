@@ -23,7 +23,7 @@ APART = 2e-5
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
     """What each of two ranks found."""
-    out = ranks.run("distributed.whole_and_shared", tmp_path_factory.mktemp("ring"))
+    out = ranks.run("engine.distributed.whole_and_shared", tmp_path_factory.mktemp("ring"))
     return [json.loads(of_rank) for of_rank in out]
 
 
