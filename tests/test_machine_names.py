@@ -39,7 +39,13 @@ VARIABLES = {
 }
 HEADERS = {"x-cache", "x-ignored-fields"}
 ADDITIONAL_CONFIG = {
-    *("choose_parsers", "dense_check", "explain_prefix_misses", "fixed_draft_length"),
+    *(
+        "choose_parsers",
+        "dense_check",
+        "draft_quantization",
+        "explain_prefix_misses",
+        "fixed_draft_length",
+    ),
     *("fixed_splits", "idle_sleep", "idle_sleep_weights", "keep_awake", "max_step_ms"),
     *("normalize_prompts", "prefix_cache_bytes", "prefix_cache_daily_writes"),
     *("prefix_cache_dir", "prefix_cache_salt_key", "wire_memory"),
