@@ -226,7 +226,7 @@ def states_of(config, computed=mx.float32, pool=mx.float32):
     network = load_network(config, ModelParts(loader.load(config)))
     network.drafter.set_dtype(computed)
     network.drafter.dtype = computed
-    network.drafter.pool_of(pool)
+    network.drafter.pool_dtype = pool
     layers = network.layers
     tables = BlockTables(1, 1, 2)
     tables.replace(0, [[1, 2]])

@@ -19,7 +19,12 @@ from vllm_metal.engine.kv_cache.formats import MLX_DTYPES
 from vllm_metal.engine.models.loader import weight_bytes
 from vllm_metal.engine.spec_decode import block_config, packed_network
 from vllm_metal.engine.spec_decode.block_config import BlockConfig
-from vllm_metal.engine.spec_decode.block_drafter import BlockDrafter, draft_layers, join_target
+from vllm_metal.engine.spec_decode.block_drafter import (
+    BlockDrafter,
+    draft_layers,
+    is_left_out,
+    join_target,
+)
 from vllm_metal.engine.weights.files import stored_arrays
 
 #: What vLLM calls architectures that checkpoints call otherwise.
@@ -27,7 +32,6 @@ _RENAMED = {
     "DSparkDraftModel": "Qwen3DSparkModel",
     "MuseGlimmerAssistantModel": "DFlashMuseGlimmerAssistantModel",
 }
-_LEFT_OUT = ("t2d", "confidence_head.")
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,7 @@ class Drafter:
         if count is not None and count > most:
             raise ValueError(f"--num-speculative-tokens {count}: the drafter drafts {most} at most")
         computed = mx.float32 if dtype == torch.float32 else mx.bfloat16
-        network = BlockDrafter(shape, computed)
-        network.pool_of(MLX_DTYPES[dtype])
+        network = BlockDrafter(shape, computed, MLX_DTYPES[dtype])
         network.set_dtype(computed)
         weights = _stored(folder, computed, bool(content.get("quantization")))
         if bits is not None:
@@ -100,7 +103,7 @@ def _stored(folder: Path, dtype: mx.Dtype, packed: bool) -> int:
     """Bytes of the arrays that are loaded, in the drafter's dtype where they are not packed."""
     total = 0
     for name, array in stored_arrays(folder):
-        if not name.removeprefix("model.").startswith(_LEFT_OUT):
+        if not is_left_out(name):
             whole = array.dtype in (mx.uint32, mx.uint8, mx.int32, mx.int64)
             total += array.nbytes if whole else array.size * dtype.size
     return total

@@ -230,8 +230,9 @@ def load_weights(
     model_config: ModelConfig,
     config: VllmConfig,
     wanted: Callable[[str], bool] | None = None,
+    dtype: mx.Dtype | None = None,
 ) -> dict[str, mx.array]:
-    """Arrays by name, in the target's dtype, of a checkpoint that is no model by itself.
+    """Arrays by name, in one dtype, of a checkpoint that is no model by itself.
 
     Arrays of safetensors files are read when they are used. Draft heads are often published as
     torch's files only; of these, only tensors are unpickled.
@@ -242,11 +243,12 @@ def load_weights(
         model_config: names the checkpoint's folder.
         config: vLLM's.
         wanted: whether to return the array of a name; None: return all.
+        dtype: of the arrays; None: the target's.
 
     Raises:
         ModelLoadError: the folder is missing or has no weights, or they are unreadable.
     """
-    dtype = mlx_dtype(config)
+    dtype = dtype or mlx_dtype(config)
     weights, _ = load_checkpoint(model_config, config, wanted)
     arrays = {
         name: weight.dense(dtype) if isinstance(weight, Packed) else weight

@@ -27,7 +27,7 @@ from vllm_metal.engine.spec_decode.block_drafter import BlockDrafter, draft_laye
 from vllm_metal.engine.spec_decode.network import DraftNetwork, DraftPool
 from vllm_metal.engine.spec_decode.proposer import DraftRequest, Drafts, Proposer
 from vllm_metal.engine.spec_decode.spans import Spans
-from vllm_metal.engine.weights.packed import Packed
+from vllm_metal.identity import model_files
 from vllm_metal.settings.additional_config import AdditionalConfig
 
 if TYPE_CHECKING:
@@ -57,15 +57,14 @@ class BlockNetwork(DraftNetwork):
         assert speculation is not None
         model_config = speculation.draft_model_config
         (architecture, *_) = model_config.architectures  # the platform has refused all others
-        folder = loader.model_folder(model_config, config, loader.HEAD_PATTERNS)
+        folder = model_files.model_folder(model_config, config, model_files.HEAD_PATTERNS)
         published = load_config(folder)
         given = model_config.hf_config.to_dict()
         shape = BlockConfig.of(given, published, architecture)
         loader.check_draft_vocabulary(config)
         pool_dtype = loader.mlx_dtype(config)
         dtype = mx.float32 if pool_dtype == mx.float32 else mx.bfloat16
-        drafter = BlockDrafter(shape, dtype)
-        drafter.pool_of(pool_dtype)
+        drafter = BlockDrafter(shape, dtype, pool_dtype)
         _load(drafter, config, folder, published)
         vocabulary.check_block_drafter(drafter, config, target)
         drafter.attach_ends(target)
@@ -110,16 +109,12 @@ def _load(drafter: BlockDrafter, config: VllmConfig, folder: Path, published: di
     """
     assert config.speculative_config is not None
     model_config = config.speculative_config.draft_model_config
-    weights, _ = loader.load_checkpoint(model_config, config)
-    arrays = {
-        name: weight.dense(drafter.dtype) if isinstance(weight, Packed) else weight
-        for name, weight in weights.items()
-    }
+    arrays = loader.load_weights(model_config, config, dtype=drafter.dtype)
     mask = arrays.pop("mask_embedding", None)
     quantization = published.get("quantization") or {}
     bits = AdditionalConfig.of(config).draft_quantization
     try:
-        drafter.load(loader.in_dtype(arrays, drafter.dtype), quantization, bits)
+        drafter.load(arrays, quantization, bits)
     except ValueError as error:
         raise loader.ModelLoadError(
             f"the weights of {model_config.model} are not those of its config.json: {error}"

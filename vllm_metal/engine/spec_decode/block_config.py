@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_metal.engine.config_json import inert_keys
-from vllm_metal.engine.weights.files import ModelLoadError
+from vllm_metal.identity.model_files import ModelLoadError
 
 Config = Mapping[str, Any]
 
@@ -84,7 +84,6 @@ class BlockConfig:
     target_hidden_size: int
     windows: tuple[int | None, ...]  # of each layer; None: full attention
     causal: tuple[bool, ...]  # of each layer
-    most_drafts: int | None  # that it was trained for; None: config.json does not say
     attention_bias: bool
     sinks: bool
     value_scale: float | None
@@ -138,8 +137,6 @@ class BlockConfig:
         rope = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
         rope.setdefault("rope_theta", given.get("rope_theta") or 1000000.0)
         vocab_size = given["vocab_size"]
-        block = published.get("block_size", (published.get(_NESTED) or {}).get("block_size"))
-        block = nested.get("block_size", block)
         return BlockConfig(
             module=module,
             hidden_size=size,
@@ -157,7 +154,6 @@ class BlockConfig:
             target_hidden_size=given.get("target_hidden_size") or size,
             windows=_windows(given, published, nested),
             causal=_causal(given, nested),
-            most_drafts=None if block is None else int(block) - (0 if from_anchor else 1),
             attention_bias=bool(given.get("attention_bias")),
             sinks=bool(either("attention_sink_bias", given.get("add_swa_attention_sink_bias"))),
             value_scale=nested.get("attention_value_scale"),

@@ -27,7 +27,7 @@ from vllm_metal.engine.spec_decode.network import LAYER_PREFIX
 from vllm_metal.patches.mlx_patches.seam import AttendingCache
 
 #: Arrays that are not loaded: a training table, angles that MLX computes, confidences.
-_LEFT_OUT = ("t2d", "rotary_emb", "confidence_head.")
+_LEFT_OUT = ("t2d", "confidence_head.")
 #: Published names of parts that mlx-vlm's modules call otherwise.
 _RENAMED = (("encoder.output_norm_enc.", "hidden_norm."), ("encoder.fc.", "fc."))
 _CODEBOOKS = tuple(f"candidate_selector.{kind}_codebook" for kind in ("predecessor", "successor"))
@@ -37,14 +37,15 @@ _ENDS = ("embed_tokens", "lm_head")
 class BlockDrafter(nn.Module):
     """Drafts blocks over caches that hold the context."""
 
-    def __init__(self, config: BlockConfig, dtype: mx.Dtype) -> None:
+    def __init__(self, config: BlockConfig, dtype: mx.Dtype, pool_dtype: mx.Dtype) -> None:
         """
         Args:
             config: its shape.
             dtype: that it computes in.
+            pool_dtype: of the rows that the target's pool takes.
         """
         super().__init__()
-        self.config, self.dtype = config, dtype
+        self.config, self.dtype, self.pool_dtype = config, dtype, pool_dtype
         self.network = _network(config)
         self.embedding_scale = config.embedding_scale
         self.d2t: mx.array | None = None  # how far the target's numbers are from the head's
@@ -162,15 +163,9 @@ class BlockDrafter(nn.Module):
 
     def _casting(self, caches: Sequence[AttendingCache]) -> Sequence[AttendingCache]:
         # float16 drafts are hardly ever accepted: large states overflow.
-        if self.dtype == mx.float32 or self._pool_dtype == self.dtype:
+        if self.dtype == mx.float32 or self.pool_dtype == self.dtype:
             return caches
-        return [CastingCache(cache, self._pool_dtype) for cache in caches]
-
-    _pool_dtype: mx.Dtype = mx.bfloat16  # of rows that the pool takes
-
-    def pool_of(self, dtype: mx.Dtype) -> None:
-        """Names the dtype of rows that the target's pool takes."""
-        self._pool_dtype = dtype
+        return [CastingCache(cache, self.pool_dtype) for cache in caches]
 
 
 def draft_layers(config: BlockConfig, dtype: mx.Dtype) -> list[AttentionLayer]:
@@ -248,12 +243,18 @@ def _network(config: BlockConfig) -> Any:
     return network
 
 
+def is_left_out(published: str) -> bool:
+    """Whether the array of a checkpoint is not loaded."""
+    name = published.removeprefix("model.")
+    return name.startswith(_LEFT_OUT) or "rotary_emb" in name
+
+
 def _named(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
     """Arrays by the names of mlx-vlm's modules."""
     found = {}
     for published, array in weights.items():
         name = published.removeprefix("model.").replace("midlayer.", "layers.0.")
-        if name.startswith(_LEFT_OUT) or "rotary_emb" in name:
+        if is_left_out(published):
             continue
         for before, after in _RENAMED:
             name = name.replace(before, after)
