@@ -35,7 +35,7 @@ class Named(AllRows):
 
 
 class Steps:
-    """Requests by name, each of so many tokens, through a PoolingEnd."""
+    """Requests by name, each of so many tokens, through a PoolingHead."""
 
     def __init__(self, tasks, pooling="LAST", pooler=None):
         self.requests = Requests(4, 64, BlockTables(1, 4, 5))

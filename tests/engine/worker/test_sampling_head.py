@@ -25,7 +25,7 @@ def wanting(num_tokens, wanted=0):
 
 
 class Steps:
-    """A request's prompt in chunks, through a SamplingEnd."""
+    """A request's prompt in chunks, through a SamplingHead."""
 
     def __init__(self, data):
         self.requests = Requests(2, 64, BlockTables(1, 2, 5))

@@ -220,12 +220,12 @@ def test_leases_are_renewed_while_pages_are_wanted(make_server, make_peer, clock
     """By the clocks of both sides, which the test moves; the keeper's pace is real."""
     renewed_at = []
 
-    class NotingOutbox(ExportCache):
+    class RecordingCache(ExportCache):
         def renew(self, holder, seconds):
             super().renew(holder, seconds)
             renewed_at.append(clock.now)
 
-    export_cache = NotingOutbox(1 << 20, clock)
+    export_cache = RecordingCache(1 << 20, clock)
     pages = make_pages(1, 1000)
     fill(export_cache, pages)
     peer = make_peer(

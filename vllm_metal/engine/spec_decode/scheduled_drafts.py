@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ToldSpeculator: a rank that samples nothing lays out the drafts that another rank has made."""
+"""ScheduledDrafts: a rank that samples nothing lays out the drafts that another rank made."""
 
 from __future__ import annotations
 

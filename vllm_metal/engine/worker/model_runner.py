@@ -148,7 +148,7 @@ class ModelRunner:
         It does not draft where drafts are made of text: these take no passes of a network.
 
         Args:
-            make_end: of this runner's model and requests, makes the end of the twin's steps.
+            make_head: makes the output head of the twin, of this runner's model and requests.
         """
         end = make_head(self._model, self._requests)
         speculator = self._speculator
