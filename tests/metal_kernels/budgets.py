@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What kernels may take by the proxy: registers, waits, bytes in flight, issue slots a key.
 
-By the proxy, up to 90 registers fit Apple's GPUs, and from 115 on they spill: docs/kernels.md.
+By the proxy, up to 90 registers fit Apple's GPUs, and 115 or more spill: docs/kernel-checks.md.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Budget:
 
 
 #: Of decode for 1 to 8 packed rows, by bits of the pool's elements; and what a key's slots may be,
-#: by size and bits, which memory leaves at 8.5 bytes a cycle and core: docs/kernels.md.
+#: by size and bits, which memory leaves at 8.5 bytes a cycle and core: docs/kernel-checks.md.
 _SLOTS = {("64", 16): 45.0, ("128", 16): 95.0, ("256", 16): 185.0, ("128", 8): 130.0}
 _IN_FLIGHT = 8192
 #: But 192 elements of 8 bits are three simdgroups' share, and 256 threads have room for two such

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """MLX's own attention kernels, as its wheel has them: what the proxy is calibrated by.
 
-How they fare on Macs is public: docs/kernels.md.
+How they fare on Macs is public: docs/kernel-checks.md.
 """
 
 from __future__ import annotations
