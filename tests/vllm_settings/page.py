@@ -34,11 +34,10 @@ effect here. **Every other one is honored**, as vLLM documents it.
 - **Rejected**: an error names the setting, before the model loads or in response to the request.
 - **No effect**: accepted, and ignored for the reason given.
 
-`--kv-cache-dtype`, `--speculative-config` and `--kv-transfer-config` accept only some values: see
-[settings.md](settings.md), [speculation.md](speculation.md),
-[prefix-cache-on-disk.md](prefix-cache-on-disk.md) and
-[disaggregated-prefill.md](disaggregated-prefill.md). `tests/vllm_settings/` has these tables, and
-the tests of honored settings; `python -m vllm_settings.page` in `tests/` writes this page.
+Only some values are accepted for `--kv-cache-dtype` ([settings.md](settings.md)),
+`--speculative-config` ([speculation.md](speculation.md)) and `--kv-transfer-config`
+([disk](prefix-cache-on-disk.md), [peers](disaggregated-prefill.md)). `python -m vllm_settings.page`
+in `tests/` writes this page from the tables of `tests/vllm_settings/`.
 """
 _HEADINGS: dict[Kind, str] = {"refused": "Rejected", "without meaning": "No effect"}
 
