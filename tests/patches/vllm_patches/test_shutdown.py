@@ -11,11 +11,20 @@ from vllm_metal.patches.vllm_patches import shutdown
 
 
 @pytest.mark.parametrize(
-    ("system", "asked", "given"),
-    [("linux", 0, 15.0), ("darwin", 0, 60.0), ("darwin", 90.0, 90.0), ("darwin", None, 60.0)],
+    ("system", "variable", "asked", "given"),
+    [
+        ("linux", None, 0, 15.0),
+        ("darwin", None, 0, 60.0),
+        ("darwin", None, 90.0, 90.0),
+        ("darwin", None, None, 60.0),
+        ("darwin", "30", 0, 0),  # vLLM puts the variable's time in place of 0
+    ],
 )
-def test_an_engine_gets_time_to_end_and_on_a_mac_more(system, asked, given, monkeypatch):
+def test_an_engine_gets_time_to_end_and_on_a_mac_more(system, variable, asked, given, monkeypatch):
     """Where --shutdown-timeout is not set; a Mac may lose what a killed process had wired."""
+    monkeypatch.delenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", variable)
     timeouts = []
 
     class Manager:

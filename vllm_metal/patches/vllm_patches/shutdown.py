@@ -39,7 +39,8 @@ _vllm_handlers: list[Any] = []  # vLLM's handler of SIGTERM, while another one r
 
 def let_engines_end() -> None:
     """Gives the engine's process time to end after SIGTERM; call it once vLLM is loaded."""
-    # Without --shutdown-timeout, a server kills the process at once and `LLM` after five seconds:
+    # VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS is the user's choice, which vLLM reads. Without it and
+    # without --shutdown-timeout, a server kills the process at once and `LLM` after five seconds:
     # that gives two warnings, and leaked semaphores, of which Python warns. Requests are aborted
     # either way.
     from vllm.v1.engine.utils import CoreEngineProcManager
@@ -48,9 +49,13 @@ def let_engines_end() -> None:
 
 
 def _waiting(shutdown: Callable[..., None], self: Any, timeout: float | None = None) -> None:
+    from vllm import envs
+
     is_mac = sys.platform == "darwin"
     if getattr(self, _IS_STARTING, False):
         timeout = MAC_START_STOP_TIMEOUT if is_mac else START_STOP_TIMEOUT
+    elif envs.is_set("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"):
+        pass
     elif self._request_shutdown_timeout == 0:
         timeout = max(timeout or 0.0, MAC_STOP_TIMEOUT if is_mac else STOP_TIMEOUT)
     shutdown(self, timeout=timeout)
