@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A hub cache with what vLLM's tests name, so that they run without the hub.
 
-Configurations hold the published dimensions. Where a test generates text or tokenises it, and any
-model does, it gets a small random one of the same family with SmolLM2's tokenizer.
+Configurations hold the published dimensions. Where a test generates text, and any model does, it
+gets a small random one of the same family. All have SmolLM2's tokenizer.
 """
 
 from __future__ import annotations
@@ -103,9 +103,11 @@ SMALL_MODELS: dict[str, Callable[..., PretrainedConfig]] = {
 def write(home: Path) -> None:
     """Fills ``home``, a folder for ``HF_HOME``, with the models above."""
     disable_progress_bar()
-    for name, configuration in CONFIGURATIONS.items():
-        configuration().save_pretrained(_snapshot(home, name))
     source = Path(embedded_model_path())
+    for name, configuration in CONFIGURATIONS.items():
+        folder = _snapshot(home, name)
+        configuration().save_pretrained(folder)
+        _copy_tokenizer(source, folder)
     tokenizer = AutoTokenizer.from_pretrained(source)
     vocabulary = {
         "vocab_size": len(tokenizer),
@@ -119,9 +121,13 @@ def write(home: Path) -> None:
         # GPT-2's published weights are named without the prefix, and mlx-lm goes by that.
         weights = {key.removeprefix("transformer."): w for key, w in model.state_dict().items()}
         model.save_pretrained(folder, state_dict=weights)
-        for file in _TOKENIZER_FILES:
-            if (source / file).exists():
-                shutil.copy(source / file, folder)
+        _copy_tokenizer(source, folder)
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    for file in _TOKENIZER_FILES:
+        if (source / file).exists():
+            shutil.copy(source / file, folder)
 
 
 def _snapshot(home: Path, name: str) -> Path:

@@ -57,9 +57,9 @@ def _name_tokens_without_embedding(
 
 
 def _check_params(validate: Callable[..., Any], self: Any, params: Any, *args: Any) -> Any:
-    size = self.model_config.get_vocab_size()
     for parameter in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-        _check(getattr(params, parameter, None) or (), size, parameter)
+        if token_ids := getattr(params, parameter, None):
+            _check(token_ids, self.model_config.get_vocab_size(), parameter)
     return validate(self, params, *args)
 
 
