@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/model-matrix.md: a row for each of mlx-lm's modules, read off a small model of it.
 
-`python -m models.matrix` from tests/ prints the table.
+`python -m engine.models.matrix` from tests/ prints the table.
 """
 
 from __future__ import annotations

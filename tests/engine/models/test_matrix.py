@@ -35,5 +35,5 @@ def test_the_page_is_what_the_code_says(monkeypatch, capsys):
             print(f"\nserved ÷ modules, {what}: {count} ÷ {len(of_what)}", end="")
             print(f" = {matrix.served(of_what):.1%}")
     page = PAGE.read_text()
-    assert all(str(row) in page for row in rows), "run `python -m models.matrix` from tests/"
+    assert all(str(row) in page for row in rows), "run `python -m engine.models.matrix` from tests/"
     assert matrix.served(rows) >= LEAST

@@ -2,9 +2,10 @@
 """A step multiplies once by each weight of a layer that goes from token to token.
 
 A module that is called by runs of rows multiplies once a run instead: k + 1 times where a request
-verifies k drafts, nine times in the mixture of `models.products`, eleven times for 127 rows of a
-prompt beside a request that decodes. One that takes its rows one by one multiplies once a row, as
-mlx-lm's Mamba does. `python -m models.test_recurrent_products` in `tests/` prints what each does.
+verifies k drafts, nine times in the mixture of `engine.models.products`, eleven times for 127 rows
+of a prompt beside a request that decodes. One that takes its rows one by one multiplies once a row,
+as mlx-lm's Mamba does.
+`python -m engine.models.test_recurrent_products` in `tests/` prints what each does.
 """
 
 import re

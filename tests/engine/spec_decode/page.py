@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of docs/speculation.md, of the methods that the registry has.
 
-`python -m spec_decode.page` from tests/ renews it there.
+`python -m engine.spec_decode.page` from tests/ renews it there.
 """
 
 from pathlib import Path

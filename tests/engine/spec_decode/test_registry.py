@@ -206,7 +206,7 @@ def test_the_page_for_users_shows_the_table():
     begin, end = PAGE.read_text().split(BEGIN), PAGE.read_text().split(END)
     assert len(begin) == len(end) == 2, f"{PAGE} has to have {BEGIN} and {END}, once each"
     shown = begin[1].split(END)[0].strip()
-    command = "cd tests; python -m spec_decode.page"
+    command = "cd tests; python -m engine.spec_decode.page"
     assert shown == methods_table(), f"docs/speculation.md is behind the registry: run `{command}`"
 
 
