@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides whether our kernels or MLX's operations serve a model, by the checks its layers name."""
+"""Chooses between our Metal kernels and MLX's operations, from the kernels' self-checks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _ADVICE = "`vllm-metal doctor --again` checks anew and writes a report to attach to a bug report"
-#: What each choice of the self-check is for.
+#: For log lines: what each choice of the self-check serves.
 _ROWS = {"decode_way": "decode", "prefill_way": "prompts", "recurrence_way": "long prompts"}
 
 
@@ -44,20 +44,19 @@ def kv_backend(
     splits: Splits = DEFAULT,
     tuned: Loaded = UNTUNED,
 ) -> KVBackend:
-    """What VLLM_METAL_KERNELS asks for; with `auto`, what is right and quickest on this machine.
+    """Returns the backend that VLLM_METAL_KERNELS names; for `auto`, the fastest correct one.
 
     Args:
-        device: to serve on.
-        layers: all that the pool is for.
-        dtype: of their queries.
+        layers: all layers of the pool.
+        dtype: of the queries.
         pool_dtype: of the pool's elements.
-        block_size: tokens of a block.
-        splits: how the kernels cut contexts. Where their lengths are fixed nothing else is chosen.
-        tuned: what this machine's tuner chose for a GPU, among what is right.
+        block_size: tokens per block.
+        splits: how the kernels split contexts. With fixed splits, only the kernels may serve.
+        tuned: the tuner's choices for this machine's GPU.
 
     Raises:
-        ValueError: the kernels were asked for, by name or by fixed splits, and cannot serve the
-            model or machine.
+        ValueError: VLLM_METAL_KERNELS or fixed splits require the kernels, and they cannot serve
+            this model or machine.
     """
     if device == "metal":
         _check_library_kernels(layers)
@@ -82,7 +81,7 @@ def _chosen(
     fixed: bool,
     tuned: Choices,
 ) -> KVBackend:
-    """Returns the same, whose contexts are cut by default."""
+    """Returns the backend of `kv_backend`, with default splits."""
     wanted = envs.kernels()
     if wanted == "mlx" or (wanted == "auto" and device == "cpu"):
         return SCATTER
@@ -102,7 +101,7 @@ def _chosen(
     elif not reasons:
         kernel.use(mx.fast.metal_kernel)
         cases = needed_cases(layers, dtype, pool_dtype, block_size)
-        if wanted == "metal" or fixed:  # nothing is to be chosen
+        if wanted == "metal" or fixed:  # no timings needed: the kernels serve
             cases = [
                 replace(case, kernels=tuple(k for k in case.kernels if k not in CHOICES))
                 for case in cases
@@ -133,7 +132,7 @@ def _chosen(
 
 
 def _tell(line: str) -> None:
-    """A first start takes most of a minute here, and a server's terminal has warnings alone."""
+    """Reports progress: a first start takes most of a minute, and servers print only warnings."""
     logger.info("Kernels: %s", line)
     if log_files.current() is not None:
         print(f"vllm-metal: {line}", flush=True)
@@ -142,16 +141,9 @@ def _tell(line: str) -> None:
 def needed_cases(
     layers: Sequence[StatefulLayer], dtype: mx.Dtype, pool_dtype: mx.Dtype, block_size: int
 ) -> list[Case]:
-    """What the layers ask of the kernels, each case once.
-
-    Args:
-        layers: all that the pool is for.
-        dtype: of their queries.
-        pool_dtype: of the pool's elements.
-        block_size: tokens of a block.
-    """
+    """Returns the distinct self-check cases of the layers; see `kv_backend` for the arguments."""
     host = host_of_states(layers, block_size, pool_dtype)
-    found: dict[Case, dict[str, None]] = {}  # kernels by what they are checked for
+    found: dict[Case, dict[str, None]] = {}  # kernels to check, by case
     for layer in layers:
         for case in layer.cases(dtype, pool_dtype, block_size, host):
             found.setdefault(replace(case, kernels=()), {}).update(dict.fromkeys(case.kernels))
@@ -159,7 +151,7 @@ def needed_cases(
 
 
 def _check_library_kernels(layers: Sequence[StatefulLayer]) -> None:
-    """Has mlx-lm's own kernels checked, where the model launches any."""
+    """Checks mlx-lm's own kernels that the model launches, and replaces wrong ones."""
     calls = dict.fromkeys(call for layer in layers for call in layer.library_calls)
     if not calls:
         return
@@ -175,20 +167,18 @@ def _check_library_kernels(layers: Sequence[StatefulLayer]) -> None:
 def _of_what_works(
     cases: Sequence[Case], found: Sequence[Outcome], tuned: Choices
 ) -> KernelBackend | None:
-    """A KernelBackend that uses only what passed its check, and of it what the tuner chose.
+    """Returns a KernelBackend that uses only kernels that passed, as the tuner chose.
 
-    Tiles stand in for each other: those of prefill for decode's, and the reverse. Without `reduce`
-    contexts are not split, without `kv_blocks` MLX moves blocks, and without `graph` the model's
-    Python builds each forward. Where the kernels are right and MLX's attention is right and faster,
-    over what `kv_gather` reads, it serves the rows for which it is. Without that, no keys and
-    values are built of latents. Without `rotation` MLX rotates, by operations of its own.
-
-    Without `convolution` or `recurrence`, MLX's operations compute states, over what `kv_states`
-    reads.
+    If a kernel failed:
+        - decode or prefill tiles: the other tiles serve both;
+        - `reduce`: contexts are not split;
+        - `kv_blocks`, `rotation`: MLX's operations copy blocks or apply RoPE;
+        - `graph`: the model's Python builds every forward;
+        - `kv_gather`: MLX's attention is not used, and latents are not expanded to K and V;
+        - `convolution`, `recurrence`: MLX's operations compute recurrent states.
 
     Returns:
-        None where the K/V of some layer cannot be written, or not attended to, or where states
-        cannot be moved.
+        None if `kv_write`, `kv_states`, or all attention tiles of some layer failed.
     """
     passed = {(outcome.case, outcome.kernel) for outcome in found if outcome.ok}
 
@@ -221,10 +211,7 @@ def _of_what_works(
 
 
 def _tuned_tiles(case: Case, tiles: Tiles, tuned: Choices) -> Tiles:
-    """Decode's tiles up to the largest that the tuner chose; all, where none of them is right.
-
-    And what sharing a beginning must save.
-    """
+    """Applies the tuner's limits: largest decode tile (if one passed), least shared-prefix gain."""
     kind = str(case)
     most = tuned.decode_rows.get(kind)
     sizes = tuple(rows for rows in tiles.decode if most is None or rows <= most)
@@ -233,21 +220,21 @@ def _tuned_tiles(case: Case, tiles: Tiles, tuned: Choices) -> Tiles:
 
 
 def _long_prompt(found: Sequence[Outcome], tuned: Choices) -> int | None:
-    """Rows from which on MLX's function in chunks is faster for each kind of recurrent layer."""
+    """Returns the fewest tokens for which MLX's chunked recurrence is faster for all layers."""
     rows = [_fewest_rows(outcome, tuned) for outcome in found if outcome.kernel == "recurrence_way"]
     known = [count for count in rows if count is not None]
     return max(known) if known and len(known) == len(rows) else None
 
 
 def _fewest_rows(outcome: Outcome, tuned: Choices) -> int | None:
-    """Rows of one kind, by the tuner, who timed more prompts, else by the self-check."""
+    """Returns the tuner's limit, which is based on more prompts, else the self-check's."""
     kind = str(outcome.case)
     known = outcome.ok and kind in tuned.long_prompt
     return tuned.long_prompt[kind] if known else outcome.fewest_rows
 
 
 def _faster_by_mlx(found: Sequence[Outcome], tuned: Choices) -> dict[AttentionKind, ByMLX]:
-    """Rows that MLX's attention serves faster over gathered contexts, by kind of layer."""
+    """Maps a kind of layer to the requests for which MLX's attention is faster."""
     faster: dict[AttentionKind, ByMLX] = {}
     for outcome in found:
         kind = AttentionKind(outcome.case.shape, outcome.case.window)
@@ -264,9 +251,9 @@ def _faster_by_mlx(found: Sequence[Outcome], tuned: Choices) -> dict[AttentionKi
 
 
 def _prompt_rows(outcome: Outcome, tuned: Choices) -> Mapping[int, int | None]:
-    """Rows of a prompt from which on MLX attends faster, by contexts.
+    """Maps a context length to the fewest prompt tokens for which MLX's attention is faster.
 
-    By the tuner, who timed more of them, else by the self-check, for any context.
+    From the tuner, which timed several contexts, else from the self-check, for any context.
     """
     chosen = tuned.prompt_rows.get(str(outcome.case)) if outcome.ok else None
     if chosen is not None:
@@ -275,7 +262,7 @@ def _prompt_rows(outcome: Outcome, tuned: Choices) -> Mapping[int, int | None]:
 
 
 def _described_choices(found: Sequence[Outcome], tuned: Choices) -> Iterator[str]:
-    """A line for each choice: what serves, and the times."""
+    """Yields a log line per choice, with the times."""
     for outcome in found:
         if outcome.kernel not in CHOICES:
             continue
@@ -296,7 +283,7 @@ def _described_choices(found: Sequence[Outcome], tuned: Choices) -> Iterator[str
 
 
 def _serves(outcome: Outcome, tuned: Choices) -> str:
-    """What serves after a choice, in words."""
+    """Names the chosen implementation for a log line."""
     if outcome.kernel == "decode_way":
         return "MLX's attention" if outcome.fastest == "mlx" else "our kernels"
     if outcome.kernel == "recurrence_way":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides what --kv-cache-dtype may say, fp8 and int8 among it, and a pool's dtype by it."""
+"""The supported values of --kv-cache-dtype, and the pool's dtype for each."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import torch
 
 from vllm_metal.settings.cache_dtypes import canonical
 
-#: For messages: what serves every model. A model's own dtype may also be given by its name.
+#: For messages: the values that every model supports. The model's own dtype is accepted, too.
 OFFERED = ("auto", "fp8", "int8")
 
 
 @dataclass(frozen=True)
 class PoolFormat:
-    """Elements of a pool."""
+    """Dtype of a pool's elements, for MLX and for vLLM."""
 
     elements: mx.Dtype
     torch_dtype: torch.dtype  # of vLLM's specs
-    cache_dtype: str | None = None  # vLLM's name of codes with a scale for each head of each token
+    cache_dtype: str | None = None  # vLLM's name if quantized per token and head; None: floats
 
     @property
     def quant_mode(self) -> str:
-        """Name in vLLM's KVQuantMode."""
+        """Member name in vLLM's KVQuantMode."""
         return "NONE" if self.cache_dtype is None else self.cache_dtype.upper()
 
 
-#: The one table of dtypes: those of values, which models come in, and of codes.
+#: Dtypes of models, then of quantized values.
 _FORMATS = (
     PoolFormat(mx.float32, torch.float32),
     PoolFormat(mx.float16, torch.float16),
@@ -36,18 +36,18 @@ _FORMATS = (
     PoolFormat(mx.uint8, torch.float8_e4m3fn, "fp8_per_token_head"),
     PoolFormat(mx.int8, torch.int8, "int8_per_token_head"),
 )
-#: Dtypes of models, by torch's.
+#: Maps torch's dtypes of models to MLX's.
 MLX_DTYPES = {each.torch_dtype: each.elements for each in _FORMATS if each.cache_dtype is None}
 _CODES = {each.cache_dtype: each.elements for each in _FORMATS if each.cache_dtype is not None}
 _BY_ELEMENTS = {each.elements: each for each in _FORMATS}
 
 
 def offered(cache_dtype: str, model_dtype: torch.dtype) -> bool:
-    """Whether pools of that name serve models of that dtype.
+    """Whether `cache_dtype` is supported for a model of that dtype.
 
-    A pool of values has the dtype of the queries, as the kernels load both alike.
+    A pool that is not quantized must have the queries' dtype: the kernels load both the same way.
     """
-    # The platform imports this module; vLLM's asks for the platform as it is imported (0.33).
+    # The platform imports this module, and importing vLLM's module resolves the platform (0.33).
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 
     return (
@@ -58,7 +58,7 @@ def offered(cache_dtype: str, model_dtype: torch.dtype) -> bool:
 
 
 def pool_dtype(cache_dtype: str, model_dtype: mx.Dtype) -> mx.Dtype:
-    """Dtype of a pool's elements: the model's, uint8 (fp8 e4m3 codes) or int8.
+    """Returns the dtype of the pool's elements: the model's, uint8 (fp8 e4m3) or int8.
 
     Args:
         cache_dtype: a name that is `offered`.
@@ -68,5 +68,5 @@ def pool_dtype(cache_dtype: str, model_dtype: mx.Dtype) -> mx.Dtype:
 
 
 def pool_format(elements: mx.Dtype) -> PoolFormat:
-    """Returns the format of a pool with such elements, as `pool_dtype` gives them."""
+    """Returns the format of a pool whose elements have a dtype from `pool_dtype`."""
     return _BY_ELEMENTS[elements]

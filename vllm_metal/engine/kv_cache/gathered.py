@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which of a step's rows attend by MLX's attention, over gathered contexts."""
+"""Attention by MLX, over contexts gathered from the pool, for requests for which it is faster."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from vllm_metal.engine.kv_cache.layer_cache import AttentionKind, KVArray
 from vllm_metal.engine.kv_cache.layer_state import StepLayout
 from vllm_metal.patches.mlx_patches.seam import Scoring
 
-#: Rows that no request has in a step.
+#: More tokens than any request has in a step.
 _NEVER = 2**30
 
 
 @dataclass(frozen=True)
 class ByMLX:
-    """Which rows of a kind of layer MLX's attention serves."""
+    """Which requests of a step MLX's attention serves, for one kind of layer."""
 
-    decodes: bool = False  # of requests with buckets.DECODE_ROWS rows at most in a step
-    #: Rows of a request from which on MLX serves it, by contexts that were timed; those between
-    #: two count as the nearer one. None: never; empty: none.
+    decodes: bool = False  # requests with at most buckets.DECODE_ROWS tokens in the step
+    #: Maps a timed context length to the fewest tokens of a request that MLX serves; None: never.
+    #: Other lengths use the nearest timed one, by ratio. Empty: MLX serves no prompts.
     prompts: Mapping[int, int | None] = field(default_factory=dict)
     force_fused: bool | None = None  # see `prompts.plan`
 
@@ -38,11 +38,16 @@ class ByMLX:
 
     @property
     def fewest_rows(self) -> int | None:
-        """Rows of a prompt that it may serve, at least; None: it serves no prompt."""
+        """Fewest tokens of a prompt that MLX serves; None: it serves no prompts."""
         return min((rows for rows in self.prompts.values() if rows is not None), default=None)
 
     def serves(self, num_rows_np: np.ndarray, seq_lens_np: np.ndarray) -> np.ndarray:
-        """[R] bool, requests that it serves; each array has [R] int32."""
+        """Returns [R] bool, the requests that MLX serves.
+
+        Args:
+            num_rows_np: [R] int32, tokens of each request in the step.
+            seq_lens_np: [R] int32, context lengths.
+        """
         found = (num_rows_np <= buckets.DECODE_ROWS) & self.decodes
         if self.fewest_rows is None:
             return found
@@ -55,20 +60,20 @@ class ByMLX:
 
 @dataclass(frozen=True)
 class GatheredPlan:
-    """Which of a step's rows attend so, and how."""
+    """The tokens of a step that MLX's attention serves, and how."""
 
     decodes: BucketPlan | None
     prompts: PromptPlan | None
-    rows: mx.array | None  # [G] int32, batch rows of decodes, then of prompts; None: the step's
-    others: mx.array | None  # [T - G] int32, batch rows that the kernels serve; None: none
-    order: mx.array | None  # [T] int32, place of each row behind the kernels', then these; None: t
+    rows: mx.array | None  # [G] int32, tokens of decodes, then of prompts; None: all, in order
+    others: mx.array | None  # [T - G] int32, tokens that the kernels serve; None: none
+    order: mx.array | None  # [T] int32, index of each token in `others` + `rows`; None: identity
 
     @property
     def num_tokens(self) -> int:
         return sum(part.num_tokens for part in (self.decodes, self.prompts) if part is not None)
 
     def work(self, kind: AttentionKind) -> int:
-        """FLOPs of a layer."""
+        """FLOPs per layer."""
         shape = kind.shape
         sizes = shape.head_size + shape.value_size
         decodes = () if self.decodes is None else self.decodes.buckets
@@ -77,10 +82,9 @@ class GatheredPlan:
 
 
 def chosen(layout: StepLayout, by_mlx: ByMLX) -> np.ndarray:
-    """[R] bool, requests whose rows attend so.
+    """Returns [R] bool, the requests that MLX's attention serves.
 
-    Masks and bounds are made on the host, so requests whose lengths only the device knows are left
-    out.
+    Excludes requests whose lengths only the device knows: masks and bounds are made on the host.
     """
     requests = by_mlx.serves(np.diff(layout.query_start_loc_np), layout.seq_lens_np)
     if layout.lag is not None:
@@ -94,19 +98,17 @@ def plan(
     kind: AttentionKind,
     force_fused: bool | None = None,
 ) -> GatheredPlan:
-    """The plan for these of a step's requests.
+    """Plans the step for the requests that MLX's attention serves.
 
     Args:
-        layout: of the step.
-        requests: [R] bool, one at least.
-        kind: of the layers.
+        requests: [R] bool, at least one True.
         force_fused: see `prompts.plan`.
     """
     decodes = requests & (np.diff(layout.query_start_loc_np) <= buckets.DECODE_ROWS)
     of_decodes, of_prompts = None, None
     if decodes.any():
         starts, lens, tables = layout.others_than(~decodes)
-        nowhere = np.full(starts[-1], -1, np.int32)  # nothing is laid over the pool's rows
+        nowhere = np.full(starts[-1], -1, np.int32)  # K/V of the step are in the pool already
         of_decodes = buckets.plan(
             *(starts, lens, tables, nowhere, layout.block_size, kind.window), bounded=True
         )
@@ -136,18 +138,15 @@ def run(
     scoring: Scoring,
     pace: Pace | None,
 ) -> tuple[list[mx.array], list[mx.array]]:
-    """Attention of the plan's rows.
+    """Computes attention for the plan's tokens.
 
     Args:
-        plan: of the step.
-        queries: [G, H, D], `rows` of the plan.
-        keys, values: of the pool; of latents, both are the keys.
+        queries: [G, H, D], the plan's `rows`.
+        keys, values: of the pool; for MLA latents both are the keys.
         after: fence of the last write.
-        scoring: how they attend.
-        pace: of the step, if it has one.
 
     Returns:
-        Outputs, [G, H, DV] one after another, and the fence of all reads.
+        Outputs that concatenate to [G, H, DV], and a fence of all reads.
     """
     scale, sinks, softcap = scoring
     pools = keys.elements, values.elements, after, scale

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool by our own kernels, which write into it in place."""
+"""KV pool that our Metal kernels write in place."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ Launch = Callable[[list[mx.array], int, Sequence[mx.array]], tuple[ResultT, mx.a
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """A step of one group and kind of layer."""
+    """Plan of a step for one KV cache group and kind of layer."""
 
     slot_mapping: mx.array  # [max(T, MIN_ELEMENTS)] int32
-    attention: AttentionPlan | None  # of the rows that the kernels serve; None: of none
-    gathered: GatheredPlan | None  # of those that MLX's attention serves
+    attention: AttentionPlan | None  # tokens that the kernels serve; None: none
+    gathered: GatheredPlan | None  # tokens that MLX's attention serves
     pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
-    prompts: SeparatePrompts | None = None  # of latents, which the two before leave out
+    prompts: SeparatePrompts | None = None  # MLA prompts, which are in neither of the two above
 
     @property
     def num_tokens(self) -> int:
@@ -53,24 +53,23 @@ class KernelPlan:
 
     @property
     def pipeline(self) -> Hashable:
-        """What attention launches; contexts are gathered by one pipeline."""
+        """Pipelines of `attention`; gathering has only one."""
         return None if self.attention is None else self.attention.pipelines
 
 
 class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
-    """The pool arrays are inputs of every kernel, also of the one that writes through them.
+    """K and V of a layer, written in place: pool arrays are inputs of the writing kernel, too.
 
-    So MLX never copies them. It sees no dependency through the pool; explicit fences order writes
-    and reads. A write returns a fence that the reads after it take as an input. The reads return
-    theirs, which the next write takes, in this step or the next. So two steps may be queued at
-    once.
+    So MLX never copies the pool, but it sees no dependency through it either. Fences order the
+    accesses: a write returns a fence that later reads take as input, and reads return fences that
+    the next write takes, in this step or the next. So two steps may be queued at once.
     """
 
     pipelined = True
     backend: KernelBackend
 
     _written: mx.array | None = None  # fence of the last write
-    _since: Sequence[mx.array] = ()  # fences of what the next write must come after
+    _since: Sequence[mx.array] = ()  # fences that the next write must wait for
     _newest_plan: object = None  # of the forward that is being built
 
     def wait_for_device(self) -> None:
@@ -90,7 +89,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
             self._since = [kv_blocks.copy(self.arrays, sources_np, targets_np, after=self._since)]
             return
         super().copy_blocks(sources_np, targets_np)
-        mx.eval(self.arrays)  # kernels know nothing of MLX's operations in flight
+        mx.eval(self.arrays)  # kernels are not ordered after MLX's operations in flight
 
     def clear_blocks(self, blocks_np: np.ndarray) -> None:
         if self.backend.moves_blocks:
@@ -111,7 +110,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
 
     @property
     def inputs(self) -> list[mx.array]:
-        """The pool, and a fence for the forward's first write."""
+        """The pool's arrays, and the fence that the forward's first write waits for."""
         return [*self.arrays, op_common.merged(self._since)]
 
     @contextmanager
@@ -126,7 +125,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
 
     @property
     def outputs(self) -> list[Pending[object]]:
-        """The fences that the next write must come after."""
+        """The fences that the next write must wait for."""
         if self._newest_plan is None:
             return []
         return [Pending(self._newest_plan, list(self._since))]
@@ -149,12 +148,12 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         self._since = [kv_states.write(elements, blocks_np, states, self.split, after=self._since)]
 
     def update_states(self, plan: object, launch: Launch[ResultT]) -> ResultT:
-        """Has a kernel read states, and write others, within a forward.
+        """Launches a kernel that reads and writes recurrent states, within a forward.
 
         Args:
-            plan: of the layer whose states they are.
-            launch: takes the arrays that states lie in, their `split`, and fences to come after;
-                returns its results, and a fence.
+            plan: of the recurrent layer.
+            launch: takes the arrays that hold the states, their `split`, and fences to wait for;
+                returns its results and a fence.
         """
         self._newest_plan = plan
         found, fence = launch(self.elements_of(self.arrays), self.split, self._since)
@@ -188,7 +187,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         return turned
 
     def _pools(self, plan: KernelPlan) -> tuple[Any, ...]:
-        """What a write is given besides rows."""
+        """Arguments of a write after K and V."""
         keys, values = self.keys, self.values
         elements, scales = (None, None) if values is None else (values.elements, values.scales)
         return plan.slot_mapping, keys.elements, elements, self._since, keys.scales, scales
@@ -202,7 +201,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         assert written is not None  # a layer writes its K/V before it attends
         if plan.pace is not None:
             plan.pace.end(written)  # the layers before
-        # Some models hand queries over in float32, lest products overflow: the kernels' do not.
+        # Some models pass float32 queries so that products do not overflow; the kernels' never do.
         rows = queries.astype(self._row_dtype)
         outputs: list[mx.array] = []
         reads: Sequence[mx.array] = []
@@ -222,7 +221,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
             found, read = gathered.run(split, picked, self.keys, held, written, scoring, plan.pace)
             outputs += [out[..., : self.value_size] for out in found]
             reads = [*reads, *read]
-        # A reader comes after the write, and stands for it; several readers stand side by side.
+        # Reads wait for the write, so their fences replace its fence.
         self._since = [*(fence for fence in self._since if fence is not written), *reads]
         out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
         if split is not None and split.order is not None:
@@ -258,22 +257,22 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
 
 @dataclass(frozen=True)
 class KernelBackend(KVBackend[KernelPlan]):
-    """Our kernels, as far as they work on this machine and are fastest there."""
+    """Our kernels, as far as they passed their checks and are fastest on this machine."""
 
     pipelined = True
 
-    #: Tiles that attention may use, by kind of layer; all, for one that is not here.
+    #: Tiles that attention may use, by kind of layer; all if missing.
     tiles: Mapping[AttentionKind, Tiles] = field(default_factory=dict)
-    #: Rows that MLX's attention serves, over gathered contexts, by kind of layer.
+    #: Requests that MLX's attention serves over gathered contexts, by kind of layer.
     by_mlx: Mapping[AttentionKind, ByMLX] = field(default_factory=dict)
-    splits: Splits = DEFAULT  # how contexts are cut into parts
-    #: Whether whole blocks are moved by the kernel; else by MLX's operations.
+    splits: Splits = DEFAULT  # how contexts are split
+    #: Whether the kernel copies and clears whole blocks; else MLX's operations do.
     moves_blocks: bool = True
-    #: Whether graphs that hold the kernels give the same when MLX builds them again.
+    #: Whether compiled graphs with our kernels give the same results as new ones.
     repeatable: bool = True
-    #: Whether kernels compute recurrent layers, in the blocks of their states.
+    #: Whether kernels compute recurrent layers, in the blocks that hold their states.
     computes_states: bool = True
-    #: Rows of a prompt from which on MLX's chunked delta rule is faster than those; None: never.
+    #: Fewest prompt tokens for which MLX's chunked delta rule is faster; None: never.
     long_prompt: int | None = None
     reads_contexts: bool = True
     rotates: bool = True
@@ -310,7 +309,7 @@ class KernelBackend(KVBackend[KernelPlan]):
             )
             work += attention.work
         pace = layout.pace
-        # Layers that share a command buffer would have all of their contexts gathered at once.
+        # Layers that share a command buffer would hold all their gathered contexts at once.
         if pace is not None and (split is None or split.prompts is None):
             pace = pace_of(pace, int(layout.query_start_loc_np[-1]), work)
         return KernelPlan(_slots(layout), attention, split, pace)
@@ -348,7 +347,7 @@ KERNELS = KernelBackend()
 
 
 def _trial_of(num_rows: int, block_size: int) -> StepLayout:
-    """One request of so many rows, in the first blocks of the pool."""
+    """One request of `num_rows` tokens, in the first blocks of the pool."""
     slots = np.arange(num_rows, dtype=np.int32)
     table = np.arange(-(-num_rows // block_size), dtype=np.int32)[None]
     starts, lens = np.array([0, num_rows], np.int32), np.array([num_rows], np.int32)
@@ -356,7 +355,7 @@ def _trial_of(num_rows: int, block_size: int) -> StepLayout:
 
 
 def _slots(layout: StepLayout) -> mx.array:
-    """[max(T, MIN_ELEMENTS)] int32, where the rows go."""
+    """Returns the slot mapping, [max(T, MIN_ELEMENTS)] int32."""
     slots = layout.slot_mapping
     if slots is None:
         return _padded(layout.slot_mapping_np)
@@ -364,5 +363,5 @@ def _slots(layout: StepLayout) -> mx.array:
 
 
 def _padded(slots: np.ndarray) -> mx.array:
-    """At least MIN_ELEMENTS slots: for fewer a kernel would have another signature."""
+    """Pads to MIN_ELEMENTS slots: MLX gives kernels another signature for smaller arrays."""
     return mx.array(np.pad(slots, (0, max(0, MIN_ELEMENTS - len(slots))), constant_values=-1))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which prompts attend by keys and values of heads, which are built from the latents in the pool.
+"""Chooses MLA prompts that attend with per-head K and V, expanded from the latents in the pool.
 
-Rows attend to latents themselves (the "absorbed" form of DeepSeek-V2, arXiv:2405.04434) for
-2 * (2 * rank + rotated) FLOPs a row, key and head. By a head's own keys and values they are
-2 * (key + rotated + value), once these are built, for 2 * rank * (key + value) a key and head. So
-it is less work from some number of rows on, whatever the context: 171 for DeepSeek-V3, 399 for
-GLM-4.7-Flash.
+Attention over latents (the "absorbed" form of DeepSeek-V2, arXiv:2405.04434) takes
+2 * (2 * rank + rotated) FLOPs per query, key and head. With expanded K and V it takes
+2 * (key + rotated + value), plus 2 * rank * (key + value) per key and head for the expansion. So
+expanding is less work for requests with enough tokens in the step, at any context length: 171 for
+DeepSeek-V3, 399 for GLM-4.7-Flash.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from vllm_metal.engine.kv_cache.separate_prompts import SeparatePrompts, without
 
 
 class LatentHeads(NamedTuple):
-    """Heads whose keys and values are made of a latent, and of rotated keys that all share."""
+    """Sizes of MLA heads, in elements."""
 
     num_heads: int
-    rank: int  # elements of a latent
-    rotated: int
-    key: int  # of a head, without those that are rotated
+    rank: int  # of a latent
+    rotated: int  # of the rotated key part, which all heads share
+    key: int  # of a head's key, without the rotated part
     value: int
 
     @property
     def fewest_rows(self) -> int | None:
-        """Rows of a request from which on its keys and values are worth building; None: never."""
+        """Fewest tokens of a request for which expanding K and V is less work; None: never."""
         saved = 2 * self.rank - self.key - self.value
         if saved <= 0:
             return None
@@ -41,7 +41,7 @@ class LatentHeads(NamedTuple):
         return max(-(-built // saved), buckets.DECODE_ROWS + 1)
 
     def work(self, num_rows: int, context: int) -> int:
-        """FLOPs of what is built of a context, and of so many rows that attend to it."""
+        """FLOPs to expand a context and to attend to it with `num_rows` queries."""
         built = self.rank * (self.key + self.value)
         attended = num_rows * (self.key + self.rotated + self.value)
         return 2 * context * self.num_heads * (built + attended)
@@ -50,13 +50,12 @@ class LatentHeads(NamedTuple):
 def planned(
     layout: StepLayout, heads: LatentHeads | None, plan_of: Callable[[StepLayout], Any]
 ) -> Any:
-    """A step's plan for layers of latents, with its `prompts`.
+    """Returns a step's plan for MLA layers, with its `prompts` set.
 
     Args:
-        layout: of the step.
-        heads: of the layers; None: all rows attend to latents.
-        plan_of: makes a plan for requests, some of the step's, that attend to latents; it writes
-            the rows of all.
+        heads: sizes of the layers' heads; None: all requests attend to latents.
+        plan_of: plans a layout of the requests that attend to latents. The plan must write the
+            tokens of all requests.
     """
     requests = _chosen(layout, None if heads is None else heads.fewest_rows)
     if heads is None or not requests.any():
@@ -70,7 +69,7 @@ def planned(
 
 
 def _chosen(layout: StepLayout, fewest_rows: int | None) -> np.ndarray:
-    """[R] bool, requests with so many rows, whose lengths the host knows."""
+    """[R] bool, requests with at least `fewest_rows` tokens and a length that the host knows."""
     lens = np.diff(layout.query_start_loc_np)
     if fewest_rows is None:
         return np.zeros(len(lens), bool)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K and V of a layer in the pool, whoever computes on them."""
+"""A layer's K and V in the pool, and the interface of the backends that compute on them."""
 
 from __future__ import annotations
 
@@ -23,47 +23,47 @@ if TYPE_CHECKING:
 
 
 class KVShape(NamedTuple):
-    """What a layer keeps of a token: a row of K and one of V for each head."""
+    """Shape of a token's K and V in one layer."""
 
     num_heads: int
     key_size: int
     value_size: int
-    latent: bool = False  # values are the first `value_size` elements of keys, and kept as such
+    latent: bool = False  # values are the first `value_size` elements of keys; no V is stored
 
 
 class AttentionKind(NamedTuple):
-    """What a plan of attention depends on, beside the step."""
+    """Layer properties that an attention plan depends on."""
 
     shape: AttentionShape
-    window: int | None  # positions a query sees, itself included; None: all before it
-    bidirectional: bool = False  # whether rows of a request see those of the step after them
+    window: int | None  # positions a query sees, itself included; None: no sliding window
+    bidirectional: bool = False  # whether tokens see later ones of their request in the same step
 
 
 class TrialPlan(Protocol):
-    """A plan that is made to compile what it launches."""
+    """A plan for compiling pipelines ahead of time."""
 
     @property
     def num_tokens(self) -> int:
-        """Rows, for the first slots of the pool."""
+        """Tokens, in the first slots of the pool."""
 
     @property
     def pipeline(self) -> Hashable:
-        """What attention launches; equal for plans that launch the same."""
+        """Pipelines of attention; equal for plans that launch the same."""
 
 
 @dataclass
 class KVArray:
-    """K, or V, for every block: values, or codes with a scale for each row of each head.
+    """K or V of all blocks: floats, or quantized values with a scale per token and head.
 
-    Head outermost: what attention reads of a head's block is then in one piece.
+    Heads are the outermost axis, so a head's part of a block is contiguous for attention.
     """
 
-    elements: mx.array  # [Hkv, B, block_size, D], of values, or uint8 (fp8 e4m3) or int8 codes
-    scales: mx.array | None  # [Hkv, B, block_size] bfloat16, value = code * scale; None: of values
+    elements: mx.array  # [Hkv, B, block_size, D], floats or quantized: uint8 (fp8 e4m3) or int8
+    scales: mx.array | None  # [Hkv, B, block_size] bfloat16, factors; None: not quantized
 
     @classmethod
     def empty(cls, shape: tuple[int, int, int, int], dtype: mx.Dtype) -> KVArray:
-        """Zeros; `shape` is that of the elements, `dtype` theirs."""
+        """Returns zeros; `shape` and `dtype` are those of the elements."""
         scales = mx.zeros(shape[:3], SCALE_DTYPE) if dtype in CODE_DTYPES else None
         return cls(mx.zeros(shape, dtype), scales)
 
@@ -78,23 +78,22 @@ class KVArray:
 
 
 def parts_of(block_size: int) -> int:
-    """How many blocks attention makes of one of the pool: it works on 16 or 32 tokens at a time.
+    """Number of kernel blocks, of 16 or 32 tokens, that one block of the pool consists of.
 
-    Blocks are larger where layers with a recurrent state share the pool's memory: one has room for
-    a state.
+    The pool's blocks are larger if recurrent layers share its memory: a block must hold a state.
     """
     return 1 if block_size <= BLOCK_SIZES[-1] else block_size // BLOCK_SIZES[0]
 
 
 def row_bytes(head_size: int, dtype: mx.Dtype) -> int:
-    """What one position's K, or V, takes in one head of a pool with elements of `dtype`."""
+    """Bytes of one token's K or V in one head, scale included, for elements of `dtype`."""
     return head_size * dtype.size + (SCALE_DTYPE.size if dtype in CODE_DTYPES else 0)
 
 
 class KVBackend(ABC, Generic[PlanT]):
-    """How a pool's K and V are kept and attended over: by our kernels, or by MLX's operations.
+    """Stores a pool's K and V and attends over them, with our kernels or MLX's operations.
 
-    One value for a whole pool; equal ones serve alike.
+    A pool has one backend. Equal backends behave the same.
     """
 
     pipelined: ClassVar[bool]  # see Storage
@@ -102,76 +101,71 @@ class KVBackend(ABC, Generic[PlanT]):
     @property
     @abstractmethod
     def gathers(self) -> bool:
-        """Whether attention makes a dense copy of a context first, memory that a step needs."""
+        """Whether attention copies contexts out of the pool first, which takes step memory."""
 
     @property
     @abstractmethod
     def reads_contexts(self) -> bool:
-        """Whether `LayerKVCache.contexts` may be asked for."""
+        """Whether `LayerKVCache.contexts` is supported."""
 
     @abstractmethod
     def allocate(
         self, num_blocks: int, block_size: int, shape: KVShape, dtype: mx.Dtype
     ) -> LayerKVCache[PlanT]:
-        """K and V of a layer, all zeros.
+        """Returns a layer's K and V, all zeros.
 
         Args:
-            num_blocks: of the pool.
-            block_size: tokens of a block.
+            block_size: tokens per block.
             shape: of a token's K and V.
-            dtype: of the pool's elements: the model's, or uint8 (fp8 e4m3) or int8 for quantized
-                values.
+            dtype: of the elements: the model's, or uint8 (fp8 e4m3) or int8 if quantized.
         """
 
     def allocate_states(self, num_blocks: int, nbytes: int) -> LayerKVCache[PlanT]:
-        """Memory for states alone: a block is one row of one head.
+        """Returns memory for recurrent states only: a block is one token of one head.
 
-        Args:
-            num_blocks: of the pool.
-            nbytes: of a state, a multiple of 4.
+        `nbytes` is the size of a state, a multiple of 4.
         """
         width = nbytes // mx.float32.size
         return self.allocate(num_blocks, 1, KVShape(1, width, width, latent=True), mx.float32)
 
     @abstractmethod
     def plan(self, layout: StepLayout, kind: AttentionKind) -> PlanT:
-        """What `write` and `attend` need of a step, for layers of one group and kind."""
+        """Plans `write` and `attend` of a step, for layers of one group and kind."""
 
     @abstractmethod
     def plan_of_writes(self, layout: StepLayout, num_kv_heads: int) -> PlanT:
-        """What `write` needs of a step, for layers of so many K/V heads that do not attend."""
+        """Plans `write` of a step, for layers that do not attend."""
 
     def trials(self, kind: AttentionKind, block_size: int) -> Iterable[TrialPlan]:
-        """Small plans that launch, between them, every pipeline such layers may ever launch.
+        """Yields small plans that together launch every pipeline of such layers.
 
-        None where there are no kernels.
+        Yields none for backends without kernels.
         """
         return ()
 
     def waiting(
         self, kind: AttentionKind, context: int, num_tokens: int, dtype: mx.Dtype
     ) -> tuple[int, int]:
-        """What prompts have gathered in several layers while the device is at the first of them.
+        """Estimates the memory of contexts gathered for layers that wait for the device.
 
         Args:
-            kind: of the layers.
-            context: tokens of a request, at most.
-            num_tokens: of a step, at most.
-            dtype: of their queries.
+            context: most tokens of a request.
+            num_tokens: most tokens of a step.
+            dtype: of the queries.
 
         Returns:
-            Bytes, beside what one prompt gathers in one layer, and the rows of the shortest prompt
-            that does.
+            Bytes, without those of one prompt in one layer, and the fewest tokens of a prompt whose
+            context is gathered.
         """
         return 0, 0
 
 
 class LayerKVCache(Storage, Traceable, Generic[PlanT]):
-    """K and V of one layer, or of one layer of each KV cache group, for every block of the pool.
+    """K and V of one layer, or of one layer of each KV cache group, for all blocks of the pool.
 
-    Rejected drafts leave nothing to restore: a request's next rows start at the position after its
-    last accepted token, and no row sees positions after its own. So a step writes over K/V of
-    rejected drafts before it reads them.
+    Rejected drafts need no rollback: a request's next tokens start at the position after its last
+    accepted token, and no token sees later positions. So a step overwrites K/V of rejected drafts
+    before it reads them.
     """
 
     block_axis = 1
@@ -184,11 +178,7 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
         shape: KVShape,
         dtype: mx.Dtype,
     ) -> None:
-        """
-        Args:
-            backend: that makes it, and its plans.
-            num_blocks, block_size, shape, dtype: see `KVBackend.allocate`.
-        """
+        """See `KVBackend.allocate` for the arguments."""
         self.backend = backend
         self.split = parts_of(block_size)
         self.value_size = shape.value_size
@@ -196,11 +186,11 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
         self.keys = KVArray.empty((*blocks, shape.key_size), dtype)
         self.values = None if shape.latent else KVArray.empty((*blocks, self.value_size), dtype)
         self.dtype = dtype
-        self._row_dtype = dtype  # of the rows last written, before they are encoded
+        self._row_dtype = dtype  # of the K and V last written, before they are quantized
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Arrays of keys, then of values: elements, and scales where the elements are codes."""
+        """Arrays of keys, then of values: elements, and scales if quantized."""
         return [*self.keys.arrays, *(() if self.values is None else self.values.arrays)]
 
     @arrays.setter
@@ -216,12 +206,11 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
 
     @property
     def held_values(self) -> KVArray:
-        """What values are read from: of latents, the keys."""
+        """The array that values are read from; for MLA latents, the keys."""
         return self.keys if self.values is None else self.values
 
     def elements_of(self, arrays: Sequence[mx.array]) -> list[mx.array]:
-        """Picks the element arrays of K and V, without their scales, from `arrays`; each
-        [Hkv, B * split, rows, D]."""
+        """Picks the arrays of elements, without scales; each [Hkv, B * split, tokens, D]."""
         return list(arrays[:: len(self.keys.arrays)])
 
     @property
@@ -231,16 +220,16 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
 
     @property
     def block_bytes(self) -> list[int]:
-        """Bytes of a block's elements in K, and in V where there is one."""
+        """Bytes of a block's elements in K, and in V if it is stored."""
         elements = self.elements_of(self.arrays)
         return [array.nbytes // array.shape[1] * self.split for array in elements]
 
     @abstractmethod
     def read_states(self, plan: object, blocks: mx.array, width: int) -> mx.array:
-        """States that lie in the memory of K and V (metal_kernels/kv_states), within a forward.
+        """Reads recurrent states from blocks (metal_kernels/kv_states), within a forward.
 
         Args:
-            plan: of the layer that reads.
+            plan: of the recurrent layer.
             blocks: [n] int32.
             width: elements of a state.
 
@@ -250,11 +239,11 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
 
     @abstractmethod
     def write_states(self, blocks_np: np.ndarray, states: mx.array) -> None:
-        """Puts states as `read_states` gives them into [n] blocks, none twice, between forwards."""
+        """Writes states from `read_states` into [n] distinct blocks, between forwards."""
 
     @abstractmethod
     def write(self, plan: PlanT, keys: mx.array, values: mx.array) -> None:
-        """Takes the step's K/V, each [T, Hkv, D], of the layer that attends next."""
+        """Writes the step's K and V, each [T, Hkv, D], of the layer that attends next."""
 
     def rotate_and_write(
         self,
@@ -265,15 +254,13 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
         rotation: Rotation,
         queries: mx.array | None = None,
     ) -> mx.array | None:
-        """As `write`, of keys that are to be rotated by position first.
+        """Applies RoPE to keys, and to queries if given, and writes K and V.
 
         Args:
-            plan: of the step.
-            keys: [T, Hkv, D]; of latents [T, 1, D - n], those elements that are not rotated.
-            values: [T, Hkv, DV]; of latents [T, 1, n], the elements of keys that are.
+            keys: [T, Hkv, D]; for MLA latents [T, 1, D - n], the elements without RoPE.
+            values: [T, Hkv, DV]; for MLA latents [T, 1, n], the elements of keys with RoPE.
             positions: [max(T, 8)] int32.
-            rotation: of keys and queries.
-            queries: [T, H, D], to be rotated alike; None: none are.
+            queries: [T, H, D].
 
         Returns:
             The rotated queries.
@@ -282,16 +269,16 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
 
     @abstractmethod
     def attend(self, plan: PlanT, queries: mx.array, scoring: Scoring) -> mx.array:
-        """[T, H, D] queries over each row's context, K/V just written included; [T, H, DV] back.
+        """Attends with [T, H, D] queries to each token's context; returns [T, H, DV].
 
-        The rows just written count as the pool will hold them. So a row that is found in the cache
-        later on answers as it did in the step that computed it.
+        K/V of this step are quantized first if the pool is, so a later prefix-cache hit gives the
+        same outputs as this step.
         """
 
     @abstractmethod
     def contexts(self, plan: PlanT, prompts: SeparatePrompts) -> list[tuple[mx.array, mx.array]]:
-        """[Hkv, S, D] keys and [Hkv, S, DV] values of each prompt's context; one, of latents.
+        """Returns [Hkv, S, D] keys and [Hkv, S, DV] values of each prompt's context.
 
-        Of a layer that has just written its rows. As `attend` counts them. The step's other rows
-        have attended, if there are any.
+        Called after the layer's `write` and, if the step has other tokens, their `attend`. For MLA
+        latents the values are the keys.
         """

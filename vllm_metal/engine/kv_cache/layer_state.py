@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer's KV or recurrent state between steps, and its block table during a step.
 
-A `LayerState` lies in a `Storage`: arrays in which every block of the pool has a place. What not
-every kind of state can do, or needs, is a part of its own: `Traceable`, `Fenced`, `Restorable`. A
-`StepScope` holds what layers share of one step. `StatefulLayer` (stateful_layer.py) describes the
-layer.
+A `LayerState` is stored in a `Storage`: arrays with a part for every block of the pool. Optional
+interfaces are `Traceable`, `Fenced` and `Restorable`. A `StepScope` holds what layers share during
+one step. `StatefulLayer` (stateful_layer.py) describes the layer.
 """
 
 from __future__ import annotations
@@ -22,50 +21,50 @@ from metal_kernels.layout import PositionLag, RaggedLayout
 from metal_kernels.op_common import padded
 from metal_kernels.pace import Pace
 
-#: What a kind of layer makes of a step's layout, for its storage.
+#: A step's plan for one kind of layer, made from the step's layout.
 PlanT = TypeVar("PlanT")
 _NO_STEP = "a paged cache was used outside a step"
 
 
 class Run(NamedTuple):
-    """Rows of one request that see each other whatever their order, as those of an image may."""
+    """Consecutive tokens of one request with bidirectional attention, such as those of an image."""
 
-    first: int  # row of the forward
-    end: int  # the row behind the last
-    begin: int  # place in the request where the run begins, before these rows if it was found there
-    windowed: bool = False  # in layers with a window alone, and within it
+    first: int  # index of the first token in the step
+    end: int  # index after the last
+    begin: int  # position in the request where the run begins; earlier tokens may be cached
+    windowed: bool = False  # bidirectional only in layers with a sliding window, and within it
 
 
 @dataclass(frozen=True)
 class StepLayout(RaggedLayout):
     """A step's layout for one KV cache group: block tables, slots, and each request's drafts."""
 
-    req_indices_np: np.ndarray | None = None  # [R] int32; None: of a step that nobody goes on from
-    num_drafts_np: np.ndarray | None = None  # [R] int32, rows at a request's end; None: no drafts
+    req_indices_np: np.ndarray | None = None  # [R] int32; None: no later step continues this one
+    num_drafts_np: np.ndarray | None = None  # [R] int32, drafts at a request's end; None: no drafts
     pace: Pace | None = None  # of the network, for all its groups; None: MLX ends command buffers
-    # Where this is there, the lengths are upper bounds, and only the device knows the slots.
+    # If set, the lengths are upper bounds, and only the device knows the slots.
     lag: PositionLag | None = None
     slot_mapping: mx.array | None = None  # [T] int32
     group: int = 0  # whose block tables these are
-    #: Where this forward is one of several that are handed over together, each of the same requests
-    #: in as many rows: [E] int32, slots of the rows of those before it, the newest last. There is
-    #: room for those of all but one; what is not taken is -1, and comes first.
+    #: For a forward that is submitted together with earlier ones of the same requests and number of
+    #: tokens: [E] int32, slots of the earlier forwards' tokens, newest last, -1 padding first. E is
+    #: the same in all of them.
     earlier_slots_np: np.ndarray | None = None
     runs: tuple[Run, ...] = ()
 
     def rows_of(self, requests: np.ndarray) -> np.ndarray:
-        """[t] int32, batch rows of [R] bool requests, in order."""
+        """Returns [t] int32, indices of the tokens of [R] bool requests, in order."""
         lens = np.diff(self.query_start_loc_np)
         return np.flatnonzero(np.repeat(requests, lens)).astype(np.int32)
 
     def others_than(self, requests: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """query_start_loc, seq_lens and block tables of requests that are not among [R] bool."""
+        """Returns query_start_loc, seq_lens and block tables of requests that are not selected."""
         lens = np.diff(self.query_start_loc_np)[~requests]
         starts = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
         return starts, self.seq_lens_np[~requests], self.block_tables_np[~requests]
 
     def split(self, parts: int) -> StepLayout:
-        """Returns the layout over a pool whose blocks are each cut into so many."""
+        """Returns the layout for a pool whose blocks are each split into `parts`."""
         if parts == 1:
             return self
         tables_np = self.block_tables_np[:, :, None] * parts + np.arange(parts, dtype=np.int32)
@@ -79,33 +78,32 @@ class StepLayout(RaggedLayout):
 class Pending(Generic[PlanT]):
     """Arrays that one layer of a forward leaves for the next step."""
 
-    plan: PlanT  # that they were made by
+    plan: PlanT  # of that forward
     arrays: list[mx.array]
 
 
 class StepScope(Generic[PlanT]):
-    """What the layers of one kind in one KV cache group share of the step at hand.
+    """The current step's positions and plan, for layers of one kind in one KV cache group.
 
     PagedLayers sets it; the layers' caches read it while the model's forward is built.
     """
 
     def __init__(self, plan: Callable[[StepLayout], PlanT]) -> None:
-        """`plan` is called once a step."""
+        """`plan` is called once per step."""
         self._plan_of = plan
         self._step: tuple[mx.array, PlanT] | None = None
         self._padded: mx.array | None = None
 
     def plan_of(self, layout: StepLayout) -> PlanT:
-        """What the layers need of a step that is laid out so in their group."""
+        """Plans a step with this layout."""
         return self._plan_of(layout)
 
     @contextmanager
     def during(self, positions: mx.array, plan: PlanT) -> Iterator[None]:
-        """Within, the step is at hand; outside, use raises.
+        """Sets the step; outside this context manager, use raises.
 
         Args:
-            positions: [T] int32, position of each row in its request.
-            plan: of the step.
+            positions: [T] int32, position of each token in its request.
         """
         step, self._step, self._padded = self._step, (positions, plan), None
         try:
@@ -122,9 +120,9 @@ class StepScope(Generic[PlanT]):
 
     @property
     def padded_positions(self) -> mx.array:
-        """[max(T, 8)] int32, `positions` and zeros: of fewer elements kernels would be others.
+        """[max(T, 8)] int32, `positions` padded with zeros, cached per step.
 
-        Made once a step.
+        MLX gives kernels another signature for smaller arrays.
         """
         if self._padded is None:
             self._padded = padded(self.positions, fill=0)
@@ -132,7 +130,7 @@ class StepScope(Generic[PlanT]):
 
     @property
     def plan(self) -> PlanT:
-        """What was made of the layout.
+        """The step's plan.
 
         Raises:
             RuntimeError: no step has begun, or it has ended.
@@ -143,59 +141,59 @@ class StepScope(Generic[PlanT]):
 
 
 class LayerState(ABC):
-    """What one layer, or one layer of each KV cache group, keeps for every block of the pool.
+    """State of one layer, or of one layer of each KV cache group, for all blocks of the pool.
 
-    Groups share a storage soundly: a block belongs to one group at a time. A kind of state
-    implements this, and as much of `Traceable`, `Fenced` and `Restorable` as it needs.
+    Groups can share a storage because a block belongs to one group at a time. Subclasses also
+    implement those of `Traceable`, `Fenced` and `Restorable` that they need.
     """
 
     @property
     @abstractmethod
     def storage(self) -> Storage:
-        """The arrays that the state lies in; others may lie there, too."""
+        """The storage that holds the state, possibly together with other states."""
 
     @property
     def page_arrays(self) -> list[mx.array]:
-        """Arrays whose blocks hold all that the layer keeps (pages.py)."""
+        """Arrays whose blocks hold the layer's whole state (pages.py)."""
         return self.storage.arrays
 
     @property
     def page_numbers(self) -> list[tuple[tuple[mx.Dtype, int], ...]]:
-        """For each page array: the (dtype, bytes) segments of one block, one after another; empty
-        if the whole block has the array's dtype."""
+        """For each page array, a block's consecutive (dtype, bytes) segments; empty if the whole
+        block has the array's dtype."""
         return [()] * len(self.page_arrays)
 
     def begin_step(self) -> None:
-        """Puts what the step before left for later into the arrays.
+        """Applies writes that the previous step deferred.
 
         Called before the first write of every forward of every network, and before whole blocks are
-        moved; calls after the first have nothing to do until something is written again.
+        copied. Does nothing if there are no deferred writes.
         """
         return
 
     @abstractmethod
     def wait_for_device(self) -> None:
-        """Waits until all that was written is in the arrays and nothing queued reads them.
+        """Waits until all writes are in the arrays and no queued operation reads them.
 
-        Called between steps: after a step was handed to the device, before the next one's first
-        write. MLX may then write the arrays in place, without a copy of the pool.
+        Called between steps: after a step was submitted, before the next one's first write. MLX can
+        then write the arrays in place, without a copy of the pool.
         """
 
 
 class Storage(LayerState):
-    """Arrays in which every block of the pool has a place."""
+    """Arrays with a part for every block of the pool."""
 
-    #: Whether a step may be handed to the device while the one before still runs.
+    #: Whether a step may be submitted while the previous one still runs.
     pipelined: bool
-    #: Axis of `arrays` that counts blocks, or their parts.
+    #: Axis of blocks, or of their parts, in `arrays`.
     block_axis: int = 0
-    #: Number of parts that a block consists of, one after another on that axis.
+    #: Number of consecutive parts of a block on that axis.
     split: int = 1
 
     @property
     @abstractmethod
     def arrays(self) -> list[mx.array]:
-        """All that is kept, as it stands. May be set to other arrays of the same kind."""
+        """The arrays; may be set to others of the same shapes and dtypes."""
 
     @arrays.setter
     @abstractmethod
@@ -209,13 +207,13 @@ class Storage(LayerState):
         """Copies whole blocks, between steps.
 
         Args:
-            sources_np: [n] int32, blocks to copy.
-            targets_np: [n] int32, where each goes; none of them a source, none twice.
+            sources_np: [n] int32.
+            targets_np: [n] int32, distinct, and none of them a source.
         """
         self.wait_for_device()
         sources = mx.array(self.rows_of_blocks(sources_np))
         copied = [mx.take(array, sources, self.block_axis) for array in self.arrays]
-        mx.eval(copied)  # a queued read would have the whole pool copied
+        mx.eval(copied)  # MLX copies the whole pool if a read of it is queued
         self._put(self.rows_of_blocks(targets_np), copied)
 
     def clear_blocks(self, blocks_np: np.ndarray) -> None:
@@ -224,45 +222,47 @@ class Storage(LayerState):
         self._put(rows_np, [mx.zeros((), array.dtype) for array in self.arrays])
 
     def rows_of_blocks(self, blocks_np: np.ndarray) -> np.ndarray:
-        """[n * split] int32, where the parts of [n] blocks are on the axis of blocks."""
+        """Returns [n * split] int32, indices of the parts of [n] blocks on the axis of blocks."""
         if self.split == 1:
             return blocks_np
         parts_np = np.arange(self.split, dtype=np.int32)
         return (blocks_np[:, None].astype(np.int32) * self.split + parts_np).ravel()
 
     def _put(self, rows_np: np.ndarray, contents: Sequence[mx.array]) -> None:
-        """Writes in place; [..., n, ...] contents, or one value for all."""
+        """Writes in place; contents are [..., n, ...], or scalars."""
         where = (slice(None),) * self.block_axis + (mx.array(rows_np),)
         for array, content in zip(self.arrays, contents, strict=True):
             array[where] = content
 
 
 class Traceable(ABC):
-    """A state over which MLX can trace a forward (models/compiled.py)."""
+    """A state that supports compiled forwards (models/compiled.py)."""
 
     @property
     def traceable(self) -> bool:
-        """Whether a forward over it can be traced as things are."""
+        """Whether a forward can be traced now."""
         return True
 
     @property
     @abstractmethod
     def inputs(self) -> list[mx.array]:
-        """Arrays that a forward reads of it."""
+        """Arrays of this state that a forward reads."""
 
     @abstractmethod
     def traced(self, inputs: Sequence[mx.array]) -> AbstractContextManager[None]:
-        """Within, a forward is traced: it reads these as `inputs`, and leaves nothing behind.
+        """Traces a forward that reads these arrays; restores the state afterwards.
 
         Args:
-            inputs: stand for `inputs`, in their order and of their shapes.
+            inputs: placeholders, with the order and shapes of the property `inputs`.
         """
 
     @property
     @abstractmethod
     def outputs(self) -> list[Pending[Any]]:
-        """Arrays that the last forward leaves for the next step (rows to write, fences), in layer
-        order. May be set to those of a forward that was traced before and computed again."""
+        """Deferred writes or fences that the last forward leaves for the next step, in layer order.
+
+        May be set to the outputs of a compiled forward.
+        """
 
     @outputs.setter
     @abstractmethod
@@ -270,37 +270,36 @@ class Traceable(ABC):
 
 
 class Fenced(ABC):
-    """A storage whose writes and reads MLX does not order: fences do."""
+    """A storage whose reads and writes are ordered by fences, not by MLX."""
 
     @property
     @abstractmethod
     def fences(self) -> Sequence[mx.array]:
-        """Arrays that a queued read of the storage must be computed from."""
+        """Arrays that a queued read of the storage must depend on."""
 
     @abstractmethod
     def write_after(self, fence: mx.array) -> None:
-        """Has the next write come after a queued read.
+        """Orders the next write after a queued read.
 
         Args:
-            fence: [8] uint32, computed from what was read, which in turn came after `fences`.
+            fence: [8] uint32, computed from the result of a read that depends on `fences`.
         """
 
 
 class Restorable(ABC):
-    """A state that rejected drafts change."""
+    """A state that must be rolled back after rejected drafts."""
 
     @abstractmethod
     def restore(self, last_rows_np: np.ndarray) -> None:
-        """Takes the state back to the last accepted token, where drafts after it were rejected.
+        """Rolls the state back to each request's last accepted token.
 
-        Called once the newest step's tokens are known, before the next `begin_step`.
+        Called when the newest step's tokens are known, before the next `begin_step`.
 
         Args:
-            last_rows_np: [R] int32, of each request of that step the row of its last token that was
-                accepted.
+            last_rows_np: [R] int32, index in that step of each request's last accepted token.
         """
 
 
 def joined(parts: Sequence[mx.array], axis: int = 0) -> mx.array:
-    """Parts one after another; a single one as it is."""
+    """Concatenates `parts`; returns a single part unchanged."""
     return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole blocks of the pool as pages: bytes that threads may write to files and read from them.
+"""Exports and imports blocks of the pool as pages: bytes that other threads can read and write.
 
-A page is all that the layers of one KV cache group keep of a block: for each layer, each array of
-its storage has a part. As bytes it is a row of uint8, the parts one after another. Only the
-engine's thread touches the pool; other threads make rows of copies of blocks, or fill rows.
+A page holds a block's content for all layers of one KV cache group: for each layer, a part of each
+array of its storage. Its bytes are a row of uint8, part after part. Only the engine's thread
+accesses the pool; other threads serialize copies of blocks to rows, or fill rows.
 """
 
 from __future__ import annotations
@@ -19,36 +19,35 @@ import numpy as np
 from metal_kernels.op_common import check_blocks
 from vllm_metal.engine.kv_cache.layer_state import Fenced, LayerState
 
-#: Arrays of these dtypes come as integers: Python's memoryviews know no bfloat16.
+#: Dtypes that are exported as integers: Python's memoryview does not support bfloat16.
 _CARRIERS = {mx.bfloat16: mx.uint16}
-#: Elements of a fence that are taken of a copied array: as many as a fence has.
+#: Elements of a fence.
 _FENCE_SIZE = 8
 #: Smallest unsigned bit pattern that is inf or NaN, by dtype; all larger ones are, too.
-#: In a pool uint8 is fp8 e4m3, which has no infinity; int8, which is not here, is always finite.
+#: In a pool uint8 is fp8 e4m3, which has no infinity. int8 is always finite.
 _NOT_FINITE = {mx.float32: 0x7F800000, mx.float16: 0x7C00, mx.bfloat16: 0x7F80, mx.uint8: 0x7F}
 
 
 @dataclass(frozen=True)
 class PagePart:
-    """One array's share of a page."""
+    """One array's part of a page."""
 
-    shape: tuple[int, ...]  # of one block: the array's, without the axis that counts blocks
+    shape: tuple[int, ...]  # of one block: the array's, without the axis of blocks
     dtype: mx.Dtype  # of the array
     nbytes: int
-    #: What the bytes are numbers of, one after another, where they are not of `dtype`: bytes of
-    #: each dtype. Bytes after the last are nothing.
+    #: Consecutive (dtype, bytes) segments if the numbers are not of `dtype`; the rest is padding.
     numbers: tuple[tuple[mx.Dtype, int], ...] = ()
-    #: The array's shape up to its blocks, of those that lie in the pool.
+    #: The array's shape up to and including the axis of blocks; empty for parts outside a pool.
     outer: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def inner(self) -> tuple[int, ...]:
-        """The array's shape behind its blocks, a block's parts first where it has several."""
+        """The array's shape after the axis of blocks, with a block's parts first if it is split."""
         return self.shape[len(self.outer) - 1 :]
 
     @property
     def spans(self) -> tuple[tuple[mx.Dtype, int], ...]:
-        """Bytes of each dtype, one after another."""
+        """Consecutive (dtype, bytes) segments, padding included."""
         if not self.numbers:
             return ((self.dtype, self.nbytes),)
         rest = self.nbytes - sum(nbytes for _, nbytes in self.numbers)
@@ -56,17 +55,17 @@ class PagePart:
 
     @property
     def carrier(self) -> mx.Dtype:
-        """Dtype of the arrays that hold such parts."""
+        """Dtype of exported arrays."""
         return _CARRIERS.get(self.dtype, self.dtype)
 
 
 class BlockPages:
-    """Whole blocks in and out of a pool, ordered with the steps.
+    """Exports and imports whole blocks of a pool, in order with the steps.
 
-    Pages leave in arrays, one for each of `parts`: [n, *shape], row-contiguous, in the pool's dtype
-    but for bfloat16, which comes as uint16. `page_rows` makes rows of them. Pages come as rows.
+    Exported pages are arrays, one per part: [n, *shape], row-contiguous, in the pool's dtype but
+    for bfloat16, which is exported as uint16. `page_rows` makes rows of them; imports take rows.
 
-    To be let go with the pool. No method keeps an array of the pool beyond its call.
+    Drop the object together with the pool. No method keeps an array of the pool beyond its call.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class BlockPages:
         self._page_bytes = [sum(part.nbytes for part in parts) for parts in self._parts]
 
     def parts(self, group: int) -> tuple[PagePart, ...]:
-        """What a page of the group consists of, in order."""
+        """Returns the parts of a page of the group, in order."""
         return self._parts[group]
 
     @property
@@ -97,29 +96,28 @@ class BlockPages:
         return tuple(self._page_bytes)
 
     def page_bytes(self, group: int) -> int:
-        """Bytes of a page of the group."""
+        """Returns the bytes of a page of the group."""
         return self._page_bytes[group]
 
     def queue_export(self, group: int, blocks_np: np.ndarray) -> list[mx.array]:
-        """Copies of whole blocks, not computed yet; does not wait for the device.
+        """Copies blocks lazily, without waiting for the device.
 
-        Called when a step's forward is built, and before that step is handed to the device. The
-        copies hold what the steps before have left in the blocks. This step must not write to them:
-        where layers are pipelined, the copies come after its writes. All later writes come after
-        the copies.
+        Called when a step's forward is built, before that step is submitted. The copies hold the
+        blocks as previous steps left them. This step must not write to these blocks: with pipelined
+        storage the copies run after its writes. All later writes run after the copies.
 
         Args:
             group: KV cache group.
             blocks_np: [n] integers, n at least 1.
 
-        Raises:
-            ValueError: a block is not the pool's; MLX would read elsewhere.
-
         Returns:
-            Arrays that are handed to the device all together, along with the step. Other threads
-            may read them after that. Where layers are not pipelined, the step must be over before
-            anything that writes to the pool is evaluated, as is the rule for its other reads: MLX
-            copies a pool that is written while a read of it is queued.
+            Lazy arrays. Submit all of them together with the step; after that, other threads may
+            read them. If the storage is not pipelined, do not evaluate writes to the pool before
+            the step has ended, as for the step's other reads: MLX copies a pool that is written
+            while a read of it is queued.
+
+        Raises:
+            ValueError: a block is out of range.
         """
         check_blocks("blocks_np", blocks_np, self._num_blocks)
         fenced = self._fenced[group]
@@ -134,17 +132,17 @@ class BlockPages:
         return copies
 
     def export(self, group: int, blocks_np: np.ndarray) -> list[mx.array]:
-        """Copies of whole blocks, between steps; waits for the device.
+        """Copies blocks between steps; waits for the device.
 
         Args:
             group: KV cache group.
             blocks_np: [n] integers, n at least 1.
 
-        Raises:
-            ValueError: a block is not the pool's.
-
         Returns:
-            Evaluated arrays, that other threads may read while steps go on.
+            Evaluated arrays, which other threads may read while steps run.
+
+        Raises:
+            ValueError: a block is out of range.
         """
         check_blocks("blocks_np", blocks_np, self._num_blocks)
         for state in self._states[group]:
@@ -154,16 +152,16 @@ class BlockPages:
         return copies
 
     def import_pages(self, group: int, blocks_np: np.ndarray, rows: np.ndarray) -> None:
-        """Puts pages into whole blocks, between steps; waits for the device.
+        """Writes pages into blocks between steps; waits for the device.
 
         Args:
             group: KV cache group.
-            blocks_np: [n] integers, where the pages go; none twice.
-            rows: [n or more, page_bytes] uint8, C-contiguous; the first n go into the blocks. Free
-                for other use afterwards.
+            blocks_np: [n] distinct integers.
+            rows: [n or more, page_bytes] uint8, C-contiguous; the first n are written. May be
+                reused after the call.
 
         Raises:
-            ValueError: the rows are not the group's pages, or fewer; or a block is not the pool's.
+            ValueError: the dtype or shape of `rows` is wrong, or a block is out of range.
         """
         check_blocks("blocks_np", blocks_np, self._num_blocks)
         count, parts, states = len(blocks_np), self._parts[group], self._states[group]
@@ -172,13 +170,13 @@ class BlockPages:
         if rows.ndim != 2 or rows.shape[1] != self._page_bytes[group] or len(rows) < count:
             expected = (count, self._page_bytes[group])
             raise ValueError(f"rows: expected {expected}, or more rows, found {rows.shape}")
-        # What an ended request left for later may go into the same memory, by another group.
+        # Deferred writes of another group, for a request that has ended, may hit these blocks.
         for state in self._all_states:
             state.begin_step()
         for state in states:
             state.wait_for_device()
         arrays = (array for state in states for array in state.page_arrays)
-        # Views of the same memory, under dtypes that numpy has.
+        # Views of the same memory, in dtypes that numpy supports.
         views = [array.view(part.carrier) for array, part in zip(arrays, parts, strict=True)]
         mx.eval(views)
         start = 0
@@ -189,13 +187,13 @@ class BlockPages:
     def _copies(
         self, group: int, blocks_np: np.ndarray, fences: Sequence[mx.array] = ()
     ) -> Iterator[mx.array]:
-        """Lazy; one gather an array, whose indices are computed from the fences.
+        """Yields lazy copies: one gather per array, with indices computed from the fences.
 
-        An index is an input of the gather that a kernel's fence went into: MLX's encoder orders
-        dispatches by the buffers they bind, so `mx.depends`, which dispatches nothing, would not.
+        MLX's encoder orders dispatches by the buffers they bind, so the fences must be inputs of
+        the computation. `mx.depends` would not order it, as it dispatches nothing.
         """
         nothing = mx.stack(list(fences)).min() * 0 if fences else None
-        rows: dict[tuple[int, ...], mx.array] = {}  # by an array's shape up to its blocks
+        rows: dict[tuple[int, ...], mx.array] = {}  # by `PagePart.outer`
         for part in self._parts[group]:
             if part.outer not in rows:
                 indices = mx.array(_rows(blocks_np, part.outer))
@@ -208,7 +206,7 @@ class BlockPages:
 
 
 def _parts_of(state: LayerState) -> Iterator[PagePart]:
-    """Yields the state's parts of a page, found out once: a step's export reads every array."""
+    """Yields the state's parts of a page."""
     axis, split = state.storage.block_axis, state.storage.split
     for array, numbers in zip(state.page_arrays, state.page_numbers, strict=True):
         lead, num_rows, inner = array.shape[:axis], array.shape[axis], array.shape[axis + 1 :]
@@ -218,33 +216,33 @@ def _parts_of(state: LayerState) -> Iterator[PagePart]:
 
 
 def _rows(blocks_np: np.ndarray, outer: tuple[int, ...]) -> np.ndarray:
-    """[n, *outer[:-1]] uint32, each block's rows in an array of [prod(outer), ...]; blocks last."""
+    """Returns [n, *outer[:-1]] uint32, each block's indices in an array of [prod(outer), ...]."""
     *lead, num_blocks = outer
     starts = np.arange(math.prod(lead)).reshape(lead) * num_blocks
     return (blocks_np.reshape(-1, *[1] * len(lead)) + starts).astype(np.uint32)
 
 
 def _write(array: mx.array, part: PagePart, blocks_np: np.ndarray, columns: np.ndarray) -> None:
-    """Writes parts of pages into the blocks of an array, in place, by the host.
+    """Writes parts of pages into the blocks of an array, in place, on the host.
 
-    The device reads the same memory, and has nothing queued that does. MLX's scatter takes element
-    by element on a CPU, a tenth as fast. The view of the pool ends here: while it is held, the next
-    scatter would copy the pool.
+    The device shares the memory and has no read of it queued. On a CPU this is ten times as fast as
+    MLX's scatter, which copies single elements. The numpy view must not outlive the call: while it
+    exists, a scatter copies the pool.
 
     Args:
-        array: of a dtype that numpy has.
-        part: its share of a page.
+        array: of a dtype that numpy supports.
+        part: the array's part of a page.
         columns: [n, bytes of the part] uint8.
     """
     pool_np = np.asarray(array).reshape(*part.outer, *part.inner)
     pool_np = np.moveaxis(pool_np, len(part.outer) - 1, 0)
     parts_np = columns.view(pool_np.dtype).reshape(-1, *pool_np.shape[1:])
     for block, part_np in zip(blocks_np.tolist(), parts_np, strict=True):
-        pool_np[block] = part_np  # block by block numpy moves runs of memory, not elements
+        pool_np[block] = part_np  # block by block, numpy copies contiguous memory
 
 
 def _fence_of(copies: Sequence[mx.array]) -> mx.array:
-    """A fence, [8] uint32, that comes after all the copies: computed from elements of each."""
+    """Returns a fence, [8] uint32, computed from elements of all copies."""
     firsts = [mx.as_strided(copy, (_FENCE_SIZE,), (1,), 0) for copy in copies]
     return mx.stack(firsts).max(0).astype(mx.uint32)
 
@@ -255,20 +253,19 @@ def page_rows(
     stop: int | None = None,
     memory: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The bytes of pages, copied; waits for arrays that are with the device.
+    """Copies pages into rows of bytes; waits for arrays that the device still computes.
 
-    Any thread may call it for arrays that are evaluated or were handed to the device. It keeps
-    nothing of them.
+    Any thread may call it for arrays that are evaluated or submitted. Keeps no references to them.
 
     Args:
         arrays: of a `BlockPages`, or views of their memory.
         start: the first page.
         stop: the page after the last; None: all.
-        memory: [n or more, page_bytes] uint8, where the rows go; None: new memory, of which every
-            system page that is touched costs a fault.
+        memory: [n or more, page_bytes] uint8 to write to. None allocates, which costs a page fault
+            per system page.
 
     Returns:
-        [n, page_bytes] uint8, C-contiguous: of each page the parts one after another.
+        [n, page_bytes] uint8, C-contiguous.
     """
     parts = [_bytes_of(array)[start:stop] for array in arrays]
     rows = None if memory is None else memory[: len(parts[0])]
@@ -276,21 +273,19 @@ def page_rows(
 
 
 def _bytes_of(array: mx.array | memoryview) -> np.ndarray:
-    """[n, bytes of the part] uint8, in place."""
+    """Returns a view, [n, bytes of the part] uint8."""
     return np.asarray(memoryview(array).cast("B")).reshape(len(array), -1)  # type: ignore[arg-type]
 
 
 def finite_rows(parts: Sequence[PagePart], rows: np.ndarray) -> np.ndarray:
-    """Tells of each page whether there is no NaN and no infinity among its numbers.
+    """Returns [n] bool, whether each page has only finite numbers.
 
     Args:
-        parts: of a page; uint8 counts as codes of fp8 e4m3, integers of other dtypes as finite.
+        parts: of a page; uint8 is fp8 e4m3, other integers are always finite.
         rows: [n, bytes of the parts] uint8.
-
-    Returns:
-        [n] bool.
     """
-    spans: dict[mx.Dtype, list[np.ndarray]] = {}  # of consecutive parts; a look at each costs 10 µs
+    # Merges consecutive parts of a dtype: each check costs 10 µs.
+    spans: dict[mx.Dtype, list[np.ndarray]] = {}
     start = 0
     numbers = (span for part in parts for span in part.spans)
     for dtype, of_dtype in groupby(numbers, lambda span: span[0]):
@@ -306,9 +301,9 @@ def finite_rows(parts: Sequence[PagePart], rows: np.ndarray) -> np.ndarray:
 
 
 def _finite(columns: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
-    """`finite_rows` for numbers of one floating dtype.
+    """Checks [n, bytes] uint8 columns of one floating dtype.
 
-    Compares the largest bit pattern, with no array in between: viewed as unsigned for negative
+    Compares the largest bit patterns, without temporary arrays: viewed as unsigned for negative
     numbers, as signed for positive ones.
     """
     least, sign = _NOT_FINITE[dtype], 1 << 8 * dtype.size - 1

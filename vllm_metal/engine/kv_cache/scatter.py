@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool by plain MLX operations, without it ever being copied."""
+"""KV pool on MLX's own operations, which never copy it."""
 
 from __future__ import annotations
 
@@ -32,23 +32,20 @@ from vllm_metal.patches.mlx_patches.seam import Scoring
 
 @dataclass(frozen=True)
 class ScatterPlan:
-    """A step of one group and kind of layer."""
+    """Plan of a step for one KV cache group and kind of layer."""
 
     slot_mapping: mx.array  # [E + T] int32, those of earlier forwards first, see StepLayout
     attention: buckets.BucketPlan | None  # None: the layers only write
     pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
     num_heads: int  # of K and V
     block_size: int
-    group: int  # whose block tables these are
+    group: int  # KV cache group
     num_earlier: int  # E
-    prompts: SeparatePrompts | None = None  # of latents, which `attention` leaves out
+    prompts: SeparatePrompts | None = None  # MLA prompts, which are not in `attention`
 
     @cached_property
     def places(self) -> Places:
-        """Head, block and offset of what goes to the slots, each [(E + T) * Hkv] int32.
-
-        The heads of a row one after another; made once a step.
-        """
+        """Head, block and offset of each K or V written, each [(E + T) * Hkv] int32, heads last."""
         rows = self.slot_mapping.size, self.num_heads
         heads = mx.broadcast_to(mx.array(np.arange(self.num_heads, dtype=np.int32)), rows)
         slots = mx.broadcast_to(self.slot_mapping[:, None], rows).flatten()
@@ -56,23 +53,22 @@ class ScatterPlan:
 
 
 class ScatterKVCache(LayerKVCache[ScatterPlan]):
-    """Writes by MLX's scatter, attends by gathering the context.
+    """Writes with MLX's scatter, attends by gathering the context.
 
-    MLX scatters in place only while nothing else holds the buffer, and a queued read holds it. So
-    `write` only keeps a step's K/V. `begin_step` scatters them at the start of the next step: the
-    device runs that once the reads before it are done and before any new one is queued. Within a
-    step attention takes fresh K/V directly, encoded and decoded where the pool is one of codes; so
-    it does with those of earlier forwards that are handed over together with it.
+    MLX scatters in place only if nothing else holds the buffer, and a queued read holds it. So
+    `write` defers: `begin_step` scatters at the start of the next step, when all reads are done and
+    no new one is queued. Within a step, attention takes the step's K/V directly (quantized and
+    dequantized if the pool is quantized), and those of earlier forwards submitted together with it.
     """
 
     pipelined = False
-    _pending: tuple[Pending[ScatterPlan], ...] = ()  # rows of K and V for the slots of their plans
+    _pending: tuple[Pending[ScatterPlan], ...] = ()  # deferred K and V, for their plans' slots
 
     def begin_step(self) -> None:
         if not self._pending:
             return
         written, self._pending = self._pending, ()
-        if len(written) == 1:  # the usual case, once a layer
+        if len(written) == 1:  # the usual case, once per layer
             places = written[0].plan.places
             for array, rows in zip(self.arrays, written[0].arrays, strict=True):
                 array[places] = rows.flatten(0, 1)
@@ -97,11 +93,11 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         self._pending += (Pending(plan, rows),)
 
     def _after_earlier(self, plan: ScatterPlan, rows: list[mx.array]) -> list[mx.array]:
-        """[E + T, ...] rows that the layer wrote in forwards before, then these [T, ...].
+        """Prepends K/V of the layer's earlier forwards, padded: [T, ...] become [E + T, ...].
 
-        Shapes are the same in all forwards of a hand-over but the first, so one graph serves them.
+        All forwards that are submitted together have the same shapes, so one graph serves them.
         """
-        # Within a group a storage is one layer's.
+        # Within a group, each layer has its own storage.
         before = [each for each in self._pending if each.plan.group == plan.group]
         self._pending = tuple(each for each in self._pending if each.plan.group != plan.group)
         if before:
@@ -112,7 +108,7 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
 
     @property
     def inputs(self) -> list[mx.array]:
-        """The pool, and what earlier forwards of the hand-over leave."""
+        """The pool's arrays, and the deferred K and V of earlier forwards."""
         return [*self.arrays, *(array for each in self._pending for array in each.arrays)]
 
     @contextmanager
@@ -183,11 +179,11 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         return found
 
     def _newest(self, plan: ScatterPlan) -> Pending[ScatterPlan]:
-        """What a layer wrote before it attends; layers of other groups may have written, too."""
+        """Returns this step's K and V; layers of other groups may have written, too."""
         return next(each for each in reversed(self._pending) if each.plan is plan)
 
     def _as_held(self, encoded: list[mx.array]) -> mx.array:
-        """[T, Hkv, D] rows as the pool will hold them."""
+        """Returns K or V, [T, Hkv, D], as reading them from the pool would give."""
         if self.dtype not in CODE_DTYPES:
             return encoded[0]
         return decode(*encoded).astype(self._row_dtype)
@@ -241,7 +237,7 @@ class ScatterBackend(KVBackend[ScatterPlan]):
         num_earlier = 0 if earlier_np is None else len(earlier_np)
         if earlier_np is not None:
             slots_np = np.concatenate([earlier_np, slots_np])
-        # Rows that are not kept go to block 0, which vLLM gives to no request.
+        # Padding goes to block 0, vLLM's null block.
         slots = mx.array(np.maximum(slots_np, 0))
         placed = layout.block_size, layout.group, num_earlier
         return ScatterPlan(slots, attention, pace, num_kv_heads, *placed)
@@ -251,6 +247,6 @@ SCATTER = ScatterBackend()
 
 
 def _context(prompt: Prompt, rows: mx.array, pool: KVArray) -> mx.array:
-    """[Hkv, S, D] of K or V, a step's rows among them."""
+    """Returns K or V of a prompt's context, this step's included, [Hkv, S, D]."""
     found = reference.context(prompt.places, rows, pool.elements, pool.scales, rows.dtype)
     return found[:, 0, : prompt.context]

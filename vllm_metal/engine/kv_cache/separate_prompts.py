@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of a step that do not attend as the rest does, but over their context as it is read."""
+"""Prompts that attend separately from a step's other requests, over K and V read from the pool."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from vllm_metal.engine.kv_cache.layer_state import StepLayout
 
 @dataclass(frozen=True)
 class Prompt:
-    """The last rows of one request's context, none of which the device alone knows."""
+    """One request's tokens in a step; the host knows its length."""
 
-    first: int  # of the step's rows
-    num_rows: int
-    context: int  # tokens, these included
-    places: buckets.Bucket  # where they lie; its own context may be longer
-    begin: int = 0  # of rows that see each other, the place of the first, computed before or now
+    first: int  # index of its first token in the step
+    num_rows: int  # its tokens in the step
+    context: int  # its tokens in the pool and the step
+    places: buckets.Bucket  # where the context is stored; padded
+    begin: int = 0  # of a bidirectional run: tokens from here on are visible despite the window
 
 
 @dataclass(frozen=True)
 class SeparatePrompts:
-    """Prompts of a step that attend over their context as it is read; the others as ever."""
+    """Prompts of a step that attend separately, and the order of all tokens."""
 
     prompts: tuple[Prompt, ...]
-    others: mx.array | None  # [t] int32, batch rows of all others; None: there are none
-    order: mx.array | None  # [T] int32, place of each row behind the others', then these; None: t
+    others: mx.array | None  # [t] int32, indices of all other tokens; None: there are none
+    order: mx.array | None  # [T] int32, index of each token in others + prompts; None: identity
     pace: Pace | None = None  # where the step's command buffers end; None: where MLX ends them
-    window: int | None = None  # of rows that see each other: what each sees before them
+    window: int | None = None  # for bidirectional runs: the layers' sliding window
 
     @staticmethod
     def of(layout: StepLayout, requests: np.ndarray) -> SeparatePrompts:
-        """These of a step's requests, [R] bool."""
+        """Selects the step's requests by [R] bool."""
         prompts = tuple(_prompt(layout, index) for index in np.flatnonzero(requests).tolist())
         ours, others = layout.rows_of(requests), layout.rows_of(~requests)
         order = np.argsort(np.concatenate([others, ours])).astype(np.int32)
@@ -50,17 +50,17 @@ class SeparatePrompts:
 
 
 class PlanWithPrompts(Protocol):
-    """A step's plan, of which some prompts may be left out."""
+    """A step's plan from which some prompts may be excluded."""
 
     @property
     def prompts(self) -> SeparatePrompts | None:
-        """None: nothing is left out."""
+        """The excluded prompts; None: there are none."""
 
 
 def _prompt(layout: StepLayout, index: int) -> Prompt:
     first, end = layout.query_start_loc_np[index : index + 2].tolist()
     request = slice(index, index + 1)
-    plan = buckets.plan(  # as of its last row: what is before that is the whole context
+    plan = buckets.plan(  # as if for its last token only, whose context is the whole one
         np.array([0, 1], np.int32),
         layout.seq_lens_np[request],
         layout.block_tables_np[request],
@@ -72,7 +72,7 @@ def _prompt(layout: StepLayout, index: int) -> Prompt:
 
 
 def without(layout: StepLayout, requests: np.ndarray) -> StepLayout:
-    """The layout of all others than [R] bool requests, beside the slots of all rows."""
+    """Returns the layout without the [R] bool requests, but with the slots of all tokens."""
     starts, lens, tables = layout.others_than(requests)
     others = np.flatnonzero(~requests)
     return replace(

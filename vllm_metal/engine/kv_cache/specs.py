@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides a block's size, a hybrid's too, which layers share blocks, and where each lies."""
+"""Chooses the block size and each layer's KV cache spec, and allocates the pool."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from vllm.config import CacheConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_ALIGNMENT = 64  # of pages, in bytes: elements of any dtype
+_ALIGNMENT = 64  # of pages, in bytes; fits all dtypes
 _STEP = BLOCK_SIZES[0]  # larger blocks are multiples of it
-#: Tokens of a block where there are states only: one state of this many is kept of a text.
+#: Tokens per block if all layers are recurrent: a state is cached every so many tokens.
 _STATES_ONLY = 256
 
 
 def block_size_for(
     layers: Sequence[StatefulLayer], block_size: int, dtype: mx.Dtype, asked: bool = False
 ) -> int:
-    """Tokens of a block: as many as were wanted, or more where states lie in the pool.
+    """Returns the tokens per block: `block_size`, or more if the pool holds recurrent states.
 
-    All pages of a pool have one size, so a block of K and V is made large enough for a state. That
-    is also how often a state is kept while a request runs: prefix-cache hits end at whole blocks.
+    All pages of a pool have one size, so a block of K and V must be large enough for a state. A
+    state is also cached once per block while a request runs: prefix-cache hits end at whole blocks.
 
     Args:
         layers: of all networks.
         block_size: the user's, or the default.
         dtype: of the pool's elements.
-        asked: whether the user asked for it; else it is larger where there are states only.
+        asked: whether the user set it; otherwise it is larger if all layers are recurrent.
     """
     layers = [layer for layer in layers if not layer.guest]
     states = [layer.state_bytes for layer in layers if layer.state_bytes]
@@ -51,19 +51,19 @@ def block_size_for(
 
 
 def choose_block_size(cache: CacheConfig, layers: Sequence[StatefulLayer], dtype: mx.Dtype) -> int:
-    """Makes blocks large enough for a state, before vLLM lays out the pool.
+    """Sets vLLM's block size before it lays out the pool, large enough for a recurrent state.
 
     Args:
-        cache: vLLM's configuration, which is changed where there are states.
+        cache: vLLM's configuration; changed if there are recurrent layers.
         layers, dtype: see `block_size_for`.
 
     Returns:
-        Bytes of a request's states; 0: there are none.
+        Bytes of a request's recurrent states; 0: there are none.
     """
     state_bytes = sum(layer.state_bytes for layer in layers)
     if state_bytes:
-        # vLLM has "none" without prefix caching; where a state lies is the same in both here. An
-        # engine in another process learns of it by `state_modes`.
+        # vLLM uses "none" without prefix caching; here both modes store states the same way. An
+        # engine in another process is told by `state_modes`.
         cache.mamba_cache_mode = "align"
         cache.block_size = block_size_for(
             layers, cache.block_size, dtype, cache.user_specified_block_size
@@ -76,22 +76,24 @@ def choose_block_size(cache: CacheConfig, layers: Sequence[StatefulLayer], dtype
 def kv_cache_specs(
     layers: Sequence[StatefulLayer], block_size: int, dtype: mx.Dtype
 ) -> dict[str, KVCacheSpec]:
-    """One spec a layer, by layer name; vLLM groups them and hands each group its blocks.
+    """Returns a spec per layer name, from which vLLM forms KV cache groups and allocates blocks.
 
-    Layers that keep the same of their context form one group, whatever their shapes. Groups share
-    memory, which takes layers of one shape. Where some differ, as those of a draft model do from
-    the target's, windows are not made use of: then all layers of attention form one group that
-    keeps the whole context. Layers with states form groups of their own, in the same memory.
+    Attention layers with the same window form one group. Groups share memory, which requires one
+    shape for all layers. If shapes differ, as between a draft model and its target, all attention
+    layers form one group that keeps the whole context, and windows save no memory. Recurrent layers
+    form groups of their own, in the same memory.
 
-    Guests keep the whole context, in blocks of a group that does. Where there is no other group,
-    they join it. Else vLLM does not know them: the pages of the others have room for them, so that
-    a block's bytes are those of its layers and the guests'. Blocks of other groups leave that room
-    empty.
+    Guest layers (of block drafters) store K/V in the blocks of a group that keeps the whole
+    context. If that is the only group, they join it. Otherwise vLLM does not see them: the pages of
+    all groups are padded by the size of the guests' K/V, and other groups leave the padding unused.
 
     Args:
         layers: of all networks over the pool.
-        block_size: tokens of a block, see `block_size_for`.
+        block_size: tokens per block, see `block_size_for`.
         dtype: of the pool's elements.
+
+    Raises:
+        NotImplementedError: there are guests, but no layer keeps the whole context.
     """
     guests = [layer for layer in layers if layer.guest]
     if guests:
@@ -113,11 +115,7 @@ def _with_guests(
     block_size: int,
     dtype: mx.Dtype,
 ) -> dict[str, KVCacheSpec]:
-    """Specs of all layers that vLLM is to know, with room for guests.
-
-    Raises:
-        NotImplementedError: no layer keeps the whole context.
-    """
+    """Adds the guests' specs, or pads the pages of the others for them; see `kv_cache_specs`."""
     if not any(isinstance(spec, FullAttentionSpec) for spec in specs.values()):
         raise NotImplementedError(
             "a draft network is not supported with a model whose layers all have windows or keep "
@@ -126,8 +124,8 @@ def _with_guests(
     own = {guest.name: guest.spec(block_size, dtype, True) for guest in guests}
     if all(isinstance(spec, FullAttentionSpec) for spec in specs.values()):
         return specs | own
-    # vLLM cuts layers of a kind into groups as large as the smallest kind, or as the largest where
-    # that is less than half as many more.
+    # vLLM's group size is the smallest number of layers of a kind, or the largest if that is less
+    # than 1.5 times as many.
     counts = Counter(specs.values()).values()
     group_size = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
     share = -(-sum(spec.page_size_bytes for spec in own.values()) // group_size)
@@ -138,7 +136,7 @@ def _with_guests(
 
 
 def groups_of(config: KVCacheConfig, layers: Sequence[StatefulLayer]) -> dict[str, int]:
-    """KV cache group by layer name; a guest's is the first that keeps the whole context."""
+    """Maps layer names to KV cache groups; guests to the first that keeps the whole context."""
     groups = config.kv_cache_groups
     found = {name: g for g, group in enumerate(groups) for name in group.layer_names}
     guests = [layer.name for layer in layers if layer.name not in found]
@@ -149,7 +147,6 @@ def groups_of(config: KVCacheConfig, layers: Sequence[StatefulLayer]) -> dict[st
 
 
 def _keeps_all(spec: KVCacheSpec) -> bool:
-    """Whether a group's layers keep the whole context."""
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return all(map(_keeps_all, spec.kv_cache_specs.values()))
     return isinstance(spec, FullAttentionSpec)
@@ -158,7 +155,7 @@ def _keeps_all(spec: KVCacheSpec) -> bool:
 def _padded(
     specs: Mapping[str, KVCacheSpec], layers: Sequence[StatefulLayer]
 ) -> dict[str, KVCacheSpec]:
-    """Pages of one size: with room for K and V of every shape there is, or for a state."""
+    """Pads all pages to one size, with room for K and V of every shape or for a state."""
     attended: dict[Hashable, int] = {}
     states: dict[Hashable, int] = {}
     for layer in layers:
@@ -167,14 +164,14 @@ def _padded(
         sizes[key] = max(sizes.get(key, 0), size)
     page = max(sum(attended.values()), sum(states.values()) if not attended else 0)
     page = max(page, *states.values())
-    # All of vLLM's specs that are in use have the field; their base class lacks it.
+    # vLLM's specs in use have the field, but their base class lacks it.
     return {name: replace(cast(Any, spec), page_size_padded=page) for name, spec in specs.items()}
 
 
 def host_of_states(
     layers: Sequence[StatefulLayer], block_size: int, dtype: mx.Dtype
 ) -> StatefulLayer | None:
-    """The layer in whose storage states lie: the first with most room; None: no layer attends."""
+    """Returns the attention layer with the most room for a state; None without attention layers."""
     attending = (layer for layer in layers if not (layer.state_bytes or layer.guest))
     return max(attending, key=lambda layer: layer.room(block_size, dtype), default=None)
 
@@ -186,14 +183,14 @@ def allocate_kv_caches(
     dtype: mx.Dtype,
     backend: KVBackend,
 ) -> dict[str, LayerState]:
-    """The pool: a storage for each layer name, the same one for layers that vLLM overlays.
+    """Allocates the pool; returns a storage per layer name, the same one for layers that share it.
 
-    vLLM places each layer at a byte offset; layers of different groups at one offset share memory,
-    since a block belongs to one group at a time. States lie in the memory of K and V where there
-    are any at their offset.
+    vLLM gives each layer a byte offset. Layers of different groups at one offset share memory, as a
+    block belongs to one group at a time. Recurrent states use the memory of K and V at their
+    offset, if there are any.
 
     Raises:
-        NotImplementedError: layers of K and V that share memory differ in shape.
+        NotImplementedError: attention layers that share memory have different shapes.
     """
     by_name = {layer.name: layer for layer in layers}
     pool = config.num_blocks, block_size, dtype, backend

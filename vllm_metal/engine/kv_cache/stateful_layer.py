@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of a layer that keeps something between steps, as it was read off a model.
-
-A `StatefulLayer` names the layer's vLLM spec, makes its storage, and says what the layer costs.
-"""
+"""Interface of layers with state between steps: their vLLM spec, storage, caches and costs."""
 
 from __future__ import annotations
 
@@ -25,47 +22,45 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StatefulLayer(ABC):
-    """A layer that keeps something between steps, as it was read off a model."""
+    """A model's layer that has state between steps: K/V or a recurrent state."""
 
-    #: "layers.N", as vLLM's KV cache groups list it; "layers.N.M" of a layer with several caches.
+    #: "layers.N", as in vLLM's KV cache groups; "layers.N.M" for a layer with several caches.
     name: str
 
     @property
     def guest(self) -> bool:
-        """Whether the layer lies in blocks of those that keep the whole context, in memory of its
-        own; see `specs.kv_cache_specs`."""
+        """Whether it has memory but no blocks of its own; see `specs.kv_cache_specs`."""
         return False
 
     @property
     def place(self) -> str:
-        """The name without the number of the cache: what layers of one tuple of caches share."""
+        """The name without the index of the cache: "layers.N" for "layers.N.M"."""
         head, _, rest = self.name.rpartition("layers.")
         return f"{head}layers.{rest.partition('.')[0]}"
 
     @property
     @abstractmethod
     def kind(self) -> Hashable:
-        """All but the name that tells layers apart: layers of one kind and group share plans."""
+        """All properties but the name; layers of one kind and KV cache group share plans."""
 
     @property
     @abstractmethod
     def storage_key(self) -> Hashable:
-        """What layers must have in common to share a storage, for any one pool."""
+        """Equal for layers that can share a storage in the same pool."""
 
     @property
     @abstractmethod
     def context(self) -> Hashable:
-        """What of its context a layer keeps; vLLM puts layers that differ into several groups."""
+        """The part of the context that is kept; layers that differ go into different groups."""
 
     @abstractmethod
     def spec(self, block_size: int, elements: mx.Dtype, whole_context: bool = False) -> KVCacheSpec:
-        """The layer as vLLM's scheduler sees it.
+        """Returns the layer's spec for vLLM's scheduler.
 
         Args:
-            block_size: tokens of a block.
-            elements: dtype of K and V in the pool: the model's, or uint8 or int8 for codes.
-            whole_context: keep all of it, so that layers with different windows form one group;
-                a layer that has no such form gives its own.
+            block_size: tokens per block.
+            elements: dtype of K and V in the pool: the model's, or uint8 or int8 if quantized.
+            whole_context: ignore sliding windows, so that all attention layers form one group.
         """
 
     @abstractmethod
@@ -76,38 +71,38 @@ class StatefulLayer(ABC):
         elements: mx.Dtype,
         backend: KVBackend,
     ) -> LayerState:
-        """The storage, of zeros; only layers of K/V make it a `backend`."""
+        """Allocates the storage, all zeros."""
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that the layer keeps of a request, however long; 0: it keeps rows of every token.
+        """Bytes of a request's recurrent state; 0 for layers that keep K/V.
 
-        A state lies in the storage of such rows where the pool has any (`share`).
+        A state is stored in the storage of a K/V layer if the pool has one (`share`).
         """
         return 0
 
     def share(self, storage: Storage) -> LayerState:
-        """What the layer keeps, in a storage whose layer has `room` for `state_bytes`."""
+        """Returns the layer's state in the storage of a layer with enough `room`."""
         raise NotImplementedError(f"{type(self).__name__} keeps no state that shares a storage")
 
     def room(self, block_size: int, elements: mx.Dtype) -> int:
-        """Bytes that a block of the layer has for a state of another layer; see `spec`."""
+        """Bytes that a block of this layer has for another layer's state; see `spec`."""
         return 0
 
     @abstractmethod
     def scope(self, state: LayerState) -> StepScope:
-        """Makes what the layers of this kind share of a step.
+        """Creates the scope that layers of this kind share during a step.
 
         Args:
-            state: storage of one of the kind's layers, which stands for all.
+            state: of any layer of this kind.
         """
 
     @abstractmethod
     def cache(self, state: LayerState, scope: StepScope) -> Any:
-        """Stands where the model expects mlx-lm's cache of this layer, for one network."""
+        """Returns the object to pass to the model as mlx-lm's cache of this layer."""
 
     def unsupported(self, dtype: mx.Dtype, block_size: int) -> str | None:
-        """Why our kernels cannot serve the layer; None where they can, or are not asked to.
+        """Returns why our kernels cannot serve the layer; None if they can or are not needed.
 
         Args:
             dtype: of the model's queries.
@@ -122,15 +117,15 @@ class StatefulLayer(ABC):
         block_size: int,
         host: StatefulLayer | None = None,
     ) -> list[Case]:
-        """What the layer asks of our kernels, to be checked before it is served by them.
+        """Returns self-check cases for the kernels that the layer uses.
 
-        `host` is the layer in whose storage states lie, if there is one.
+        `host` is the layer whose storage holds recurrent states, if there is one.
         """
         return []
 
     @property
     def library_calls(self) -> tuple[Call, ...]:
-        """Kernels of mlx-lm's own that the model launches on a GPU beside this layer's state."""
+        """mlx-lm's own kernels that this layer launches on a GPU."""
         return ()
 
     def trials(
@@ -141,15 +136,15 @@ class StatefulLayer(ABC):
         backend: KVBackend,
         host: StatefulLayer | None = None,
     ) -> Iterable[tuple[Hashable, Callable[[], mx.array]]]:
-        """Small launches that compile, between them, all kernels that the layer may ever launch.
+        """Yields (key, launch): small launches that together compile all kernels of the layer.
 
-        Each has a key; of launches with one key any may stand for all. `host` is the layer in whose
-        storage states lie, if there is one.
+        Launches with the same key compile the same kernels. `host` is the layer whose storage holds
+        recurrent states, if there is one.
         """
         return ()
 
     def gathers(self, backend: KVBackend) -> bool:
-        """Whether a longer context takes more memory in a step, beside the pool: see `profile`."""
+        """Whether a step's memory, without the pool, grows with the context; see `profile`."""
         return False
 
     def profile(
@@ -160,21 +155,20 @@ class StatefulLayer(ABC):
         elements: mx.Dtype,
         backend: KVBackend,
     ) -> None:
-        """Runs the layer's largest calls over so long a context, for the peak of MLX's memory.
+        """Runs the layer's largest calls, to measure MLX's peak memory.
 
         Args:
             context: tokens of a request.
             bounds: of a step.
             dtype: of the model's queries.
             elements: dtype of K and V in the pool.
-            backend: see `allocate`.
         """
         return
 
 
 @dataclass(frozen=True)
 class StepBounds:
-    """What a step may hold at most."""
+    """Limits of a step."""
 
     num_tokens: int
     max_num_seqs: int

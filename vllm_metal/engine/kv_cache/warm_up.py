@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles what serves a model before its first request, by launching each pipeline once."""
+"""Compiles a model's Metal kernels before its first request, by launching each pipeline once."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ def compile_kernels(
     pool_dtype: mx.Dtype,
     block_size: int,
 ) -> None:
-    """Shows its progress; does nothing for layers without kernels.
+    """Compiles all kernels of the layers, with a progress bar; does nothing if there are none.
 
     Args:
-        backend: that will serve.
-        layers: all that the pool is for.
-        dtype: of their queries, keys and values.
+        layers: all layers of the pool.
+        dtype: of queries, keys and values.
         pool_dtype: of the pool's elements.
-        block_size: tokens of a block.
+        block_size: tokens per block.
     """
     host = host_of_states(layers, block_size, pool_dtype)
     launches: dict[Hashable, Callable[[], mx.array]] = {}
