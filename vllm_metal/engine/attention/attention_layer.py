@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer of full or windowed attention: what its window may forget, which kernels are checked."""
+"""KV cache of a layer with full or sliding-window attention: spec, storage, kernels, profiling."""
 
 from __future__ import annotations
 
@@ -46,30 +46,30 @@ from vllm_metal.engine.kv_cache.layer_state import LayerState, PlanT, StepLayout
 from vllm_metal.engine.kv_cache.separate_prompts import SeparatePrompts
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer, StepBounds
 
-#: The kernels that serve attention layers, and where MLX's operations may be faster.
+#: Kernels of attention layers, and timings that compare them with MLX's operations.
 _KERNELS = (
     *("kv_write", "kv_gather", "kv_blocks", "decode", "prefill", "reduce", "graph", "gathered"),
     *CHOICES,
 )
-_TRIAL_BLOCKS = 8  # of 16 positions at least: enough for the rows of the largest tile
+_TRIAL_BLOCKS = 8  # of at least 16 tokens: enough for the largest tile
 
 
 @dataclass(frozen=True)
 class AttentionLayer(StatefulLayer):
-    """One layer's share of the KV cache."""
+    """The KV cache of one attention layer."""
 
     num_heads: int
     num_kv_heads: int
     head_size: int
-    window: int | None  # positions a query sees, itself included; None: all before it
-    sinks: mx.Dtype | None = None  # of the logits that take part in its softmax only; None: none
-    value_size: int | None = None  # where V's heads have another size than K's
-    readers: int = 0  # other layers that attend to its K/V, and keep none
-    latent: bool = False  # values are the first elements of keys: MLA (arXiv:2405.04434)
+    window: int | None  # positions a query sees, itself included; None: no sliding window
+    sinks: mx.Dtype | None = None  # dtype of attention sinks; None: there are none
+    value_size: int | None = None  # size of V's heads if it differs from K's
+    readers: int = 0  # number of layers without K/V of their own that attend to this layer's
+    latent: bool = False  # MLA (arXiv:2405.04434): values are the first elements of keys
     softcap: float | None = None  # of scores
-    heads: LatentHeads | None = None  # of latents
-    rotation: LayerRotation | None = None  # that a write may do for the layer
-    bidirectional: bool = False  # rows of a request see those of the step after them
+    heads: LatentHeads | None = None  # of MLA
+    rotation: LayerRotation | None = None  # RoPE that the write can apply for the layer
+    bidirectional: bool = False  # whether tokens see later ones of their request in the same step
     guest: bool = False  # see StatefulLayer
 
     @property
@@ -90,14 +90,13 @@ class AttentionLayer(StatefulLayer):
         return KVShape(self.num_kv_heads, self.head_size, self.shape.value_size, self.latent)
 
     def _rows_of(self, num_tokens: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-        """K and V of so many tokens, of zeros."""
         heads, key_size, value_size, _ = self.storage_key
         rows = (mx.zeros((num_tokens, heads, size), dtype) for size in (key_size, value_size))
         return next(rows), next(rows)
 
     @property
     def context(self) -> Hashable:
-        """The window."""
+        """The sliding window."""
         return self.window
 
     def spec(self, block_size: int, elements: mx.Dtype, whole_context: bool = False) -> KVCacheSpec:
@@ -117,7 +116,7 @@ class AttentionLayer(StatefulLayer):
 
     @property
     def _row_sizes(self) -> tuple[int, ...]:
-        """Elements of what is kept of a token in one K/V head."""
+        """Elements stored per token and K/V head."""
         return (self.head_size,) if self.latent else (self.head_size, self.shape.value_size)
 
     def allocate(
@@ -146,7 +145,7 @@ class AttentionLayer(StatefulLayer):
         return StepScope(of_step)
 
     def _built_over(self, backend: KVBackend) -> LatentHeads | None:
-        """Heads whose keys and values are built for prompts; None: for none."""
+        """Returns sizes of MLA heads if prompts may expand latents to K and V, else None."""
         if self.heads is None or self.heads.fewest_rows is None or self.window is not None:
             return None
         return self.heads if backend.reads_contexts else None
@@ -169,7 +168,7 @@ class AttentionLayer(StatefulLayer):
     ) -> list[Case]:
         size = block_size // parts_of(block_size)
         kind = (self.shape, dtype, elements, size, self.window)
-        # MLX's attention serves no bidirectional rows: nothing is to be chosen.
+        # MLX's attention serves no bidirectional layers, so there is nothing to time.
         kernels = _KERNELS[: -len(CHOICES)] if self.bidirectional else _KERNELS
         cases = [Case(*kind, sinks=True, softcap=self.softcap, kernels=kernels)]
         if self.rotation is not None:
@@ -179,7 +178,7 @@ class AttentionLayer(StatefulLayer):
 
     @property
     def _rotation_kind(self) -> RotationKind | None:
-        """That of rows as the pool has them."""
+        """The rotation of a key as stored in the pool, where MLA's rotated part comes last."""
         if self.rotation is None:
             return None
         first = self.head_size - self.rotation.kind.dims if self.latent else 0
@@ -199,7 +198,7 @@ class AttentionLayer(StatefulLayer):
             first = kv_cache is None
             if kv_cache is None:
                 kv_cache = self.allocate(_TRIAL_BLOCKS, size, elements, backend)
-            written = self.rotation if first else None  # all others write alike
+            written = self.rotation if first else None  # all others write the same way
             pipeline = (self.shape, self.sinks, self.softcap is None, trial.pipeline, written)
             yield pipeline, partial(self._attend_once, kv_cache, trial, dtype, first)
         if kv_cache is not None and (heads := self._built_over(backend)):
@@ -223,7 +222,7 @@ class AttentionLayer(StatefulLayer):
     def _write_once(
         self, kv_cache: LayerKVCache[PlanT], plan: PlanT, num_tokens: int, dtype: mx.Dtype
     ) -> None:
-        """Writes zeros, as steps write rows."""
+        """Writes zeros the way a step writes K and V."""
         keys, values = self._rows_of(num_tokens, dtype)
         if self.rotation is None or not kv_cache.rotates:
             kv_cache.write(plan, keys, values)
@@ -260,12 +259,11 @@ class AttentionLayer(StatefulLayer):
         elements: mx.Dtype,
         backend: KVBackend,
     ) -> None:
-        """A chunk of one long context, then decodes of many; and what is built of latents.
+        """Runs a prefill chunk over one long context, many decodes, and the expansion of latents.
 
-        Beside the chunk lies what other layers of the step have gathered meanwhile.
-
-        Calls that gather are bounded (metal_kernels.paged_attention.buckets), so this finds the
-        most of any.
+        Memory that other layers of the step may have gathered meanwhile is allocated during these
+        calls. Gathering calls are bounded (metal_kernels.paged_attention.buckets), so this finds
+        the peak.
         """
         if heads := self._built_over(backend):
             mx.eval(latent_heads.largest_call(heads, context, bounds.num_tokens, dtype))
@@ -292,11 +290,11 @@ class AttentionLayer(StatefulLayer):
 def _layout_of_long_contexts(
     num_reqs: int, num_rows: int, context: int, block_size: int
 ) -> StepLayout:
-    """The last rows of requests that lie in block 0, except for the blocks that are written."""
+    """Lays out the last tokens of requests whose contexts share block 0 but for written blocks."""
     written = -(-num_rows // block_size) + 1
     table = np.zeros((num_reqs, -(-context // block_size)), np.int32)
     own = 1 + np.arange(num_reqs * (written + 1), dtype=np.int32).reshape(num_reqs, -1)
-    table[:, 0] = own[:, 0]  # so that no two begin alike, and share what they gather
+    table[:, 0] = own[:, 0]  # different first blocks, or requests would share gathered contexts
     table[:, -written:] = own[:, 1:][:, -table.shape[1] :]
     positions = np.arange(context - num_rows, context)
     slots = table[:, positions // block_size] * block_size + positions % block_size

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of rows that see each other whatever their order: those of one image.
+"""Bidirectional attention within an image.
 
-The rows of a step are cut where such a run begins and ends. What lies between goes on as prompts
-do, each with the context that it has at its end. A run attends over its context as it is read, the
-whole run included, by MLX's operations: with a window each row sees what the window allows before
-it, and all of the run (`or_mask_function` of transformers' gemma3). A run may also be one in layers
-with a window alone, where the window hides its first rows, too (`create_masks_for_vision_model` of
-transformers' gemma4).
+A step's requests are split where such a run of tokens begins and ends; the pieces in between are
+treated as prompts. A run attends with MLX's operations over K and V read from the pool, the whole
+run included. With a sliding window, a token sees the window before it and the whole run
+(`or_mask_function` of transformers' gemma3). A run may also be bidirectional only in layers with a
+window, and within the window (`create_masks_for_vision_model` of transformers' gemma4).
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from vllm_metal.patches.mlx_patches.seam import Scoring
 
 
 def has_runs(layout: StepLayout, window: int | None) -> bool:
-    """Whether rows of a step see each other in layers with such a window."""
+    """Whether the step has bidirectional runs for layers with this sliding window."""
     return any(window is not None or not run.windowed for run in layout.runs)
 
 
 def planned(layout: StepLayout, window: int | None, plan_of: Callable[[StepLayout], Any]) -> Any:
-    """A step's plan, with its runs of rows that see each other as `prompts`.
+    """Returns a step's plan whose `prompts` are its bidirectional runs.
 
     Args:
         layout: of the step, with `runs`.
         window: of the layers.
-        plan_of: makes a plan for some of a step's requests; it writes the rows of all.
+        plan_of: plans a layout of the other tokens. The plan must write all of the step's tokens.
     """
     cut, whole = _cut(layout)
     found = SeparatePrompts.of(cut, whole)
@@ -47,12 +46,12 @@ def planned(layout: StepLayout, window: int | None, plan_of: Callable[[StepLayou
 
 
 def _cut(layout: StepLayout) -> tuple[StepLayout, np.ndarray]:
-    """The layout with a request for each run and what lies between; [R'] bool, which are runs."""
+    """Splits requests into runs and the pieces between; returns a layout of R' and [R'] is_run."""
     starts = layout.query_start_loc_np
     of_runs = np.array([(run.first, run.end) for run in layout.runs]).ravel()
     edges = np.unique(np.concatenate([starts, of_runs]))
     owner = np.searchsorted(starts, edges[:-1], side="right") - 1
-    later = starts[owner + 1] - edges[1:]  # rows of the request that come later
+    later = starts[owner + 1] - edges[1:]  # tokens of the request after the piece
     cut = replace(
         layout,
         query_start_loc_np=edges.astype(np.int32),
@@ -67,7 +66,7 @@ def _cut(layout: StepLayout) -> tuple[StepLayout, np.ndarray]:
 
 
 def _placed(prompt: Prompt, run: Run) -> Prompt:
-    """The run as a prompt, which begins where its rows are seen whatever the window."""
+    """Sets `begin` of a run: from there on, tokens are visible regardless of the window."""
     return replace(prompt, begin=prompt.context if run.windowed else run.begin)
 
 
@@ -78,17 +77,14 @@ def attend(
     queries: mx.array,
     scoring: Scoring,
 ) -> mx.array:
-    """[T, H, DV] of [T, H, D] queries of a layer that has just written its rows.
+    """Attends with [T, H, D] queries after the layer's write; returns [T, H, DV].
 
     Args:
-        kv_cache: of the layer.
-        plan: of the step, for the rows that are not of runs.
+        plan: of the step, for tokens outside of runs.
         apart: the runs.
-        queries: of all rows.
-        scoring: how they attend.
 
     Raises:
-        NotImplementedError: runs have no such scoring.
+        NotImplementedError: `scoring` has sinks or a soft cap.
     """
     if scoring.sinks is not None or scoring.softcap is not None:
         raise NotImplementedError(
@@ -113,10 +109,10 @@ def _attend_to(
     window: int | None,
     scoring: Scoring,
 ) -> mx.array:
-    """[n, H, DV] of a run's [n, H, D] queries over [Hkv, S, D] keys and values of its context."""
+    """Attends with a run's [n, H, D] queries to [Hkv, S, D] K and V; returns [n, H, DV]."""
     rows, start, mask = np.arange(run.context - run.num_rows, run.context), 0, None
     if window is not None:
-        start = max(min(run.begin, int(rows[0]) - window + 1), 0)  # blocks before may be gone
+        start = max(min(run.begin, int(rows[0]) - window + 1), 0)  # earlier blocks may be freed
         places = np.arange(start, run.context)
         seen = (places > rows[:, None] - window) | (places >= run.begin)
         mask = None if seen.all() else mx.array(seen)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer of a draft network whose K/V the target's forward writes and never attends to."""
+"""Layer of a draft network whose K/V are written, but not read, by the target model's forward."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from vllm_metal.engine.kv_cache.layer_state import LayerState, StepScope
 
 
 class ContextKind(NamedTuple):
-    """What a plan of writes depends on, beside the step."""
+    """Layer properties that a plan of writes depends on."""
 
     num_kv_heads: int
 
 
 @dataclass(frozen=True)
 class ContextLayer(AttentionLayer):
-    """A draft layer's share of the KV cache, as the target's step writes it."""
+    """The KV cache of a draft layer, written by the target's steps."""
 
     @staticmethod
     def of(layer: AttentionLayer) -> ContextLayer:
-        """The layer's, under its name and in its storage."""
+        """Wraps a draft model's layer; keeps its name and storage."""
         given = {each.name: getattr(layer, each.name) for each in fields(AttentionLayer)}
         return ContextLayer(**given)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ForwardInputs decides what a forward reads besides weights and caches, each a graph's input."""
+"""Inputs of a forward besides weights and caches, and per-token values for the model's modules."""
 
 from __future__ import annotations
 
@@ -14,65 +14,65 @@ from vllm_metal.engine.kv_cache.layer_state import Run
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """Arrays that one forward of T rows reads.
+    """Inputs of one forward of T tokens.
 
-    All of them are inputs of a compiled graph: only their names, shapes and dtypes are part of it.
+    They are inputs of a compiled graph, which depends only on their names, shapes and dtypes.
     """
 
     input_ids: mx.array  # [T] int32
-    positions: mx.array  # [1, T] int32, what ropes turn by; as a rule the place in the request
-    embeddings: mx.array | None = None  # [T, 1, H], in place of those of `input_ids`
-    extras: tuple[tuple[str, mx.array], ...] = ()  # [T, ...] by name, for modules that ask for them
+    positions: mx.array  # [1, T] int32, for RoPE; usually positions in the request
+    embeddings: mx.array | None = None  # [T, 1, H], replace those of `input_ids`
+    extras: tuple[tuple[str, mx.array], ...] = ()  # [T, ...] by name, for `of_rows`
     runs: tuple[Run, ...] = ()
 
     def with_extras(self, extras: Mapping[str, mx.array]) -> ForwardInputs:
-        """Adds arrays of T rows by name; `of_rows` gives them to the modules of the model."""
+        """Adds [T, ...] arrays by name, which the model's modules get from `of_rows`."""
         return replace(self, extras=self.extras + tuple(extras.items())) if extras else self
 
 
-#: Values of the rows of the forward that is being built, by name.
+#: Per-token values of the forward that is being built, by name.
 _of_rows: dict[str, mx.array] = {}
 
 
 def of_rows(name: str, otherwise: mx.array | None = None) -> mx.array:
-    """A value of each row, for a module of the model while its forward is built.
+    """Returns per-token values, for a module of the model while its forward is built.
 
     Args:
-        name: of the value.
-        otherwise: what stands for it where the model is called without requests, as the memory
-            profile and the dense check do.
+        name: of the extra.
+        otherwise: default if the model is called without requests, as by the memory profile and
+            the dense check.
 
     Returns:
-        [T, 1, ...] as a rule. Inside a module that goes from token to token, [n, L, ...]: of the
-        sequences that this call of it computes. So it always goes with the module's own input.
+        [T, 1, ...]; inside recurrent modules [n, L, ...], for the sequences of the call. So the
+        leading axes always match the module's input.
 
     Raises:
-        KeyError: the forward has no such value, and nothing stands for it.
+        KeyError: the forward has no such value, and there is no default.
     """
     return _of_rows[name] if otherwise is None else _of_rows.get(name, otherwise)
 
 
 def optional_of_rows(name: str) -> mx.array | None:
-    """As `of_rows`; None where the forward that is being built has no such value."""
+    """Like `of_rows`, but returns None if the forward has no such value."""
     return _of_rows.get(name)
 
 
 def bound(inputs: ForwardInputs) -> AbstractContextManager[None]:
-    """Within, `of_rows` knows the extras of a forward."""
+    """Context manager in which `of_rows` returns a forward's extras."""
     return _bound({name: array[:, None] for name, array in inputs.extras})
 
 
 def regrouped(rows: mx.array) -> AbstractContextManager[None]:
-    """Within, `of_rows` gives the values of some rows, as sequences.
+    """Context manager in which `of_rows` returns the values of sequences.
 
     Args:
-        rows: [n, L] int32, of the forward's T.
+        rows: [n, L] int32, indices of the forward's tokens.
     """
     return _bound({name: array[:, 0][rows] for name, array in _of_rows.items()})
 
 
 def as_one_sequence() -> AbstractContextManager[None]:
-    """Within, `of_rows` gives the values of all rows as one sequence, [1, T, ...]."""
+    """Context manager in which `of_rows` returns the values of one sequence, [1, T, ...]."""
     return _bound({name: array.swapaxes(0, 1) for name, array in _of_rows.items()})
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes from token to token in a known module: its operations, read off a call that is built.
+"""The recurrent operations of a known module, recorded by tracing a call of it.
 
-They name what our kernels are checked for, and what they are compiled for before the first step;
-and they are repeated where a step has no rows, but drafts of an earlier one to be applied.
+They determine which kernels are checked and compiled at startup. They are also repeated in a step
+without tokens, which only applies accepted drafts of an earlier step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_metal.patches.mlx_patches.recurrences import SequenceCall, handed_to
 if TYPE_CHECKING:
     from vllm_metal.patches.mlx_patches.module_calls import ModuleCall
 
-#: By axes of a recurrence's decays, what `StateKind` calls them; 0: there are none.
+#: `StateKind.decays` by number of axes of the decays; 0: there are none.
 _DECAYS = {0: "rates", 2: "heads", 3: "keys"}
 
 
@@ -36,7 +36,7 @@ class Convolution:
     bias: mx.Dtype | None
 
     def repeat(self, call: SequenceCall, num_rows: int) -> mx.array:
-        """The operation over rows of zeros."""
+        """Runs the operation on zeros."""
         bias = None if self.bias is None else mx.zeros(self.channels, self.bias)
         weights = mx.zeros((self.channels, self.taps), self.weights)
         return call.convolve(mx.zeros((num_rows, self.channels), self.dtype), weights, bias)
@@ -49,13 +49,13 @@ class Recurrence:
     heads: tuple[int, int, int, int]  # HK, DK, HV, DV
     dtype: mx.Dtype  # of queries and keys
     values: mx.Dtype
-    decays: int  # axes: 2 by head, 3 by key; 0: they follow from the rates
-    delta: bool  # by the delta rule
-    #: [HV, DK] float32, A where decays follow from the rates; None: zeros.
+    decays: int  # axes: 2 for one per head, 3 for one per key; 0: computed from the rates
+    delta: bool  # whether the delta rule applies
+    #: [HV, DK] float32, log of A if decays are computed from the rates; None: zeros.
     log_rates: mx.array | None = field(default=None, compare=False)
 
     def repeat(self, call: SequenceCall, num_rows: int) -> mx.array:
-        """The operation over rows of zeros."""
+        """Runs the operation on zeros."""
         num_keys, key_size, num_heads, value_size = self.heads
         rows = mx.zeros((num_rows, num_keys, key_size), self.dtype)
         by_key = (num_heads, key_size)
@@ -73,24 +73,21 @@ class Recurrence:
 
 @dataclass(frozen=True)
 class Inside:
-    """The operations of a module: its convolutions, then its recurrence if it has one."""
+    """The recurrent operations of a module: convolutions, then at most one recurrence."""
 
     convolutions: tuple[Convolution, ...] = ()
     recurrence: Recurrence | None = None
 
     def repeat(self, call: SequenceCall, num_rows: int = 1) -> None:
-        """Has a call compute them all, over rows of zeros."""
+        """Runs all operations of `call` on zeros."""
         for operation in (*self.convolutions, self.recurrence):
             if operation is not None:
                 operation.repeat(call, num_rows)
 
     def kinds(self, form: StateFormat) -> list[tuple[mx.Dtype, StateKind]]:
-        """Kinds of states for the self-check, each with the dtype of rows.
+        """Returns kinds of states for the self-check, each with the dtype of its inputs.
 
-        The recurrence lies behind the first convolution.
-
-        Args:
-            form: of the module's states.
+        The recurrence's state is checked together with the first convolution's.
         """
         kinds = [
             (each.dtype, StateKind(channels=each.channels, taps=each.taps))
@@ -110,11 +107,11 @@ class Inside:
 
 
 def inside_of(call: ModuleCall, cache: object, form: StateFormat) -> Inside:
-    """Reads what a known module leaves to its cache, by building a call of it.
+    """Records the recurrent operations of a known module by tracing a call of it.
 
     Args:
-        call: of the module, as it was made.
-        cache: the argument of it that stands for the state.
+        call: a recorded call of the module.
+        cache: the argument of the call that is the layer's cache.
         form: of the state.
     """
     noted = _Noted(form)
@@ -127,7 +124,7 @@ def inside_of(call: ModuleCall, cache: object, form: StateFormat) -> Inside:
 
 
 class _Noted(SequenceCall):
-    """Notes the operations of a module."""
+    """Records the operations of a module."""
 
     def __init__(self, form: StateFormat) -> None:
         super().__init__(form.shapes, form.dtypes)

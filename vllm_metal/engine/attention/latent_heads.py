@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one prompt by keys and values of heads, built from latents a few heads at a time."""
+"""MLA attention of one prompt with K and V expanded from latents, a few heads at a time."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from vllm_metal.engine.kv_cache.latent_prompts import LatentHeads
 from vllm_metal.engine.kv_cache.layer_state import joined
 from vllm_metal.patches.mlx_patches import multi_linear
 
-#: The most bytes of keys, values and scores that are there at once; heads have theirs in turns.
+#: Limit in bytes of the keys, values and scores of the heads that are computed together.
 BUILT_AT_ONCE = 2**28
 
 
 @dataclass(frozen=True)
 class Projections:
-    """A layer's, of mlx-lm's."""
+    """An MLA layer's projections, mlx-lm's MultiLinear."""
 
-    embed: Any  # latents' space from that of a head's keys: [H, rank, key]
-    unembed: Any  # a head's values from latents: [H, value, rank]
+    embed: Any  # queries to latent space: [H, rank, key]
+    unembed: Any  # latents to values: [H, value, rank]
 
     @staticmethod
     def of_zeros(heads: LatentHeads, dtype: mx.Dtype) -> Projections:
-        """Projections of such heads, which give zeros."""
+        """Returns projections with zero weights."""
         made = []
         for num_outputs, num_inputs in ((heads.rank, heads.key), (heads.value, heads.rank)):
             layer = mla.MultiLinear(1, 1, 1)
@@ -38,7 +38,7 @@ class Projections:
         return Projections(*made)
 
     def heads(self, rotated: int) -> LatentHeads:
-        """Their sizes, beside rotated keys of so many elements."""
+        """Returns the sizes of the heads."""
         key, rank = multi_linear.sizes(self.embed)
         _, value = multi_linear.sizes(self.unembed)
         return LatentHeads(len(self.embed.weight), rank, rotated, key, value)
@@ -56,9 +56,8 @@ def attend(
     Args:
         queries: [Q, H, key + rotated].
         context: [S, rank + rotated] latents and rotated keys, of the dtype of `queries`.
-        projections: what makes keys and values of latents.
-        scale: factor on the scores.
-        pace: ends command buffers between calls that take long; None: MLX alone ends them.
+        projections: expand latents to keys and values.
+        pace: ends command buffers between long calls; None: only MLX ends them.
 
     Returns:
         [Q, H, value].
@@ -70,7 +69,7 @@ def attend(
     for first in range(0, heads.num_heads, turn.num_heads):
         here = slice(first, min(first + turn.num_heads, heads.num_heads))
         rows = queries[:, here].swapaxes(0, 1)[None]
-        if outputs:  # so that these heads' are not built before the last ones' are gone
+        if outputs:  # expand only after the previous heads' keys and values are freed
             context = mx.depends(context, outputs[-1])
         keys, values = _built(context, projections, heads.rank, here)
         share = heads._replace(num_heads=here.stop - here.start)
@@ -80,7 +79,7 @@ def attend(
 
 @dataclass(frozen=True)
 class Turn:
-    """What is computed at once: by MLX's fused kernel for the size, or by plain operations."""
+    """Number of heads and queries that one call computes."""
 
     num_heads: int
     num_rows: int
@@ -88,13 +87,13 @@ class Turn:
 
     @staticmethod
     def of(heads: LatentHeads, context: int, num_rows: int, dtype: mx.Dtype) -> Turn:
-        """As much as BUILT_AT_ONCE and MOST_WORK have room for.
+        """Chooses the largest call within BUILT_AT_ONCE and MOST_WORK.
 
         Args:
             heads: of the layer.
             context: tokens.
-            num_rows: that attend.
-            dtype: of the rows.
+            num_rows: queries.
+            dtype: of queries and latents.
         """
         key_size, value_size, scores = heads.key + heads.rotated, heads.value, 0
         fused = is_fused(key_size, key_size, dtype, mx.default_device().type)
@@ -106,7 +105,7 @@ class Turn:
         num_rows = min(max(most, buckets.MIN_ROWS), num_rows)
         if not fused:
             scores = 2 * num_rows * context * mx.float32.size  # and their weights
-        # Twice: as they are built, and as they are joined or padded.
+        # Twice: after the projection, and concatenated or padded.
         built = 2 * context * (key_size + value_size) * dtype.size
         built += heads.rank * (heads.key + heads.value) * dtype.size  # matrices as values
         work = heads._replace(num_heads=1).work(num_rows, context)
@@ -115,17 +114,16 @@ class Turn:
 
 
 def largest_call(heads: LatentHeads, context: int, num_rows: int, dtype: mx.Dtype) -> mx.array:
-    """One turn of heads over a context of zeros: the most memory that any takes.
+    """Runs the call that takes the most memory, on zeros.
 
     Args:
-        heads: of the layer.
         context: tokens.
-        num_rows: of the step, at most.
-        dtype: of the rows.
+        num_rows: most queries of a step.
+        dtype: of queries and latents.
     """
     num_rows = min(num_rows, context)
     turn = Turn.of(heads, context, num_rows, dtype)
-    if turn.fused:  # whose memory does not depend on them
+    if turn.fused:  # its memory does not depend on the number of queries
         num_rows = min(num_rows, buckets.MIN_ROWS)
     heads = heads._replace(num_heads=turn.num_heads)
     sizes = turn.num_heads, heads.key + heads.rotated
@@ -137,7 +135,7 @@ def largest_call(heads: LatentHeads, context: int, num_rows: int, dtype: mx.Dtyp
 def _built(
     context: mx.array, projections: Projections, rank: int, heads: slice
 ) -> tuple[mx.array, mx.array]:
-    """[1, h, S, key + rotated] and [1, h, S, value] of some heads."""
+    """Expands latents to keys [1, h, S, key + rotated] and values [1, h, S, value] of h heads."""
     latents, rotated = mx.split(context[None], [rank], axis=-1)
     keys = latents @ multi_linear.matrices(projections.embed, heads, context.dtype)
     rotated = mx.broadcast_to(rotated, (*keys.shape[:2], rotated.shape[-1]))
@@ -156,12 +154,11 @@ def _by_pieces(
     pace: Pace | None,
     before: list[mx.array],
 ) -> mx.array:
-    """[1, h, Q, value]: so many rows at once, over what they see.
+    """Attends with `turn.num_rows` queries at a time; returns [1, h, Q, value].
 
-    Args beyond attend's:
-        turn: says how.
-        heads: h of the layer's.
-        before: what was queued before, if anything.
+    Args:
+        heads: sizes of the h heads.
+        before: the last operation queued before, if any.
     """
     value_size, size, length = values.shape[-1], keys.shape[-1], keys.shape[2]
     if turn.fused and value_size < size:  # MLX's kernels want values of the keys' size
@@ -172,7 +169,7 @@ def _by_pieces(
         rows, seen = queries[:, :, first:last], length - num_rows + last
         if pace is not None:
             pace.before(heads.work(last - first, seen), *(outputs[-1:] or before))
-        if outputs:  # whose scores are gone then
+        if outputs:  # run after the previous call, whose scores are freed then
             rows = mx.depends(rows, outputs[-1])
         out = mx.fast.scaled_dot_product_attention(
             rows,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds what each layer of a loaded model keeps between steps, by tracing one token."""
+"""Finds the state that each layer of a loaded model keeps between steps, by tracing one token."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Probe(Protocol):
 
 
 class _AttentionProbe(AttendingCache):
-    """Records what a layer writes, and whether its attention comes through the seam."""
+    """Records what an attention layer writes and how it attends."""
 
     def __init__(self, window: int | None) -> None:
         self._window = window

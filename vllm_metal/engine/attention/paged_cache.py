@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache that an attention layer of mlx-lm sees, answered from the paged pool."""
+"""mlx-lm's KV cache interface for attention layers, backed by the paged pool."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from vllm_metal.patches.mlx_patches.seam import AttendingCache, Scoring
 
 
 class LayerRotation(NamedTuple):
-    """What a layer does to its keys right before it hands them to its cache."""
+    """RoPE that a layer applies to its keys right before it passes them to its cache."""
 
     kind: RotationKind
-    queries: bool  # its queries are rotated alike, and go to attention as they are then
+    queries: bool  # whether queries get the same rotation right before attention
 
 
 class PagedCache(AttendingCache, Generic[PlanT]):
-    """Stands where mlx-lm expects one layer's KV cache.
+    """Replaces mlx-lm's KV cache of one layer.
 
-    The model feeds T rows of length 1; `offset` gives each its own position, `update_and_fetch`
-    hands K/V to the pool and `attend` is called by the seam in place of dense attention.
+    The model gets a batch of T tokens of length 1. `offset` gives each its position,
+    `update_and_fetch` writes K/V to the pool, and the patched attention calls `attend`.
 
-    Keys that the layer has only just rotated are written as they were before, by what rotates them
-    on the way, and the layer's queries with them: see mlx_patches.rotations.
+    If the layer has just applied RoPE to its keys, the pool's write takes the keys from before and
+    applies RoPE itself, also to the layer's queries: see mlx_patches.rotations.
     """
 
     def __init__(
@@ -47,22 +47,22 @@ class PagedCache(AttendingCache, Generic[PlanT]):
         """
         Args:
             kv_cache: the layer's K and V.
-            scope: the step at hand; outside one, every call raises RuntimeError.
-            rotation: of the layer; None: whatever it rotates it rotates itself.
+            scope: the current step; outside of one, every call raises RuntimeError.
+            rotation: RoPE that the write can apply; None: the layer applies it itself.
         """
         self._kv_cache = kv_cache
         self._scope = scope
         self._rotation = rotation if kv_cache.rotates else None
-        #: Queries as the layer has rotated them, and as the write of its keys has.
+        #: Queries rotated by the layer, and the same queries rotated by the write.
         self._turned: tuple[mx.array, mx.array] | None = None
 
     @property
     def offset(self) -> mx.array:
-        """[T] int32, position of each row: mlx-lm rotates each by its own."""
+        """[T] int32, each token's position, by which mlx-lm applies RoPE."""
         return self._scope.positions
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Takes this step's K/V, each [T, Hkv, 1, D], and returns them: `attend` needs neither."""
+        """Writes this step's K and V, each [T, Hkv, 1, D], and returns them unchanged."""
         of = self._rotated(keys)
         if of is None:
             self._kv_cache.write(self._scope.plan, keys[:, :, 0], values[:, :, 0])
@@ -81,7 +81,7 @@ class PagedCache(AttendingCache, Generic[PlanT]):
         return keys, values
 
     def _rotated(self, keys: mx.array) -> OfLayer | None:
-        """What the layer's rotation was applied to; None: the keys are to be taken as they are."""
+        """Returns the inputs of the layer's rotation; None: write the keys as they are."""
         self._turned = None
         if self._rotation is None:
             return None
@@ -93,7 +93,7 @@ class PagedCache(AttendingCache, Generic[PlanT]):
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring
     ) -> mx.array:
-        """[T, H, 1, D] queries over the request's whole context; [T, H, 1, DV] back."""
+        """Attends with [T, H, 1, D] queries to each request's context; returns [T, H, 1, DV]."""
         turned, self._turned = self._turned, None
         if turned is not None and queries is turned[0]:
             queries = turned[1]
@@ -104,39 +104,38 @@ class PagedCache(AttendingCache, Generic[PlanT]):
 
 
 class SharedCache(PagedCache[PlanT]):
-    """The cache of a layer whose K/V other layers read, which keep none themselves.
+    """The cache of a layer whose K/V are shared with later layers that have none of their own.
 
-    Gemma 3n hands such a layer this cache, Gemma 4 what `update_and_fetch` returned.
+    Gemma 3n passes this cache to those layers, Gemma 4 the results of `update_and_fetch`.
     """
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Takes this step's K/V, each [T, Hkv, 1, D], and returns itself: the seam asks it."""
+        """Writes this step's K and V, each [T, Hkv, 1, D], and returns placeholders for them."""
         super().update_and_fetch(keys, values)
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """What stands for K and V of the whole context."""
+        """Returns placeholders for K and V, by which attention finds this cache."""
         return self, self
 
 
 class LatentCache(PagedCache[PlanT], CallingCache):
     """The cache of a layer of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
-    Of a token such a layer keeps one row: a latent, which every head's K and V are made of, and the
-    rotated part of the keys, which all heads have in common. A row of length 1 attends to latents
-    themselves (the paper's "absorbed" form): the queries are brought into the latents' space, and
-    the values come out in it.
+    Per token such a layer stores a latent, from which every head's K and V are projected, and the
+    rotated part of the keys, which all heads share. Tokens attend to latents directly (the paper's
+    "absorbed" form): queries are projected to latent space, and the outputs are in it.
 
-    mlx-lm's modules compute the scores of positions apart, as (q_pe * scale) @ k_pe^T, and hand
-    them to attention as a mask. They get the identity as `k_pe` here, so that attention gets
-    q_pe * scale itself, and can multiply it with the rows of the pool.
+    mlx-lm's modules compute the position scores separately, as (q_pe * scale) @ k_pe^T, and pass
+    them to attention as a mask. Here they get the identity as `k_pe`, so attention receives
+    q_pe * scale and multiplies it with the rotated keys in the pool.
 
-    Prompts for which that is less work (`latent_prompts`) attend by keys and values of heads. Then
-    the module's projections are left out of its call, and applied here: to the queries of the other
-    rows, and to the latents of the prompts' contexts.
+    Long prompts (`latent_prompts`) attend with expanded K and V, which is less work. The module's
+    projections are then skipped in its call and applied here: to the queries of other tokens, and
+    to the latents of the prompts' contexts.
     """
 
-    _projections: Projections  # of the module whose call is under way
+    _projections: Projections  # of the module that is being called
 
     def call(self, module: MethodType, args: tuple[Any, ...], kwargs: Any) -> Any:
         """See CallingCache."""
@@ -148,7 +147,7 @@ class LatentCache(PagedCache[PlanT], CallingCache):
             return module(*args, **kwargs)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Takes this step's latents and rotated keys.
+        """Writes this step's latents and rotated keys.
 
         Args:
             keys: [T, 1, 1, rank] latents.
@@ -171,7 +170,7 @@ class LatentCache(PagedCache[PlanT], CallingCache):
         self, queries: mx.array, values: mx.array, position_queries: mx.array, scale: float
     ) -> mx.array | None:
         """See AttendingCache."""
-        # The scale applies to the whole product, so it leaves the queries of positions again.
+        # The scale is applied to the whole product later, so it is divided out here.
         rotated = (position_queries.astype(mx.float32) / scale).astype(queries.dtype)
         rows = mx.concatenate([queries, rotated], axis=-1)
         if self._prompts is None:
@@ -186,7 +185,7 @@ class LatentCache(PagedCache[PlanT], CallingCache):
     def _attend_separately(
         self, plan: SeparatePrompts, queries: mx.array, key_size: int, scale: float
     ) -> mx.array:
-        """[T, H, value] of [T, H, key + rotated] queries that no projection was applied to."""
+        """Attends with [T, H, key + rotated] unprojected queries; returns [T, H, value]."""
         outputs = []
         if plan.others is not None:
             keys, rotated = mx.split(queries[plan.others].swapaxes(0, 1), [key_size], axis=-1)
@@ -204,7 +203,7 @@ class LatentCache(PagedCache[PlanT], CallingCache):
 
 @cache
 def _identity(size: int, dtype: mx.Dtype) -> mx.array:
-    """[1, 1, size, size], of all layers and steps: a graph takes it as a value that is there."""
+    """Returns [1, 1, size, size], evaluated and cached so that graphs treat it as a constant."""
     identity = mx.eye(size, dtype=dtype)[None, None]
     mx.eval(identity)
     return identity

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer that goes from token to token: its state, and the module that computes it.
+"""Recurrent layers: their state in the KV cache, and the calls of the modules that compute it.
 
-The model gets T rows of length 1. A module whose inside is known (`mlx_patches.recurrences`) is
-called once, with all rows as one sequence, and our operations do what is not token-wise
-(`SequenceLayer`). The call of any other is taken apart: the module is called once for each run of
-sequences (`RunPlan`), with the states before them in mlx-lm's own cache, and its results are put
-back in the order of the rows (`RunLayer`).
+The model gets a batch of T tokens of length 1. If a module's recurrent operations are known
+(`mlx_patches.recurrences`), it is called once with all tokens as one sequence, and our operations
+replace the recurrent ones (`SequenceLayer`). Other modules are called once per run of sequences of
+equal length (`RunPlan`), with their states in mlx-lm's own cache, and the results are put back in
+token order (`RunLayer`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from vllm_metal.patches.mlx_patches import library_kernels, module_calls, recurr
 from vllm_metal.patches.mlx_patches.module_calls import ModuleCall, SequenceCache
 from vllm_metal.patches.mlx_patches.recurrences import SequenceCall, handed_to
 
-#: Where no layer attends: memory of states is float32 (LayerKVCache.of_states).
+#: For models without attention layers, whose states are in float32 memory (`allocate_states`).
 _STATES_ALONE = Case(
     AttentionShape(1, 1, 64, 64),
     mx.float32,
@@ -55,7 +55,7 @@ _STATES_ALONE = Case(
     BLOCK_SIZES[0],
     kernels=("kv_write", "kv_blocks", "kv_states", "decode", "prefill", "reduce", "graph"),
 )
-#: The kernels that compute states, and where MLX's operations may be faster.
+#: Kernels of recurrent layers, and the timing that compares them with MLX's operations.
 _OF_SEQUENCES = ("convolution", "recurrence", "recurrence_way")
 _TRIAL_BLOCKS = 2
 _CONTEXT = "the state at its newest token"
@@ -64,14 +64,14 @@ StateT = TypeVar("StateT", bound=RecurrentState)
 
 @dataclass(frozen=True)
 class RecurrentLayer(StatefulLayer):
-    """One layer's share of the KV cache: a state a request."""
+    """The cache of one recurrent layer: a fixed-size state per request."""
 
     form: StateFormat
     library_calls: tuple[library_kernels.Call, ...] = ()  # of the whole model
 
     @property
     def kind(self) -> Hashable:
-        """One kind of all such layers in a group: a plan knows nothing of the states' form."""
+        """The class: plans do not depend on the states' format."""
         return type(self)
 
     @property
@@ -83,7 +83,7 @@ class RecurrentLayer(StatefulLayer):
         return _CONTEXT
 
     def spec(self, block_size: int, elements: mx.Dtype, whole_context: bool = False) -> KVCacheSpec:
-        """vLLM's "align" mode, also without prefix caching: where a state lies is the same then."""
+        """Uses vLLM's "align" mode, also without prefix caching: states are stored the same way."""
         return MambaSpec(
             block_size=block_size,
             shapes=((self.form.nbytes,),),
@@ -126,7 +126,7 @@ class RecurrentLayer(StatefulLayer):
         backend: KVBackend,
         host: StatefulLayer | None,
     ) -> RecurrentState:
-        """A state of the layer in storage as the pool's."""
+        """Allocates a state in the same kind of storage as the pool's."""
         pool = _TRIAL_BLOCKS, block_size, elements, backend
         if host is None:
             return self.allocate(*pool)
@@ -164,7 +164,7 @@ class RunLayer(RecurrentLayer):
 
 @dataclass(frozen=True)
 class SequenceLayer(RecurrentLayer):
-    """A layer whose module is called once for all rows of a step."""
+    """A layer whose module is called once for all tokens of a step."""
 
     inside: Inside = field(default_factory=Inside)
 
@@ -212,7 +212,7 @@ class SequenceLayer(RecurrentLayer):
             )
 
     def _compute_once(self, state: RecurrentState, block_size: int) -> mx.array:
-        """Has kernels compute one row of one request."""
+        """Launches the kernels for one token of one request."""
         assert isinstance(state, SequenceState) and isinstance(state.storage, KernelKVCache)
         one, scope = np.ones(1, np.int32), self.scope(state)
         layout = StepLayout(
@@ -228,20 +228,20 @@ class SequenceLayer(RecurrentLayer):
 
 
 class _StepCache(SequenceCache, Generic[StateT, PlanT]):
-    """Stands where a model expects the ArraysCache of a layer, in the step at hand."""
+    """Replaces the ArraysCache of a layer."""
 
     def __init__(self, state: StateT, scope: StepScope[PlanT]) -> None:
         """
         Args:
             state: the layer's storage.
-            scope: the step at hand; outside one, a call raises RuntimeError.
+            scope: the current step; outside of one, a call raises RuntimeError.
         """
         self._state = state
         self._scope = scope
 
 
 class RowsCache(_StepCache[SequenceState, SequencePlan]):
-    """Stands where a model expects the ArraysCache of a layer whose inside is known."""
+    """Replaces the ArraysCache of a layer whose recurrent operations are known."""
 
     def call(self, module: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         num_rows = self._scope.positions.size
@@ -254,12 +254,12 @@ class RowsCache(_StepCache[SequenceState, SequencePlan]):
 
         found, left = self._state.call(self._scope.plan, run)
         results, rebuilt = _results_of(found)
-        # With the results, or what is left would hold what it is made of until the next step.
+        # Evaluate `left` with the results, or its inputs stay alive until the next step.
         return rebuilt(mx.depends([result.swapaxes(0, 1) for result in results], left))
 
 
 def _one_sequence_of(tree: Any, num_rows: int) -> Any:
-    """Arguments with [1, T, ...] in the place of each array of [T, 1, ...] rows."""
+    """Reshapes [T, 1, ...] arguments to [1, T, ...]."""
 
     def regrouped(leaf: Any) -> Any:
         if isinstance(leaf, mx.array) and leaf.shape[:2] == (num_rows, 1):
@@ -270,11 +270,11 @@ def _one_sequence_of(tree: Any, num_rows: int) -> Any:
 
 
 class RunCache(_StepCache[RunState, RunPlan]):
-    """Stands where a model expects the ArraysCache of a layer that is called run by run."""
+    """Replaces the ArraysCache of a layer that is called once per run."""
 
     def call(self, module: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         num_rows = self._scope.positions.size
-        rebuilt: Any = None  # of all runs alike
+        rebuilt: Any = None  # the same for all runs
 
         def compute(
             rows: mx.array, states: list[mx.array]
@@ -290,17 +290,17 @@ class RunCache(_StepCache[RunState, RunPlan]):
             return found, cache.cache
 
         computed = self._state.run(self._scope.plan, compute)
-        return rebuilt(computed)  # which the run has set
+        return rebuilt(computed)  # set by `compute`
 
 
 def _sequences_of(tree: Any, rows: mx.array, num_rows: int) -> Any:
-    """Arguments with [n, L, ...] sequences in place of each array of [T, 1, ...] rows.
+    """Regroups [T, 1, ...] arguments to [n, L, ...] sequences.
 
-    [T] integers are the rows' positions: a sequence is told the first one of its own.
+    [T] integers are positions: a sequence gets its first one.
 
     Args:
         tree: arguments.
-        rows: [n, L] int32.
+        rows: [n, L] int32, indices of tokens.
         num_rows: T.
     """
 
@@ -315,7 +315,7 @@ def _sequences_of(tree: Any, rows: mx.array, num_rows: int) -> Any:
 
 
 def _results_of(tree: Any) -> tuple[list[mx.array], Callable[[Sequence[mx.array]], Any]]:
-    """A module's results as a list of arrays, and what makes such a result of others."""
+    """Flattens a module's results; returns the arrays, and a function that undoes it."""
     if isinstance(tree, mx.array):
         return [tree], lambda arrays: arrays[0]
     named = cast(list[tuple[str, mx.array]], tree_flatten(tree))
@@ -329,7 +329,7 @@ def _results_of(tree: Any) -> tuple[list[mx.array], Callable[[Sequence[mx.array]
 
 
 class RecurrentProbe(ArraysCache):
-    """A `Probe` that notes what a layer keeps, and which module computes it."""
+    """A `Probe` that records a layer's state, and which module computes it."""
 
     def __init__(self, cache: ArraysCache) -> None:
         """
@@ -348,7 +348,7 @@ class RecurrentProbe(ArraysCache):
         super().__setitem__(index, value)
 
     def _note(self) -> None:
-        """The calls that all uses have in common."""
+        """Keeps the enclosing module calls that all accesses have in common."""
         calls = module_calls.under_way()
         if self._common is None:
             self._common = calls
@@ -357,7 +357,7 @@ class RecurrentProbe(ArraysCache):
         self._common = self._common[: ([*same, False]).index(False)]
 
     def check_shapes_of(self, other: RecurrentProbe, name: str) -> None:
-        """Raises NotImplementedError unless another number of tokens leaves a state alike."""
+        """Raises NotImplementedError if the state's shapes depend on the number of tokens."""
         kept = [
             [None if part is None else part.shape for part in probe.cache]
             for probe in (self, other)

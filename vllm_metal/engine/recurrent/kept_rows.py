@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tracks requests whose drafts are not yet in their states, and the rows kept for them."""
+"""Tracks requests whose drafts are not yet applied to their states, and the drafts' kept inputs.
+
+A "kept row" is the input of a recurrent operation for one draft token.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Entries:
-    """Requests whose newest step verified drafts: each has rows that a later step applies.
+    """Requests whose newest step verified drafts: a later step applies their kept rows.
 
-    Where only the device knows a position or count exactly, the value here is too high by `lag`.
+    If only the device knows a position or count exactly, the value here is too high by `lag`.
     """
 
-    req_indices_np: np.ndarray  # [M] int32; -1: the request is gone
+    req_indices_np: np.ndarray  # [M] int32; -1: the request was removed
     steps_np: np.ndarray  # [M] int64, number of the step that verified the drafts
-    certain_rows_np: np.ndarray  # [M] int32, each request's last row of that step before drafts
-    first_np: np.ndarray  # [M] int32, index of each one's first kept row
+    certain_rows_np: np.ndarray  # [M] int32, index in that step of the last token before drafts
+    first_np: np.ndarray  # [M] int32, index of the first kept row
     counts_np: np.ndarray  # [M] int32, drafts
     settled_np: np.ndarray  # [M] int32, number of tokens in the state
     last_np: np.ndarray  # [M] int32, position of the last draft; its block holds the state
@@ -69,24 +72,24 @@ class KeptRows:
 
     def __init__(self) -> None:
         self._entries = NO_ENTRIES
-        self.num_rows = 0  # kept by the newest step for all requests
+        self.num_rows = 0  # rows kept by the newest step for all requests
         self._step = 0
-        self._rows: dict[int, np.ndarray] = {}  # by step; its query_start_loc array identifies it
+        self._rows: dict[int, np.ndarray] = {}  # query_start_loc arrays, by step
 
     def leave(self, req_idx: int) -> None:
-        """Drops a request, whose req_idx may be reused."""
+        """Drops a request; its req_idx may be reused."""
         indices_np = self._entries.req_indices_np
         indices_np[indices_np == req_idx] = -1
 
     def learn(self, query_start_loc_np: np.ndarray, last_rows_np: np.ndarray) -> None:
-        """Takes the accepted drafts of a step.
+        """Records the accepted drafts of a step.
 
-        query_start_loc_np: that step's own array. last_rows_np: [R] int32, row of each request's
-        last accepted token.
+        Args:
+            query_start_loc_np: the same array object that the step was planned with.
+            last_rows_np: [R] int32, index in the step of each request's last accepted token.
         """
         entries = self._entries
-        # Steps are known by the identity of their array: results arrive later, without a step
-        # number.
+        # The array's identity identifies the step: results come later, without a step number.
         for step, rows in self._rows.items():
             if rows is query_start_loc_np:
                 here = np.flatnonzero(entries.steps_np == step)
@@ -100,8 +103,8 @@ class KeptRows:
         """Takes all entries out; the caller returns the carried ones by `add`.
 
         Args:
-            req_indices_np: [R] int32, requests with rows in the current step.
-            settle: [n] int32, other requests that may be settled; None: all.
+            req_indices_np: [R] int32, requests with tokens in the current step.
+            settle: [n] int32, other requests whose drafts may be applied; None: all.
 
         Returns:
             Entries of requests in the step; [R] int, index of each request's entry or -1; entries
@@ -114,7 +117,7 @@ class KeptRows:
         most = max(int(entries.req_indices_np.max()), int(req_indices_np.max(initial=0)))
         entry_of_np = np.full(most + 2, -1)
         entry_of_np[entries.req_indices_np] = np.arange(len(entries))
-        # Requests that are gone (-1) have written the last element.
+        # Removed requests (-1) have written the last element.
         entry_of_np[-1] = -1
         found_np = entry_of_np[req_indices_np]
         here = found_np[found_np >= 0]

@@ -21,11 +21,11 @@ from vllm_metal.engine.recurrent.recurrent_state import StateFormat
 
 @dataclass(frozen=True)
 class Prompt:
-    """Rows of one request without drafts, at positions the host knows."""
+    """Tokens of one request without drafts, at positions that the host knows."""
 
-    first: int  # index in the step's rows
+    first: int  # index of the first token in the step
     read: int  # block of the state; 0: no state yet
-    #: Numbers of rows, and the block for the state after them; 0: not stored.
+    #: Pairs of a number of tokens and the block for the state after them; 0: not stored.
     ends: tuple[tuple[int, int], ...]
 
 
@@ -40,9 +40,9 @@ class LongPrompts:
 def chosen(
     step: Sequences, table_np: np.ndarray, blocks_np: np.ndarray, fewest: int
 ) -> LongPrompts | None:
-    """Selects requests with at least `fewest` rows, without drafts and kept rows; None if none.
+    """Selects requests with at least `fewest` tokens, no drafts and no kept rows; None if none.
 
-    table_np and blocks_np must be exact, not upper bounds.
+    `table_np` and `blocks_np` must be exact, not upper bounds.
     """
     rows, certain = table_np[:, sequences.NUM_ROWS], table_np[:, sequences.NUM_CERTAIN]
     are_long = (rows >= fewest) & (rows == certain) & (table_np[:, sequences.NUM_KEPT] == 0)
@@ -53,7 +53,7 @@ def chosen(
         _prompt(table_np[index].tolist(), blocks_np[index], step.block_size)
         for index in picked.tolist()
     )
-    # The kernel sees zero rows for the selected prompts, so its table keeps its shape.
+    # For the kernel the selected prompts have zero tokens, so its table keeps its shape.
     others = mx.array(np.where(are_long[:, None], 0, table_np))
     return LongPrompts(
         prompts,
@@ -70,7 +70,7 @@ def _prompt(columns: list[int], blocks_np: np.ndarray, size: int) -> Prompt:
         if blocks_np[end // size - 1]
     }
     if write:
-        ends[count] = write  # a block that ends here is that one, or gets no state
+        ends[count] = write  # a block that ends here is this one, or gets no state
     ends.setdefault(count, 0)
     read = columns[sequences.READ] if position else 0
     return Prompt(columns[sequences.FIRST_ROW], read, tuple(sorted(ends.items())))
@@ -90,10 +90,13 @@ def recur(
     rows: tuple[mx.array, RecurrenceInputs],
     y: mx.array,
 ) -> mx.array:
-    """Computes the prompts' rows and states; returns [T, HV, DV] results of all rows.
+    """Computes the prompts' outputs and states; returns [T, HV, DV] outputs of all tokens.
 
-    storage: convolutions have already written their parts. form: its last part is the recurrence's
-    state. rows: queries and inputs of all rows. y: [T, HV, DV] results of the other rows.
+    Args:
+        storage: convolutions have already written their parts.
+        form: its last part is the recurrence's state.
+        rows: queries and inputs of all tokens.
+        y: [T, HV, DV] outputs of the other tokens.
     """
     parts, at = [], 0
     for prompt in long.prompts:
@@ -113,7 +116,7 @@ def _recur_prompt(
     form: StateFormat,
     rows: tuple[mx.array, RecurrenceInputs],
 ) -> tuple[list[mx.array], list[mx.array]]:
-    """Returns results piece by piece, and parts of the states for the prompt's blocks."""
+    """Returns outputs, piece by piece, and parts of the states for the prompt's blocks."""
     queries, inputs = rows
     assert inputs.decays is not None
     blocks = [prompt.read, *(block for _, block in prompt.ends if block)]

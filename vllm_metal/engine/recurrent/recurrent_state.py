@@ -18,7 +18,7 @@ from metal_kernels.sequences import StatePart
 from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.engine.kv_cache.layer_state import Fenced, LayerState, Pending, PlanT, Traceable
 
-#: Alignment of each part of a state in bytes: kernels move this many at once.
+#: Alignment in bytes of each part of a state: kernels load this many at once.
 _ALIGNMENT = 16
 
 
@@ -86,14 +86,14 @@ class StateFormat:
 
 
 class RecurrentState(LayerState, Traceable, Generic[PlanT]):
-    """States in the memory of K and V.
+    """Recurrent states in the memory of K and V.
 
     A block of the pool belongs to one KV cache group at a time, so layers of several groups share
-    memory: if a block belongs to a recurrent layer, its rows of K, then of V, hold a state's bits.
+    memory. In a recurrent layer's block, the bytes of K, then of V, hold a state.
     """
 
     def __init__(self, storage: LayerKVCache, form: StateFormat) -> None:
-        """Uses a layer's K and V, or memory created by `of_states`.
+        """Uses a layer's K and V, or memory from `KVBackend.allocate_states`.
 
         Raises:
             ValueError: a state does not fit in a block.

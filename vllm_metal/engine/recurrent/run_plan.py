@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits a step's rows into runs, for layers that process one token after another.
+"""Splits a step's tokens into runs, for recurrent layers whose modules take sequences.
 
 vLLM gives a request one block for the state at its newest token. While it runs, that is the block
 of the token; a full block keeps the state after its last token, and the next block of the request's
@@ -21,7 +21,7 @@ from vllm_metal.engine.kv_cache.layer_state import StepLayout
 class Run:
     """Sequences of one length that are computed in one call."""
 
-    rows: mx.array  # [n, L] int32, indices in the step
+    rows: mx.array  # [n, L] int32, indices of tokens in the step
     requests: mx.array | None  # [n] int32, their requests; None: all, in order
     kept: mx.array | None  # [k] int32, sequences whose last state may be needed; None: all
 
@@ -30,13 +30,13 @@ class Run:
 class Endings:
     """End states of a step in run order: one per full block and one per request or draft."""
 
-    rows_np: np.ndarray  # [E] int, last row of each
+    rows_np: np.ndarray  # [E] int, last token of each
     requests_np: np.ndarray  # [E] int, request of each
     blocks_np: np.ndarray  # [E] int32, block to store it in; 0: none
     full_np: np.ndarray  # [E] bool, whether it fills the block
-    last_rows_np: np.ndarray  # [R] int, each request's last row
-    drafted: bool  # whether rows may be rejected
-    # Results of `wanted`, since all layers of a step ask for the same.
+    last_rows_np: np.ndarray  # [R] int, each request's last token
+    drafted: bool  # whether tokens may be rejected
+    # Cached results of `wanted`, which all layers of a step call with the same argument.
     _found: list[tuple[np.ndarray | None, np.ndarray]] = field(
         init=False, default_factory=list, repr=False
     )
@@ -45,7 +45,7 @@ class Endings:
         """Returns [k] int, states to store: those of full blocks and each request's last one.
 
         Args:
-            last_rows_np: [R], row of each request's last accepted token; None: no drafts.
+            last_rows_np: [R], index of each request's last accepted token; None: no drafts.
 
         Raises:
             RuntimeError: the step's drafts are not verified yet.
@@ -67,19 +67,19 @@ class Endings:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """One step of one KV cache group."""
+    """Plan of a step for one KV cache group."""
 
     before: mx.array  # [R] int32, block of each request's state
     fresh: mx.array | None  # [R] bool, requests without a state; None: all have one
     runs: tuple[Run, ...]
-    places: mx.array | None  # [T] int32, index of each row in the runs' rows; None: in order
+    places: mx.array | None  # [T] int32, index of each token in the joined runs; None: in order
     endings: Endings = field(compare=False)
 
     @staticmethod
     def from_layout(layout: StepLayout) -> RunPlan:
-        """Splits rows of many lengths into runs of powers of two."""
+        """Splits requests of any lengths into runs whose lengths are powers of two."""
         starts_np, counts_np = layout.query_start_loc_np[:-1], np.diff(layout.query_start_loc_np)
-        begins_np = layout.seq_lens_np - counts_np  # position of the first row
+        begins_np = layout.seq_lens_np - counts_np  # position of the first token
         requests_np = np.arange(len(counts_np))
         before_np = layout.block_tables_np[
             requests_np, np.maximum(begins_np - 1, 0) // layout.block_size
@@ -87,7 +87,7 @@ class RunPlan:
         fresh_np = begins_np == 0
         # Powers of two: the number of calls grows with the logarithm of the longest prompt and with
         # the drafts of a request, but not with the number of requests. Padding would be wrong: most
-        # of mlx-lm's layers update their states with padded rows.
+        # of mlx-lm's layers update their states with padding, too.
         runs, index_np, endings = _runs(layout, starts_np, counts_np, begins_np)
         in_order = np.array_equal(index_np, np.arange(len(index_np)))
         return RunPlan(
@@ -102,10 +102,12 @@ class RunPlan:
 def _runs(
     layout: StepLayout, starts_np: np.ndarray, counts_np: np.ndarray, begins_np: np.ndarray
 ) -> tuple[tuple[Run, ...], np.ndarray, Endings]:
-    """Returns the runs, [T] int32 index of each row in them, and their end states.
+    """Returns the runs, [T] int32 index of each token in them, and their end states.
 
-    starts_np, counts_np, begins_np: [R], each request's first row, number of rows and first
-    position.
+    Args:
+        starts_np: [R], index of each request's first token.
+        counts_np: [R], its number of tokens.
+        begins_np: [R], position of its first token.
     """
     num_reqs, block_size = len(counts_np), layout.block_size
     lengths_np, ends_np = _parts(layout, counts_np, begins_np)
@@ -154,9 +156,9 @@ def _runs(
 def _parts(
     layout: StepLayout, counts_np: np.ndarray, begins_np: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Cuts each request's rows into powers of two, the longest first between two end states.
+    """Splits each request into powers of two, the longest first between two end states.
 
-    A request has an end state after its last row that is not a draft, after each draft, and
+    A request has an end state after its last token that is not a draft, after each draft, and
     wherever one of its own blocks is full. Returns [R, P + 1] lengths, padded with 0, and whether
     an end state follows each.
     """
@@ -180,11 +182,11 @@ def _parts(
 
 
 def _segments(layout: StepLayout, index: int, begin: int, count: int) -> list[int]:
-    """Returns lengths between end states of a request's rows without its drafts."""
+    """Returns lengths between end states of a request, without its drafts."""
     size = layout.block_size
     first, last = begin // size, (begin + count - 1) // size
     if first == last:
         return [count]
-    # Block 0 stands for a block left out of the prefill chunk: it stores no state.
+    # Block 0 marks a block that vLLM did not allocate for the prefill chunk: it stores no state.
     full = first + np.flatnonzero(layout.block_tables_np[index, first:last])
     return np.diff([begin, *((full + 1) * size), begin + count]).tolist()

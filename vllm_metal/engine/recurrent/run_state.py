@@ -13,7 +13,7 @@ from vllm_metal.engine.kv_cache.layer_state import Pending, Restorable, joined
 from vllm_metal.engine.recurrent.recurrent_state import RecurrentState, StateFormat
 from vllm_metal.engine.recurrent.run_plan import Run, RunPlan
 
-#: Rows of a sequence from which copying its last state costs less than keeping all states alive.
+#: Tokens of a sequence from which copying its last state costs less than keeping all states alive.
 _LONG = 16
 
 
@@ -56,11 +56,12 @@ class RunState(RecurrentState[RunPlan], Restorable):
         plan: RunPlan,
         compute: Callable[[mx.array, list[mx.array]], tuple[list[mx.array], list[mx.array]]],
     ) -> list[mx.array]:
-        """Calls a layer over the step's rows, run by run.
+        """Calls a layer for the step's tokens, run by run.
 
         Args:
-            compute: takes [n, L] int32 rows and the [n, *shape] parts of the states before them;
-                returns the layer's results, each [n, L, ...], and the parts of the states after.
+            compute: takes [n, L] int32 indices of tokens and the [n, *shape] parts of the states
+                before them; returns the layer's results, each [n, L, ...], and the parts of the
+                states after them.
 
         Returns:
             The results, each [T, 1, ...].
@@ -86,19 +87,19 @@ class RunState(RecurrentState[RunPlan], Restorable):
         kept = [joined(parts) for parts in zip(*ended, strict=True)]
         self._pending.append(Pending(plan, kept))
         whole = [joined(parts) for parts in zip(*results, strict=True)]
-        # Tie the states to the results; otherwise the arrays they are cut from stay alive until
-        # the next step begins.
+        # Evaluate the states with the results; otherwise the arrays that they are slices of stay
+        # alive until the next step begins.
         whole = mx.depends(whole, kept)
         return whole if plan.places is None else [result[plan.places] for result in whole]
 
 
 def _ending(run: Run, part: mx.array) -> mx.array:
-    """Selects the end states of a run that later steps may need, of [n, ...] states after it."""
+    """Selects the end states that later steps may need from [n, ...] states after a run."""
     if run.kept is not None:
         return part[run.kept]
     if run.rows.shape[1] < _LONG:
         return part
-    # Copy: the part may be a view of everything the module read.
+    # Copy: the part may be a view of the module's whole input.
     return mx.take(part, mx.arange(len(part)), 0)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the inside of a recurrent module with kernels on the pool's blocks, or with MLX."""
+"""Computes a module's recurrent operations with kernels on the pool's blocks, or with MLX."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Call(SequenceCall):
     """One layer's call in a step; its operations use the parts of a state in order."""
 
     def __init__(self, form: StateFormat, plan: SequencePlan, kept: Sequence[mx.array]) -> None:
-        """kept: rows kept by the previous step, in the order of the operations."""
+        """`kept` are rows of the previous step, in the order of the operations."""
         super().__init__(form.shapes, form.dtypes)
         self.form, self.plan = form, plan
         self._parts = iter(form.parts)
@@ -126,7 +126,7 @@ class ByKernels(Call):
         ) -> tuple[tuple[mx.array, mx.array], mx.array]:
             out, left, fence = convolution.run(
                 *(self.plan.sequences, inputs, kept, weight, bias, pools, part, split, after),
-                # A layer's first convolution clears the rest of the block behind the state.
+                # A layer's first convolution clears the rest of the block after the state.
                 state_bytes=None if part.start else self.form.end,
             )
             return (out, left), fence
@@ -165,7 +165,7 @@ class ByKernels(Call):
 
 
 class ByOperations(Call):
-    """Computes on states read from the pool with MLX; new states are written later."""
+    """Computes with MLX on states read from the pool; new states are written later."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class ByOperations(Call):
         plan: SequencePlan,
         kept: Sequence[mx.array],
     ) -> None:
-        """states: [N, *shape] parts of the states before the step."""
+        """`states` are [N, *shape] parts of the states before the step."""
         super().__init__(form, plan, kept)
         self._states = iter(states)
         self._ended: list[mx.array] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits a step's rows into sequences whose states are read and written once, even with drafts.
+"""Splits a step's tokens into sequences whose states are read and written once, even with drafts.
 
 vLLM gives a request one block for the state at its newest token. While it runs, that is the block
 of the token; a full block keeps the state after its last token, and the next block of the request's
@@ -8,7 +8,8 @@ its first and its last: these are block 0.
 
 A step that verifies drafts stores the state after its last certain token in the block of its last
 draft: that block still belongs to the request in the next step, however many drafts are accepted.
-The drafts' inputs are kept rows, which the next step applies up to its own first row (`KeptRows`).
+The drafts' inputs are kept rows, which the next step applies up to its own first token
+(`KeptRows`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _FEWEST_BLOCKS = 16
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """One step of one KV cache group."""
+    """Plan of a step for one KV cache group."""
 
     scope: int  # number of the `SequenceScope` that created it
     sequences: Sequences
@@ -46,19 +47,18 @@ class SequencePlan:
     #: Groups for MLX's operations; None if kernels compute.
     groups: ReferencePlan | None
     reads: mx.array | None  # [N] int32, blocks to read states from; None if kernels compute
-    long: LongPrompts | None = None  # rows for MLX's chunked function
+    long: LongPrompts | None = None  # requests for MLX's chunked function
 
 
 class SequenceScope(StepScope[SequencePlan]):
     """Shares a step's plan among the layers of one KV cache group, and tracks unapplied drafts."""
 
     def __init__(self, by_kernels: bool, num_taps: int, long_prompt: int | None = None) -> None:
-        """Sets how the group computes.
-
+        """
         Args:
-            by_kernels: kernels compute, from positions that only the device knows.
-            num_taps: largest number of inputs per row of the layers' convolutions.
-            long_prompt: rows from which prompts need not use kernels; None: all do.
+            by_kernels: whether kernels compute; their positions may be known to the device only.
+            num_taps: largest kernel size of the layers' convolutions.
+            long_prompt: fewest tokens of a prompt for MLX's chunked function; None: not used.
         """
         super().__init__(self._planned)
         self.number = next(_numbers)
@@ -73,10 +73,10 @@ class SequenceScope(StepScope[SequencePlan]):
         return self._step_of(layout, *self.kept.take(layout.req_indices_np))
 
     def settling(self, req_indices_np: np.ndarray | None = None) -> SequencePlan | None:
-        """Plans a step without rows that applies the accepted drafts the host knows of.
+        """Plans a step without tokens that applies accepted drafts; None if there are none.
 
-        Then states lie where `SequencePlan` expects those of requests without drafts. Returns None
-        if there is nothing to apply.
+        Only requests whose accepted drafts the host knows take part, of `req_indices_np` if given.
+        Afterwards their states are stored like those of requests without drafts.
         """
         nothing, starts_np = np.zeros(0, np.int32), np.zeros(1, np.int32)
         _, found_np, settled, carried = self.kept.take(nothing, req_indices_np)
@@ -105,7 +105,7 @@ class SequenceScope(StepScope[SequencePlan]):
 
 
 class _Step:
-    """Numbers of one plan: R requests with rows, then L requests that only apply kept rows."""
+    """Computes a plan for R requests with tokens, then L requests that only apply kept rows."""
 
     def __init__(
         self,
@@ -126,8 +126,8 @@ class _Step:
         exact = layout.lag is None and entries.lag is None
         has_np = found_np >= 0
         if exact and has_np.any():
-            # The req_idx may hold another request, or one that has moved on: its state lies in its
-            # usual block.
+            # The req_idx may have been reused, or the request restarted elsewhere: then its state
+            # is in its usual block.
             gaps_np = self.begins_np[has_np] - entries.settled_np[found_np[has_np]]
             most_np = entries.counts_np[found_np[has_np]]
             has_np[has_np] = (gaps_np >= 0) & (gaps_np <= most_np)
@@ -140,8 +140,8 @@ class _Step:
         self._lags = not (exact and settled.lag is None)
 
     def _columns(self) -> tuple[np.ndarray, ...]:
-        # [N] each: begin, settled, last position of the state's block, first kept row, and most
-        # kept rows; upper bounds if only the device knows.
+        # [N] each: first position of the step, number of tokens in the state, a position in the
+        # state's block, first kept row, and most kept rows; upper bounds if only the device knows.
         has, before, settled = self.has_np, self.before, self.settled
         begins, last, first = self.begins_np, self.begins_np - 1, np.zeros_like(self.begins_np)
         since, most = begins, first
@@ -166,7 +166,7 @@ class _Step:
     def _tables(self) -> np.ndarray:
         """Returns [R, W] int32 block tables that reach to the blocks of the states."""
         tables_np = self.layout.block_tables_np
-        # A state may lie in the block of a rejected draft, beyond this step's table.
+        # A state may be stored in the block of a rejected draft, beyond this step's table.
         if self.before is None or (width := tables_np.shape[1]) >= self.before.tables_np.shape[1]:
             return tables_np
         known_np = np.where(self.has_np[:, None], self.before.tables_np, 0)
@@ -187,7 +187,10 @@ class _Step:
         return mx.concatenate([now, late]), mx.concatenate([before, late])
 
     def planned(self, scope: SequenceScope, num_before: int) -> tuple[SequencePlan, Entries]:
-        """Returns the plan and the entries for the next step; num_before: rows kept before."""
+        """Returns the plan and the entries for the next step.
+
+        `num_before` is the number of rows that the previous step kept.
+        """
         num_reqs, num_late = len(self.counts_np), len(self.settled)
         begins, since, last, first, most = self._columns()
         columns = self.counts_np, self.drafts_np, self.layout.query_start_loc_np[:-1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of layers that are called once for all rows; drafts only leave their inputs."""
+"""States of layers that are called once for all tokens; for drafts, only inputs are kept."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SequenceState(RecurrentState[SequencePlan]):
     def __init__(
         self, storage: LayerKVCache, form: StateFormat, idle: Callable[[SequenceCall], None]
     ) -> None:
-        """idle: runs the layer's operations over rows of zeros."""
+        """`idle` runs the layer's operations on zeros."""
         super().__init__(storage, form)
         self._idle = idle
         self._kept: dict[int, list[mx.array]] = {}  # by scope of the layer
@@ -47,7 +47,7 @@ class SequenceState(RecurrentState[SequencePlan]):
 
     @property
     def long_prompt(self) -> int | None:
-        """Rows from which a prompt may use MLX's chunked function; None: never."""
+        """Fewest tokens of a prompt for MLX's chunked function; None: never."""
         return None if self._kernels is None else self._kernels.backend.long_prompt
 
     def begin_step(self) -> None:
@@ -80,10 +80,10 @@ class SequenceState(RecurrentState[SequencePlan]):
     def call(
         self, plan: SequencePlan, module: Callable[[SequenceCall], TreeT]
     ) -> tuple[TreeT, list[mx.array]]:
-        """Calls a layer over the step's rows.
+        """Calls a layer for the step's tokens.
 
-        `module` computes with a SequenceCall, to which it leaves all work that goes from token to
-        token. Returns its result, and arrays that must be computed with it.
+        `module` takes a SequenceCall, which runs its recurrent operations. Returns the module's
+        result, and arrays that must be evaluated with it.
         """
         kept = self._kept.get(plan.scope, []) if plan.applies else []
         call: ByKernels | ByOperations
@@ -98,6 +98,6 @@ class SequenceState(RecurrentState[SequencePlan]):
         return found, arrays
 
     def settle(self, plan: SequencePlan) -> None:
-        """Applies kept rows in a step without rows."""
+        """Applies kept rows in a step without tokens."""
         if plan.scope in self._kept:  # else the layer did not run in the previous step
             self.call(plan, self._idle)
