@@ -24,7 +24,7 @@ from vllm_metal.engine.memory.budget import (
     room,
 )
 
-#: Smallest --max-num-batched-tokens to suggest: below it, prompts take forever.
+#: Smallest --max-num-batched-tokens to suggest: below it, prefill is too slow.
 FEWEST_TOKENS = 64
 #: How many changes an error lists.
 NAMED_CHANGES = 3
@@ -163,7 +163,7 @@ def _fewer_requests(now: Change) -> Iterator[Change]:
 
 
 def _fewer_drafts(now: Change) -> Iterator[Change]:
-    # Drafts only take memory in models whose layers keep a state after each.
+    # Drafts only take step memory in models with recurrent layers.
     if now.measured.states is not None:
         for drafts in range(now.settings.num_drafts - 1, 0, -1):
             yield replace(

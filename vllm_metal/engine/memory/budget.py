@@ -166,7 +166,7 @@ def margin(total: int) -> int:
 
 
 def budget_of(measured: Measured, settings: Settings) -> Budget:
-    """The pool's budget, or, if the user set the pool's size, the budget for steps."""
+    """Returns the pool's budget, or, if the user set the pool's size, the budget for steps."""
     total = measured.total
     most_of_it = total - margin(total)
     networks = [

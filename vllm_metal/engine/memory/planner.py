@@ -43,7 +43,7 @@ CPU_CACHE = 32 * 2**20
 #: Peaks are rounded up to a multiple of this: how far MLX runs ahead of the device depends on
 #: timing, and the same model should get the same pool at every start.
 ROUNDING = 16 * 2**20
-#: Rows of sampling that are measured; more are extrapolated linearly.
+#: Sampled tokens that are measured; more are extrapolated linearly.
 SAMPLED_ROWS = 8
 #: Tokens per block, for ratios of bytes that do not depend on it: vLLM's default.
 _BLOCK = 16
@@ -65,7 +65,7 @@ class AdapterBytes:
 
 
 class MemoryPlanner:
-    """A process's share of a device, from before its model is loaded until it is gone."""
+    """Plans a process's memory on a device, from before its model is loaded until it ends."""
 
     # `share`: this process's part if other engines use the device, too; None: all of it.
     def __init__(self, kind: Device, share: Share | None = None) -> None:

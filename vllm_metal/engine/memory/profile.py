@@ -123,7 +123,7 @@ def largest_step(config: VllmConfig) -> tuple[int, mx.array]:
 
 
 def most_sampled(config: VllmConfig) -> int:
-    """Maximum rows sampled in a step: each request's newest token and its drafts."""
+    """Maximum logits rows sampled in a step: each request's newest token and its drafts."""
     scheduler = config.scheduler_config
     return min(scheduler.max_num_seqs * (1 + num_drafts(config)), scheduler.max_num_batched_tokens)
 

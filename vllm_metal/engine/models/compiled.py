@@ -19,8 +19,8 @@ from vllm_metal.patches.mlx_patches.traced_layers import TransposedWeights, angl
 
 logger = init_logger(__name__)
 
-#: Largest compiled forward, in rows: decode steps and those that verify drafts. Prefill spends its
-#: time on the device, and hardly ever repeats a shape.
+#: Largest compiled forward, in tokens: decode steps and those that verify drafts. Prefill spends
+#: its time on the device, and hardly ever repeats a shape.
 MAX_ROWS = 512
 #: Graphs kept, least recently used evicted first. An engine decodes with a few at a time: shapes
 #: change when requests come, go, or outgrow a width of the block table.

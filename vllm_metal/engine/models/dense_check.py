@@ -31,7 +31,7 @@ _REPORT = (
 
 @dataclass(frozen=True)
 class PagedLogits:
-    """An engine's result for a text. logprobs: of each token but the first."""
+    """An engine's result for a text; `logprobs` of each token but the first."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -39,7 +39,7 @@ class PagedLogits:
 
 @dataclass(frozen=True)
 class PagedHidden:
-    """A pooling engine's result for a text. hidden_states: [n, H] float32."""
+    """A pooling engine's result for a text; `hidden_states` are [n, H] float32."""
 
     token_ids: Sequence[int]
     hidden_states: np.ndarray

@@ -42,9 +42,9 @@ class ModelExecutor(PagedLayers):
     def forward_hidden(
         self, rows: Rows, block_tables: BlockTables, inputs: ForwardInputs | None = None
     ) -> mx.array:
-        """Returns [T, 1, H] hidden states of the rows, for `compute_logits`; lazy.
+        """Returns [T, 1, H] hidden states of the tokens, for `compute_logits`; lazy.
 
-        `inputs` replaces the rows' own `inputs`.
+        `inputs` replaces those of `rows`.
         """
         self.begin_step()
         inputs = inputs or rows.inputs
@@ -65,6 +65,6 @@ class ModelExecutor(PagedLayers):
         return self.parts.compute_logits(hidden_states)
 
     def forward(self, rows: Rows, block_tables: BlockTables) -> mx.array:
-        """Returns [N, V] logits of the rows' `logits_indices`; lazy."""
+        """Returns [N, V] logits of the tokens at `rows.logits_indices`; lazy."""
         hidden_states = self.forward_hidden(rows, block_tables)
         return self.compute_logits(rows.of_logits(hidden_states))

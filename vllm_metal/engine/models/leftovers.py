@@ -98,7 +98,7 @@ def _accounting(model: type) -> type:
 
 
 def _sanitized(model: type, instance: Any, weights: Arrays) -> tuple[Arrays, str]:
-    # Returns the arrays by parameter names, and a log line on what became of each tensor. Raises
+    # Returns the arrays by parameter names, and a log line that accounts for all tensors. Raises
     # ModelLoadError for a dropped tensor that may compute something.
     parameters = _parameters(instance)
     marked = [_OF_MTP_LAYERS.match(name) for name in weights]

@@ -36,16 +36,16 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 logger = init_logger(__name__)
-#: Of a config.json, mlx-lm's model and its arguments.
+#: Maps a config.json to mlx-lm's classes of the model and of its arguments.
 Classes = Callable[[dict[str, Any]], tuple[type, type]]
-#: Keys of config.json that say how positions turn queries and keys.
+#: Keys of config.json that configure RoPE.
 _ROPE = frozenset(("rope_parameters", "rope_scaling", "rope_theta"))
 _FLOATING = (mx.float16, mx.bfloat16, mx.float32)
-#: What names end in of vectors that stay float32 where files have them so: biases that choose
-#: experts, and rates of decay, whose rounding grows with the text.
+#: Name suffixes of vectors that stay float32 if files have them so: biases that choose experts, and
+#: decay rates, whose rounding error grows with the text.
 _FLOAT32 = ("e_score_correction_bias", "expert_bias", "A_log", "dt_bias")
 _LONGEST_REASON = 400  # characters of another package's message
-#: How MLX says that arrays are not those of the modules that config.json describes.
+#: Parts of MLX's messages if the weights do not match the modules that config.json describes.
 _OF_OTHERS = ("Expected shape", "parameters not in model", "Missing")
 
 
@@ -55,19 +55,18 @@ def load(
     classes: Classes = patches.classes,
     prepare: Callable[[nn.Module], None] = lambda model: None,
 ) -> nn.Module:
-    """The model of `config`, its floating-point weights cast to the configured dtype.
+    """Loads a model, with floating-point weights cast to the configured dtype.
 
     Quantized weights stay packed; their scales and biases are cast.
 
     Args:
-        config: vLLM's.
-        model_config: of another model in the target's dtype, which drafts; None: the target's own.
-        classes: of the model, by its config.json.
-        prepare: is given the model before its weights are read; may take parts away.
+        model_config: of a draft model, which gets the target's dtype; None: the target's own.
+        classes: returns the model's classes for its config.json.
+        prepare: called with the model before its weights are read; may remove modules.
 
     Raises:
-        ModelLoadError: the folder is missing, incomplete or unreadable, or mlx-lm does not know the
-            model's family.
+        ModelLoadError: the folder is missing, incomplete or unreadable, or mlx-lm does not support
+            the model's family.
     """
     model_config = model_config or config.model_config
     path = model_folder(model_config, config)
@@ -81,9 +80,9 @@ def load(
 
 
 def _overrides(model_config: ModelConfig, path: Path) -> dict[str, Any]:
-    """What --hf-overrides changes of config.json, as mlx-lm's families read it.
+    """Returns keys of config.json changed by --hf-overrides, in the form that mlx-lm reads.
 
-    vLLM makes a draft model's overrides, a function; they concern its own classes.
+    Ignores functions: vLLM sets one for draft models, which concerns its own classes.
     """
     given = model_config.hf_overrides
     if callable(given) or not given:
@@ -104,13 +103,13 @@ def _overrides(model_config: ModelConfig, path: Path) -> dict[str, Any]:
         return changed
     if theta is None:
         return changed | {"rope_parameters": rope, "rope_scaling": rope}
-    # Families read one or two of the three, so all three say the same.
+    # Families read one or two of the three keys, so all three get the same values.
     rope = {"rope_type": "default", **rope, "rope_theta": theta}
     return changed | {"rope_parameters": rope, "rope_scaling": rope, "rope_theta": theta}
 
 
 def _left_out(config: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Keys of a config.json that overrides take away, and what stood there."""
+    """Returns keys of config.json that overrides drop, with their values."""
     lost = []
     for key, value in given.items():
         stated = config.get(key)
@@ -130,13 +129,12 @@ def lazy_model(
     overrides: Mapping[str, Any] | None = None,
     classes: Classes = patches.classes,
 ) -> nn.Module:
-    """The model of a folder as `load` returns it, except that weights are read when they are used.
+    """Returns a folder's model like `load`, but reads its weights on first use.
 
     Args:
-        path: the folder.
         dtype: of its floating-point weights.
         trust_remote_code: whether the folder's own code may run.
-        overrides: keys of config.json, and what they are instead.
+        overrides: replaces keys of config.json.
         classes: see `load`.
 
     Raises:
@@ -148,7 +146,7 @@ def lazy_model(
         patches.install()  # again: mlx-lm has just imported the modules of the folder's own code
     except ModelLoadError as error:
         raise ModelLoadError(f"cannot load {path}: {error}") from error
-    except Exception as error:  # whatever a module raises of its arguments
+    except Exception as error:  # modules raise anything for arguments that they do not support
         reason = shorten(str(error), _LONGEST_REASON)  # mlx-lm lists every missing weight on a line
         if any(sign in reason for sign in _OF_OTHERS):
             reason += ". config.json and the weights are not of one model: download both again"
@@ -166,21 +164,18 @@ def dense_model(
     classes: Classes = patches.classes,
     dtype: mx.Dtype = mx.float32,
 ) -> nn.Module:
-    """mlx-lm's own model of a folder, which computes what the folder says; as its files are typed.
-
-    Weights are read when they are used.
+    """Returns mlx-lm's own model of a folder, in its files' dtypes; reads weights on first use.
 
     Args:
-        path: the folder.
         trust_remote_code: whether the folder's own code may run.
-        overrides: keys of config.json, and what they are instead.
+        overrides: replaces keys of config.json.
         classes: see `load`.
         dtype: of activations, for the scales of quantized weights.
 
     Raises:
-        ModelLoadError: the folder asks for what mlx-lm's module does not compute, or its weights
-            are not served.
-        Exception: what mlx-lm raises.
+        ModelLoadError: mlx-lm's module does not compute what config.json asks for, or the format
+            of the weights is not supported.
+        Exception: from mlx-lm.
     """
     config = load_config(path) | dict(overrides or {})
     checkpoint = opened(path, config)
@@ -191,7 +186,7 @@ def dense_model(
 
 
 def _as_read(config: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    """What config.json says in the words of mlx-lm's module, where it uses others."""
+    """Returns keys of config.json that mlx-lm's module expects under other names or values."""
     if "model_file" in config:
         return {}  # the folder's own code reads it
     family, args = patches.classes(dict(config))
@@ -206,14 +201,12 @@ def _as_read(config: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any
 def in_dtype(
     arrays: Mapping[str, mx.array], dtype: mx.Dtype, model: nn.Module | None = None, place: str = ""
 ) -> dict[str, mx.array]:
-    """The arrays, those of floating-point numbers in one dtype; lazy.
+    """Casts floating-point arrays to one dtype, lazily.
 
     Args:
         arrays: by name.
-        dtype: of floating-point numbers.
-        model: of whose family they are; it keeps the dtype of a few parameters, such as the biases
-            that choose experts. None: of none.
-        place: what the names lack before them in the model.
+        model: its family may exclude parameters, such as the biases that choose experts.
+        place: prefix of the names in the model.
     """
     may_cast = getattr(model, "cast_predicate", lambda name: True)
 
@@ -232,17 +225,14 @@ def load_weights(
     wanted: Callable[[str], bool] | None = None,
     dtype: mx.Dtype | None = None,
 ) -> dict[str, mx.array]:
-    """Arrays by name, in one dtype, of a checkpoint that is no model by itself.
+    """Returns arrays by name of a checkpoint that is not a whole model, such as a draft head.
 
-    Arrays of safetensors files are read when they are used. Draft heads are often published as
-    torch's files only; of these, only tensors are unpickled.
-
-    Quantized weights become dense.
+    Quantized weights are dequantized. Arrays of safetensors files are read on first use. Draft
+    heads are often published only as torch's files; of these, only tensors are unpickled.
 
     Args:
         model_config: names the checkpoint's folder.
-        config: vLLM's.
-        wanted: whether to return the array of a name; None: return all.
+        wanted: selects arrays by name; None: all.
         dtype: of the arrays; None: the target's.
 
     Raises:
@@ -262,17 +252,10 @@ def load_checkpoint(
     config: VllmConfig,
     wanted: Callable[[str], bool] | None = None,
 ) -> tuple[dict[str, Weight], Plan]:
-    """Weights of a checkpoint that is no model by itself, and how they are stored; lazy.
-
-    Arrays keep the dtypes of their files.
-
-    Args:
-        model_config: names the checkpoint's folder.
-        config: vLLM's.
-        wanted: whether to return the weight whose tensors have a name; None: return all.
+    """Returns lazy weights, in their files' dtypes, and their storage plan; see `load_weights`.
 
     Raises:
-        ModelLoadError: see `load_weights`; also if a format is not served.
+        ModelLoadError: see `load_weights`; also if a format is not supported.
     """
     folder = model_folder(model_config, config, HEAD_PATTERNS)
     paths = sorted(folder.glob("*.safetensors"))
@@ -297,20 +280,20 @@ def load_checkpoint(
 
 def _torch_arrays(path: Path) -> dict[str, mx.array]:
     tensors = torch.load(path, map_location="cpu", weights_only=True)
-    return {  # numpy has no bfloat16; float32 holds it exactly
+    return {  # numpy lacks bfloat16; float32 represents it exactly
         name: mx.array((t.float() if t.is_floating_point() else t).numpy())
         for name, t in tensors.items()
     }
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of a model's weights: of a rank's share, where others have the rest."""
+    """Returns the bytes of a model's weights on this rank."""
     parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
     return sum(array.nbytes for _, array in parameters)
 
 
 def _materialise(model: nn.Module, path: Path) -> None:
-    """Reads the weights, which mlx-lm loads lazily, and shows a progress bar in bytes."""
+    """Reads lazy weights, with a progress bar in bytes."""
     parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
     arrays = [array for _, array in parameters]
     total = weight_bytes(model)
@@ -324,11 +307,7 @@ def _materialise(model: nn.Module, path: Path) -> None:
 
 
 def mlx_dtype(config: VllmConfig) -> mx.Dtype:
-    """The dtype that vLLM chose, as MLX's.
-
-    Raises:
-        ModelLoadError: no MLX model can have it.
-    """
+    """Returns the dtype that vLLM chose as MLX's; ModelLoadError if it is not supported."""
     dtype = config.model_config.dtype
     assert isinstance(dtype, torch.dtype)  # vLLM resolves "auto" and names before workers start
     if dtype not in MLX_DTYPES:
@@ -337,18 +316,18 @@ def mlx_dtype(config: VllmConfig) -> mx.Dtype:
 
 
 def model_type(config: VllmConfig) -> str:
-    """`model_type` of config.json, for messages."""
+    """Returns `model_type` of config.json, for messages."""
     return str(config.model_config.hf_config.model_type)
 
 
 def check_draft_vocabulary(config: VllmConfig) -> None:
-    """Checks that each token id means the same to the target and to the draft model.
+    """Checks that target and draft model map token ids to the same tokens.
 
-    vLLM compares the sizes of the two vocabularies. This compares their tokens, where both folders
-    have a tokenizer.json.
+    vLLM only compares the sizes of the vocabularies. Does nothing unless both folders have a
+    tokenizer.json.
 
     Raises:
-        ModelLoadError: an id stands for two different tokens.
+        ModelLoadError: an id maps to two different tokens.
     """
     assert config.speculative_config is not None
     pair = (config.model_config, config.speculative_config.draft_model_config)
@@ -364,7 +343,7 @@ def check_draft_vocabulary(config: VllmConfig) -> None:
 
 
 def _tokens(folder: Path) -> dict[int, str]:
-    """Tokens of tokenizer.json by id; empty where the folder has none."""
+    """Maps ids to tokens of tokenizer.json; empty without that file."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         return {}

@@ -34,7 +34,7 @@ def family(name: str, wanted_by: str) -> ModuleType:
 
 
 def drafter(name: str, wanted_by: str) -> ModuleType:
-    """The module `mlx_vlm.speculative.drafters.NAME`; arguments and errors as in `family`."""
+    """Imports `mlx_vlm.speculative.drafters.NAME`; arguments and errors as in `family`."""
     return _imported(f"speculative.drafters.{name}", wanted_by)
 
 

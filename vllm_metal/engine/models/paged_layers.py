@@ -32,7 +32,7 @@ class EarlierSlots:
     """Slots that the earlier forwards of one submission write, for the later ones."""
 
     def __init__(self, num_forwards: int, num_rows: int) -> None:
-        """Takes the most forwards of one submission, and the rows of each."""
+        """Takes the most forwards of one submission, and the tokens of each."""
         self._none_np = np.full((num_forwards - 1) * num_rows, -1, np.int32)
         self._by_group: dict[int, np.ndarray] = {}
 
@@ -41,7 +41,7 @@ class EarlierSlots:
         return self._by_group.get(group, self._none_np)
 
     def add(self, group: int, slots_np: np.ndarray) -> None:
-        """Adds the slots of a forward's rows."""
+        """Adds the slots of a forward's tokens."""
         slots_np = np.concatenate([self.of(group), slots_np])
         self._by_group[group] = slots_np[len(slots_np) - len(self._none_np) :]
 
@@ -63,9 +63,9 @@ class PagedLayers:
             layers: the network's, in the order of its caches.
             layer_states: storage by layer name; may include other networks', which are managed too.
             group_of: KV cache group by layer name.
-            block_size: tokens of a block.
+            block_size: tokens per block.
             paced: whether long steps end command buffers as they go; False for a forward that is
-                recorded and not run.
+                traced but not run.
             begins_steps: False if another network's forward over the same pool begins each step.
         """
         self.block_size = block_size
@@ -92,11 +92,11 @@ class PagedLayers:
             self._caches.append(caches[0] if layer.name == place else tuple(caches))
         self._scopes = [(group, scope) for (group, _), scope in scopes.items()]
         self._sequences = [each for each in scopes.values() if isinstance(each, SequenceScope)]
-        #: Whether the host must know a step's accepted drafts before it lays out the next step.
+        #: Whether the host must know a step's accepted drafts before it prepares the next step.
         self.needs_outcome = bool(self._restorable) or not all(
             scope.by_kernels for scope in self._sequences
         )
-        #: Whether `learn` has anything to do.
+        #: Whether `learn` has any effect.
         self.keeps_states = bool(self._restorable or self._sequences)
         own = [layer_states[layer.name] for layer in layers]
         #: This network's own layer states, each after the storage that contains it.
@@ -120,7 +120,7 @@ class PagedLayers:
         """Passes a step's accepted drafts to layers with recurrent state.
 
         Call it in the order of the steps. `last_rows_np` is [R] int32: for each request of the
-        step, the row of its last accepted token.
+        step, the index of its last accepted token.
         """
         for state in self._restorable:
             state.restore(last_rows_np)
@@ -128,15 +128,15 @@ class PagedLayers:
             scope.kept.learn(rows.query_start_loc_np, last_rows_np)
 
     def leave(self, req_idx: int) -> None:
-        """Forgets a request, so that another one may take its index."""
+        """Drops a request, so that another one may take its index."""
         for scope in self._sequences:
             scope.kept.leave(req_idx)
 
     def settle(self, req_indices_np: np.ndarray | None = None) -> None:
-        """Writes the states after all accepted tokens that the host knows of into blocks.
+        """Applies all accepted drafts that the host knows of to recurrent states in blocks.
 
-        Call it between steps, for requests ([n] int32, None for all) with blocks that are kept for
-        others or for the request's own return.
+        Call it between steps, for requests ([n] int32, None for all) whose blocks will be reused by
+        the prefix cache or when the request resumes.
         """
         plans = [scope.settling(req_indices_np) for scope in self._sequences]
         if not any(plans):
@@ -163,7 +163,7 @@ class PagedLayers:
     ) -> list[object]:
         """Returns the plan of each scope for a forward.
 
-        `earlier` are the slots of earlier forwards in the same submission, to which the rows' are
+        `earlier` are the slots of earlier forwards in the same submission, to which this one's are
         added; None for a forward that is submitted alone. `runs`: see StepLayout.
         """
         layouts: dict[int, StepLayout] = {}
@@ -180,9 +180,9 @@ class PagedLayers:
 
     @contextmanager
     def during(self, positions: mx.array, plans: Sequence[object]) -> Iterator[list[Any]]:
-        """Yields the layers' caches for the forward that is built inside; they end with it.
+        """Yields the layers' caches for a forward, which must be built within the context.
 
-        `positions` are [T] int32, of the rows.
+        `positions` are [T] int32.
         """
         with ExitStack() as stack:
             if self._rotates:
@@ -193,18 +193,18 @@ class PagedLayers:
 
     @contextmanager
     def step(self, rows: Rows, block_tables: BlockTables) -> Iterator[list[Any]]:
-        """Works like `during`, for these rows only, and begins the step."""
+        """Begins a step and yields the layers' caches; see `during`."""
         self.begin_step()
         with self.during(rows.positions, self.plans(rows, block_tables)) as caches:
             yield caches
 
     def block_pages(self) -> BlockPages:
-        """Returns whole blocks of the pool, of all networks with storage in these layers."""
+        """Returns the interface to export and import blocks, for all networks of these layers."""
         groups: list[list[str]] = [[] for _ in range(max(self._group_of.values()) + 1)]
         for name, group in self._group_of.items():
             groups[group].append(name)
         return BlockPages(self._by_name, groups)
 
     def pool_arrays(self) -> list[mx.array]:
-        """Returns the pool's current arrays, to wait for or to measure."""
+        """Returns the pool's current arrays."""
         return [array for storage in self.storages for array in storage.arrays]

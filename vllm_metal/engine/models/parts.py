@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loaded model's forward in parts that are called apart: embedding, hidden states, logits."""
+"""Splits a loaded model's forward into embedding, hidden states and logits."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from vllm_metal.patches.mlx_patches.module_calls import follow_call
 
 @dataclass
 class _Call:
-    """What one call of the model is given in place of its own parts, and what it shows."""
+    """Results that replace parts of one call of the model."""
 
-    embeddings: mx.array | None = None  # in place of what the embedding would compute
-    hidden_states: mx.array | None = None  # in place of what the decoder would compute
-    stops: bool = False  # the call ends once the decoder has returned
+    embeddings: mx.array | None = None  # replace the embedding's result
+    hidden_states: mx.array | None = None  # replace the decoder's result
+    stops: bool = False  # whether the call ends when the decoder returns
 
 
 class ModelParts:
-    """A model whose forward can be stopped before its head, and started behind its embedding.
+    """A model whose forward can start after its embedding and stop before its head.
 
-    mlx-lm's families compute logits in one call. The decoder and the embedding get a class of their
-    own here, so that a call of the model can be given their results instead of computing them.
+    mlx-lm's families compute logits in one call. Here the decoder and the embedding get classes of
+    their own, so that a call of the model can take given results instead of computing them.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class ModelParts:
     ) -> None:
         """
         Args:
-            model: an mlx-lm model, loaded.
-            all_caches: from those of its own layers to those that its call wants, see Stage.
+            model: a loaded mlx-lm model.
+            all_caches: maps caches of this rank's layers to those that the call expects, see Stage.
         """
         self.model = model
         self._all_caches = all_caches
         self._call = _Call()
         self._observer: Callable[[mx.array], object] | None = None
-        #: Who is shown hidden states of every forward.
+        #: Observers of hidden states, updated in every forward.
         self.observers: list[HiddenStates] = []
         self._write_context: Callable[[list[Any]], None] | None = None
         self._num_context_layers = 0
@@ -59,7 +59,7 @@ class ModelParts:
             follow_call(self._embedding, lambda out: out, lambda: self._call.embeddings)
 
     def embed(self, input_ids: mx.array) -> mx.array:
-        """[T, 1, H] embeddings of [T] int32 tokens, for `forward_hidden`.
+        """Returns [T, 1, H] embeddings of [T] int32 tokens, for `forward_hidden`.
 
         Raises:
             NotImplementedError: the embedding is not where mlx-lm's families keep it.
@@ -67,23 +67,22 @@ class ModelParts:
         return cast(mx.array, self.input_embedding(input_ids[:, None]))
 
     def write_context(self, write: Callable[[list[Any]], None], num_layers: int) -> None:
-        """Has every forward end with `write`, which keeps K/V of a draft network's layers.
+        """Makes every forward end with `write`, which writes K/V of a draft network's layers.
 
         Args:
-            write: given the layers' caches.
-            num_layers: of the network; `forward_hidden` takes their caches behind the model's.
+            write: called with the draft layers' caches.
+            num_layers: of the draft network; its caches follow the model's in `forward_hidden`.
         """
         self._write_context, self._num_context_layers = write, num_layers
 
     def forward_hidden(self, inputs: ForwardInputs, caches: list[Any]) -> mx.array:
-        """Runs the model over T rows of length 1, all but its head.
+        """Runs the model without its head, on a batch of T tokens of length 1.
 
         Args:
-            inputs: of the rows.
-            caches: one a layer, already told of the step; see `write_context`.
+            caches: one per layer, with the current step set; see `write_context`.
 
         Returns:
-            [T, 1, H], for `compute_logits`; the logits where the model has no head of its own.
+            [T, 1, H], for `compute_logits`; logits if the head cannot be separated.
         """
         if inputs.embeddings is not None and self._embedding is None:
             raise NotImplementedError(_NO_EMBEDDING)
@@ -107,25 +106,25 @@ class ModelParts:
         return logits
 
     def compute_logits(self, hidden_states: mx.array) -> mx.array:
-        """[N, V] logits of [N, 1, H], rows of what `forward_hidden` gave."""
+        """Returns [N, V] logits of [N, 1, H] hidden states from `forward_hidden`."""
         if self._decoder is None:
             return hidden_states[:, 0]
         self._call = _Call(hidden_states=hidden_states)
         try:
-            # The model's own path behind its decoder: with whatever it does to logits.
+            # The model's own code after its decoder, which may scale or cap logits.
             return self.model(mx.zeros(hidden_states.shape[:2], mx.int32))[:, 0]
         finally:
             self._call = _Call()
 
     @property
     def decoder_path(self) -> str | None:
-        """Where the module is that returns hidden states; None where the model has no other."""
+        """Path of the module that returns hidden states; None if it is not separate."""
         return next(
             (path for path, module in self.model.named_modules() if module is self._decoder), None
         )
 
     def dense_hidden(self, token_ids: Sequence[int]) -> mx.array:
-        """[T, H] hidden states of a text of T tokens, by the module's own cache; lazy.
+        """Returns [T, H] hidden states of a text of T tokens, with mlx-lm's own cache; lazy.
 
         Raises:
             NotImplementedError: the model has no head of its own.
@@ -143,12 +142,12 @@ class ModelParts:
 
     @property
     def text_args(self) -> Any:
-        """mlx-lm's arguments of the text model, which a multimodal family has in a part."""
+        """mlx-lm's arguments of the text model, which multimodal families nest."""
         text: Any = getattr(self.model, "language_model", self.model)
         return text.args
 
     def observe(self, observer: Callable[[mx.array], object]) -> None:
-        """Shows `observer` the final hidden states of all rows, [T, 1, H], in every forward.
+        """Calls `observer` with the final hidden states, [T, 1, H], in every forward.
 
         Raises:
             NotImplementedError: the model has no head of its own.
@@ -168,7 +167,7 @@ class ModelParts:
 
     @property
     def input_embedding(self) -> nn.Module:
-        """The model's embedding of tokens.
+        """The model's token embedding.
 
         Raises:
             NotImplementedError: it is not where mlx-lm's families keep it.
@@ -178,18 +177,18 @@ class ModelParts:
         return self._embedding
 
     def embedding_scale(self) -> float:
-        """Factor by which the model multiplies its embeddings before the first layer (Gemma's).
+        """Returns the factor that the model applies to its embeddings (as Gemma does).
 
-        Found by a call that ends at that layer, for families keep it in many places.
+        Measures it by a call that ends at the first layer, as families store it in many places.
 
         Raises:
-            NotImplementedError: the model does something else to its embeddings.
+            NotImplementedError: the model transforms its embeddings in another way.
         """
         (*_, size) = self.input_embedding(mx.zeros(1, mx.int32)).shape
         first = self.model.layers[0]
         family = type(first)
         self._call = _Call(embeddings=mx.ones((1, 1, size), mx.float32))
-        # Some models give out copies of their lists of layers, so the layer itself has to change.
+        # Some models return a copy of their list of layers, so the layer itself has to change.
         first.__class__ = type(family.__name__, (family,), {"__call__": _show_input})
         try:
             self.model(mx.zeros((1, 1), mx.int32))
@@ -207,7 +206,7 @@ class ModelParts:
 
     @property
     def output_head(self) -> Callable[[mx.array], mx.array]:
-        """From final hidden states to logits, up to a scale."""
+        """Maps final hidden states to logits, up to a scale."""
         for name, module in self.model.named_modules():
             if name.split(".")[-1] == "lm_head":
                 return cast(Callable[[mx.array], mx.array], module)
@@ -215,18 +214,18 @@ class ModelParts:
 
 
 class _Seen(Exception):
-    """Ends a call at the first layer, with its input."""
+    """Ends a call at the first layer; carries the layer's input."""
 
 
 def _show_input(
     _: nn.Module, hidden_states: mx.array, *args: object, **options: object
 ) -> mx.array:
-    """Called as a layer."""
+    """Replaces `__call__` of a layer."""
     raise _Seen(hidden_states)
 
 
 class HiddenStates:
-    """What a model computes on the way to its logits, for heads that draft from it."""
+    """Hidden states of a model's layers, for draft heads that read them."""
 
     def __init__(
         self,
@@ -238,13 +237,13 @@ class HiddenStates:
         """
         Args:
             target: the model.
-            layer_ids: L stands for what the L-th layer passes on, from 1; None: the final states,
+            layer_ids: numbers of layers, from 1, whose outputs are read; None: the final states,
                 after the model's last norm.
-            key: of the draft's config.json that names them, for messages.
-            outlive_forward: False where they are taken within each forward of the target.
+            key: key of the draft's config.json with the layers, for messages.
+            outlive_forward: False if `take` is called within each forward of the target.
 
         Raises:
-            NotImplementedError: the model has no such layer, or does not show its states.
+            NotImplementedError: the model has no such layer, or its states are not accessible.
         """
         self._layer_ids = [0] if layer_ids is None else layer_ids
         self._newest: dict[int, mx.array] = {}
@@ -263,19 +262,18 @@ class HiddenStates:
             follow_call(layers[layer_id - 1], partial(self._note, layer_id))
 
     def _note(self, layer_id: int, out: Any) -> Any:
-        # Layers whose K/V others read return those behind their hidden states (Gemma 4).
+        # Layers with shared K/V return these after their hidden states (Gemma 4).
         self._newest[layer_id] = out[0] if isinstance(out, tuple) else out
         return out
 
     @property
     def num_layers(self) -> int:
-        """How many layers are shown, the final states counted as one."""
+        """Number of arrays in `newest`."""
         return len(self._layer_ids)
 
     @property
     def newest(self) -> list[mx.array]:
-        """[T, 1, H] of each layer that is shown; may be set to those of the same forward, built in
-        another way."""
+        """[T, 1, H] of each layer; may be set to the results of a compiled forward."""
         return [self._newest[layer_id] for layer_id in self._layer_ids]
 
     @newest.setter
@@ -283,7 +281,7 @@ class HiddenStates:
         self._newest = dict(zip(self._layer_ids, states, strict=True))
 
     def take(self) -> mx.array:
-        """[T, H], or [T, H * len(layer_ids)], of the forward built last; lazy."""
+        """Takes [T, H], or [T, H * len(layer_ids)], of the newest forward; lazy."""
         states = [state[:, 0] for state in self.newest]
         self._newest.clear()
         return states[0] if len(states) == 1 else mx.concatenate(states, axis=-1)

@@ -35,7 +35,7 @@ class HiddenReturned(Exception):
 
 @dataclass(frozen=True)
 class Stage:
-    """Layers `start` up to but not including `end`, of `num_layers`."""
+    """Layers from `start` up to, but not including, `end`."""
 
     start: int
     end: int

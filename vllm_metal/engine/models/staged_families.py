@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mlx-lm's modules that were shown to compute the same in pipeline stages as in one piece.
+"""mlx-lm's modules that were tested to compute the same in pipeline stages as in one piece.
 
-tests/engine/models/test_stage.py cuts a small model of each module at every layer, and compares the
-logits with those of mlx-lm's own dense forward.
+tests/engine/models/test_stage.py splits a small model of each module at every layer, and compares
+the logits with those of mlx-lm's own dense forward.
 """
 
 #: Modules with recurrent state in all or some layers.
