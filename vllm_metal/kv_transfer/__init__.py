@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV connector: a prefix cache on disk and on peers, beyond the pool and the engine's life."""
+"""KV connector: a prefix cache on disk and on peers, which outlives the pool and the engine."""

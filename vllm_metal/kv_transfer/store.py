@@ -251,7 +251,7 @@ class StoreConfig:
 
     @property
     def memory_bytes(self) -> int:
-        """Limit of the worker's memory that it takes beside the pool."""
+        """Limit of the worker's memory that it takes in addition to the pool."""
         return 0
 
     @property

@@ -105,7 +105,7 @@ def manifest_content(fingerprint: str, facts: Mapping[str, Any]) -> bytes:
 
 
 def read_manifests(root: Path) -> dict[str, Mapping[str, Any]]:
-    """Returns facts by fingerprint, without unreadable manifests."""
+    """Returns the facts of each fingerprint whose manifest is readable."""
     found: dict[str, Mapping[str, Any]] = {}
     with suppress(OSError):
         for fingerprint in fingerprints(root):

@@ -96,7 +96,7 @@ class Ledger:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
 
     def enter(self, balance: Balance) -> None:
-        """Replaces the balance; the caller holds the lock. Raises OSError if it cannot."""
+        """Writes a balance; the caller holds the lock. Raises OSError if it cannot be written."""
         assert self._descriptor is not None
         fields = _FIELDS.pack(_MAGIC, balance.bytes, balance.day, balance.written)
         os.pwrite(self._descriptor, fields + _checksum(fields), 0)

@@ -92,7 +92,7 @@ class PeersFile:
 class PeerList:
     """Reads a changed file of peers, and greets missing peers, in a thread."""
 
-    # So no request waits for a peer that is known to be away.
+    # So no request waits for a peer that is known to be down.
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features that vLLM's own model runners lack, and this plugin's worker has."""
+"""Enables features that this plugin's worker supports, but vLLM's own model runners do not."""
 
 # Remove when a platform may say what its worker supports. Read against vLLM 0.33.
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine.input_processor import InputProcessor
 
-#: Entries of either list, as vLLM words them. The platform decides which drafters are served.
+#: Entries of vLLM's lists of unsupported features. The platform rejects unsupported drafters.
 OURS = frozenset(
     {
         "dspark speculative decoding",
@@ -28,10 +28,10 @@ OURS = frozenset(
 
 
 def take_out_ours() -> None:
-    """Lets configurations use the features of OURS with either of vLLM's runner contracts.
+    """Removes OURS from vLLM's lists of features that its model runners (V1 and V2) lack.
 
-    vLLM checks its lists in every process that makes or unpacks a configuration, right after it
-    asked the platform, which calls this.
+    vLLM checks the lists in every process that makes or unpacks a configuration, right after the
+    call of the platform that calls this.
     """
     from vllm.config import VllmConfig
 
@@ -40,11 +40,11 @@ def take_out_ours() -> None:
 
 
 def check_processors_alike() -> None:
-    """Makes vLLM check parameters of users' logits processors alike with both contracts.
+    """Makes vLLM check parameters of users' logits processors by the V1 interface.
 
-    With the second one, it asks for processors of another interface. The sampler runs those of the
-    first (`vllm_metal.engine.sample.custom`). vLLM checks requests where an `InputProcessor` is;
-    see `speculation.allow_min_p_and_logit_bias`.
+    With the V2 model runner, vLLM expects another interface; our sampler runs V1 processors
+    (`vllm_metal.engine.sample.custom`). Call it in the processes that have an `InputProcessor`; see
+    `speculation.allow_min_p_and_logit_bias`.
     """
     from vllm.v1.engine.input_processor import InputProcessor
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has vLLM's schedulers end the requests that a worker names, send salts, end chunks in blocks."""
+"""Makes vLLM's schedulers end failed requests, send salts and images, and end chunks in blocks."""
 
 # Remove when outputs of a worker can name failed requests, a reset ends loads, a worker gets a
 # request's salt and its images' data, and vLLM ends a chunk within a block. Read against vLLM
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
 logger = init_logger(__name__)
-#: Of requests that hold blocks, and neither run nor have K/V loaded.
+#: Statuses of requests that may hold blocks though they neither run nor load K/V.
 _HOLDING = (
     RequestStatus.WAITING,
     RequestStatus.PREEMPTED,
@@ -36,16 +36,15 @@ _HOLDING = (
 
 
 def end_failed_requests() -> None:
-    """Has vLLM's schedulers act on a StepResult; call it in the process that schedules.
+    """Makes vLLM's schedulers process a StepResult; call it in the process that schedules.
 
-    vLLM ends requests with finish reason "error" where their grammar does not compile or their K/V
-    cannot be fetched, but a worker has no way to name one. The scheduler drops what the failed
-    requests left in the prefix cache, and has their blocks cleared before it gives them to others:
-    a NaN spoils sums even where attention gives it no weight. Where the pool is lost, the scheduler
-    starts all other running requests again. Where requests whose K/V were loaded hold all blocks,
-    and none has enough of them to run, the last of them starts again.
+    vLLM ends a request with finish reason "error" if its grammar does not compile or its K/V cannot
+    be fetched, but a worker cannot report a failed request. With this, the scheduler removes failed
+    requests' blocks from the prefix cache and clears them before reuse, as a NaN spoils sums even
+    with an attention weight of zero. If the pool is lost, all other running requests restart. If
+    requests with loaded K/V hold all blocks and none can run, the last of them restarts.
 
-    A step's figures go on to the server: vLLM's workers cannot report what vLLM does not know.
+    A step's metrics are passed on to the server, which vLLM's workers cannot do.
     """
     replace(Scheduler, "update_from_output", _ending_failed_requests)
     replace(Scheduler, "update_from_output", _sending_figures)
@@ -55,30 +54,29 @@ def end_failed_requests() -> None:
 
 
 def send_salts() -> None:
-    """Has vLLM's schedulers send each request's cache_salt along.
+    """Makes vLLM's schedulers send each request's cache_salt to the worker.
 
-    They keep the salt for the hashes of blocks and send none to the worker, which keeps apart by it
-    what requests draft from.
+    The worker separates the texts that drafts are taken from by salt. vLLM only uses it to hash
+    blocks.
     """
     replace(Scheduler, "schedule", _with_salts)
 
 
 def send_images() -> None:
-    """Has vLLM's schedulers send the data of all images of a request when it starts.
+    """Makes vLLM's schedulers send the data of all of a request's images when it starts.
 
-    They leave out those of images that lie in a prefix that was found. A request that is preempted
-    comes back without its data, and by then the prefix may be gone.
+    vLLM omits images within a prefix-cache hit. But a preempted request resumes without its data,
+    and by then the prefix may have been evicted.
     """
     replace(sched_output, "strip_covered_mm_data", _not_stripped)
 
 
 def end_chunks_within_blocks() -> None:
-    """Has vLLM's schedulers prefill part of a block where there is no room for all of it.
+    """Makes vLLM's schedulers prefill part of a block if a step has no room for a whole one.
 
-    vLLM ends chunks at the ends of blocks, whose states it keeps. Where a step's tokens hold a
-    block, but not a block and the tokens of all that decode, it gives the prompt no token at all,
-    for as long as the others decode. A request's block holds the state at its newest token,
-    wherever that is, so a chunk may end there.
+    For recurrent states, vLLM ends chunks at block boundaries. If a step has room for a block, but
+    not for a block besides the decode tokens, a prompt gets no tokens while others decode. Here a
+    block holds the state at the request's newest token, so a chunk may end within it.
     """
     replace(Scheduler, "_mamba_block_aligned_split", _never_empty)
 
@@ -115,10 +113,9 @@ def _sending_figures(
 
 
 def next_image(scheduler: Any, request: Any, position: int) -> PlaceholderRange | None:
-    """The image at a position of a request, whose rows are to be computed in one step.
+    """Returns the image at a request's position that must be computed in one step.
 
-    Returns:
-        None: there is none, or its rows may be computed in any steps.
+    None: there is no image, or it may be split between steps.
     """
     # An encoder-decoder's positions are not those of its text.
     if not scheduler.scheduler_config.disable_chunked_mm_input or scheduler.is_encoder_decoder:
@@ -130,7 +127,7 @@ def next_image(scheduler: Any, request: Any, position: int) -> PlaceholderRange 
 def _never_empty(
     split: Callable[..., int], self: Any, request: Any, num_new_tokens: int, *found: int
 ) -> int:
-    """As many arguments follow as vLLM gives: tokens found computed here, and elsewhere."""
+    # `found`: numbers of tokens found in the prefix cache and by the connector.
     chunk = split(self, request, num_new_tokens, *found)
     if chunk > 0 or num_new_tokens <= 0:
         return chunk
@@ -151,7 +148,7 @@ def _ending_failed_requests(
     if result.pool_lost:
         self.reset_prefix_cache(reset_running_requests=True)
     failed = result.failures.keys() & self.requests.keys()
-    # What was kept of requests whose step raised is sound: it was computed before.
+    # If a step raised, the blocks that its requests stored before are valid.
     unsound = [req_id for req_id in failed if result.failures[req_id] == NOT_A_NUMBER]
     _tell_connector(self, "requests_failed", [self.requests[req_id] for req_id in unsound])
     held = {block for req_id in failed for block in _forget_blocks(self, req_id)}
@@ -172,19 +169,16 @@ def _letting_go_of_blocks(
     reset_running_requests: bool = False,
     reset_connector: bool = False,
 ) -> bool:
-    """A reset raises while requests that do not run hold blocks.
-
-    Those whose K/V are being loaded do, those whose K/V came and that wait to be scheduled,
-    sessions between their turns, and those that ended while K/V were loaded. So do steps in flight:
-    with a connector that loads, blocks are freed when these have ended. Steps and loads take their
-    order from the engine's thread here, so that no step in flight writes over what is loaded into a
-    block after it.
-    """
+    # A reset raises while requests that do not run hold blocks: those that load K/V or have loaded
+    # them and wait to be scheduled, sessions between their turns, and those that ended during a
+    # load. Steps in flight hold blocks as well: with a connector that loads, vLLM frees blocks only
+    # after these steps. Here the engine's thread orders steps and loads, so no step in flight
+    # overwrites K/V that are loaded into a block after it.
     _tell_connector(self, "let_go_of_pins")
     if not reset_running_requests:
         return reset(self, reset_running_requests, reset_connector)
-    # For the reset only. A preempted request may end with a token of a step in flight, and its
-    # blocks are stored then: until that step has ended, they must not be another request's.
+    # For the reset only. A preempted request may end with a token of a step in flight and then
+    # store its blocks: until that step has ended, they must not go to another request.
     defers, self.defer_block_free = self.defer_block_free, False
     try:
         _free_blocks_of_loads(self)
@@ -194,12 +188,12 @@ def _letting_go_of_blocks(
 
 
 def _free_blocks_of_loads(scheduler: Any) -> None:
-    """Has requests that hold blocks and do not run start from nothing."""
+    """Restarts requests that hold blocks but do not run."""
     manager, loading = scheduler.kv_cache_manager, set()
     for request in list(scheduler.kv_holding_waiting):
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
             loading.add(request.request_id)
-            # Told of the end of its load, the scheduler takes it back to the start.
+            # When its load ends as failed, the scheduler restarts it.
             scheduler.failed_recving_kv_req_ids.add(request.request_id)
             manager.free(request)
             request.num_computed_tokens = 0
@@ -219,13 +213,10 @@ def _free_blocks_of_loads(scheduler: Any) -> None:
 def _breaking_deadlocks(
     schedule: Callable[..., SchedulerOutput], self: Any, *args: Any, **options: Any
 ) -> SchedulerOutput:
-    """Requests whose K/V were loaded hold blocks before they run, and only what runs is preempted.
-
-    vLLM lets a request load where the rest of those before it still fits. It counts too little for
-    windows, and what runs may take those blocks; so it can come that nobody runs, and none of those
-    that hold blocks finds enough for its next step. A session between two turns holds its blocks
-    for as long as its caller likes.
-    """
+    # Requests with loaded K/V hold blocks before they run, but only running ones are preempted.
+    # vLLM lets a request load if the earlier ones still fit. But it underestimates sliding windows,
+    # and running requests may take those blocks: then none runs, and none of those that hold blocks
+    # gets enough for its next step. A session holds its blocks between turns for any time.
     output = schedule(self, *args, **options)
     if self.running or output.preempted_req_ids or self._pause_state == PauseState.PAUSED_ALL:
         return output
@@ -244,14 +235,14 @@ def _breaking_deadlocks(
 
 
 def _waits_for_blocks(scheduler: Any, request: Any) -> bool:
-    """Whether a request could be scheduled if there were room."""
+    """Returns whether a request could be scheduled if there were enough blocks."""
     if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
         return request.request_id in scheduler.finished_recving_kv_req_ids
     return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 def _start_again(scheduler: Any, request: Any) -> None:
-    """Takes the blocks of a request that does not run; the prefix cache knows them still."""
+    """Frees the blocks of a request that does not run; they stay in the prefix cache."""
     if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
         scheduler._handle_blocked_waiting_request(request)  # its load has ended
     scheduler.kv_holding_waiting.remove_request(request)
@@ -263,7 +254,7 @@ def _start_again(scheduler: Any, request: Any) -> None:
 
 
 def _tell_connector(scheduler: Any, method: str, *arguments: Any) -> Any:
-    """Calls a method that only this plugin's connector has; None where there is none."""
+    """Calls a method that only this plugin's connector has; returns None without it."""
     tell = getattr(scheduler.connector, method, None)
     return None if tell is None else tell(*arguments)
 
@@ -276,10 +267,10 @@ def _with_blocks_to_clear(
 
 
 def _given_up(scheduler: Any, blocks: Set[int]) -> list[int]:
-    """Picks the blocks that no request holds any more.
+    """Returns the blocks that no request holds any more.
 
-    With a connector, blocks of a request that a step in flight still computes count as held until
-    it has ended. The next step clears them all the same: it comes after the steps in flight.
+    Ignores references that vLLM defers freeing until a step in flight has ended: the next step,
+    which clears the blocks, runs after it.
     """
     deferred = Counter(block.block_id for _, of in scheduler.deferred_frees for block in of)
     pool = scheduler.kv_cache_manager.block_pool
@@ -287,10 +278,9 @@ def _given_up(scheduler: Any, blocks: Set[int]) -> list[int]:
 
 
 def _forget_blocks(scheduler: Any, req_id: str) -> set[int]:
-    """Takes a request's blocks out of the prefix cache, and returns the blocks.
+    """Removes a request's blocks from the prefix cache, and returns them.
 
-    Among them are blocks that the cache holds under the hashes of the request's text, though the
-    request does not hold them itself any more.
+    Includes cached blocks with the hashes of its text that it no longer holds.
     """
     manager, request = scheduler.kv_cache_manager, scheduler.requests[req_id]
     blocks = {block for group in manager.get_block_ids(req_id) for block in group}
