@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from metal_kernels.kernel import MIN_ELEMENTS
+from metal_kernels.layout import PositionLag
 from metal_kernels.paged_attention.shape import AttentionShape
-from metal_kernels.paged_attention.tiles import STRIP
+from metal_kernels.paged_attention.tiles import NO_WINDOW, STRIP
 
 
 def starts(counts: np.ndarray) -> np.ndarray:
@@ -41,6 +43,29 @@ class Batch:
     window: int
     bidirectional: bool = False  # whether rows of a request see those after them, too
 
+    @staticmethod
+    def of(
+        query_start_loc: np.ndarray,
+        seq_lens: np.ndarray,
+        shape: AttentionShape,
+        window: int | None,
+        lag: PositionLag | None,
+        bidirectional: bool,
+    ) -> Batch:
+        """Completes a step's layout; see `plan.plan` for the arguments."""
+        query_lens = query_start_loc[1:] - query_start_loc[:-1]
+        return Batch(
+            query_start_loc,
+            seq_lens,
+            query_lens,
+            seq_lens - query_lens,
+            np.zeros_like(seq_lens) if lag is None else lag.most_np,
+            None if lag is None else _shift(lag.counts),
+            shape,
+            window or NO_WINDOW,
+            bidirectional,
+        )
+
     def packed_step(self, rows: int) -> int:
         """Returns the packed rows per tile: whole query rows, if a tile can hold one."""
         return rows // self.shape.group * self.shape.group or rows
@@ -67,6 +92,12 @@ class Batch:
         work = -(-num_rows * group // step) * of_tile[owner]
         for piece in _slices_by_work(work, most_work):
             yield Pieces(members[owner[piece]], first[piece], num_rows[piece])
+
+
+def _shift(counts: mx.array) -> mx.array:
+    """Puts [R] counts into the fields of Request that are positions or lengths, [max(R, 2), 4]."""
+    rows = mx.pad(counts, (0, max(0, MIN_ELEMENTS // 4 - len(counts))))
+    return rows[:, None] * mx.array([0, 0, 1, 1], mx.int32)
 
 
 def output_order(batch: Batch, pieces: Sequence[Pieces]) -> mx.array | None:

@@ -16,7 +16,7 @@ from metal_kernels.paged_attention.pieces import Batch, output_order
 from metal_kernels.paged_attention.shape import AttentionShape
 from metal_kernels.paged_attention.shared import beginnings
 from metal_kernels.paged_attention.splits import DEFAULT, MOST_FIXED_ROWS, Splits
-from metal_kernels.paged_attention.tiles import NO_WINDOW, WIDE_ROWS, Tiles, power_of_two
+from metal_kernels.paged_attention.tiles import WIDE_ROWS, Tiles, power_of_two
 
 
 @dataclass(frozen=True)
@@ -71,19 +71,8 @@ def plan(
         bidirectional: rows of a request also see its rows after them.
     """
     tiles = tiles or Tiles.for_layer(shape, window)
-    query_lens = query_start_loc[1:] - query_start_loc[:-1]
-    batch = Batch(
-        query_start_loc,
-        seq_lens,
-        query_lens,
-        seq_lens - query_lens,
-        np.zeros_like(seq_lens) if lag is None else lag.most_np,
-        None if lag is None else _shift(lag.counts),
-        shape,
-        window or NO_WINDOW,
-        bidirectional,
-    )
-    packed = query_lens * shape.group
+    batch = Batch.of(query_start_loc, seq_lens, shape, window, lag, bidirectional)
+    packed = batch.query_lens * shape.group
     kinds = _kinds(packed, shape, tiles, splits)
     dispatches, pieces = [], []
     for decode, members in kinds:
@@ -134,9 +123,3 @@ def _pad_tables(block_tables: np.ndarray) -> mx.array:
     table = np.zeros((num_requests, power_of_two(max(width, MIN_ELEMENTS))), np.int32)
     table[:, :width] = block_tables
     return mx.array(table)
-
-
-def _shift(counts: mx.array) -> mx.array:
-    """Puts [R] counts into the fields of Request that are positions or lengths, [max(R, 2), 4]."""
-    rows = mx.pad(counts, (0, max(0, MIN_ELEMENTS // 4 - len(counts))))
-    return rows[:, None] * mx.array([0, 0, 1, 1], mx.int32)
