@@ -43,7 +43,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="requests that must fit at once, each of --context tokens; default: 1",
     )
     parser.add_argument("--json", action="store_true", help="print JSON; sizes are bytes")
-    _add_served(parser.add_argument_group("options of `vllm serve`, with its defaults"))
+    served = parser.add_argument_group("options of `vllm serve`, with its defaults")
+    _add_served(served)
+    _add_ranks(served)
+    _add_adapters(served)
 
 
 def _add_served(served: argparse._ArgumentGroup) -> None:
@@ -80,6 +83,10 @@ def _add_served(served: argparse._ArgumentGroup) -> None:
         help="count only the text model of a multimodal model",
     )
     served.add_argument("--gpu-memory-utilization", type=units.share, metavar="SHARE")
+    served.add_argument("--block-size", type=int, metavar="16|32")
+
+
+def _add_ranks(served: argparse._ArgumentGroup) -> None:
     served.add_argument(
         "--data-parallel-size-local",
         type=units.count,
@@ -87,7 +94,6 @@ def _add_served(served: argparse._ArgumentGroup) -> None:
         help="data-parallel ranks on this machine, each with its own weights and an equal "
         "share of the memory; the estimate is for one of them",
     )
-    served.add_argument("--block-size", type=int, metavar="16|32")
     served.add_argument(
         "--pipeline-parallel-size",
         type=units.count,
@@ -110,6 +116,9 @@ def _add_served(served: argparse._ArgumentGroup) -> None:
             "one per rank"
         ),
     )
+
+
+def _add_adapters(served: argparse._ArgumentGroup) -> None:
     served.add_argument(
         "--max-loras", type=units.count, metavar="N", help="with --enable-lora; default: none"
     )
