@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -104,6 +105,16 @@ class SequenceScope(StepScope[SequencePlan]):
         return plan
 
 
+class _Columns(NamedTuple):
+    """[N] int32 each; upper bounds if only the device knows."""
+
+    begins: np.ndarray  # position of the step's first token
+    since: np.ndarray  # number of tokens in the state
+    last: np.ndarray  # a position in the block of the state
+    first_kept: np.ndarray  # index of the first kept row
+    most_kept: np.ndarray  # number of kept rows if all drafts were accepted
+
+
 class _Step:
     """Computes a plan for R requests with tokens, then L requests that only apply kept rows."""
 
@@ -139,9 +150,7 @@ class _Step:
         self.settled = settled
         self._lags = not (exact and settled.lag is None)
 
-    def _columns(self) -> tuple[np.ndarray, ...]:
-        # [N] each: first position of the step, number of tokens in the state, a position in the
-        # state's block, first kept row, and most kept rows; upper bounds if only the device knows.
+    def _columns(self) -> _Columns:
         has, before, settled = self.has_np, self.before, self.settled
         begins, last, first = self.begins_np, self.begins_np - 1, np.zeros_like(self.begins_np)
         since, most = begins, first
@@ -151,17 +160,15 @@ class _Step:
             first = np.where(has, before.first_np, 0)
             most = np.where(has, before.counts_np, 0)
         if not len(settled):
-            return begins, since, last, first, most
-        return tuple(
-            np.concatenate(pair).astype(np.int32)
-            for pair in (
-                (begins, settled.settled_np + settled.accepted_np),
-                (since, settled.settled_np),
-                (last, settled.last_np),
-                (first, settled.first_np),
-                (most, settled.counts_np),
-            )
+            return _Columns(begins, since, last, first, most)
+        pairs = (
+            (begins, settled.settled_np + settled.accepted_np),
+            (since, settled.settled_np),
+            (last, settled.last_np),
+            (first, settled.first_np),
+            (most, settled.counts_np),
         )
+        return _Columns(*(np.concatenate(pair).astype(np.int32) for pair in pairs))
 
     def _tables(self) -> np.ndarray:
         """Returns [R, W] int32 block tables that reach to the blocks of the states."""
@@ -191,53 +198,32 @@ class _Step:
 
         `num_before` is the number of rows that the previous step kept.
         """
-        num_reqs, num_late = len(self.counts_np), len(self.settled)
-        begins, since, last, first, most = self._columns()
-        columns = self.counts_np, self.drafts_np, self.layout.query_start_loc_np[:-1]
-        rows, drafts, starts = (
-            np.pad(each, (0, num_late)) if num_late else each for each in columns
-        )
-        keep_at = np.cumsum(drafts) - drafts
-        num_new = int(drafts.sum())
+        columns = self._columns()
         blocks = _stacked(self._tables(), self.settled.tables_np)
         # A width that is stable over many steps, so that their compiled graph is too.
         width = stable(max(blocks.shape[1], _FEWEST_BLOCKS))
         blocks = np.pad(blocks, ((0, 0), (0, width - blocks.shape[1])))
-        ends = np.maximum(begins + rows - 1, 0)
-        numbers = np.arange(len(rows))
-        table_np = np.zeros((len(rows), sequences.COLUMNS), np.int32)
-        for column, values in {
-            sequences.FIRST_ROW: starts,
-            sequences.NUM_ROWS: rows,
-            sequences.NUM_CERTAIN: rows - drafts,
-            sequences.FIRST_KEPT: first,
-            sequences.NUM_KEPT: begins - since,
-            sequences.POSITION: since,
-            sequences.READ: blocks[numbers, np.maximum(last, 0) // self.size],
-            sequences.WRITE: blocks[numbers, ends // self.size],
-            sequences.KEEP_AT: keep_at,
-        }.items():
-            table_np[:, column] = values
+        table_np = self._table(columns, blocks)
         if self._lags:
-            table = self._exact(table_np, blocks, begins, since, last, ends)
+            table = self._exact(table_np, columns, blocks)
         else:
-            blocks = _without_passed(blocks, since, begins, self.size)
+            blocks = _without_passed(blocks, columns.since, columns.begins, self.size)
             table = mx.array(table_np)
-        num_carried = self.num_carried
+        num_new, num_carried = int(self.drafts_np.sum()), self.num_carried
         keeps = num_new + num_carried > 0
         # Fresh and carried rows together have a stable number too.
         num_fresh = stable(max(num_new, 1) + num_carried) - num_carried if keeps else 1
         num_rows = max(int(self.layout.query_start_loc_np[-1]), 1)
-        applies = bool(most.any() or num_carried)
+        applies = bool(columns.most_kept.any() or num_carried)
         num_before = num_before if applies else 0
-        tiles = mx.array(_tiles(starts, rows))
+        tiles = mx.array(_tiles(table_np[:, sequences.NUM_ROWS]))
         step = Sequences(table, mx.array(blocks), tiles, self.size, num_rows, num_fresh)
         long = None
         if scope.long_prompt is not None and not self._lags:
             long = long_prompts.chosen(step, table_np, blocks, scope.long_prompt)
         groups = None
         if not scope.by_kernels:
-            sizes = self.size, num_rows, num_fresh, num_before, most
+            sizes = self.size, num_rows, num_fresh, num_before, columns.most_kept
             groups = sequence_groups.plan(table_np, blocks, *sizes, num_taps=scope.num_taps)
         plan = SequencePlan(
             scope.number,
@@ -249,17 +235,33 @@ class _Step:
             reads=None if scope.by_kernels else mx.array(table_np[:, sequences.READ]),
             long=long,
         )
-        return plan, self._entries_left(table_np, num_reqs, num_fresh)
+        return plan, self._entries_left(table_np, num_fresh)
 
-    def _exact(
-        self,
-        table_np: np.ndarray,
-        blocks_np: np.ndarray,
-        begins: np.ndarray,
-        since: np.ndarray,
-        last: np.ndarray,
-        ends: np.ndarray,
-    ) -> mx.array:
+    def _table(self, columns: _Columns, blocks: np.ndarray) -> np.ndarray:
+        """Returns `Sequences.table`, [N, COLUMNS] int32."""
+        begins, since, last, first_kept, _ = columns
+        num_late = len(self.settled)
+        rows, drafts, starts = (
+            np.pad(each, (0, num_late)) if num_late else each
+            for each in (self.counts_np, self.drafts_np, self.layout.query_start_loc_np[:-1])
+        )
+        numbers = np.arange(len(rows))
+        table_np = np.zeros((len(rows), sequences.COLUMNS), np.int32)
+        for column, values in {
+            sequences.FIRST_ROW: starts,
+            sequences.NUM_ROWS: rows,
+            sequences.NUM_CERTAIN: rows - drafts,
+            sequences.FIRST_KEPT: first_kept,
+            sequences.NUM_KEPT: begins - since,
+            sequences.POSITION: since,
+            sequences.READ: blocks[numbers, np.maximum(last, 0) // self.size],
+            sequences.WRITE: blocks[numbers, np.maximum(begins + rows - 1, 0) // self.size],
+            sequences.KEEP_AT: np.cumsum(drafts) - drafts,
+        }.items():
+            table_np[:, column] = values
+        return table_np
+
+    def _exact(self, table_np: np.ndarray, columns: _Columns, blocks_np: np.ndarray) -> mx.array:
         """Returns [N, COLUMNS] int32 with upper bounds corrected on the device."""
         now, before = self._shifts()
         blocks = mx.array(blocks_np)
@@ -268,20 +270,21 @@ class _Step:
             return mx.take_along_axis(blocks, mx.maximum(position, 0)[:, None] // self.size, axis=1)
 
         table = mx.array(table_np)
-        settled = mx.array(since) - before
+        settled = mx.array(columns.since) - before
+        ends = np.maximum(columns.begins + table_np[:, sequences.NUM_ROWS] - 1, 0)
         return mx.concatenate(
             [
                 table[:, : sequences.NUM_KEPT],
-                (mx.array(begins) - now - settled)[:, None],
+                (mx.array(columns.begins) - now - settled)[:, None],
                 settled[:, None],
-                block(mx.array(last) - before),
+                block(mx.array(columns.last) - before),
                 block(mx.array(ends) - now),
                 table[:, sequences.KEEP_AT :],
             ],
             axis=1,
         )
 
-    def _entries_left(self, table_np: np.ndarray, num_reqs: int, first_carried: int) -> Entries:
+    def _entries_left(self, table_np: np.ndarray, first_carried: int) -> Entries:
         """Returns entries of this step's drafts, and those carried over."""
         drafting = np.flatnonzero(self.drafts_np)
         layout, carried = self.layout, self.carried
@@ -298,7 +301,7 @@ class _Step:
             req_indices_np=layout.req_indices_np[drafting].astype(np.int32),
             steps_np=np.full(len(drafting), -1, np.int64),
             certain_rows_np=layout.query_start_loc_np[:-1][drafting] + counts - drafts - 1,
-            first_np=table_np[:num_reqs, sequences.KEEP_AT][drafting],
+            first_np=table_np[drafting, sequences.KEEP_AT],
             counts_np=drafts,
             settled_np=ends - drafts,
             last_np=ends - 1,
@@ -334,7 +337,7 @@ def _without_passed(
     return blocks_np
 
 
-def _tiles(starts: np.ndarray, rows: np.ndarray) -> np.ndarray:
+def _tiles(rows: np.ndarray) -> np.ndarray:
     """Returns [M, 2] int32, see `Sequences.tiles`."""
     counts = np.maximum(-(-rows // sequences.TILE_ROWS), 1)
     if len(rows) and counts.max() == 1:
