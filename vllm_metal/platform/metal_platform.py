@@ -27,8 +27,7 @@ from vllm.platforms.interface import Platform, PlatformEnum  # noqa: E402
 
 from metal_kernels.layout import BLOCK_SIZES  # noqa: E402
 from vllm_metal.device import mlx_device  # noqa: E402
-from vllm_metal.engine.distributed import groups, on_ray  # noqa: E402
-from vllm_metal.engine.memory.share import Share  # noqa: E402
+from vllm_metal.engine.distributed import groups  # noqa: E402
 from vllm_metal.engine.pooling.encoders import served as encoders  # noqa: E402
 from vllm_metal.engine.pooling.encoders.refusals import fit_positions  # noqa: E402
 from vllm_metal.engine.spec_decode import checkpoint  # noqa: E402
@@ -40,7 +39,6 @@ from vllm_metal.patches.vllm_patches import (  # noqa: E402
     engine_args,
     engine_outputs,
     logs,
-    memory_shares,
     pooling_failures,
     processes,
     replicas,
@@ -50,10 +48,11 @@ from vllm_metal.patches.vllm_patches import (  # noqa: E402
     start_failures,
     streaming_sessions,
 )
+from vllm_metal.platform import workers  # noqa: E402
 from vllm_metal.platform.refusals import refuse_unsupported  # noqa: E402
 
 if TYPE_CHECKING:
-    from vllm.config import CacheConfig, ParallelConfig, VllmConfig
+    from vllm.config import CacheConfig, VllmConfig
     from vllm.config.cache import CacheDType
     from vllm.pooling_params import PoolingParams
     from vllm.sampling_params import SamplingParams
@@ -291,8 +290,8 @@ class MetalPlatform(Platform):
             parallel.worker_cls = ENCODER_WORKER if is_encoder else WORKER
             if groups.is_distributed(parallel):
                 parallel.worker_cls = RANK_WORKER
-        cls._prepare_ranks(vllm_config)
-        cls._prepare_replicas(vllm_config)
+        workers.prepare_ranks(vllm_config, cls.mlx_device)
+        workers.prepare_replicas(vllm_config, cls.mlx_device)
         fit_positions(vllm_config)
         parallel.disable_custom_all_reduce = True
         speculation.schedule_ahead_with_ngram(vllm_config.speculative_config)
@@ -320,41 +319,6 @@ class MetalPlatform(Platform):
             raise ValueError(
                 f"--block-size {cache.block_size} is not supported: choose one of {BLOCK_SIZES}"
             )
-
-    @classmethod
-    def _prepare_ranks(cls, vllm_config: VllmConfig) -> None:
-        """Configures workers that each run a part of one model."""
-        from vllm_metal.patches.vllm_patches import engine_queues
-
-        parallel = vllm_config.parallel_config
-        if not groups.is_distributed(parallel):
-            return
-        groups.set_timeouts(parallel)
-        processes.spawn()
-        engine_queues.hear_of_a_shutdown()
-        if parallel.use_ray:  # Ray places ranks on machines later, so ranks share memory then
-            on_ray.carry(parallel, envs.AT_IMPORT)
-        else:
-            cls._share_memory(parallel, parallel.local_world_size)
-        # Ranks must prepare a step from the same state, so each needs all results of the last step.
-        vllm_config.scheduler_config.async_scheduling = False
-
-    @classmethod
-    def _prepare_replicas(cls, vllm_config: VllmConfig) -> None:
-        """Makes data-parallel ranks independent engines."""
-        parallel = vllm_config.parallel_config
-        if parallel.data_parallel_size == 1:  # also in the process of one of several ranks
-            return
-        replicas.make_independent(vllm_config)
-        replicas.mark_ranks(parallel)
-        cls._share_memory(parallel, parallel.data_parallel_size_local)
-
-    @classmethod
-    def _share_memory(cls, parallel: ParallelConfig, workers: int) -> None:
-        # Before any worker starts, so that all get equal shares of the memory that is free now.
-        if workers > 1 and memory_shares.given(parallel) is None:
-            share = Share.of(workers, mlx_device.memory(cls.mlx_device))
-            memory_shares.give(parallel, share)
 
     @staticmethod
     def change_schedulers() -> None:
