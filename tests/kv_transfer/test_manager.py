@@ -67,10 +67,10 @@ def exchange(manager, store):
     for use in uses:
         store.touch(use)
     store.writer.submit(lambda: None).result()
-    news = TransferUpdate()
-    store.tell(news)
-    manager.hear(news)
-    return news
+    update = TransferUpdate()
+    store.add_messages(update)
+    manager.update(update)
+    return update
 
 
 def stored(manager, keys, context):
@@ -210,7 +210,7 @@ def test_after_other_weights_were_loaded_pages_are_others(manager, store):
     assert found(manager, keys[0], context) is HIT
     other = replace(CONTENT, fingerprint=Fingerprint("cd34", {"model": "test"}))
     assert store.use(other) and not store.use(other)
-    manager.hear(TransferUpdate(content=other))
+    manager.update(TransferUpdate(content=other))
     context = request(manager, "s")
     assert found(manager, keys[0], context) is MISS
     write(store, keys)

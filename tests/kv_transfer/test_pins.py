@@ -43,10 +43,10 @@ def test_pins_take_a_quarter_of_what_is_free_and_make_way(pool):
     pins.change(PinChanges(tuple(keys), ()))
     assert len(pins) == 4
     held = pool.get_new_blocks(8)  # free: 4, and 4 pinned
-    pins.make_way()
+    pins.free_excess()
     assert len(pins) == 2
     pool.free_blocks(held)
-    pins.make_way()
+    pins.free_excess()
     assert len(pins) == 2
     pins.release_all()
     assert len(pins) == 0 and pool.get_num_free_blocks() == NUM_BLOCKS - 1

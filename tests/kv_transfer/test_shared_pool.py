@@ -32,7 +32,7 @@ def over():
 @pytest.fixture
 def pool(clock, over):
     made = SharedPool(over.extend, clock)
-    made.bell.connect(lambda: True)
+    made.wake_event.connect(lambda: True)
     return made
 
 
@@ -42,9 +42,9 @@ def changes(come=(), gone=(), is_all=False):
 
 def begun(pool, come):
     """The pool holds these, and steps have passed since."""
-    pool.step_begins(changes(come, is_all=True))
+    pool.begin_step(changes(come, is_all=True))
     for _ in range(2):
-        pool.step_begins(None)
+        pool.begin_step(None)
     return pool
 
 
@@ -59,7 +59,7 @@ def take(pool, most=10 * SIZE):
 
 
 def test_nothing_is_known_before_the_scheduler_says_what_is_there(pool):
-    pool.step_begins(changes({b"a": 1}))
+    pool.begin_step(changes({b"a": 1}))
     assert not pool.contains(b"a")
     begun(pool, {b"b": 2})
     assert pool.contains(b"b") and not pool.contains(b"a")
@@ -67,24 +67,24 @@ def test_nothing_is_known_before_the_scheduler_says_what_is_there(pool):
 
 def test_a_block_may_be_copied_two_steps_after_the_one_that_completes_it(pool):
     begun(pool, {})
-    pool.step_begins(changes({b"a": 1}))
+    pool.begin_step(changes({b"a": 1}))
     assert pool.contains(b"a") and want(pool, b"a") == [b"a"]
     assert take(pool) == {} and pool.is_waited_for
-    pool.step_begins(None)
+    pool.begin_step(None)
     assert take(pool) == {}
-    pool.step_begins(None)
+    pool.begin_step(None)
     assert take(pool) == {b"a": 1} and take(pool) == {}
 
 
 def test_a_block_that_goes_is_wanted_no_more(pool, over):
     begun(pool, {b"a": 1, b"b": 2, b"c": 3})
     want(pool, b"a", b"b")
-    pool.step_begins(changes({b"b": 7}, gone=[b"a"]))
+    pool.begin_step(changes({b"b": 7}, gone=[b"a"]))
     assert over == [b"a"] and not pool.contains(b"a")
     for _ in range(2):
-        pool.step_begins(None)
+        pool.begin_step(None)
     assert take(pool) == {b"b": 7}
-    pool.step_begins(changes({b"c": 3}, is_all=True))
+    pool.begin_step(changes({b"c": 3}, is_all=True))
     assert pool.contains(b"c") and not pool.contains(b"b")
 
 
@@ -107,11 +107,11 @@ def test_a_pool_that_goes_ends_all(pool, over):
     want(pool, b"a", b"b")
     take(pool, SIZE)
     pool.lease(1, [b"a"], 30)
-    assert pool.bell.is_rung
-    pool.pool_goes()
-    assert sorted(over) == [b"a", b"b"] and not pool.bell.is_rung
+    assert pool.wake_event.is_set
+    pool.clear()
+    assert sorted(over) == [b"a", b"b"] and not pool.wake_event.is_set
     assert not pool.contains(b"a") and want(pool, b"a") == [] and pool.num_leased == 0
-    pool.step_begins(changes({b"a": 1}))
+    pool.begin_step(changes({b"a": 1}))
     assert not pool.contains(b"a")
 
 
@@ -144,13 +144,13 @@ def test_leases_become_pins_while_one_of_them_lasts(pool, clock):
 
 
 def test_a_bell_that_was_pickled_is_another_that_nobody_hears(pool):
-    copied = pickle.loads(pickle.dumps(pool.bell))
-    copied.ring()
-    assert not copied.is_heard and not copied.is_rung and not pool.bell.is_rung
+    copied = pickle.loads(pickle.dumps(pool.wake_event))
+    copied.set()
+    assert not copied.is_connected and not copied.is_set and not pool.wake_event.is_set
 
 
 def test_an_engine_that_ends_is_not_rung(pool):
-    pool.bell.connect(lambda: False)
+    pool.wake_event.connect(lambda: False)
     begun(pool, {b"a": 1})
     want(pool, b"a")
-    assert not pool.bell.is_rung
+    assert not pool.wake_event.is_set

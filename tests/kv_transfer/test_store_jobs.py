@@ -48,7 +48,7 @@ def step(stores, num_left=0):
     """A step that takes a batch along; returns its number of pages."""
     arrays = stores.queue_batch()
     mx.async_eval(arrays)
-    stores.handed_over()
+    stores.step_submitted()
     stores.end_step()
     stores.steps_computed(num_left)
     return len(arrays[0]) if arrays else 0
@@ -257,7 +257,7 @@ class Machine:
             stores.queue_batch()
             stores.lose_pool()
             stores.use(self.pool.pages)
-            stores.handed_over()
+            stores.step_submitted()
             stores.end_step()
         elif action == "export fails":
             export, self.pool.pages.queue_export = self.pool.pages.queue_export, None
@@ -267,7 +267,7 @@ class Machine:
                 stores.lose_pool()
                 stores.use(self.pool.pages)
             self.pool.pages.queue_export = export
-            stores.handed_over()
+            stores.step_submitted()
         elif action == "flush":
             stores.copy_now(set(range(number)))
         elif action == "void":

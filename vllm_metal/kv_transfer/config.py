@@ -117,7 +117,7 @@ def complete_kv_transfer(vllm_config: VllmConfig) -> None:
     Raises:
         ValueError: settings conflict or are not supported; the message names the setting.
     """
-    _take_short_way(vllm_config)
+    _expand_short_form(vllm_config)
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
         return
@@ -137,7 +137,7 @@ def complete_kv_transfer(vllm_config: VllmConfig) -> None:
     vllm_config.cache_config.prefix_caching_hash_algo = HASH_ALGORITHM
 
 
-def _take_short_way(vllm_config: VllmConfig) -> None:
+def _expand_short_form(vllm_config: VllmConfig) -> None:
     from vllm.config import KVTransferConfig
 
     # Only the long form is left, as the engine's process runs this again.

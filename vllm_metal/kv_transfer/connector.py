@@ -85,7 +85,7 @@ class MetalKVConnector(OffloadingConnector):
             for name, store in config.stores.items()
         }
         self._manager.open(views, config.read_salt_key())
-        self._wake_event = handshake.bell
+        self._wake_event = handshake.wake_event
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         config = self._config
@@ -99,7 +99,7 @@ class MetalKVConnector(OffloadingConnector):
             self._wake_event.connect(wake)
 
     def has_pending_push_work(self) -> bool:
-        is_set = self._wake_event is not None and self._wake_event.is_rung
+        is_set = self._wake_event is not None and self._wake_event.is_set
         return is_set or super().has_pending_push_work()
 
     def on_new_request(self, request: Request) -> None:
@@ -153,11 +153,11 @@ class MetalKVConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._wake_event is not None:
-            self._wake_event.silence()
+            self._wake_event.clear()
         # A session's next turn arrives as a new request with all its blocks, which vLLM would
         # append to those that it knows.
         for new in scheduler_output.scheduled_new_reqs:
-            self.blocks_given_up(new.req_id)
+            self.forget_blocks(new.req_id)
         jobs: Any = super().build_connector_meta(self._without_loading(scheduler_output))
         discards, uses = self._manager.take_messages()
         metadata = TransferMetadata(
@@ -181,10 +181,10 @@ class MetalKVConnector(OffloadingConnector):
         if nobody_runs or scheduler_output.preempted_req_ids:
             self.pins.release_all()  # a request may wait for these very blocks
         else:
-            self.pins.make_way()
+            self.pins.free_excess()
         return self._cached.take()
 
-    def let_go_of_pins(self) -> None:
+    def release_pins(self) -> None:
         """Unpins the blocks that are kept for other engines."""
         if self.pins is not None:
             self.pins.release_all()
@@ -201,7 +201,7 @@ class MetalKVConnector(OffloadingConnector):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if isinstance(update := connector_output.kv_connector_worker_meta, TransferUpdate):
-            self._manager.hear(update)
+            self._manager.update(update)
             for req_id in update.loaded_in_part:
                 self._load_failed(req_id)
             if update.pins is not None and self.pins is not None:
@@ -244,7 +244,7 @@ class MetalKVConnector(OffloadingConnector):
         """Cancels loads of requests that lose their blocks, with the next step."""
         self._cancelled.update(req_ids)
 
-    def blocks_given_up(self, req_id: str) -> None:
+    def forget_blocks(self, req_id: str) -> None:
         """Forgets the blocks of a request, which it no longer holds."""
         if (status := self.scheduler._req_status.get(req_id)) is not None:
             for group in status.group_states:
@@ -252,7 +252,7 @@ class MetalKVConnector(OffloadingConnector):
 
     def requests_failed(self, requests: Iterable[Request]) -> None:
         """Discards all stored pages of requests with invalid results."""
-        self.let_go_of_pins()  # or pinned blocks with invalid values would not be cleared
+        self.release_pins()  # or pinned blocks with invalid values would not be cleared
         groups = [group.group_idx for group in self.scheduler.config.kv_group_configs]
         for request in requests:
             self._void.add(request.request_id)

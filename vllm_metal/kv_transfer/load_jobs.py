@@ -95,7 +95,7 @@ class _Piece:
     rows: np.ndarray
     staging: _Staging
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self.staging.give_back(self.group, self.rows)
 
 
@@ -242,7 +242,7 @@ class LoadJobs:
             if not good:
                 self._stop(piece.job, failed=True)
             if piece.job.stopped:
-                piece.let_go()
+                piece.release()
             else:
                 self._ready.append(piece)
 
@@ -262,7 +262,7 @@ class LoadJobs:
                 job.loaded.update(piece.blocks)
                 if len(job.loaded) == len(job.blocks):
                     self._end(job)
-            piece.let_go()
+            piece.release()
         if not self._of_requests and not self._num_reading:
             self._staging.clear()
 

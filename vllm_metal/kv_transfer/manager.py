@@ -183,15 +183,15 @@ class PageManager(OffloadingManager):
         self._pending_discards, self._pending_uses = [], []
         return messages
 
-    def hear(self, news: TransferUpdate) -> None:
+    def update(self, update: TransferUpdate) -> None:
         """Processes an update from the worker."""
-        if news.content is not None:
+        if update.content is not None:
             self.asks_content = False
             for view in self._views.values():
-                view.use(news.content)
-        for name, message in news.stores.items():
-            self._views[name].hear(message)
-        for number in news.discarded:
+                view.use(update.content)
+        for name, message in update.stores.items():
+            self._views[name].update(message)
+        for number in update.discarded:
             del self._discards[number]
 
     def computed(self, prefill_rows: int, prefill_seconds: float) -> None:

@@ -102,4 +102,4 @@ class TransferHandshake(KVConnectorHandshakeMetadata):
 
     content: PoolContent
     stores: dict[str, Any]  # handshakes by store
-    bell: WakeEvent | None = None  # set when peers want pages of the pool; None: they cannot
+    wake_event: WakeEvent | None = None  # set when peers want pages of the pool; None: they cannot

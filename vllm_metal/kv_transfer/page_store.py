@@ -150,18 +150,18 @@ class PageStore:
         """Returns the data that the scheduler's side needs at the start."""
         assert self.content is not None  # there is a pool
         stores = {name: store.handshake for name, store in self.stores.items()}
-        bell = None if self.shared_pool is None else self.shared_pool.bell
-        return TransferHandshake(self.content, stores, bell)
+        wake_event = None if self.shared_pool is None else self.shared_pool.wake_event
+        return TransferHandshake(self.content, stores, wake_event)
 
-    def tell(self, news: TransferUpdate) -> None:
+    def add_messages(self, update: TransferUpdate) -> None:
         """Adds messages for the scheduler's side since the last call."""
         while not self._discarded.empty():
-            news.discarded.append(self._discarded.get())
+            update.discarded.append(self._discarded.get())
         # After completed discards: the stores' messages then include the removed pages.
-        messages = {name: store.news() for name, store in self.stores.items()}
-        news.stores |= {name: each for name, each in messages.items() if each is not None}
+        messages = {name: store.take_message() for name, store in self.stores.items()}
+        update.stores |= {name: each for name, each in messages.items() if each is not None}
         if self.shared_pool is not None:
-            news.pins = self.shared_pool.pin_changes()
+            update.pins = self.shared_pool.pin_changes()
 
     def figures(self) -> Figures:
         """Returns metrics that changed since the last call, by store, and TransferStats."""

@@ -41,7 +41,7 @@ class Pins:
                 self._pool.touch([block])
                 self._blocks[key] = block
 
-    def make_way(self) -> None:
+    def free_excess(self) -> None:
         """Unpins the oldest blocks if requests now hold more than when these were pinned."""
         self._release([*self._blocks][: max(0, len(self._blocks) - self._most)])
 

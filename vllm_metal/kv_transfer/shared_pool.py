@@ -45,7 +45,7 @@ class SharedPool:
             on_end: called once with each wanted page that has left the pool, or will not.
             clock: returns seconds.
         """
-        self.bell = WakeEvent()
+        self.wake_event = WakeEvent()
         self._on_end = on_end
         self._clock = clock
         self._lock = threading.Lock()
@@ -60,7 +60,7 @@ class SharedPool:
 
     # -- for the engine's thread
 
-    def step_begins(self, changes: CacheChanges | None) -> None:
+    def begin_step(self, changes: CacheChanges | None) -> None:
         """Applies the scheduler's cache changes as a step begins."""
         with self._lock:
             self._step += 1
@@ -88,7 +88,7 @@ class SharedPool:
             self._leases.pop(key, None)
         self._end([key for key in keys if key in self._wanted])
 
-    def pool_goes(self) -> None:
+    def clear(self) -> None:
         """Forgets all pages: there is no pool, or the scheduler does not know its content."""
         with self._lock:
             self._is_known = False
@@ -96,7 +96,7 @@ class SharedPool:
             self._copyable_from.clear()
             self._leases.clear()
             self._end([*self._wanted, *self._leaving])
-            self.bell.silence()
+            self.wake_event.clear()
 
     @property
     def keys(self) -> list[bytes]:
@@ -162,7 +162,7 @@ class SharedPool:
 
     def contains(self, key: bytes) -> bool:
         """Returns whether the pool holds a page that can be copied on request."""
-        return self.bell.is_heard and key in self._blocks
+        return self.wake_event.is_connected and key in self._blocks
 
     def want(self, keys: Iterable[bytes], expect: Callable[[Collection[bytes]], None]) -> None:
         """Requests copies of pages; ignores those that the pool does not hold.
@@ -170,7 +170,7 @@ class SharedPool:
         `expect` is called with the pages that will come; `on_end` follows for each.
         """
         with self._lock:
-            if not self.bell.is_heard:
+            if not self.wake_event.is_connected:
                 return
             new = [
                 key
@@ -180,17 +180,19 @@ class SharedPool:
             if new:
                 expect(new)
                 self._wanted.update(dict.fromkeys(new))
-                self.bell.ring()
+                self.wake_event.set()
 
     def lease(self, holder: int, keys: Iterable[bytes], seconds: float) -> None:
         """Keeps blocks in the pool for `seconds`, as far as the scheduler can spare them."""
         with self._lock:
-            found = [key for key in keys if key in self._blocks] if self.bell.is_heard else []
+            found = (
+                [key for key in keys if key in self._blocks] if self.wake_event.is_connected else []
+            )
             ends = self._clock() + seconds
             for key in found:
                 self._leases.setdefault(key, {})[holder] = ends
             if found:
-                self.bell.ring()
+                self.wake_event.set()
 
     def renew(self, holder: int, seconds: float) -> None:
         """Extends all leases of a holder to `seconds` from now."""
@@ -209,4 +211,4 @@ class SharedPool:
                 if not self._leases[key]:
                     del self._leases[key]
             if released and self._is_known:
-                self.bell.ring()
+                self.wake_event.set()

@@ -124,7 +124,7 @@ class Store:
     def expect_no_more(self, keys: Iterable[bytes]) -> None:
         """Notes that expected pages were written, or will not be."""
 
-    def news(self) -> Any | None:
+    def take_message(self) -> Any | None:
         """Returns a picklable message for the view since the last call; None: none."""
         return None
 
@@ -187,8 +187,8 @@ class View:
         """Returns whether to offer a page to the worker, which decides."""
         return True
 
-    def hear(self, news: Any) -> None:
-        """Processes a message of `Store.news`."""
+    def update(self, message: Any) -> None:
+        """Processes a message of `Store.take_message`."""
 
     def computed(self, prefill_rows: int, prefill_seconds: float) -> None:
         """Notes how many tokens the device has prefilled since the last call, and the seconds."""

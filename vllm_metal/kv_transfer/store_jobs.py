@@ -172,7 +172,7 @@ class StoreJobs:
         self._queued += self._copy(None, self._pages.queue_export)
         return [array for batch in self._queued for array in batch.arrays]
 
-    def handed_over(self) -> None:
+    def step_submitted(self) -> None:
         """Notes that the step with the copies of `queue_batch` was submitted to the device."""
         self._submitted.append(self._queued)
         self._queued = []

@@ -114,7 +114,7 @@ class TransferHooks(StepHooks):
         self.store_jobs.lose_pool()
         self.load_jobs.lose_pool()
         if (shared := self.store.shared_pool) is not None:
-            shared.pool_goes()
+            shared.clear()
         self._on_pool.clear()
         self._runner = None
 
@@ -136,7 +136,7 @@ class TransferHooks(StepHooks):
         self.store_jobs.drop_urgent()
         self._flush(metadata)
         if (shared := self.store.shared_pool) is not None:
-            shared.step_begins(metadata.cached)
+            shared.begin_step(metadata.cached)
             self._export(shared)
 
     def _update_store(self, metadata: TransferMetadata) -> None:
@@ -208,7 +208,7 @@ class TransferHooks(StepHooks):
     def after_step(self, computed: bool) -> KVConnectorOutput | None:
         metadata = self._metadata
         if computed and self._decoding:
-            self.store_jobs.handed_over()
+            self.store_jobs.step_submitted()
         for job_id, job in metadata.store_jobs.items():
             if computed:
                 self._add_store(job_id, job)
@@ -221,15 +221,15 @@ class TransferHooks(StepHooks):
             assert self._runner is not None
             self._runner.complete_draft_kv(self._draft_ends(self.store_jobs.all_due_ends()))
             self.store_jobs.copy_now()  # the device is idle otherwise
-        outcome = self._outcome()
+        outcome = self._results()
         if (shared := self.store.shared_pool) is not None and shared.is_waited_for:
-            shared.bell.ring()  # for pages requested meanwhile, or without room
+            shared.wake_event.set()  # for pages requested meanwhile, or without room
         return outcome
 
     def steps_computed(self, num_left: int) -> None:
         self.store_jobs.steps_computed(num_left)
 
-    def _outcome(self) -> KVConnectorOutput | None:
+    def _results(self) -> KVConnectorOutput | None:
         """Returns the jobs that ended since the last step, and messages of the stores."""
         update = TransferUpdate()
         loaded = self.load_jobs.finished()
@@ -248,7 +248,7 @@ class TransferHooks(StepHooks):
                 update.transfer_stats.load.record(load.num_bytes, load.seconds)
         in_part = {load.req_id for load in loaded if load.missing_blocks}
         update.loaded_in_part = in_part
-        self.store.tell(update)
+        self.store.add_messages(update)
         update.content, self._pending_content = self._pending_content, None
         if update == TransferUpdate():
             return None

@@ -17,7 +17,7 @@ class WakeEvent:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._wake: Callable[[], bool] | None = None
-        self._rung = False
+        self._is_set = False
 
     def __reduce__(self) -> tuple[type[WakeEvent], tuple[()]]:
         return WakeEvent, ()
@@ -28,23 +28,23 @@ class WakeEvent:
             self._wake = wake
 
     @property
-    def is_heard(self) -> bool:
+    def is_connected(self) -> bool:
         """Whether setting the event leads to a step."""
         return self._wake is not None
 
     @property
-    def is_rung(self) -> bool:
+    def is_set(self) -> bool:
         """Whether a step is due."""
-        return self._rung
+        return self._is_set
 
-    def ring(self) -> None:
+    def set(self) -> None:
         """Requests a step."""
         with self._lock:
-            if not self._rung and self._wake is not None:
-                self._rung = True
-                self._rung = self._wake()
+            if not self._is_set and self._wake is not None:
+                self._is_set = True
+                self._is_set = self._wake()
 
-    def silence(self) -> None:
+    def clear(self) -> None:
         """Clears the event as the requested step begins, or none is possible."""
         with self._lock:
-            self._rung = False
+            self._is_set = False

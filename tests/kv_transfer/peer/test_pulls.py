@@ -28,7 +28,7 @@ def keys_of(count, group=0):
 def pull(puller, keys, address, seconds, now=0.0, failed=False):
     """Has pages pulled from the one peer that has them; returns when that is over."""
     chosen = puller.decide(keys, {address: keys}, now)
-    assert set(puller.begin(chosen, keys, now).places.values()) == {address}
+    assert set(puller.begin(chosen, keys, now).peers.values()) == {address}
     puller.end(chosen, failed, now + seconds)
     return now + seconds
 
@@ -262,5 +262,5 @@ def test_where_nothing_is_known_each_fetch_may_take_so_long(clock):
 def test_it_starts_anew_in_the_worker(page_seconds):
     hint = PullHint({b"key": Address("a", 1)}, Patience(page_seconds))
     sent = pickle.loads(pickle.dumps(hint))
-    assert sent.places == hint.places and not sent.patience.is_over
+    assert sent.peers == hint.peers and not sent.patience.is_over
     assert sent.patience.page_seconds == page_seconds

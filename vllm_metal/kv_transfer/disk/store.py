@@ -193,7 +193,7 @@ class DiskStore(Store):
         self._start_thread(list_all)
         return DiskPages(content, folders)
 
-    def news(self) -> list[Gone] | None:
+    def take_message(self) -> list[Gone] | None:
         return [self._gone.get() for _ in range(self._gone.qsize())] or None
 
     def figures(self) -> DiskStats | None:

@@ -64,8 +64,8 @@ class DiskView(View):
             load.start()
         return self._listings[namespace]
 
-    def hear(self, news: list[Gone]) -> None:
-        for name, stays in news:
+    def update(self, message: list[Gone]) -> None:
+        for name, stays in message:
             if name.fingerprint == self._fingerprint and name.namespace in self._listings:
                 self._listings[name.namespace].forget(name.key, stays)
 

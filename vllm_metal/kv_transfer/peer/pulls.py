@@ -135,7 +135,7 @@ class Patience:
 class PullHint:
     """Data for the worker's load: which peer has each page, and how long it may take."""
 
-    places: Mapping[bytes, Address]  # peer by key
+    peers: Mapping[bytes, Address]  # peer by key
     patience: Patience | None = None  # None: as long as data arrives
 
 

@@ -139,8 +139,8 @@ class PeerStore(Store):
             return set()
         indices_by_peer: dict[Address, list[int]] = {}
         for index, key in enumerate(keys):
-            if key in hint.places:
-                indices_by_peer.setdefault(hint.places[key], []).append(index)
+            if key in hint.peers:
+                indices_by_peer.setdefault(hint.peers[key], []).append(index)
         filled: set[int] = set()
         patience = hint.patience or Patience(float("inf"))
         for address, indices in indices_by_peer.items():
@@ -168,7 +168,7 @@ class PeerStore(Store):
         if self._keeps_all:
             self.export_cache.expect_no_more(keys)
 
-    def news(self) -> list[Address] | None:
+    def take_message(self) -> list[Address] | None:
         down = {peer.address for peer in self.clients.peers if peer.is_down}
         new, self._down = down - self._down, down
         return sorted(new, key=str) or None

@@ -37,19 +37,19 @@ class PeerLookup(Lookup):
     def __init__(
         self,
         answers: Mapping[Address, Answer],
-        let_go: Callable[[Address, Answer], None],
+        release_answer: Callable[[Address, Answer], None],
         clock: Callable[[], float] = time.monotonic,
         seconds: float = ASK_SECONDS,
     ) -> None:
         """
         Args:
             answers: by peer, best first.
-            let_go: releases a peer's pages without blocking.
+            release_answer: releases a peer's pages without blocking.
             clock: returns seconds.
             seconds: limit of the wait for answers.
         """
         self._answers = answers
-        self._release_answer = let_go
+        self._release_answer = release_answer
         self._clock = clock
         self._ends = clock() + seconds
 
@@ -92,16 +92,16 @@ class ChosenLookup(PeerLookup):
         puller: Puller,
         keys: Sequence[bytes],
         answers: Mapping[Address, Answer],
-        let_go: Callable[[Address, Answer], None],
+        release_answer: Callable[[Address, Answer], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             puller: decides once, from the answers that came in time.
             keys: of the lookup.
-            answers, let_go, clock: see `PeerLookup`.
+            answers, release_answer, clock: see `PeerLookup`.
         """
-        super().__init__(answers, let_go, clock, ASK_SECONDS_HASTY)
+        super().__init__(answers, release_answer, clock, ASK_SECONDS_HASTY)
         self._puller = puller
         self._keys = keys
         self._is_chosen = False
@@ -232,8 +232,8 @@ class PeerView(View):
     def wants(self, namespace: str | None, key: bytes) -> bool:
         return self._keeps and self._address is not None  # the worker knows what it has
 
-    def hear(self, news: list[Address]) -> None:
-        for address in news:
+    def update(self, message: list[Address]) -> None:
+        for address in message:
             if address in self._list.addresses:
                 self._clients.at(address).avoid()
 

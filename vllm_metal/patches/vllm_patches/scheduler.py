@@ -49,7 +49,7 @@ def end_failed_requests() -> None:
     replace(Scheduler, "update_from_output", _ending_failed_requests)
     replace(Scheduler, "update_from_output", _sending_figures)
     replace(Scheduler, "_get_new_block_ids_to_zero", _with_blocks_to_clear)
-    replace(Scheduler, "reset_prefix_cache", _letting_go_of_blocks)
+    replace(Scheduler, "reset_prefix_cache", _freeing_blocks_first)
     replace(Scheduler, "schedule", _breaking_deadlocks)
 
 
@@ -78,7 +78,7 @@ def end_chunks_within_blocks() -> None:
     not for a block besides the decode tokens, a prompt gets no tokens while others decode. Here a
     block holds the state at the request's newest token, so a chunk may end within it.
     """
-    replace(Scheduler, "_mamba_block_aligned_split", _never_empty)
+    replace(Scheduler, "_mamba_block_aligned_split", _filling_blocks_in_part)
 
 
 def _not_stripped(
@@ -105,7 +105,7 @@ def _sending_figures(
     outputs = update(self, scheduler_output, model_runner_output)
     figures = getattr(model_runner_output, "figures", None)  # vLLM's own results have none
     if figures:
-        figures = {**figures, **(_tell_connector(self, "figures_after", figures) or {})}
+        figures = {**figures, **(_call_connector(self, "figures_after", figures) or {})}
     for of_client in outputs.values():
         if figures and of_client.scheduler_stats is not None:
             send_figures(of_client.scheduler_stats, figures)
@@ -120,11 +120,11 @@ def next_image(scheduler: Any, request: Any, position: int) -> PlaceholderRange 
     # An encoder-decoder's positions are not those of its text.
     if not scheduler.scheduler_config.disable_chunked_mm_input or scheduler.is_encoder_decoder:
         return None
-    places = (feature.mm_position for feature in request.mm_features or ())
-    return next((at for at in places if at.offset <= position < at.offset + at.length), None)
+    positions = (feature.mm_position for feature in request.mm_features or ())
+    return next((at for at in positions if at.offset <= position < at.offset + at.length), None)
 
 
-def _never_empty(
+def _filling_blocks_in_part(
     split: Callable[..., int], self: Any, request: Any, num_new_tokens: int, *found: int
 ) -> int:
     # `found`: numbers of tokens found in the prefix cache and by the connector.
@@ -149,12 +149,12 @@ def _ending_failed_requests(
         self.reset_prefix_cache(reset_running_requests=True)
     failed = result.failures.keys() & self.requests.keys()
     # If a step raised, the blocks that its requests stored before are valid.
-    unsound = [req_id for req_id in failed if result.failures[req_id] == NOT_A_NUMBER]
-    _tell_connector(self, "requests_failed", [self.requests[req_id] for req_id in unsound])
+    invalid = [req_id for req_id in failed if result.failures[req_id] == NOT_A_NUMBER]
+    _call_connector(self, "requests_failed", [self.requests[req_id] for req_id in invalid])
     held = {block for req_id in failed for block in _forget_blocks(self, req_id)}
     self.grammar_compile_error_reqs.update(dict.fromkeys(failed))  # so that the update ends them
     outputs = update(self, scheduler_output, result)
-    self.blocks_to_clear = [*getattr(self, "blocks_to_clear", ()), *_given_up(self, held)]
+    self.blocks_to_clear = [*getattr(self, "blocks_to_clear", ()), *_unheld(self, held)]
     for output in (output for of_client in outputs.values() for output in of_client.outputs):
         if reason := result.failures.get(output.request_id):
             logger.error("Request %s failed: %s", output.request_id, reason)
@@ -163,7 +163,7 @@ def _ending_failed_requests(
     return outputs
 
 
-def _letting_go_of_blocks(
+def _freeing_blocks_first(
     reset: Callable[..., bool],
     self: Any,
     reset_running_requests: bool = False,
@@ -174,7 +174,7 @@ def _letting_go_of_blocks(
     # load. Steps in flight hold blocks as well: with a connector that loads, vLLM frees blocks only
     # after these steps. Here the engine's thread orders steps and loads, so no step in flight
     # overwrites K/V that are loaded into a block after it.
-    _tell_connector(self, "let_go_of_pins")
+    _call_connector(self, "release_pins")
     if not reset_running_requests:
         return reset(self, reset_running_requests, reset_connector)
     # For the reset only. A preempted request may end with a token of a step in flight and then
@@ -199,7 +199,7 @@ def _free_blocks_of_loads(scheduler: Any) -> None:
             request.num_computed_tokens = 0
             scheduler._inflight_prefills.discard(request)
         elif request.status in _HOLDING:
-            _start_again(scheduler, request)
+            _restart(scheduler, request)
     for request in scheduler.requests.values():
         if request.is_finished():  # aborted while its K/V were loaded
             loading.add(request.request_id)
@@ -207,7 +207,7 @@ def _free_blocks_of_loads(scheduler: Any) -> None:
     while scheduler.deferred_frees:
         _, blocks = scheduler.deferred_frees.popleft()
         manager.block_pool.free_blocks(reversed(blocks))
-    _tell_connector(scheduler, "cancel_loads", loading)
+    _call_connector(scheduler, "cancel_loads", loading)
 
 
 def _breaking_deadlocks(
@@ -228,9 +228,9 @@ def _breaking_deadlocks(
     if paused:
         waits = any(_waits_for_blocks(self, each) for each in (*others, *self.waiting))
         if waits and self.num_waiting_for_streaming_input < self.max_num_active_reqs:
-            _start_again(self, paused[0])
+            _restart(self, paused[0])
     elif others and all(_waits_for_blocks(self, each) for each in others):
-        _start_again(self, others[-1])
+        _restart(self, others[-1])
     return output
 
 
@@ -241,7 +241,7 @@ def _waits_for_blocks(scheduler: Any, request: Any) -> bool:
     return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
-def _start_again(scheduler: Any, request: Any) -> None:
+def _restart(scheduler: Any, request: Any) -> None:
     """Frees the blocks of a request that does not run; they stay in the prefix cache."""
     if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
         scheduler._handle_blocked_waiting_request(request)  # its load has ended
@@ -250,13 +250,13 @@ def _start_again(scheduler: Any, request: Any) -> None:
     scheduler.kv_cache_manager.free(request)
     request.num_computed_tokens = 0
     scheduler._inflight_prefills.discard(request)
-    _tell_connector(scheduler, "blocks_given_up", request.request_id)
+    _call_connector(scheduler, "forget_blocks", request.request_id)
 
 
-def _tell_connector(scheduler: Any, method: str, *arguments: Any) -> Any:
+def _call_connector(scheduler: Any, method: str, *arguments: Any) -> Any:
     """Calls a method that only this plugin's connector has; returns None without it."""
-    tell = getattr(scheduler.connector, method, None)
-    return None if tell is None else tell(*arguments)
+    call = getattr(scheduler.connector, method, None)
+    return None if call is None else call(*arguments)
 
 
 def _with_blocks_to_clear(
@@ -266,7 +266,7 @@ def _with_blocks_to_clear(
     return [*unclean, *(blocks_to_zero(self) or ())] or None
 
 
-def _given_up(scheduler: Any, blocks: Set[int]) -> list[int]:
+def _unheld(scheduler: Any, blocks: Set[int]) -> list[int]:
     """Returns the blocks that no request holds any more.
 
     Ignores references that vLLM defers freeing until a step in flight has ended: the next step,
