@@ -55,7 +55,7 @@ def played(plan, num_reqs, num_rows):
             rows_of[request] += of_request.tolist()
         kept += [(requests[i], rows[i, -1]) for i in read(run, run.kept, len(rows))]
         places += rows.ravel().tolist()
-    order = np.arange(num_rows) if plan.places is None else np.array(plan.places)
+    order = np.arange(num_rows) if plan.order is None else np.array(plan.order)
     assert np.array(places)[order].tolist() == list(range(num_rows))
     return rows_of, kept
 
@@ -109,7 +109,7 @@ def test_a_decode_step_is_one_run_in_order():
     plan = RunPlan.from_layout(layout_of([5, 9, 30], [1, 1, 1], None, [[1, 0], [2, 0], [3, 4]]))
     (run,) = plan.runs
     assert run.rows.tolist() == [[0], [1], [2]]
-    assert run.requests is None and run.kept is None and plan.places is None and plan.fresh is None
+    assert run.requests is None and run.kept is None and plan.order is None and plan.fresh is None
 
 
 def test_states_are_not_wanted_before_drafts_are_judged():

@@ -115,7 +115,7 @@ class Play:
         return Text(self.rng.normal(size=3000).tolist())
 
     def leave(self, who):
-        self.scope.kept.leave(who)
+        self.scope.kept.remove_request(who)
         self.free += [block for block in self.tables[who].tolist() if block]
         self.tables[who] = 0
         self.texts[who] = self.text()
@@ -177,22 +177,22 @@ class Play:
             text.computed += counts[place] - drafts[place] + accepted[place]
         outcome = starts, starts[1:] - 1 - drafts + accepted
         if self.lagging and self.unread is not None:
-            self.scope.kept.learn(*self.unread)
+            self.scope.kept.record_accepted(*self.unread)
         self.unread = outcome
         if not self.lagging:
-            self.scope.kept.learn(*outcome)
+            self.scope.kept.record_accepted(*outcome)
         self.rejected[:] = 0
         self.rejected[who] = drafts - accepted
 
     def settle(self, who=None):
         """Has the blocks of requests hold the states after all that they have computed."""
         if self.lagging and self.unread is not None:
-            self.scope.kept.learn(*self.unread)
+            self.scope.kept.record_accepted(*self.unread)
             self.rejected[:] = 0
-        plan = self.scope.settling(who)
+        plan = self.scope.flush_plan(who)
         if plan is not None:
             self.state.begin_step()
-            self.state.settle(plan)
+            self.state.flush(plan)
 
     def check_blocks(self):
         """States lie where a request without drafts has them."""

@@ -125,12 +125,12 @@ class PagedLayers:
         for state in self._restorable:
             state.restore(last_rows_np)
         for scope in self._sequences:
-            scope.kept.learn(rows.query_start_loc_np, last_rows_np)
+            scope.kept.record_accepted(rows.query_start_loc_np, last_rows_np)
 
     def leave(self, req_idx: int) -> None:
         """Drops a request, so that another one may take its index."""
         for scope in self._sequences:
-            scope.kept.leave(req_idx)
+            scope.kept.remove_request(req_idx)
 
     def settle(self, req_indices_np: np.ndarray | None = None) -> None:
         """Applies all accepted drafts that the host knows of to recurrent states in blocks.
@@ -138,7 +138,7 @@ class PagedLayers:
         Call it between steps, for requests ([n] int32, None for all) whose blocks will be reused by
         the prefix cache or when the request resumes.
         """
-        plans = [scope.settling(req_indices_np) for scope in self._sequences]
+        plans = [scope.flush_plan(req_indices_np) for scope in self._sequences]
         if not any(plans):
             return
         for state in self.layer_states:
@@ -146,7 +146,7 @@ class PagedLayers:
         for plan in plans:
             for state in self.layer_states:
                 if plan is not None and isinstance(state, SequenceState):
-                    state.settle(plan)
+                    state.flush(plan)
 
     def begin_step(self) -> None:
         """Applies deferred writes to the pool, before plans of the next forward are made."""

@@ -25,7 +25,7 @@ class Entries:
     certain_rows_np: np.ndarray  # [M] int32, index in that step of the last token before drafts
     first_np: np.ndarray  # [M] int32, index of the first kept row
     counts_np: np.ndarray  # [M] int32, drafts
-    settled_np: np.ndarray  # [M] int32, number of tokens in the state
+    state_lens_np: np.ndarray  # [M] int32, number of tokens in the state
     last_np: np.ndarray  # [M] int32, position of the last draft; its block holds the state
     accepted_np: np.ndarray  # [M] int32, accepted drafts; -1: unknown to the host
     tables_np: np.ndarray  # [M, W] int32, blocks
@@ -76,12 +76,12 @@ class KeptRows:
         self._step = 0
         self._rows: dict[int, np.ndarray] = {}  # query_start_loc arrays, by step
 
-    def leave(self, req_idx: int) -> None:
+    def remove_request(self, req_idx: int) -> None:
         """Drops a request; its req_idx may be reused."""
         indices_np = self._entries.req_indices_np
         indices_np[indices_np == req_idx] = -1
 
-    def learn(self, query_start_loc_np: np.ndarray, last_rows_np: np.ndarray) -> None:
+    def record_accepted(self, query_start_loc_np: np.ndarray, last_rows_np: np.ndarray) -> None:
         """Records the accepted drafts of a step.
 
         Args:
@@ -98,13 +98,13 @@ class KeptRows:
                 entries.accepted_np[here] = last_rows_np[requests_np] - certain_np
 
     def take(
-        self, req_indices_np: np.ndarray, settle: np.ndarray | None = None
+        self, req_indices_np: np.ndarray, may_apply: np.ndarray | None = None
     ) -> tuple[Entries, np.ndarray, Entries, Entries]:
         """Takes all entries out; the caller returns the carried ones by `add`.
 
         Args:
             req_indices_np: [R] int32, requests with tokens in the current step.
-            settle: [n] int32, other requests whose drafts may be applied; None: all.
+            may_apply: [n] int32, other requests whose drafts may be applied; None: all.
 
         Returns:
             Entries of requests in the step; [R] int, index of each request's entry or -1; entries
@@ -126,8 +126,8 @@ class KeptRows:
         if not others_np.any():
             return entries, found_np, NO_ENTRIES, NO_ENTRIES
         known_np = others_np & (entries.accepted_np >= 0)
-        if settle is not None:
-            known_np &= np.isin(entries.req_indices_np, settle)
+        if may_apply is not None:
+            known_np &= np.isin(entries.req_indices_np, may_apply)
         rest_np = others_np & ~known_np
         return (
             entries,

@@ -72,7 +72,7 @@ class RunPlan:
     before: mx.array  # [R] int32, block of each request's state
     fresh: mx.array | None  # [R] bool, requests without a state; None: all have one
     runs: tuple[Run, ...]
-    places: mx.array | None  # [T] int32, index of each token in the joined runs; None: in order
+    order: mx.array | None  # [T] int32, index of each token in the joined runs; None: in order
     endings: Endings = field(compare=False)
 
     @staticmethod

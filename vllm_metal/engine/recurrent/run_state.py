@@ -90,7 +90,7 @@ class RunState(RecurrentState[RunPlan], Restorable):
         # Evaluate the states with the results; otherwise the arrays that they are slices of stay
         # alive until the next step begins.
         whole = mx.depends(whole, kept)
-        return whole if plan.places is None else [result[plan.places] for result in whole]
+        return whole if plan.order is None else [result[plan.order] for result in whole]
 
 
 def _ending(run: Run, part: mx.array) -> mx.array:

@@ -73,32 +73,32 @@ class SequenceScope(StepScope[SequencePlan]):
         assert layout.req_indices_np is not None
         return self._step_of(layout, *self.kept.take(layout.req_indices_np))
 
-    def settling(self, req_indices_np: np.ndarray | None = None) -> SequencePlan | None:
+    def flush_plan(self, req_indices_np: np.ndarray | None = None) -> SequencePlan | None:
         """Plans a step without tokens that applies accepted drafts; None if there are none.
 
         Only requests whose accepted drafts the host knows take part, of `req_indices_np` if given.
         Afterwards their states are stored like those of requests without drafts.
         """
         nothing, starts_np = np.zeros(0, np.int32), np.zeros(1, np.int32)
-        _, found_np, settled, carried = self.kept.take(nothing, req_indices_np)
-        if not len(settled):
+        _, found_np, flushed, carried = self.kept.take(nothing, req_indices_np)
+        if not len(flushed):
             self.kept.add(carried, starts_np, self.kept.num_rows)
             return None
         layout = StepLayout(
             *(starts_np, nothing, np.zeros((0, 1), np.int32), nothing, self._block_size),
             req_indices_np=nothing,
         )
-        return self._step_of(layout, NO_ENTRIES, found_np, settled, carried)
+        return self._step_of(layout, NO_ENTRIES, found_np, flushed, carried)
 
     def _step_of(
         self,
         layout: StepLayout,
         entries: Entries,
         found_np: np.ndarray,
-        settled: Entries,
+        flushed: Entries,
         carried: Entries,
     ) -> SequencePlan:
-        step = _Step(layout, entries, found_np, settled, carried)
+        step = _Step(layout, entries, found_np, flushed, carried)
         plan, left = step.planned(self, self.kept.num_rows)
         num_kept = plan.sequences.num_kept + step.num_carried if plan.keeps else 0
         self.kept.add(left, layout.query_start_loc_np, num_kept)
@@ -109,7 +109,7 @@ class _Columns(NamedTuple):
     """[N] int32 each; upper bounds if only the device knows."""
 
     begins: np.ndarray  # position of the step's first token
-    since: np.ndarray  # number of tokens in the state
+    state_lens: np.ndarray  # number of tokens in the state
     last: np.ndarray  # a position in the block of the state
     first_kept: np.ndarray  # index of the first kept row
     most_kept: np.ndarray  # number of kept rows if all drafts were accepted
@@ -123,7 +123,7 @@ class _Step:
         layout: StepLayout,
         entries: Entries,
         found_np: np.ndarray,
-        settled: Entries,
+        flushed: Entries,
         carried: Entries,
     ) -> None:
         self.layout = layout
@@ -139,7 +139,7 @@ class _Step:
         if exact and has_np.any():
             # The req_idx may have been reused, or the request restarted elsewhere: then its state
             # is in its usual block.
-            gaps_np = self.begins_np[has_np] - entries.settled_np[found_np[has_np]]
+            gaps_np = self.begins_np[has_np] - entries.state_lens_np[found_np[has_np]]
             most_np = entries.counts_np[found_np[has_np]]
             has_np[has_np] = (gaps_np >= 0) & (gaps_np <= most_np)
         self.before = None
@@ -147,26 +147,26 @@ class _Step:
             in_order = np.array_equal(found_np, np.arange(len(entries)))
             self.before = entries if in_order else entries.select(np.maximum(found_np, 0))
         self.has_np = has_np
-        self.settled = settled
-        self._lags = not (exact and settled.lag is None)
+        self.flushed = flushed
+        self._lags = not (exact and flushed.lag is None)
 
     def _columns(self) -> _Columns:
-        has, before, settled = self.has_np, self.before, self.settled
+        has, before, flushed = self.has_np, self.before, self.flushed
         begins, last, first = self.begins_np, self.begins_np - 1, np.zeros_like(self.begins_np)
-        since, most = begins, first
+        state_lens, most = begins, first
         if before is not None:
-            since = np.where(has, before.settled_np, begins)
+            state_lens = np.where(has, before.state_lens_np, begins)
             last = np.where(has, before.last_np, last)
             first = np.where(has, before.first_np, 0)
             most = np.where(has, before.counts_np, 0)
-        if not len(settled):
-            return _Columns(begins, since, last, first, most)
+        if not len(flushed):
+            return _Columns(begins, state_lens, last, first, most)
         pairs = (
-            (begins, settled.settled_np + settled.accepted_np),
-            (since, settled.settled_np),
-            (last, settled.last_np),
-            (first, settled.first_np),
-            (most, settled.counts_np),
+            (begins, flushed.state_lens_np + flushed.accepted_np),
+            (state_lens, flushed.state_lens_np),
+            (last, flushed.last_np),
+            (first, flushed.first_np),
+            (most, flushed.counts_np),
         )
         return _Columns(*(np.concatenate(pair).astype(np.int32) for pair in pairs))
 
@@ -180,7 +180,7 @@ class _Step:
         return np.concatenate([tables_np, known_np[:, width:]], axis=1)
 
     def _shifts(self) -> tuple[mx.array, mx.array]:
-        """Returns [N] int32 each: the lag of `begin`, and of `settled` and `last`."""
+        """Returns [N] int32 each: the lag of `begins`, and of `state_lens` and `last`."""
         lag, num_reqs = self.layout.lag, len(self.counts_np)
         now = lag_of(None if lag is None else lag.counts, num_reqs)
         before = now
@@ -188,9 +188,9 @@ class _Step:
             before = mx.where(mx.array(self.has_np), self.before.lag, now)
         elif self.before is not None:
             before = mx.where(mx.array(self.has_np), 0, now)
-        if not len(self.settled):
+        if not len(self.flushed):
             return now, before
-        late = lag_of(self.settled.lag, len(self.settled))
+        late = lag_of(self.flushed.lag, len(self.flushed))
         return mx.concatenate([now, late]), mx.concatenate([before, late])
 
     def planned(self, scope: SequenceScope, num_before: int) -> tuple[SequencePlan, Entries]:
@@ -199,7 +199,7 @@ class _Step:
         `num_before` is the number of rows that the previous step kept.
         """
         columns = self._columns()
-        blocks = _stacked(self._tables(), self.settled.tables_np)
+        blocks = _stacked(self._tables(), self.flushed.tables_np)
         # A width that is stable over many steps, so that their compiled graph is too.
         width = stable(max(blocks.shape[1], _FEWEST_BLOCKS))
         blocks = np.pad(blocks, ((0, 0), (0, width - blocks.shape[1])))
@@ -207,7 +207,7 @@ class _Step:
         if self._lags:
             table = self._exact(table_np, columns, blocks)
         else:
-            blocks = _without_passed(blocks, columns.since, columns.begins, self.size)
+            blocks = _without_passed(blocks, columns.state_lens, columns.begins, self.size)
             table = mx.array(table_np)
         num_new, num_carried = int(self.drafts_np.sum()), self.num_carried
         keeps = num_new + num_carried > 0
@@ -239,10 +239,10 @@ class _Step:
 
     def _table(self, columns: _Columns, blocks: np.ndarray) -> np.ndarray:
         """Returns `Sequences.table`, [N, COLUMNS] int32."""
-        begins, since, last, first_kept, _ = columns
-        num_late = len(self.settled)
+        begins, state_lens, last, first_kept, _ = columns
+        num_flushed = len(self.flushed)
         rows, drafts, starts = (
-            np.pad(each, (0, num_late)) if num_late else each
+            np.pad(each, (0, num_flushed)) if num_flushed else each
             for each in (self.counts_np, self.drafts_np, self.layout.query_start_loc_np[:-1])
         )
         numbers = np.arange(len(rows))
@@ -252,8 +252,8 @@ class _Step:
             sequences.NUM_ROWS: rows,
             sequences.NUM_CERTAIN: rows - drafts,
             sequences.FIRST_KEPT: first_kept,
-            sequences.NUM_KEPT: begins - since,
-            sequences.POSITION: since,
+            sequences.NUM_KEPT: begins - state_lens,
+            sequences.POSITION: state_lens,
             sequences.READ: blocks[numbers, np.maximum(last, 0) // self.size],
             sequences.WRITE: blocks[numbers, np.maximum(begins + rows - 1, 0) // self.size],
             sequences.KEEP_AT: np.cumsum(drafts) - drafts,
@@ -270,13 +270,13 @@ class _Step:
             return mx.take_along_axis(blocks, mx.maximum(position, 0)[:, None] // self.size, axis=1)
 
         table = mx.array(table_np)
-        settled = mx.array(columns.since) - before
+        state_lens = mx.array(columns.state_lens) - before
         ends = np.maximum(columns.begins + table_np[:, sequences.NUM_ROWS] - 1, 0)
         return mx.concatenate(
             [
                 table[:, : sequences.NUM_KEPT],
-                (mx.array(columns.begins) - now - settled)[:, None],
-                settled[:, None],
+                (mx.array(columns.begins) - now - state_lens)[:, None],
+                state_lens[:, None],
                 block(mx.array(columns.last) - before),
                 block(mx.array(ends) - now),
                 table[:, sequences.KEEP_AT :],
@@ -303,7 +303,7 @@ class _Step:
             certain_rows_np=layout.query_start_loc_np[:-1][drafting] + counts - drafts - 1,
             first_np=table_np[drafting, sequences.KEEP_AT],
             counts_np=drafts,
-            settled_np=ends - drafts,
+            state_lens_np=ends - drafts,
             last_np=ends - 1,
             accepted_np=np.full(len(drafting), -1, np.int32),
             tables_np=layout.block_tables_np[drafting],
@@ -323,17 +323,17 @@ def _stacked(first: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def _without_passed(
-    blocks_np: np.ndarray, since: np.ndarray, begins: np.ndarray, size: int
+    blocks_np: np.ndarray, state_lens: np.ndarray, begins: np.ndarray, size: int
 ) -> np.ndarray:
     """Returns [N, W] blocks; 0 for those that end among accepted drafts, before the last one."""
     # vLLM has taken such a block from the request before this step, and may have given it to
     # another; it never puts one into the prefix cache.
-    passed = np.flatnonzero((begins > since) & ((begins - 1) // size > since // size))
+    passed = np.flatnonzero((begins > state_lens) & ((begins - 1) // size > state_lens // size))
     if not len(passed):
         return blocks_np
     blocks_np = blocks_np.copy()
     for index in passed.tolist():
-        blocks_np[index, since[index] // size : (begins[index] - 1) // size] = 0
+        blocks_np[index, state_lens[index] // size : (begins[index] - 1) // size] = 0
     return blocks_np
 
 

@@ -97,7 +97,7 @@ class SequenceState(RecurrentState[SequencePlan]):
         self._pending.append(Pending(plan, arrays))
         return found, arrays
 
-    def settle(self, plan: SequencePlan) -> None:
+    def flush(self, plan: SequencePlan) -> None:
         """Applies kept rows in a step without tokens."""
         if plan.scope in self._kept:  # else the layer did not run in the previous step
             self.call(plan, self._idle)
