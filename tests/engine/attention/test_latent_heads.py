@@ -58,7 +58,7 @@ def few_at_once(monkeypatch, length, heads):
     monkeypatch.setattr(buckets, "MAX_SCORES", 17 * length)
     numbers = 2 * length * (HEADS.key + HEADS.rotated + HEADS.value + 17)
     numbers += HEADS.rank * (HEADS.key + HEADS.value)
-    monkeypatch.setattr(latent_heads, "BUILT_AT_ONCE", 4 * numbers * heads)
+    monkeypatch.setattr(latent_heads, "MAX_EXPANDED_BYTES", 4 * numbers * heads)
 
 
 PIECES = [(13, 13), (13, 26), (14, 40)]  # rows, and tokens that they see, of 40 tokens
@@ -108,18 +108,18 @@ LARGE = LatentHeads(num_heads=128, rank=512, rotated=64, key=128, value=128)
 def test_what_is_built_and_done_at_once_is_bounded_for_any_context(monkeypatch, num_rows, fused):
     monkeypatch.setattr(latent_heads, "is_fused", lambda *_: fused)
     for context in (num_rows, 32768, 131072):
-        turn = latent_heads.Turn.of(LARGE, context, num_rows, mx.bfloat16)
+        turn = latent_heads.CallSize.of(LARGE, context, num_rows, mx.bfloat16)
         assert turn.fused == fused
         built = turn.num_heads * context * (192 + (192 if fused else 128)) * 2
         scores = 0 if fused else turn.num_heads * turn.num_rows * context * 4
-        assert built + scores <= latent_heads.BUILT_AT_ONCE
+        assert built + scores <= latent_heads.MAX_EXPANDED_BYTES
         assert 2 * turn.num_heads * turn.num_rows * context * (192 + 128) <= MOST_WORK
-    assert latent_heads.Turn.of(LARGE, 256, 256, mx.bfloat16).num_heads == 128
+    assert latent_heads.CallSize.of(LARGE, 256, 256, mx.bfloat16).num_heads == 128
 
 
 def test_the_largest_call_is_one_turn():
     large = HEADS._replace(num_heads=4096)
-    turn = latent_heads.Turn.of(large, 3000, 512, mx.float32)
+    turn = latent_heads.CallSize.of(large, 3000, 512, mx.float32)
     assert turn.num_heads < 4096
     graph = record(lambda: [latent_heads.largest_call(large, 3000, 512, mx.float32)], [])
     shapes = [shape for shape, _ in graph.arrays.values()]

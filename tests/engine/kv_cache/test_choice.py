@@ -18,9 +18,9 @@ from metal_kernels.selfcheck import CHOICES, Case, Check, Outcome, StateKind, ch
 from tests.metal_kernels.doubles import Refusing
 from tests.metal_kernels.selfchecks import check, in_use
 from vllm_metal.device import selfcheck, tuned
-from vllm_metal.engine.attention.inside import Convolution, Inside, Recurrence
 from vllm_metal.engine.attention.layers import AttentionLayer, RunLayer, SequenceLayer
 from vllm_metal.engine.attention.paged_cache import LayerRotation
+from vllm_metal.engine.attention.recurrent_ops import Convolution, Recurrence, RecurrentOps
 from vllm_metal.engine.kv_cache import choice
 from vllm_metal.engine.kv_cache.gathered import ByMLX
 from vllm_metal.engine.kv_cache.kernels import KERNELS, KernelBackend
@@ -297,12 +297,14 @@ BF16, F32 = mx.bfloat16, mx.float32
 FORM = StateFormat(((3, 96), (1, 32), (8, 16, 32)), (BF16, BF16, F32))
 CONVOLUTIONS = (Convolution(96, 4, BF16, BF16, None), Convolution(32, 2, BF16, BF16, BF16))
 DELTA = SequenceLayer(
-    "layers.3", FORM, inside=Inside(CONVOLUTIONS, Recurrence((4, 32, 8, 16), BF16, BF16, 2, True))
+    "layers.3",
+    FORM,
+    ops=RecurrentOps(CONVOLUTIONS, Recurrence((4, 32, 8, 16), BF16, BF16, 2, True)),
 )
 SCAN = SequenceLayer(
     "layers.4",
     StateFormat(((24, 16),), (BF16,)),
-    inside=Inside((), Recurrence((1, 16, 24, 1), F32, F32, 0, False)),
+    ops=RecurrentOps((), Recurrence((1, 16, 24, 1), F32, F32, 0, False)),
 )
 BY_RUNS = RunLayer("layers.5", StateFormat(((64,),), (F32,)))
 

@@ -62,7 +62,7 @@ def test_lengths_that_the_device_alone_knows_stay_with_the_kernels():
         [([1, 2, 3, 4, 5], 0, 70), ([6, 7, 8, 9, 10], 0, 70)],
         lag=PositionLag(mx.array([0, 1], mx.int32), np.array([0, 2], np.int32)),
     )
-    assert gathered.chosen(layout, ByMLX(True, {1: 64})).tolist() == [True, False]
+    assert gathered.select(layout, ByMLX(True, {1: 64})).tolist() == [True, False]
 
 
 STEPS = [

@@ -11,7 +11,7 @@ import pytest
 from metal_kernels import kernel
 from metal_kernels.layout import PositionLag
 from metal_kernels.sequences import RecurrenceInputs
-from vllm_metal.engine.attention.inside import Convolution, Inside, Recurrence
+from vllm_metal.engine.attention.recurrent_ops import Convolution, Recurrence, RecurrentOps
 from vllm_metal.engine.kv_cache.kernels import KERNELS, KernelBackend
 from vllm_metal.engine.kv_cache.layer_cache import KVShape
 from vllm_metal.engine.kv_cache.layer_state import StepLayout
@@ -23,7 +23,7 @@ from vllm_metal.engine.recurrent.sequence_state import SequenceState
 BLOCK, NUM_BLOCKS, NUM_REQS, WIDTH = 8, 90, 6, 40
 TAPS, CHANNELS, HEADS, VALUE, KEY = 3, 16, 2, 4, 8
 FORM = StateFormat(((TAPS - 1, CHANNELS), (HEADS, VALUE, KEY)), (mx.float32, mx.float32))
-INSIDE = Inside(
+OPS = RecurrentOps(
     (Convolution(CHANNELS, TAPS, mx.float32, mx.float32, None),),
     Recurrence((1, KEY, HEADS, VALUE), mx.float32, mx.float32, decays=2, delta=True),
 )
@@ -102,7 +102,7 @@ class Play:
     def __init__(self, memory, pool, lagging):
         self.rng = rng = np.random.default_rng(3)
         self.weights, self.lagging = Weights(rng), lagging
-        self.state = SequenceState(MEMORIES[memory](pool), FORM, INSIDE.repeat)
+        self.state = SequenceState(MEMORIES[memory](pool), FORM, OPS.repeat)
         self.scope = SequenceScope(self.state.by_kernels, TAPS, self.state.long_prompt)
         self.texts = [self.text() for _ in range(NUM_REQS)]
         self.tables = np.zeros((NUM_REQS, WIDTH), np.int32)
@@ -248,7 +248,7 @@ def test_random_steps_with_drafts_equal_the_recurrence(memory, pool):
 
 def test_nothing_of_its_last_owner_stays_in_a_block(pool):
     """A prompt ends two blocks and begins a third; then one row goes on in that one."""
-    state = SequenceState(MEMORIES["bfloat16"](pool[0]), FORM, INSIDE.repeat)
+    state = SequenceState(MEMORIES["bfloat16"](pool[0]), FORM, OPS.repeat)
     state.storage.arrays = [mx.ones(array.shape, array.dtype) for array in state.storage.arrays]
     scope, weights = SequenceScope(state.by_kernels, TAPS), Weights(np.random.default_rng(0))
     for begin, rows in ((0, 2 * BLOCK + 3), (2 * BLOCK + 3, 1)):

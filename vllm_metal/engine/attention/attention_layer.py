@@ -89,7 +89,7 @@ class AttentionLayer(StatefulLayer):
     def storage_key(self) -> KVShape:
         return KVShape(self.num_kv_heads, self.head_size, self.shape.value_size, self.latent)
 
-    def _rows_of(self, num_tokens: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    def _zero_rows(self, num_tokens: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
         heads, key_size, value_size, _ = self.storage_key
         rows = (mx.zeros((num_tokens, heads, size), dtype) for size in (key_size, value_size))
         return next(rows), next(rows)
@@ -134,7 +134,7 @@ class AttentionLayer(StatefulLayer):
     def scope(self, state: LayerState) -> StepScope:
         assert isinstance(state, LayerKVCache)
         plan_of = partial(state.backend.plan, kind=self._attention)
-        heads = self._built_over(state.backend)
+        heads = self._expanded_heads(state.backend)
 
         def of_step(layout: StepLayout) -> Any:
             layout = layout.split(state.split)
@@ -144,7 +144,7 @@ class AttentionLayer(StatefulLayer):
 
         return StepScope(of_step)
 
-    def _built_over(self, backend: KVBackend) -> LatentHeads | None:
+    def _expanded_heads(self, backend: KVBackend) -> LatentHeads | None:
         """Returns sizes of MLA heads if prompts may expand latents to K and V, else None."""
         if self.heads is None or self.heads.fewest_rows is None or self.window is not None:
             return None
@@ -201,8 +201,8 @@ class AttentionLayer(StatefulLayer):
             written = self.rotation if first else None  # all others write the same way
             pipeline = (self.shape, self.sinks, self.softcap is None, trial.pipeline, written)
             yield pipeline, partial(self._attend_once, kv_cache, trial, dtype, first)
-        if kv_cache is not None and (heads := self._built_over(backend)):
-            yield (self.shape, heads), partial(self._build_once, kv_cache, heads, dtype, size)
+        if kv_cache is not None and (heads := self._expanded_heads(backend)):
+            yield (self.shape, heads), partial(self._expand_once, kv_cache, heads, dtype, size)
 
     def _attend_once(
         self,
@@ -223,7 +223,7 @@ class AttentionLayer(StatefulLayer):
         self, kv_cache: LayerKVCache[PlanT], plan: PlanT, num_tokens: int, dtype: mx.Dtype
     ) -> None:
         """Writes zeros the way a step writes K and V."""
-        keys, values = self._rows_of(num_tokens, dtype)
+        keys, values = self._zero_rows(num_tokens, dtype)
         if self.rotation is None or not kv_cache.rotates:
             kv_cache.write(plan, keys, values)
             return
@@ -236,7 +236,7 @@ class AttentionLayer(StatefulLayer):
         by = Rotation.of_zeros(kind)
         kv_cache.rotate_and_write(plan, keys, values, positions, by, queries)
 
-    def _build_once(
+    def _expand_once(
         self, kv_cache: LayerKVCache, heads: LatentHeads, dtype: mx.Dtype, block_size: int
     ) -> mx.array:
         layout = _layout_of_long_contexts(1, block_size, block_size, block_size)
@@ -249,7 +249,7 @@ class AttentionLayer(StatefulLayer):
         return latent_heads.attend(rows, context, made, 1.0)
 
     def gathers(self, backend: KVBackend) -> bool:
-        return backend.gathers or self._built_over(backend) is not None
+        return backend.gathers or self._expanded_heads(backend) is not None
 
     def profile(
         self,
@@ -265,7 +265,7 @@ class AttentionLayer(StatefulLayer):
         calls. Gathering calls are bounded (metal_kernels.paged_attention.buckets), so this finds
         the peak.
         """
-        if heads := self._built_over(backend):
+        if heads := self._expanded_heads(backend):
             mx.eval(latent_heads.largest_call(heads, context, bounds.num_tokens, dtype))
         if not backend.gathers:
             return

@@ -37,15 +37,15 @@ def planned(layout: StepLayout, window: int | None, plan_of: Callable[[StepLayou
         window: of the layers.
         plan_of: plans a layout of the other tokens. The plan must write all of the step's tokens.
     """
-    cut, whole = _cut(layout)
+    cut, whole = _split_at_runs(layout)
     found = SeparatePrompts.of(cut, whole)
     by_row = {run.first: run for run in layout.runs}
-    runs = tuple(_placed(each, by_row[each.first]) for each in found.prompts)
-    apart = replace(found, prompts=runs, window=window)
-    return replace(plan_of(without(cut, whole)), prompts=apart)
+    runs = tuple(_with_begin(each, by_row[each.first]) for each in found.prompts)
+    separate = replace(found, prompts=runs, window=window)
+    return replace(plan_of(without(cut, whole)), prompts=separate)
 
 
-def _cut(layout: StepLayout) -> tuple[StepLayout, np.ndarray]:
+def _split_at_runs(layout: StepLayout) -> tuple[StepLayout, np.ndarray]:
     """Splits requests into runs and the pieces between; returns a layout of R' and [R'] is_run."""
     starts = layout.query_start_loc_np
     of_runs = np.array([(run.first, run.end) for run in layout.runs]).ravel()
@@ -65,7 +65,7 @@ def _cut(layout: StepLayout) -> tuple[StepLayout, np.ndarray]:
     return cut, np.isin(edges[:-1], [run.first for run in layout.runs])
 
 
-def _placed(prompt: Prompt, run: Run) -> Prompt:
+def _with_begin(prompt: Prompt, run: Run) -> Prompt:
     """Sets `begin` of a run: from there on, tokens are visible regardless of the window."""
     return replace(prompt, begin=prompt.context if run.windowed else run.begin)
 
@@ -73,7 +73,7 @@ def _placed(prompt: Prompt, run: Run) -> Prompt:
 def attend(
     kv_cache: LayerKVCache[PlanT],
     plan: PlanT,
-    apart: SeparatePrompts,
+    separate: SeparatePrompts,
     queries: mx.array,
     scoring: Scoring,
 ) -> mx.array:
@@ -81,7 +81,7 @@ def attend(
 
     Args:
         plan: of the step, for tokens outside of runs.
-        apart: the runs.
+        separate: the runs.
 
     Raises:
         NotImplementedError: `scoring` has sinks or a soft cap.
@@ -91,14 +91,16 @@ def attend(
             "bidirectional attention within an image is not supported with sinks or a soft cap"
         )
     outputs = []
-    if apart.others is not None:
-        outputs.append(kv_cache.attend(plan, queries[apart.others], scoring))
-    of_run = partial(_attend_to, window=apart.window, scoring=scoring)
-    for run, (keys, values) in zip(apart.prompts, kv_cache.contexts(plan, apart), strict=True):
+    if separate.others is not None:
+        outputs.append(kv_cache.attend(plan, queries[separate.others], scoring))
+    of_run = partial(_attend_to, window=separate.window, scoring=scoring)
+    for run, (keys, values) in zip(
+        separate.prompts, kv_cache.contexts(plan, separate), strict=True
+    ):
         rows = queries[run.first : run.first + run.num_rows]
         outputs.append(of_run(run, rows, keys, values).astype(queries.dtype))
     out = joined(outputs)
-    return out if apart.order is None else out[apart.order]
+    return out if separate.order is None else out[separate.order]
 
 
 def _attend_to(
@@ -113,8 +115,8 @@ def _attend_to(
     rows, start, mask = np.arange(run.context - run.num_rows, run.context), 0, None
     if window is not None:
         start = max(min(run.begin, int(rows[0]) - window + 1), 0)  # earlier blocks may be freed
-        places = np.arange(start, run.context)
-        seen = (places > rows[:, None] - window) | (places >= run.begin)
+        positions = np.arange(start, run.context)
+        seen = (positions > rows[:, None] - window) | (positions >= run.begin)
         mask = None if seen.all() else mx.array(seen)
     out = mx.fast.scaled_dot_product_attention(
         queries.swapaxes(0, 1)[None].astype(keys.dtype),

@@ -17,7 +17,7 @@ from vllm_metal.engine.kv_cache.layer_state import joined
 from vllm_metal.patches.mlx_patches import multi_linear
 
 #: Limit in bytes of the keys, values and scores of the heads that are computed together.
-BUILT_AT_ONCE = 2**28
+MAX_EXPANDED_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -64,21 +64,23 @@ def attend(
     """
     rank = multi_linear.sizes(projections.embed)[1]
     heads = projections.heads(context.shape[1] - rank)
-    turn = Turn.of(heads, len(context), len(queries), queries.dtype)
+    call = CallSize.of(heads, len(context), len(queries), queries.dtype)
     outputs: list[mx.array] = []
-    for first in range(0, heads.num_heads, turn.num_heads):
-        here = slice(first, min(first + turn.num_heads, heads.num_heads))
+    for first in range(0, heads.num_heads, call.num_heads):
+        here = slice(first, min(first + call.num_heads, heads.num_heads))
         rows = queries[:, here].swapaxes(0, 1)[None]
         if outputs:  # expand only after the previous heads' keys and values are freed
             context = mx.depends(context, outputs[-1])
-        keys, values = _built(context, projections, heads.rank, here)
+        keys, values = _expanded(context, projections, heads.rank, here)
         share = heads._replace(num_heads=here.stop - here.start)
-        outputs.append(_by_pieces(rows, keys, values, scale, turn, share, pace, outputs[-1:]))
+        outputs.append(
+            _attend_in_pieces(rows, keys, values, scale, call, share, pace, outputs[-1:])
+        )
     return joined(outputs, axis=1)[0].swapaxes(0, 1)
 
 
 @dataclass(frozen=True)
-class Turn:
+class CallSize:
     """Number of heads and queries that one call computes."""
 
     num_heads: int
@@ -86,8 +88,8 @@ class Turn:
     fused: bool
 
     @staticmethod
-    def of(heads: LatentHeads, context: int, num_rows: int, dtype: mx.Dtype) -> Turn:
-        """Chooses the largest call within BUILT_AT_ONCE and MOST_WORK.
+    def of(heads: LatentHeads, context: int, num_rows: int, dtype: mx.Dtype) -> CallSize:
+        """Chooses the largest call within MAX_EXPANDED_BYTES and MOST_WORK.
 
         Args:
             heads: of the layer.
@@ -109,8 +111,8 @@ class Turn:
         built = 2 * context * (key_size + value_size) * dtype.size
         built += heads.rank * (heads.key + heads.value) * dtype.size  # matrices as values
         work = heads._replace(num_heads=1).work(num_rows, context)
-        room = min(BUILT_AT_ONCE // (built + scores), MOST_WORK // work)
-        return Turn(min(max(room, 1), heads.num_heads), num_rows, fused)
+        room = min(MAX_EXPANDED_BYTES // (built + scores), MOST_WORK // work)
+        return CallSize(min(max(room, 1), heads.num_heads), num_rows, fused)
 
 
 def largest_call(heads: LatentHeads, context: int, num_rows: int, dtype: mx.Dtype) -> mx.array:
@@ -122,17 +124,17 @@ def largest_call(heads: LatentHeads, context: int, num_rows: int, dtype: mx.Dtyp
         dtype: of queries and latents.
     """
     num_rows = min(num_rows, context)
-    turn = Turn.of(heads, context, num_rows, dtype)
-    if turn.fused:  # its memory does not depend on the number of queries
+    call = CallSize.of(heads, context, num_rows, dtype)
+    if call.fused:  # its memory does not depend on the number of queries
         num_rows = min(num_rows, buckets.MIN_ROWS)
-    heads = heads._replace(num_heads=turn.num_heads)
-    sizes = turn.num_heads, heads.key + heads.rotated
-    rows = mx.zeros((min(num_rows, turn.num_rows), *sizes), dtype)
+    heads = heads._replace(num_heads=call.num_heads)
+    sizes = call.num_heads, heads.key + heads.rotated
+    rows = mx.zeros((min(num_rows, call.num_rows), *sizes), dtype)
     latents = mx.zeros((context, heads.rank + heads.rotated), dtype)
     return attend(rows, latents, Projections.of_zeros(heads, dtype), 1.0)
 
 
-def _built(
+def _expanded(
     context: mx.array, projections: Projections, rank: int, heads: slice
 ) -> tuple[mx.array, mx.array]:
     """Expands latents to keys [1, h, S, key + rotated] and values [1, h, S, value] of h heads."""
@@ -144,27 +146,27 @@ def _built(
     return mx.concatenate([keys, rotated], axis=-1)[None], values[None]
 
 
-def _by_pieces(
+def _attend_in_pieces(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
     scale: float,
-    turn: Turn,
+    call: CallSize,
     heads: LatentHeads,
     pace: Pace | None,
     before: list[mx.array],
 ) -> mx.array:
-    """Attends with `turn.num_rows` queries at a time; returns [1, h, Q, value].
+    """Attends with `call.num_rows` queries at a time; returns [1, h, Q, value].
 
     Args:
         heads: sizes of the h heads.
         before: the last operation queued before, if any.
     """
     value_size, size, length = values.shape[-1], keys.shape[-1], keys.shape[2]
-    if turn.fused and value_size < size:  # MLX's kernels want values of the keys' size
+    if call.fused and value_size < size:  # MLX's kernels want values of the keys' size
         values = mx.pad(values, [(0, 0)] * 3 + [(0, size - value_size)])
     num_rows, outputs = queries.shape[2], list[mx.array]()
-    for first, count in even_cuts(num_rows, turn.num_rows):
+    for first, count in even_cuts(num_rows, call.num_rows):
         last = first + count
         rows, seen = queries[:, :, first:last], length - num_rows + last
         if pace is not None:
@@ -177,7 +179,7 @@ def _by_pieces(
             values[:, :, :seen],
             scale=scale,
             mask="causal",
-            force_fused=turn.fused,
+            force_fused=call.fused,
         )
         outputs.append(out[..., :value_size])
     return joined(outputs, axis=2)

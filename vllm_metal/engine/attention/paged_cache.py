@@ -54,7 +54,7 @@ class PagedCache(AttendingCache, Generic[PlanT]):
         self._scope = scope
         self._rotation = rotation if kv_cache.rotates else None
         #: Queries rotated by the layer, and the same queries rotated by the write.
-        self._turned: tuple[mx.array, mx.array] | None = None
+        self._rotated_queries: tuple[mx.array, mx.array] | None = None
 
     @property
     def offset(self) -> mx.array:
@@ -68,7 +68,7 @@ class PagedCache(AttendingCache, Generic[PlanT]):
             self._kv_cache.write(self._scope.plan, keys[:, :, 0], values[:, :, 0])
             return keys, values
         queries = None if of.queries is None else of.queries.source[:, :, 0]
-        turned = self._kv_cache.rotate_and_write(
+        rotated = self._kv_cache.rotate_and_write(
             self._scope.plan,
             of.keys.source[:, :, 0],
             values[:, :, 0],
@@ -76,13 +76,13 @@ class PagedCache(AttendingCache, Generic[PlanT]):
             of.keys.rotation,
             queries,
         )
-        if of.queries is not None and turned is not None:
-            self._turned = of.queries.result, turned[:, :, None]
+        if of.queries is not None and rotated is not None:
+            self._rotated_queries = of.queries.result, rotated[:, :, None]
         return keys, values
 
     def _rotated(self, keys: mx.array) -> OfLayer | None:
         """Returns the inputs of the layer's rotation; None: write the keys as they are."""
-        self._turned = None
+        self._rotated_queries = None
         if self._rotation is None:
             return None
         of = rotations.of_keys(self._scope.positions, keys)
@@ -94,12 +94,12 @@ class PagedCache(AttendingCache, Generic[PlanT]):
         self, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring
     ) -> mx.array:
         """Attends with [T, H, 1, D] queries to each request's context; returns [T, H, 1, DV]."""
-        turned, self._turned = self._turned, None
-        if turned is not None and queries is turned[0]:
-            queries = turned[1]
+        rotated, self._rotated_queries = self._rotated_queries, None
+        if rotated is not None and queries is rotated[0]:
+            queries = rotated[1]
         plan, rows = self._scope.plan, queries[:, :, 0]
-        if (apart := cast(PlanWithPrompts, plan).prompts) is not None:
-            return bidirectional.attend(self._kv_cache, plan, apart, rows, scoring)[:, :, None]
+        if (separate := cast(PlanWithPrompts, plan).prompts) is not None:
+            return bidirectional.attend(self._kv_cache, plan, separate, rows, scoring)[:, :, None]
         return self._kv_cache.attend(plan, rows, scoring)[:, :, None]
 
 

@@ -26,7 +26,7 @@ from metal_kernels.layout import BLOCK_SIZES
 from metal_kernels.paged_attention import AttentionShape
 from metal_kernels.selfcheck import Case
 from vllm_metal.engine.attention import forward_inputs
-from vllm_metal.engine.attention.inside import Inside, inside_of
+from vllm_metal.engine.attention.recurrent_ops import RecurrentOps, traced_ops
 from vllm_metal.engine.kv_cache import formats
 from vllm_metal.engine.kv_cache.kernels import KernelBackend, KernelKVCache
 from vllm_metal.engine.kv_cache.layer_cache import KVBackend, LayerKVCache
@@ -166,15 +166,15 @@ class RunLayer(RecurrentLayer):
 class SequenceLayer(RecurrentLayer):
     """A layer whose module is called once for all tokens of a step."""
 
-    inside: Inside = field(default_factory=Inside)
+    ops: RecurrentOps = field(default_factory=RecurrentOps)
 
     def share(self, storage: Storage) -> SequenceState:
         assert isinstance(storage, LayerKVCache)
-        return SequenceState(storage, self.form, self.inside.repeat)
+        return SequenceState(storage, self.form, self.ops.repeat)
 
     def scope(self, state: LayerState) -> SequenceScope:
         assert isinstance(state, SequenceState)
-        taps = (convolution.taps for convolution in self.inside.convolutions)
+        taps = (convolution.taps for convolution in self.ops.convolutions)
         return SequenceScope(state.by_kernels, max(taps, default=1), state.long_prompt)
 
     def cases(
@@ -188,7 +188,7 @@ class SequenceLayer(RecurrentLayer):
         memory = Case(found[0].shape, dtype, found[0].cache_dtype, found[0].block_size)
         return found + [
             replace(memory, dtype=rows, kernels=_OF_SEQUENCES, states=kind)
-            for rows, kind in self.inside.kinds(self.form)
+            for rows, kind in self.ops.kinds(self.form)
         ]
 
     def trials(
@@ -203,11 +203,11 @@ class SequenceLayer(RecurrentLayer):
         in_chunks = isinstance(backend, KernelBackend) and backend.long_prompt
         if in_chunks or not computes:
             yield from super().trials(dtype, elements, block_size, backend, host)
-        if computes and self.inside != Inside():
+        if computes and self.ops != RecurrentOps():
             state = partial(self._trial_state, elements, block_size, backend, host)
             place = None if host is None else host.storage_key
             yield (
-                (place, self.form, self.inside),
+                (place, self.form, self.ops),
                 lambda: self._compute_once(state(), block_size),
             )
 
@@ -219,7 +219,7 @@ class SequenceLayer(RecurrentLayer):
             np.array([0, 1], np.int32), one, one[:, None], one * block_size, block_size,
             req_indices_np=one,
         )  # fmt: skip
-        state.call(scope.plan_of(layout), self.inside.repeat)
+        state.call(scope.plan_of(layout), self.ops.repeat)
         return mx.stack(list(state.storage.fences))
 
     def cache(self, state: LayerState, scope: StepScope) -> RowsCache:
@@ -386,4 +386,4 @@ class RecurrentProbe(ArraysCache):
         if not recurrences.known(call.module):
             return RunLayer(name, form)
         recurrences.hand_over(call.module)
-        return SequenceLayer(name, form, inside=inside_of(call, self, form))
+        return SequenceLayer(name, form, ops=traced_ops(call, self, form))

@@ -32,7 +32,7 @@ logger = init_logger(__name__)
 
 _ADVICE = "`vllm-metal doctor --again` checks anew and writes a report to attach to a bug report"
 #: For log lines: what each choice of the self-check serves.
-_ROWS = {"decode_way": "decode", "prefill_way": "prompts", "recurrence_way": "long prompts"}
+_LABELS = {"decode_way": "decode", "prefill_way": "prompts", "recurrence_way": "long prompts"}
 
 
 def kv_backend(
@@ -64,7 +64,7 @@ def kv_backend(
             logger.warning("%s", tuned.complaint)
     choices = tuned.choices if device == "metal" else UNTUNED.choices
     fixed = splits.fixed is not None
-    chosen = _chosen(device, layers, dtype, pool_dtype, block_size, fixed, choices)
+    chosen = _choose(device, layers, dtype, pool_dtype, block_size, fixed, choices)
     if not isinstance(chosen, KernelBackend):
         return chosen
     found = {"part_cost": choices.part_cost, "slots": choices.slots}
@@ -72,7 +72,7 @@ def kv_backend(
     return replace(chosen, splits=replace(splits, **known))
 
 
-def _chosen(
+def _choose(
     device: envs.Device,
     layers: Sequence[StatefulLayer],
     dtype: mx.Dtype,
@@ -107,8 +107,8 @@ def _chosen(
                 for case in cases
             ]
         logger.info("Checking the Metal kernels; results are kept for later starts")
-        found = selfcheck.results(cases, tell=_tell)
-        chosen = _of_what_works(cases, found, tuned)
+        found = selfcheck.results(cases, tell=_report_progress)
+        chosen = _backend_from(cases, found, tuned)
         of_kernels = [outcome for outcome in found if outcome.kernel not in CHOICES]
         failed = selfcheck.describe_failures(of_kernels)
         if chosen is not None:
@@ -116,7 +116,7 @@ def _chosen(
                 logger.warning(
                     "Some Metal kernels are not used: %s. %s", "; ".join(failed), _ADVICE
                 )
-            for line in _described_choices(found, tuned):
+            for line in _describe_choices(found, tuned):
                 logger.info("%s", line)
             return chosen
         reasons = {f"they fail their self-check: {'; '.join(failed)}. {_ADVICE}"}
@@ -131,7 +131,7 @@ def _chosen(
     return SCATTER
 
 
-def _tell(line: str) -> None:
+def _report_progress(line: str) -> None:
     """Reports progress: a first start takes most of a minute, and servers print only warnings."""
     logger.info("Kernels: %s", line)
     if log_files.current() is not None:
@@ -164,7 +164,7 @@ def _check_library_kernels(layers: Sequence[StatefulLayer]) -> None:
         )
 
 
-def _of_what_works(
+def _backend_from(
     cases: Sequence[Case], found: Sequence[Outcome], tuned: Choices
 ) -> KernelBackend | None:
     """Returns a KernelBackend that uses only kernels that passed, as the tuner chose.
@@ -261,12 +261,12 @@ def _prompt_rows(outcome: Outcome, tuned: Choices) -> Mapping[int, int | None]:
     return {} if outcome.fewest_rows is None else {1: outcome.fewest_rows}
 
 
-def _described_choices(found: Sequence[Outcome], tuned: Choices) -> Iterator[str]:
+def _describe_choices(found: Sequence[Outcome], tuned: Choices) -> Iterator[str]:
     """Yields a log line per choice, with the times."""
     for outcome in found:
         if outcome.kernel not in CHOICES:
             continue
-        rows, case = _ROWS[outcome.kernel], outcome.case
+        rows, case = _LABELS[outcome.kernel], outcome.case
         if not outcome.ok:
             yield f"{rows} ({case}) by our kernels: no times, {outcome.detail}"
         elif outcome.times:
@@ -274,7 +274,7 @@ def _described_choices(found: Sequence[Outcome], tuned: Choices) -> Iterator[str
             times = ", ".join(
                 f"{call}: {ours[call] * 1e6:.0f} and {others[call] * 1e6:.0f} µs" for call in ours
             )
-            serves = _serves(outcome, tuned)
+            serves = _describe_choice(outcome, tuned)
             near = "".join(
                 f"; {call}: {shares['copy']:.2f} of a copy's speed"
                 for call, shares in outcome.shares.items()
@@ -282,7 +282,7 @@ def _described_choices(found: Sequence[Outcome], tuned: Choices) -> Iterator[str
             yield f"{rows} ({case}) by {serves}; our kernels' time and MLX's for {times}{near}"
 
 
-def _serves(outcome: Outcome, tuned: Choices) -> str:
+def _describe_choice(outcome: Outcome, tuned: Choices) -> str:
     """Names the chosen implementation for a log line."""
     if outcome.kernel == "decode_way":
         return "MLX's attention" if outcome.fastest == "mlx" else "our kernels"

@@ -38,7 +38,7 @@ _FORMATS = (
 )
 #: Maps torch's dtypes of models to MLX's.
 MLX_DTYPES = {each.torch_dtype: each.elements for each in _FORMATS if each.cache_dtype is None}
-_CODES = {each.cache_dtype: each.elements for each in _FORMATS if each.cache_dtype is not None}
+_QUANTIZED = {each.cache_dtype: each.elements for each in _FORMATS if each.cache_dtype is not None}
 _BY_ELEMENTS = {each.elements: each for each in _FORMATS}
 
 
@@ -52,7 +52,7 @@ def offered(cache_dtype: str, model_dtype: torch.dtype) -> bool:
 
     return (
         cache_dtype == "auto"
-        or canonical(cache_dtype) in _CODES
+        or canonical(cache_dtype) in _QUANTIZED
         or STR_DTYPE_TO_TORCH_DTYPE.get(cache_dtype) == model_dtype
     )
 
@@ -64,7 +64,7 @@ def pool_dtype(cache_dtype: str, model_dtype: mx.Dtype) -> mx.Dtype:
         cache_dtype: a name that is `offered`.
         model_dtype: of the model's queries.
     """
-    return _CODES.get(canonical(cache_dtype), model_dtype)
+    return _QUANTIZED.get(canonical(cache_dtype), model_dtype)
 
 
 def pool_format(elements: mx.Dtype) -> PoolFormat:

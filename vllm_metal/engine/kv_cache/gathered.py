@@ -81,7 +81,7 @@ class GatheredPlan:
         return work + (0 if self.prompts is None else self.prompts.work)
 
 
-def chosen(layout: StepLayout, by_mlx: ByMLX) -> np.ndarray:
+def select(layout: StepLayout, by_mlx: ByMLX) -> np.ndarray:
     """Returns [R] bool, the requests that MLX's attention serves.
 
     Excludes requests whose lengths only the device knows: masks and bounds are made on the host.
@@ -107,13 +107,13 @@ def plan(
     decodes = requests & (np.diff(layout.query_start_loc_np) <= buckets.DECODE_ROWS)
     of_decodes, of_prompts = None, None
     if decodes.any():
-        starts, lens, tables = layout.others_than(~decodes)
-        nowhere = np.full(starts[-1], -1, np.int32)  # K/V of the step are in the pool already
+        starts, lens, tables = layout.arrays_without(~decodes)
+        no_slots = np.full(starts[-1], -1, np.int32)  # K/V of the step are in the pool already
         of_decodes = buckets.plan(
-            *(starts, lens, tables, nowhere, layout.block_size, kind.window), bounded=True
+            *(starts, lens, tables, no_slots, layout.block_size, kind.window), bounded=True
         )
     if (longer := requests & ~decodes).any():
-        some = layout.others_than(~longer)
+        some = layout.arrays_without(~longer)
         placed = layout.block_size, kind.shape, kind.window
         of_prompts = prompts.plan(*some, *placed, force_fused=force_fused)
     groups = [layout.rows_of(group) for group in (~requests, decodes, longer)]

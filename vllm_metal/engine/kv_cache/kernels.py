@@ -68,25 +68,27 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
     pipelined = True
     backend: KernelBackend
 
-    _written: mx.array | None = None  # fence of the last write
-    _since: Sequence[mx.array] = ()  # fences that the next write must wait for
+    _written_fence: mx.array | None = None  # fence of the last write
+    _write_fences: Sequence[mx.array] = ()  # fences that the next write must wait for
     _newest_plan: object = None  # of the forward that is being built
 
     def wait_for_device(self) -> None:
-        mx.eval(list(self._since))  # MLX knows nothing of kernels in flight
+        mx.eval(list(self._write_fences))  # MLX knows nothing of kernels in flight
         mx.synchronize()  # a command buffer holds what it binds until its handler has run
 
     @property
     def fences(self) -> Sequence[mx.array]:
-        return self._since
+        return self._write_fences
 
     def write_after(self, fence: mx.array) -> None:
-        self._since = [fence]
+        self._write_fences = [fence]
 
     def copy_blocks(self, sources_np: np.ndarray, targets_np: np.ndarray) -> None:
         if self.backend.moves_blocks:
             sources_np, targets_np = map(self.rows_of_blocks, (sources_np, targets_np))
-            self._since = [kv_blocks.copy(self.arrays, sources_np, targets_np, after=self._since)]
+            self._write_fences = [
+                kv_blocks.copy(self.arrays, sources_np, targets_np, after=self._write_fences)
+            ]
             return
         super().copy_blocks(sources_np, targets_np)
         mx.eval(self.arrays)  # kernels are not ordered after MLX's operations in flight
@@ -94,7 +96,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
     def clear_blocks(self, blocks_np: np.ndarray) -> None:
         if self.backend.moves_blocks:
             rows_np = self.rows_of_blocks(blocks_np)
-            self._since = [kv_blocks.zero(self.arrays, rows_np, after=self._since)]
+            self._write_fences = [kv_blocks.zero(self.arrays, rows_np, after=self._write_fences)]
             return
         self.wait_for_device()
         super().clear_blocks(blocks_np)
@@ -111,41 +113,43 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
     @property
     def inputs(self) -> list[mx.array]:
         """The pool's arrays, and the fence that the forward's first write waits for."""
-        return [*self.arrays, op_common.merged(self._since)]
+        return [*self.arrays, op_common.merged(self._write_fences)]
 
     @contextmanager
     def traced(self, inputs: Sequence[mx.array]) -> Iterator[None]:
-        arrays, since = self.arrays, self._since
+        arrays, since = self.arrays, self._write_fences
         *self.arrays, fence = inputs
-        self._since, self._newest_plan = [fence], None
+        self._write_fences, self._newest_plan = [fence], None
         try:
             yield
         finally:
-            self.arrays, self._since, self._written = arrays, since, None
+            self.arrays, self._write_fences, self._written_fence = arrays, since, None
 
     @property
     def outputs(self) -> list[Pending[object]]:
         """The fences that the next write must wait for."""
         if self._newest_plan is None:
             return []
-        return [Pending(self._newest_plan, list(self._since))]
+        return [Pending(self._newest_plan, list(self._write_fences))]
 
     @outputs.setter
     def outputs(self, outputs: Sequence[Pending[object]]) -> None:
         for left in outputs:
-            self._since = left.arrays
+            self._write_fences = left.arrays
 
     def read_states(self, plan: object, blocks: mx.array, width: int) -> mx.array:
         self._newest_plan = plan
         states, read = kv_states.read(
-            self.elements_of(self.arrays), blocks, width, self.split, after=self._since
+            self.elements_of(self.arrays), blocks, width, self.split, after=self._write_fences
         )
-        self._since = [read]
+        self._write_fences = [read]
         return states
 
     def write_states(self, blocks_np: np.ndarray, states: mx.array) -> None:
         elements = self.elements_of(self.arrays)
-        self._since = [kv_states.write(elements, blocks_np, states, self.split, after=self._since)]
+        self._write_fences = [
+            kv_states.write(elements, blocks_np, states, self.split, after=self._write_fences)
+        ]
 
     def update_states(self, plan: object, launch: Launch[ResultT]) -> ResultT:
         """Launches a kernel that reads and writes recurrent states, within a forward.
@@ -156,13 +160,13 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
                 returns its results and a fence.
         """
         self._newest_plan = plan
-        found, fence = launch(self.elements_of(self.arrays), self.split, self._since)
-        self._since = [fence]
+        found, fence = launch(self.elements_of(self.arrays), self.split, self._write_fences)
+        self._write_fences = [fence]
         return found
 
     def write(self, plan: KernelPlan, keys: mx.array, values: mx.array) -> None:
         held = None if self.values is None else values
-        self._has_written(plan, values.dtype, kv_write.write(keys, held, *self._pools(plan)))
+        self._record_write(plan, values.dtype, kv_write.write(keys, held, *self._pools(plan)))
 
     def rotate_and_write(
         self,
@@ -183,29 +187,29 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
             rotation=rotation.from_element(keys.shape[-1]) if latent else rotation,
             tails=values if latent else None,
         )
-        self._has_written(plan, values.dtype, written)
+        self._record_write(plan, values.dtype, written)
         return turned
 
     def _pools(self, plan: KernelPlan) -> tuple[Any, ...]:
         """Arguments of a write after K and V."""
         keys, values = self.keys, self.values
         elements, scales = (None, None) if values is None else (values.elements, values.scales)
-        return plan.slot_mapping, keys.elements, elements, self._since, keys.scales, scales
+        return plan.slot_mapping, keys.elements, elements, self._write_fences, keys.scales, scales
 
-    def _has_written(self, plan: KernelPlan, dtype: mx.Dtype, fence: mx.array) -> None:
-        self._newest_plan, self._row_dtype = plan, dtype
-        self._written, self._since = fence, [fence]
+    def _record_write(self, plan: KernelPlan, dtype: mx.Dtype, fence: mx.array) -> None:
+        self._newest_plan, self._input_dtype = plan, dtype
+        self._written_fence, self._write_fences = fence, [fence]
 
     def attend(self, plan: KernelPlan, queries: mx.array, scoring: Scoring) -> mx.array:
-        written = self._written
+        written = self._written_fence
         assert written is not None  # a layer writes its K/V before it attends
         if plan.pace is not None:
             plan.pace.end(written)  # the layers before
         # Some models pass float32 queries so that products do not overflow; the kernels' never do.
-        rows = queries.astype(self._row_dtype)
+        rows = queries.astype(self._input_dtype)
         outputs: list[mx.array] = []
         reads: Sequence[mx.array] = []
-        split, held = plan.gathered, self.held_values
+        split, held = plan.gathered, self.stored_values
         if plan.attention is not None:
             scale, sinks, softcap = scoring
             picked = rows if split is None else rows[split.others]
@@ -222,7 +226,10 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
             outputs += [out[..., : self.value_size] for out in found]
             reads = [*reads, *read]
         # Reads wait for the write, so their fences replace its fence.
-        self._since = [*(fence for fence in self._since if fence is not written), *reads]
+        self._write_fences = [
+            *(fence for fence in self._write_fences if fence is not written),
+            *reads,
+        ]
         out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
         if split is not None and split.order is not None:
             out = out[split.order]
@@ -231,7 +238,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
     def contexts(
         self, plan: KernelPlan, prompts: SeparatePrompts
     ) -> list[tuple[mx.array, mx.array]]:
-        written = self._written
+        written = self._written_fence
         assert written is not None
         if prompts.pace is not None and prompts.others is None:
             prompts.pace.end(written)  # the layers before
@@ -243,7 +250,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
                 context, read = kv_gather.gather(
                     pool.elements,
                     prompt.places.block_table,
-                    self._row_dtype,
+                    self._input_dtype,
                     [written],
                     pool.scales,
                     prompt.places.bounds,
@@ -251,7 +258,10 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
                 parts.append(context[:, 0, : prompt.context])
                 reads.append(read)
             found.append((parts[0], parts[-1]))
-        self._since = [*(fence for fence in self._since if fence is not written), *reads]
+        self._write_fences = [
+            *(fence for fence in self._write_fences if fence is not written),
+            *reads,
+        ]
         return found
 
 
@@ -291,9 +301,9 @@ class KernelBackend(KVBackend[KernelPlan]):
         parts = layout.query_start_loc_np, layout.seq_lens_np, layout.block_tables_np
         lag, work = layout.lag, 0
         by_mlx = self.by_mlx.get(kind)
-        if by_mlx and (requests := gathered.chosen(layout, by_mlx)).any():
+        if by_mlx and (requests := gathered.select(layout, by_mlx)).any():
             split = gathered.plan(layout, requests, kind, by_mlx.force_fused)
-            parts, work = layout.others_than(requests), split.work(kind)
+            parts, work = layout.arrays_without(requests), split.work(kind)
             lag = lag and lag.of(np.flatnonzero(~requests))
         if len(parts[1]):
             tiles = self._tiles_of(kind)

@@ -57,7 +57,7 @@ def planned(
         plan_of: plans a layout of the requests that attend to latents. The plan must write the
             tokens of all requests.
     """
-    requests = _chosen(layout, None if heads is None else heads.fewest_rows)
+    requests = _select(layout, None if heads is None else heads.fewest_rows)
     if heads is None or not requests.any():
         return plan_of(layout)
     plan, pace = plan_of(without(layout, requests)), layout.pace
@@ -68,7 +68,7 @@ def planned(
     return replace(plan, prompts=replace(found, pace=pace), pace=pace)
 
 
-def _chosen(layout: StepLayout, fewest_rows: int | None) -> np.ndarray:
+def _select(layout: StepLayout, fewest_rows: int | None) -> np.ndarray:
     """[R] bool, requests with at least `fewest_rows` tokens and a length that the host knows."""
     lens = np.diff(layout.query_start_loc_np)
     if fewest_rows is None:

@@ -186,7 +186,7 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
         self.keys = KVArray.empty((*blocks, shape.key_size), dtype)
         self.values = None if shape.latent else KVArray.empty((*blocks, self.value_size), dtype)
         self.dtype = dtype
-        self._row_dtype = dtype  # of the K and V last written, before they are quantized
+        self._input_dtype = dtype  # of the K and V last written, before they are quantized
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -205,7 +205,7 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
         return self.arrays
 
     @property
-    def held_values(self) -> KVArray:
+    def stored_values(self) -> KVArray:
         """The array that values are read from; for MLA latents, the keys."""
         return self.keys if self.values is None else self.values
 

@@ -57,7 +57,7 @@ class StepLayout(RaggedLayout):
         lens = np.diff(self.query_start_loc_np)
         return np.flatnonzero(np.repeat(requests, lens)).astype(np.int32)
 
-    def others_than(self, requests: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def arrays_without(self, requests: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns query_start_loc, seq_lens and block tables of requests that are not selected."""
         lens = np.diff(self.query_start_loc_np)[~requests]
         starts = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)

@@ -84,7 +84,7 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         mx.eval(self.arrays)
 
     def write(self, plan: ScatterPlan, keys: mx.array, values: mx.array) -> None:
-        self._row_dtype = keys.dtype
+        self._input_dtype = keys.dtype
         both = (keys,) if self.values is None else (keys, values)
         encoded = [part for rows in both for part in encode(rows, self.dtype)]
         rows = [part for part in encoded if part is not None]
@@ -142,11 +142,11 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         assert plan.attention is not None
         newest = self._newest(plan)
         count = len(self.keys.arrays)
-        keys = self._as_held(newest.arrays[:count])
-        values = keys if self.values is None else self._as_held(newest.arrays[count:])
+        keys = self._as_stored(newest.arrays[:count])
+        values = keys if self.values is None else self._as_stored(newest.arrays[count:])
         if plan.pace is not None:
             plan.pace.end(queries)  # the layers before
-        held = self.held_values
+        held = self.stored_values
         out = reference.run(
             plan.attention,
             queries,
@@ -166,7 +166,7 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
     ) -> list[tuple[mx.array, mx.array]]:
         newest, held = self._newest(plan).arrays, (self.keys, self.values)
         count = len(self.keys.arrays)
-        rows = self._as_held(newest[:count]), self._as_held(newest[count:] or newest[:count])
+        rows = self._as_stored(newest[:count]), self._as_stored(newest[count:] or newest[:count])
         if prompts.pace is not None and prompts.others is None:
             prompts.pace.end(rows[0])  # the layers before
         found = []
@@ -182,11 +182,11 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         """Returns this step's K and V; layers of other groups may have written, too."""
         return next(each for each in reversed(self._pending) if each.plan is plan)
 
-    def _as_held(self, encoded: list[mx.array]) -> mx.array:
+    def _as_stored(self, encoded: list[mx.array]) -> mx.array:
         """Returns K or V, [T, Hkv, D], as reading them from the pool would give."""
         if self.dtype not in CODE_DTYPES:
             return encoded[0]
-        return decode(*encoded).astype(self._row_dtype)
+        return decode(*encoded).astype(self._input_dtype)
 
 
 @dataclass(frozen=True)
@@ -221,12 +221,12 @@ class ScatterBackend(KVBackend[ScatterPlan]):
             sizes = kind.shape.head_size + kind.shape.value_size
             work = sum(bucket.work(kind.shape.num_heads, sizes) for bucket in attention.buckets)
             pace = pace_of(layout.pace, attention.num_tokens, work)
-        return self._placed(layout, attention, pace, kind.shape.num_kv_heads)
+        return self._plan(layout, attention, pace, kind.shape.num_kv_heads)
 
     def plan_of_writes(self, layout: StepLayout, num_kv_heads: int) -> ScatterPlan:
-        return self._placed(layout, None, None, num_kv_heads)
+        return self._plan(layout, None, None, num_kv_heads)
 
-    def _placed(
+    def _plan(
         self,
         layout: StepLayout,
         attention: buckets.BucketPlan | None,

@@ -73,7 +73,7 @@ def _prompt(layout: StepLayout, index: int) -> Prompt:
 
 def without(layout: StepLayout, requests: np.ndarray) -> StepLayout:
     """Returns the layout without the [R] bool requests, but with the slots of all tokens."""
-    starts, lens, tables = layout.others_than(requests)
+    starts, lens, tables = layout.arrays_without(requests)
     others = np.flatnonzero(~requests)
     return replace(
         layout,

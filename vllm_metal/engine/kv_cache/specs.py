@@ -219,13 +219,13 @@ def allocate_kv_caches(
                 f"has {first}; use --disable-hybrid-kv-cache-manager"
             )
         placed[name] = storage(layer, (offset, layer.storage_key))
-    roomy = host_of_states(layers, block_size, dtype)
+    host = host_of_states(layers, block_size, dtype)
     for name in with_states:
         layer, offset = by_name[name], offset_of[name]
         key = offset, layer.storage_key
-        beside = None if roomy is None else shared.get((offset, roomy.storage_key))
-        if key not in shared and beside is not None:
-            shared[key] = layer.share(beside.storage)
+        host_state = None if host is None else shared.get((offset, host.storage_key))
+        if key not in shared and host_state is not None:
+            shared[key] = layer.share(host_state.storage)
         placed[name] = storage(layer, key)
     guests = (layer for layer in layers if layer.name not in offset_of)
     return placed | {layer.name: layer.allocate(*pool) for layer in guests}

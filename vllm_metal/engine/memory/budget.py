@@ -43,7 +43,7 @@ class Measured:
     cache: int  # buffers that MLX may keep for reuse
     other_engines: int = 0  # the part of `in_use` held by other engines of this process
     draft_weights: int = 0
-    adapters: int = 0  # LoRA slots and adapters kept besides
+    adapters: int = 0  # LoRA slots, and other adapters kept in memory
     forward: int = 0  # peak of a step of max_num_batched_tokens tokens
     attention: int = 0  # additional peak where a long context is gathered
     sampling: int = 0  # peak of sampling one chunk of rows, after the forward pass
@@ -174,7 +174,7 @@ def budget_of(measured: Measured, settings: Settings) -> Budget:
         Line("draft_weights", "- weights of the draft network", -measured.draft_weights),
         Line("adapters", "- LoRA adapters", -measured.adapters),
     ]
-    beside = [
+    others = [
         Line("transfers", "- staging of K/V transfers", -measured.transfers),
         Line("images", "- images: embeddings, and the tower's largest", -measured.images),
     ]
@@ -188,7 +188,7 @@ def budget_of(measured: Measured, settings: Settings) -> Budget:
                 -measured.other_engines,
             ),
             *networks,
-            *beside,
+            *others,
             Line("pool", f"- KV pool by {asked.setting} {asked.count}", -asked.nbytes),
         ]
         return Budget(tuple(lines), "left for steps")
@@ -209,7 +209,7 @@ def budget_of(measured: Measured, settings: Settings) -> Budget:
         *networks,
         Line("step_peak", "- peak of a full step", -step),
         Line("long_contexts", "- more of it where contexts are longest", step - longest),
-        *beside,
+        *others,
         Line("buffer_cache", "- buffers MLX keeps for reuse", -measured.cache),
     ]
     left = sum(line.nbytes for line in lines)
@@ -304,8 +304,8 @@ def _pool_and_states(states: StepStates, settings: Settings, nbytes: int) -> tup
 def room(measured: Measured, settings: Settings) -> int:
     """Bytes this engine may use in total."""
     share = int(measured.total * settings.utilization)
-    beside = measured.total - margin(measured.total) - measured.other_engines
-    return min(share, beside, measured.total - measured.in_use)
+    usable = measured.total - margin(measured.total) - measured.other_engines
+    return min(share, usable, measured.total - measured.in_use)
 
 
 def pool_bytes(measured: Measured, settings: Settings) -> int:

@@ -61,7 +61,7 @@ class AdapterBytes:
     """Maximum bytes of LoRA adapters."""
 
     slots: int  # allocated with the weights
-    kept: int  # of adapters kept besides, not allocated yet
+    kept: int  # of other adapters kept in memory, not allocated yet
 
 
 class MemoryPlanner:

@@ -73,7 +73,7 @@ class CompiledForward:
         """
         self._build = build
         self._states = [state for state in states if isinstance(state, Traceable)]
-        self._of_all = graphs
+        self._engine_graphs = graphs
         self._variables = variables
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         every = len(self._states) == len(states)
@@ -124,7 +124,7 @@ class CompiledForward:
                 return None
         else:
             outputs = graph.compute(arrays)
-        self._of_all.num_built += 1
+        self._engine_graphs.num_built += 1
         self._accept(graph, plans, iter(outputs[graph.num_results :]))
         return outputs[: graph.num_results]
 

@@ -19,7 +19,7 @@ from vllm_metal.identity.model_files import ModelLoadError
 #: round nearly the same: 1e-4 is usual. In 16 bits they round at different operations, and a
 #: changed expert moves a token's value by 0.5; a wrong module moves those of most tokens by over 1.
 LIMITS = {mx.float32: 0.01, mx.float16: 0.7, mx.bfloat16: 0.7}
-#: The same for hidden states, relative to their norms: two unrelated states are 1.4 apart.
+#: The same for hidden states, relative to their norms: two unrelated states are 1.4 distances.
 HIDDEN_LIMITS = {mx.float32: 0.01, mx.float16: 0.5, mx.bfloat16: 0.5}
 #: For float32 where MLX may multiply it as TF32 (from M5 on): products of several rows then have 11
 #: bits of mantissa, those of one row all 24, and the two forwards differ in their rows.
@@ -45,7 +45,7 @@ class PagedHidden:
     hidden_states: np.ndarray
 
 
-def check_hidden(parts: ModelParts, told: PagedHidden, dtype: mx.Dtype, model_type: str) -> None:
+def check_hidden(parts: ModelParts, paged: PagedHidden, dtype: mx.Dtype, model_type: str) -> None:
     """Compares hidden states of a short text with a dense forward over mlx-lm's own cache.
 
     `dtype` is that of the weights, `model_type` is for the message.
@@ -53,9 +53,9 @@ def check_hidden(parts: ModelParts, told: PagedHidden, dtype: mx.Dtype, model_ty
     Raises:
         ModelLoadError: they differ by more than the limit.
     """
-    expected = np.array(parts.dense_hidden(told.token_ids).astype(mx.float32))
-    apart = np.linalg.norm(told.hidden_states - expected, axis=-1)
-    difference = float((apart / np.linalg.norm(expected, axis=-1)).mean())
+    expected = np.array(parts.dense_hidden(paged.token_ids).astype(mx.float32))
+    distances = np.linalg.norm(paged.hidden_states - expected, axis=-1)
+    difference = float((distances / np.linalg.norm(expected, axis=-1)).mean())
     limit = _limit(HIDDEN_LIMITS, dtype)
     if not difference <= limit:
         raise ModelLoadError(
@@ -65,16 +65,16 @@ def check_hidden(parts: ModelParts, told: PagedHidden, dtype: mx.Dtype, model_ty
         )
 
 
-def check(model: nn.Module, told: PagedLogits, dtype: mx.Dtype, model_type: str) -> None:
+def check(model: nn.Module, paged: PagedLogits, dtype: mx.Dtype, model_type: str) -> None:
     """Compares log-probabilities of a short text, as `check_hidden` compares hidden states."""
-    if not told.logprobs:
+    if not paged.logprobs:
         return
-    logits = model(mx.array([list(told.token_ids)]), cache=make_prompt_cache(model))
+    logits = model(mx.array([list(paged.token_ids)]), cache=make_prompt_cache(model))
     logits = logits[0, :-1].astype(mx.float32)
-    following = mx.array(list(told.token_ids[1:]))[:, None]
+    following = mx.array(list(paged.token_ids[1:]))[:, None]
     chosen = mx.take_along_axis(logits, following, axis=-1)[:, 0]
     expected = np.array(chosen - mx.logsumexp(logits, axis=-1))
-    difference = float(np.abs(expected - np.array(told.logprobs)).mean())
+    difference = float(np.abs(expected - np.array(paged.logprobs)).mean())
     limit = _limit(LIMITS, dtype)
     if not difference <= limit:  # written so that NaN fails, too
         raise ModelLoadError(

@@ -16,7 +16,7 @@ from vllm_metal.patches.mlx_patches import registry as patches
 #: Names of the module that makes logits in mlx-lm's families.
 _HEADS = ("lm_head", "embed_out", "output")
 #: Name prefixes in a checkpoint of only the decoder; a whole model's have "model." before them.
-_OF_DECODERS = ("embed_tokens.", "layers.", "norm.")
+_DECODER_PREFIXES = ("embed_tokens.", "layers.", "norm.")
 #: Arrays of another task's head, which `pooling.classifier` reads itself.
 OTHER_HEAD = "score."
 
@@ -54,7 +54,9 @@ def _headless(model: type) -> type:
 def _whole_name(model: nn.Module, name: str) -> str:
     # A checkpoint of only the decoder omits "model.".
     inner = model.get("model")
-    alone = isinstance(inner, nn.Module) and "layers" in inner and name.startswith(_OF_DECODERS)
+    alone = (
+        isinstance(inner, nn.Module) and "layers" in inner and name.startswith(_DECODER_PREFIXES)
+    )
     return f"model.{name}" if alone else name
 
 

@@ -46,7 +46,7 @@ _FLOATING = (mx.float16, mx.bfloat16, mx.float32)
 _FLOAT32 = ("e_score_correction_bias", "expert_bias", "A_log", "dt_bias")
 _LONGEST_REASON = 400  # characters of another package's message
 #: Parts of MLX's messages if the weights do not match the modules that config.json describes.
-_OF_OTHERS = ("Expected shape", "parameters not in model", "Missing")
+_MISMATCHES = ("Expected shape", "parameters not in model", "Missing")
 
 
 def load(
@@ -75,7 +75,7 @@ def load(
     model = lazy_model(path, mlx_dtype(config), trusted, overrides, classes)
     fit_context(model, model_config.max_model_len)
     prepare(model)
-    _materialise(model, path)
+    _read_weights(model, path)
     return model
 
 
@@ -148,7 +148,7 @@ def lazy_model(
         raise ModelLoadError(f"cannot load {path}: {error}") from error
     except Exception as error:  # modules raise anything for arguments that they do not support
         reason = shorten(str(error), _LONGEST_REASON)  # mlx-lm lists every missing weight on a line
-        if any(sign in reason for sign in _OF_OTHERS):
+        if any(sign in reason for sign in _MISMATCHES):
             reason += ". config.json and the weights are not of one model: download both again"
         raise ModelLoadError(f"mlx-lm cannot load {path}: {reason}") from error
     parameters = dict(tree_flatten(model.parameters()))
@@ -292,7 +292,7 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(array.nbytes for _, array in parameters)
 
 
-def _materialise(model: nn.Module, path: Path) -> None:
+def _read_weights(model: nn.Module, path: Path) -> None:
     """Reads lazy weights, with a progress bar in bytes."""
     parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
     arrays = [array for _, array in parameters]

@@ -72,7 +72,7 @@ class Recurrence:
 
 
 @dataclass(frozen=True)
-class Inside:
+class RecurrentOps:
     """The recurrent operations of a module: convolutions, then at most one recurrence."""
 
     convolutions: tuple[Convolution, ...] = ()
@@ -106,7 +106,7 @@ class Inside:
         return kinds
 
 
-def inside_of(call: ModuleCall, cache: object, form: StateFormat) -> Inside:
+def traced_ops(call: ModuleCall, cache: object, form: StateFormat) -> RecurrentOps:
     """Records the recurrent operations of a known module by tracing a call of it.
 
     Args:
@@ -114,28 +114,28 @@ def inside_of(call: ModuleCall, cache: object, form: StateFormat) -> Inside:
         cache: the argument of the call that is the layer's cache.
         form: of the state.
     """
-    noted = _Noted(form)
+    recorder = _Recorder(form)
     args, options = tree_map(
-        lambda leaf: noted if leaf is cache else leaf, (list(call.args), call.options)
+        lambda leaf: recorder if leaf is cache else leaf, (list(call.args), call.options)
     )
-    with handed_to(noted):
+    with handed_to(recorder):
         call.module(*args, **options)
-    return noted.inside
+    return recorder.ops
 
 
-class _Noted(SequenceCall):
+class _Recorder(SequenceCall):
     """Records the operations of a module."""
 
     def __init__(self, form: StateFormat) -> None:
         super().__init__(form.shapes, form.dtypes)
-        self.inside = Inside()
+        self.ops = RecurrentOps()
 
     def convolve(self, inputs: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
         channels, taps = weight.shape
         found = Convolution(
             channels, taps, inputs.dtype, weight.dtype, None if bias is None else bias.dtype
         )
-        self.inside = replace(self.inside, convolutions=(*self.inside.convolutions, found))
+        self.ops = replace(self.ops, convolutions=(*self.ops.convolutions, found))
         return inputs
 
     def recur(
@@ -157,5 +157,5 @@ class _Noted(SequenceCall):
             delta,
             log_rates,
         )
-        self.inside = replace(self.inside, recurrence=found)
+        self.ops = replace(self.ops, recurrence=found)
         return inputs.values
