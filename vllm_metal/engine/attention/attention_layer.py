@@ -290,7 +290,7 @@ class AttentionLayer(StatefulLayer):
 def _layout_of_long_contexts(
     num_reqs: int, num_rows: int, context: int, block_size: int
 ) -> StepLayout:
-    """Lays out the last tokens of requests whose contexts share block 0 but for written blocks."""
+    """Lays out the last tokens of long contexts, which share block 0 but for written blocks."""
     written = -(-num_rows // block_size) + 1
     table = np.zeros((num_reqs, -(-context // block_size)), np.int32)
     own = 1 + np.arange(num_reqs * (written + 1), dtype=np.int32).reshape(num_reqs, -1)

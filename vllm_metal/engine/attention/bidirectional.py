@@ -32,10 +32,7 @@ def has_runs(layout: StepLayout, window: int | None) -> bool:
 def planned(layout: StepLayout, window: int | None, plan_of: Callable[[StepLayout], Any]) -> Any:
     """Returns a step's plan whose `prompts` are its bidirectional runs.
 
-    Args:
-        layout: of the step, with `runs`.
-        window: of the layers.
-        plan_of: plans a layout of the other tokens. The plan must write all of the step's tokens.
+    `plan_of` plans a layout of the other tokens. Its plan must write all of the step's tokens.
     """
     cut, whole = _split_at_runs(layout)
     found = SeparatePrompts.of(cut, whole)

@@ -63,11 +63,7 @@ def bound(inputs: ForwardInputs) -> AbstractContextManager[None]:
 
 
 def regrouped(rows: mx.array) -> AbstractContextManager[None]:
-    """Context manager in which `of_rows` returns the values of sequences.
-
-    Args:
-        rows: [n, L] int32, indices of the forward's tokens.
-    """
+    """Context manager in which `of_rows` returns the values of [n, L] int32 tokens."""
     return _bound({name: array[:, 0][rows] for name, array in _of_rows.items()})
 
 

@@ -89,13 +89,9 @@ class CallSize:
 
     @staticmethod
     def of(heads: LatentHeads, context: int, num_rows: int, dtype: mx.Dtype) -> CallSize:
-        """Chooses the largest call within MAX_EXPANDED_BYTES and MOST_WORK.
+        """Chooses the largest call for `num_rows` queries within MAX_EXPANDED_BYTES and MOST_WORK.
 
-        Args:
-            heads: of the layer.
-            context: tokens.
-            num_rows: queries.
-            dtype: of queries and latents.
+        `dtype` is that of queries and latents.
         """
         key_size, value_size, scores = heads.key + heads.rotated, heads.value, 0
         fused = is_fused(key_size, key_size, dtype, mx.default_device().type)
@@ -116,13 +112,7 @@ class CallSize:
 
 
 def largest_call(heads: LatentHeads, context: int, num_rows: int, dtype: mx.Dtype) -> mx.array:
-    """Runs the call that takes the most memory, on zeros.
-
-    Args:
-        context: tokens.
-        num_rows: most queries of a step.
-        dtype: of queries and latents.
-    """
+    """Runs the call that takes the most memory in a step of up to `num_rows` queries, on zeros."""
     num_rows = min(num_rows, context)
     call = CallSize.of(heads, context, num_rows, dtype)
     if call.fused:  # its memory does not depend on the number of queries

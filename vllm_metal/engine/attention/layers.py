@@ -45,7 +45,7 @@ class Probe(Protocol):
     """Replaces a layer's cache during tracing, and records what the layer does with it."""
 
     def layer(self, name: str) -> StatefulLayer:
-        """Returns what was recorded, after a forward was built.
+        """Returns the recorded layer, after a forward was built.
 
         Raises:
             NotImplementedError: the layer is not supported; the message continues a sentence that
@@ -246,17 +246,14 @@ def _recurrent(probes: Sequence[Probe | list[Probe]]) -> dict[str, RecurrentProb
 def decoder_layer(
     layer: nn.Module, name: str, hidden_size: int, dtype: mx.Dtype, window: int | None = None
 ) -> StatefulLayer:
-    """Finds what a single attention layer keeps, by building a forward of one token.
+    """Finds the KV cache of a single attention layer, by building a forward of one token.
 
     Args:
-        layer: of mlx-lm; takes hidden states, a mask and a cache.
-        name: the name of what it keeps.
-        hidden_size: width of its hidden states, which are of `dtype`.
-        dtype: see `hidden_size`.
-        window: positions that a query sees, itself included; None means all before it.
+        layer: of mlx-lm; takes hidden states of `dtype`, a mask and a cache.
+        window: positions that a query sees, itself included; None: no sliding window.
 
     Raises:
-        NotImplementedError: it keeps something else; the message continues the layer's name.
+        NotImplementedError: it is not supported; the message continues the layer's name.
     """
     cache = KVCache() if window is None else RotatingKVCache(window)
     probe = _probe(cache)

@@ -231,11 +231,7 @@ class _StepCache(SequenceCache, Generic[StateT, PlanT]):
     """Replaces the ArraysCache of a layer."""
 
     def __init__(self, state: StateT, scope: StepScope[PlanT]) -> None:
-        """
-        Args:
-            state: the layer's storage.
-            scope: the current step; outside of one, a call raises RuntimeError.
-        """
+        """Outside of a step of `scope`, a call raises RuntimeError."""
         self._state = state
         self._scope = scope
 
@@ -294,14 +290,9 @@ class RunCache(_StepCache[RunState, RunPlan]):
 
 
 def _sequences_of(tree: Any, rows: mx.array, num_rows: int) -> Any:
-    """Regroups [T, 1, ...] arguments to [n, L, ...] sequences.
+    """Regroups [T, 1, ...] arguments to [n, L, ...] sequences of tokens `rows`, [n, L] int32.
 
     [T] integers are positions: a sequence gets its first one.
-
-    Args:
-        tree: arguments.
-        rows: [n, L] int32, indices of tokens.
-        num_rows: T.
     """
 
     def regrouped(leaf: Any) -> Any:
@@ -332,10 +323,7 @@ class RecurrentProbe(ArraysCache):
     """A `Probe` that records a layer's state, and which module computes it."""
 
     def __init__(self, cache: ArraysCache) -> None:
-        """
-        Args:
-            cache: as mlx-lm makes it for the layer.
-        """
+        """Takes mlx-lm's cache of the layer."""
         super().__init__(len(cache.cache))
         self._common: list[ModuleCall] | None = None
 

@@ -124,8 +124,6 @@ def traced_ops(call: ModuleCall, cache: object, form: StateFormat) -> RecurrentO
 
 
 class _Recorder(SequenceCall):
-    """Records the operations of a module."""
-
     def __init__(self, form: StateFormat) -> None:
         super().__init__(form.shapes, form.dtypes)
         self.ops = RecurrentOps()

@@ -81,7 +81,6 @@ def _choose(
     fixed: bool,
     tuned: Choices,
 ) -> KVBackend:
-    """Returns the backend of `kv_backend`, with default splits."""
     wanted = envs.kernels()
     if wanted == "mlx" or (wanted == "auto" and device == "cpu"):
         return SCATTER
@@ -262,7 +261,6 @@ def _prompt_rows(outcome: Outcome, tuned: Choices) -> Mapping[int, int | None]:
 
 
 def _describe_choices(found: Sequence[Outcome], tuned: Choices) -> Iterator[str]:
-    """Yields a log line per choice, with the times."""
     for outcome in found:
         if outcome.kernel not in CHOICES:
             continue

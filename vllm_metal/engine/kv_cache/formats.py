@@ -60,9 +60,7 @@ def offered(cache_dtype: str, model_dtype: torch.dtype) -> bool:
 def pool_dtype(cache_dtype: str, model_dtype: mx.Dtype) -> mx.Dtype:
     """Returns the dtype of the pool's elements: the model's, uint8 (fp8 e4m3) or int8.
 
-    Args:
-        cache_dtype: a name that is `offered`.
-        model_dtype: of the model's queries.
+    `cache_dtype` must be `offered`.
     """
     return _QUANTIZED.get(canonical(cache_dtype), model_dtype)
 

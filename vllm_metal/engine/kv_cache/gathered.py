@@ -98,11 +98,9 @@ def plan(
     kind: AttentionKind,
     force_fused: bool | None = None,
 ) -> GatheredPlan:
-    """Plans the step for the requests that MLX's attention serves.
+    """Plans the step for those [R] bool requests, at least one, that MLX's attention serves.
 
-    Args:
-        requests: [R] bool, at least one True.
-        force_fused: see `prompts.plan`.
+    `force_fused`: see `prompts.plan`.
     """
     decodes = requests & (np.diff(layout.query_start_loc_np) <= buckets.DECODE_ROWS)
     of_decodes, of_prompts = None, None

@@ -191,7 +191,6 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         return turned
 
     def _pools(self, plan: KernelPlan) -> tuple[Any, ...]:
-        """Arguments of a write after K and V."""
         keys, values = self.keys, self.values
         elements, scales = (None, None) if values is None else (values.elements, values.scales)
         return plan.slot_mapping, keys.elements, elements, self._write_fences, keys.scales, scales

@@ -112,13 +112,7 @@ class KVBackend(ABC, Generic[PlanT]):
     def allocate(
         self, num_blocks: int, block_size: int, shape: KVShape, dtype: mx.Dtype
     ) -> LayerKVCache[PlanT]:
-        """Returns a layer's K and V, all zeros.
-
-        Args:
-            block_size: tokens per block.
-            shape: of a token's K and V.
-            dtype: of the elements: the model's, or uint8 (fp8 e4m3) or int8 if quantized.
-        """
+        """Returns a layer's K and V, all zeros, in the pool's dtype: see `formats.pool_dtype`."""
 
     def allocate_states(self, num_blocks: int, nbytes: int) -> LayerKVCache[PlanT]:
         """Returns memory for recurrent states only: a block is one token of one head.
@@ -178,7 +172,6 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
         shape: KVShape,
         dtype: mx.Dtype,
     ) -> None:
-        """See `KVBackend.allocate` for the arguments."""
         self.backend = backend
         self.split = parts_of(block_size)
         self.value_size = shape.value_size
@@ -226,15 +219,9 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
 
     @abstractmethod
     def read_states(self, plan: object, blocks: mx.array, width: int) -> mx.array:
-        """Reads recurrent states from blocks (metal_kernels/kv_states), within a forward.
+        """Reads recurrent states from [n] int32 blocks (metal_kernels/kv_states), in a forward.
 
-        Args:
-            plan: of the recurrent layer.
-            blocks: [n] int32.
-            width: elements of a state.
-
-        Returns:
-            [n, width] unsigned integers of the pool's element size.
+        Returns [n, width] unsigned integers of the pool's element size.
         """
 
     @abstractmethod

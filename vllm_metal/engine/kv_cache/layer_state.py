@@ -100,10 +100,9 @@ class StepScope(Generic[PlanT]):
 
     @contextmanager
     def during(self, positions: mx.array, plan: PlanT) -> Iterator[None]:
-        """Sets the step; outside this context manager, use raises.
+        """Context manager that sets the step; outside of it, use raises.
 
-        Args:
-            positions: [T] int32, position of each token in its request.
+        `positions` is [T] int32, the position of each token in its request.
         """
         step, self._step, self._padded = self._step, (positions, plan), None
         try:
@@ -250,11 +249,7 @@ class Traceable(ABC):
 
     @abstractmethod
     def traced(self, inputs: Sequence[mx.array]) -> AbstractContextManager[None]:
-        """Traces a forward that reads these arrays; restores the state afterwards.
-
-        Args:
-            inputs: placeholders, with the order and shapes of the property `inputs`.
-        """
+        """Traces a forward that reads placeholders for `inputs`; restores the state afterwards."""
 
     @property
     @abstractmethod
@@ -279,10 +274,9 @@ class Fenced(ABC):
 
     @abstractmethod
     def write_after(self, fence: mx.array) -> None:
-        """Orders the next write after a queued read.
+        """Orders the next write after a queued read that depends on `fences`.
 
-        Args:
-            fence: [8] uint32, computed from the result of a read that depends on `fences`.
+        `fence` is [8] uint32, computed from the read's result.
         """
 
 
@@ -291,12 +285,9 @@ class Restorable(ABC):
 
     @abstractmethod
     def restore(self, last_rows_np: np.ndarray) -> None:
-        """Rolls the state back to each request's last accepted token.
+        """Rolls the state back to the last accepted tokens, [R] int32 indices in the newest step.
 
-        Called when the newest step's tokens are known, before the next `begin_step`.
-
-        Args:
-            last_rows_np: [R] int32, index in that step of each request's last accepted token.
+        Called when that step's tokens are known, before the next `begin_step`.
         """
 
 

@@ -106,18 +106,13 @@ class BlockPages:
         blocks as previous steps left them. This step must not write to these blocks: with pipelined
         storage the copies run after its writes. All later writes run after the copies.
 
-        Args:
-            group: KV cache group.
-            blocks_np: [n] integers, n at least 1.
-
-        Returns:
-            Lazy arrays. Submit all of them together with the step; after that, other threads may
-            read them. If the storage is not pipelined, do not evaluate writes to the pool before
-            the step has ended, as for the step's other reads: MLX copies a pool that is written
-            while a read of it is queued.
+        Submit all returned arrays together with the step; after that, other threads may read them.
+        If the storage is not pipelined, do not evaluate writes to the pool before the step has
+        ended, as for the step's other reads: MLX copies a pool that is written while a read of it
+        is queued.
 
         Raises:
-            ValueError: a block is out of range.
+            ValueError: one of the blocks ([n] integers, n at least 1) is out of range.
         """
         check_blocks("blocks_np", blocks_np, self._num_blocks)
         fenced = self._fenced[group]
@@ -132,17 +127,9 @@ class BlockPages:
         return copies
 
     def export(self, group: int, blocks_np: np.ndarray) -> list[mx.array]:
-        """Copies blocks between steps; waits for the device.
+        """Copies blocks between steps; waits for the device. See `queue_export`.
 
-        Args:
-            group: KV cache group.
-            blocks_np: [n] integers, n at least 1.
-
-        Returns:
-            Evaluated arrays, which other threads may read while steps run.
-
-        Raises:
-            ValueError: a block is out of range.
+        Returns evaluated arrays, which other threads may read while steps run.
         """
         check_blocks("blocks_np", blocks_np, self._num_blocks)
         for state in self._states[group]:
@@ -155,7 +142,6 @@ class BlockPages:
         """Writes pages into blocks between steps; waits for the device.
 
         Args:
-            group: KV cache group.
             blocks_np: [n] distinct integers.
             rows: [n or more, page_bytes] uint8, C-contiguous; the first n are written. May be
                 reused after the call.
@@ -206,7 +192,6 @@ class BlockPages:
 
 
 def _parts_of(state: LayerState) -> Iterator[PagePart]:
-    """Yields the state's parts of a page."""
     axis, split = state.storage.block_axis, state.storage.split
     for array, numbers in zip(state.page_arrays, state.page_numbers, strict=True):
         lead, num_rows, inner = array.shape[:axis], array.shape[axis], array.shape[axis + 1 :]
@@ -223,17 +208,10 @@ def _rows(blocks_np: np.ndarray, outer: tuple[int, ...]) -> np.ndarray:
 
 
 def _write(array: mx.array, part: PagePart, blocks_np: np.ndarray, columns: np.ndarray) -> None:
-    """Writes parts of pages into the blocks of an array, in place, on the host.
-
-    The device shares the memory and has no read of it queued. On a CPU this is ten times as fast as
-    MLX's scatter, which copies single elements. The numpy view must not outlive the call: while it
-    exists, a scatter copies the pool.
-
-    Args:
-        array: of a dtype that numpy supports.
-        part: the array's part of a page.
-        columns: [n, bytes of the part] uint8.
-    """
+    """Writes [n, bytes of the part] uint8 into blocks of an array, in place, on the host."""
+    # The device shares the memory and has no read of it queued. On a CPU this is ten times as fast
+    # as MLX's scatter, which copies single elements. The numpy view must not outlive the call:
+    # while it exists, a scatter copies the pool.
     pool_np = np.asarray(array).reshape(*part.outer, *part.inner)
     pool_np = np.moveaxis(pool_np, len(part.outer) - 1, 0)
     parts_np = columns.view(pool_np.dtype).reshape(-1, *pool_np.shape[1:])

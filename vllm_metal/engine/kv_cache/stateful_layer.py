@@ -29,7 +29,7 @@ class StatefulLayer(ABC):
 
     @property
     def guest(self) -> bool:
-        """Whether it has memory but no blocks of its own; see `specs.kv_cache_specs`."""
+        """Whether it uses other layers' blocks, in its own memory; see `specs.kv_cache_specs`."""
         return False
 
     @property
@@ -58,7 +58,6 @@ class StatefulLayer(ABC):
         """Returns the layer's spec for vLLM's scheduler.
 
         Args:
-            block_size: tokens per block.
             elements: dtype of K and V in the pool: the model's, or uint8 or int8 if quantized.
             whole_context: ignore sliding windows, so that all attention layers form one group.
         """
@@ -91,11 +90,7 @@ class StatefulLayer(ABC):
 
     @abstractmethod
     def scope(self, state: LayerState) -> StepScope:
-        """Creates the scope that layers of this kind share during a step.
-
-        Args:
-            state: of any layer of this kind.
-        """
+        """Creates the scope that layers of this kind share; `state` is of any of them."""
 
     @abstractmethod
     def cache(self, state: LayerState, scope: StepScope) -> Any:
@@ -104,9 +99,7 @@ class StatefulLayer(ABC):
     def unsupported(self, dtype: mx.Dtype, block_size: int) -> str | None:
         """Returns why our kernels cannot serve the layer; None if they can or are not needed.
 
-        Args:
-            dtype: of the model's queries.
-            block_size: of the pool.
+        `dtype` is that of the model's queries.
         """
         return None
 
@@ -155,13 +148,9 @@ class StatefulLayer(ABC):
         elements: mx.Dtype,
         backend: KVBackend,
     ) -> None:
-        """Runs the layer's largest calls, to measure MLX's peak memory.
+        """Runs the layer's largest calls within `bounds`, to measure MLX's peak memory.
 
-        Args:
-            context: tokens of a request.
-            bounds: of a step.
-            dtype: of the model's queries.
-            elements: dtype of K and V in the pool.
+        `context` is a request's number of tokens, `dtype` that of queries, `elements` the pool's.
         """
         return
 

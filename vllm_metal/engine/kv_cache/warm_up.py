@@ -24,13 +24,9 @@ def compile_kernels(
     pool_dtype: mx.Dtype,
     block_size: int,
 ) -> None:
-    """Compiles all kernels of the layers, with a progress bar; does nothing if there are none.
+    """Compiles all kernels of the pool's layers, with a progress bar; no-op if there are none.
 
-    Args:
-        layers: all layers of the pool.
-        dtype: of queries, keys and values.
-        pool_dtype: of the pool's elements.
-        block_size: tokens per block.
+    `dtype` is that of queries, keys and values, `pool_dtype` that of the pool's elements.
     """
     host = host_of_states(layers, block_size, pool_dtype)
     launches: dict[Hashable, Callable[[], mx.array]] = {}

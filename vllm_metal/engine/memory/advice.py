@@ -226,7 +226,6 @@ def _close_programs_and_shorten(now: Change) -> Iterator[Change]:
 
 
 def _all_smaller(now: Change) -> Iterator[Change]:
-    """Suggests several smaller settings together."""
     for parts in (2, 4, 8):
         tokens = max(now.settings.max_num_batched_tokens // parts, 1)
         requests = max(now.settings.max_num_seqs // parts, 1)

@@ -81,9 +81,9 @@ class CompiledForward:
         self._weights = TransposedWeights(module)
 
     def __call__(self, inputs: object, plans: Sequence[object], num_rows: int) -> list[mx.array]:
-        """Returns the forward's lazy results; call it after `begin_step`.
+        """Returns the forward's lazy results; call it after `begin_step`, with the scopes' plans.
 
-        `inputs` are arrays in dataclasses and tuples, `plans` those of the scopes.
+        `inputs` are arrays in dataclasses and tuples.
         """
         results = self._by_graph(inputs, plans, num_rows) if self._traceable else None
         return self._build(inputs, plans) if results is None else results

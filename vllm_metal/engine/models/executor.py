@@ -30,10 +30,7 @@ class ModelExecutor(PagedLayers):
         graphs: Graphs | None = None,
         variables: Callable[[ForwardInputs], object] = lambda inputs: None,
     ) -> None:
-        """Takes an mlx-lm model's parts; for the rest see PagedLayers and CompiledForward.
-
-        Without `graphs`, compiled forwards are allowed and not counted.
-        """
+        """See PagedLayers and CompiledForward. Without `graphs`, forwards may be compiled."""
         super().__init__(layers, layer_states, group_of, block_size)
         self.parts = parts
         placed = parts.model, self.own_states, graphs or Graphs()

@@ -25,10 +25,7 @@ def classes(config: dict[str, Any]) -> tuple[type, type]:
     """Returns mlx-lm's model and arguments for a config.json, as `mlx_patches.registry.classes`.
 
     The model takes checkpoints without a head for logits, or with another task's; it only has its
-    own head if the checkpoint does.
-
-    Raises:
-        ValueError: mlx-lm has no such module.
+    own head if the checkpoint does. Raises ValueError if mlx-lm has no such module.
     """
     model, args = patches.classes(config)
     return _headless(model), args

@@ -129,16 +129,9 @@ def lazy_model(
     overrides: Mapping[str, Any] | None = None,
     classes: Classes = patches.classes,
 ) -> nn.Module:
-    """Returns a folder's model like `load`, but reads its weights on first use.
+    """Returns a folder's model in one dtype, but reads its weights on first use.
 
-    Args:
-        dtype: of its floating-point weights.
-        trust_remote_code: whether the folder's own code may run.
-        overrides: replaces keys of config.json.
-        classes: see `load`.
-
-    Raises:
-        ModelLoadError: see `load`.
+    See `load` for errors, and `dense_model` for the other arguments.
     """
     try:
         patches.install()

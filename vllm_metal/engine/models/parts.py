@@ -39,7 +39,6 @@ class ModelParts:
     ) -> None:
         """
         Args:
-            model: a loaded mlx-lm model.
             all_caches: maps caches of this rank's layers to those that the call expects, see Stage.
         """
         self.model = model
@@ -236,7 +235,6 @@ class HiddenStates:
     ) -> None:
         """
         Args:
-            target: the model.
             layer_ids: numbers of layers, from 1, whose outputs are read; None: the final states,
                 after the model's last norm.
             key: key of the draft's config.json with the layers, for messages.

@@ -76,8 +76,8 @@ class SequenceScope(StepScope[SequencePlan]):
     def flush_plan(self, req_indices_np: np.ndarray | None = None) -> SequencePlan | None:
         """Plans a step without tokens that applies accepted drafts; None if there are none.
 
-        Only requests whose accepted drafts the host knows take part, of `req_indices_np` if given.
-        Afterwards their states are stored like those of requests without drafts.
+        Includes requests whose accepted drafts the host knows, and only those in `req_indices_np`
+        if given. Afterwards their states are stored like those of requests without drafts.
         """
         nothing, starts_np = np.zeros(0, np.int32), np.zeros(1, np.int32)
         _, found_np, flushed, carried = self.kept.take(nothing, req_indices_np)
@@ -137,8 +137,8 @@ class _Step:
         exact = layout.lag is None and entries.lag is None
         has_np = found_np >= 0
         if exact and has_np.any():
-            # The req_idx may have been reused, or the request restarted elsewhere: then its state
-            # is in its usual block.
+            # The req_idx may have been reused, or its request may be further on by now: then the
+            # state is in its usual block.
             gaps_np = self.begins_np[has_np] - entries.state_lens_np[found_np[has_np]]
             most_np = entries.counts_np[found_np[has_np]]
             has_np[has_np] = (gaps_np >= 0) & (gaps_np <= most_np)

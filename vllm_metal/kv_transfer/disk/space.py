@@ -256,7 +256,6 @@ class Space:
     def _fill_and_rename(
         self, reserved: _Reservation, fill: Callable[[int], None], mtime_ns: int | None
     ) -> Written:
-        """Fills a temporary file and renames it."""
         try:
             fill(reserved.descriptor)
             if mtime_ns is not None:

@@ -166,7 +166,6 @@ class PageServer:
             shut_down(oldest)  # its thread closes it
 
     def _serve(self, sock: socket.socket) -> None:
-        """Serves a connection until it ends."""
         session = None
         try:
             terms = self._terms()
