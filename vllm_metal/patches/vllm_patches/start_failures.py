@@ -240,7 +240,7 @@ def _print_cause(
         sys.__excepthook__(kind, error, where)
         return
     log_files.append_error(error)
-    tell(line)
+    _print_reason(line)
 
 
 def _naming_the_port(
@@ -275,7 +275,7 @@ def _by(port: int) -> str:
     return ""
 
 
-def tell(line: str) -> None:
+def _print_reason(line: str) -> None:
     """Prints why a command ends; its first line has named the log."""
     print(ERROR_PREFIX + line, file=sys.stderr)
 
@@ -283,5 +283,5 @@ def tell(line: str) -> None:
 def _refuse(refuse: Callable[..., NoReturn], self: Any, message: str) -> NoReturn:
     # Without argparse's whole usage, and with a remedy.
     command = refused_arguments.of_command(self, next(iter(sys.argv[1:]), None))
-    tell(refused_arguments.told(command, message, _SERVED))
+    _print_reason(refused_arguments.told(command, message, _SERVED))
     raise SystemExit(1)
