@@ -95,8 +95,8 @@ class Stage:
         for index, layer in enumerate(layers):
             if self.has(index):
                 continue
-            _empty(layer, own)
-            _replace_call(layer, self._stands_for(index))
+            _remove_arrays(layer, own)
+            _replace_call(layer, self._replacement(index))
         tied = headless.head_path(model) is None
         if not self.is_last:
             headless.drop_head(model)
@@ -104,7 +104,7 @@ class Stage:
         if not self.is_first and not (self.is_last and tied):
             _drop_embedding(model)
 
-    def _stands_for(self, index: int) -> Callable[..., mx.array]:
+    def _replacement(self, index: int) -> Callable[..., mx.array]:
         if index >= self.end:
             return _end
         return _receive if index == self.start - 1 else _pass_on
@@ -134,7 +134,7 @@ def _end(self: nn.Module, hidden_states: mx.array, *args: Any, **kwargs: Any) ->
     raise HiddenReturned(hidden_states)
 
 
-def _empty(layer: nn.Module, kept: Collection[int]) -> None:
+def _remove_arrays(layer: nn.Module, kept: Collection[int]) -> None:
     # Removes the arrays of another rank's layer, but keeps what models read to tell its kind, and
     # modules that the rank's own layers share, such as ropes.
     for module in (each for each in layer.modules() if id(each) not in kept):

@@ -23,12 +23,12 @@ def name_remedies() -> None:
     from vllm.renderers.chat_utils import BaseMultiModalItemTracker
     from vllm.renderers.online_renderer import OnlineRenderer
 
-    replace(OpenAIServingResponses, "_make_not_found_error", _of_stored_responses)
-    replace(OnlineRenderer, "create_error_response", _of_tools)
-    replace(BaseMultiModalItemTracker, "_validate_add", _of_media)
+    replace(OpenAIServingResponses, "_make_not_found_error", _explain_stored_responses)
+    replace(OnlineRenderer, "create_error_response", _explain_tools)
+    replace(BaseMultiModalItemTracker, "_validate_add", _explain_media)
 
 
-def _of_stored_responses(make: Callable[..., Any], self: Any, response_id: str) -> Any:
+def _explain_stored_responses(make: Callable[..., Any], self: Any, response_id: str) -> Any:
     response = make(self, response_id)
     if not self.enable_store:
         response.error.message += (
@@ -38,7 +38,9 @@ def _of_stored_responses(make: Callable[..., Any], self: Any, response_id: str) 
     return response
 
 
-def _of_tools(make: Callable[..., Any], self: Any, message: Any, *args: Any, **options: Any) -> Any:
+def _explain_tools(
+    make: Callable[..., Any], self: Any, message: Any, *args: Any, **options: Any
+) -> Any:
     if isinstance(message, str) and message.endswith(_WANTS_A_PARSER):
         message = (
             "tools are not supported by this model: its chat template has none. Leave "
@@ -48,7 +50,7 @@ def _of_tools(make: Callable[..., Any], self: Any, message: Any, *args: Any, **o
     return make(self, message, *args, **options)
 
 
-def _of_media(validate: Callable[..., Any], self: Any, modality: str) -> Any:
+def _explain_media(validate: Callable[..., Any], self: Any, modality: str) -> Any:
     from vllm.exceptions import VLLMValidationError
 
     config = self.model_config

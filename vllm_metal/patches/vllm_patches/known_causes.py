@@ -101,7 +101,7 @@ def of_message(error: BaseException) -> str | None:
     if type(error).__module__.startswith(_YAML):
         return f"--config is not YAML: {' '.join(text.split())}"
     if isinstance(error, OSError) and error.filename is not None:
-        return _of_the_system(error)
+        return _explain_os_error(error)
     return None
 
 
@@ -112,7 +112,7 @@ def _variable(text: str) -> str | None:
     return next((name for name in names if name.startswith("VLLM_")), None)
 
 
-def _of_the_system(error: OSError) -> str:
+def _explain_os_error(error: OSError) -> str:
     file = error.filename
     if error.errno == errno.ENOENT:
         return f"there is no file {file}"

@@ -64,7 +64,7 @@ def told(
         served: maps options to the choices that are supported here, a subset of vLLM's.
     """
     if found := _NO_CHOICE.fullmatch(message):
-        return _of_choices(parser, _first(found[1]), found[2], served)
+        return _explain_choices(parser, _first(found[1]), found[2], served)
     if found := _INVALID.fullmatch(message):
         return f"{_first(found[1])}={found[3]} is not {_wanted(parser, found[1], found[2])}"
     if found := _NOT_CONVERTED.fullmatch(message):
@@ -80,14 +80,14 @@ def told(
     if found := _AMBIGUOUS.fullmatch(message):
         return f"{found[1]} is not an option: did you mean {found[2].replace(', ', ' or ')}?"
     if found := _CONFIGURATION.fullmatch(message):
-        return _of_configuration(_first(found[1]), found[2])
+        return _explain_configuration(_first(found[1]), found[2])
     if found := _MISSING.fullmatch(message):
         choices = getattr(_actions(parser).get(found[1]), "choices", None) or ()
         what = ", ".join(map(str, choices))
         advice = f"choose one of {what}" if what else f"`{parser.prog} --help` says what it is"
         return f"{found[1]} is missing: {advice}"
     if found := _UNKNOWN.match(message):
-        return _of_unknown(parser, found[1])
+        return _explain_unknown(parser, found[1])
     if found := _NO_ADAPTER.match(message):
         return f"--lora-modules={found[1]} is neither NAME=PATH nor JSON"
     return message.removeprefix("argument ")
@@ -102,7 +102,7 @@ def _wanted(parser: argparse.ArgumentParser, names: str, kind: str) -> str:
     return _EXAMPLES.get(kind, kind)
 
 
-def _of_configuration(name: str, report: str) -> str:
+def _explain_configuration(name: str, report: str) -> str:
     wrong = []
     for field, why, kind, given in _FIELD.findall(report):
         if kind in ("json_invalid", "dataclass_type"):
@@ -119,7 +119,7 @@ def _first(names: str) -> str:
     return names.partition("/")[0]
 
 
-def _of_choices(
+def _explain_choices(
     parser: argparse.ArgumentParser, name: str, given: str, served: Mapping[str, Sequence[str]]
 ) -> str:
     action = _actions(parser).get(name)
@@ -135,7 +135,7 @@ def _of_choices(
     return f"{refusal}: choose one of {', '.join(known)}"
 
 
-def _of_unknown(parser: argparse.ArgumentParser, arguments: str) -> str:
+def _explain_unknown(parser: argparse.ArgumentParser, arguments: str) -> str:
     line = f"unknown: {arguments}"
     options = [name for name in _actions(parser) if name.startswith("-")]
     for given in arguments.split():

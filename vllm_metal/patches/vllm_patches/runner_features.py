@@ -48,10 +48,10 @@ def check_processors_alike() -> None:
     """
     from vllm.v1.engine.input_processor import InputProcessor
 
-    replace(InputProcessor, "_build_logits_processors_params_validator", _of_the_first)
+    replace(InputProcessor, "_build_logits_processors_params_validator", _v1_validator)
 
 
-def _of_the_first(
+def _v1_validator(
     build: Callable[[InputProcessor], Callable[[SamplingParams], None]], self: InputProcessor
 ) -> Callable[[SamplingParams], None]:
     from vllm.v1.sample.logits_processor import validate_logits_processors_parameters

@@ -112,14 +112,14 @@ def name_causes() -> None:
     from vllm.v1.engine import utils
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    replace(EngineArgs, "create_engine_config", _of_a_new_engine)
+    replace(EngineArgs, "create_engine_config", _dropping_old_cause)
     replace(config, "with_retry", _once_for_folders)
     replace(registry, "cached_tokenizer_from_config", _naming_the_tokenizer)
     replace(utils, "wait_for_engine_startup", _in_one_line)
     replace(EngineDeadError, "__init__", _with_the_cause)
 
 
-def _of_a_new_engine(create: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _dropping_old_cause(create: Callable[..., Any], *args: Any, **options: Any) -> Any:
     _dead.clear()
     _take_cause()  # an earlier engine's
     return _in_one_line(create, *args, **options)
