@@ -146,7 +146,7 @@ def num_drafts(config: VllmConfig) -> int:
 
 @dataclass(frozen=True)
 class LargestStep:
-    """A step with its own small pool."""
+    """The largest step that vLLM may schedule, to measure its memory; it has a pool of its own."""
 
     layers: PagedLayers
     rows: Rows  # all token ids are 0; logits of the sampled rows

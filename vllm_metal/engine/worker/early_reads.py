@@ -43,7 +43,7 @@ class EarlyReads:
             newest.token_ids()
 
     def after_submit(self) -> None:
-        """Marks a step as checked if its tokens were read before a submission that succeeded."""
+        """Marks the step whose tokens were read before this submission as free of errors."""
         if self._newest is not None and self._newest.wait_s is not None:
             self._newest.checked = True
 

@@ -104,14 +104,14 @@ class StepHooks:
         return {}
 
     def steps_computed(self, num_left: int) -> None:
-        """Steps that the device was given are known to have been computed, without an error.
+        """Called when the device has computed submitted steps without an error.
 
-        Nothing that a step copied out of the pool may be kept before. Not called where the pool is
-        lost: `before_pool_goes` says so.
+        Copies that a step made of pool blocks may be stored only after this call. If the pool is
+        lost, `before_pool_goes` is called instead.
 
         Args:
-            num_left: how many of the steps given last are not known to have been computed; all
-                others are.
+            num_left: how many of the newest submitted steps may still fail; all before them are
+                computed.
         """
 
 

@@ -30,7 +30,7 @@ class Clients:
         self._closed = False
 
     def use(self, content: PoolContent) -> None:
-        """Sets the content of later pages."""
+        """Sets what pages hold from now on."""
         self._content = content
 
     def terms(self) -> Terms:

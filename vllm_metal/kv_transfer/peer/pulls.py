@@ -171,7 +171,7 @@ class Puller:
         self.use(content)
 
     def use(self, content: PoolContent) -> None:
-        """Sets the content of later pages, whose prefill rate is unknown."""
+        """Sets what pages hold from now on, and forgets this engine's measured prefill rate."""
         self._page_bytes = content.page_bytes
         self._block_tokens = int(content.fingerprint.facts["block_size"])
         self._prefill = Rate()

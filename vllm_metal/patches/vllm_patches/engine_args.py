@@ -166,14 +166,14 @@ _NAMES: dict[str, str] = {}
 def serve_files(
     folder_of: Callable[[str, bool], str], draft_folder_of: Callable[[str, bool], str]
 ) -> None:
-    """Replaces models that are files by folders that stand for them, before vLLM reads them.
+    """Has vLLM read a folder where `model`, or the draft's `model`, names a single file (GGUF).
 
-    Models keep the names that users gave them. This concerns targets and draft models.
+    Models are still served under the names that users gave.
 
     Args:
-        folder_of: the folder for a model as its user names it, or the name as it is; given that,
-            and whether the model's own tokenizer is used.
-        draft_folder_of: likewise for a draft model, whose name may also be a class's.
+        folder_of: from the user's `model`, and whether its own tokenizer is used, to the folder
+            that vLLM reads; the name itself if it is no such file.
+        draft_folder_of: the same for the draft's `model`, which may also name a Python class.
     """
     from vllm.engine import arg_utils
     from vllm.engine.arg_utils import EngineArgs

@@ -21,7 +21,7 @@ _OWNER: ContextVar[str | None] = ContextVar("image_owner", default=None)
 
 
 class _OwnedNames(dict[str, Any]):
-    """Names from the client, on their way to the thread that processes its images."""
+    """The uuids that a request gives its images, with the owner of the request."""
 
     owner: str
 
