@@ -44,6 +44,19 @@ HEAD = (
     "Rejected because it",
 )
 _BLOCK = 16
+#: Keys of published files that choose other layers than the small models have, of the text model.
+_AS_PUBLISHED = {
+    "minimax_m3_vl": {
+        "sparse_attention_config": {
+            "sparse_attention_freq": [0, 1, 1, 1],
+            "sparse_num_index_heads": 2,
+            "sparse_index_dim": 16,
+            "sparse_block_size": 16,
+            "sparse_topk_blocks": 2,
+            "sparse_local_block": 1,
+        },
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -82,7 +95,10 @@ def small_model(module: str) -> Any:
     seam.install()
     registry.install()
     if module in own:
-        return code.Model(code.ModelArgs.from_dict(config_of(own[module])))
+        config = config_of(own[module])
+        if module in _AS_PUBLISHED:
+            config["text_config"] = config["text_config"] | _AS_PUBLISHED[module]
+        return code.Model(code.ModelArgs.from_dict(config))
     family = of_transformers()[module]
     config = published.configuration(family).to_dict() | {"model_type": family.model_type}
     read = published_config.as_read(config, module, code.ModelArgs)
