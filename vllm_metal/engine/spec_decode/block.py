@@ -65,7 +65,7 @@ class BlockNetwork(DraftNetwork):
         pool_dtype = loader.mlx_dtype(config)
         dtype = mx.float32 if pool_dtype == mx.float32 else mx.bfloat16
         drafter = BlockDrafter(shape, dtype, pool_dtype)
-        _load(drafter, config, folder, published)
+        _load(drafter, config, folder)
         vocabulary.check_block_drafter(drafter, config, target)
         drafter.attach_ends(target)
         self.layers = draft_layers(shape, dtype)
@@ -101,7 +101,7 @@ class BlockNetwork(DraftNetwork):
         return None
 
 
-def _load(drafter: BlockDrafter, config: VllmConfig, folder: Path, published: dict) -> None:
+def _load(drafter: BlockDrafter, config: VllmConfig, folder: Path) -> None:
     """Reads the checkpoint's weights.
 
     Raises:
@@ -111,10 +111,9 @@ def _load(drafter: BlockDrafter, config: VllmConfig, folder: Path, published: di
     model_config = config.speculative_config.draft_model_config
     arrays = loader.load_weights(model_config, config, dtype=drafter.dtype)
     mask = arrays.pop("mask_embedding", None)
-    quantization = published.get("quantization") or {}
     bits = AdditionalConfig.of(config).draft_quantization
     try:
-        drafter.load(arrays, quantization, bits)
+        drafter.load(arrays, bits)
     except ValueError as error:
         raise loader.ModelLoadError(
             f"the weights of {model_config.model} are not those of its config.json: {error}"

@@ -51,14 +51,11 @@ class BlockDrafter(nn.Module):
         self.d2t: mx.array | None = None  # how far the target's numbers are from the head's
         self.mask_embedding: mx.array | None = None  # [H]; None: that of the mask's token
 
-    def load(
-        self, weights: Mapping[str, mx.array], quantization: Mapping[str, Any], bits: int | None
-    ) -> None:
+    def load(self, weights: Mapping[str, mx.array], bits: int | None) -> None:
         """Takes a checkpoint's arrays.
 
         Args:
             weights: by published names; dense, or packed as MLX's tools do it.
-            quantization: of config.json.
             bits: to quantize dense linear layers to; None: leave them.
 
         Raises:
@@ -78,7 +75,7 @@ class BlockDrafter(nn.Module):
             name if name.startswith(_ENDS) else f"network.{name}": array
             for name, array in named.items()
         }
-        packed = packed_network.packings(self, ours, quantization)
+        packed = packed_network.packings(self, ours)
         nn.quantize(self, class_predicate=lambda path, module: packed.get(path, False))
         self.load_weights(list(ours.items()))
         if bits is not None:

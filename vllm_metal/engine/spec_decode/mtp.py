@@ -92,8 +92,7 @@ class MTP(HeadNetwork):
         block, window = family.build_block(args, model_config.hf_config.to_dict())
         head = MTPHead(family, args, block)
         placed = mtp_weights(config, family, target.model, args.num_hidden_layers, head)
-        quantization = getattr(model_config.hf_config, "quantization", None) or {}
-        packed = packings(head, placed.arrays, quantization)
+        packed = packings(head, placed.arrays)
         try:
             install(head, replace(placed, packings=packed | placed.packings))
         except ValueError as error:

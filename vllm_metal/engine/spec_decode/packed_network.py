@@ -9,19 +9,20 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from vllm_metal.engine.weights.placing import MODES
+
 #: Columns that share a scale where a network is quantized as it is loaded, as mlx-lm's default.
 GROUP_SIZE = 64
 
 
-def packings(
-    network: nn.Module, weights: Mapping[str, mx.array], quantization: Mapping[str, Any]
-) -> dict[str, dict[str, Any]]:
-    """How modules are packed whose arrays are, at the width and group size these show.
+def packings(network: nn.Module, weights: Mapping[str, mx.array]) -> dict[str, dict[str, Any]]:
+    """How modules are packed whose arrays are, as these show: bits, group size and mode.
+
+    config.json says it by the names of the checkpoint, and not always for every module.
 
     Args:
         network: before its modules are packed.
         weights: by the network's names.
-        quantization: of config.json, which has the mode, of single modules too.
     """
     found = {}
     for path, module in network.named_modules():
@@ -29,9 +30,8 @@ def packings(
         if scales is not None and hasattr(module, "to_quantized"):
             size, packed = module["weight"].shape[-1], weights[f"{path}.weight"].shape[-1]
             bits, group_size = packed * 32 // size, size // scales.shape[-1]
-            own = quantization.get(path)
-            stated = own if isinstance(own, Mapping) else quantization
-            mode = stated.get("mode", "affine")
+            of_bytes = scales.dtype == mx.uint8
+            mode = MODES.get((bits, group_size), "affine") if of_bytes else "affine"
             found[path] = {"group_size": group_size, "bits": bits, "mode": mode}
     return found
 

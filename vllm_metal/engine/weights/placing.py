@@ -29,7 +29,7 @@ _CODES, _SCALES, _BIASES, _OUTPUT_SCALE, _ORDER, _ONES = (
 )
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 #: Mode by bits and group size, for modes with byte scales.
-_MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
+MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
 _MAX_ATTEMPTS = 8
 
 
@@ -278,7 +278,7 @@ def _packing(module: Any, shape: tuple[int, ...], name: str, parts: Parts) -> di
         return None
     bits, left = divmod(codes.shape[-1] * 32, num_in)
     group_size = num_in // scales.shape[-1]
-    mode = _MODES.get((bits, group_size)) if scales.dtype == mx.uint8 else "affine"
+    mode = MODES.get((bits, group_size)) if scales.dtype == mx.uint8 else "affine"
     if left or mode is None:
         return None
     return {"group_size": group_size, "bits": bits, "mode": mode}
