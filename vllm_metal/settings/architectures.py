@@ -39,6 +39,20 @@ DROPPED_HEADS = {
     "medusa": "MedusaModel",
     "mlp_speculator": "MLPSpeculatorPreTrainedModel",
 }
+#: MTP layers that mlx-vlm has split from a checkpoint into a folder: maps its `model_type` to the
+#: layer's architecture, as vLLM names it, by the `model_type` of its `text_config`, the target's.
+SPLIT_MTP = {
+    "glm4_moe_lite_mtp": {"glm4_moe_lite": "Glm4MoeLiteMTPModel"},
+    "qwen3_5_mtp": {
+        "qwen3_5": "Qwen3_5MTP",
+        "qwen3_5_text": "Qwen3_5MTP",
+        "qwen3_5_moe": "Qwen3_5MoeMTP",
+        "qwen3_5_moe_text": "Qwen3_5MoeMTP",
+        "qwen3_next": "Qwen3NextMTP",
+    },
+}
+#: Keys of config.json with the number of MTP layers; the first one that is there counts.
+MTP_DEPTHS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 #: Models that vLLM lists as text models although they take images or audio; vLLM's own classes
 #: describe them.
 MULTIMODAL = frozenset(

@@ -111,7 +111,7 @@ def write(folder, model_type, fp8):
 
 def configured(folder, dtype):
     """As much of vLLM's configuration as is read."""
-    checkpoint = SimpleNamespace(model=str(folder), revision=None)
+    checkpoint = SimpleNamespace(model=str(folder), revision=None, hf_config=None)
     return SimpleNamespace(
         speculative_config=SimpleNamespace(draft_model_config=checkpoint),
         load_config=SimpleNamespace(download_dir=None),

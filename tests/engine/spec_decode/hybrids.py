@@ -171,8 +171,9 @@ def write_hybrid(
     else:
         mtp = {name: a - 1 if "norm" in name else a for name, a in mtp.items()}
         files = {"model": _published(family, weights) | mtp}
+    origin = {"format": "mlx" if converted else "pt"}
     for name, arrays in files.items():
-        mx.save_safetensors(str(folder / f"{name}.safetensors"), arrays, {"format": "mlx"})
+        mx.save_safetensors(str(folder / f"{name}.safetensors"), arrays, origin)
     return folder
 
 
@@ -231,10 +232,15 @@ class NaiveMTP:
     1 + w, half of what `q_proj` gives is a gate on the heads' outputs, a quarter of a head turns.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, mtp: dict[str, np.ndarray] | None = None) -> None:
+        """
+        Args:
+            folder: of the checkpoint.
+            mtp: other arrays of the layer, under the checkpoint's names; None: those of `folder`.
+        """
         self._model, _ = load_model(folder)
         arrays = mx.load(str(folder / "model.safetensors"))
-        self._mtp = {name: np.array(a, np.float64) for name, a in arrays.items() if "mtp." in name}
+        self._mtp = mtp or {n: np.array(a, np.float64) for n, a in arrays.items() if "mtp." in n}
         self._embedding = self._find(arrays, "embed_tokens.weight")
         self._lm_head = self._find(arrays, "lm_head.weight")
 

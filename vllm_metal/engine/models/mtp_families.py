@@ -35,6 +35,8 @@ class MTPFamily:
     #: and head, which are not loaded. Unlisted names belong to the decoder layer.
     names: Mapping[str, str | None]
     build_block: BlockBuilder
+    #: The same for a folder that mlx-vlm has split from a checkpoint; None: those of `names`.
+    split_names: Mapping[str, str | None] | None = None
     hidden_first: bool = False  # `fc` reads the hidden state before the embedding, not after it
     reads_normed: bool = True  # reads the target's states after its last norm, not before it
     feeds_normed: bool = True  # its next pass reads its own output after `norm`, not before it
@@ -43,17 +45,22 @@ class MTPFamily:
     #: and conversions have it added.
     norms_from_zero: bool = False
 
-    def own_name(self, name: str, num_layers: int) -> str | None:
+    def own_name(self, name: str, num_layers: int, is_split: bool = False) -> str | None:
         """Returns an array's name in MTPHead, or None if the head does not load it.
 
-        `num_layers` is the target's.
+        Args:
+            name: in the checkpoint.
+            num_layers: the target's.
+            is_split: whether the checkpoint is a folder that mlx-vlm has split from another.
         """
-        prefix = self.prefix.format(num_layers)
+        prefix, names = self.prefix.format(num_layers), self.names
+        if is_split:
+            prefix, names = "", self.split_names or names
         name = name.removeprefix(_OF_TEXT)
         if not name.startswith(prefix) or "rotary_emb" in name:
             return None
         rest = name.removeprefix(prefix)
-        for theirs, own in self.names.items():
+        for theirs, own in names.items():
             if rest.startswith(f"{theirs}."):
                 return own and own + rest.removeprefix(theirs)
         return f"block.{rest}"
@@ -96,6 +103,16 @@ _ONE_MORE_LAYER = {
     "shared_head.norm": "norm",
     "shared_head.head": None,
     "embed_tokens": None,
+}
+#: The same as mlx-vlm's splitter has them.
+_ONE_MORE_LAYER_SPLIT = {
+    "model.enorm": "embedding_norm",
+    "model.hnorm": "hidden_norm",
+    "model.eh_proj": "fc",
+    "model.shared_head_norm": "norm",
+    "model.mtp_block": "block",
+    "lm_head": None,
+    "model.embed_tokens": None,
 }
 #: Names in families that store it separately.
 _APART = {
@@ -149,6 +166,7 @@ MTP_FAMILIES: Mapping[str, MTPFamily] = {
         "model.layers.{}.",
         _ONE_MORE_LAYER,
         _one_more("glm4_moe_lite", "Glm4MoeLiteDecoderLayer"),
+        split_names=_ONE_MORE_LAYER_SPLIT,
         feeds_normed=False,
     ),
     "DeepSeekMTPModel": MTPFamily(

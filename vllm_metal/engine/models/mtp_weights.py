@@ -9,6 +9,7 @@ experts, splits MLA projections, decodes fp8 and shifts norms.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _BLOCK = "block."  # before the names of the decoder layer's own arrays
 #: Families recognize a converted checkpoint by its shape.
 _CONVOLUTION = "conv1d.weight"
+_PUBLISHED, _CONVERTED = (1, 1, 2), (1, 2, 1)  # shapes of one
 _NORMS = ("embedding_norm.weight", "hidden_norm.weight", "norm.weight")
 
 
@@ -41,10 +43,12 @@ def mtp_weights(
     """
     assert config.speculative_config is not None
     model_config = config.speculative_config.draft_model_config
+    is_split = getattr(model_config.hf_config, "is_split", False)
+    own_name = partial(family.own_name, num_layers=num_layers, is_split=is_split)
 
     def wanted(name: str) -> bool:
         marks = family.norms_from_zero and name.endswith(_CONVOLUTION)
-        return marks or family.own_name(name, num_layers) is not None
+        return marks or own_name(name) is not None
 
     found, plan = loader.load_checkpoint(model_config, config, wanted)
     convolutions = {name: found.pop(name) for name in [*found] if name.endswith(_CONVOLUTION)}
@@ -54,15 +58,13 @@ def mtp_weights(
             'most conversions to MLX drop them. Name the original checkpoint as "model" in '
             "--speculative-config, or choose another method"
         )
-    weights = {str(family.own_name(name, num_layers)): array for name, array in found.items()}
-    stored = {
-        str(family.own_name(name, num_layers)): each
-        for name, each in plan.weights.items()
-        if name in found
-    }
+    weights = {str(own_name(name)): array for name, array in found.items()}
+    stored = {str(own_name(name)): each for name, each in plan.weights.items() if name in found}
     if family.norms_from_zero:
-        # A checkpoint without one has only MTP layers, as published: give the unconverted shape.
-        weights[_CONVOLUTION] = next(iter(convolutions.values()), mx.zeros((1, 1, 2)))
+        # A checkpoint without one has only MTP layers: as published, unless mlx-vlm has split it,
+        # which adds one to the norms as mlx-lm does.
+        shape = _CONVERTED if is_split else _PUBLISHED
+        weights[_CONVOLUTION] = next(iter(convolutions.values()), mx.zeros(shape))
 
     def sanitize(_: nn.Module, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
         read = _read_as_a_layer(model, arrays, family.norms_from_zero)

@@ -3,46 +3,90 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_metal.engine.spec_decode import block_config
+from vllm_metal.engine.models.mtp_families import MTP_FAMILIES
+from vllm_metal.engine.spec_decode import block_config, mtp_folders
+from vllm_metal.engine.spec_decode.mtp_folders import published
 from vllm_metal.engine.spec_decode.registry import BLOCK_DRAFTERS, method_of
 from vllm_metal.identity.model_files import ModelLoadError, is_gguf
+from vllm_metal.settings.architectures import SPLIT_MTP
 
 if TYPE_CHECKING:
-    from vllm.config import SpeculativeConfig, VllmConfig
+    from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 
 #: Files that weights come in.
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+#: Drafts of one MTP layer where --speculative-config does not say: lengths adapt below it.
+DEFAULT_MTP_DRAFTS = 3
+_OPTION = "--speculative-config"
 
 
-def default_drafts(given: Mapping[str, Any]) -> int | None:
-    """How many tokens a block drafter drafts where --speculative-config does not say.
+def completed(given: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
+    """What --speculative-config leaves to this plugin: `model` of MTP layers, and how many drafts.
 
     Args:
         given: the option's value.
+        target: the model, which lies on this disk or not.
 
     Returns:
-        None: another method drafts.
+        Keys that are added to the option's value; empty: it is complete, or vLLM's to reject.
+
+    Raises:
+        ValueError: there are no MTP layers for the model, or they are of a kind that is not served.
     """
-    method = given.get("method")
-    if method not in BLOCK_DRAFTERS:
-        return None
-    most = block_config.most_drafts(_published(str(given.get("model"))), method)
-    return min(block_config.DEFAULT_DRAFTS, most or block_config.DEFAULT_DRAFTS)
-
-
-def _published(model: str) -> dict[str, Any]:
-    """The config.json of a local folder; empty where there is none."""
-    path = Path(model) / "config.json"
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
+    method, model = str(given.get("method")), given.get("model")
+    found: dict[str, Any] = {}
+    if method.endswith("mtp"):
+        if model is None and (place := _split_layers(target)) is not None:
+            found["model"] = str(place)
+        layers = mtp_folders.folder_of(found.get("model") or model or target.model)
+        content = {} if layers is None else published(layers)
+        _check_split(layers, content)
+        count = _default_mtp_drafts(content)
+    elif method in BLOCK_DRAFTERS:
+        most = block_config.most_drafts(published(Path(str(model))), method)
+        count = min(block_config.DEFAULT_DRAFTS, most or block_config.DEFAULT_DRAFTS)
+    else:
         return {}
-    return found if isinstance(found, dict) else {}
+    if given.get("num_speculative_tokens") is None:
+        found["num_speculative_tokens"] = count
+    return found
+
+
+def _default_mtp_drafts(content: Mapping[str, Any]) -> int:
+    return DEFAULT_MTP_DRAFTS if mtp_folders.depth_of(content) == 1 else 1
+
+
+def _split_layers(target: ModelConfig) -> Path | None:
+    """The folder of a model's MTP layers; None: its own checkpoint has them, or is elsewhere."""
+    folder = mtp_folders.folder_of(target.model, target.revision)
+    if folder is None or mtp_folders.family_of(published(folder)) is None:
+        return None
+    if mtp_folders.carries_layers(folder):
+        return None
+    if (place := mtp_folders.split_beside(folder)) is not None:
+        return place
+    raise ValueError(
+        f"{_OPTION} method 'mtp' needs MTP layers, and {target.model} carries none, as most "
+        f"conversions to MLX; nor are there any in {mtp_folders.places(folder)}. Name the original "
+        'checkpoint, or a folder that mlx-vlm\'s split_mtp wrote, as "model", or choose another '
+        "method."
+    )
+
+
+def _check_split(folder: Path | None, content: Mapping[str, Any]) -> None:
+    if folder is None or not mtp_folders.is_split(content):
+        return
+    if mtp_folders.architecture_of(content) is None:
+        served = ", ".join(dict.fromkeys(name for kinds in SPLIT_MTP.values() for name in kinds))
+        of = f"{content['model_type']} of a {content['text_config'].get('model_type')} model"
+        raise ValueError(
+            f"{_OPTION} model {str(folder)!r} is not supported: {of}; split MTP layers are served "
+            f"for {served}. Choose another method."
+        )
 
 
 def refusals(config: VllmConfig) -> dict[str, bool]:
@@ -60,7 +104,7 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
     draft = speculation.draft_model_config
     if draft.model is None or draft.model == config.model_config.model:
         return {}
-    named = f"--speculative-config model {draft.model!r}"
+    named = f"{_OPTION} model {draft.model!r}"
     folder = Path(draft.model)
     found = {
         f"{named} (the folder holds no weights, {', '.join(WEIGHTS)}: fetch them, or name another "
@@ -68,6 +112,8 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
         and not is_gguf(folder)
         and not any(any(folder.glob(kind)) for kind in WEIGHTS)
     }
+    if "mtp" in method.names:
+        found |= _of_mtp_layers(draft, config.model_config)
     if method.hidden_size_keys:
         given = draft.hf_config.to_dict()
         size = next((given[key] for key in method.hidden_size_keys if given.get(key)), None)
@@ -82,20 +128,41 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
     return found
 
 
+def _of_mtp_layers(draft: ModelConfig, target: ModelConfig) -> dict[str, bool]:
+    (architecture, *_) = draft.architectures
+    family = MTP_FAMILIES.get(architecture)
+    if family is None:  # rejected beside
+        return {}
+    kind = target.hf_config.model_type
+    sizes = (draft.get_hidden_size(), target.get_hidden_size())
+    tokens = (draft.get_vocab_size(), target.get_vocab_size())
+    named = f"{_OPTION} model {draft.model!r} "
+    remedy = "choose MTP layers that were made for this model"
+    return {
+        f"{named}(MTP layers of {family.model_types[0]} with a model of type {kind}: {remedy})": (
+            kind not in family.model_types
+        ),
+        f"{named}(made for hidden states of size {sizes[0]}, but those of {target.model!r} are of "
+        f"{sizes[1]}: {remedy})": sizes[0] != sizes[1],
+        f"{named}(made for a vocabulary of {tokens[0]}, but that of {target.model!r} has "
+        f"{tokens[1]}: {remedy})": tokens[0] != tokens[1],
+    }
+
+
 def _of_block_drafter(speculation: SpeculativeConfig) -> dict[str, bool]:
     draft = speculation.draft_model_config
     given = draft.hf_config.to_dict()
-    published = _published(draft.model)
+    content = published(Path(draft.model))
     (architecture, *_) = draft.architectures
-    if published and architecture in block_config.MODULES:  # all others are rejected beside
+    if content and architecture in block_config.MODULES:  # all others are rejected beside
         try:
-            block_config.BlockConfig.of(given, published, architecture)
+            block_config.BlockConfig.of(given, content, architecture)
         except ModelLoadError as error:
             raise ValueError(str(error)) from error
-    most = block_config.most_drafts(published or given, speculation.method or "")
+    most = block_config.most_drafts(content or given, speculation.method or "")
     asked = speculation.num_speculative_tokens or 0
     return {
-        f"--speculative-config num_speculative_tokens {asked} (the drafter {draft.model!r} was "
+        f"{_OPTION} num_speculative_tokens {asked} (the drafter {draft.model!r} was "
         f"trained to draft {most} tokens at once: choose {most} or fewer)": most is not None
         and asked > most
     }

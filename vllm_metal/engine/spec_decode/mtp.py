@@ -83,11 +83,6 @@ class MTP(HeadNetwork):
         model_config = config.speculative_config.draft_model_config
         (architecture, *_) = model_config.architectures
         family = MTP_FAMILIES[architecture]  # the platform has refused all others
-        if loader.model_type(config) not in family.model_types:
-            raise loader.ModelLoadError(
-                f"MTP layers of {model_config.model} ({family.model_types[0]}) are not "
-                f"supported with a target of model_type {loader.model_type(config)}"
-            )
         args = target.text_args
         block, window = family.build_block(args, model_config.hf_config.to_dict())
         head = MTPHead(family, args, block)

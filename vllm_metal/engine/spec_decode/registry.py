@@ -132,7 +132,7 @@ METHODS = (
         ("mtp",),
         "mtp:MTP",
         f"the model's own MTP layer: {', '.join(f.title for f in MTP_FAMILIES.values())}",
-        "a checkpoint that carries it: the model's own, or `model`",
+        "a checkpoint that carries it: the model's own, a split folder beside it, or `model`",
         has_network=True,
         architectures=tuple(MTP_FAMILIES),
     ),

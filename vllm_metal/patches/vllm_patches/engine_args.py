@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,8 @@ from pydantic.dataclasses import rebuild_dataclass
 from vllm_metal.patches.vllm_patches.replacing import replace
 
 _DRAFTS = "vllm_metal_drafts"  # of EngineArgs: num_speculative_tokens, as vLLM completes it
+#: Keys of --speculative-config that --spec-method, --spec-model and --spec-tokens set.
+_FLAGS = ("method", "model", "num_speculative_tokens")
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -141,22 +143,32 @@ def _with_room_for_drafts(
         )
 
 
-def set_draft_counts(count_of: Callable[[dict[str, Any]], int | None]) -> None:
-    """Completes --speculative-config where it does not say how many tokens are drafted.
+def complete_drafts(
+    completed: Callable[[Mapping[str, Any], ModelConfig], Mapping[str, Any]],
+) -> None:
+    """Completes --speculative-config before vLLM reads it.
 
     Args:
-        count_of: how many, by the option's value; None: vLLM decides, or refuses.
+        completed: the keys to add to the option's value, which --spec-method and the like are part
+            of, by the model's configuration.
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    def with_count(create: Callable[..., Any], self: EngineArgs, *args: Any, **options: Any) -> Any:
-        given = self.speculative_config
-        missing = isinstance(given, dict) and given.get("num_speculative_tokens") is None
-        if given and missing and (count := count_of(given)) is not None:
-            self.speculative_config = {**given, "num_speculative_tokens": count}
-        return create(self, *args, **options)
+    def with_keys(
+        create: Callable[..., Any],
+        self: EngineArgs,
+        target_model_config: ModelConfig,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        flags = (self.spec_method, self.spec_model, self.spec_tokens)
+        short = {key: flag for key, flag in zip(_FLAGS, flags, strict=True) if flag is not None}
+        given = dict(self.speculative_config or {})
+        if given or short:
+            self.speculative_config = given | dict(completed(given | short, target_model_config))
+        return create(self, target_model_config, *args, **options)
 
-    replace(EngineArgs, "create_speculative_config", with_count)
+    replace(EngineArgs, "create_speculative_config", with_keys)
 
 
 #: What users called the models whose folders vLLM was given instead.

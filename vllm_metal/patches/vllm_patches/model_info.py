@@ -25,7 +25,9 @@ from vllm_metal.settings.architectures import (
     BY_TRANSFORMERS,
     DROPPED_HEADS,
     IMAGES_ALONE,
+    MTP_DEPTHS,
     MULTIMODAL,
+    SPLIT_MTP,
     TEXT_PARTS,
     WITH_IMAGES,
 )
@@ -232,14 +234,14 @@ def take_mlx_models() -> None:
     """Has transformers read the config.json of families that mlx-lm alone has, as MLX_MODEL.
 
     What the layers keep is read off the model that mlx-lm makes. So are draft heads that vLLM
-    dropped.
+    dropped, and MTP layers that mlx-vlm has split from a checkpoint.
     """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
     known = {*CONFIG_MAPPING, *_CONFIG_REGISTRY}
-    for model_type in (*_model_types(known), *DROPPED_HEADS):
+    for model_type in (*_model_types(known), *DROPPED_HEADS, *SPLIT_MTP):
         AutoConfig.register(model_type, _config_class(model_type))
 
 
@@ -260,6 +262,8 @@ def _config_class(model_type: str) -> type:
         """A configuration of which transformers knows no more than its keys."""
 
         def __init__(self, **values: Any) -> None:
+            if model_type in SPLIT_MTP and "text_config" in values:
+                values = _of_split_layers(model_type, values)
             values.pop("layer_types", None)  # transformers takes no names that it does not know
             # transformers asks for it while it reads a scaled rope, before it sets other keys.
             longest = next((values[x] for x in _LENGTHS if values.get(x)), None)
@@ -282,6 +286,22 @@ def _config_class(model_type: str) -> type:
     # but not before those that others register.
     MlxConfig.__module__ = "transformers.models"
     return MlxConfig
+
+
+def _of_split_layers(model_type: str, values: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of split MTP layers as vLLM makes those of a whole checkpoint."""
+    text = dict(values.pop("text_config"))
+    depth = next((text[key] for key in MTP_DEPTHS if text.get(key)), 1)
+    for key in ("quantization", "quantization_config"):  # the whole checkpoint's
+        text.pop(key, None)
+    return {
+        **text,
+        **values,
+        **dict.fromkeys((*MTP_DEPTHS, "n_predict"), depth),
+        "architectures": [SPLIT_MTP[model_type][text["model_type"]]],
+        "model_type": model_type,
+        "is_split": True,
+    }
 
 
 class Keys(dict[str, Any]):

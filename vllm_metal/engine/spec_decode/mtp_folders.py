@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds MTP layers on this disk: in a model's checkpoint, or split from it into a folder beside it.
+
+mlx-vlm writes such folders (`mlx_vlm.split_mtp`, `mlx_vlm.convert --mtp`). Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm_metal.engine.models.mtp_families import MTP_FAMILIES, MTPFamily
+from vllm_metal.engine.weights import files
+from vllm_metal.identity import model_names
+from vllm_metal.settings.architectures import MTP_DEPTHS, SPLIT_MTP
+
+#: Name of a subfolder of the model's.
+_INNER = "mtp"
+#: What the name of a folder beside the model's has more than the model's, at any place.
+_MARK = re.compile(r"-mtp(?=[-_.]|$)", re.IGNORECASE)
+_REPOSITORY = "models--"  # of a folder's name in the Hugging Face cache
+
+
+def published(folder: Path) -> dict[str, Any]:
+    """Content of a folder's config.json; empty if there is none, or it is no JSON object."""
+    try:
+        found = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def folder_of(
+    model: str, revision: str | None = None, cache_dir: Path | None = None
+) -> Path | None:
+    """The folder that a model's name means: a local one, or the Hugging Face cache's snapshot."""
+    if (folder := model_names.folder_here(model)) is not None:
+        return folder
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model, "config.json", cache_dir, revision)
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def family_of(content: Mapping[str, Any]) -> MTPFamily | None:
+    """The family whose MTP layers a model of this config.json may have."""
+    kind = content.get("model_type")
+    return next((each for each in MTP_FAMILIES.values() if kind in each.model_types), None)
+
+
+def depth_of(content: Mapping[str, Any]) -> int:
+    """The number of MTP layers that a config.json states, from 1."""
+    text = content.get("text_config") or content
+    return next((int(text[key]) for key in MTP_DEPTHS if text.get(key)), 1)
+
+
+def is_split(content: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of MTP layers that mlx-vlm has split from a checkpoint."""
+    kind = str(content.get("model_type"))
+    return kind.endswith("_mtp") and "text_config" in content
+
+
+def architecture_of(content: Mapping[str, Any]) -> str | None:
+    """The architecture of split MTP layers, as vLLM names it; None if they are not served."""
+    text = content.get("text_config") or {}
+    return SPLIT_MTP.get(str(content.get("model_type")), {}).get(str(text.get("model_type")))
+
+
+def carries_layers(folder: Path) -> bool:
+    """Whether a model's own checkpoint has MTP layers; conversions to MLX often drop them.
+
+    Raises:
+        ModelLoadError: a weight file is unreadable or truncated.
+    """
+    content = published(folder)
+    family, text = family_of(content), content.get("text_config") or content
+    count = text.get("num_hidden_layers")
+    if family is None or count is None:
+        return False
+    paths = sorted(folder.glob("*.safetensors"))
+    return bool(files.headers_of(paths, lambda name, _: family.own_name(name, count) is not None))
+
+
+def split_beside(folder: Path) -> Path | None:
+    """The first folder of `places` with split MTP layers of the model's family."""
+    family = family_of(published(folder))
+    for place in _places(folder):
+        content = published(place)
+        architecture = architecture_of(content) if is_split(content) else None
+        if architecture is not None and MTP_FAMILIES[architecture] is family:
+            return place
+    return None
+
+
+def places(folder: Path) -> str:
+    """Where `split_beside` looks, for a message."""
+    repository = _repository(folder)
+    if repository is None:
+        beside, name = f"folders of {folder.resolve().parent}", folder.resolve().name
+    else:
+        beside, name = "models in the Hugging Face cache", _repository_name(repository)
+    return f"{folder / _INNER}, or {beside} named {name} with -mtp added, such as {name}-mtp"
+
+
+def _places(folder: Path) -> Iterator[Path]:
+    yield from (path for path in _folders(folder) if path.name.lower() == _INNER)
+    repository = _repository(folder)
+    if repository is None:
+        path = folder.resolve()
+        yield from (found for found in _folders(path.parent) if _is_marked(found.name, path.name))
+        return
+    for other in _folders(repository.parent):
+        if _is_marked(other.name, repository.name):
+            found = folder_of(_repository_name(other), cache_dir=repository.parent)
+            yield from () if found is None else (found,)
+
+
+def _is_marked(name: str, model: str) -> bool:
+    return _MARK.search(name) is not None and _MARK.sub("", name, 1).lower() == model.lower()
+
+
+def _repository(folder: Path) -> Path | None:
+    """The folder of a model in the Hugging Face cache that a snapshot belongs to."""
+    repository = folder.parent.parent
+    cached = folder.parent.name == "snapshots" and repository.name.startswith(_REPOSITORY)
+    return repository if cached else None
+
+
+def _repository_name(repository: Path) -> str:
+    return repository.name.removeprefix(_REPOSITORY).replace("--", "/")
+
+
+def _folders(parent: Path) -> list[Path]:
+    try:
+        return sorted(path for path in parent.iterdir() if path.is_dir())
+    except OSError:  # a folder that may be entered and not listed
+        return []
