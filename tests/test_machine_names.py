@@ -43,6 +43,7 @@ ADDITIONAL_CONFIG = {
         "choose_parsers",
         "dense_check",
         "draft_quantization",
+        "drafts",
         "explain_prefix_misses",
         "fixed_draft_length",
     ),

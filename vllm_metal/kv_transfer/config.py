@@ -22,6 +22,7 @@ from vllm_metal.settings.additional_config import OPTION, AdditionalConfig
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 CONNECTOR = "MetalKVConnector"
 CONNECTOR_MODULE = "vllm_metal.kv_transfer.connector"
@@ -83,7 +84,7 @@ class TransferConfig:
         return secret_file.read(self.salt_key, salts.SALT_KEY)
 
 
-def is_asked_for(vllm_config: VllmConfig) -> bool:
+def is_asked_for(vllm_config: VllmConfig | EngineArgs) -> bool:
     """Returns whether K/V may leave the pool, by vLLM's option or the short form."""
     short = AdditionalConfig.of(vllm_config)
     by_us = any(getattr(short, key) is not None for kind in STORES for key in kind.short)

@@ -175,7 +175,7 @@ class MetalPlatform(Platform):
             model_info,
             token_ids,
         )
-        from vllm_metal.platform import model_folders, start_checks
+        from vllm_metal.platform import default_drafts, model_folders, start_checks
         from vllm_metal.serving.idle import start as idle
 
         releases.warn_if_untested()
@@ -185,7 +185,7 @@ class MetalPlatform(Platform):
         engine_args.fit_the_context()
         engine_args.check_folders(model_folders.check_config)
         engine_args.fit_batches_to_drafts()
-        engine_args.complete_drafts(checkpoint.completed)
+        engine_args.complete_drafts(checkpoint.completed, default_drafts.default_drafts)
         engine_args.serve_files(folders.checked_folder_of, folders.folder_of)
         engine_args.accept_int8_kv_cache()
         engine_args.cache_prefixes_of_states()

@@ -15,6 +15,7 @@ from vllm_metal.settings import envs, values
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 logger = init_logger(__name__)
 
@@ -57,6 +58,12 @@ def _draft_bits(value: Any) -> int | None:
     raise ValueError(f"must be 4, 8, or null for the checkpoint's own, not {value!r}")
 
 
+def _drafts(value: Any) -> str:
+    if value in ("auto", "off"):
+        return str(value)
+    raise ValueError(f'must be "off", or "auto" to use a model\'s MTP layer, not {value!r}')
+
+
 #: Parts that can be removed from system messages; see serving/prefix_misses/normalize.py.
 NORMALIZED = ("billing_header", "token_countdown", "times", "uuids")
 
@@ -78,6 +85,7 @@ def _duration_or_never(value: Any) -> float:
 
 _READERS: Mapping[str, values.Reader] = {
     "fixed_draft_length": values.flag,
+    "drafts": _drafts,
     "fixed_splits": _fixed_splits,
     "draft_quantization": _draft_bits,
     "max_step_ms": _milliseconds,
@@ -104,6 +112,8 @@ PREFIX_CACHE_KEYS = tuple(key for key in _READERS if key.startswith("prefix_cach
 class AdditionalConfig:
     """One field per key, named as users type it."""
 
+    #: Whether a model's MTP layer drafts without --speculative-config: "auto", or "off".
+    drafts: str = "auto"
     #: Always draft num_speculative_tokens tokens, regardless of the cost of verifying them.
     fixed_draft_length: bool = False
     #: Keys per part when attention splits contexts; None: chosen for each step.
@@ -142,7 +152,7 @@ class AdditionalConfig:
     prefix_cache_salt_key: Path | None = None
 
     @staticmethod
-    def of(vllm_config: VllmConfig) -> AdditionalConfig:
+    def of(vllm_config: VllmConfig | EngineArgs) -> AdditionalConfig:
         """Returns what the user set, with defaults for the rest.
 
         Raises ValueError for anything but a JSON object, an unknown key, a value of the wrong type,

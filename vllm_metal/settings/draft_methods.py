@@ -1,15 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists the methods of --speculative-config that write K/V into the blocks."""
+"""Lists the methods of --speculative-config that write K/V, and knows which nobody asked for."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
 
 #: Methods whose network keeps its own K/V, in the same blocks as the target's.
 KEEPING_KV = frozenset(("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark"))
+
+#: What turns off drafts that nobody asked for, for messages.
+OFF_SWITCH = """--additional-config '{"drafts": "off"}'"""
+#: Attribute of a SpeculativeConfig that nobody asked for.
+_BY_DEFAULT = "vllm_metal_by_default"
+
+
+def mark_default(speculation: SpeculativeConfig) -> None:
+    """Marks drafts that nobody asked for: an engine does without them where they do not fit."""
+    setattr(speculation, _BY_DEFAULT, True)
+
+
+def drop_default(config: VllmConfig) -> bool:
+    """Takes drafts out of the configuration of an engine, and returns whether it did.
+
+    It leaves those that somebody asked for. The scheduler must be made later.
+    """
+    is_default = getattr(config.speculative_config, _BY_DEFAULT, False)
+    if is_default:
+        config.speculative_config = None
+    return is_default
+
+
+def are_default(config: VllmConfig) -> bool:
+    """Whether an engine drafts although nobody asked for it."""
+    return getattr(config.speculative_config, _BY_DEFAULT, False)
 
 
 def keeps_kv(config: VllmConfig) -> bool:

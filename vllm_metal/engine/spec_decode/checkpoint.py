@@ -45,7 +45,7 @@ def completed(given: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
         layers = mtp_folders.folder_of(found.get("model") or model or target.model)
         content = {} if layers is None else published(layers)
         _check_split(layers, content)
-        count = _default_mtp_drafts(content)
+        count = default_mtp_drafts(content)
     elif method in BLOCK_DRAFTERS:
         most = block_config.most_drafts(published(Path(str(model))), method)
         count = min(block_config.DEFAULT_DRAFTS, most or block_config.DEFAULT_DRAFTS)
@@ -56,7 +56,8 @@ def completed(given: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
     return found
 
 
-def _default_mtp_drafts(content: Mapping[str, Any]) -> int:
+def default_mtp_drafts(content: Mapping[str, Any]) -> int:
+    """How many tokens MTP layers draft by default, by their checkpoint's config.json."""
     return DEFAULT_MTP_DRAFTS if mtp_folders.depth_of(content) == 1 else 1
 
 

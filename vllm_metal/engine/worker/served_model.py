@@ -36,6 +36,7 @@ from vllm_metal.engine.worker.networks import Networks
 from vllm_metal.engine.worker.sampling_head import SamplingHead
 from vllm_metal.engine.worker.warm_up_steps import Room, run_pooling_warm_up, run_warm_up
 from vllm_metal.settings.additional_config import AdditionalConfig
+from vllm_metal.settings.draft_methods import OFF_SWITCH, drop_default
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -114,7 +115,14 @@ class ServedModel:
         )
 
     def load_networks(self) -> Networks:
-        return Networks.load(self._config)
+        try:
+            return Networks.load(self._config)
+        except (loader.ModelLoadError, NotImplementedError) as error:
+            if not drop_default(self._config):
+                raise
+            networks = Networks.load(self._config)  # raises again where the target is at fault
+            logger.warning("Serves without drafts: %s. %s hides this", error, OFF_SWITCH)
+            return networks
 
     def release(self) -> None:
         """Frees the weights."""

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from metal_kernels import command_buffers
 from vllm_metal.device import macos, mlx_device, openmp
 from vllm_metal.engine.batch.requests import BlockTables, Requests
+from vllm_metal.engine.memory.advice import BudgetError
 from vllm_metal.engine.memory.planner import MemoryPlanner
 from vllm_metal.engine.memory.pressure import MemoryPressure
 from vllm_metal.engine.memory.wiring import Wiring
@@ -38,6 +40,7 @@ from vllm_metal.patches.vllm_patches import (
 )
 from vllm_metal.patches.vllm_patches.step_result import StepResult
 from vllm_metal.settings.additional_config import AdditionalConfig
+from vllm_metal.settings.draft_methods import OFF_SWITCH, are_default, drop_default
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -59,6 +62,7 @@ class MetalWorker(WorkerBase):
     _memory: MemoryPlanner
     _most_failures = MAX_FAILURES_IN_A_ROW
     _awake: KeepAwake | None = None  # None: macOS decides when it sleeps
+    _pool_bytes: int | None = None  # known early where drafts may be left out
     _awake_bytes = 0  # that MLX held when the engine was awake last
 
     def init_device(self) -> None:
@@ -125,13 +129,31 @@ class MetalWorker(WorkerBase):
         return self.served.networks
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        if are_default(self.vllm_config) and self._pool_bytes is None:
+            self._fit_default_drafts()
         return self.served.specs()
+
+    def _fit_default_drafts(self) -> None:
+        """Sizes the pool before vLLM knows its layers; without drafts if it would be too small."""
+        layouts, specs = [self.get_supported_kv_cache_layouts()], self.served.specs()
+        resolve_kv_cache_layout(self.vllm_config, layouts, specs.values())  # as vLLM does later
+        try:
+            self._pool_bytes = self.served.pool_size(self._memory, self.transfers.memory_bytes)
+        except BudgetError as error:
+            drop_default(self.vllm_config)
+            self.cache_config.kv_cache_layout = None
+            why, _, _ = str(error).partition(":\n")
+            logger.warning("Serves without drafts: with them, %s. %s hides this", why, OFF_SWITCH)
+            self.served.release()
+            self.load_model()
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         return ["LBNHC"]  # layer outermost: an array a layer, slots of a block in order
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV pool."""
+        if self._pool_bytes is not None:
+            return self._pool_bytes
         return self.served.pool_size(self._memory, self.transfers.memory_bytes)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic.dataclasses import rebuild_dataclass
 
 from vllm_metal.patches.vllm_patches.replacing import replace
+from vllm_metal.settings.draft_methods import mark_default
 
 _DRAFTS = "vllm_metal_drafts"  # of EngineArgs: num_speculative_tokens, as vLLM completes it
 #: Keys of --speculative-config that --spec-method, --spec-model and --spec-tokens set.
@@ -145,12 +146,14 @@ def _with_room_for_drafts(
 
 def complete_drafts(
     completed: Callable[[Mapping[str, Any], ModelConfig], Mapping[str, Any]],
+    default: Callable[[EngineArgs, ModelConfig], dict[str, Any] | None],
 ) -> None:
     """Completes --speculative-config before vLLM reads it.
 
     Args:
         completed: the keys to add to the option's value, which --spec-method and the like are part
             of, by the model's configuration.
+        default: the value where nobody gave the option.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -163,10 +166,18 @@ def complete_drafts(
     ) -> Any:
         flags = (self.spec_method, self.spec_model, self.spec_tokens)
         short = {key: flag for key, flag in zip(_FLAGS, flags, strict=True) if flag is not None}
-        given = dict(self.speculative_config or {})
-        if given or short:
+        by_default = self.speculative_config is None and not short
+        if by_default:
+            self.speculative_config = default(self, target_model_config)
+        else:
+            given = dict(self.speculative_config or {})
             self.speculative_config = given | dict(completed(given | short, target_model_config))
-        return create(self, target_model_config, *args, **options)
+        config = create(self, target_model_config, *args, **options)
+        if by_default:
+            self.speculative_config = None  # for a second configuration of these arguments
+            if config is not None:
+                mark_default(config)
+        return config
 
     replace(EngineArgs, "create_speculative_config", with_keys)
 

@@ -14,11 +14,17 @@ import traceback
 UNHELPFUL = {
     # The engine's process checks the configuration a second time, and mistakes the platform's own
     # settings (MetalPlatform.apply_config_platform_defaults) for the user's.
-    "vllm.config.vllm": "Inductor compilation was disabled by user settings",
+    "vllm.config.vllm": (
+        "Inductor compilation was disabled by user settings",
+        # Steps are short here for the sake of other streams, with drafts or without.
+        "max_num_scheduled_tokens is set to",
+    ),
+    # Draft lengths adapt to what is accepted.
+    "vllm.config.speculative": ("Enabling num_speculative_tokens > 1 will run",),
     # vLLM declares operators for other GPUs; torch looks for Triton in each.
-    "torch._library.triton": "Triton not available",
+    "torch._library.triton": ("Triton not available",),
     # Pillow's processors and ours read images as well (`image_processors`).
-    "transformers.utils.import_utils": "requires torchvision (not installed)",
+    "transformers.utils.import_utils": ("requires torchvision (not installed)",),
 }
 #: Text of warnings that are no news after a good start: logged as information, to the file.
 LESSENED = {
@@ -64,7 +70,7 @@ def drop_unhelpful_warnings() -> None:
 
 def _is_helpful(record: logging.LogRecord) -> bool:
     text = str(record.msg)
-    if (unhelpful := UNHELPFUL.get(record.name)) and unhelpful in text:
+    if any(unhelpful in text for unhelpful in UNHELPFUL.get(record.name, ())):
         return False
     if (lessened := LESSENED.get(record.name)) and lessened in text and not _has_few_files(record):
         record.levelno, record.levelname = logging.INFO, "INFO"

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns on drafts of a model's own MTP layer where nobody asked for any, and they cost nothing.
+
+What only shows once the model is loaded, its engine decides: `vllm_metal.engine.worker`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from vllm_metal.engine.spec_decode import mtp_folders
+from vllm_metal.engine.spec_decode.checkpoint import default_mtp_drafts
+from vllm_metal.identity.model_files import ModelLoadError
+from vllm_metal.kv_transfer.config import is_asked_for
+from vllm_metal.settings.additional_config import AdditionalConfig
+from vllm_metal.settings.draft_methods import OFF_SWITCH
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+logger = init_logger(__name__)
+
+#: Of logits processors that are installed for every vLLM engine.
+_PLUGINS = "vllm.logits_processors"
+
+
+def default_drafts(args: EngineArgs, model: ModelConfig) -> dict[str, Any] | None:
+    """--speculative-config of an engine whose user says nothing of it; None: no drafts.
+
+    Args:
+        args: of the engine.
+        model: as these describe it.
+
+    Raises:
+        ValueError: --additional-config is invalid.
+    """
+    if AdditionalConfig.of(args).drafts == "off":
+        return None
+    try:
+        found = _layers(model)
+    except ModelLoadError:  # the weights' loader reports it
+        return None
+    if found is None:
+        return None
+    num_drafts = default_mtp_drafts(mtp_folders.published(found))
+    if any(_obstacles(args, model, num_drafts)):
+        return None
+    own = found == mtp_folders.folder_of(model.model, model.revision)
+    logger.info(
+        "Drafts up to %d tokens with the MTP layer %s. %s turns this off",
+        num_drafts,
+        "of the model's checkpoint" if own else f"in {found}",
+        OFF_SWITCH,
+    )
+    chosen = {} if own else {"model": str(found)}
+    return {"method": "mtp", "num_speculative_tokens": num_drafts, **chosen}
+
+
+def _layers(model: ModelConfig) -> Path | None:
+    """The folder on this disk that has the model's MTP layer: its own, or one beside it."""
+    folder = mtp_folders.folder_of(model.model, model.revision)
+    if folder is None or mtp_folders.carries_layers(folder):
+        return folder
+    place = mtp_folders.split_beside(folder)
+    text = {} if place is None else mtp_folders.published(place)["text_config"]
+    sizes = (text.get("hidden_size"), text.get("vocab_size"))
+    return place if sizes == (model.get_hidden_size(), model.get_vocab_size()) else None
+
+
+def _obstacles(args: EngineArgs, model: ModelConfig, num_drafts: int) -> Iterator[bool]:
+    """What drafts are rejected with, or would change."""
+    yield model.runner_type != "generate"
+    yield max(args.tensor_parallel_size, args.pipeline_parallel_size) > 1
+    yield bool(args.logits_processors) or bool(entry_points(group=_PLUGINS))
+    # Draft networks read no images.
+    multimodal = model.multimodal_config
+    yield multimodal is not None and not multimodal.language_model_only
+    # What a store or a peer holds has been written without drafts: another configuration, another
+    # fingerprint, so it would no longer be found. And each step would wait for the one before.
+    yield is_asked_for(args)
+    # vLLM would want room for the drafts of --max-num-seqs requests in each step.
+    yield args.enable_lora
+    yield args.kv_sharing_fast_prefill
+    yield num_drafts + 2 > model.max_model_len
+    most = args.max_num_batched_tokens
+    yield most is not None and most <= num_drafts
