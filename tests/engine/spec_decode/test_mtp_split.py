@@ -238,6 +238,23 @@ def test_a_start_without_layers_says_where_they_were_looked_for(tmp_path):
         assert str(part) in message
 
 
+def test_the_first_of_several_layers_drafts_one_token(tmp_path):
+    target = write_hybrid(tmp_path / "whole", "qwen3_next")
+    layers = split(target, tmp_path / "layers")
+    arrays = mx.load(str(layers / "model.safetensors"))
+    second = {name.replace("layers.0", "layers.1"): a * 2 for name, a in arrays.items()}
+    mx.save_safetensors(str(layers / "model.safetensors"), second | arrays, {"format": "mlx"})
+    content = json.loads((layers / "config.json").read_text())
+    content["text_config"]["num_mtp_layers"] = 2
+    content["text_config"].pop("num_nextn_predict_layers")
+    (layers / "config.json").write_text(json.dumps(content))
+    config = configured(target, method="mtp", model=str(layers))
+    assert config.num_speculative_tokens == 1
+    assert load_network(config, parts.ModelParts(loader.load(config))) is not None
+    with pytest.raises(ValueError, match="num_speculative_tokens 2 with several MTP layers"):
+        configured(target, method="mtp", model=str(layers), num_speculative_tokens=2)
+
+
 #: Changes of a split folder's text_config, and what the error names.
 MISFITS = {
     "hidden size": ({"hidden_size": 32}, "hidden states of size 32, but those of .* are of 64"),

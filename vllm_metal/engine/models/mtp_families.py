@@ -121,6 +121,7 @@ _APART = {
     "fc": "fc",
     "norm": "norm",
     "layers.0": "block",
+    "layers": None,  # of further drafts
 }
 
 
