@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -43,7 +42,7 @@ def default_drafts(args: EngineArgs, model: ModelConfig) -> dict[str, Any] | Non
     if AdditionalConfig.of(args).drafts == "off":
         return None
     try:
-        found = _layers(model)
+        found = mtp_folders.layers_of(model.model, model.revision)
     except ModelLoadError:  # the weights' loader reports it
         return None
     if found is None:
@@ -60,17 +59,6 @@ def default_drafts(args: EngineArgs, model: ModelConfig) -> dict[str, Any] | Non
     )
     chosen = {} if own else {"model": str(found)}
     return {"method": "mtp", "num_speculative_tokens": num_drafts, **chosen}
-
-
-def _layers(model: ModelConfig) -> Path | None:
-    """The folder on this disk that has the model's MTP layer: its own, or one beside it."""
-    folder = mtp_folders.folder_of(model.model, model.revision)
-    if folder is None or mtp_folders.carries_layers(folder):
-        return folder
-    place = mtp_folders.split_beside(folder)
-    text = {} if place is None else mtp_folders.published(place)["text_config"]
-    sizes = (text.get("hidden_size"), text.get("vocab_size"))
-    return place if sizes == (model.get_hidden_size(), model.get_vocab_size()) else None
 
 
 def _obstacles(args: EngineArgs, model: ModelConfig, num_drafts: int) -> Iterator[bool]:

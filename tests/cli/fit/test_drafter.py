@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block drafter in the estimate is what an engine loads, keeps and runs."""
+"""A drafter in the estimate is what an engine loads, keeps and runs."""
 
 import json
 
@@ -9,10 +9,13 @@ import torch
 from cli.fit.models import read, settings
 from engine.spec_decode import blocks
 from engine.spec_decode.heads import engine_config, write_head, write_target
+from engine.spec_decode.hybrids import write_hybrid
+from engine.spec_decode.test_mtp_hybrids import parameters
+from engine.spec_decode.test_mtp_split import split, without_layers
 from mlx.utils import tree_flatten
 from peaks import least_peak
 
-from vllm_metal.cli.fit.drafter import Drafter
+from vllm_metal.cli.fit.drafter import Drafter, MTPDrafter
 from vllm_metal.cli.fit.estimate import estimate
 from vllm_metal.cli.fit.machine import Machine
 from vllm_metal.cli.fit.step import step_peak
@@ -23,6 +26,7 @@ from vllm_metal.engine.kv_cache.specs import kv_cache_specs
 from vllm_metal.engine.memory import profile
 from vllm_metal.engine.models import loader
 from vllm_metal.engine.models.parts import ModelParts
+from vllm_metal.engine.spec_decode import mtp
 from vllm_metal.engine.spec_decode.registry import load_network
 
 FLOAT = torch.float32
@@ -112,3 +116,57 @@ def test_options_that_do_not_go_with_it(folders, capsys, options, why):
     target, drafter = map(str, folders)
     assert main(["fit", target, "--draft-model", drafter, "--memory", "16GB", *options]) != 0
     assert why in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A model whose checkpoint has its MTP layer."""
+    folder = write_hybrid(tmp_path_factory.mktemp("models") / "whole", "qwen3_next")
+    (folder / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
+    return folder
+
+
+@pytest.mark.parametrize("options", [None, {"q_bits": 4, "q_group_size": 32}])
+def test_a_models_mtp_layer_is_an_engines(whole, tmp_path, monkeypatch, options):
+    heads, make = [], mtp.MTPHead
+    monkeypatch.setattr(mtp, "MTPHead", lambda *of: heads.append(make(*of)) or heads[-1])
+    target = layers = whole
+    if options is not None:
+        target = without_layers(whole, tmp_path / "target")
+        layers = split(whole, tmp_path / "target-mtp", **options)
+    model = loader.load(engine_config(target, layers, "mtp"))
+    parts = ModelParts(model)
+    network = load_network(engine_config(target, layers, "mtp"), parts)
+    (head,) = heads
+    found = MTPDrafter.find(str(target))
+    assert (found.folder, found.num_drafts) == (layers, 3)
+    beside = found.beside(read(target, FLOAT))
+    assert beside.draft_weights == sum(a.nbytes for a in parameters(head).values())
+    of_engine = [*attention_layers(model, "qwen3_next"), *network.layers]
+    assert kv_cache_specs(beside.all_layers, 16, mx.float32) == kv_cache_specs(
+        of_engine, 16, mx.float32
+    )
+
+
+def asked(target, capsys, *options):
+    """What `fit` prints as JSON."""
+    main(["fit", str(target), "--memory", "16GB", "--json", *options])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_command_counts_a_layer_that_drafts_by_default(whole, tmp_path, capsys):
+    found = asked(whole, capsys)
+    assert found["draft_weights"] > 0 and found["kv_cache"]["auto"]["draft_token_bytes"] > 0
+    assert not any("speculative" in command for command in found["commands"])
+    assert asked(without_layers(whole, tmp_path / "alone"), capsys)["draft_weights"] == 0
+    others = ({"--num-speculative-tokens": "2"}, {"--max-loras": "1"}, {"--runner": "pooling"})
+    for options in others:
+        (pair,) = options.items()
+        assert asked(whole, capsys, *pair)["draft_weights"] == 0
+    # Where the requests only fit without the layer, an engine does without it.
+    little = ("--gpu-memory-utilization", "0.03", "--max-num-batched-tokens", "2048")
+    few, more = (asked(folder, capsys, *little) for folder in (whole, tmp_path / "alone"))
+    counts = [each["kv_cache"]["auto"]["requests"] for each in (few, more)]
+    assert 0 < counts[0] < counts[1] < 2048
+    between = asked(whole, capsys, *little, "--context", "512", "--requests", str(sum(counts) // 2))
+    assert between["fits"] and between["draft_weights"] == 0

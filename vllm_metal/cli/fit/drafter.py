@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a block drafter takes beside a model: weights, K/V, and the writes of its context.
+"""What a drafter takes beside a model: weights, K/V, and the writes of a block drafter's context.
 
-Passes over blocks are not counted: they have fewer rows than the step that verifies their drafts.
+Passes of drafters are not counted: over blocks they have fewer rows than the step that verifies
+their drafts, and an MTP layer's over a prompt take no more than a layer of the model.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 import torch
@@ -17,7 +20,9 @@ from vllm_metal.cli.fit.estimate import Model
 from vllm_metal.engine.attention.context_layer import ContextLayer
 from vllm_metal.engine.kv_cache.formats import MLX_DTYPES
 from vllm_metal.engine.models.loader import weight_bytes
-from vllm_metal.engine.spec_decode import block_config, packed_network
+from vllm_metal.engine.models.mtp_families import MTP_FAMILIES
+from vllm_metal.engine.models.mtp_weights import mtp_weights
+from vllm_metal.engine.spec_decode import block_config, mtp_folders, packed_network
 from vllm_metal.engine.spec_decode.block_config import BlockConfig
 from vllm_metal.engine.spec_decode.block_drafter import (
     BlockDrafter,
@@ -25,7 +30,13 @@ from vllm_metal.engine.spec_decode.block_drafter import (
     is_left_out,
     join_target,
 )
+from vllm_metal.engine.spec_decode.checkpoint import default_mtp_drafts
+from vllm_metal.engine.spec_decode.mtp import build_layer
+from vllm_metal.engine.spec_decode.mtp_folders import published
 from vllm_metal.engine.weights.files import stored_arrays
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 #: What vLLM calls architectures that checkpoints call otherwise.
 _RENAMED = {
@@ -97,6 +108,48 @@ class Drafter:
             guests=layers,
             context_layers=[ContextLayer.of(layer) for layer in layers],
         )
+
+
+@dataclass(frozen=True)
+class MTPDrafter:
+    """The MTP layer of a model that drafts without any flag; it is built and not loaded."""
+
+    folder: Path  # the model's, or that of split layers
+    num_drafts: int
+    method: str = "mtp"
+
+    @staticmethod
+    def find(model: str) -> MTPDrafter | None:
+        """Finds the layer on this disk by the name of its model; None: there is none."""
+        found = mtp_folders.layers_of(model)
+        return None if found is None else MTPDrafter(found, default_mtp_drafts(published(found)))
+
+    def beside(self, model: Model) -> Model:
+        """The model with the layer.
+
+        Raises:
+            NotImplementedError: the layer keeps what the paged path does not serve.
+            ModelLoadError: its weights are unreadable.
+        """
+        content = published(self.folder)
+        is_split = mtp_folders.is_split(content)
+        names = mtp_folders.architecture_of(content)
+        family = MTP_FAMILIES[names] if names else mtp_folders.family_of(content)
+        assert family is not None  # else it is not found
+        args, dtype = model.parts.text_args, MLX_DTYPES[model.dtype]
+        head, layer = build_layer(family, args, content, dtype)
+        checkpoint = SimpleNamespace(
+            model=str(self.folder), revision=None, hf_config=SimpleNamespace(is_split=is_split)
+        )
+        config = SimpleNamespace(
+            speculative_config=SimpleNamespace(draft_model_config=checkpoint),
+            model_config=SimpleNamespace(dtype=model.dtype),
+        )
+        placed = mtp_weights(
+            cast("VllmConfig", config), family, model.parts.model, args.num_hidden_layers, head
+        )
+        weights = sum(array.nbytes for array in placed.arrays.values())
+        return replace(model, draft_weights=weights, guests=[layer])
 
 
 def _stored(folder: Path, dtype: mx.Dtype, packed: bool) -> int:

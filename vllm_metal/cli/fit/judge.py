@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from vllm_metal.platform import metal_platform  # first: it loads a BLAS before 
 # isort: split
 from metal_kernels.layout import BLOCK_SIZES
 from vllm_metal.cli.fit import engine, report
-from vllm_metal.cli.fit.drafter import Drafter
+from vllm_metal.cli.fit.drafter import Drafter, MTPDrafter
 from vllm_metal.cli.fit.estimate import Estimate, Model, estimate
 from vllm_metal.cli.fit.layout import Layout
 from vllm_metal.cli.fit.machine import Machine
@@ -25,6 +26,7 @@ from vllm_metal.cli.fit.report import Answer, Part
 from vllm_metal.cli.fit.source import folder
 from vllm_metal.engine.kv_cache import formats
 from vllm_metal.engine.memory import advice, budget
+from vllm_metal.settings.architectures import WITH_IMAGES
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +46,7 @@ class Question:
     content: Mapping[str, Any]  # of its config.json
     machine: Machine  # or a rank's share of one
     layout: Layout
+    may_draft: bool = True  # whether the model's MTP layer drafts without any flag
 
     @property
     def dtype(self) -> torch.dtype:
@@ -66,8 +69,8 @@ class Question:
         return asked or min(metal_platform.MAX_NUM_SEQS, self.rows)
 
     @cached_property
-    def drafter(self) -> Drafter | None:
-        """The drafter of --draft-model; None: it is not given.
+    def drafter(self) -> Drafter | MTPDrafter | None:
+        """The drafter of --draft-model, or else the model's MTP layer; None: nothing drafts.
 
         Raises:
             ValueError: it is no block drafter, or does not go with the other options.
@@ -77,7 +80,7 @@ class Question:
         if args.draft_model is None:
             if args.draft_quantization is not None:
                 raise ValueError("--draft-quantization needs --draft-model")
-            return None
+            return self._default_drafter()
         if self.layout.num_ranks > 1 or self.runner == "pooling":
             raise ValueError(
                 "--draft-model is not supported with several ranks or --runner pooling: leave it "
@@ -86,6 +89,17 @@ class Question:
         count = args.num_speculative_tokens
         with folder(args.draft_model) as path:
             return Drafter.read(path, self.dtype, args.draft_quantization, count)
+
+    def _default_drafter(self) -> MTPDrafter | None:
+        # As `platform.default_drafts` decides.
+        args = self.args
+        others = args.num_speculative_tokens or args.max_loras or args.model is None
+        if not self.may_draft or others or self.layout.num_ranks > 1 or self.runner == "pooling":
+            return None
+        reads_images = not set(WITH_IMAGES).isdisjoint(self.content.get("architectures") or ())
+        if reads_images and not args.language_model_only and find_spec("mlx_vlm") is not None:
+            return None
+        return MTPDrafter.find(args.model)
 
     @property
     def num_drafts(self) -> int:
@@ -134,13 +148,20 @@ class Question:
 
 
 def judge(asked: Question) -> Answer:
-    """Estimates each rank, and judges whether the requests fit.
+    """Estimates each rank, and judges whether the requests fit; without default drafts if need be.
 
     Raises:
         ValueError: the engine would reject the model or the options.
         NotImplementedError: the engine does not serve the model.
         ModelLoadError: the model cannot be built.
     """
+    found = _judge(asked)
+    if not found.fits and isinstance(asked.drafter, MTPDrafter):
+        return _judge(replace(asked, may_draft=False))  # as an engine does
+    return found
+
+
+def _judge(asked: Question) -> Answer:
     args = asked.args
     _check(asked)
     with asked.layout.ring() as ring:
@@ -241,7 +262,7 @@ def _command(asked: Question, length: int, cache_dtype: str) -> str:
     args, machines, drafts = asked.args, asked.layout.machines, dict[str, Any]()
     if args.num_speculative_tokens:
         drafts = {"method": "ngram", "num_speculative_tokens": args.num_speculative_tokens}
-    if (drafter := asked.drafter) is not None:
+    if isinstance(drafter := asked.drafter, Drafter):
         drafts = {"method": drafter.method, "model": args.draft_model}
         drafts["num_speculative_tokens"] = drafter.num_drafts
     bits = args.draft_quantization

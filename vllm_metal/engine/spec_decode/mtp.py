@@ -6,7 +6,7 @@ DeepSeek-AI 2024, arXiv:2412.19437, section 2.2. mlx-lm leaves these layers out 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vllm_metal.engine.attention.layers import decoder_layer
+from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.engine.models import loader
 from vllm_metal.engine.models.mtp_families import MTP_FAMILIES, MTPFamily
 from vllm_metal.engine.models.mtp_weights import mtp_weights
@@ -64,6 +65,25 @@ class MTPHead(Head):
         return normed, normed if self._family.feeds_normed else out
 
 
+def build_layer(
+    family: MTPFamily, args: Any, config: Mapping[str, Any], dtype: mx.Dtype
+) -> tuple[MTPHead, StatefulLayer]:
+    """Builds a family's MTP layer, without weights, and what it keeps of a context.
+
+    Args:
+        family: of the target.
+        args: the target's, as mlx-lm reads them.
+        config: the content of its checkpoint's config.json.
+        dtype: of activations.
+
+    Raises:
+        NotImplementedError: it keeps what the paged path does not serve.
+    """
+    block, window = family.build_block(args, config)
+    layer = decoder_layer(block, f"{LAYER_PREFIX}layers.0", args.hidden_size, dtype, window)
+    return MTPHead(family, args, block), layer
+
+
 class MTP(HeadNetwork):
     """The target's own MTP layer; the first one where it has several, for every draft."""
 
@@ -83,9 +103,11 @@ class MTP(HeadNetwork):
         model_config = config.speculative_config.draft_model_config
         (architecture, *_) = model_config.architectures
         family = MTP_FAMILIES[architecture]  # the platform has refused all others
-        args = target.text_args
-        block, window = family.build_block(args, model_config.hf_config.to_dict())
-        head = MTPHead(family, args, block)
+        args, dtype = target.text_args, loader.mlx_dtype(config)
+        try:
+            head, layer = build_layer(family, args, model_config.hf_config.to_dict(), dtype)
+        except NotImplementedError as error:
+            raise NotImplementedError(f"the MTP layer of {model_config.model} {error}") from error
         placed = mtp_weights(config, family, target.model, args.num_hidden_layers, head)
         packed = packings(head, placed.arrays)
         try:
@@ -98,11 +120,5 @@ class MTP(HeadNetwork):
         mx.eval(head.parameters())
         head.embed_tokens = target.input_embedding
         head.lm_head = target.output_head
-        try:
-            layer = decoder_layer(
-                block, f"{LAYER_PREFIX}layers.0", args.hidden_size, loader.mlx_dtype(config), window
-            )
-        except NotImplementedError as error:
-            raise NotImplementedError(f"the MTP layer of {model_config.model} {error}") from error
         last = None if family.reads_normed else (len(target.model.layers),)
         super().__init__(config, head, [layer], HiddenStates(target, last))

@@ -99,6 +99,29 @@ def split_beside(folder: Path) -> Path | None:
     return None
 
 
+def layers_of(model: str, revision: str | None = None) -> Path | None:
+    """The folder on this disk that has a model's MTP layers: its own, or one beside it.
+
+    Args:
+        model: as its user names it.
+        revision: of a model on the hub.
+
+    Raises:
+        ModelLoadError: a weight file is unreadable or truncated.
+    """
+    folder = folder_of(model, revision)
+    if folder is None or carries_layers(folder):
+        return folder
+    place = split_beside(folder)
+    sizes = [_sizes(published(each)) for each in (folder, place) if each is not None]
+    return place if len(set(sizes)) == 1 else None
+
+
+def _sizes(content: Mapping[str, Any]) -> tuple[Any, Any]:
+    text = content.get("text_config") or content
+    return text.get("hidden_size"), text.get("vocab_size")
+
+
 def places(folder: Path) -> str:
     """Where `split_beside` looks, for a message."""
     repository = _repository(folder)
