@@ -45,12 +45,20 @@ def default_drafts(args: EngineArgs, model: ModelConfig) -> dict[str, Any] | Non
         found = mtp_folders.layers_of(model.model, model.revision)
     except ModelLoadError:  # the weights' loader reports it
         return None
-    if found is None:
-        return None
-    num_drafts = default_mtp_drafts(mtp_folders.published(found))
+    folder = mtp_folders.folder_of(model.model, model.revision)
+    content = {} if folder is None else mtp_folders.published(found or folder)
+    num_drafts = default_mtp_drafts(content)
     if any(_obstacles(args, model, num_drafts)):
         return None
-    own = found == mtp_folders.folder_of(model.model, model.revision)
+    if found is None:
+        if folder is not None and mtp_folders.states_layers(content):
+            logger.info(
+                "Serves without drafts: config.json states an MTP layer, and the checkpoint has "
+                "none, nor is there any in %s (docs/speculation.md)",
+                mtp_folders.places(folder),
+            )
+        return None
+    own = found == folder
     logger.info(
         "Drafts up to %d tokens with the MTP layer %s. %s turns this off",
         num_drafts,

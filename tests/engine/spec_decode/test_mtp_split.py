@@ -2,6 +2,7 @@
 """MTP layers that mlx-vlm's splitter has put into a folder draft as the whole checkpoint does."""
 
 import json
+import pickle
 import shutil
 
 import mlx.core as mx
@@ -196,8 +197,10 @@ def test_layers_beside_a_model_are_found(tmp_path, where):
     target = without_layers(whole, tmp_path / "Model-4bit")
     (tmp_path / "Model-8bit-MTP").mkdir()  # another model's
     layers = split(whole, BESIDE[where].format(target), q_bits=4, q_group_size=32)
-    speculation = configured(target, method="mtp").speculative_config
+    config = pickle.loads(pickle.dumps(configured(target, method="mtp")))  # as an engine gets it
+    speculation = config.speculative_config
     assert (speculation.model, speculation.num_speculative_tokens) == (str(layers), 3)
+    assert speculation.draft_model_config.hf_config.is_split
 
 
 def configured(target, **speculation):

@@ -55,6 +55,12 @@ def family_of(content: Mapping[str, Any]) -> MTPFamily | None:
     return next((each for each in MTP_FAMILIES.values() if kind in each.model_types), None)
 
 
+def states_layers(content: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that its model has MTP layers; conversions leave it as it was."""
+    text = content.get("text_config") or content
+    return family_of(content) is not None and any(text.get(key) for key in MTP_DEPTHS)
+
+
 def depth_of(content: Mapping[str, Any]) -> int:
     """The number of MTP layers that a config.json states, from 1."""
     text = content.get("text_config") or content
