@@ -43,15 +43,17 @@ def completed(given: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
         if model is None and (place := _split_layers(target)) is not None:
             found["model"] = str(place)
         layers = mtp_folders.folder_of(found.get("model") or model or target.model)
-        content = {} if layers is None else published(layers)
+        content = target.hf_config.to_dict() if layers is None else published(layers)
         _check_split(layers, content)
-        count = default_mtp_drafts(content)
+        # Of a checkpoint that is yet to be fetched, vLLM reads the number of layers.
+        is_unread = layers is None and model is not None
+        count = None if is_unread else default_mtp_drafts(content)
     elif method in BLOCK_DRAFTERS:
         most = block_config.most_drafts(published(Path(str(model))), method)
         count = min(block_config.DEFAULT_DRAFTS, most or block_config.DEFAULT_DRAFTS)
     else:
         return {}
-    if given.get("num_speculative_tokens") is None:
+    if count is not None and given.get("num_speculative_tokens") is None:
         found["num_speculative_tokens"] = count
     return found
 
