@@ -24,6 +24,7 @@ class ForwardInputs:
     embeddings: mx.array | None = None  # [T, 1, H], replace those of `input_ids`
     extras: tuple[tuple[str, mx.array], ...] = ()  # [T, ...] by name, for `of_rows`
     runs: tuple[Run, ...] = ()
+    indices: mx.array | None = None  # [T] int32, in the request; None: equal to `positions`
 
     def with_extras(self, extras: Mapping[str, mx.array]) -> ForwardInputs:
         """Adds [T, ...] arrays by name, which the model's modules get from `of_rows`."""

@@ -47,7 +47,7 @@ class ModelParts:
         self._observer: Callable[[mx.array], object] | None = None
         #: Observers of hidden states, updated in every forward.
         self.observers: list[HiddenStates] = []
-        self._write_context: Callable[[list[Any]], None] | None = None
+        self._write_context: Callable[[list[Any], mx.array | None], None] | None = None
         self._num_context_layers = 0
         self._decoder = decoder_of(model)
         if self._decoder is not None:
@@ -65,11 +65,13 @@ class ModelParts:
         """
         return cast(mx.array, self.input_embedding(input_ids[:, None]))
 
-    def write_context(self, write: Callable[[list[Any]], None], num_layers: int) -> None:
+    def write_context(
+        self, write: Callable[[list[Any], mx.array | None], None], num_layers: int
+    ) -> None:
         """Makes every forward end with `write`, which writes K/V of a draft network's layers.
 
         Args:
-            write: called with the draft layers' caches.
+            write: called with the draft layers' caches and `ForwardInputs.indices`.
             num_layers: of the draft network; its caches follow the model's in `forward_hidden`.
         """
         self._write_context, self._num_context_layers = write, num_layers
@@ -88,7 +90,7 @@ class ModelParts:
         own = len(caches) - self._num_context_layers
         hidden_states = self._forward(inputs, self._all_caches(caches[:own]))
         if self._write_context is not None:
-            self._write_context(caches[own:])
+            self._write_context(caches[own:], inputs.indices)
         return hidden_states
 
     def _forward(self, inputs: ForwardInputs, caches: list[Any]) -> mx.array:

@@ -37,13 +37,19 @@ class BlockAttention(nn.Module):
         if config.sinks:
             self.attention_sink_bias = mx.zeros(config.num_heads)
 
-    def write(self, rows: mx.array, rope: Any, cache: AttendingCache) -> Any:
-        """Writes K/V of [T, H] rows, and returns what `attend` takes in their place."""
+    def write(
+        self, rows: mx.array, rope: Any, cache: AttendingCache, positions: mx.array | None = None
+    ) -> Any:
+        """Writes K/V of [T, H] rows, and returns what `attend` takes in their place.
+
+        `positions` are [T] int32; None for the cache's own.
+        """
         keys = self.k_norm(self.k_proj(rows).reshape(len(rows), self._num_kv_heads, 1, -1))
         values = self.v_proj(rows).reshape(len(rows), self._num_kv_heads, 1, -1)
         if self._value_scale is not None:
             values = values * self._value_scale
-        return cache.update_and_fetch(rope(keys, offset=cache.offset), values)
+        offset = cache.offset if positions is None else positions
+        return cache.update_and_fetch(rope(keys, offset=offset), values)
 
     def __call__(
         self,

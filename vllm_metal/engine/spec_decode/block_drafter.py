@@ -109,17 +109,24 @@ class BlockDrafter(nn.Module):
             return MarkovHead(network.markov_head, *chain)
         return ArgmaxHead()
 
-    def write_context(self, hidden: mx.array, caches: Sequence[AttendingCache]) -> None:
-        """Writes the K/V of T positions.
+    def write_context(
+        self,
+        hidden: mx.array,
+        caches: Sequence[AttendingCache],
+        indices: mx.array | None = None,
+    ) -> None:
+        """Writes the K/V of T tokens.
 
         Args:
             hidden: [T, W] of the target's layers, side by side.
             caches: one a layer, of the target's step.
+            indices: [T] int32, of the tokens in their requests, by which a drafter rotates; None:
+                they are the target's positions.
         """
         network = self.network
         context = network.hidden_norm(network.fc(hidden.astype(self.dtype)))
         for layer, cache in zip(network.layers, self._casting(caches), strict=True):
-            layer.self_attn.write(context, network.rope, cache)
+            layer.self_attn.write(context, network.rope, cache, indices)
 
     def hidden(self, input_ids: mx.array, caches: Sequence[AttendingCache]) -> mx.array:
         """[R, L, H] normed states of [R, L] int32 tokens.
@@ -192,7 +199,8 @@ def join_target(drafter: BlockDrafter, target: ModelParts) -> None:
     ids = drafter.config.target_layer_ids
     states = HiddenStates(target, ids, "target_layer_ids", outlive_forward=False)
     target.write_context(
-        lambda caches: drafter.write_context(states.take(), caches), drafter.config.num_layers
+        lambda caches, indices: drafter.write_context(states.take(), caches, indices),
+        drafter.config.num_layers,
     )
 
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,8 @@ from vllm_metal.engine.kv_cache.layer_state import Run
 from vllm_metal.engine.vision.deepstack import DEEPSTACK
 from vllm_metal.engine.vision.encoder import Encoder
 from vllm_metal.engine.vision.images import Image, images_of
-from vllm_metal.engine.vision.positions import AXES, Shifts, shifts
-from vllm_metal.engine.vision.rotation import ROTATION, Rotation
+from vllm_metal.engine.vision.positions import ShiftTable, shifts
+from vllm_metal.engine.vision.rotation import Rotation, positioned
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -32,6 +33,15 @@ class Axes:
 
     rotation: Rotation
     merge_size: int  # patches per token, along each side
+    sections: Sequence[int]  # of rotary pairs, see rotation.put_in
+
+
+@dataclass(frozen=True)
+class StepImages:
+    """The image tokens of a forward."""
+
+    rows_np: np.ndarray  # [n] int32, their batch indices, ascending
+    embeddings: mx.array  # [n, H], the tower's
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,11 @@ class _Prompt:
 
     req_id: str
     images: list[Image]
-    shifts: Shifts | None  # None: positions equal indices in the request
+
+    @property
+    def end(self) -> int:
+        """Index of the first token after all images."""
+        return self.images[-1].end
 
 
 @dataclass(frozen=True)
@@ -70,54 +84,99 @@ class ImageColumn(PerRequestState):
         padding: int | None = None,
     ) -> None:
         self.encoder, self._embed = encoder, embed
-        self._axes, self._embed_scale, self._whole = axes, scale, whole
+        self.axes, self._embed_scale, self._whole = axes, scale, whole
         self._windowed, self._padding = windowed, padding
         self._prompts: dict[int, _Prompt] = {}  # by req_idx
+        self._shifts = ShiftTable()
+        # By request id, indices of images that have a place in the encoder since the newest step.
+        self._scheduled: Mapping[str, Sequence[int]] = {}
+        #: Of the forward whose inputs were made last; None: it has no image tokens.
+        self.newest: StepImages | None = None
 
     def step_begins(self, scheduler_output: SchedulerOutput) -> None:
         """Frees the outputs that the scheduler evicted from its encoder cache."""
         self.encoder.free(scheduler_output.free_encoder_mm_hashes)
+        self._scheduled = scheduler_output.scheduled_encoder_inputs
 
     def enter(self, state: RequestState) -> None:
         """Locates a request's images. Raises ValueError if one does not match its grid."""
-        self._prompts.pop(state.req_idx, None)  # of a request that failed in enter()
+        self.leave(state.req_idx)  # of a request that failed in enter()
         images = images_of(state.request.mm_features)
         if not images:
             return
-        moved = None if self._axes is None else shifts(images, self._axes.merge_size)
-        self._prompts[state.req_idx] = _Prompt(state.req_id, images, moved)
+        if self.axes is not None:
+            self._shifts.enter(state.req_idx, shifts(images, self.axes.merge_size))
+        self._prompts[state.req_idx] = _Prompt(state.req_id, images)
 
     def leave(self, req_idx: int) -> None:
         self._prompts.pop(req_idx, None)
+        self._shifts.leave(req_idx)
 
     def inputs(self, rows: Rows, inputs: ForwardInputs) -> ForwardInputs:
         """Adds the step's image embeddings; computes images that the encoder does not have yet."""
-        spans = self._spans(rows) if self._prompts else []
+        self.newest = None
+        if not self._prompts:
+            return inputs
+        if spans := self._spans(rows):
+            inputs = self._with_embeddings(spans, inputs)
+        if self.axes is None or (moved_np := self.shifts_of(rows)) is None:
+            return inputs
+        moved = positioned(inputs, moved_np, self.axes.rotation)
         return (
-            self._with_positions(spans, self._with_embeddings(spans, inputs)) if spans else inputs
+            moved if moved.extras is not inputs.extras else replace(moved, indices=rows.positions)
         )
 
+    @property
+    def any_requests(self) -> bool:
+        """Whether any request at hand has images."""
+        return bool(self._prompts)
+
+    def shifts_of(self, rows: Rows) -> np.ndarray | None:
+        """Differences between the positions of tokens and their indices, see ShiftTable."""
+        return self._shifts.of_rows(rows)
+
+    def embedding_at(self, req_idx: int, index: int, encode: bool) -> mx.array | None:
+        """Looks up the tower's output for a token of a request.
+
+        Args:
+            req_idx: of a request, perhaps one without images.
+            index: of the token in the request.
+            encode: computes the image if the encoder does not have it: the scheduler has a place
+                for it in the coming step.
+
+        Returns:
+            [1, H]; None for text, and where there is no output. An image that fails does so again
+            in the step that reads it.
+        """
+        prompt = self._prompts.get(req_idx)
+        if prompt is None or index >= prompt.end:
+            return None
+        for image in prompt.images:
+            found = np.flatnonzero(image.places_np == index)
+            if len(found):
+                output = None
+                with suppress(Exception):
+                    output = (self.encoder.output if encode else self.encoder.known)(image)
+                return None if output is None else output[int(found[0]) : int(found[0]) + 1, 0]
+        return None
+
+    def first_indices(self, req_indices_np: np.ndarray) -> np.ndarray:
+        """Index of the first image token of [R] requests, [R] int32; the largest int32 if none."""
+        found = np.full(len(req_indices_np), np.iinfo(np.int32).max, np.int32)
+        for index, req_idx in enumerate(req_indices_np.tolist() if self._prompts else ()):
+            if (prompt := self._prompts.get(req_idx)) is not None:
+                found[index] = prompt.images[0].places_np[0]
+        return found
+
     def _spans(self, rows: Rows) -> list[_Span]:
+        """Finds the requests with tokens that are not behind all of their images."""
         starts, found = rows.query_start_loc_np, []
         for index, req_idx in enumerate(rows.req_indices_np.tolist()):
             if (prompt := self._prompts.get(req_idx)) is not None:
                 start, end = int(starts[index]), int(starts[index + 1])
-                found.append(_Span(prompt, start, rows.positions_np[start:end]))
+                if rows.positions_np[start] < prompt.end:
+                    found.append(_Span(prompt, start, rows.positions_np[start:end]))
         return found
-
-    def _with_positions(self, spans: list[_Span], inputs: ForwardInputs) -> ForwardInputs:
-        """Adds the positions of tokens in and after images."""
-        if self._axes is None:
-            return inputs
-        moved = np.zeros((AXES, inputs.positions.shape[1]), np.int32)
-        for span in spans:
-            if span.prompt.shifts is not None:
-                end = span.start + len(span.places_np)
-                moved[:, span.start : end] = span.prompt.shifts.at(span.places_np)
-        if (moved == moved[0]).all():
-            return replace(inputs, positions=inputs.positions + mx.array(moved[:1]))
-        rotation = self._axes.rotation.of_rows(inputs.positions + mx.array(moved))
-        return inputs.with_extras({ROTATION: rotation})
 
     def _with_embeddings(self, spans: list[_Span], inputs: ForwardInputs) -> ForwardInputs:
         """Adds embeddings and DeepStack's levels; fails only requests with unusable images."""
@@ -131,14 +190,18 @@ class ImageColumn(PerRequestState):
                 for rows_np, output in self._outputs(span):
                     where.append(rows_np)
                     outputs.append(output)
+                # With heads that draft, also the image that begins behind the step's tokens.
+                for index in self._scheduled.get(span.prompt.req_id, ()):
+                    self.encoder.output(span.prompt.images[index])
             except Exception as error:
                 failed[span.prompt.req_id] = error
         if failed:
             raise RequestsRefused(failed)
         if not where:
             return inputs
-        at = mx.array(np.concatenate(where))
-        image_rows = mx.concatenate(outputs)
+        rows_np, image_rows = np.concatenate(where), mx.concatenate(outputs)
+        self.newest = StepImages(rows_np, image_rows[:, 0])
+        at = mx.array(rows_np)
         input_ids = mx.array(inputs.input_ids)
         input_ids[at] = self._padding or 0  # an image's token id may exceed the vocabulary
         embeddings = self._embed(input_ids)

@@ -46,6 +46,10 @@ class Encoder:
             self._outputs[image.key] = found
         return found
 
+    def known(self, image: Image) -> mx.array | None:
+        """`output`, unless it would have to be computed."""
+        return self._outputs.get(image.key)
+
     def free(self, keys: Iterable[str]) -> None:
         """Drops outputs that the scheduler no longer counts."""
         for key in keys:

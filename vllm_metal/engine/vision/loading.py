@@ -49,7 +49,7 @@ def fitted(encoder: Encoder, text: ModelParts, config: Config, family: VisionFam
     if family.mrope:
         sections = config["text_config"]["rope_parameters"]["mrope_section"]
         merge_size = config["vision_config"]["spatial_merge_size"]
-        axes = Axes(rotation.put_in(text.model, sections), merge_size)
+        axes = Axes(rotation.put_in(text.model, sections), merge_size, sections)
     scale = config["text_config"]["hidden_size"] ** 0.5 if family.scaled else 1.0
     whole = family.whole
     if family.windowed:

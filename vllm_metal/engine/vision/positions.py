@@ -11,10 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vllm_metal.engine.vision.images import Image
+
+if TYPE_CHECKING:
+    from vllm_metal.engine.batch.rows import Rows
 
 AXES = 3
 
@@ -31,6 +35,58 @@ class Shifts:
         width = self.of_places_np.shape[1]
         known = self.of_places_np[:, np.minimum(places_np, width - 1)]
         return np.where(places_np < width, known, np.int32(self.behind))
+
+
+class ShiftTable:
+    """The shifts of requests that have images, by req_idx."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Shifts] = {}
+        # By req_idx, as many as have been needed.
+        self._ends_np = np.zeros(0, np.int32)  # of the last image
+        self._behind_np = np.zeros(0, np.int32)
+
+    def enter(self, req_idx: int, shifts: Shifts) -> None:
+        """Adds a request."""
+        self._grow(req_idx + 1)
+        self._of[req_idx] = shifts
+        self._ends_np[req_idx] = shifts.of_places_np.shape[1]
+        self._behind_np[req_idx] = shifts.behind
+
+    def _grow(self, size: int) -> None:
+        missing = size - len(self._ends_np)
+        if missing > 0:
+            self._ends_np = np.pad(self._ends_np, (0, missing))
+            self._behind_np = np.pad(self._behind_np, (0, missing))
+
+    def leave(self, req_idx: int) -> None:
+        """Clears an index, perhaps an unknown one."""
+        if self._of.pop(req_idx, None) is not None:
+            self._ends_np[req_idx] = self._behind_np[req_idx] = 0
+
+    def of_rows(self, rows: Rows) -> np.ndarray | None:
+        """The shifts of a batch's tokens.
+
+        Positions that are upper bounds are of tokens behind all images, where shifts are constant.
+
+        Returns:
+            [1, T] int32 if the three of each token are equal, else [3, T]; None: all are 0.
+        """
+        if not self._of:
+            return None
+        req_indices_np, starts_np = rows.req_indices_np, rows.query_start_loc_np
+        self._grow(int(req_indices_np.max()) + 1)
+        found = np.repeat(self._behind_np[req_indices_np], np.diff(starts_np))[None]
+        within = rows.positions_np[starts_np[:-1]] < self._ends_np[req_indices_np]
+        if within.any():
+            found = np.repeat(found, AXES, axis=0)
+            for index in np.flatnonzero(within).tolist():
+                span = slice(starts_np[index], starts_np[index + 1])
+                of = self._of[int(req_indices_np[index])]
+                found[:, span] = of.at(rows.positions_np[span])
+            if (found == found[0]).all():
+                found = found[:1]
+        return found if found.any() else None
 
 
 def shifts(images: Sequence[Image], merge_size: int) -> Shifts:

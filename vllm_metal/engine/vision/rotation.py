@@ -8,14 +8,14 @@ text. Only steps with image tokens rotate queries and keys by the values compute
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from vllm_metal.engine.attention.forward_inputs import optional_of_rows
+from vllm_metal.engine.attention.forward_inputs import ForwardInputs, optional_of_rows
 from vllm_metal.identity.model_files import ModelLoadError
 
 #: Key of a step's cosines and sines in its extras.
@@ -33,6 +33,24 @@ class Rotation:
         """[T, 2, D / 2] float32 cosines and sines of [A, T] int32 positions."""
         angles = positions.astype(mx.float32).T[:, self.axes] * self.frequencies
         return mx.stack([mx.cos(angles), mx.sin(angles)], axis=1)
+
+
+def positioned(
+    inputs: ForwardInputs, shifts_np: np.ndarray | None, rotation: Rotation | None
+) -> ForwardInputs:
+    """Moves the tokens of a forward to their positions.
+
+    Args:
+        inputs: whose positions are indices in the request.
+        shifts_np: see ShiftTable.of_rows.
+        rotation: of the network; None: it has one position per token, which is the time's.
+    """
+    if shifts_np is None:
+        return inputs
+    if rotation is None or len(shifts_np) == 1:
+        return replace(inputs, positions=inputs.positions + mx.array(shifts_np[:1]))
+    turned = rotation.of_rows(inputs.positions + mx.array(shifts_np))
+    return inputs.with_extras({ROTATION: turned})
 
 
 class RopeOfRows(nn.Module):
@@ -61,17 +79,18 @@ def _rotate(x: mx.array, rotation: mx.array) -> mx.array:
     return mx.concatenate([*(part.astype(x.dtype) for part in parts), *rest], axis=-1)
 
 
-def put_in(model: nn.Module, sections: Sequence[int]) -> Rotation:
+def put_in(model: nn.Module, sections: Sequence[int], interleaved: bool = True) -> Rotation:
     """Makes a text model's RoPE modules use a step's ROTATION.
 
     Args:
-        model: mlx-lm's model, with one RoPE setting for all layers.
-        sections: pairs per axis (time, height, width), interleaved: pairs 3i + 1 belong to the
-            height and 3i + 2 to the width, up to each one's section; all others to the time
-            (`apply_interleaved_mrope` of transformers' qwen3_vl).
+        model: mlx-lm's layers, with one RoPE setting for all of them.
+        sections: pairs per axis (time, height, width).
+        interleaved: pairs 3i + 1 belong to the height and 3i + 2 to the width, up to each one's
+            section; all others to the time (`apply_interleaved_mrope` of transformers' qwen3_vl).
+            Otherwise the sections follow each other, as in Qwen2-VL.
 
     Raises:
-        ModelLoadError: a layer has another kind of RoPE.
+        ModelLoadError: a layer has another kind of RoPE, or the sections are of another size.
     """
     ropes = [(layer, layer.rope) for _, layer in model.named_modules() if "rope" in layer]
     kinds = {_kind(rope) for _, rope in ropes}
@@ -79,13 +98,20 @@ def put_in(model: nn.Module, sections: Sequence[int]) -> Rotation:
         raise ModelLoadError(
             f"the layers have {len(kinds)} different RoPE settings, and images need one"
         )
+    ((dims, base),) = kinds
+    if sum(sections) != dims // 2:
+        raise ModelLoadError(
+            f"mrope_section={list(sections)} is not supported with rotary embeddings of {dims} "
+            f"elements: the sections must add up to {dims // 2}"
+        )
     for layer, rope in ropes:
         layer.rope = RopeOfRows(rope)
-    ((dims, base),) = kinds
     pairs = np.arange(dims // 2)
     axes = np.zeros(dims // 2, np.int32)
     for axis in (1, 2):
         axes[(pairs % 3 == axis) & (pairs < 3 * sections[axis])] = axis
+    if not interleaved:
+        axes = np.repeat(np.arange(3, dtype=np.int32), sections)
     frequencies = (1 / float(base) ** (2 * pairs / dims)).astype(np.float32)
     return Rotation(mx.array(frequencies), mx.array(axes))
 
