@@ -6,7 +6,6 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from vllm_metal.engine.spec_decode.registry import BY_NAME
 from vllm_metal.settings.extras import install_advice
 from vllm_metal.settings.runner import pools
 
@@ -39,11 +38,7 @@ def image_refusals(config: VllmConfig) -> dict[str, bool]:
         return {}
     if multimodal.language_model_only:
         return {}
-    speculation = config.speculative_config
-    method = None if speculation is None else BY_NAME.get(speculation.method or "")
     return _model_refusals(model, multimodal) | {
-        "--speculative-config with a draft network, which reads no images (choose ngram or suffix; "
-        "or serve text alone: --language-model-only)": method is not None and method.has_network,
         "images with --runner pooling (--language-model-only embeds texts)": pools(config),
         **_option_refusals(multimodal),
     }

@@ -17,6 +17,18 @@ import numpy as np
 from engine.models.changed import toy
 from engine.models.published import FAMILIES, make, write
 from engine.models.test_planted import ALLOWED, READ, outcome
+from engine.spec_decode.heads import TIE
+from engine.spec_decode.image_drafts import CASES as IMAGE_DRAFTS
+from engine.spec_decode.image_drafts import write as write_drafting
+from engine.vision.drafting import (
+    CLOSE,
+    IMAGES,
+    WORDS,
+    answers,
+    judge_of,
+    noting,
+    serving,
+)
 from engine.vision.toys import Prompt, Toy
 from engine.weights.published_formats import FORMATS
 from engine.weights.toys import SIZES, stored_as, write_stored
@@ -87,10 +99,37 @@ def images(rng: np.random.Generator, folder: Path) -> str | None:
     return f"{made.name}: logits off by {error:.2g} of {allowed:.2g}, chunks to {ends}"
 
 
+def drafts_beside_images(rng: np.random.Generator, folder: Path) -> str | None:
+    """Tokens stay, and drafts are right, whatever is in a prompt and wherever its chunks end."""
+    case, chunk = str(rng.choice(list(IMAGE_DRAFTS))), int(rng.integers(28, 90))
+    toy = write_drafting(folder, case, num_drafts=int(rng.integers(1, 4)))
+    prompts = []
+    for index in range(3):
+        parts: list[str] = [chr(65 + index)]  # no prompt begins as another
+        shown = [IMAGES[place] for place in rng.integers(0, len(IMAGES), index).tolist()]
+        for _ in shown:
+            parts += [WORDS[: int(rng.integers(0, 12))], toy.family.image]
+        parts.append(WORDS * int(rng.integers(1, 4)))
+        prompts.append(("".join(parts), shown))
+    with serving(toy, False, max_num_batched_tokens=chunk) as llm:
+        expected, _ = answers(llm, prompts)
+    with noting() as noted, serving(toy, max_num_batched_tokens=chunk) as llm:
+        noted.drafts, noted.rows = [], []
+        if answers(llm, prompts)[0] != expected:
+            return f"{case}: other tokens with drafts, chunks of {chunk}"
+    gap, error = noted.check(judge_of(toy, prompts))
+    if gap <= TIE and error <= CLOSE:
+        return None
+    return f"{case}: drafts off by {gap:.2g}, states by {error:.2g}, chunks of {chunk}"
+
+
+_OF_FOLDERS = weights_of_a_format, keys_left_out, images
+#: Tried in turn; the last one starts two engines.
 CASES: tuple[Callable[[np.random.Generator, Path], str | None], ...] = (
-    weights_of_a_format,
-    keys_left_out,
-    images,
+    *_OF_FOLDERS,
+    *_OF_FOLDERS,
+    *_OF_FOLDERS,
+    drafts_beside_images,
 )
 
 

@@ -2,6 +2,7 @@
 """Block drafters of random weights, and vLLM's own torch classes to judge them."""
 
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -43,35 +44,36 @@ def shapes(
     heads=(HEADS, KV_HEADS),
     size=SIZE,
     num_taps=3,
+    hidden=HIDDEN,
 ):
     """Names and shapes of a drafter's arrays."""
     queries, kept = (count * size for count in heads)
     found = {
-        "fc.weight": (HIDDEN, num_taps * HIDDEN),
-        "hidden_norm.weight": (HIDDEN,),
-        "norm.weight": (HIDDEN,),
+        "fc.weight": (hidden, num_taps * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
     }
     for layer in range(num_layers):
         attention = f"layers.{layer}.self_attn"
         widths = {"q": queries, "k": kept, "v": kept}
-        found |= {f"{attention}.{kind}_proj.weight": (n, HIDDEN) for kind, n in widths.items()}
+        found |= {f"{attention}.{kind}_proj.weight": (n, hidden) for kind, n in widths.items()}
         found |= {f"{attention}.{kind}_norm.weight": (size,) for kind in "qk"}
-        found[f"{attention}.o_proj.weight"] = (HIDDEN, queries)
+        found[f"{attention}.o_proj.weight"] = (hidden, queries)
         if bias:
             found |= {f"{attention}.{kind}_proj.bias": (n,) for kind, n in widths.items()}
-            found[f"{attention}.o_proj.bias"] = (HIDDEN,)
+            found[f"{attention}.o_proj.bias"] = (hidden,)
         if sinks:
             found[f"{attention}.attention_sink_bias"] = (heads[0],)
-        for part, shape in (("gate", (96, HIDDEN)), ("up", (96, HIDDEN)), ("down", (HIDDEN, 96))):
+        for part, shape in (("gate", (96, hidden)), ("up", (96, hidden)), ("down", (hidden, 96))):
             found[f"layers.{layer}.mlp.{part}_proj.weight"] = shape
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            found[f"layers.{layer}.{norm}.weight"] = (HIDDEN,)
+            found[f"layers.{layer}.{norm}.weight"] = (hidden,)
         if conv is not None:
             taps, group = conv
             for part in ("attention_conv", "mlp_conv"):
                 name = f"layers.{layer}.{part}"
-                found[f"{name}.base_kernel"] = (2, taps, HIDDEN)
-                found[f"{name}.kernel_projection.weight"] = (2 * taps * HIDDEN // group, HIDDEN)
+                found[f"{name}.base_kernel"] = (2, taps, hidden)
+                found[f"{name}.kernel_projection.weight"] = (2 * taps * hidden // group, hidden)
     return found
 
 
@@ -150,36 +152,45 @@ def vllms():
 class Judge:
     """vLLM's drafter on a whole text at once."""
 
-    def __init__(self, config, target_folder, family):
-        self.config, self.target = config, DenseTarget(target_folder)
+    taps, mask = TAPS, MASK
+
+    def __init__(self, config, target, family):
+        """
+        Args:
+            config: of an engine with the drafter.
+            target: folder of the model, or what gives its states as DenseTarget does.
+            family: vLLM's class.
+        """
+        self.config = config
+        self.target = DenseTarget(target) if isinstance(target, Path) else target
         weights = loader.load_weights(config.speculative_config.draft_model_config, config)
         weights = {name: torch.tensor(np.array(array)) for name, array in weights.items()}
         with vllms(), set_current_vllm_config(config), torch.no_grad():
             self.module = family(vllm_config=config)
             self.module.load_weights(weights.items())
-        inner = self.target.model
+        embedding, lm_head = self.target.ends
         if "embed_tokens.weight" not in weights:
-            shared = torch.tensor(np.array(inner.model.embed_tokens.weight))
-            self.module.model.embed_tokens.weight.data[:VOCAB] = shared
+            self.module.model.embed_tokens.weight.data[: len(embedding)] = embedding
         if "lm_head.weight" not in weights:
-            shared = torch.tensor(np.array(inner.lm_head.weight))
-            self.module.lm_head.weight.data[:VOCAB] = shared
+            self.module.lm_head.weight.data[: len(lm_head)] = lm_head
         for layer in self.module.model.layers:
             layer.self_attn.attn.causal = layer.self_attn.causal
         self.from_anchor = getattr(self.module.config, "sample_from_anchor", None)
         if self.from_anchor is None:
             self.from_anchor = config.speculative_config.method == "dspark"
+        self.num_drafts = config.speculative_config.num_speculative_tokens
 
     @torch.no_grad()
     def block(self, text):
         """Of the block behind a text: [L, H] hidden states, and each layer's context K and V."""
         states = self.target.states(text[:-1])
-        taps = torch.cat([states[layer + 1] for layer in TAPS], dim=-1)
-        count, length = len(taps), K + (0 if self.from_anchor else 1)
+        taps = torch.cat([states[layer + 1] for layer in self.taps], dim=-1)
+        count, length = len(taps), self.num_drafts + (0 if self.from_anchor else 1)
         with vllms(), set_current_vllm_config(self.config):
             context = self.module.combine_hidden_states(taps)
-            self.module.precompute_and_store_context_kv(context, torch.arange(count), [0] * LAYERS)
-            ids = torch.tensor([text[-1]] + [MASK] * (length - 1))
+            layers = [0] * len(self.module.model.layers)
+            self.module.precompute_and_store_context_kv(context, torch.arange(count), layers)
+            ids = torch.tensor([text[-1]] + [self.mask] * (length - 1))
             hidden = self.module(ids, torch.arange(count, count + length))
         caches = [layer.self_attn.attn.context for layer in self.module.model.layers]
         return hidden, caches

@@ -166,6 +166,13 @@ class DenseTarget:
     def __init__(self, folder: Path) -> None:
         self.model, _ = load_model(folder)
 
+    @property
+    def ends(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[V, H] each: the embedding, and the head."""
+        ends = self.model.model.embed_tokens.weight, self.model.lm_head.weight
+        embedding, lm_head = (torch.tensor(np.array(each)) for each in ends)
+        return embedding, lm_head
+
     def states(self, tokens) -> list[torch.Tensor]:
         """[L + 2] of [T, H]: the embedding, what each layer passes on, the final states."""
         inner = self.model.model

@@ -79,34 +79,39 @@ FAMILIES = {
 }
 
 
-def _mlp(name: str, size: int) -> dict[str, tuple[int, ...]]:
+def _mlp(name: str, size: int, hidden: int = 64) -> dict[str, tuple[int, ...]]:
     return {
-        f"{name}.gate_proj.weight": (size, 64),
-        f"{name}.up_proj.weight": (size, 64),
-        f"{name}.down_proj.weight": (64, size),
+        f"{name}.gate_proj.weight": (size, hidden),
+        f"{name}.up_proj.weight": (size, hidden),
+        f"{name}.down_proj.weight": (hidden, size),
     }
 
 
 def mtp_shapes(
-    family: str, heads: int = HEADS, kv_heads: int = KV_HEADS, head_size: int = HEAD_SIZE
+    family: str,
+    heads: int = HEADS,
+    kv_heads: int = KV_HEADS,
+    head_size: int = HEAD_SIZE,
+    size: int = 64,
+    intermediate: int = 96,
 ) -> dict[str, tuple[int, ...]]:
-    """Arrays of the MTP layer, as the family's checkpoints have them."""
+    """Arrays of the MTP layer, as the family's checkpoints have them; `size` of hidden states."""
     layer, both = "mtp.layers.0", heads * head_size
     shapes: dict[str, tuple[int, ...]] = {
-        "mtp.fc.weight": (64, 128),
-        f"{layer}.self_attn.q_proj.weight": (2 * both, 64),  # with a gate for each head
-        f"{layer}.self_attn.k_proj.weight": (kv_heads * head_size, 64),
-        f"{layer}.self_attn.v_proj.weight": (kv_heads * head_size, 64),
-        f"{layer}.self_attn.o_proj.weight": (64, both),
+        "mtp.fc.weight": (size, 2 * size),
+        f"{layer}.self_attn.q_proj.weight": (2 * both, size),  # with a gate for each head
+        f"{layer}.self_attn.k_proj.weight": (kv_heads * head_size, size),
+        f"{layer}.self_attn.v_proj.weight": (kv_heads * head_size, size),
+        f"{layer}.self_attn.o_proj.weight": (size, both),
         f"{layer}.self_attn.q_norm.weight": (head_size,),
         f"{layer}.self_attn.k_norm.weight": (head_size,),
     }
     for name in ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"):
-        shapes[f"{name}.weight"] = (64,)
+        shapes[f"{name}.weight"] = (size,)
     for name in ("input_layernorm", "post_attention_layernorm"):
-        shapes[f"{layer}.{name}.weight"] = (64,)
+        shapes[f"{layer}.{name}.weight"] = (size,)
     if family == "qwen3_5":
-        return shapes | _mlp(f"{layer}.mlp", 96)
+        return shapes | _mlp(f"{layer}.mlp", intermediate, size)
     shapes |= _mlp(f"{layer}.mlp.shared_expert", WIDTH)
     shapes |= {
         f"{layer}.mlp.gate.weight": (EXPERTS, 64),
@@ -232,6 +237,8 @@ class NaiveMTP:
     1 + w, half of what `q_proj` gives is a gate on the heads' outputs, a quarter of a head turns.
     """
 
+    heads, kv_heads, head_size, rotary = HEADS, KV_HEADS, HEAD_SIZE, ROTARY
+
     def __init__(self, folder: Path, mtp: dict[str, np.ndarray] | None = None) -> None:
         """
         Args:
@@ -239,10 +246,14 @@ class NaiveMTP:
             mtp: other arrays of the layer, under the checkpoint's names; None: those of `folder`.
         """
         self._model, _ = load_model(folder)
+        self.read(folder, mtp)
+
+    def read(self, folder: Path, mtp: dict[str, np.ndarray] | None = None) -> None:
+        """Takes the layer's arrays, the embedding and the head of a checkpoint."""
         arrays = mx.load(str(folder / "model.safetensors"))
         self._mtp = mtp or {n: np.array(a, np.float64) for n, a in arrays.items() if "mtp." in n}
         self._embedding = self._find(arrays, "embed_tokens.weight")
-        self._lm_head = self._find(arrays, "lm_head.weight")
+        self.lm_head = self._find(arrays, "lm_head.weight")
 
     @staticmethod
     def _find(arrays: dict[str, mx.array], end: str) -> np.ndarray:
@@ -253,16 +264,23 @@ class NaiveMTP:
         hidden = np.array(self._model.model(mx.array([text])), np.float64)[0, :-1]
         found = []
         for index in range(len(drafts)):
-            out = self._layer(np.array([*text[1:], *drafts[:index]]), hidden)
-            found.append(self._lm_head @ out[-1])
+            embeds = self._embedding[np.array([*text[1:], *drafts[:index]])]
+            out = self.layer(embeds, hidden, self._angles(len(hidden)))
+            found.append(self.lm_head @ out[-1])
             hidden = np.concatenate([hidden, out[-1:]])
         return np.stack(found)
 
-    def _layer(self, tokens: np.ndarray, hidden: np.ndarray) -> np.ndarray:
-        embeds = self._norm(self._embedding[tokens], "pre_fc_norm_embedding")
+    def _angles(self, count: int) -> np.ndarray:
+        """[T, rotary / 2] of a text's positions (Su et al. 2021, arXiv:2104.09864)."""
+        half = self.rotary // 2
+        return np.arange(count)[:, None] * THETA ** (-np.arange(half) / half)
+
+    def layer(self, embeds: np.ndarray, hidden: np.ndarray, angles: np.ndarray) -> np.ndarray:
+        """[T, H] of [T, H] embeddings and hidden states, and [T, rotary / 2] angles."""
+        embeds = self._norm(embeds, "pre_fc_norm_embedding")
         rows = np.concatenate([embeds, self._norm(hidden, "pre_fc_norm_hidden")], axis=-1)
         rows = self._linear(rows, "fc")
-        rows = rows + self._attention(self._norm(rows, "layers.0.input_layernorm"))
+        rows = rows + self._attention(self._norm(rows, "layers.0.input_layernorm"), angles)
         rows = rows + self._experts(self._norm(rows, "layers.0.post_attention_layernorm"))
         return self._norm(rows, "norm")
 
@@ -273,28 +291,26 @@ class NaiveMTP:
     def _linear(self, rows: np.ndarray, name: str) -> np.ndarray:
         return rows @ self._mtp[f"mtp.{name}.weight"].T
 
-    def _attention(self, rows: np.ndarray) -> np.ndarray:
-        name, num_rows = "layers.0.self_attn", len(rows)
-        both = self._linear(rows, f"{name}.q_proj").reshape(num_rows, HEADS, 2, HEAD_SIZE)
-        queries = self._turned(self._norm(both[:, :, 0], f"{name}.q_norm"))
-        shape = num_rows, KV_HEADS, HEAD_SIZE
+    def _attention(self, rows: np.ndarray, angles: np.ndarray) -> np.ndarray:
+        name, num_rows, size = "layers.0.self_attn", len(rows), self.head_size
+        both = self._linear(rows, f"{name}.q_proj").reshape(num_rows, self.heads, 2, size)
+        queries = self._turned(self._norm(both[:, :, 0], f"{name}.q_norm"), angles)
+        shape = num_rows, self.kv_heads, size
         keys = self._linear(rows, f"{name}.k_proj").reshape(shape)
-        keys = self._turned(self._norm(keys, f"{name}.k_norm"))
+        keys = self._turned(self._norm(keys, f"{name}.k_norm"), angles)
         values = self._linear(rows, f"{name}.v_proj").reshape(shape)
-        scores = np.einsum("qhd,kd->hqk", queries, keys[:, 0]) / np.sqrt(HEAD_SIZE)
+        scores = np.einsum("qhd,kd->hqk", queries, keys[:, 0]) / np.sqrt(size)
         scores = np.where(np.tri(num_rows, dtype=bool), scores, -np.inf)
         weights = _softmax(scores)
         out = np.einsum("hqk,kd->qhd", weights, values[:, 0]) * _sigmoid(both[:, :, 1])
         return self._linear(out.reshape(num_rows, -1), f"{name}.o_proj")
 
-    @staticmethod
-    def _turned(heads: np.ndarray) -> np.ndarray:
-        """Rotary positions on the first ROTARY elements (Su et al. 2021, arXiv:2104.09864)."""
-        half = ROTARY // 2
-        angles = np.arange(len(heads))[:, None] * THETA ** (-np.arange(half) / half)
+    def _turned(self, heads: np.ndarray, angles: np.ndarray) -> np.ndarray:
+        """Rotates the first elements of heads by [T, rotary / 2] angles."""
+        half = self.rotary // 2
         cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
-        first, second = heads[..., :half], heads[..., half:ROTARY]
-        turned = [first * cos - second * sin, second * cos + first * sin, heads[..., ROTARY:]]
+        first, second, rest = np.split(heads, [half, 2 * half], axis=-1)
+        turned = [first * cos - second * sin, second * cos + first * sin, rest]
         return np.concatenate(turned, axis=-1)
 
     def _experts(self, rows: np.ndarray) -> np.ndarray:

@@ -29,6 +29,8 @@ from vllm_metal.engine.spec_decode.spans import Spans
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_metal.engine.vision.column import ImageColumn
+
 #: New tokens a request may gather without a pass while nobody wants drafts, so that one pass takes
 #: in many steps' tokens. With so few rows it takes little longer than with a single one.
 MAX_BEHIND = 16
@@ -62,6 +64,10 @@ class DraftModel(DraftNetwork):
             for layer in attention_layers(model, family)
         ]
         self._parts = ModelParts(model)
+        self._images: ImageColumn | None = None
+
+    def read_images(self, images: ImageColumn) -> None:
+        self._images = images  # only to stop before them
 
     def profile(self, backend: KVBackend) -> None:
         profile_step(self._parts, self.layers, self._config, backend)
@@ -72,14 +78,16 @@ class DraftModel(DraftNetwork):
         placed_in = paged, pool.block_tables, pool.graphs
         passes = Passes(GreedyModel(self._parts), *placed_in, self._num_drafts)
         max_num_reqs = self._config.scheduler_config.max_num_seqs
-        return DraftModelProposer(passes, max_num_reqs, self._num_drafts, self._max_len)
+        lengths = self._num_drafts, self._max_len
+        return DraftModelProposer(passes, max_num_reqs, *lengths, self._images)
 
     def writer(self, pool: DraftPool, requests: Requests) -> DraftWriter:
         own, block_size = self._own(pool), self._config.cache_config.block_size
         paged = PagedLayers(self.layers, own, pool.group_of, block_size, begins_steps=False)
 
         def pass_over(rows: Rows, _: mx.array) -> tuple[Rows, Forward] | None:
-            inside = _within(rows, self._max_len)
+            max_lens_np = _max_lens(rows.req_indices_np, self._max_len, self._images)
+            inside = _within(rows, max_lens_np)
             if inside is None:
                 return None
             return inside, lambda caches: self._parts.forward_hidden(inside.inputs, caches)
@@ -98,15 +106,24 @@ class DraftModel(DraftNetwork):
         return own
 
 
-def _within(rows: Rows, max_len: int) -> Rows | None:
-    """The rows at the first `max_len` positions of their requests; None: there are none."""
-    if (rows.seq_lens_np <= max_len).all():
+def _max_lens(req_indices_np: np.ndarray, max_len: int, images: ImageColumn | None) -> np.ndarray:
+    """[R] int32, tokens that the model reads of each request: those before its first image."""
+    if images is None or not images.any_requests:
+        return np.full(len(req_indices_np), max_len, np.int32)
+    return np.minimum(images.first_indices(req_indices_np), max_len)
+
+
+def _within(rows: Rows, max_lens_np: np.ndarray) -> Rows | None:
+    """The rows at the first `max_lens_np`, [R], positions of their requests; None: none."""
+    if (rows.seq_lens_np <= max_lens_np).all():
         return rows
-    within_np = np.flatnonzero(rows.positions_np < max_len).astype(np.int32)
+    firsts_np = rows.query_start_loc_np
+    of_rows_np = np.repeat(max_lens_np, np.diff(firsts_np))
+    within_np = np.flatnonzero(rows.positions_np < of_rows_np).astype(np.int32)
     if not len(within_np):
         return None
-    starts_np = rows.positions_np[rows.query_start_loc_np[:-1]]
-    ends_np = np.minimum(rows.seq_lens_np, max_len)
+    starts_np = rows.positions_np[firsts_np[:-1]]
+    ends_np = np.minimum(rows.seq_lens_np, max_lens_np)
     here = ends_np > starts_np
     spans = Spans(rows.req_indices_np[here], starts_np[here], ends_np[here])
     return spans.rows(rows.input_ids[mx.array(within_np)], None)
@@ -136,16 +153,25 @@ class GreedyModel(PassNetwork):
 class DraftModelProposer(PagedProposer):
     """Drafts what the model would generate greedily, one token a pass."""
 
-    def __init__(self, passes: Passes, max_num_reqs: int, num_drafts: int, max_len: int) -> None:
+    def __init__(
+        self,
+        passes: Passes,
+        max_num_reqs: int,
+        num_drafts: int,
+        max_len: int,
+        images: ImageColumn | None = None,
+    ) -> None:
         """
         Args:
             passes: of the draft model, over the shared pool.
             max_num_reqs: rows of a per-request table.
             num_drafts: K, the most drafts of a request.
             max_len: tokens the model is made for; longer requests get no drafts.
+            images: the target's, which this model does not read: a request with one gets no
+                drafts, and K/V of its text before the first one; None: the target reads none.
         """
         super().__init__(passes, num_drafts)
-        self._max_len = max_len
+        self._max_len, self._images = max_len, images
         # By req_idx, how many positions have K/V. Drafts count until the next call of `propose`,
         # when rejected ones lie at or behind the newest token.
         self._written_np = np.zeros(max_num_reqs, np.int32)
@@ -162,7 +188,8 @@ class DraftModelProposer(PagedProposer):
         req_indices_np, num_tokens_np = request.req_indices_np, request.num_tokens_np
         most_tokens = request.most_tokens_np
         max_len = min(self._max_len, request.token_ids_np.shape[1])
-        limits = request.limits_within(self._num_drafts, max_len)
+        max_lens = _max_lens(req_indices_np, max_len, self._images)
+        limits = request.limits_within(self._num_drafts, max_lens)
         written = self._written_np[req_indices_np]
         # The newest token has no K/V yet: at most a rejected draft was written at its position.
         # The drafts before it were accepted.
@@ -170,7 +197,7 @@ class DraftModelProposer(PagedProposer):
         # Where tokens are unread, the pass before ran over all that is known.
         ran = most_tokens > num_tokens_np
         starts = np.where(ran, np.minimum(written, num_tokens_np), sure)
-        ends = np.minimum(most_tokens, max_len)
+        ends = np.minimum(most_tokens, max_lens)
         self._written_np[req_indices_np], self._called_np[req_indices_np] = starts, ends
         self._doubtful_np[req_indices_np] = 0
         token_ids = mx.zeros((len(req_indices_np), self._num_drafts), mx.int32)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,6 +16,10 @@ from mlx_lm.models import llama
 
 from vllm_metal.engine.spec_decode.head import Head
 from vllm_metal.patches.mlx_patches.seam import AttendingCache
+
+if TYPE_CHECKING:
+    from vllm_metal.engine.vision.column import Axes
+    from vllm_metal.engine.vision.rotation import Rotation
 
 #: Layers of the target whose output EAGLE-3 reads where config.json names none, counted from 1, as
 #: functions of the target's number of layers; the choice of EAGLE-3's authors.
@@ -32,6 +36,9 @@ class HeadConfig:
 
     decoder: llama.ModelArgs
     draft_vocab_size: int
+    # Rotary pairs by time, height and width, and whether they are interleaved; None: a row has one
+    # position.
+    mrope: tuple[tuple[int, ...], bool] | None
     # What follows is EAGLE-3's.
     layer_ids: tuple[int, ...] | None  # layers whose hidden states it reads, if it says so
     num_hidden_states: int  # of a row: that many layers'; 0: the final one
@@ -46,6 +53,7 @@ class HeadConfig:
         """Reads config.json, as vLLM completes it."""
         rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
         theta = rope.pop("rope_theta", config.get("rope_theta", 10000.0))
+        sections = rope.get("mrope_section")
         decoder = llama.ModelArgs.from_dict(
             {**config, "rope_theta": theta, "rope_scaling": rope or None, "layer_types": None}
         )
@@ -58,6 +66,7 @@ class HeadConfig:
         return HeadConfig(
             decoder=decoder,
             draft_vocab_size=config.get("draft_vocab_size") or decoder.vocab_size,
+            mrope=(tuple(sections), bool(rope.get("mrope_interleaved"))) if sections else None,
             layer_ids=None if layer_ids is None else tuple(layer_ids),
             num_hidden_states=count if reads_layers else 0,
             hidden_state_size=config.get("target_hidden_size") or decoder.hidden_size,
@@ -68,7 +77,21 @@ class HeadConfig:
         )
 
 
-class EagleHead(Head):
+class _LlamaHead(Head):
+    """Heads of Llama's layers."""
+
+    _config: HeadConfig
+
+    def rotate_by_three(self, axes: Axes) -> Rotation | None:
+        """Rotates as its own config.json says; see Head."""
+        if self._config.mrope is None:
+            return None
+        from vllm_metal.engine.vision import rotation  # nothing of it where text is served
+
+        return rotation.put_in(self, *self._config.mrope)
+
+
+class EagleHead(_LlamaHead):
     """EAGLE: the token's embedding and the hidden state, joined by `fc`, through decoder layers."""
 
     def __init__(self, config: HeadConfig, names: set[str]) -> None:
@@ -80,6 +103,7 @@ class EagleHead(Head):
         super().__init__()
         args = config.decoder
         size = args.hidden_size
+        self._config = config
         self.input_size = size  # of the target's hidden states
         self.fc = nn.Linear(2 * size, size, bias="fc.bias" in names)
         self.layers = [llama.TransformerBlock(args) for _ in range(args.num_hidden_layers)]
@@ -91,17 +115,17 @@ class EagleHead(Head):
         return None
 
     def __call__(
-        self, input_ids: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
+        self, embeds: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
     ) -> tuple[mx.array, mx.array]:
         """Runs the layers over rows; see Head."""
-        rows = mx.concatenate([self.embed_tokens(input_ids), hidden], axis=-1)
+        rows = mx.concatenate([embeds, hidden], axis=-1)
         out = self.fc(rows)[:, None]
         for layer, cache in zip(self.layers, caches, strict=True):
             out = layer(out, None, cache)
         return out[:, 0], out[:, 0]
 
 
-class Eagle3Head(Head):
+class Eagle3Head(_LlamaHead):
     """EAGLE-3: hidden states of several layers, and a first layer that reads both inputs side by
     side; the rest of the vocabulary `d2t` leaves out is never drafted."""
 
@@ -145,10 +169,10 @@ class Eagle3Head(Head):
         return self.fc(hidden)
 
     def __call__(
-        self, input_ids: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
+        self, embeds: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
     ) -> tuple[mx.array, mx.array]:
         """Runs the layers over rows; see Head."""
-        out = self.layers[0](self.embed_tokens(input_ids)[:, None], hidden[:, None], caches[0])
+        out = self.layers[0](embeds[:, None], hidden[:, None], caches[0])
         for layer, cache in zip(self.layers[1:], caches[1:], strict=True):
             out = layer(out, None, cache)
         normed = self.norm(out)

@@ -4,11 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from vllm_metal.patches.mlx_patches.seam import AttendingCache
+
+if TYPE_CHECKING:
+    from vllm_metal.engine.vision.column import Axes
+    from vllm_metal.engine.vision.rotation import Rotation
 
 
 class Head(nn.Module):
@@ -24,12 +29,26 @@ class Head(nn.Module):
         """The target's hidden states, [T, input_size], as the head takes them, [T, H]."""
         return hidden
 
+    def rotate_by_three(self, axes: Axes) -> Rotation | None:
+        """Makes its layers rotate by a pass's ROTATION (`vision.rotation`).
+
+        Args:
+            axes: the target's.
+
+        Returns:
+            None: rows have one position each.
+
+        Raises:
+            ModelLoadError: its layers have another kind of RoPE.
+        """
+        return None
+
     def __call__(
-        self, input_ids: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
+        self, embeds: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
     ) -> tuple[mx.array, mx.array]:
         """
         Args:
-            input_ids: [T] int32.
+            embeds: [T, H], of `embed_tokens`, or of an image.
             hidden: [T, H], combined or from the head itself.
             caches: one a layer, for the rows of this pass.
 

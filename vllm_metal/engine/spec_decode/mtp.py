@@ -29,6 +29,9 @@ from vllm_metal.patches.mlx_patches.seam import AttendingCache
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_metal.engine.vision.column import Axes
+    from vllm_metal.engine.vision.rotation import Rotation
+
 
 class MTPHead(Head):
     """Embedding and hidden state, each normed, joined by `fc`, through one decoder layer."""
@@ -50,11 +53,16 @@ class MTPHead(Head):
         self.block = block
         self.norm = nn.RMSNorm(size, eps)
 
+    def rotate_by_three(self, axes: Axes) -> Rotation:
+        """Rotates as the target does; see Head."""
+        from vllm_metal.engine.vision import rotation  # nothing of it where text is served
+
+        return rotation.put_in(self.block, axes.sections)
+
     def __call__(
-        self, input_ids: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
+        self, embeds: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
     ) -> tuple[mx.array, mx.array]:
         """Runs the layer over rows; see Head."""
-        embeds = self.embed_tokens(input_ids)
         if self._family.masks_first:  # they are trained without a token there
             embeds = mx.where(caches[0].offset[:, None] == 0, mx.zeros_like(embeds), embeds)
         parts = [self.embedding_norm(embeds), self.hidden_norm(hidden)]

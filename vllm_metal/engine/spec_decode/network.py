@@ -18,6 +18,7 @@ from vllm_metal.engine.spec_decode.proposer import Proposer
 if TYPE_CHECKING:
     from vllm_metal.engine.batch.requests import Requests
     from vllm_metal.engine.spec_decode.draft_writer import DraftWriter
+    from vllm_metal.engine.vision.column import ImageColumn
 
 #: Prefix of the layer names under which vLLM allocates a draft network's K/V.
 LAYER_PREFIX = "draft."
@@ -39,6 +40,13 @@ class DraftNetwork(ABC):
     layers: Sequence[StatefulLayer]  # its share of the KV cache; may be empty
     #: Those whose K/V the target's forward writes, in the order of its last caches.
     context_layers: Sequence[StatefulLayer] = ()
+
+    def read_images(self, images: ImageColumn) -> None:  # noqa: B027 - most read hidden states alone
+        """Makes the network read the target's images, before there is a pool.
+
+        Raises:
+            ModelLoadError: it cannot.
+        """
 
     @abstractmethod
     def profile(self, backend: KVBackend) -> None:

@@ -3,20 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
+from vllm_metal.engine.attention.forward_inputs import ForwardInputs, bound
 from vllm_metal.engine.batch.input_batch import following_ids
 from vllm_metal.engine.batch.requests import Requests
 from vllm_metal.engine.batch.rows import Rows
 from vllm_metal.engine.kv_cache.layer_cache import KVBackend
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.engine.memory.profile import LargestStep
-from vllm_metal.engine.models.loader import mlx_dtype
+from vllm_metal.engine.models.loader import ModelLoadError, mlx_dtype
 from vllm_metal.engine.models.paged_layers import PagedLayers
 from vllm_metal.engine.models.parts import HiddenStates
 from vllm_metal.engine.spec_decode.draft_writer import DraftWriter, Forward
@@ -25,14 +27,13 @@ from vllm_metal.engine.spec_decode.network import DraftNetwork, DraftPool
 from vllm_metal.engine.spec_decode.paged_proposer import PagedProposer
 from vllm_metal.engine.spec_decode.passes import Passes, PassInputs, PassNetwork
 from vllm_metal.engine.spec_decode.proposer import DraftRequest, Drafts, Proposer
-from vllm_metal.engine.spec_decode.spans import Spans
+from vllm_metal.engine.spec_decode.spans import UNKNOWN, KeptRows, Spans
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-
-#: Position of the first row of a step that was laid out before the host knew it.
-_UNKNOWN = -1
+    from vllm_metal.engine.spec_decode.head_images import HeadImages
+    from vllm_metal.engine.vision.column import ImageColumn, StepImages
 
 
 class HeadNetwork(DraftNetwork):
@@ -54,25 +55,54 @@ class HeadNetwork(DraftNetwork):
         self.layers = layers
         self._states = states
         self._num_drafts = config.speculative_config.num_speculative_tokens
+        self._images: HeadImages | None = None
+
+    def read_images(self, images: ImageColumn) -> None:
+        from vllm_metal.engine.spec_decode.head_images import HeadImages
+
+        head, model = self._head, self._config.model_config
+        size, (*_, own) = model.get_hidden_size(), head.embed_tokens(mx.zeros(1, mx.int32)).shape
+        if own != size:
+            assert self._config.speculative_config is not None
+            raise ModelLoadError(
+                f"--speculative-config model {self._config.speculative_config.model!r} is not "
+                f"supported with images: it embeds tokens in {own} numbers, but the images of "
+                f"{model.model!r} have {size}. Choose another head, or serve text alone: "
+                "--language-model-only."
+            )
+        self._images = HeadImages(head, images)
 
     def profile(self, backend: KVBackend) -> None:
         largest = LargestStep.of(self.layers, self._config, backend)
         rows = largest.rows
         hidden = mx.zeros((len(rows.positions), self._head.input_size), mlx_dtype(self._config))
         with largest.caches() as caches:
-            out, _ = self._head(rows.input_ids, self._head.combine(hidden), caches)
+            embeds = self._head.embed_tokens(rows.input_ids)
+            out, _ = self._head(embeds, self._head.combine(hidden), caches)
         mx.eval(self._head.tokens(out[rows.logits_indices]))
 
     def proposer(self, pool: DraftPool) -> Proposer:
-        network, paged = HeadPasses(self._head), self._paged(pool)
+        network, paged = HeadPasses(self._head, self._images), self._paged(pool)
         passes = Passes(network, paged, pool.block_tables, pool.graphs, self._num_drafts)
-        return HeadProposer(self._head, passes, self._states, self._num_drafts)
+        return HeadProposer(self._head, passes, self._states, self._num_drafts, self._images)
 
     def writer(self, pool: DraftPool, requests: Requests) -> DraftWriter:
+        network, images = HeadPasses(self._head, self._images), self._images
+
         def pass_over(rows: Rows, last_token_ids: mx.array) -> tuple[Rows, Forward]:
-            hidden = self._head.combine(self._states.take())
-            following = following_ids(requests, rows, last_token_ids)
-            return rows, lambda caches: self._head(following, hidden, caches)
+            states = self._states.take()
+            following, embeddings = following_ids(requests, rows, last_token_ids), None
+            if images is not None:
+                starts_np = rows.positions_np[rows.query_start_loc_np[:-1]]
+                spans = Spans(rows.req_indices_np, starts_np, rows.seq_lens_np)
+                kept = [kept for _, kept in _kept_of(rows, states, images.newest)]
+                # What the step after this one reads is not known yet.
+                embeddings = images.embeddings(following, spans, kept, encode=False)
+            hidden = self._head.combine(states)
+            inputs = PassInputs(following, rows.positions, hidden, None, embeddings)
+            placed = network.placed(inputs, rows)
+            rows = rows if placed is inputs else replace(rows, positions=placed.positions)
+            return rows, partial(network.hidden, placed)
 
         paged = self._paged(pool, begins_steps=False)
         last = pool.layer_states[self.layers[-1].name]
@@ -84,32 +114,37 @@ class HeadNetwork(DraftNetwork):
         return PagedLayers(self.layers, own, pool.group_of, block_size, begins_steps=begins_steps)
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """Hidden states of a request's rows in its newest step."""
-
-    states: mx.array  # [T, W] of the whole step
-    first_row: int
-    start: int  # position of the first row; _UNKNOWN: the row before what the step sampled
-    count: int
-
-
 class HeadPasses(PassNetwork):
     """What a head predicts."""
 
     module: Head
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, images: HeadImages | None) -> None:
         """
         Args:
             head: with its ends in place.
+            images: that it reads; None: its target reads none.
         """
-        self.module = head
+        self.module, self._images = head, images
+
+    def placed(self, inputs: PassInputs, rows: Rows) -> PassInputs:
+        """See PassNetwork."""
+        return inputs if self._images is None else self._images.placed(inputs, rows)
+
+    def hidden(self, inputs: PassInputs, caches: Sequence[Any]) -> tuple[mx.array, mx.array]:
+        """What the head computes of [T] rows; see Head."""
+        assert inputs.hidden is not None
+        embeddings = inputs.embeddings
+        if embeddings is None:
+            embeddings = self.module.embed_tokens(inputs.input_ids)
+        if not inputs.extras:
+            return self.module(embeddings, inputs.hidden, caches)
+        with bound(ForwardInputs(inputs.input_ids, inputs.positions[None], extras=inputs.extras)):
+            return self.module(embeddings, inputs.hidden, caches)
 
     def next_tokens(self, inputs: PassInputs, caches: list[Any]) -> tuple[mx.array, mx.array]:
         """The likeliest tokens, and the head's hidden states; see PassNetwork."""
-        assert inputs.hidden is not None
-        out, hidden = self.module(inputs.input_ids, inputs.hidden, caches)
+        out, hidden = self.hidden(inputs, caches)
         if inputs.wanted is not None:
             out, hidden = out[inputs.wanted], hidden[inputs.wanted]
         return self.module.tokens(out), hidden
@@ -124,6 +159,7 @@ class HeadProposer(PagedProposer):
         passes: Passes,
         states: HiddenStates,
         num_drafts: int,
+        images: HeadImages | None = None,
     ) -> None:
         """
         Args:
@@ -131,11 +167,13 @@ class HeadProposer(PagedProposer):
             passes: of it, over the shared pool.
             states: the target's.
             num_drafts: K, the most drafts of a request.
+            images: that the head reads; None: its target reads none.
         """
         super().__init__(passes, num_drafts)
         self._head = head
         self._states = states
-        self._kept: dict[int, _Kept] = {}  # by req_idx
+        self._images = images
+        self._kept: dict[int, KeptRows] = {}  # by req_idx
         self._written: dict[int, int] = {}  # by req_idx, end of what has been run of those
 
     def begin_request(self, req_idx: int, num_computed: int) -> None:
@@ -146,26 +184,21 @@ class HeadProposer(PagedProposer):
         self._written.pop(req_idx, None)
 
     def take_hidden(self, rows: Rows) -> None:
-        states = self._states.take()
-        firsts, counts = rows.query_start_loc_np[:-1], np.diff(rows.query_start_loc_np)
-        starts = _first_positions(rows)
-        for req_idx, *of_request in zip(
-            rows.req_indices_np.tolist(),
-            firsts.tolist(),
-            starts.tolist(),
-            counts.tolist(),
-            strict=True,
-        ):
-            self._kept[req_idx] = _Kept(states, *of_request)
+        images = None if self._images is None else self._images.newest
+        for req_idx, kept in _kept_of(rows, self._states.take(), images):
+            self._kept[req_idx] = kept
             self._written.pop(req_idx, None)
 
     def propose(self, request: DraftRequest) -> Drafts:
-        nothing = _Kept(mx.zeros(0), 0, 0, 0)
+        return self._propose(request, encode=True)
+
+    def _propose(self, request: DraftRequest, encode: bool) -> Drafts:
+        nothing = KeptRows(mx.zeros(0), 0, 0, 0)
         req_indices = request.req_indices_np.tolist()
         kept = [self._kept.get(req_idx, nothing) for req_idx in req_indices]
         starts = np.array([of.start for of in kept], np.int32)
         if request.num_before_np is not None:
-            starts = np.where(starts == _UNKNOWN, request.num_before_np - 1, starts)
+            starts = np.where(starts == UNKNOWN, request.num_before_np - 1, starts)
         counts = np.array([of.count for of in kept], np.int32)
         most_tokens = request.most_tokens_np
         # Row i reads token i + 1; the rows of rejected drafts lie behind the newest token.
@@ -179,26 +212,41 @@ class HeadProposer(PagedProposer):
         if len(here):
             of_here = request.select(here)
             spans = Spans(of_here.req_indices_np, starts[here], ends[here])
-            following = spans.tokens(of_here, ahead=1)
-            hidden = self._head.combine(_rows_of([kept[index] for index in here], spans))
-            drafts = self._draft(spans, following, hidden, limits[here], of_here.lag)
+            following, embeddings = spans.tokens(of_here, ahead=1), None
+            of_spans = [kept[index] for index in here]
+            if self._images is not None:
+                embeddings = self._images.embeddings(following, spans, of_spans, encode)
+            hidden = self._head.combine(_rows_of(of_spans, spans))
+            drafts = self._draft(spans, following, hidden, limits[here], of_here.lag, embeddings)
             token_ids[mx.array(here)] = drafts
             self._written |= zip(spans.req_indices_np.tolist(), spans.ends_np.tolist(), strict=True)
         return Drafts(token_ids, limits)
 
     def complete_draft_kv(self, request: DraftRequest) -> None:
-        self.propose(request)
+        self._propose(request, encode=False)
+
+
+def _kept_of(
+    rows: Rows, states: mx.array, images: StepImages | None
+) -> Iterator[tuple[int, KeptRows]]:
+    """Yields the requests of a step by req_idx, of [T, W] hidden states."""
+    firsts_np = rows.query_start_loc_np[:-1]
+    counts_np = np.diff(rows.query_start_loc_np)
+    columns = rows.req_indices_np, firsts_np, _first_positions(rows), counts_np
+    of_each = zip(*(column.tolist() for column in columns), strict=True)
+    for req_idx, first_row, start, count in of_each:
+        yield req_idx, KeptRows(states, first_row, start, count, images)
 
 
 def _first_positions(rows: Rows) -> np.ndarray:
-    """[R] int32, position of each request's first row; _UNKNOWN where only the device knows it."""
+    """[R] int32, position of each request's first row; UNKNOWN where only the device knows it."""
     starts_np = rows.positions_np[rows.query_start_loc_np[:-1]]
     if rows.lag is None:
         return starts_np
-    return np.where(rows.lag.most_np > 0, np.int32(_UNKNOWN), starts_np)
+    return np.where(rows.lag.most_np > 0, np.int32(UNKNOWN), starts_np)
 
 
-def _rows_of(kept: list[_Kept], spans: Spans) -> mx.array:
+def _rows_of(kept: list[KeptRows], spans: Spans) -> mx.array:
     """[T, W] hidden states of the spans' rows, which may come from several steps."""
     sources: dict[int, mx.array] = {}
     bases: dict[int, int] = {}

@@ -43,6 +43,7 @@ class PagedProposer(Proposer):
         hidden: mx.array | None,
         limits_np: np.ndarray,
         lag: PositionLag | None = None,
+        embeddings: mx.array | None = None,
     ) -> mx.array:
         """[R, K] int32 drafts that follow the spans; past a request's limit: arbitrary.
 
@@ -51,14 +52,15 @@ class PagedProposer(Proposer):
             input_ids: [T] int32 of the first pass.
             hidden: [T, ...] of its rows, for networks that take more than tokens.
             limits_np: [R] drafts of each request.
-            behind: how many rows at the end of each span are of tokens that are not kept; None:
+            lag: how many rows at the end of each span are of tokens that are not kept; None:
                 all are kept.
+            embeddings: [T, H] in place of those of `input_ids`, where some are of images.
         """
         exact = lag is None or not lag.most_np.any()
         if exact and len(spans.index_np) == len(limits_np) and limits_np.all():
             return self._together(spans, limits_np, input_ids, hidden, None)
         drafting = np.flatnonzero(limits_np)
-        tokens, hidden = self._first(spans, input_ids, hidden, drafting, lag)
+        tokens, hidden = self._first(spans, input_ids, hidden, drafting, lag, embeddings)
         drafts = mx.zeros((len(limits_np), self._num_drafts), mx.int32)
         if not len(drafting):
             return drafts
@@ -83,6 +85,7 @@ class PagedProposer(Proposer):
         hidden: mx.array | None,
         drafting: np.ndarray,
         lag: PositionLag | None,
+        embeddings: mx.array | None,
     ) -> tuple[mx.array, mx.array | None]:
         """Tokens and hidden states after the spans of the requests at `drafting`."""
         even, places_np = evened(spans)
@@ -90,12 +93,14 @@ class PagedProposer(Proposer):
         if (places_np < 0).any():
             stored_np, places = places_np >= 0, mx.array(np.maximum(places_np, 0))
             input_ids, hidden = input_ids[places], None if hidden is None else hidden[places]
+            embeddings = None if embeddings is None else embeddings[places]
         last_rows = even.query_start_loc_np[1:] - 1
         # A pass without drafts only writes K/V; its one row of logits costs next to nothing.
         wanted = mx.array(last_rows[drafting] if len(drafting) else last_rows[:1])
         if lag is not None and len(drafting):
             wanted = wanted - lag.counts[mx.array(drafting)]
-        return self._passes.first(even.rows(input_ids, wanted, None, stored_np), hidden)
+        rows = even.rows(input_ids, wanted, None, stored_np)
+        return self._passes.first(rows, hidden, embeddings)
 
     def _together(
         self,

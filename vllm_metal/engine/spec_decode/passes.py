@@ -28,12 +28,23 @@ class PassInputs:
     positions: mx.array  # [T] int32
     hidden: mx.array | None  # [T, ...], for networks that take more than tokens
     wanted: mx.array | None  # [N] int32, rows whose next tokens are wanted; None: all
+    embeddings: mx.array | None = None  # [T, H], in place of those of `input_ids`
+    extras: tuple[tuple[str, mx.array], ...] = ()  # see ForwardInputs
 
 
 class PassNetwork(ABC):
     """A draft network as its passes call it."""
 
     module: nn.Module  # with its weights
+
+    def placed(self, inputs: PassInputs, rows: Rows) -> PassInputs:
+        """The inputs of a pass with the positions that the network rotates by.
+
+        Args:
+            inputs: whose positions are the rows' indices in their requests.
+            rows: of the pass.
+        """
+        return inputs
 
     @abstractmethod
     def next_tokens(
@@ -80,18 +91,21 @@ class Passes:
         placed = network.module, paged.own_states, graphs
         self._forward = CompiledForward(self._build, *placed)
 
-    def first(self, rows: Rows, hidden: mx.array | None) -> tuple[mx.array, mx.array | None]:
+    def first(
+        self, rows: Rows, hidden: mx.array | None, embeddings: mx.array | None = None
+    ) -> tuple[mx.array, mx.array | None]:
         """A pass by itself, of any rows.
 
         Args:
             rows: T rows, tokens wanted of N.
             hidden: [T, ...] of each row.
+            embeddings: [T, H], in place of those of the rows' tokens.
 
         Returns:
             [N] int32 tokens, [N, ...] hidden.
         """
         self._paged.begin_step()
-        found = self._pass(rows, rows.input_ids, hidden, None)
+        found = self._pass(rows, rows.input_ids, hidden, None, embeddings)
         self._submit(found)
         return _parted(found)
 
@@ -120,10 +134,12 @@ class Passes:
         input_ids: mx.array,
         hidden: mx.array | None,
         earlier: EarlierSlots | None,
+        embeddings: mx.array | None = None,
     ) -> list[mx.array]:
         plans = self._paged.plans(rows, self._tables, earlier)
-        inputs = PassInputs(input_ids, rows.positions, hidden, rows.logits_indices)
-        return self._forward(inputs, plans, len(rows.positions_np))
+        inputs = PassInputs(input_ids, rows.positions, hidden, rows.logits_indices, embeddings)
+        placed = self._network.placed(inputs, rows)
+        return self._forward(placed, plans, len(rows.positions_np))
 
     def _build(self, inputs: PassInputs, plans: Sequence[object]) -> list[mx.array]:
         with self._paged.during(inputs.positions, plans) as caches:

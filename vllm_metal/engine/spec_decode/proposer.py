@@ -45,14 +45,16 @@ class DraftRequest:
         """How far before its most tokens each request is; None: all have as many."""
         return None if self.unread is None else self.unread.lag
 
-    def limits_within(self, num_drafts: int, max_len: int | None = None) -> np.ndarray:
+    def limits_within(self, num_drafts: int, max_len: int | np.ndarray | None = None) -> np.ndarray:
         """[R] int32 drafts of each: what is wanted, up to `num_drafts`, while its text has room.
 
         Args:
             num_drafts: most drafts of a request.
-            max_len: tokens of the longest text; None: as many as the table has.
+            max_len: tokens of the longest text, or of each request's; None: as many as the table
+                has.
         """
-        room_np = (max_len or self.token_ids_np.shape[1]) - self.most_tokens_np
+        max_len = self.token_ids_np.shape[1] if max_len is None else max_len
+        room_np = max_len - self.most_tokens_np
         limits_np = np.minimum(np.minimum(self.limits_np, room_np), num_drafts)
         return np.maximum(limits_np, 0).astype(np.int32)
 

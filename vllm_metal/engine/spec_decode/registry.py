@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vllm_metal.engine.spec_decode.network import DraftNetwork
     from vllm_metal.engine.spec_decode.proposer import Proposer
     from vllm_metal.engine.spec_decode.speculator import Speculator
+    from vllm_metal.engine.vision.column import ImageColumn
 
 
 @dataclass(frozen=True)
@@ -182,12 +183,15 @@ def propose_nothing(config: VllmConfig) -> None:
         config.speculative_config = None
 
 
-def load_network(config: VllmConfig, target: ModelParts) -> DraftNetwork | None:
+def load_network(
+    config: VllmConfig, target: ModelParts, images: ImageColumn | None = None
+) -> DraftNetwork | None:
     """Loads what drafts for the target; None where there is no network, or nothing for it to do.
 
     Args:
         config: whose speculative_config names the method and its checkpoint.
         target: the target model, of which some networks read the hidden states.
+        images: the target's; None: its text alone is served.
 
     Raises:
         ValueError: no row has the method's name.
@@ -200,6 +204,8 @@ def load_network(config: VllmConfig, target: ModelParts) -> DraftNetwork | None:
     if drafts_for_others(config) and not method.keeps_kv:
         return None
     network: DraftNetwork = method.load()(config, target)
+    if images is not None:
+        network.read_images(images)
     return network
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -12,6 +13,12 @@ import numpy as np
 from metal_kernels.layout import PositionLag
 from vllm_metal.engine.batch.rows import Rows, device_positions
 from vllm_metal.engine.spec_decode.proposer import DraftRequest
+
+if TYPE_CHECKING:
+    from vllm_metal.engine.vision.column import StepImages
+
+#: Position of the first row of a step that was laid out before the host knew it.
+UNKNOWN = -1
 
 
 @dataclass(frozen=True)
@@ -84,3 +91,14 @@ class Spans:
             lag=lag,
             stored_np=stored_np,
         )
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """A request's rows in its newest step, of which a head reads hidden states."""
+
+    states: mx.array  # [T, W] of the whole step
+    first_row: int
+    start: int  # position of the first row; UNKNOWN: the row before what the step sampled
+    count: int
+    images: StepImages | None = None  # of the whole step

@@ -102,7 +102,7 @@ class Networks:
         target = ModelParts(model)
         images = _images(config, target)
         before = mx.get_active_memory()
-        draft = load_network(config, target)
+        draft = load_network(config, target, images)
         draft_bytes = mx.get_active_memory() - before
         columns = columns if images is None else (*columns, images)
         encoder = None if images is None else images.encoder

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Toys that read images, with networks that draft for them, and outside references for the drafts.
+
+Hidden states, merged embeddings and positions are those of transformers' classes; heads on them are
+vLLM's own torch classes, or the MTP layer's formula.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from engine.spec_decode import blocks
+from engine.spec_decode.heads import one_process, random_arrays, vllm_module, write_head
+from engine.spec_decode.hybrids import NaiveMTP, mtp_shapes
+from engine.vision import checkpoints
+from engine.vision.checkpoints import HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, Family
+from engine.vision.reference import processor
+from safetensors.torch import load_file, save_file
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
+
+from vllm_metal.engine.models import loader
+
+NUM_LAYERS = 3
+TAPS = (1, 2)  # layers whose output heads read, counted from 1
+#: Of the text's configuration, by family: DeepStack adds to what the first tap shows.
+CHANGES: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {"num_hidden_layers": NUM_LAYERS},
+    "qwen3_5": {
+        "num_hidden_layers": NUM_LAYERS,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "full_attention_interval": 2,
+        "partial_rotary_factor": 0.5,
+    },
+}
+#: Family and method.
+CASES = {
+    "qwen3_5, mtp": ("qwen3_5", "mtp"),
+    "qwen3_vl, eagle3": ("qwen3_vl", "eagle3"),
+    "qwen3_vl, eagle3 of one axis": ("qwen3_vl", "eagle3"),
+    "qwen3_5, eagle3": ("qwen3_5", "eagle3"),
+    "qwen3_vl, dflash": ("qwen3_vl", "dflash"),
+    "qwen3_5, dflash": ("qwen3_5", "dflash"),
+}
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A toy, and what drafts for it."""
+
+    family: Family
+    folder: Path
+    speculation: dict[str, Any]
+
+    def judge(self, targets: Sequence[Target]) -> Judge:
+        """The outside reference for drafts of requests, each of its own target."""
+        method = self.speculation["method"]
+        if method == "mtp":
+            return MTPJudge(self.folder, targets)
+        args = EngineArgs(
+            model=str(self.folder), dtype="float32", speculative_config=self.speculation
+        )
+        config = args.create_engine_config()
+        return {"eagle3": Eagle3Judge, "dflash": DFlashJudge}[method](config, targets)
+
+
+def write(folder: Path, case: str, num_drafts: int = 3) -> Drafting:
+    """A toy of CASES in a new folder."""
+    name, method = CASES[case]
+    family = checkpoints.FAMILIES[name]
+    changes = CHANGES[name] | ({"mtp_num_hidden_layers": 1} if method == "mtp" else {})
+    family.write(folder / "target", few=True, **changes)
+    speculation: dict[str, Any] = {"method": method, "num_speculative_tokens": num_drafts}
+    if method == "mtp":
+        _add_mtp(folder / "target")
+        return Drafting(family, folder / "target", speculation)
+    text = json.loads((folder / "target" / "config.json").read_text())["text_config"]
+    head = {"eagle3": _eagle3, "dflash": _dflash}[method](
+        folder / "head", text, mrope="one axis" not in case
+    )
+    return Drafting(family, folder / "target", speculation | {"model": str(head)})
+
+
+def _add_mtp(folder: Path) -> None:
+    """Gives a checkpoint an MTP layer, whose norms are stored minus one."""
+    shapes = mtp_shapes("qwen3_5", HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE)
+    arrays = {n: a - 1 if "norm" in n else a for n, a in random_arrays(shapes).items()}
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | arrays, path, {"format": "pt"})
+
+
+_LLAMA = {
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "num_hidden_layers": 1,
+    "tie_word_embeddings": False,
+}
+
+
+def _eagle3(folder: Path, text: Mapping[str, Any], mrope: bool) -> Path:
+    """A head with the target's ends."""
+    both, width = 2 * HEAD_DIM, 2 * HIDDEN
+    vocab, layer = text["vocab_size"], "midlayer"
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{layer}.self_attn.q_proj.weight": (both, width),
+        f"{layer}.self_attn.k_proj.weight": (HEAD_DIM, width),
+        f"{layer}.self_attn.v_proj.weight": (HEAD_DIM, width),
+        f"{layer}.self_attn.o_proj.weight": (HIDDEN, both),
+        f"{layer}.mlp.gate_proj.weight": (96, HIDDEN),
+        f"{layer}.mlp.up_proj.weight": (96, HIDDEN),
+        f"{layer}.mlp.down_proj.weight": (HIDDEN, 96),
+        "fc.weight": (HIDDEN, len(TAPS) * HIDDEN),
+    }
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    shapes |= {f"{layer}.{norm}.weight": (HIDDEN,) for norm in norms} | {"norm.weight": (HIDDEN,)}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+    if mrope:
+        rope |= {"mrope_section": [14, 13, 13], "mrope_interleaved": True}
+    config = _LLAMA | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "vocab_size": vocab,
+        "eagle_aux_hidden_state_layer_ids": list(TAPS),
+        "num_aux_hidden_states": len(TAPS),
+        "rope_parameters": rope,
+    }
+    return write_head(folder, shapes, {}, config, "model.safetensors")
+
+
+def _dflash(folder: Path, text: Mapping[str, Any], mrope: bool) -> Path:
+    """A block drafter with the target's ends."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": HEAD_DIM}
+    config = blocks.CONFIG | heads | {"hidden_size": HIDDEN, "vocab_size": text["vocab_size"]}
+    taps = {"mask_token_id": DFlashJudge.mask, "target_layer_ids": [tap - 1 for tap in TAPS]}
+    shapes = blocks.shapes(heads=(2, 1), size=HEAD_DIM, num_taps=len(TAPS), hidden=HIDDEN)
+    return write_head(folder, shapes, {}, config | {"dflash_config": taps}, "model.safetensors")
+
+
+class Target:
+    """transformers' model over the text of one request with images."""
+
+    def __init__(
+        self, family: Family, folder: Path, prompt: str, images: Sequence[Any], model: Any = None
+    ) -> None:
+        """
+        Args:
+            family: of the checkpoint.
+            folder: of it.
+            prompt: of the request.
+            images: in the prompt.
+            model: in place of the checkpoint's own, PEFT's for instance.
+        """
+        if model is None:
+            cls = getattr(transformers, family.architecture)
+            model = cls.from_pretrained(folder, dtype=torch.float32)
+        self._model = model.eval()
+        self._inputs = dict(
+            processor(folder)(
+                text=[prompt], images=[list(images)] if images else None, return_tensors="pt"
+            )
+        )
+        self.prompt: list[int] = self._inputs["input_ids"][0].tolist()
+        self._run = cache(self._forward)
+
+    @property
+    def ends(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[V, H] each: the embedding, and the head."""
+        ends = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+        embedding, lm_head = (end.weight.detach() for end in ends)
+        return embedding, lm_head
+
+    @property
+    def _placeholders(self) -> list[int]:
+        config = self._model.config
+        return [config.image_token_id, config.video_token_id]
+
+    @cached_property
+    def _text(self) -> Any:
+        return next(m for m in self._model.modules() if hasattr(m, "rotary_emb") and m.layers)
+
+    def states(self, tokens: Sequence[int]) -> list[torch.Tensor]:
+        """[L + 2] of [T, H]: merged embeddings, what each layer passes on, the final states."""
+        return self._run(tuple(tokens))[0]
+
+    def positions(self, tokens: Sequence[int]) -> torch.Tensor:
+        """[3, T]: time, height and width of each token."""
+        return self._run(tuple(tokens))[1]
+
+    def _forward(self, tokens: tuple[int, ...]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        assert list(tokens[: len(self.prompt)]) == self.prompt
+        states: list[torch.Tensor] = []
+        positions: list[torch.Tensor] = []
+        with ExitStack() as stack:
+            for module in (*self._text.layers, self._text.norm):
+                hook = partial(_note_input, states)
+                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            hook = partial(_note_positions, positions)
+            rotary = self._text.rotary_emb
+            stack.callback(rotary.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            final = self._text.norm.register_forward_hook(
+                lambda module, args, out: states.append(out[0])
+            )
+            stack.callback(final.remove)
+            inputs, more = dict(self._inputs), len(tokens) - len(self.prompt)
+            ids = torch.tensor([tokens])
+            # Drafts may be ids that stand for images. Only their embeddings are read.
+            special = torch.isin(ids, torch.tensor(self._placeholders))
+            special[:, : len(self.prompt)] = False
+            inputs["input_ids"] = torch.where(special, 0, ids)
+            for name in ("attention_mask", "mm_token_type_ids"):
+                if name in inputs:
+                    fill = int(name == "attention_mask")
+                    inputs[name] = torch.nn.functional.pad(inputs[name], (0, more), value=fill)
+            with torch.inference_mode():
+                self._model(**inputs)
+            states = [state.clone() for state in states]
+            states[0][special[0]] = self.ends[0][ids[special]]
+        return states, positions[0]
+
+
+def _note_input(states: list[torch.Tensor], module: Any, args: Any, kwargs: Any) -> None:
+    states.append((args[0] if args else kwargs["hidden_states"])[0])
+
+
+def _note_positions(positions: list[torch.Tensor], module: Any, args: Any, kwargs: Any) -> None:
+    found = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
+    positions.append(found[-3:, 0] if found.ndim == 3 else found.expand(3, -1))
+
+
+class Judge:
+    """What a head computes of requests, each whole and at once."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self.targets = targets
+
+    def rows(self, request: int, text: list[int]) -> np.ndarray:
+        """[T - 1, H], what the head makes of each row of a text."""
+        raise NotImplementedError
+
+    def __call__(self, request: int, text: list[int], drafts: list[int]) -> np.ndarray:
+        """[len(drafts), V]: what the head thinks of each draft's place behind a text."""
+        raise NotImplementedError
+
+
+class MTPJudge(Judge, NaiveMTP):
+    """The formula in float64, by three positions a row."""
+
+    heads, kv_heads, head_size, rotary = HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM // 2
+    sections = (7, 7, 6)
+
+    def __init__(self, folder: Path, targets: Sequence[Target]) -> None:
+        Judge.__init__(self, targets)
+        self.read(folder)
+
+    def rows(self, request: int, text: list[int]) -> np.ndarray:
+        target = self.targets[request]
+        *states, final = (state.double().numpy() for state in target.states(text))
+        positions = target.positions(text).numpy()
+        return self.layer(states[0][1:], final[:-1], self._turns(positions[:, :-1]))
+
+    def __call__(self, request: int, text: list[int], drafts: list[int]) -> np.ndarray:
+        target = self.targets[request]
+        embeds, *_, final = (s.double().numpy() for s in target.states([*text, *drafts]))
+        positions, hidden = target.positions([*text, *drafts]).numpy(), final[: len(text) - 1]
+        found = []
+        for _ in drafts:
+            count = len(hidden)
+            out = self.layer(embeds[1 : count + 1], hidden, self._turns(positions[:, :count]))
+            found.append(self.lm_head @ out[-1])
+            hidden = np.concatenate([hidden, out[-1:]])
+        return np.stack(found)
+
+    def _turns(self, positions: np.ndarray) -> np.ndarray:
+        """[T, rotary / 2] angles of [3, T] positions: of every three pairs one for each axis."""
+        half = self.rotary // 2
+        axes = np.zeros(half, int)
+        for axis in (1, 2):
+            axes[axis : 3 * self.sections[axis] : 3] = axis
+        frequencies = 10000.0 ** (-np.arange(half) / half)
+        turns: np.ndarray = positions.T[:, axes] * frequencies
+        return turns
+
+
+class Eagle3Judge(Judge):
+    """vLLM's own torch class."""
+
+    def __init__(self, config: Any, targets: Sequence[Target]) -> None:
+        super().__init__(targets)
+        self._config = config
+        draft = config.speculative_config.draft_model_config
+        self._axes = 3 if draft.uses_mrope else 1
+        weights = loader.load_weights(draft, config)
+        weights = {name: torch.tensor(np.array(array)) for name, array in weights.items()}
+        self._module = vllm_module(Eagle3LlamaForCausalLM, config, weights)
+        _, lm_head = targets[0].ends
+        self._module.lm_head.weight.data[: len(lm_head)] = lm_head
+
+    def rows(self, request: int, text: list[int]) -> np.ndarray:
+        target = self.targets[request]
+        states, positions = target.states(text), target.positions(text)
+        return self._run(states, positions, self._hidden(states)[:-1])[0].numpy()
+
+    @torch.no_grad()
+    def __call__(self, request: int, text: list[int], drafts: list[int]) -> np.ndarray:
+        target = self.targets[request]
+        states = target.states([*text, *drafts])
+        positions = target.positions([*text, *drafts])
+        hidden, found = self._hidden(states)[: len(text) - 1], []
+        for _ in drafts:
+            out, carried = self._run(states, positions, hidden)
+            with one_process(), set_current_vllm_config(self._config):
+                found.append(self._module.compute_logits(out[-1:])[0])
+            hidden = torch.cat([hidden, carried[-1:]])
+        return torch.stack(found).numpy()
+
+    @torch.no_grad()
+    def _hidden(self, states: Sequence[torch.Tensor]) -> torch.Tensor:
+        taps = torch.cat([states[tap] for tap in TAPS], dim=-1)
+        return self._module.combine_hidden_states(taps)
+
+    @torch.no_grad()
+    def _run(
+        self, states: Sequence[torch.Tensor], positions: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        count = len(hidden)
+        at = positions[:, :count] if self._axes == 3 else positions[0, :count]
+        with one_process(), set_current_vllm_config(self._config):
+            out, carried = self._module(None, at, hidden, inputs_embeds=states[0][1 : count + 1])
+        return out, carried
+
+
+class DFlashJudge(blocks.Judge):
+    """vLLM's own torch class, whose positions are the tokens' indices."""
+
+    taps, mask = tuple(tap - 1 for tap in TAPS), 9
+
+    def __init__(self, config: Any, targets: Sequence[Target]) -> None:
+        super().__init__(config, targets[0], DFlashQwen3ForCausalLM)
+        self.targets = targets
+
+    def __call__(self, request: int, text: list[int], drafts: list[int]) -> np.ndarray:
+        self.target = self.targets[request]
+        found: np.ndarray = super().__call__(text, drafts)
+        return found
