@@ -137,12 +137,14 @@ def test_drafts_stay_out(whole, name):
     assert default_drafts.default_drafts(args, model) is None
 
 
-def test_drafts_stay_out_of_images_and_beside_installed_processors(whole, tmp_path, monkeypatch):
+def test_a_model_that_reads_images_drafts_too(tmp_path):
     pytest.importorskip("mlx_vlm")
     seeing = write_hybrid(tmp_path / "seeing", "qwen3_5")
-    assert configured(seeing, language_model_only=True).speculative_config is not None
-    args = EngineArgs(model=str(seeing), skip_tokenizer_init=True)
-    assert default_drafts.default_drafts(args, args.create_model_config()) is None
+    for text_alone in (False, True):
+        assert are_default(configured(seeing, language_model_only=text_alone))
+
+
+def test_drafts_stay_out_beside_installed_processors(whole, monkeypatch):
     monkeypatch.setattr(default_drafts, "entry_points", lambda group: [group])
     assert configured(whole).speculative_config is None
 

@@ -74,9 +74,6 @@ def _obstacles(args: EngineArgs, model: ModelConfig, num_drafts: int) -> Iterato
     yield model.runner_type != "generate"
     yield max(args.tensor_parallel_size, args.pipeline_parallel_size) > 1
     yield bool(args.logits_processors) or bool(entry_points(group=_PLUGINS))
-    # Beside images drafts are to be asked for: users have not tried them there yet.
-    multimodal = model.multimodal_config
-    yield multimodal is not None and not multimodal.language_model_only
     # What a store or a peer holds has been written without drafts: another configuration, another
     # fingerprint, so it would no longer be found. And each step would wait for the one before.
     yield is_asked_for(args)

@@ -8,7 +8,6 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,6 @@ from vllm_metal.cli.fit.report import Answer, Part
 from vllm_metal.cli.fit.source import folder
 from vllm_metal.engine.kv_cache import formats
 from vllm_metal.engine.memory import advice, budget
-from vllm_metal.settings.architectures import WITH_IMAGES
 
 if TYPE_CHECKING:
     import torch
@@ -95,9 +93,6 @@ class Question:
         args = self.args
         others = args.num_speculative_tokens or args.max_loras or args.model is None
         if not self.may_draft or others or self.layout.num_ranks > 1 or self.runner == "pooling":
-            return None
-        reads_images = not set(WITH_IMAGES).isdisjoint(self.content.get("architectures") or ())
-        if reads_images and not args.language_model_only and find_spec("mlx_vlm") is not None:
             return None
         return MTPDrafter.find(args.model)
 
