@@ -49,7 +49,7 @@ ADDITIONAL_CONFIG = {
     ),
     *("fixed_splits", "idle_sleep", "idle_sleep_weights", "keep_awake", "max_step_ms"),
     *("normalize_prompts", "prefix_cache_bytes", "prefix_cache_daily_writes"),
-    *("prefix_cache_dir", "prefix_cache_salt_key", "wire_memory"),
+    *("prefix_cache_dir", "prefix_cache_salt_key", "prompt_lookup", "wire_memory"),
 }
 MESSAGES = {
     *("Ask", "Busy", "Done", "Fetch", "Found", "Greeting", "NoPage", "Offer", "Proof"),

@@ -155,7 +155,7 @@ def drafting_engine(toy: Toy, folder: Path | None, role: str = "kv_both", **opti
         "max_model_len": 256,
         "kv_cache_memory_bytes": 8 << 20,
         "skip_tokenizer_init": True,
-        "additional_config": {"fixed_draft_length": True},
+        "additional_config": {"fixed_draft_length": True, "prompt_lookup": False},
         "speculative_config": toy.speculation,
     }
     if folder is not None:
@@ -187,9 +187,11 @@ def payloads(folder: Path) -> dict[str, bytes]:
 
 @dataclass
 class Drafted:
-    """What an engine drafts. steps: of each step that verifies some, by the place of requests."""
+    """What an engine drafts. steps: of each step that verifies some, by the place of requests.
+    num_copied: steps in which a request copies its own text."""
 
     steps: list[list[list[int]]] = field(default_factory=list)
+    num_copied: int = 0
 
     def take(self) -> list[list[list[int]]]:
         """What was drafted since the last call."""
@@ -208,6 +210,7 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drafted]:
         lists = list(self.laid_out_drafts().values())
         if any(lists):
             drafted.steps.append(lists)
+        drafted.num_copied += found.copied_np is not None
         return found
 
     with monkeypatch.context() as patch:

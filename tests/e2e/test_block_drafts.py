@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from e2e.harness import counters, engine, generate, greedy, run_out
 from engine.spec_decode import repeating
-from engine.spec_decode.repeating import DRAFTER, PERIOD, TAPS
+from engine.spec_decode.repeating import DRAFTER, PERIOD, TAPS, VOCAB
+from vllm import SamplingParams
 
 from vllm_metal.engine.spec_decode.block import BlockNetwork, BlockProposer
 from vllm_metal.engine.spec_decode.block_drafter import BlockDrafter
@@ -37,7 +38,8 @@ def prompts():
 def serving(target, drafter, **options):
     settings = {"max_model_len": 128, "skip_tokenizer_init": True, "block_size": BLOCK}
     speculation = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": K}
-    fixed = {"fixed_draft_length": True} | options.pop("additional_config", {})
+    fixed = {"fixed_draft_length": True, "prompt_lookup": False}
+    fixed |= options.pop("additional_config", {})
     settings |= {"speculative_config": speculation, "additional_config": fixed}
     with engine(str(target), **(settings | options)) as llm:
         yield llm
@@ -191,3 +193,78 @@ def test_many_requests_of_any_length_are_drafted_for(target, drafter, name):
         found = counters(llm)
     assert (found["vllm:num_preemptions"] > 0) == (name == "preemption")
     assert found["vllm:prefix_cache_hits"] > 0
+
+
+FILE, OLD, NEW = 128, 1, VOCAB - 1  # tokens of a file; a token that is edited, and what it becomes
+
+
+@pytest.fixture(scope="module")
+def rewriting(tmp_path_factory):
+    """A model that writes its last FILE tokens again, and a drafter that is often wrong."""
+    folder = tmp_path_factory.mktemp("rewriting")
+    target = repeating.write_target(folder / "target", FILE)
+    return target, repeating.write_drafter(
+        folder / "drafter", target, period=FILE, num_unknown=VOCAB // 3
+    )
+
+
+def rewritten(rewriting, asked, lookup, **options):
+    """Tokens of requests that write files again without one of the tokens, and counters.
+
+    They are asked for twice. Every other one is sampled.
+
+    Args:
+        rewriting: model and drafter.
+        asked: prompts.
+        lookup: as `prompt_lookup`; None: no drafts at all.
+        options: of the engine.
+    """
+    target, drafter = rewriting
+    edit = {"logit_bias": {OLD: -100.0, NEW: 1.0}, "detokenize": False}
+    sampled = {"temperature": 0.3, "max_tokens": FILE, "ignore_eos": True} | edit
+    params = [
+        greedy(FILE, **edit) if number % 2 else SamplingParams(seed=number, **sampled)
+        for number in range(len(asked))
+    ]
+    speculation = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": 7}
+    settings = {"max_model_len": 3 * FILE + 32, "speculative_config": speculation}
+    settings["additional_config"] = {"prompt_lookup": lookup}
+    if lookup is None:
+        settings |= {"speculative_config": None, "additional_config": {}}
+    with serving(target, drafter, **(settings | options)) as llm:
+        cold, warm = generate(llm, asked, params), generate(llm, asked, params)
+        assert cold == warm
+        return cold, counters(llm)
+
+
+def accepted_of(found):
+    """Drafts accepted in each step that verified some, from counters."""
+    return found["vllm:spec_decode_num_accepted_tokens"] / found["vllm:spec_decode_num_drafts"]
+
+
+def test_a_file_that_is_written_again_is_copied(rewriting):
+    rng = np.random.default_rng(3)
+    asked = [repeating.text(rng, 2 * FILE + 1, FILE) for _ in range(3)]
+    assert sum(prompt[-FILE:].count(OLD) for prompt in asked) > 6
+    found = {lookup: rewritten(rewriting, asked, lookup) for lookup in (None, False, True)}
+    assert found[None][0] == found[False][0] == found[True][0]
+    assert found[None][0][1] == [NEW if token == OLD else token for token in asked[1][-FILE:]]
+    assert accepted_of(found[False][1]) >= 1.5
+    assert accepted_of(found[True][1]) >= 2 * accepted_of(found[False][1])
+    for _, seen in found.values():
+        assert seen["vllm:prefix_cache_hits"] == len(asked) * 2 * FILE
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", TRAFFIC)
+def test_copies_change_no_token(rewriting, name):
+    rng = np.random.default_rng(4)
+    asked = [repeating.text(rng, 2 * FILE + 1 + 5 * number, FILE) for number in range(4)]
+    few = {"num_gpu_blocks_override": 85} if name == "preemption" else {}
+    expected, _ = rewritten(rewriting, asked, None)
+    tokens, found = rewritten(rewriting, asked, True, **(TRAFFIC[name] | few))
+    if name != "fp8":  # samples are others
+        assert tokens == expected
+    assert (found["vllm:num_preemptions"] > 0) == (name == "preemption")
+    assert found["vllm:prefix_cache_hits"] > 0
+    assert accepted_of(found) > 3.0  # far more than the drafter's

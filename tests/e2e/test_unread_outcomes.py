@@ -3,10 +3,12 @@
 
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 from e2e.drafting import (
     FEW,
     METHODS,
+    NUM_DRAFTS,
     Toy,
     draft_counts,
     drafting_engine,
@@ -14,6 +16,7 @@ from e2e.drafting import (
     write_toys,
 )
 from e2e.harness import Dense, counters, run_out, text_tokens
+from engine.spec_decode import repeating
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -113,7 +116,7 @@ NUM_BLOCKS = {"windowed": 30}
 def test_requests_that_come_and_go_under_load(toys, serve, name):
     """Chunks of prompts, preemption, prefix hits, stops amid drafts, the model's longest text."""
     asked, found = prompts(*(length for length, _ in LOAD)), {}
-    for waits in (True, False):
+    for waits, lookup in ((True, False), (False, False), (False, True)):
         with serve(
             toys[name],
             waits,
@@ -121,19 +124,51 @@ def test_requests_that_come_and_go_under_load(toys, serve, name):
             max_num_seqs=4,
             max_num_batched_tokens=32,
             num_gpu_blocks_override=NUM_BLOCKS.get(name, 15),
-        ) as (llm, runner, _):
-            found[waits] = [generated(llm, asked, [params for _, params in LOAD]) for _ in range(2)]
+            additional_config={"fixed_draft_length": True, "prompt_lookup": lookup},
+        ) as (llm, runner, drafted):
+            tokens = [generated(llm, asked, [params for _, params in LOAD]) for _ in range(2)]
+            found[waits, lookup] = tokens
             seen = counters(llm)
             assert seen["vllm:num_preemptions"] > 0 and seen["vllm:prefix_cache_hits"] > 0
-            assert (runner.num_waits > 20) if waits else (runner.num_waits == 0)
-    assert found[True] == found[False]
-    (cold, warm), dense = found[False], Dense(toys[name].model)
+            if lookup:  # not all toys repeat themselves
+                assert runner.num_waits >= drafted.num_copied
+            else:
+                assert (runner.num_waits > 20) if waits else (runner.num_waits == 0)
+                assert not drafted.num_copied
+    assert found[True, False] == found[False, False] == found[False, True]
+    (cold, warm), dense = found[False, False], Dense(toys[name].model)
     assert cold == warm
     for prompt, (_, params), (tokens, reason) in zip(asked, LOAD, cold, strict=True):
         if params.temperature == 0:
             dense.check(prompt, tokens)
             assert reason == "length" and len(tokens) == min(params.max_tokens, 96 - len(prompt))
     assert "stop" in {reason for _, reason in cold}
+
+
+def test_only_steps_in_which_a_request_copies_wait(tmp_path, serve):
+    length = 32
+    target = repeating.write_target(tmp_path / "target", length)
+    drafter = repeating.write_drafter(
+        tmp_path / "drafter", target, period=length, num_unknown=repeating.VOCAB // 3
+    )
+    speculation = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": NUM_DRAFTS}
+    toy = Toy(str(target), speculation)
+    file, other = (
+        repeating.text(np.random.default_rng(seed), 2 * length + 1, length) for seed in (1, 2)
+    )
+    # All tokens have been there, so that it levels them: what is drawn at random repeats nothing.
+    noise = sampled(1, repetition_penalty=50.0, max_tokens=24)
+    copy = sampled(None, temperature=0, max_tokens=length - 1)
+    lookup = {"fixed_draft_length": True, "prompt_lookup": True}
+    with serve(toy, max_model_len=256, additional_config=lookup) as (llm, runner, drafted):
+        alone = generated(llm, [other], [noise])
+        assert len(drafted.take()) > 16
+        assert runner.num_waits == drafted.num_copied == 0
+        together = generated(llm, [file, other], [copy, noise])
+        assert together == [(file[length + 1 :][: length - 1], "length"), *alone]
+        num_steps = len(drafted.take())
+        assert 3 < drafted.num_copied < num_steps - 8
+        assert drafted.num_copied <= runner.num_waits <= drafted.num_copied + 1
 
 
 @pytest.mark.more

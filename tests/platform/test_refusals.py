@@ -39,6 +39,11 @@ def configure(model, options):
         ),
         ({"additional_config": {"wire_memory": True}}, "wire_memory .*macOS 15 or newer"),
         ({"additional_config": {"fixed_splits": 512}}, "fixed_splits .*VLLM_METAL_KERNELS other"),
+        ({"additional_config": {"prompt_lookup": True}}, "prompt_lookup .*needs a draft network"),
+        (
+            {"additional_config": {"prompt_lookup": True}, "speculative_config": LOOKUP},
+            "prompt_lookup .*needs a draft network.*ngram drafts copies alone",
+        ),
         ({"speculative_config": LOOKUP | {"draft_sample_method": "probabilistic"}}, "draft_sample"),
         ({"speculative_config": LOOKUP | {"rejection_sample_method": "block"}}, "rejection_sample"),
         (

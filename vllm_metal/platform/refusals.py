@@ -22,6 +22,7 @@ from vllm_metal.engine.spec_decode.registry import (
     BLOCK_DRAFTERS,
     BY_NAME,
     SPECULATIVE_METHODS,
+    drafts_for_others,
 )
 from vllm_metal.kv_transfer.config import CONNECTOR, CONNECTOR_MODULE, is_asked_for
 from vllm_metal.platform import rank_refusals
@@ -61,6 +62,13 @@ def refuse_unsupported(config: VllmConfig) -> None:
     )
     refusals["--additional-config wire_memory (it needs a Mac's GPU, and macOS 15 or newer)"] = (
         bool(given.wire_memory) and not mlx_device.can_wire(device)
+    )
+    method = BY_NAME.get(getattr(config.speculative_config, "method", None) or "")
+    refusals[
+        "--additional-config prompt_lookup (it needs a draft network to copy beside: choose "
+        "another --speculative-config method, or leave it out; ngram drafts copies alone)"
+    ] = bool(given.prompt_lookup) and not (
+        drafts_for_others(config) or (method is not None and method.has_network)
     )
     by_mlx = envs.kernels() == "mlx" or (envs.kernels() == "auto" and device == "cpu")
     refusals[

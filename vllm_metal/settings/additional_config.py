@@ -86,6 +86,7 @@ def _duration_or_never(value: Any) -> float:
 _READERS: Mapping[str, values.Reader] = {
     "fixed_draft_length": values.flag,
     "drafts": _drafts,
+    "prompt_lookup": values.flag,
     "fixed_splits": _fixed_splits,
     "draft_quantization": _draft_bits,
     "max_step_ms": _milliseconds,
@@ -116,6 +117,9 @@ class AdditionalConfig:
     drafts: str = "auto"
     #: Always draft num_speculative_tokens tokens, regardless of the cost of verifying them.
     fixed_draft_length: bool = False
+    #: Verify a copy of a request's own text instead of a draft network's tokens, while it repeats
+    #: that text; None: depends on the method (engine/spec_decode/registry.py).
+    prompt_lookup: bool | None = None
     #: Keys per part when attention splits contexts; None: chosen for each step.
     fixed_splits: int | None = None
     #: Bits that a block drafter's linear layers are quantized to when loaded; None: those of its

@@ -33,6 +33,7 @@ CONFIG = LLAMA | {
     "num_key_value_heads": 2,
     "head_dim": HEAD,
     "vocab_size": VOCAB,
+    "max_position_embeddings": 1024,
     "attention_bias": True,
 }
 DRAFTER = {
@@ -61,9 +62,10 @@ DRAFTER = {
 }
 
 
-def text(rng, length):
-    """Tokens that repeat."""
-    return np.resize(rng.permutation(MASK)[:PERIOD], length).tolist()
+def text(rng, length, period=PERIOD):
+    """Tokens that repeat; where there are enough, none twice in a period."""
+    once = rng.permutation(MASK)[:PERIOD] if period == PERIOD else rng.integers(0, MASK, period)
+    return np.resize(once, length).tolist()
 
 
 def _looking(back, normed):
@@ -108,7 +110,7 @@ def _save(folder, arrays, config):
     return folder
 
 
-def write_target(folder: Path) -> Path:
+def write_target(folder: Path, period: int = PERIOD) -> Path:
     """The model."""
     rng = np.random.default_rng(0)
     embedding, head = np.zeros((VOCAB, SIZE)), np.zeros((VOCAB, SIZE))
@@ -119,37 +121,47 @@ def write_target(folder: Path) -> Path:
     for layer in range(LAYERS):
         attention = _attention(0, [])
         if layer == COPIES:
-            attention = _attention(PERIOD - 1, [(OWN, COPY, one)])
+            attention = _attention(period - 1, [(OWN, COPY, one)])
         if layer == MOVES:
             attention = _attention(0, [(COPY, NEXT, two), (COPY, COPY, -two)])
         arrays |= _layer(f"model.layers.{layer}", attention, rng)
     return _save(folder, arrays, CONFIG)
 
 
-def write_drafter(folder: Path, target: Path, trained: bool = True, **changes) -> Path:
+def write_drafter(
+    folder: Path,
+    target: Path,
+    trained: bool = True,
+    period: int = PERIOD,
+    num_unknown: int = 0,
+    **changes,
+) -> Path:
     """The drafter.
 
     Args:
         folder: of it.
         target: that it is for.
         trained: False: random weights of the same size.
+        period: the target's.
+        num_unknown: first tokens of the vocabulary that it never drafts.
         changes: of config.json.
     """
     rng = np.random.default_rng(1)  # other texts than are served
     taps, wanted, dense = [], [], DenseTarget(target)
     for _ in range(12):
-        tokens = text(rng, 5 * PERIOD)
+        tokens = text(rng, 5 * period, period)
         states = dense.states(tokens)
         rows = np.concatenate([states[tap + 1].numpy() for tap in TAPS], axis=1)
-        taps.append(rows[PERIOD:-1])
-        wanted.append(np.eye(VOCAB)[tokens[PERIOD + 1 :]])
+        taps.append(rows[period:-1])
+        wanted.append(np.eye(VOCAB)[tokens[period + 1 :]])
     inputs, codes = np.concatenate(taps), np.concatenate(wanted)
     gram = inputs.T @ inputs + RIDGE * len(inputs) * np.eye(inputs.shape[1])
     fit = np.zeros((SIZE, inputs.shape[1]))
     fit[COPY] = np.linalg.solve(gram, inputs.T @ codes).T
+    fit[COPY][:num_unknown] = 0
     one = np.sqrt(1 / SIZE)
-    # Of position p - PERIOD - 2 the hidden states tell the token of p - PERIOD - 1: that of p - 1.
-    reads = _attention(PERIOD + 2, [(COPY, BEFORE, 2 * one)], normed=True)
+    # Of position p - period - 2 the hidden states tell the token of p - period - 1: that of p - 1.
+    reads = _attention(period + 2, [(COPY, BEFORE, 2 * one)], normed=True)
     passes = _attention(-1, [(BEFORE, NEXT, 2 * one)], normed=True)
     arrays = {"fc.weight": fit, "hidden_norm.weight": np.ones(SIZE), "norm.weight": np.ones(SIZE)}
     arrays |= _layer("layers.0", reads, rng) | _layer("layers.1", passes, rng)

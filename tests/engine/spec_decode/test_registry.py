@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
+from engine.batch.test_requests import new_request
 from engine.spec_decode import blocks
 from engine.spec_decode.heads import CONFIG, HIDDEN, MAX_LEN, VOCAB, write_target
 from engine.spec_decode.page import BEGIN, END, PAGE, methods_table, renew_table
@@ -19,7 +20,7 @@ from vllm.v1.core.sched.output import NewRequestData
 
 from vllm_metal.engine.batch.requests import BlockTables, Requests
 from vllm_metal.engine.spec_decode.network import DraftNetwork
-from vllm_metal.engine.spec_decode.proposer import TextProposer
+from vllm_metal.engine.spec_decode.proposer import Proposer, TextProposer
 from vllm_metal.engine.spec_decode.registry import (
     BY_NAME,
     METHODS,
@@ -200,6 +201,30 @@ def drafts_of(config, text=TEXT):
 def test_the_options_of_methods_on_tokens_reach_them(target, speculation, drafts):
     config = configure(target, speculation, additional_config={"fixed_draft_length": True})
     assert drafts_of(config) == drafts
+
+
+@pytest.mark.parametrize("given", [None, True, False])
+@pytest.mark.parametrize("name", [name for name in SPECULATIVE_METHODS if name in DRAFTS])
+def test_copies_beside_a_network_are_made_by_default_or_where_asked_for(
+    target, tmp_path, name, given
+):
+    target = tmp_path / "draft" if name == "mtp" else target
+    speculation = {"method": name, "model": checkpoint(tmp_path / "draft", DRAFTS[name])}
+    options = {} if given is None else {"prompt_lookup": given}
+    config = configure(target, speculation, additional_config=options)
+    requests = Requests(1, MAX_LEN, BlockTables(1, 1, 10))
+    requests.add_request(new_request("a", TEXT, ([1],), len(TEXT)))
+    text = np.resize(TEXT, 3 * len(TEXT))
+    requests.token_ids_np[0, : len(text)], requests.num_known_np[0] = text, len(text)
+    speculator = make_speculator(config, requests, _Proposer())
+    speculator.enter(requests["a"])
+    default = name in ("mtp", "eagle", "eagle3", "dflash", "dspark")
+    assert speculator.is_copying(["a", "gone"]) == (default if given is None else given)
+
+
+class _Proposer(Proposer):
+    def propose(self, request):
+        raise AssertionError("nobody asks")
 
 
 def test_the_page_for_users_shows_the_table():

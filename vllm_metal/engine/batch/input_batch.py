@@ -23,6 +23,7 @@ class StepDrafts:
     token_ids: mx.array  # int32 [R, K]; past a request's count arbitrary
     counts_np: np.ndarray  # int32 [R], drafts of each, at most what is reserved
     reserved_np: np.ndarray  # int32 [R], rows the scheduler set aside for drafts
+    copied_np: np.ndarray | None = None  # bool [R], drafts that are copied, not guessed; None: none
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ class NgramProposer(TextProposer):
             raise ValueError(f"num_speculative_tokens={num_drafts}: need at least 1")
         super().__init__(num_drafts)
         self._min_n, self._max_n = min_n, max_n
-        self._indices: dict[int, _TextIndex] = {}
+        self._indices: dict[int, TextIndex] = {}
 
     @classmethod
     def from_config(cls, config: SpeculativeConfig) -> Self:
@@ -58,7 +58,7 @@ class NgramProposer(TextProposer):
             return []
         index = self._indices.get(req_idx)
         if index is None or not index.seen.is_start_of(text):
-            index = self._indices[req_idx] = _TextIndex(self._min_n, self._max_n)
+            index = self._indices[req_idx] = TextIndex(self._min_n, self._max_n)
         index.extend(text)
         end = index.match(text)
         return text[end : end + limit].tolist() if end else []
@@ -67,7 +67,7 @@ class NgramProposer(TextProposer):
         self._indices.pop(req_idx, None)
 
 
-class _TextIndex:
+class TextIndex:
     """Where each n-gram of the shortest length has occurred in one growing text.
 
     One entry a token, whatever the range of lengths: about 150 bytes, a thousandth of a token's

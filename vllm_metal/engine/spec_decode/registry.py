@@ -37,6 +37,9 @@ class Method:
     needs: str
     has_network: bool  # weights, which are loaded beside the target's
     schedules_ahead: bool = True  # False: vLLM turns async scheduling off
+    #: Default of --additional-config prompt_lookup. A draft model copies well by itself; text needs
+    #: no network.
+    looks_up: bool = False
     #: Those served of draft checkpoints, as vLLM names them; empty: the code tells as it loads.
     architectures: tuple[str, ...] = ()
     #: Keys of the draft checkpoint's config.json, the first one that is there, for the width of the
@@ -101,6 +104,7 @@ METHODS = (
         has_network=True,
         architectures=tuple(EAGLE_HEADS),
         hidden_size_keys=("target_hidden_size", "hidden_size"),
+        looks_up=True,
     ),
     *(
         Method(
@@ -110,6 +114,7 @@ METHODS = (
             "`model`",
             has_network=True,
             architectures=BLOCK_DRAFTERS[name],
+            looks_up=True,
         )
         for name, title in (("dflash", "DFlash, DFlash2"), ("dspark", "DSpark"))
     ),
@@ -136,6 +141,7 @@ METHODS = (
         "a checkpoint that carries it: the model's own, a split folder beside it, or `model`",
         has_network=True,
         architectures=tuple(MTP_FAMILIES),
+        looks_up=True,
     ),
 )
 BY_NAME: Mapping[str, Method] = {name: method for method in METHODS for name in method.names}
@@ -227,6 +233,7 @@ def make_speculator(
         ValueError: no row has the method's name, or --additional-config holds what nobody reads.
     """
     from vllm_metal.engine.spec_decode.adaptive import AdaptiveDraftLengths, DraftLengths
+    from vllm_metal.engine.spec_decode.prompt_lookup import PromptLookup
     from vllm_metal.engine.spec_decode.speculator import Speculator
     from vllm_metal.settings.additional_config import AdditionalConfig
 
@@ -234,11 +241,15 @@ def make_speculator(
     if method is None or speculation is None or drafts_for_others(config):
         return None
     num_drafts = speculation.num_speculative_tokens
+    max_num_reqs = config.scheduler_config.max_num_seqs
+    given = AdditionalConfig.of(config)
     lengths: DraftLengths
-    if AdditionalConfig.of(config).fixed_draft_length:
+    if given.fixed_draft_length:
         lengths = DraftLengths(num_drafts)
     else:
-        lengths = AdaptiveDraftLengths(num_drafts, config.scheduler_config.max_num_seqs)
+        lengths = AdaptiveDraftLengths(num_drafts, max_num_reqs)
     proposer = network if method.has_network else method.load().from_config(speculation)
     assert proposer is not None  # the worker has loaded the network before
-    return Speculator(requests, proposer, lengths, num_drafts, most_drafts)
+    looks_up = method.looks_up if given.prompt_lookup is None else given.prompt_lookup
+    lookup = PromptLookup(max_num_reqs) if looks_up else None
+    return Speculator(requests, proposer, lengths, num_drafts, most_drafts, lookup)

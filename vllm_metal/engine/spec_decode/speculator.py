@@ -15,6 +15,7 @@ from vllm_metal.engine.batch.input_batch import StepDrafts
 from vllm_metal.engine.batch.per_request_state import PerRequestState
 from vllm_metal.engine.batch.requests import Requests, RequestState
 from vllm_metal.engine.spec_decode.adaptive import DraftLengths
+from vllm_metal.engine.spec_decode.prompt_lookup import PromptLookup
 from vllm_metal.engine.spec_decode.proposer import DraftRequest, Drafts, Proposer
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Speculator(PerRequestState):
         lengths: DraftLengths,
         num_drafts: int,
         most_drafts: int | None = None,
+        lookup: PromptLookup | None = None,
     ) -> None:
         """
         Args:
@@ -53,12 +55,15 @@ class Speculator(PerRequestState):
             num_drafts: K, the most of a request in a step.
             most_drafts: of all requests of a step, where memory for them is set aside; None: as
                 many as it has rows for.
+            lookup: finds requests whose drafts are copied from their own text instead; None: none
+                are.
         """
         self._requests = requests
         self._proposer = proposer
         self._lengths = lengths
         self.num_drafts = num_drafts
         self._most_drafts = most_drafts
+        self._lookup = lookup
         # Requests and drafts of the step laid out last.
         self._laid_out: tuple[list[str], StepDrafts]
         self._last_finish: float | None = None
@@ -76,6 +81,19 @@ class Speculator(PerRequestState):
         """Whether the host must know all tokens before the next step's drafts."""
         return self._proposer.reads_text
 
+    def is_copying(self, req_ids: Iterable[str]) -> bool:
+        """Whether any of these requests copies its own text.
+
+        Its next drafts need all of its tokens. Requests without a row are left out.
+        """
+        if self._lookup is None:
+            return False
+        requests = self._requests
+        here = [requests[req_id].req_idx for req_id in req_ids if req_id in requests]
+        indices_np = np.array(here, np.int32)
+        known_np = requests.num_known_np[indices_np]
+        return self._lookup.update(requests.token_ids_np, indices_np, known_np)
+
     def learn(self, outputs: Sequence[StepOutput]) -> None:
         """Records what steps sampled and accepted, each of them once and in their order.
 
@@ -90,12 +108,16 @@ class Speculator(PerRequestState):
         output.token_ids()
         batch, now = output.batch, time.perf_counter()
         sampling = batch.sampling_np
-        req_indices = batch.req_indices_np[sampling]
+        copied = None if batch.drafts is None else batch.drafts.copied_np
         if batch.drafts is not None and len(sampling):
-            drafted = batch.drafts.counts_np[sampling]
-            self._lengths.observe_drafts(req_indices, drafted, output.num_accepted())
+            # How many copied drafts are accepted says nothing of the proposer's.
+            own = slice(None) if copied is None else ~copied[sampling]
+            drafted = batch.drafts.counts_np[sampling][own]
+            req_indices = batch.req_indices_np[sampling][own]
+            self._lengths.observe_drafts(req_indices, drafted, output.num_accepted()[own])
             self._warn_if_useless(int(drafted.sum()))
-        decoding = len(sampling) == len(batch.requests) and len(sampling) > 0
+        # Steps with copies wait for the one before: they would make rows look expensive.
+        decoding = len(sampling) == len(batch.requests) and len(sampling) > 0 and copied is None
         if decoding and self._last_finish is not None:
             self._lengths.observe_step(int(batch.query_start_loc_np[-1]), now - self._last_finish)
         self._last_finish = now if decoding else None
@@ -114,6 +136,8 @@ class Speculator(PerRequestState):
         """A request is gone; another one may take its row."""
         self._proposer.forget_request(req_idx)
         self._lengths.forget_request(req_idx)
+        if self._lookup is not None:
+            self._lookup.forget_request(req_idx)
 
     def step_drafts(
         self,
@@ -143,8 +167,18 @@ class Speculator(PerRequestState):
             token_ids = mx.where(mx.array(awaiting)[:, None], token_ids, told.token_ids)
             counts = np.where(awaiting, counts, told.counts_np)
             counts = _within(counts, self._most_drafts)
-        self._laid_out = (req_ids, StepDrafts(token_ids, counts, room))
+        copied = self._copied(req_ids)
+        self._laid_out = (req_ids, StepDrafts(token_ids, counts, room, copied))
         return self._laid_out[1]
+
+    def _copied(self, req_ids: Sequence[str]) -> np.ndarray | None:
+        """[R] bool, requests that copy; None: none does."""
+        if self._lookup is None or not self._lookup.copying_np.any():
+            return None
+        copied: np.ndarray = self._lookup.copying_np[
+            [self._requests[req_id].req_idx for req_id in req_ids]
+        ]
+        return copied if copied.any() else None
 
     def drafts_after(self, batch: InputBatch) -> dict[str, list[int]]:
         """Drafts that follow what a step sampled, by request id; waits for the device."""
@@ -205,6 +239,8 @@ class Speculator(PerRequestState):
         num_computed = int(self._requests.num_computed_tokens_np[state.req_idx])
         self._proposer.begin_request(state.req_idx, num_computed)
         self._proposer.set_scope(state.req_idx, state.cache_salt)
+        if self._lookup is not None:
+            self._lookup.begin_request(state.req_idx, state.num_prompt_tokens)
 
     def take_hidden(self, rows: Rows) -> None:
         """The target's forward of these rows has just been built."""
@@ -234,14 +270,37 @@ class Speculator(PerRequestState):
         )
         ends = np.minimum(computed + num_rows, known)
         ends = np.where(most > 0, known, ends)
-        limits = np.zeros(len(req_ids), np.int32)
+        copies = self._copies(req_indices, ends, most, unread)
         drafting = most > 0
+        limits = np.zeros(len(req_ids), np.int32)
+        num_copied = 0
+        if copies is not None:
+            limits, num_copied = copies.counts_np.copy(), int(copies.counts_np.sum())
+            drafting &= limits == 0
         if drafting.any():
-            others = int(num_rows.sum()) - int(drafting.sum())
+            others = num_copied + int(num_rows.sum()) - int(drafting.sum())
             chosen = self._lengths.limits(req_indices[drafting], 0 if done else others)
             limits[drafting] = np.minimum(chosen, most[drafting])
-            limits = _within(limits, self._most_drafts)
-        return self._proposer.propose(self._request(req_indices, ends, limits, unread))
+        limits = _within(limits, self._most_drafts)
+        if copies is None:
+            return self._proposer.propose(self._request(req_indices, ends, limits, unread))
+        # The proposer writes the K/V of what is copied, too: later drafts read them.
+        guessing = np.where(drafting, limits, 0)
+        guesses = self._proposer.propose(self._request(req_indices, ends, guessing, unread))
+        token_ids = mx.where(mx.array(drafting)[:, None], guesses.token_ids, copies.token_ids)
+        return Drafts(token_ids, np.where(drafting, guesses.counts_np, limits))
+
+    def _copies(
+        self, req_indices: np.ndarray, ends: np.ndarray, most: np.ndarray, unread: Unread | None
+    ) -> Drafts | None:
+        """Drafts of requests that copy; None: of a step, there are none. Arguments as above."""
+        lookup, token_ids_np = self._lookup, self._requests.token_ids_np
+        if lookup is None or not lookup.update(token_ids_np, req_indices, ends):
+            return None
+        if unread is not None:  # found just now: the next step waits, see `is_copying`
+            return None
+        most = np.minimum(most, token_ids_np.shape[1] - ends)
+        return lookup.drafts(token_ids_np, req_indices, ends, most, self.num_drafts)
 
     def _request(
         self,

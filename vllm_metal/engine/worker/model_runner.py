@@ -248,6 +248,7 @@ class ModelRunner:
             or self._model.needs_outcome  # states are put right before they are used
             or scheduler_output.has_structured_output_requests  # masks are made of known drafts
             or scheduler_output.kv_connector_metadata is not None  # what is stored must be complete
+            or self._speculator.is_copying(scheduler_output.scheduled_spec_decode_tokens)
         )
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
