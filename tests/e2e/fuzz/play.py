@@ -156,6 +156,7 @@ def _options(run: Run, models: Path) -> dict[str, Any]:
             speculation |= {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
         if setting.method == "draft_model":
             speculation["model"] = str(models / f"{setting.model}-draft")
+            options["additional_config"]["prompt_lookup"] = setting.lookup
         options["speculative_config"] = speculation
     return options
 

@@ -35,6 +35,8 @@ CACHES = ("auto", "auto", "auto", "fp8", "auto", "int8")
 APART_OF = 5
 #: Of so many seeds, one has the contract of vLLM's second model runner.
 SECOND_OF = 4
+#: Of so many seeds with a draft model, all but one copy text beside it.
+WITHOUT_LOOKUP_OF = 3
 #: Methods with which vLLM does not schedule ahead by the contract of its first model runner.
 SYNCHRONOUS_ONLY = tuple(name for name in METHODS if name and not BY_NAME[name].schedules_ahead)
 
@@ -58,7 +60,8 @@ class Setting:
     spare_blocks: of the pool, beyond what one request of max_model_len takes. num_drafts: for the
     speculative `method`; with `adaptive` at most. kv_cache_dtype: as --kv-cache-dtype. apart:
     whether the engine has a process of its own. second: whether scheduler and worker have the
-    contract of vLLM's second model runner.
+    contract of vLLM's second model runner. lookup: whether requests that repeat their text copy it
+    beside a draft model.
     """
 
     model: str
@@ -75,6 +78,7 @@ class Setting:
     kv_cache_dtype: str
     apart: bool = False
     second: bool = False
+    lookup: bool = False
 
     @property
     def block_tokens(self) -> int:
@@ -149,6 +153,8 @@ def draw(
     if seed % SECOND_OF == SECOND_OF - 1:  # by that contract, vLLM schedules ahead with all methods
         ahead = setting.async_scheduling or setting.method in SYNCHRONOUS_ONLY
         setting = replace(setting, second=True, async_scheduling=ahead)
+    if setting.method == "draft_model":
+        setting = replace(setting, lookup=seed % WITHOUT_LOOKUP_OF != 0)
     requests: list[Request] = []
     arrival = 0
     for index in range(num_requests):
@@ -333,7 +339,12 @@ def _no_logprobs(run: Run) -> Run:
 
 @_simpler("speculation")
 def _no_speculation(run: Run) -> Run:
-    return replace(run, setting=replace(run.setting, method=None))
+    return replace(run, setting=replace(run.setting, method=None, lookup=False))
+
+
+@_simpler("lookup")
+def _no_lookup(run: Run) -> Run:
+    return replace(run, setting=replace(run.setting, lookup=False))
 
 
 @_simpler("async")
