@@ -74,7 +74,7 @@ def use(compiler: Compiler) -> None:
 
 
 def in_graphs() -> bool:
-    """Returns whether kernels are MLX operations, which run when their results are computed."""
+    """Returns whether kernel calls are lazy MLX operations, so that a graph can contain them."""
     # Other compilers run kernels when they are called, so a graph with them cannot be traced.
     return _compiler is mx.fast.metal_kernel
 
@@ -91,10 +91,10 @@ def using(compiler: Compiler) -> Iterator[None]:
 
 
 def named(compiler: str) -> Compiler:
-    """Returns the compiler named `module:function`, possibly of another package.
+    """Imports a compiler by its name, `module:function`.
 
     Raises:
-        RuntimeError: that package is not installed.
+        RuntimeError: the package of the module is not installed.
     """
     module = compiler.partition(":")[0]
     try:

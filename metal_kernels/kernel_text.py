@@ -22,7 +22,7 @@ _NAMES = re.compile(
 
 @dataclass(frozen=True)
 class Part:
-    """A function, struct, constant or macro with its comments, several without a gap, or a body."""
+    """A piece of kernel source: a file, definitions without empty lines between, or a body."""
 
     text: str
     file: str
@@ -30,18 +30,18 @@ class Part:
 
     @property
     def names(self) -> set[str]:
-        """Names that others use; empty: the part is always kept."""
+        """Names that the part defines; empty: the part is always kept."""
         found = _NAMES.findall(without_comments(self.text))
         return {name for names in found for name in names if name}
 
     @property
     def words(self) -> set[str]:
-        """All names that it may use."""
+        """All words in the code, which include every name that it uses."""
         return set(_WORD.findall(without_comments(self.text)))
 
 
 def used(functions: Sequence[Part], body: Part) -> str:
-    """Returns the functions that a body uses, directly or indirectly, in compact form."""
+    """Returns the definitions that a kernel body uses, directly or indirectly, in compact form."""
     left = [part for file in functions for part in _definitions(file)]
     order = {part: index for index, part in enumerate(left)}
     words, kept = body.words, list[Part]()
@@ -53,7 +53,7 @@ def used(functions: Sequence[Part], body: Part) -> str:
 
 
 def compact(parts: Sequence[Part]) -> str:
-    """Returns the texts without comments and indentation."""
+    """Joins the parts' source without comments and indentation."""
     lines, file, next_line = list[str](), "", 0
     for part in parts:
         for number, text in enumerate(without_comments(part.text).split("\n"), part.line):
@@ -78,7 +78,7 @@ def without_comments(text: str) -> str:
 
 
 def _definitions(file: Part) -> Iterator[Part]:
-    """Splits a file at empty lines outside braces."""
+    """Splits a file into definitions, at empty lines outside braces."""
     lines, first, depth = file.text.split("\n"), 0, 0
     for number, line in enumerate([*lines, ""]):
         code = without_comments(line)

@@ -15,7 +15,7 @@ _SIZES = 8
 
 
 def stable(size: int) -> int:
-    """Rounds a size up by at most a seventh, so that it stays the same for many steps."""
+    """Rounds a size up by at most a seventh, so that successive steps often have equal sizes."""
     # Steps with the same array shapes reuse the previous step's graph.
     unit = max(1, (1 << (size - 1).bit_length()) // (2 * _SIZES))
     return -(-size // unit) * unit
@@ -23,7 +23,7 @@ def stable(size: int) -> int:
 
 @dataclass(frozen=True)
 class PositionLag:
-    """How far a step's R requests lag behind the host's positions, which only the device knows.
+    """Difference between the host's positions of R requests and the true ones on the device.
 
     The host counts all drafts of a step whose results it has not read; some may be rejected.
     """
@@ -38,7 +38,7 @@ class PositionLag:
 
 @dataclass(frozen=True)
 class RaggedLayout:
-    """Places a step's R requests and T rows in the pool, for layers that share block tables."""
+    """Pool slots and block tables of a step's R requests and T rows, for layers that share them."""
 
     query_start_loc_np: np.ndarray  # [R + 1] int32, first row of each request
     seq_lens_np: np.ndarray  # [R] int32, context including this step's rows

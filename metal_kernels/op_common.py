@@ -60,7 +60,7 @@ def padded(metadata: mx.array, fill: int) -> mx.array:
 
 
 def block_elements(pool: mx.array, split: int = 1) -> int:
-    """Returns the elements of a block in [Hkv, B * split, ...], over all heads and parts."""
+    """Returns the elements of a block of a [Hkv, B * split, ...] pool, over all heads and parts."""
     return pool.size // pool.shape[1] * split
 
 

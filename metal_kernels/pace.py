@@ -35,7 +35,7 @@ IN_FLIGHT = 2
 
 
 class Pace:
-    """Paces all steps of one network by the work that is queued for the device."""
+    """Limits the work per command buffer and the pending command buffers of one network."""
 
     def __init__(self, most_work: int = MOST_WORK) -> None:
         self._most_work = most_work
@@ -43,7 +43,7 @@ class Pace:
         self._ends: deque[mx.array] = deque()
 
     def end(self, *done: mx.array) -> None:
-        """Ends the command buffer after `done` is computed, then waits for the last but two."""
+        """Ends the command buffer that computes `done`; waits if more than two are then pending."""
         mx.async_eval(*done)
         self._work = 0
         # Stays alive until waited for, so the first array of `done` should be small.
@@ -52,7 +52,7 @@ class Pace:
             mx.eval(self._ends.popleft())
 
     def before(self, work: int, *done: mx.array) -> None:
-        """Makes room for `work` FLOPs that will be queued after `done`."""
+        """Ends the command buffer with `done` if `work` more FLOPs would exceed its limit."""
         if done and self._work + work > self._most_work:
             self.end(*done)
         self._work += work

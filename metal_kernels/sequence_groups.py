@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups a step's sequences for MLX's operations, and finds where their states end.
 
-The host knows all numbers here. A sequence is padded: kept rows to apply, dead rows up to the most
-that could have been applied, the step's own rows, dead rows again. So steps of one shape differ
-only in the plan's arrays.
+The host must know all numbers. Each sequence is padded: kept rows to apply, padding up to the most
+rows that could have been kept, the step's own rows, padding again. So steps of the same shape
+differ only in the plan's arrays.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NUM_TAPS = 8
 
 @dataclass(frozen=True)
 class Endings:
-    """E states to store after a chunk."""
+    """The E states to store after a chunk, and the rows that each includes."""
 
     length: int  # D, the chunk's first rows: no state ends after more
     sequences: mx.array | None  # [E] int32, index in the group; None: each sequence once, in order
@@ -46,7 +46,7 @@ class Endings:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows in one pass through a group's states."""
+    """A range of rows that advances a group's states at once."""
 
     start: int  # index in the group's L rows
     stop: int
@@ -103,7 +103,7 @@ def plan(
     bounds_np: np.ndarray,
     num_taps: int = NUM_TAPS,
 ) -> ReferencePlan:
-    """Plans a step whose numbers the host knows.
+    """Plans a step; the host must know how many kept rows each sequence applies.
 
     Args:
         table_np: [N, COLUMNS] int32, `Sequences.table`.
@@ -111,8 +111,8 @@ def plan(
         num_rows: T.
         num_kept: rows to keep for the next step, at least 1.
         num_kept_before: rows kept by the previous step.
-        bounds_np: [N] int, maximum of each sequence's kept rows to apply.
-        num_taps: maximum of inputs per row of a convolution.
+        bounds_np: [N] int, upper bound of the kept rows that each sequence applies.
+        num_taps: largest number of taps of a convolution.
     """
     step = _Step(table_np, bounds_np, num_rows, num_kept_before)
     ends = _Ends.find(step, blocks_np, block_size)
@@ -145,7 +145,7 @@ def plan(
 
 
 class _Step:
-    """A step's table by columns; rows are numbered as in `Group.rows`."""
+    """The columns of a step's table; rows are numbered as in `Group.rows`."""
 
     def __init__(
         self, table_np: np.ndarray, bounds_np: np.ndarray, num_rows: int, num_kept_before: int
@@ -160,7 +160,7 @@ class _Step:
         self.lengths_np = self.bounds_np + self.counts_np
 
     def padded(self, members: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns [n, L] rows, and masks of the step's own and of kept ones."""
+        """Returns [n, L] arrays: padded rows, mask of the step's own, and mask of kept rows."""
         at = np.arange(length)
         first_rows, first_kept = self.first_rows_np[members], self.first_kept_np[members]
         own_index = at - self.bounds_np[members, None]
@@ -175,7 +175,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Ends:
-    """End states: one per sequence that writes one, in order, then those of full blocks."""
+    """States to store: first each sequence's last state, if it writes one, then full blocks'."""
 
     sequences_np: np.ndarray  # [E]
     blocks_np: np.ndarray  # [E]
@@ -211,14 +211,14 @@ class _Ends:
 
 
 def _members(step: _Step) -> list[np.ndarray]:
-    """Returns sequences per group: short ones, then those with equal numbers of chunks."""
+    """Groups sequences: all short ones, then those with equal numbers of chunks."""
     lengths_np = step.lengths_np
     num_chunks = np.where(lengths_np <= SHORT, 0, -(-lengths_np // CHUNK))
     return [np.flatnonzero(num_chunks == number) for number in np.unique(num_chunks)]
 
 
 def _group(step: _Step, ends: _Ends, members: np.ndarray) -> tuple[Group, np.ndarray, np.ndarray]:
-    """Returns a group, its end states in order, and [n * Q] rows of its outputs, -1 for none."""
+    """Returns a group, indices of its states to store, and [n * Q] output rows, -1 for none."""
     lengths_np = step.lengths_np[members]
     length = max(int(lengths_np.max()), 1)
     rows_np, own_np, kept_np = step.padded(members, length)
@@ -243,7 +243,7 @@ def _group(step: _Step, ends: _Ends, members: np.ndarray) -> tuple[Group, np.nda
 
 
 def _chunks(ends: _Ends, members: np.ndarray, length: int) -> tuple[tuple[Chunk, ...], np.ndarray]:
-    """Returns a group's chunks, and its end states in their order."""
+    """Returns a group's chunks, and indices of its states to store, in the chunks' order."""
     ours = np.flatnonzero(np.isin(ends.sequences_np, members))
     padded = ends.padded_np[ours]
     found, order = [], []
@@ -277,13 +277,13 @@ def _endings(
 
 
 def _expand(numbers_np: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Expands ragged items: owning sequence and index within it, [sum] each."""
+    """Numbers ragged items: returns the owner and the index within the owner, [sum] each."""
     owner = np.repeat(np.arange(len(numbers_np)), numbers_np)
     return owner, np.arange(len(owner)) - (np.cumsum(numbers_np) - numbers_np)[owner]
 
 
 def _keep(step: _Step, num_kept: int) -> np.ndarray:
-    """Returns [num_kept] int32, the drafts' rows."""
+    """Returns the rows of drafts, which the step keeps, [num_kept] int32."""
     certain_np = step.table_np[:, NUM_CERTAIN]
     owner, number = _expand(step.counts_np - certain_np)
     keep_np = np.zeros(num_kept, np.int32)
@@ -293,7 +293,7 @@ def _keep(step: _Step, num_kept: int) -> np.ndarray:
 
 
 def _heads(step: _Step, num_taps: int) -> np.ndarray | None:
-    """Returns [F] int32, rows with less than num_taps - 1 rows of their sequence before them."""
+    """Returns rows with fewer than num_taps - 1 rows of their sequence before them, [F] int32."""
     owner, number = _expand(step.counts_np)
     heads = np.flatnonzero(number < num_taps - 1)
     # Too many for separate work: None stands for all rows.
@@ -303,9 +303,9 @@ def _heads(step: _Step, num_taps: int) -> np.ndarray | None:
 
 
 def _taps(step: _Step, ends_np: np.ndarray, applied_np: np.ndarray, num_taps: int) -> np.ndarray:
-    """Returns [T + E, num_taps] int32, the newest inputs at each row and each end, oldest first.
+    """Returns [T + E, num_taps] int32: newest inputs at each row and stored state, oldest first.
 
-    ends_np: [E], sequence of each end. applied_np: [E], rows applied by then.
+    ends_np: [E], sequence of each state. applied_np: [E], rows applied to it.
     """
     owner, number = _expand(step.counts_np)
     rows_np = step.first_rows_np[owner] + number

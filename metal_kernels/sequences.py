@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes a step to kernels that work token by token: rows, drafts and states by request.
+"""Describes a step's rows, drafts and states, for kernels that work token by token.
 
 A request keeps the state after its last certain token in a block of the pool, and the inputs of the
 drafts after it: its *kept rows*. The next step first applies those that were accepted, then its own

@@ -53,8 +53,8 @@ def run(
         part: location of the [K - 1, C] floats among a state's bytes.
         split: parts of a block.
         after: fences of dispatches to wait for.
-        state_bytes: size of the whole state. Its blocks are cleared behind it in K, and in V if the
-            state reaches there. None: they are not.
+        state_bytes: size of the whole state. The rest of each block's K is cleared, and of its V if
+            the state extends into V. None: clear nothing.
 
     Returns:
         out: [T, C] in the inputs' dtype, summed in float32.
@@ -115,7 +115,7 @@ def _template(
 
 
 def _usable_bytes(pools: Sequence[mx.array], state_bytes: int, split: int) -> int:
-    """Returns the bytes of a block that a state may use: K's, or K's and V's."""
+    """Returns the bytes of a block that a state may use: those of K, or of K and V."""
     sizes = [op_common.block_elements(pool, split) * pool.dtype.size for pool in pools]
     return sizes[0] if state_bytes <= sizes[0] else sum(sizes)
 

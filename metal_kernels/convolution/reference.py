@@ -17,7 +17,7 @@ def run(
     """Computes a causal convolution of each channel through all sequences of a step.
 
     Args:
-        plan: of the step.
+        plan: plan of the step.
         inputs: [T, C] floats.
         kept: [P', C] inputs kept by the previous step; None: none.
         weight: [C, K], or MLX's [C, K, 1], oldest input first.
@@ -28,7 +28,7 @@ def run(
         [T, C] outputs, [E, K-1, C] states in their dtype, and [num_kept, C] drafts' inputs.
 
     Raises:
-        ValueError: the plan is for a smaller K, or another number of kept rows.
+        ValueError: the plan was made for a smaller K, or for another number of kept rows.
     """
     num_channels, num_taps = weight.shape[:2]
     num_kept_before = 0 if kept is None else len(kept)
@@ -58,7 +58,7 @@ def run(
 
 @mx.compile
 def _along(inputs: mx.array, scale: mx.array) -> mx.array:
-    """Convolves [T, C] rows as one sequence after zeros; scale: [K, C], oldest first, float32."""
+    """Convolves [T, C] rows as one zero-padded sequence; scale: [K, C] float32, oldest first."""
     num_rows, num_taps = len(inputs), len(scale)
     padded = mx.pad(inputs, [(num_taps - 1, 0), (0, 0)])
     out = padded[:num_rows] * scale[0]

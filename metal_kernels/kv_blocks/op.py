@@ -25,17 +25,17 @@ def copy(
     targets: np.ndarray,
     after: Sequence[mx.array] = (),
 ) -> mx.array:
-    """Copies blocks within each pool in place; done once the fence is computed.
+    """Copies blocks within each pool in place; the copy runs when the fence is evaluated.
 
     Args:
         pools: [Hkv, B, block_size, ...] each, row-contiguous, any dtype: keys, values, scales.
         sources: [P] integers on the host.
-        targets: [P] integers. No block may be both source and target, or a target twice, because
-            copies run in any order.
+        targets: [P] distinct integers. No block may be both source and target, because copies run
+            in any order.
         after: fences of earlier dispatches.
 
     Returns:
-        [8] uint32, the fence of the last copy, which follows all others.
+        [8] uint32, the fence of the last pool's copies, which run after those of other pools.
 
     Raises:
         ValueError: blocks are invalid or outside a pool.

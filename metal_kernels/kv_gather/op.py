@@ -29,7 +29,7 @@ def gather(
     bounds: mx.array | None = None,
     heads: tuple[int, int] | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Reads the blocks of n requests, W each.
+    """Reads the contexts of n requests, W blocks each, from a pool.
 
     Args:
         pool: [Hkv, B, block_size, D] float16, bfloat16 or float32, or quantized: uint8 for fp8
@@ -38,9 +38,9 @@ def gather(
         dtype: of the context: float16, bfloat16 or float32.
         after: fences of dispatches to wait for.
         scales: [Hkv, B, block_size] bfloat16 of a quantized pool: value = quantized * scale.
-        bounds: [n, 2] int32, first slot to read of each request's context, and the one behind the
-            last; others read as zeros, even if they hold NaN. None: read all.
-        heads: first head and number of heads H; None: all of the pool.
+        bounds: [n, 2] int32, first slot to read in each request's context, and one past the last;
+            other slots read as zeros, even if they hold NaN. None: read all.
+        heads: first head and number of heads H; None: all heads of the pool.
 
     Returns:
         context: [H, n, W * block_size, D] of `dtype`.
@@ -83,7 +83,6 @@ def gather(
 
 
 def _full_bounds(n: int, num_slots: int) -> mx.array:
-    """Returns bounds of n whole contexts, [n, 2] int32."""
     return mx.array(np.tile(np.array([0, num_slots], np.int32), (n, 1)))
 
 

@@ -83,7 +83,7 @@ def write(
     split: int = 1,
     after: Sequence[mx.array] = (),
 ) -> mx.array:
-    """Writes states into blocks in place; done once the fence is computed.
+    """Writes states into blocks in place; the write runs when the fence is evaluated.
 
     Args:
         pools, split, after: see `read`.
@@ -133,7 +133,7 @@ def _room(pools: Sequence[mx.array], split: int) -> int:
 def _launch(
     pools: Sequence[mx.array], count: int, width: int, split: int, touched: int
 ) -> dict[str, Any]:
-    """Returns arguments of both kernels, for `touched` elements of `count` blocks."""
+    """Returns launch arguments to read or write `touched` elements in each of `count` blocks."""
     dtype = pools[0].dtype
     keys, values = (split * math.prod(pool.shape[2:]) for pool in (pools[0], pools[-1]))
     # The largest run that divides all boundaries, so that no thread's move crosses one.

@@ -43,7 +43,7 @@ def write(
 
 
 def _used(pools: Sequence[mx.array], width: int, split: int) -> list[tuple[int, mx.array]]:
-    """Returns the pools that hold states, each with its offset within a state."""
+    """Returns the pools that hold states, and the first element of a state that each holds."""
     sizes = [block_elements(pool, split) for pool in pools]
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return [(start, pool) for start, pool in zip(starts, pools, strict=True) if start < width]

@@ -32,7 +32,7 @@ _NO_ROTATION = Rotation(RotationKind(0))
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Rows and their destination, as for `write`."""
+    """Rows to write and their destination; the fields are arguments of `write`."""
 
     keys: mx.array
     values: mx.array | None
@@ -54,7 +54,7 @@ def write(
     key_scales: mx.array | None = None,
     value_scales: mx.array | None = None,
 ) -> mx.array:
-    """Writes rows into the pools in place; done once the fence is computed.
+    """Writes rows into the pools in place; the write runs when the fence is evaluated.
 
     Args:
         keys: [T, Hkv, D] float16, bfloat16 or float32.
@@ -64,14 +64,14 @@ def write(
             rows must not share a slot. Entries beyond T are ignored: 8 or more avoid padding.
         key_pool: [Hkv, B, block_size, D], row-contiguous (otherwise a copy would be written), in a
             dtype of keys, uint8 for fp8 e4m3 or int8 for integers.
-        value_pool: [Hkv, B, block_size, Dv], the dtype of key_pool; None as `values`.
+        value_pool: [Hkv, B, block_size, Dv], the dtype of key_pool; None if `values` is.
         after: fences of earlier dispatches.
         key_scales: [Hkv, B, block_size] bfloat16, for a quantized pool: value = quantized * scale,
-            where scale = max |row| / 127 for int8, rounded to bfloat16, and elements are quantized
-            as element / scale; for fp8 the one of / 448, / 416, / 384, / 352, / 320, / 288 and
-            / 256 with the smallest sum of squared errors. In a row with a NaN or an infinity no
-            element decodes to a finite number.
-        value_scales: likewise.
+            where scale = max |row| / divisor, rounded to bfloat16. The divisor is 127 for int8; for
+            fp8 it is one of 448, 416, 384, 352, 320, 288 and 256, chosen per row for the smallest
+            sum of squared errors. In a row with a NaN or an infinity no element decodes to a finite
+            number.
+        value_scales: scales of value_pool, like key_scales.
 
     Returns:
         [8] uint32, the fence of this write.
@@ -104,13 +104,13 @@ def rotate_and_write(
     """Rotates keys and queries, then writes as `write` does.
 
     Args:
-        keys: [T, Hkv, D], unrotated; with tails, the elements before those.
+        keys: [T, Hkv, D], unrotated; with `tails`, only the elements before the tail.
         values, slot_mapping, key_pool, value_pool, after, key_scales, value_scales: see `write`.
         queries: [T, H, D] in the dtype of keys, unrotated; None: do not rotate queries.
         positions: [T or more] int32 of the rows; 8 or more entries avoid padding.
-        rotation: of keys and queries.
-        tails: [T, Hkv, n] in the dtype of keys, the last elements of their rows from the first
-            rotated one on. None: keys are complete.
+        rotation: how to rotate keys and queries.
+        tails: [T, Hkv, n] in the dtype of keys, the last n elements of each key, beginning with the
+            first rotated one. None: keys are complete.
 
     Returns:
         Rotated queries, [T, H, D], or None; then the fence, [8] uint32.
@@ -199,7 +199,7 @@ def _check(rows: _Rows, tails: mx.array | None = None) -> None:
 
 
 def _check_rows(name: str, rows: mx.array, pool: mx.array, more: int = 0) -> None:
-    """Checks keys or values, each row of which has `more` elements elsewhere."""
+    """Checks keys or values against their pool, whose rows are `more` elements longer."""
     part = name.removesuffix("s")
     if rows.ndim != 3 or rows.dtype not in op_common.VALUE_DTYPES:
         raise ValueError(f"{name}: expected [T, Hkv, D] floats, found {rows.shape} {rows.dtype}")

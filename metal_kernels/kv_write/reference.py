@@ -80,7 +80,7 @@ def encode(rows: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array | None]:
 
 
 def _encode(rows: mx.array, dtype: mx.Dtype, top: float) -> tuple[mx.array, mx.array]:
-    """Returns float32 rows quantized with the largest element at `top`, and scales."""
+    """Quantizes rows so that each row's largest element becomes `top`; also returns the scales."""
     scales = (mx.abs(rows).max(axis=-1) / top).astype(SCALE_DTYPE)
     # A scale that was rounded down moves the largest element beyond `top` by at most 2^-9 of it,
     # too little to change its rounding.
@@ -91,7 +91,7 @@ def _encode(rows: mx.array, dtype: mx.Dtype, top: float) -> tuple[mx.array, mx.a
 
 
 def _divisors(scales: mx.array) -> mx.array:
-    """Returns [..., 1] float32."""
+    """Returns the scales as [..., 1] float32 divisors, 1 where a scale is 0."""
     factors = scales.astype(mx.float32)
     return mx.where(factors > 0, factors, 1.0)[..., None]
 

@@ -51,10 +51,7 @@ class Rotation:
         frequencies: mx.array | None,
         dtype: mx.Dtype,
     ) -> Rotation | None:
-        """Converts arguments of `mx.fast.rope`; None if the kernel does not support them.
-
-        dtype: of the rows.
-        """
+        """Converts arguments of `mx.fast.rope` for rows of `dtype`; None if not supported."""
         kind = RotationKind(dims, 0, traditional, frequencies is not None)
         if dims < 2 or dims % 2 or dtype not in (mx.float16, mx.bfloat16, mx.float32):
             return None

@@ -55,13 +55,13 @@ class Bucket:
     )
 
     def places(self, num_heads: int) -> tuple[Places, Places]:
-        """Returns the indices of the context's blocks and of this step's rows in all K/V heads.
+        """Returns index arrays to read the context from the pool, and to write new rows into it.
 
         Cached, so that all layers share them.
 
         Returns:
-            Head and block of the pool, each [Hkv, n, S / block_size] int32; head, request and slot
-            of the context, each [f * Hkv] int32, heads innermost.
+            Head and block in the pool, each [Hkv, n, S / block_size] int32; and, for rows of this
+            step, head, request and slot in the context, each [f * Hkv] int32, heads innermost.
         """
         if num_heads not in self._positions:
             heads = mx.array(np.arange(num_heads, dtype=np.int32))
@@ -78,7 +78,7 @@ class Bucket:
         return self._positions[num_heads]
 
     def work(self, num_heads: int, sizes: int) -> int:
-        """Returns the FLOPs; `sizes` is the sum of a key's and a value's."""
+        """Returns the FLOPs; `sizes` is the size of a key plus that of a value."""
         return 2 * self.num_requests * self.query_len * self.context_len * num_heads * sizes
 
 
@@ -94,7 +94,7 @@ class BucketPlan:
 
     @property
     def calls(self) -> tuple[Bucket, ...]:
-        """All calls of a layer."""
+        """All attention calls of a layer."""
         return (*self.buckets, *self.shared)
 
 
@@ -117,12 +117,12 @@ def plan(
         query_start_loc, seq_lens, block_tables, block_size, window: see `plan.plan`.
         slot_mapping: [T] int32, pool slot of each row's K/V; -1: never read. A request may read
             blocks that another one writes in this step (a prefix hit on a prompt just scheduled).
-        share: gather shared prefixes once. `run` then uses plain operations; requires no window.
+        share: gather shared prefixes once, with plain operations; not possible with a window.
         causal: set the `causal_len` of prompts, for MLX's fused attention. It changes each step,
             unlike the padded shape.
-        earlier_slots: [E] int32, pool slots of rows of previous steps of the same requests, equally
-            many each, that the pool does not hold yet; -1: never read. `run` then takes the K/V of
-            E + T rows, these first.
+        earlier_slots: [E] int32, pool slots of rows of previous steps that the pool does not hold
+            yet, equally many per step; -1: never read. `run` then takes the K/V of these E rows,
+            followed by those of the T rows of this step.
         bounded: set the buckets' `bounds`, for reads of the pool.
         bidirectional: rows of a request also see its rows of this step after them; the window still
             ends at each row's own position.
@@ -153,7 +153,7 @@ def plan(
 
 
 class _Calls:
-    """Buckets, and the positions of the batch's rows in their outputs."""
+    """Collects buckets, and the position of each batch row in their concatenated outputs."""
 
     def __init__(self, num_tokens: int) -> None:
         self.buckets: list[Bucket] = []
@@ -166,14 +166,14 @@ class _Calls:
         self.buckets.append(bucket)
 
     def order(self) -> mx.array | None:
-        """Returns each row's position, one past the last if it has none; None: in order."""
+        """Returns each row's position in the outputs, or one past the last; None: in order."""
         if self._size == len(self._positions) and _is_range(self._positions, self._size):
             return None
         return mx.array(np.where(self._positions < 0, self._size, self._positions))
 
 
 def _shared_rows(rows: np.ndarray, num_requests: int, context_len: int) -> list[np.ndarray]:
-    """Splits rows into calls over a shared prefix; none if sharing does not pay."""
+    """Splits rows into attention calls over a shared prefix; empty if sharing does not pay."""
     most = max(MAX_SCORES // context_len, MIN_ROWS)
     calls = np.split(rows, range(most, len(rows), most))
     pays = num_requests >= 2 * len(calls)  # pieces of one long prompt save nothing together
@@ -219,7 +219,7 @@ def _own_calls(
     bounded: bool,
     bidirectional: bool,
 ) -> _Calls:
-    """Makes the calls over each request's own blocks, from `first_block` on, [R].
+    """Makes the calls over each request's own blocks, which start at `first_block`, [R].
 
     `requests`: `query_start_loc`, `seq_lens` and `block_tables`.
     """
@@ -255,7 +255,7 @@ def _own_calls(
 
 
 def _bounds(first_query: np.ndarray, query_lens: np.ndarray, window: int | None) -> mx.array:
-    """Returns the first slot visible to each request's rows, and the one past the last, [R, 2]."""
+    """Returns the slots visible to each request's rows, [R, 2]: first, and one past the last."""
     begins = np.maximum(0 if window is None else first_query - window + 1, 0)
     seen = np.stack(np.broadcast_arrays(begins, first_query + query_lens), axis=1)
     return mx.array(seen.astype(np.int32))
@@ -285,7 +285,7 @@ def _split_requests(
 
 
 def _merge_shapes(shapes: np.ndarray, context: np.ndarray) -> np.ndarray:
-    """Replaces [R] shapes by wider ones if another call does not pay; `context`: slots of each."""
+    """Merges [R] shapes where padding costs less than a call; `context`: slots of each."""
     # Steps with few short requests then have the same calls, whatever the requests are. Shapes are
     # 64 times the query's plus the context's.
     joined = shapes.copy()

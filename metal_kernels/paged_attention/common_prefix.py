@@ -9,7 +9,7 @@ LEAST_SAVED = 4096
 
 
 def any_alike(tables: np.ndarray) -> bool:
-    """Returns whether any requests share their first block; fast, as most steps only need this."""
+    """Returns whether any requests share their first block: a fast check that suffices mostly."""
     firsts = tables[:, 0].copy()
     firsts.sort()
     return bool(np.count_nonzero(firsts[1:] == firsts[:-1]))
@@ -20,10 +20,10 @@ def common_prefixes(tables: np.ndarray, usable: np.ndarray) -> tuple[np.ndarray,
 
     Args:
         tables: [R, W] int32, blocks of each request in order.
-        usable: [R] int, how many blocks of each a group may share.
+        usable: [R] int, number of leading blocks of each request that may be shared.
 
     Returns:
-        [R] int, each request's group, -1: none; and [G] int, blocks that each group shares.
+        [R] int, each request's group, -1: none; and [G] int, number of blocks each group shares.
     """
     # Among requests with the same first block, take the group that saves most, its length times its
     # copies, then compare the remaining ones again.
@@ -67,7 +67,7 @@ def common_prefixes(tables: np.ndarray, usable: np.ndarray) -> tuple[np.ndarray,
 
 
 def _sort_by_blocks(tables: np.ndarray, usable: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sorts R requests by blocks; returns the order, and how many each shares with the next."""
+    """Sorts R requests by blocks; returns the order, and the blocks each shares with the next."""
     width = int(usable.max())
     # Blocks that may not be shared get unique values.
     own = -1 - np.arange(len(tables), dtype=np.int32)[:, None]
@@ -80,7 +80,7 @@ def _sort_by_blocks(tables: np.ndarray, usable: np.ndarray) -> tuple[np.ndarray,
 
 
 def _widest(num_common: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the widest group that shares as much as each member with the next: first, last."""
+    """Returns first and last member of the widest group that shares `num_common[i]`, for each i."""
     n = len(num_common)
     positions = np.arange(n)
     less = num_common < num_common[:, None]

@@ -44,12 +44,12 @@ class Dispatch:
 
     @property
     def launches(self) -> tuple[Dispatch, ...]:
-        """Launches of the attention kernels, in order."""
+        """Kernel launches, in order: this dispatch, then that of shared prefixes, if any."""
         return (self,) if self.shared is None else (self, self.shared)
 
     @property
     def num_splits(self) -> int:
-        """Most parts of a context, without shared prefixes."""
+        """Largest number of parts that any row's own context is split into; 1: none is split."""
         return 1 if self.splits is None else int(self.splits[:, 1].max())
 
 
@@ -61,9 +61,9 @@ def dispatch_of(
     splits: Splits | None,
     common: Beginnings | None = None,
 ) -> Dispatch:
-    """Makes the dispatch for `pieces`, in tiles of `rows`.
+    """Makes the dispatch for `pieces`, in tiles of `rows` packed rows.
 
-    `splits`: None: no context is split; `common`: prefixes read by another dispatch.
+    `splits`: how to split contexts; None: do not. `common`: prefixes that another dispatch reads.
     """
     shape = batch.shape
     cut = _in_tiles(pieces.num_rows * shape.group, batch.packed_step(rows))
@@ -117,7 +117,7 @@ def _contexts(
     begin_packed: np.ndarray,
     common: Beginnings | None,
 ) -> Contexts:
-    """Returns the contexts of the tiles, without prefixes that are read elsewhere."""
+    """Returns the contexts of the tiles, without the prefixes in `common`."""
     shape, request = batch.shape, pieces.request[cut.piece]
     first, most_behind = batch.first_positions[request], batch.most_behind[request]
     oldest = first - most_behind + begin_packed // shape.group - batch.window + 1
@@ -146,9 +146,9 @@ def _contexts(
 def _shared(
     batch: Batch, pieces: Pieces, common: Beginnings, splits: Splits, joined: np.ndarray
 ) -> Dispatch:
-    """Makes the dispatch that reads shared prefixes, with a Request for each row of the members.
+    """Makes the dispatch that reads shared prefixes, with a Request for each row that shares one.
 
-    `joined`: struct Row of reduce.metal, [max(n, 2), 4] int32, to which the parts are added.
+    `joined`: struct Row of reduce.metal, [max(n, 2), 4] int32; the prefixes' parts are added to it.
     """
     shape, rows = batch.shape, common.rows
     members = np.argsort(common.group, kind="stable")
@@ -204,7 +204,7 @@ def _shared(
 
 
 class _InTiles(NamedTuple):
-    """N tiles of I pieces, in the order of pieces."""
+    """The N tiles that I pieces are divided into, in the order of pieces."""
 
     piece: np.ndarray  # [N]
     begin: np.ndarray  # [N] first packed row within the piece
@@ -213,7 +213,7 @@ class _InTiles(NamedTuple):
 
 
 def _in_tiles(packed: np.ndarray, step: int) -> _InTiles:
-    """Splits pieces of [I] packed rows."""
+    """Divides pieces of [I] packed rows into tiles of up to `step` rows."""
     if packed.max() <= step:  # in most steps
         piece = np.arange(len(packed))
         return _InTiles(piece, np.zeros_like(piece), packed, piece)
@@ -233,10 +233,10 @@ def _tiles(
     count: np.ndarray,
     before: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Returns Tile of all parts, [N', 8] int32.
+    """Returns an array of struct Tile, one per part, longest first, [N', 8] int32.
 
-    By piece: `request` in the dispatch's array, and `table`, the block table if it is another one.
-    By part: `before`, the order among parts of equal length.
+    Per piece: `request`, its index in the dispatch's requests, and `table`, its block table, if not
+    that of the request. Per part: `before`, the order among parts of equal length.
     """
     of_part = piece[parts.tile]
     tiles = np.zeros((stable(len(of_part)), 8), np.int32)

@@ -16,9 +16,9 @@ _ROWS = 64
 
 
 def even_cuts(num_rows: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yields the first row and the number of rows of even calls with at most `most` rows each.
+    """Divides rows evenly into calls of at most `most`; yields first row and number of rows.
 
-    None has FEW_ROWS rows or fewer, unless `most` or `num_rows` is little more.
+    Each call has more than FEW_ROWS rows, unless `most` or `num_rows` is close to FEW_ROWS.
     """
     count = -(-num_rows // most)
     ends = [num_rows * call // count for call in range(count + 1)]
@@ -27,7 +27,7 @@ def even_cuts(num_rows: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def is_fused(key_size: int, value_size: int, dtype: mx.Dtype, device: mx.DeviceType) -> bool:
-    """Returns whether MLX has one for prompts with such heads; `device`: the default one."""
+    """Returns whether MLX has a fused kernel for prompts with such heads on its `device`."""
     # While a graph is recorded, MLX's function is replaced by one that accepts all sizes.
     return _has_kernel(mx.fast.scaled_dot_product_attention, key_size, value_size, dtype, device)
 
@@ -49,14 +49,14 @@ def _has_kernel(
 
 
 def fused_value_size(key_size: int, value_size: int, dtype: mx.Dtype) -> int | None:
-    """Returns the padded value size for such a kernel; None: there is none, as on a CPU."""
+    """Returns the value size to pad to for MLX's fused kernel; None: no kernel, as on a CPU."""
     device = mx.default_device().type
     sizes = (value_size, max(key_size, value_size))
     return next((size for size in sizes if is_fused(key_size, size, dtype, device)), None)
 
 
 def is_plain(shape: AttentionShape, dtype: mx.Dtype, softcap: float | None) -> bool:
-    """Returns whether plain.py serves prompts of such layers, as MLX has no fused GPU kernel."""
+    """Returns whether prompts of such layers need plain.py because MLX has no fused GPU kernel."""
     # None has a soft cap, or latents of 576 elements.
     if softcap is not None or shape.latent:
         return True

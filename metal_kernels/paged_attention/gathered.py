@@ -32,10 +32,10 @@ def run(
     value_scales: mx.array | None = None,
     pace: Pace | None = None,
 ) -> tuple[mx.array, list[mx.array]]:
-    """Attends for one layer; see `paged_attention.run`. The reads' fences are merged.
+    """Attends for one layer; see `paged_attention.run`. Returns one merged fence for all reads.
 
-    `plan` is `bounded`; its writes are ignored. For latents the result is [T, H, D], which begins
-    with DV elements of values.
+    `plan` must have `bounds`; its writes are ignored. For latents the result is [T, H, D], of which
+    the first DV elements are valid.
     """
     fences: list[mx.array] = []
 

@@ -80,13 +80,14 @@ def run(
         plan: for this layer's block table, shape and window.
         queries: [T, H, D], float16, bfloat16 or float32.
         key_pool: [Hkv, B, block_size, D], the dtype of `queries`, uint8 (fp8 e4m3) or int8.
-        value_pool: likewise, [..., DV]; for latents `key_pool`, which begins with DV of values.
+        value_pool: [Hkv, B, block_size, DV], the dtype of `key_pool`; for latents `key_pool`, whose
+            rows begin with the DV elements of a value.
         after: [8] uint32, fence of the write to wait for.
         scale: factor on the scores.
         softcap: scores become softcap * tanh(score / softcap).
         sinks: [H], a learned logit per head that only takes part in the softmax.
         key_scales: [Hkv, B, block_size] bfloat16, for a quantized pool.
-        value_scales: likewise.
+        value_scales: like `key_scales`, for values.
         pace: ends command buffers between long dispatches; None: only MLX ends them.
 
     Returns:
@@ -126,7 +127,7 @@ def run(
 def _launch(
     plan: AttentionPlan, dispatch: Dispatch, buffers: list[mx.array], capped: bool
 ) -> list[mx.array]:
-    """Returns output rows, or parts' rows with their maxima and sums, and a fence."""
+    """Launches a dispatch; returns its rows, maxima and sums if split into parts, and fence."""
     queries, key_pool = buffers[:2]
     shape, split = plan.shape, dispatch.part_rows > 0
     kernel, tiling, simdgroups = (_decode_tiling if dispatch.decode else _prefill_tiling)(
@@ -166,7 +167,7 @@ def _join(
     parts: list[tuple[mx.array, mx.array]],
     dtype: mx.Dtype,
 ) -> mx.array:
-    """Joins the parts of each row's own context and of a shared prefix, [n, H, DV]."""
+    """Merges each row's partial results, also those over a shared prefix; returns [n, H, DV]."""
     # A threadgroup has a few simdgroups: those of one row, or of several independent rows.
     heads = min(shape.num_heads, 8) if dispatch.walkers == 1 else 1
     (out,) = _reduce(
@@ -211,7 +212,7 @@ def _decode_tiling(
 
 
 def _side_by_side(simdgroups: int) -> int:
-    """Returns how many times simdgroups fit 256 threads, the limit of all pipelines: 2^n."""
+    """Returns how many groups of `simdgroups` fit 256 threads, rounded down to a power of two."""
     return 1 << (8 // simdgroups).bit_length() - 1
 
 

@@ -43,7 +43,7 @@ class PaddedTable:
 
 
 class StepWrites:
-    """Finds the batch rows that write pool slots in this step."""
+    """Maps pool slots to the batch rows that write them in this step."""
 
     def __init__(
         self, slot_mapping: np.ndarray, block_size: int, earlier: np.ndarray | None = None
@@ -63,7 +63,7 @@ class StepWrites:
         return len(self._rows)
 
     def into(self, table: PaddedTable) -> tuple[np.ndarray, np.ndarray]:
-        """Returns positions in a table's flat context, and the rows that write there."""
+        """Returns the written positions of a table's flat context, and the rows written there."""
         touched = np.flatnonzero(np.isin(table.blocks, self._blocks) & table.real)
         slots = (table.blocks.ravel()[touched, None] * len(self._offsets) + self._offsets).ravel()
         positions = (touched[:, None] * len(self._offsets) + self._offsets).ravel()
@@ -72,7 +72,7 @@ class StepWrites:
         return positions[written].astype(np.int32), self._rows[nearest[written]]
 
     def in_order(self, table: PaddedTable, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Like `into`, if each member has one row per step: all rows, in the order of steps.
+        """Like `into`, but returns all rows, in the order of steps; needs one row per step each.
 
         Rows that are never read go to their request's last slot, which is padding.
         """

@@ -16,13 +16,13 @@ from metal_kernels.paged_attention.tiles import NO_WINDOW, STRIP
 
 
 def starts(counts: np.ndarray) -> np.ndarray:
-    """Returns the first index of each of consecutive runs, given their lengths."""
+    """Returns the first index of each consecutive run, given the lengths of the runs."""
     return counts.cumsum() - counts
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """P runs of rows of one request each, in output order; each begins a tile."""
+    """P pieces in output order: consecutive rows of one request, beginning a new tile."""
 
     request: np.ndarray  # [P]
     first_row: np.ndarray  # [P] among the request's rows in this step
@@ -52,7 +52,7 @@ class Batch:
         lag: PositionLag | None,
         bidirectional: bool,
     ) -> Batch:
-        """Completes a step's layout; see `plan.plan` for the arguments."""
+        """Derives a batch from the arguments of `plan.plan`."""
         query_lens = query_start_loc[1:] - query_start_loc[:-1]
         return Batch(
             query_start_loc,
@@ -67,7 +67,7 @@ class Batch:
         )
 
     def packed_step(self, rows: int) -> int:
-        """Returns the packed rows per tile: whole query rows, if a tile can hold one."""
+        """Rounds the packed rows of a tile down to whole query rows, if it can hold one."""
         return rows // self.shape.group * self.shape.group or rows
 
     def pieces(self, members: np.ndarray, rows: int, most_work: int) -> Iterator[Pieces]:
@@ -95,7 +95,7 @@ class Batch:
 
 
 def _shift(counts: mx.array) -> mx.array:
-    """Puts [R] counts into the fields of Request that are positions or lengths, [max(R, 2), 4]."""
+    """Returns what to subtract from an array of struct Request for a lag, [max(R, 2), 4]."""
     rows = mx.pad(counts, (0, max(0, MIN_ELEMENTS // 4 - len(counts))))
     return rows[:, None] * mx.array([0, 0, 1, 1], mx.int32)
 
@@ -114,7 +114,7 @@ def output_order(batch: Batch, pieces: Sequence[Pieces]) -> mx.array | None:
 
 
 def _slices_by_work(work: np.ndarray, most: int) -> Iterator[slice]:
-    """Splits `work` into slices that sum up to at most `most`; a larger element is alone."""
+    """Splits `work` into slices with sums of at most `most`; a larger element is a slice alone."""
     ends, start = np.cumsum(work), 0
     while start < len(work):
         before = ends[start] - work[start]

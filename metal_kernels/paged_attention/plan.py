@@ -36,7 +36,7 @@ class AttentionPlan:
 
     @property
     def pipelines(self) -> tuple[tuple[bool, int, bool, bool], ...]:
-        """Launched pipelines: is decode, rows, in parts, with 512 threads."""
+        """Pipelines that a layer launches, each as (decode, rows, split, wide)."""
         launches = (launch for dispatch in self.dispatches for launch in dispatch.launches)
         return tuple((x.decode, x.rows, x.part_rows > 0, x.wide) for x in launches)
 
@@ -62,12 +62,12 @@ def plan(
         block_tables: [R, W] int32, pool blocks of each request in order.
         shape: of the layers' attention.
         window: a query at position p sees positions (p - window, p]; None: [0, p].
-        tiles: to choose from, at least one; None: all.
+        tiles: tile sizes to choose from, at least one; None: all.
         most_work: limit of FLOPs of a dispatch; more tiles are spread over several.
         lag: upper bounds minus actual values of `seq_lens` and positions; None: zero.
         splits: how contexts are split, if `tiles` allows it.
-        block_size: tokens of a block. If given, and parts have no fixed length, decodes read shared
-            prefixes once.
+        block_size: tokens per block. If given, decodes read a shared prefix once, unless parts have
+            a fixed length.
         bidirectional: rows of a request also see its rows after them.
     """
     tiles = tiles or Tiles.for_layer(shape, window)
@@ -110,7 +110,7 @@ def _kinds(
 
 
 def _widen(dispatch: Dispatch, shape: AttentionShape, tiles: Tiles, splits: Splits) -> Dispatch:
-    """Uses wider threadgroups if the tiles allow it and the GPU has room."""
+    """Makes a decode dispatch use 512 threads per threadgroup if tiles and GPU have room for it."""
     if not (tiles.wide and dispatch.decode) or dispatch.rows != WIDE_ROWS or dispatch.part_rows:
         return dispatch
     most = dispatch.num_tiles * shape.num_kv_heads
@@ -118,7 +118,7 @@ def _widen(dispatch: Dispatch, shape: AttentionShape, tiles: Tiles, splits: Spli
 
 
 def _pad_tables(block_tables: np.ndarray) -> mx.array:
-    """Pads tables to a power of two, at least 8, as int32."""
+    """Pads tables to a width that is a power of two, at least 8; returns int32."""
     num_requests, width = block_tables.shape
     table = np.zeros((num_requests, power_of_two(max(width, MIN_ELEMENTS))), np.int32)
     table[:, :width] = block_tables

@@ -42,7 +42,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The last rows of a request's context."""
+    """One request's rows of this step, which are the last of its context."""
 
     num_rows: int
     block_table: mx.array  # [1, W] int32, from the first block that a row sees
@@ -51,7 +51,7 @@ class Prompt:
 
     @property
     def num_seen(self) -> int:
-        """Number of keys that calls read, summed over rows."""
+        """Number of (row, key) pairs that calls compute."""
         return sum(piece.num_rows * (piece.end - piece.begin) for piece in self.pieces)
 
 
@@ -87,8 +87,8 @@ def plan(
     """Divides R requests' rows into calls.
 
     Args:
-        query_start_loc, seq_lens, block_tables, block_size: see `plan.plan`, for these rows only.
-        window: likewise; also limits the rows of a call.
+        query_start_loc, seq_lens, block_tables, block_size: see `plan.plan`, for prompts only.
+        window: see `plan.plan`; also limits the rows of a call.
         force_fused: require a fused kernel of MLX; None: only on a GPU, as the CPU has none.
             Otherwise calls have at most MAX_SCORES scores per head, unless a single row has more.
         most_work: limit of FLOPs of calls with more than MIN_ROWS rows.
@@ -131,7 +131,7 @@ def run(
     value_scales: mx.array | None = None,
     pace: Pace | None = None,
 ) -> tuple[mx.array, list[mx.array]]:
-    """Attends for one layer; see `paged_attention.run`. The reads' fences are merged.
+    """Attends for one layer; see `paged_attention.run`. Returns one merged fence for all reads.
 
     Raises:
         ValueError: the plan requires a fused kernel that MLX does not have.
@@ -162,14 +162,14 @@ def run(
 
 
 def turns(num_heads: int, of_head: int) -> Iterator[tuple[int, int]]:
-    """Yields the first K/V head and the number of heads of each turn; `of_head`: bytes per head."""
+    """Yields the first and the number of K/V heads to gather at a time; `of_head`: bytes of one."""
     count = min(max(GATHERED_AT_ONCE // of_head, 1), num_heads)
     for first in range(0, num_heads, count):
         yield first, min(count, num_heads - first)
 
 
 def head_bytes(shape: AttentionShape, num_slots: int, dtype: mx.Dtype) -> int:
-    """Returns the gathered bytes of a K/V head, with values possibly padded to the keys' size."""
+    """Returns the bytes of one gathered K/V head, including values padded to the keys' size."""
     if shape.latent:
         return num_slots * shape.head_size * dtype.size
     padded = 0 if shape.value_size == shape.head_size else shape.head_size
@@ -177,9 +177,9 @@ def head_bytes(shape: AttentionShape, num_slots: int, dtype: mx.Dtype) -> int:
 
 
 def waiting_bytes(shape: AttentionShape, num_slots: int, num_prompts: int, dtype: mx.Dtype) -> int:
-    """Returns the bytes of K and V that wait for the device beside one prompt's, in paced steps.
+    """Returns the bytes of gathered K and V that a paced step holds beyond those of one prompt.
 
-    `num_slots`: of the longest context.
+    `num_slots`: slots of the longest context.
     """
     # Each layer ends a command buffer, and Pace lets IN_FLIGHT of them wait with gathered contexts.
     of_head = head_bytes(shape, num_slots, dtype)
@@ -233,7 +233,7 @@ class _Layer:
         pace: Pace | None,
         before: list[mx.array],
     ) -> mx.array:
-        """Attends for [1, H, Q, D] rows, [1, h * group, Q, DV]; `before`: outputs queued before."""
+        """Returns [1, h * group, Q, DV] of [1, H, Q, D] rows; `before`: outputs queued so far."""
         shape, force_fused = self.plan.shape, self.plan.force_fused
         here = slice(heads[0] * shape.group, sum(heads) * shape.group)
         share = heads[1] / shape.num_kv_heads
@@ -270,10 +270,10 @@ def _piece(
     window: int | None,
     masks: dict[tuple[int, int, int], mx.array],
 ) -> Piece:
-    """Returns rows from index `first` on, at positions from `before` + `first` on.
+    """Returns the piece of `num_rows` rows from index `first`, at position `before` + `first`.
 
-    `base`: position of the gathered context's first slot. `masks`: cache; layers far behind a
-    window's start share one.
+    `base`: position of the gathered context's first slot. `masks`: cache of masks; pieces with a
+    full window share one.
     """
     start = before + first
     end = start + num_rows

@@ -48,9 +48,9 @@ def run(
         queries: [T, H, D].
         keys: [E + T, Hkv, D], of the plan's earlier rows, if any, and of this step; None: they are
             in the pool.
-        values: [E + T, Hkv, DV], likewise.
+        values: [E + T, Hkv, DV], like `keys`.
         key_pool: [Hkv, B, block_size, D], the dtype of `queries`, uint8 (fp8 e4m3) or int8.
-        value_pool: [Hkv, B, block_size, DV], likewise; for latents `key_pool`.
+        value_pool: [Hkv, B, block_size, DV], the dtype of `key_pool`; `key_pool` for latents.
         fused: use MLX's fused attention, which has no soft cap, instead of plain operations; None:
             the faster one on this device.
         scale, sinks, softcap, key_scales, value_scales, pace: see `op.run`.
@@ -83,7 +83,7 @@ def run(
 
 
 def _join_shared(plan: BucketPlan, outputs: list[mx.array], log_sums: list[mx.array]) -> mx.array:
-    """Joins each row's own result with that of its shared prefix, [T, H, DV] float32."""
+    """Merges each row's results over its own context and its prefix, [T, H, DV] float32."""
     count = len(plan.buckets)
     own = _reorder(outputs[:count], plan.order)
     log_sum = _reorder(log_sums[:count], plan.order)
@@ -160,7 +160,7 @@ def _attend_grouped(
     """Like `_attend_fused`, in plain operations.
 
     Returns:
-        The same in float32, and [n * Q, H, 1] float32: log2 of each softmax sum.
+        The result in float32, and [n * Q, H, 1] float32: log2 of each softmax sum.
     """
     # All query heads of a K/V head share one matrix product. On MLX's CPU backend this is four to
     # eight times as fast as the fused call, which repeats K and V for every query head, and takes

@@ -34,7 +34,7 @@ class AttentionShape:
 
     @property
     def decode_rows(self) -> int:
-        """Most packed rows of a request for the decode kernel."""
+        """Largest number of packed rows of a request that the decode kernel serves."""
         # One tile, so that K and V are loaded once. But for latents of many heads, arithmetic takes
         # longer than loads, so each tile of up to eight query rows reads them again.
         return 8 * self.group if self.latent else self.decode_tile_rows
@@ -47,7 +47,7 @@ class AttentionShape:
 
     @property
     def may_be_wide(self) -> bool:
-        """Whether threadgroups of 512 threads may walk short contexts."""
+        """Whether the decode kernel may use threadgroups of 512 threads for such heads."""
         # Smaller heads have eight walks in 256 threads. Larger ones have eight simdgroups per walk,
         # and threadgroup memory has no room for their joins.
         return 64 < self.head_size <= 256

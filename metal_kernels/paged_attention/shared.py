@@ -15,7 +15,7 @@ from metal_kernels.paged_attention.tiles import NO_WINDOW, Tiles
 
 @dataclass(frozen=True)
 class Beginnings:
-    """G shared prefixes, and the P pieces of a dispatch that share them."""
+    """G shared prefixes, and which one each of the P pieces of a dispatch has."""
 
     group: np.ndarray  # [P] int; -1: none
     keys: np.ndarray  # [G] int, in whole blocks
@@ -23,7 +23,7 @@ class Beginnings:
 
     @property
     def of_pieces(self) -> np.ndarray:
-        """Shared keys of each piece, [P] int."""
+        """Length in keys of each piece's shared prefix, 0 without one, [P] int."""
         return np.append(self.keys, 0)[self.group]
 
 
@@ -70,5 +70,5 @@ def beginnings(
 
 
 def _row_bytes(batch: Batch) -> int:
-    """Returns the bytes of a packed row's result of one part, for all K/V heads."""
+    """Returns the bytes of one packed row's partial result, for all K/V heads."""
     return 4 * batch.shape.value_size * batch.shape.num_kv_heads

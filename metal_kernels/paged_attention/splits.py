@@ -35,9 +35,9 @@ WALKS = 8
 
 
 def join_cost(parts: float) -> float:
-    """Returns the cost of a reduction in keys: one for each part that a simdgroup walks in turn.
+    """Estimates the time of joining `parts` partial results, in units of a key's time.
 
-    Many parts are walked in parallel, and joining the walks takes the time of one part each.
+    A simdgroup reads a part per unit; up to WALKS read in parallel, and take a unit each to join.
     """
     return _JOIN + min(parts, WALKS + parts / WALKS)
 
@@ -75,9 +75,9 @@ class Splits:
         return 2 * num_tiles <= self.slots
 
     def walkers(self, num_rows: int, most_parts: int, value_size: int) -> int:
-        """Returns how many simdgroups walk a row's parts, which changes no result: 1, 2, 4 or 8.
+        """Returns how many simdgroups join a row's parts: 1, 2, 4 or 8. It changes no result.
 
-        `num_rows`: of all heads; `most_parts`: of any row.
+        `num_rows`: rows of all heads; `most_parts`: most parts of a row.
         """
         if self.joined_by is not None:
             return self.joined_by
@@ -92,7 +92,7 @@ class Splits:
         return min((1, 2, 4, WALKS), key=duration)
 
     def cut(self, contexts: Contexts) -> Parts:
-        """Splits each context of a dispatch, or none."""
+        """Splits the contexts of a dispatch into parts, or leaves all whole if that is faster."""
         if self.fixed is not None:
             prompts = contexts.query_rows > MOST_FIXED_ROWS
             return contexts.cut(self.fixed, prompts if prompts.any() else None)
@@ -122,7 +122,7 @@ class Splits:
         return length if in_parts < self._end_of_whole(longest, share, tiles, heads) else None
 
     def _end_of_whole(self, longest: int, share: float, tiles: int, heads: int) -> float:
-        """Returns when the last of whole contexts ends, in keys."""
+        """Estimates the time to compute all contexts unsplit, in units of a key's time."""
         # The GPU takes a head's tiles, longest first, then those of the next head, each when a slot
         # is free (Graham 1969). So either the last head's longest tile ends last, or one of the
         # many average ones.
@@ -160,9 +160,9 @@ class Contexts:
         return Parts(tile, np.zeros_like(tile), self.begin, self.end, ones)
 
     def cut(self, length: int, whole: np.ndarray | None = None) -> Parts:
-        """Returns parts of `length` keys; pieces with `whole`, [I] bool, are not split.
+        """Returns parts of `length` keys; pieces where `whole`, [I] bool, is set stay unsplit.
 
-        All tiles of a piece get equally many; those with fewer keys have empty parts.
+        All tiles of a piece get equally many parts; some parts of tiles with fewer keys are empty.
         """
         counts = np.maximum.reduceat(-(-self.seen // length), self.first_tile)
         if whole is not None:
@@ -190,9 +190,9 @@ class Parts:
     counts: np.ndarray  # [I] int, parts per tile and row of a piece
 
     def of_rows(self, num_rows: np.ndarray) -> np.ndarray:
-        """Returns struct Row of reduce.metal for [I] output rows per piece, [max(n, 2), 4] int32.
+        """Returns an array of struct Row of reduce.metal, [max(n, 2), 4] int32.
 
-        None of them has a shared prefix yet.
+        `num_rows`: [I] output rows of each piece. The parts of shared prefixes are not set yet.
         """
         counts = self.counts.repeat(num_rows)
         rows = np.zeros((max(len(counts), MIN_ELEMENTS // 4), 4), np.int32)

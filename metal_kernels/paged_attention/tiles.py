@@ -52,5 +52,5 @@ class Tiles:
 
 
 def power_of_two(count: int) -> int:
-    """Returns the smallest power of two that is not less."""
+    """Rounds up to a power of two."""
     return 1 << (count - 1).bit_length()

@@ -33,7 +33,7 @@ class Rows:
     decays: mx.array | None  # [n, HK, G, L, 1 or DK], 1 for rows that change nothing
 
     def part(self, start: int, stop: int) -> Rows:
-        """Returns some of the rows; all must have queries, unless it is all rows."""
+        """Returns rows `start` to `stop`; if not all are wanted, every row must have a query."""
         if start == 0 and stop == self.keys.shape[-2]:
             return self
         part = (..., slice(start, stop), slice(None))
@@ -45,7 +45,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class ChunkStates:
-    """States within a chunk that was advanced at once."""
+    """States within a chunk that matrix products advanced as a whole."""
 
     before: mx.array  # [n, HK, G, DV, DK]
     keys: mx.array  # [n, HK, 1, L, DK]
@@ -108,7 +108,7 @@ def through_chunk(rows: Rows, state: mx.array, delta: bool) -> tuple[mx.array, C
 
 
 def _through_row(rows: Rows, state: mx.array, delta: bool) -> tuple[mx.array, ChunkStates]:
-    """Like `through_chunk` for one row."""
+    """Like `through_chunk`, for a chunk of one row."""
     # Two products with vectors are faster here than one with both.
     assert rows.decays is not None
     keys, decays, transposed = rows.keys, rows.decays, state.swapaxes(-1, -2)
@@ -125,14 +125,14 @@ def _through_row(rows: Rows, state: mx.array, delta: bool) -> tuple[mx.array, Ch
 
 @dataclass(frozen=True)
 class _Stack:
-    """Assigns stacked vectors to rows: keys to all L, then queries to the last ones."""
+    """Assigns each of M stacked vectors to a row: the keys of all L rows, then the last queries."""
 
     length: int  # L
     num_queries: int
     with_keys: bool  # else only queries
 
     def of(self, array: mx.array) -> mx.array:
-        """Returns the values of each vector's row, [..., M, *], of [..., L, *]."""
+        """Maps an array over rows, [..., L, *], to one over vectors, [..., M, *]."""
         queries = array[..., self.length - self.num_queries :, :]
         return mx.concatenate([array, queries], axis=-2) if self.with_keys else queries
 
@@ -142,7 +142,7 @@ class _Stack:
 
 
 def _seen(stack: _Stack, vectors: mx.array, decays: mx.array, state: mx.array) -> mx.array:
-    """Returns S (G_t x_t) of [n, HK, 1, M, DK] vectors x, [n, HK, G, M, DV]."""
+    """Returns S (G_t x_t), [n, HK, G, M, DV], for vectors x, [n, HK, 1, M, DK]."""
     passed, transposed = stack.of(mx.cumprod(decays, axis=-2)), state.swapaxes(-1, -2)
     if decays.shape[-1] > 1:
         return (vectors * passed) @ transposed
@@ -151,7 +151,7 @@ def _seen(stack: _Stack, vectors: mx.array, decays: mx.array, state: mx.array) -
 
 @dataclass(frozen=True)
 class RowStates:
-    """States within a chunk that was advanced row by row: before it, and after each row."""
+    """States before a chunk that was advanced row by row, and after each of its rows."""
 
     states: tuple[mx.array, ...]  # L + 1 arrays [n, HK, G, DV, DK]
 
@@ -191,7 +191,7 @@ def through_rows(rows: Rows, state: mx.array, log_rates: mx.array) -> tuple[mx.a
 
 
 def _ratios(decays: mx.array) -> mx.array:
-    """Returns G_t/G_i for i <= t, else 0, [..., L, L], of [..., L, 1] decays."""
+    """Maps [..., L, 1] decays to their ratios G_t/G_i for i <= t, else 0, [..., L, L]."""
     length = decays.shape[-2]
     below, up_to = _below(length)
     return mx.where(up_to, mx.cumprod(mx.where(below, decays, 1), axis=-2), 0)
@@ -200,7 +200,7 @@ def _ratios(decays: mx.array) -> mx.array:
 def _products(stack: _Stack, vectors: mx.array, keys: mx.array, decays: mx.array) -> mx.array:
     """Returns k_i . (G_t/G_i) x_t for i <= t, else 0, [n, HK, G, M, L].
 
-    Of [n, HK, 1, M, DK] vectors x, [n, HK, 1, L, DK] keys and [n, HK, G, L, 1 or DK] decays.
+    vectors: x, [n, HK, 1, M, DK]. keys: [n, HK, 1, L, DK]. decays: [n, HK, G, L, 1 or DK].
     """
     if decays.shape[-1] == 1:
         return (vectors @ keys.swapaxes(-1, -2)) * stack.of(_ratios(decays))
@@ -216,7 +216,7 @@ def _products(stack: _Stack, vectors: mx.array, keys: mx.array, decays: mx.array
 
 
 def _from_boundary(decays: mx.array, size: int) -> tuple[mx.array, mx.array]:
-    """Returns products of decays in runs of `size`: from its start to each, and on to its stop."""
+    """Returns each row's products of decays in its run of `size` rows: up to it, and after."""
     # The first product includes each decay itself, the second one does not.
     *heads, length, width = decays.shape
     if size == 1:
@@ -261,7 +261,7 @@ def _levels(length: int) -> tuple[mx.array, ...]:
 
 @cache
 def _stacked_masks(stack: _Stack) -> tuple[mx.array, tuple[tuple[int, mx.array], ...]]:
-    """Returns [M, L] float32 masks: where t = i, and of `_boundaries` by vector."""
+    """Returns float32 masks by vector, [M, L]: where t = i, and those of `_boundaries`."""
     boundaries = _boundaries(stack.length)
     return mx.array(stack.of_np(np.eye(stack.length, dtype=np.float32))), tuple(
         (size, mx.array(stack.of_np(pairs_np))) for size, pairs_np in boundaries
@@ -269,7 +269,7 @@ def _stacked_masks(stack: _Stack) -> tuple[mx.array, tuple[tuple[int, mx.array],
 
 
 def _boundaries(length: int) -> list[tuple[int, np.ndarray]]:
-    """Returns powers of two, and [L, L] masks of pairs i < t in two runs of a size that merge."""
+    """Returns run sizes 2^k, each with a [L, L] mask of pairs i < t in two runs that merge next."""
     run, boundaries, size = np.arange(length), [], 1
     while size < length:
         pairs_np = (run[:, None] % 2 == 1) & (run[None] == run[:, None] - 1)

@@ -49,12 +49,12 @@ def run(
         queries: [T, HK, DK] float16, bfloat16 or float32.
         inputs: T rows; keys have the queries' dtype, values one of the same three, rates and decays
             float32. HV is a multiple of HK.
-        kept: result of the previous step; None: no request applies any.
+        kept: `kept` as the previous step returned it; None: no request applies kept rows.
         pools: K and, if there is one, V: [Hkv, B * split, ...], row-contiguous, of one dtype and
             Hkv, with a multiple of 16 bytes per block and head. Written in place, before the fence.
         part: location of the [HV, DV, DK] floats among a state's bytes.
         delta: use the delta rule.
-        log_rates: [HV, DK] float32, A if inputs.decays is None: decays are exp(rate * A).
+        log_rates: A, [HV, DK] float32, required if inputs.decays is None: decays are exp(rate * A).
         split: parts of a block.
         after: fences of dispatches to wait for.
 
@@ -127,7 +127,7 @@ def _kept_shapes(count: int, inputs: RecurrenceInputs) -> list[tuple[int, ...]]:
 
 
 def _lanes(runs: int) -> int:
-    """Returns how many lanes share a row: a power of two, and at least min(4, runs)."""
+    """Returns how many lanes share a row of a state: a power of two, at least min(4, runs)."""
     wanted = max(-(-runs // _RUNS), min(4, runs))
     return int(min(32, 1 << (wanted - 1).bit_length()))
 

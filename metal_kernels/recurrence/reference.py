@@ -28,13 +28,13 @@ def run(
     """Computes a recurrence through all sequences of a step, in float32.
 
     Args:
-        plan: of the step.
-        queries: [T, HK, DK], as they multiply the state.
+        plan: plan of the step.
+        queries: [T, HK, DK], with any scale already applied.
         inputs: T rows.
         kept: P' rows kept by the previous step; None: none.
         states: [N, HV, DV, DK], before the kept rows.
         delta: use the delta rule.
-        log_rates: [HV, DK] float32, A, if the inputs have no decays.
+        log_rates: A, [HV, DK] float32, required if the inputs have no decays.
 
     Returns:
         [T, HV, DV] outputs in the values' dtype, [E, HV, DV, DK] states in their dtype, and
@@ -71,7 +71,7 @@ def run(
 def _run_group(
     group: Group, rows: Rows, state: mx.array, delta: bool, log_rates: mx.array | None
 ) -> tuple[mx.array, list[mx.array]]:
-    """Returns a group's [n, HK, G, Q, DV] outputs, and the states that end in each chunk."""
+    """Returns a group's [n, HK, G, Q, DV] outputs, and the states to store after each chunk."""
     outputs, ended = [], []
     for chunk in group.chunks:
         part = rows.part(chunk.start, chunk.stop)
@@ -127,7 +127,7 @@ def _rows(group: Group, sources: tuple[mx.array, RecurrenceInputs]) -> Rows:
     per_head = (num_key_heads, num_heads // num_key_heads)
 
     def padded(source: mx.array, rows: mx.array | None, *last: int) -> mx.array:
-        """[n, HK, 1 or G, L or Q, *]."""
+        """Gathers rows of `source` for the group, [n, HK, 1 or G, L or Q, *]."""
         taken = source if rows is None else mx.take(source, rows, axis=0)
         of_groups = taken.astype(mx.float32).reshape(group.size, -1, *last)
         return of_groups.transpose(0, 2, 3, 1, 4)

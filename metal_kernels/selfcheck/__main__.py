@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks cases in a process of their own, which may hang or die without harm to another.
+"""Checks kernels in a separate process, so that a hang or crash harms no other process.
 
     python -m metal_kernels.selfcheck < request.json
 
-Reads {"cases": [...], "done": [...]}, where `done` has the outcomes of processes before this one.
-Prints one JSON object a line. Before each check: {"case": index, "running": kernel, "rows": of a
-tile or null, "wide": whether in 512 threads}, which tells a parent that must kill this process
-which check hung. After it: the outcome.
+Reads {"cases": [...], "done": [...]}, where `done` lists the outcomes of earlier processes. Prints
+a JSON object per line: before each check {"case": index, "running": kernel, "rows": rows of the
+tile or null, "wide": whether in 512 threads}, so that a parent that kills this process knows which
+check hung; after each check its outcome.
 """
 
 import argparse

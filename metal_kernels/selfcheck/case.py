@@ -59,7 +59,7 @@ class StateKind:
 
     @property
     def has_chunks(self) -> bool:
-        """Whether MLX has a chunked function for it."""
+        """Whether MLX has a function that advances such states in chunks."""
         by_heads = self.delta and self.decays == "heads" and self.dtype == mx.float32
         return self.heads is not None and by_heads
 
@@ -182,21 +182,21 @@ class Outcome:
         return Check(self.kernel, self.rows, self.wide)
 
     def gain(self, way: str) -> float:
-        """Returns the first way's time over that of `way`: the geometric mean over the calls."""
+        """Speedup of `way` over the first of WAYS: geometric mean over the timed calls."""
         first = self.times[WAYS[0]]
         return exp(fmean(log(first[call] / seconds) for call, seconds in self.times[way].items()))
 
     @property
     def fastest(self) -> str:
-        """The fastest way; the first one in a tie or without timings."""
+        """The fastest of WAYS; the first one in a tie or without timings."""
         best = max(self.times, key=self.gain) if self.ok and self.times else WAYS[0]
         return best if best in self.times and self.gain(best) > 1 + TIE else WAYS[0]
 
     @property
     def fewest_rows(self) -> int | None:
-        """Rows of one request from which the last way is faster than the first; None: never.
+        """Smallest row count from which the last of WAYS is always faster; None: never.
 
-        It must win by more than a tie in each call, whose name begins with "1 x " and its rows.
+        It must win by more than TIE. Reads row counts from the names of calls, "1 x ROWS of ...".
         """
         fewest = None
         ours, others = (self.times.get(way, {}) if self.ok else {} for way in WAYS)

@@ -20,7 +20,7 @@ _NEEDS = {"gathered": "kv_gather", "decode_way": "kv_gather", "prefill_way": "ga
 
 
 def checks(case: Case) -> list[Check]:
-    """Returns a case's checks in order: a kernel relies on those before it."""
+    """Returns a case's checks in order; checks rely on kernels that were checked before."""
     sizes = Tiles.for_layer(case.shape, case.window)
     kind = case.states or StateKind()
     of_states = {
@@ -48,8 +48,8 @@ def next_check(case: Case, outcomes: Iterable[Outcome]) -> Check | None:
 
     After a failure of kv_write nothing else is checked, since it would fail for that reason.
     `reduce` joins results of decode or prefill, and `graph` runs them in a graph, so both need a
-    tile that passed. A tile of 512 threads needs the same tile with fewer. A choice needs all of
-    its ways.
+    tile that passed. A check with 512 threads needs the same tile to pass with 256. A timing of
+    alternatives (CHOICES) needs all of them to pass.
     """
     ours = {outcome.check: outcome.ok for outcome in outcomes if outcome.case == case}
     if ours.get(Check("kv_write"), True) is False:
@@ -90,9 +90,9 @@ def usable(case: Case, outcomes: Iterable[Outcome]) -> Tiles:
 def check_kernel(
     case: Case, check: Check, num_steps: int = STEPS, tiles: Tiles | None = None
 ) -> Outcome:
-    """Runs one check of checks(case); those of other kernels rely on kv_write.
+    """Runs one check of checks(case); all but that of kv_write rely on kv_write.
 
-    tiles: that passed, for `reduce`, `graph` and choices; None: all.
+    tiles: tiles that passed, for `reduce`, `graph` and CHOICES; None: all.
     """
     start = time.perf_counter()
     every = Tiles.for_layer(case.shape, case.window)
@@ -133,7 +133,7 @@ def check_kernel(
 
 
 def _first_error(error: Exception) -> str:
-    """Returns the line with the error: a compiler's message may begin with the file's text."""
+    """Returns the error line of a compiler's message, which may begin with the kernel's source."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     wrong = (line for line in lines if "error:" in line)
     return f"{type(error).__name__}: {next(wrong, lines[0] if lines else '')}"

@@ -27,7 +27,7 @@ def serves(case: Case) -> bool:
 def attend(
     case: Case, requests: int, query: int, keys: int, rotated: int
 ) -> Callable[[mx.array], list[mx.array]]:
-    """Returns a call that takes the previous call's fence, and cycles over `rotated` bytes."""
+    """Returns a `timing.Call` of MLX's attention that cycles over `rotated` bytes of K and V."""
     shape, dtype = case.shape, case.dtype
     size = 2 * requests * shape.num_kv_heads * keys * shape.head_size * dtype.size
     pairs = [
@@ -56,15 +56,15 @@ def attend(
 def decode_shares(
     case: Case, times: dict[str, dict[str, float]], copy: float
 ) -> dict[str, dict[str, float]]:
-    """Returns our kernels' share of the machine's peak, and removes the times of WAY.
+    """Relates our decode kernels' speed to the machine's and MLX's; removes WAY from `times`.
 
     Args:
-        times: of `timing.compare`.
+        times: result of `timing.compare`.
         copy: bytes per second, see `timing.copy_bandwidth`.
 
     Returns:
-        By call: their bytes/s of K and V relative to `copy`; and, if `mlx` supports the case, their
-        speed relative to contiguous K and V.
+        For each call, "copy": the kernels' bytes/s of K and V relative to `copy`, and "mlx", if MLX
+        supports the case: their speed relative to its attention over contiguous K and V.
     """
     found = {}
     theirs = times.pop(WAY, {})

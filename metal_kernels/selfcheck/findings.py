@@ -52,7 +52,7 @@ class Finding:
 
     @property
     def share(self) -> float:
-        """The error relative to the tolerance; above 1 the kernel is wrong."""
+        """The error relative to the tolerance; above 1, the kernel is wrong."""
         return float(_share(np.array(self.error), np.array(self.tolerance)))
 
 
@@ -185,11 +185,11 @@ def _compare_pools(
 ) -> Iterator[Finding]:
     """Compares pools: exactly, except for quantized values close to a tie and rotated keys.
 
-    int8: a quantized value may differ by one and a scale by its last bit, so a value by slightly
-    more than a scale. fp8: kernel and reference may also choose different scales for a row. Each
-    stores a value within half a step of the element, which is 1/16 of it, or 2^-10 scales if
-    subnormal. So the two differ by 1/8 of the value or, as one scale may be almost twice the other,
-    by 2^-8 scales.
+    int8: a quantized value may differ by one and a scale by its last bit, so a decoded value may
+    differ by slightly more than a scale. fp8: kernel and reference may also choose different scales
+    for a row. Each rounds an element by at most 1/16 of it, or by 2^-10 scales if it is subnormal.
+    So the two decoded values differ by at most 1/8 of the value or, as one scale may be almost
+    twice the other, 2^-8 scales.
 
     Rotated keys may differ by `key_error`, relative to the largest key, and by a rounding.
     """
@@ -218,7 +218,7 @@ def floats(array: mx.array) -> np.ndarray:
 def compare(
     where: str, axes: tuple[str, ...], found: np.ndarray, wanted: np.ndarray, allowed: np.ndarray
 ) -> Finding:
-    """Returns the element with the largest error relative to its tolerance; equal shapes."""
+    """Finds the element, in arrays of one shape, with the largest error over its tolerance."""
     error = np.nan_to_num(np.abs(found - wanted), nan=_LARGEST, posinf=_LARGEST)
     share = _share(error, allowed)
     worst = np.unravel_index(np.argmax(share), share.shape)

@@ -98,7 +98,7 @@ def _rotate(pool: _Pool, step: Step) -> list[mx.array]:
 
 
 def rotation_of(case: Case) -> Rotation:
-    """Returns a rotation of the case's kind with Llama 2's base; listed frequencies are scaled."""
+    """Returns a rotation of the case's kind with Llama 2's base; scales explicit frequencies."""
     kind, base = case.rotation, 10000.0
     assert kind is not None
     if not kind.listed:
@@ -132,7 +132,7 @@ def _gather(pool: _Pool, step: Step) -> list[mx.array]:
 
 
 def bounds(layout: RaggedLayout) -> mx.array:
-    """Returns [R, 2] int32, each request's context without its first three tokens."""
+    """Returns [R, 2] int32 bounds for `gather` that leave out each request's first three tokens."""
     lens_np = layout.seq_lens_np.astype(np.int32)
     return mx.array(np.stack([np.full_like(lens_np, 3), lens_np], axis=1))
 
@@ -166,7 +166,7 @@ def elements(pools: Pools) -> list[mx.array]:
 
 
 def state_width(arrays: Sequence[mx.array]) -> int:
-    """Returns the elements of a state that continues in V, if any, and does not fill its block."""
+    """Returns a number of elements such that a state extends into V, if any, and leaves room."""
     return sum(map(block_elements, arrays)) * 3 // 4
 
 
@@ -255,7 +255,7 @@ _USES: dict[str, Callable[[_Pool, Step], list[mx.array]]] = {
 
 
 def _tiles(check: Check, tiles: Tiles) -> Iterator[Tiles]:
-    """Yields tiles of one size per attention: the checked one, or for `reduce` each in turn."""
+    """Yields the tiles for each attention call: the checked size, or for `reduce` each in turn."""
     # All sizes, as a model's layers have.
     if check.kernel == "graph":
         yield from itertools.repeat(tiles)
@@ -271,7 +271,7 @@ def _tiles(check: Check, tiles: Tiles) -> Iterator[Tiles]:
 
 
 def _splits(check: Check, tiles: Tiles) -> Iterator[Splits]:
-    """Yields the same splits on every machine: `reduce` joins with 1 or 8 simdgroups."""
+    """Yields splits that do not depend on the machine; `reduce` joins with 1 or 8 simdgroups."""
     # Each number of simdgroups runs with all sizes of tiles.
     sizes = len(tiles.decode) + len(tiles.prefill) or 1  # none if only MLX attends
     for walkers in itertools.cycle((1, WALKS) if check.kernel == "reduce" else (None,)):

@@ -29,8 +29,8 @@ def compare(
 ) -> dict[str, dict[str, float]]:
     """Times the ways of WAYS alternately, as `timing.compare` does.
 
-    case: a layer with float32 states, the delta rule and one decay per head. prompts: rows of each
-    chunk, of one request. Returns median seconds per call, by way, then call.
+    case: a layer with float32 states, the delta rule and one decay per head. prompts: numbers of
+    rows to time. Returns median seconds per call, by way, then call.
     """
     found: dict[str, dict[str, float]] = {way: {} for way in WAYS}
     for num_rows in prompts:
@@ -41,7 +41,7 @@ def compare(
 
 
 def ways_through(case: Case, num_rows: int) -> tuple[Call, Call]:
-    """Returns calls of each of WAYS that advance the state in _BLOCK by `num_rows` rows."""
+    """Returns a call for each of WAYS that advances the state in _BLOCK by `num_rows` rows."""
     part = parts_of(case)[1]
     pools, split = make_pools(case, part, fill=0)
     kind = case.states
@@ -82,7 +82,7 @@ def ways_through(case: Case, num_rows: int) -> tuple[Call, Call]:
 
 
 def _pad_bytes(state: mx.array, case: Case) -> mx.array:
-    """Pads bytes of states as `kv_states.write` takes them."""
+    """Pads states, as bytes, to a size that `kv_states.write` accepts."""
     size = case.cache_dtype.size
     missing = -state.shape[1] % size
     return (mx.pad(state, [(0, 0), (0, missing)]) if missing else state).view(BITS[size])

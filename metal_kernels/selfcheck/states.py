@@ -86,14 +86,14 @@ def findings(case: Case, kernel: str, num_steps: int) -> Iterator[Finding]:
 
 
 def _tolerance(part: StatePart, expected: np.ndarray) -> float:
-    """Tolerates float32 roundings of sums, some as long as a row, and of a state to its dtype."""
+    """Returns the tolerance: float32 rounding of sums over a row, and of a state to its dtype."""
     eps = 0.0 if part.dtype == mx.float32 or len(part.shape) == 2 else mx.finfo(part.dtype).eps
     largest = float(np.abs(expected).max(initial=0.0))
     return largest * (16 * eps + _FLOAT_EPS * (64 + 4 * part.shape[-1] ** 0.5))
 
 
 def _steps(rng: np.random.Generator, block_size: int, count: int, longest: int) -> list[_Step]:
-    """Creates requests from their first token on: prompt chunks, decode, drafts, only kept rows."""
+    """Creates steps of new requests: prompt chunks, decodes, drafts, and kept rows alone."""
     width = count * (longest + _MOST_DRAFTS) // block_size + 2
     position, read, drafts = np.zeros((3, _REQUESTS), int)
     found = []
@@ -124,7 +124,7 @@ def _replay(
     apply: _Apply,
     block_size: int,
 ) -> Iterator[np.ndarray]:
-    """Yields outputs of each step, [T, ...]; fills `states` with those of all blocks."""
+    """Computes steps token by token; yields their [T, ...] outputs; fills `states` by block."""
     drafts: list[list[tuple[int, int]]] = [[]] * _REQUESTS  # by step and row
     for index, step in enumerate(steps):
         outputs = []

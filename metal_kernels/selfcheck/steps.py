@@ -35,8 +35,8 @@ class Step:
 def layouts(case: Case, kernel: str, count: int) -> list[tuple[RaggedLayout, np.ndarray]]:
     """Returns layouts of steps, each with the pool's blocks in the order of allocation.
 
-    Each step allocates the pool's few blocks anew, so it overwrites what previous steps read. The
-    context before a request's rows is what earlier steps left in those blocks.
+    Each step allocates the pool's few blocks anew, so it overwrites blocks that earlier steps read.
+    The context before a request's rows is whatever earlier steps left in its blocks.
     """
     rng = np.random.default_rng(KERNELS.index(kernel))
     batches = [_requests(case, kernel, index) for index in range(count)]
@@ -50,7 +50,7 @@ def layouts(case: Case, kernel: str, count: int) -> list[tuple[RaggedLayout, np.
 
 
 def _requests(case: Case, kernel: str, step: int) -> list[tuple[int, int]]:
-    """Returns query rows and context of each request; a few steps cover tiles of every size."""
+    """Returns each request's query rows and context; a few steps cover tiles of every size."""
     group, block = case.shape.group, case.block_size
     verified = range(1, max(1, case.shape.decode_rows // group) + 1)  # rows that verify drafts
     chunks = [max(1, rows // group) for rows in (64, 8, 16, 32) if rows <= case.shape.tile_rows]
@@ -122,7 +122,7 @@ def contents(case: Case, num_blocks: int) -> Pools:
 
 
 def steps(case: Case, kernel: str, count: int) -> list[Step]:
-    """Creates steps; a quantized cache holds their rows exactly, except to check kv_write."""
+    """Creates steps of rows that a quantized cache holds exactly, except to check kv_write."""
     rng = np.random.default_rng(1 + KERNELS.index(kernel))
     exact = kernel != "kv_write"
     played = []

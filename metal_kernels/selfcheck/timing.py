@@ -53,7 +53,7 @@ def rotated_here() -> int:
 
 
 def copy_bandwidth(size: int = 2**28) -> float:
-    """Measures bytes/s, read and written, of MLX's elementwise pass over `size` bytes."""
+    """Measures an elementwise MLX operation on `size` bytes; returns bytes/s read and written."""
     source = mx.zeros(size // 4, mx.float32)
     mx.eval(source)
 
@@ -63,7 +63,7 @@ def copy_bandwidth(size: int = 2**28) -> float:
 
 @dataclass(frozen=True)
 class Work:
-    """One kernel over one batch to time."""
+    """A kernel call to time."""
 
     name: str  # kernel and batch
     call: Call
@@ -76,9 +76,9 @@ class Work:
 
 
 def works(case: Case, contexts: tuple[int, int] = (1024, 8192)) -> list[Work]:
-    """Returns calls to time over one layer's pool; not for latent attention.
+    """Returns kernel calls to time over one layer's pool; does not support latent attention.
 
-    contexts: positions of each of 8 requests, and of a single one.
+    contexts: context length with 8 requests, and with one.
     """
     short, long = contexts
     chunk, blocks = short // 2, 8
@@ -110,8 +110,8 @@ def compare(
     """Times the ways of WAYS alternately, so that a slowing machine affects both.
 
     Args:
-        batches: requests, rows of each, positions of each; empty: those of the choice.
-        clock: seconds.
+        batches: requests, rows of each, positions of each; empty: COMPARED[choice].
+        clock: returns seconds.
         rotated: bytes of K and V that the calls cycle through; None: ROTATED on a GPU.
 
     Returns:
@@ -148,7 +148,7 @@ def bounded(case: Case, batch: tuple[int, int, int], calls: int) -> tuple[int, i
 def in_turn(
     ways: Sequence[Call], calls: int, clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[float]:
-    """Returns each way's median seconds per call, without the first round, which compiles."""
+    """Times `ways` alternately; returns median seconds per call, without the compiling round."""
     rounds: list[list[float]] = [[] for _ in ways]
     for number in range(_ROUNDS + 1):
         for call, seconds in zip(ways, rounds, strict=True):
@@ -161,10 +161,10 @@ def in_turn(
 
 
 class Layer:
-    """A pool, and calls of kernels over it, each over other blocks than the previous one."""
+    """A pool, and kernel calls over it; each call uses other blocks than the previous one."""
 
     def __init__(self, case: Case, num_slots: int, rotated: int | None = None) -> None:
-        """num_slots: needed by the largest call. rotated: minimum bytes; None: ROTATED on a GPU."""
+        """num_slots: slots for the largest call. rotated: minimum bytes; None: ROTATED on a GPU."""
         shape, self.row_bytes = case.shape, case.row_bytes
         self._case = case
         coded = case.cache_dtype in CODE_DTYPES
@@ -186,7 +186,7 @@ class Layer:
         mx.eval(self._arrays())
 
     def _rotate_blocks(self, blocks: int, call_of: Callable[[np.ndarray], Call]) -> Call:
-        """Returns a call that moves to the next `blocks` blocks each time."""
+        """Returns a call that runs on the next `blocks` blocks of the pool each time."""
         count = max(len(self._blocks) // blocks, 1)
         calls = [
             call_of(self._blocks[first : first + blocks])
@@ -221,7 +221,7 @@ class Layer:
         splits: Splits = DEFAULT,
         common: int = 0,
     ) -> Call:
-        """Attends with our kernels; all requests share `common` positions."""
+        """Returns a call of our kernels, for requests that share their first `common` positions."""
         case, num_common = self._case, common // self._case.block_size
 
         def call_of(blocks: np.ndarray) -> Call:
@@ -244,7 +244,7 @@ class Layer:
     def attend_gathered(
         self, requests: int, query: int, context: int, force_fused: bool | None = None
     ) -> Call:
-        """Attends with MLX over what `kv_gather` reads, as for decodes or prompts.
+        """Returns a call of MLX's attention over contexts that `kv_gather` reads.
 
         `force_fused`: see `prompts.plan`.
         """
@@ -321,7 +321,7 @@ class Layer:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a state that fills a block."""
+        """Bytes of a state as large as a block."""
         return self._width * self._keys.dtype.size
 
     @property
@@ -353,7 +353,7 @@ class Layer:
 
 
 def queue(call: Call, count: int) -> None:
-    """Runs dependent calls to completion."""
+    """Runs `count` calls, each dependent on the previous one, and waits for the last."""
     fence, results = mx.zeros(FENCE_SHAPE, FENCE_DTYPE), []
     for _ in range(count):
         fence, *others = call(fence)

@@ -48,7 +48,7 @@ class Search(Protocol):
 
 @dataclass(frozen=True)
 class Choice:
-    """An entry of the registry."""
+    """A setting that is tuned within one process; an entry of the registry."""
 
     name: str  # for users
     wanted: Callable[[Layer], bool]  # selects kinds of layers

@@ -15,9 +15,9 @@ _REQUESTS = 8  # that verify drafts and split the context's tokens
 
 
 def search(measure: Measure[int], sizes: Sequence[int]) -> Chosen:
-    """Times requests whose rows fill the largest tile; `prefill` serves rows beyond the result.
+    """Finds the largest decode tile that pays; the prefill kernel serves requests with more rows.
 
-    measure: times tiles up to a number of packed rows. sizes: ascending; the largest is current.
+    measure: times requests that fill the largest tile, in tiles of limited size. sizes: ascending.
     """
     found = best_of(measure, sizes, sizes[-1])
     return Chosen({"decode_rows": found.value}, found.gain)

@@ -17,9 +17,9 @@ _SIZE = 4096  # elements of each array, like a row of an 8B model
 
 
 def search(measure: Measure[int], current: int) -> Found[int]:
-    """Returns the limit with the fastest step.
+    """Returns the number of dispatches per command buffer with the fastest step.
 
-    measure: times a step with a limit in its own process. current: the current limit.
+    measure: times a step with such a limit, in its own process. current: the current limit.
     """
     return best_of(measure, sorted({*VALUES, current}), current)
 

@@ -14,7 +14,7 @@ _ROWS = 512
 
 
 def search(measure: Measure[bool]) -> Chosen:
-    """Uses four timings; keeps the fused kernel unless MLX's own choice is clearly faster.
+    """Keeps the fused kernel unless MLX's own choice is clearly faster; takes four timings.
 
     measure: times a prompt with or without a forced kernel.
     """

@@ -22,9 +22,9 @@ class Arm(NamedTuple):
 
 
 def search(measure: Measure[Arm], prompts: Sequence[int]) -> Chosen:
-    """Compares both ways at several sizes; MLX's must win clearly from the result on.
+    """Finds the smallest prompt from which MLX's function clearly wins, at all sizes above too.
 
-    prompts: rows, ascending.
+    prompts: numbers of rows, ascending.
     """
     gains = {}
 

@@ -30,9 +30,9 @@ class Arm(NamedTuple):
 
 
 def search(measure: Measure[Arm], contexts: Sequence[int], prompts: Sequence[int]) -> Chosen:
-    """Compares both ways at several sizes over each context; MLX's must win clearly.
+    """Finds, for each context length, the number of rows from which MLX's attention clearly wins.
 
-    contexts: positions. prompts: rows, ascending.
+    contexts: numbers of positions. prompts: numbers of rows, ascending.
     """
     # Rejected sizes are timed once per way, the result once more in the other order: eight timings
     # per context for four sizes.
@@ -47,7 +47,7 @@ def search(measure: Measure[Arm], contexts: Sequence[int], prompts: Sequence[int
 def _fewest(
     measure: Measure[Arm], context: int, prompts: Sequence[int]
 ) -> tuple[int | None, float]:
-    """Returns the rows from which MLX's way wins over a context, or None, and its gain there."""
+    """Returns the number of rows from which MLX's attention wins, or None, and its gain there."""
     seen: dict[int, tuple[Timing, Timing]] = {}
 
     def wins(rows: int) -> bool:

@@ -33,20 +33,20 @@ class Found(Generic[ValueT]):
 
 @dataclass(frozen=True)
 class Duel:
-    """Two arms, timed A-B-B-A."""
+    """Timings of two values A and B in the order A, B, B, A."""
 
     first: tuple[Timing, Timing]  # A
     second: tuple[Timing, Timing]  # B
 
     @property
     def gains(self) -> tuple[float, float]:
-        """Time of A over that of B, with A first and with A last."""
+        """Speedup of B over A, once with A timed first and once with B first."""
         first, last = zip(self.first, self.second, strict=True)
         return first[0].seconds / first[1].seconds, last[0].seconds / last[1].seconds
 
     @property
     def gain(self) -> float:
-        """Time of A over that of B: the geometric mean over all windows."""
+        """Speedup of B over A: the geometric mean over all windows."""
         return exp(fmean(_logs(self.first)) - fmean(_logs(self.second)))
 
     @property
@@ -56,7 +56,7 @@ class Duel:
 
 
 def is_clear(first: Sequence[Timing], second: Sequence[Timing]) -> bool:
-    """Returns whether the second arm is faster by LEAST_GAIN and by more than the noise."""
+    """Returns whether `second` is faster by LEAST_GAIN and by more than the noise."""
     gain = fmean(_logs(first)) - fmean(_logs(second))
     noise = sqrt(sum(_squared_error(arm) for arm in (first, second)))
     return gain - _ERRORS * noise >= log(LEAST_GAIN)
@@ -69,9 +69,9 @@ def duel(measure: Measure[ValueT], first: ValueT, second: ValueT) -> Duel:
 
 
 def best_of(measure: Measure[ValueT], values: Sequence[ValueT], current: ValueT) -> Found[ValueT]:
-    """Returns the fastest value if it clearly beats the current one; at most 8 extra timings.
+    """Times all values; returns the fastest if it clearly beats the current one, else that.
 
-    values: include the current one.
+    Takes one timing per value and at most 8 more. values: include the current one.
     """
     seen = {value: measure(value) for value in dict.fromkeys((current, *values))}
     order = sorted(seen, key=lambda value: seen[value].seconds)
@@ -86,7 +86,7 @@ def best_of(measure: Measure[ValueT], values: Sequence[ValueT], current: ValueT)
 
 
 def confirmed(measure: Measure[ValueT], current: ValueT, other: ValueT) -> Found[ValueT]:
-    """Returns the other value if it clearly beats the current one; 4 timings, or none if equal."""
+    """Returns `other` if it is clearly faster, else `current`; times both twice if they differ."""
     if other == current:
         return Found(current, 1.0)
     result = duel(measure, current, other)
@@ -94,7 +94,7 @@ def confirmed(measure: Measure[ValueT], current: ValueT, other: ValueT) -> Found
 
 
 def fewest(wins: Callable[[int], bool], sizes: Sequence[int]) -> int | None:
-    """Returns the smallest of ascending sizes from which all win; None: the largest loses."""
+    """Finds by bisection the smallest of ascending sizes that wins; None: the largest loses."""
     if not wins(sizes[-1]):
         return None
     # Bisection: 1 + log2(sizes) comparisons, if one way wins from some size on.
@@ -110,6 +110,6 @@ def _logs(arm: Sequence[Timing]) -> list[float]:
 
 
 def _squared_error(arm: Sequence[Timing]) -> float:
-    """Returns the squared error of an arm's mean log window, from the spread within timings."""
+    """Estimates the squared standard error of the mean log time, from the spread of windows."""
     spreads = [variance([log(window) for window in timing.windows]) for timing in arm]
     return fmean(spreads) / sum(len(timing.windows) for timing in arm)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds how many reads must be saved before requests share a common prefix of their contexts."""
+"""Finds how many key reads must be saved for requests to read a common prefix together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Arm(NamedTuple):
 
 
 def search(measure: Measure[Arm], lengths: Sequence[int], saved: int) -> Chosen:
-    """Compares both ways at several lengths; the default must lose clearly to change.
+    """Finds the shortest prefix worth sharing; changes the default only for a clear gain.
 
     lengths: positions of the prefix, ascending. saved: tiles that need not read the prefix.
     """
@@ -73,7 +73,7 @@ def _search(layer: Layer, stopwatch: Stopwatch) -> Chosen:
 
 
 def _requests(layer: Layer) -> int:
-    """Returns as many requests as the largest tile has rows for."""
+    """Returns the number of requests whose rows fill the largest tile, within _MOST_REQUESTS."""
     return min(layer.tiles.decode[-1] // layer.case.shape.group, _MOST_REQUESTS)
 
 

@@ -64,7 +64,7 @@ def facts(
 
 
 def shares(layer: Layer, stopwatch: Stopwatch) -> Iterator[Share]:
-    """Yields shares of decode over one long and eight short contexts, and of a prompt's chunk."""
+    """Times decodes over one long context and eight short ones, and a chunk of a prompt."""
     case, context = layer.case, layer.context
     batches = ((1, 1, context), (8, 1, context // 8), (1, context // 64, context // 8))
     over = timing.Layer(case, context)

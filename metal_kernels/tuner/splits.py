@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds how to split contexts: the cost of a part, and the number of concurrent threadgroups.
 
-Six timings of one long context in equal parts determine both. n parts of L keys on S slots take t *
-(ceil(n / S) * (L + c) + j), where c is the cost of a part in keys, and j that of the reduction: a
-few long parts determine t, many of medium length S, many short ones c.
+Both are fitted to six timings of one long context in equal parts. n parts of L keys on S slots take
+t * (ceil(n / S) * (L + c) + j), where t is the time of a key, c the cost of a part in keys, and j
+that of the reduction. Few long parts determine t, many medium ones S, many short ones c.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LongContext:
     heads: int  # Hkv
 
     def duration(self, length: int, splits: Splits) -> float:
-        """Returns the time of parts of `length` keys, in units of a key's time."""
+        """Predicts the time with parts of `length` keys, in units of a key's time."""
         parts = -(-self.keys // length)
         turns = -(-parts * self.heads // splits.slots)
         return turns * (min(length, self.keys) + splits.part_cost) + join_cost(parts)
@@ -46,9 +46,9 @@ class LongContext:
 def search(
     measure: Measure[Splits], context: LongContext, cores: int | None, current: Splits
 ) -> Chosen:
-    """Uses six timings, and four to compare the derived values with the current ones.
+    """Fits splits to six timings, then compares them with the current ones by four timings.
 
-    cores: of the GPU; None: unknown.
+    cores: number of GPU cores; None: unknown.
     """
     lengths = dict.fromkeys(max(context.keys // share, _SHORTEST) for share in _SHARES)
     seen = {length: measure(replace(current, fixed=length)).seconds for length in lengths}
@@ -59,7 +59,7 @@ def search(
 
 
 def fitted(seen: Mapping[int, float], context: LongContext, candidates: Sequence[Splits]) -> Splits:
-    """Returns the candidate that best explains the seconds of each length of parts."""
+    """Returns the candidate that best explains the times `seen`, in seconds by length of parts."""
 
     def unexplained(splits: Splits) -> float:
         # Only the unknown factor t separates model and time, so their log ratio should be constant.

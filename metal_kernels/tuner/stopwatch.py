@@ -104,7 +104,7 @@ class Stopwatch:
         return self.time(arm, lambda count: queue(call, count))
 
     def _warm(self, run: Run) -> int:
-        """Runs calls for a while; returns how many fill a batch."""
+        """Warms up; returns how many calls make up a batch."""
         run(1)  # compiles the kernel
         start, calls = self.clock(), 0
         paused = self._ended is None or start - self._ended > _PAUSE

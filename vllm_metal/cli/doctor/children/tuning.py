@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Searches what kernels are quickest with, in a process that may hang or die.
+"""Searches for the fastest kernel settings, in a process that may hang or crash.
 
 python -m vllm_metal.cli.doctor.children.tuning [--seconds N] [--all] | --process NAME
 """
@@ -59,9 +59,10 @@ def tune(
     seconds: float | None = None,
     choices: Iterable[Choice] = CHOICES,
 ) -> None:
-    """Reports facts, choices, shares of the first layer, and all timings.
+    """Runs every search; sends the parent the machine's speeds, each result and all timings.
 
-    No search starts after `seconds` (None: no limit). Raises Unsteady if the machine is not idle.
+    Also times the first layer's attention. Starts no search after `seconds` (None: no limit).
+    Raises Unsteady if the machine is not idle.
     """
     began = time.monotonic()
     say(stage="what the machine does at most")
