@@ -47,7 +47,7 @@ def sizes(module: nn.Module) -> Sizes | None:
 
 
 def adapt(module: nn.Module, update: Callable[[mx.array, Expert | None], mx.array | None]) -> None:
-    """Adds `update` to a layer's output; the module gets its own class.
+    """Adds `update` to a layer's output, by giving the module a class of its own.
 
     update: maps the layer's input, and its experts if any, to an array to add, or None.
     """

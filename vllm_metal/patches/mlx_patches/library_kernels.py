@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks mlx-lm's own Metal kernels on this GPU, and replaces wrong ones by MLX's operations.
 
-mlx-lm launches them on any GPU; elsewhere it uses an equivalent in MLX's operations, the kernel's
-twin. The kernel runs on the GPU and its twin in float32 on the CPU, over the model's shapes, once
-per machine, in its own process. The twin replaces a kernel that is wrong, hangs or crashes.
+mlx-lm launches these kernels on any GPU; elsewhere it uses an equivalent function in MLX's
+operations. The check runs the kernel on the GPU and the equivalent in float32 on the CPU, with the
+model's shapes, once per machine, in its own process. The equivalent replaces a kernel that is
+wrong, hangs or crashes.
 
     python -m vllm_metal.patches.mlx_patches.library_kernels < call.json
 
@@ -58,11 +59,11 @@ class Entry:
         return f"{self.module}.{self.kernel}"
 
     def loaded(self) -> ModuleType | None:
-        """Returns its module if mlx-lm has imported it."""
+        """Returns the kernel's module if it has been imported."""
         return sys.modules.get(f"mlx_lm.models.{self.module}")
 
     def operations(self, module: ModuleType) -> Callable[..., Any]:
-        """Returns the twin."""
+        """Returns the kernel's equivalent in MLX's operations."""
         if self.twin is not None:
             twin: Callable[..., Any] = getattr(module, self.twin)
             return twin
@@ -85,7 +86,7 @@ _BY_NAME: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in
 
 @dataclass(frozen=True)
 class Call:
-    """A kernel and its arguments for one token of a model."""
+    """A kernel, and shapes and dtypes of its arguments for one token of a model."""
 
     name: str  # of an Entry
     #: Shape and dtype of each array argument, else the value.
@@ -116,7 +117,7 @@ class Verdict:
 
 @contextmanager
 def noted() -> Iterator[list[Call]]:
-    """Collects distinct calls of the kernels or their twins within the block."""
+    """Collects distinct calls of the kernels, or of their equivalents, within the block."""
     calls: list[Call] = []
     with ExitStack() as stack:
         for entry in ENTRIES:
@@ -149,7 +150,7 @@ def replace_wrong(
     time_limit: float = TIME_LIMIT,
     record: Record | None = None,
 ) -> list[Verdict]:
-    """Checks each call once per machine; operations replace kernels that fail.
+    """Checks each call once per machine; replaces kernels that fail by their equivalents.
 
     Args:
         command: starts a process that reads a call and prints a verdict, as this module does.
@@ -174,13 +175,13 @@ def replace_wrong(
 
 
 def use_operations(entry: Entry) -> None:
-    """Replaces the kernel by its twin in this process."""
+    """Replaces the kernel by its equivalent in this process."""
     module = importlib.import_module(f"mlx_lm.models.{entry.module}")
     setattr(module, entry.kernel, entry.operations(module))
 
 
 def check(call: Call) -> Verdict:
-    """Compares kernel and twin in this process, on MLX's default device and the CPU."""
+    """Compares the kernel on MLX's default device with its equivalent on the CPU."""
     entry = _BY_NAME[call.name]
     module = importlib.import_module(f"mlx_lm.models.{entry.module}")
     operations = entry.operations(module)

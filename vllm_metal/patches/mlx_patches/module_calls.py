@@ -30,7 +30,7 @@ class CallingCache(ABC):
     def call(self, module: MethodType, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Returns the module's result for T rows.
 
-        module: its original call. args, kwargs: the arguments, including this cache.
+        module: the module's original `__call__`. args, kwargs: its arguments, including this cache.
         """
 
 
@@ -47,7 +47,7 @@ class SequenceCache(CallingCache):
 
 
 def ask_caches(cls: type[nn.Module]) -> None:
-    """Makes calls of these modules use a `CallingCache` among their arguments; idempotent."""
+    """Patches a module class: a `CallingCache` among the arguments handles the call; idempotent."""
     replace(cls, "__call__", _ask_cache)
 
 
@@ -106,9 +106,9 @@ def follow_call(
     then: Callable[[mx.array], mx.array],
     instead: Callable[[], mx.array | None] = lambda: None,
 ) -> None:
-    """Applies `then` to one module's result, or returns the value of `instead`.
+    """Makes one module return `instead()`, or `then(result)` if that is None.
 
-    The module gets its own class.
+    The module gets a class of its own.
     """
     family = type(module)
 

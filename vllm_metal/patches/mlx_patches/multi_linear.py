@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Projects all rows of a step into or out of latents with one matrix product per head.
+"""Projects all rows of a step into or out of MLA latents with one matrix product per head.
 
-A cache may also skip these projections in a module's call, and apply them itself.
+A cache may also make a module skip these projections, and apply them itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def install() -> None:
 
 @contextmanager
 def left_out() -> Iterator[None]:
-    """Makes projections return a step's rows unchanged within the block."""
+    """Makes projections of latents return their input within the block."""
     global _is_skipping
     before, _is_skipping = _is_skipping, True
     try:

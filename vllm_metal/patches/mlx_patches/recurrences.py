@@ -118,7 +118,7 @@ def handed_to(call: SequenceCall) -> Iterator[None]:
 
 
 def known(module: nn.Module) -> bool:
-    """Returns whether KNOWN has this module's class or one of its bases."""
+    """Returns whether a module's class, or one of its bases, is in KNOWN."""
     return any(
         (cls.__module__.removeprefix("mlx_lm.models."), cls.__name__) in KNOWN
         for cls in type(module).__mro__
@@ -211,9 +211,10 @@ def _ssm_update(
 def _selective_scan(
     x: mx.array, A: mx.array, B: mx.array, C: mx.array, D: mx.array, rates: mx.array
 ) -> mx.array:
-    """Returns [1, T, N] of Mamba's recurrence, in which each of N channels has S numbers of state.
+    """Computes Mamba's recurrence, in which each of N channels has a state of S numbers.
 
-    x, rates: [1, T, N], channels and their time steps. A: [N, S]. B, C: [1, T, S]. D: [N].
+    x, rates: [1, T, N], channels and their time steps. A: [N, S]. B, C: [1, T, S]. D: [N]. Returns
+    [1, T, N].
     """
     assert _call is not None
     inputs = RecurrenceInputs(B[0][:, None], x[0][..., None], rates[0].astype(mx.float32), None)

@@ -135,7 +135,7 @@ def classes(config: dict[str, Any]) -> tuple[type, type]:
 def module_of(config: Mapping[str, Any], model: type) -> str:
     """Returns the name of mlx-lm's module that reads a config.json.
 
-    model: its class, which the module may have imported from another one.
+    model: the model's class, which that module may have imported from another one.
     """
     known = _model_type(config)
     name = str(MODEL_REMAPPING.get(known, known))
@@ -155,7 +155,7 @@ def has_module(config: Mapping[str, Any]) -> bool:
 
 
 def _model_type(config: Mapping[str, Any]) -> str:
-    """Returns mlx-lm's name of the type."""
+    """Returns mlx-lm's name for a config.json's model_type."""
     model_type = str(config["model_type"])
     return {**TEXT_MODELS, **OTHER_NAMES}.get(model_type, model_type)
 

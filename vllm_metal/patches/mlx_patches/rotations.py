@@ -73,7 +73,7 @@ def noted() -> Iterator[None]:
 
 
 def of_keys(positions: mx.array, *given: mx.array) -> OfLayer | None:
-    """Returns a layer's keys before their rotation, or None if unknown; forgets all records.
+    """Finds the recorded rotation of a layer's keys; None if there is none. Clears all records.
 
     positions: [T], as the layer's cache provided them. given: [T, Hkv, 1, D] each, arrays that the
     layer passes to its cache, among them its keys.

@@ -19,7 +19,7 @@ _dense = getattr(base, _NAME)
 
 
 class Scoring(NamedTuple):
-    """Parameters of softmax(scale * q @ k) and of what some models add."""
+    """Parameters of softmax(scale * q @ k), with the soft cap and sinks that some models add."""
 
     scale: float
     sinks: mx.array | None = None  # [H] extra logits in the softmax, without values
@@ -90,7 +90,7 @@ def _dispatch(
 
 
 def _refusal(mask: mx.array) -> str:
-    """Explains why the caller's caller is not supported."""
+    """Returns the error for a mask of the model's own; names the function that passed it."""
     call = sys._getframe(2)
     return (
         f"{call.f_globals.get('__name__')}.{call.f_code.co_qualname} gives attention a mask of its "

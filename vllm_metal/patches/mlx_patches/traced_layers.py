@@ -28,14 +28,14 @@ RELEASES = ("mlx 0.32",)
 
 
 class TransposedWeights:
-    """Views of the weights of a network's linear layers, instead of one per call."""
+    """Transposed views of linear layers' weights, made once per network, not per call."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._by_layer: dict[int, mx.array] = {}  # by id
 
     def make(self) -> None:
-        """Computes the views once: a trace takes computed arrays as they are."""
+        """Creates and evaluates the views, so that traces treat them as constants."""
         if not self._by_layer:
             for _, module in self._model.named_modules():
                 if isinstance(module, nn.Linear):

@@ -25,7 +25,7 @@ _GELUS: dict[str, Callable[[mx.array], mx.array]] = {
 
 
 def gemma(module: ModuleType) -> None:
-    """Uses the approximation in Gemma's gate."""
+    """Patches Gemma's MLP to approximate the GELU of its gate by tanh."""
 
     # Published files say "gelu" but mean the approximation (transformers' `GemmaConfig`).
     def call(self: Any, x: mx.array) -> mx.array:
@@ -36,10 +36,10 @@ def gemma(module: ModuleType) -> None:
 
 
 def gelu(key: str, default: str, first: str, second: str) -> Callable[[ModuleType], None]:
-    """Patches a module whose activation is a GELU.
+    """Returns a patch that makes a module's `MLP` use the configured kind of GELU.
 
-    key: config.json's key of the activation. default: of transformers' configuration. first,
-    second: projections of the module's `MLP`.
+    key: config.json's key of the activation. default: transformers' default for that key. first,
+    second: projections of the `MLP`.
     """
 
     def apply(module: ModuleType) -> None:

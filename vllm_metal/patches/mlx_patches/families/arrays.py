@@ -21,7 +21,7 @@ _DENSE = re.compile(r"\.block_sparse_moe\.((?:gate|up|down)_proj)\.")
 
 
 def converted(convert: Callable[[Any, Arrays], Arrays]) -> Callable[[ModuleType], None]:
-    """Patches a module so that its model's `sanitize` gets `convert(model, arrays)`."""
+    """Returns a patch that passes arrays through `convert` before the model's `sanitize`."""
 
     def converting(before: Callable[..., Arrays]) -> Callable[..., Arrays]:
         return lambda self, weights: before(self, convert(self, weights))
@@ -30,20 +30,20 @@ def converted(convert: Callable[[Any, Arrays], Arrays]) -> Callable[[ModuleType]
 
 
 def renamed(rename: Callable[[str], str]) -> Callable[[ModuleType], None]:
-    """Patches a module so that `rename` maps names in files to the module's names."""
+    """Returns a patch that maps array names in files to the module's names by `rename`."""
     return converted(lambda model, weights: {rename(name): a for name, a in weights.items()})
 
 
 def without_transformer(name: str) -> str:
-    """Maps GPT-2's names, which transformers 5 writes as parts of a `transformer`."""
+    """Drops the prefix `transformer.`, which transformers 5 writes, from GPT-2's names."""
     return name.removeprefix("transformer.")
 
 
 def dense_of_kimi(name: str) -> str:
-    """Maps Kimi's layers without experts, which transformers names like those with experts."""
+    """Renames the MLPs of Kimi's dense layers, which transformers names like those of experts."""
     return _DENSE.sub(r".mlp.\1.", name)
 
 
 def norms_of_olmo(name: str) -> str:
-    """Maps OLMo hybrid's names of norms; transformers' conversion_mapping.py has the same two."""
+    """Renames OLMo hybrid's norms, as transformers' conversion_mapping.py does."""
     return ".".join(_NORMS.get(part, part) for part in name.split("."))

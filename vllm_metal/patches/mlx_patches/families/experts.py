@@ -25,7 +25,7 @@ _EXPERT = re.compile(r".*\.mlp\.experts\.(\d+)\..*")
 
 
 def grouped(name: str = "group_expert_select") -> Callable[[ModuleType], None]:
-    """Makes a module's function that chooses among groups of experts skip those left out."""
+    """Returns a patch of function `name`: it never chooses experts outside the best groups."""
 
     def choosing(before: Callable[..., Any]) -> Callable[..., Any]:
         def select(gates: mx.array, bias: mx.array, top_k: int, n_group: int, *others: Any) -> Any:
@@ -44,7 +44,7 @@ def grouped(name: str = "group_expert_select") -> Callable[[ModuleType], None]:
 
 
 def jamba(module: ModuleType) -> None:
-    """Corrects the weights of experts, and which layers have experts."""
+    """Corrects how Jamba weights experts, and which layers have experts."""
 
     def routed(self: Any, x: mx.array) -> mx.array:
         # mlx-lm normalizes the weights of the chosen experts; the model was trained with their
@@ -70,7 +70,7 @@ def jamba(module: ModuleType) -> None:
 
 
 def ernie4_5_moe(module: ModuleType) -> None:
-    """Adds the bias of the choice, which mlx-lm drops (`Ernie4_5_MoeTopKRouter`)."""
+    """Adds the router's bias to the scores, which mlx-lm drops (`Ernie4_5_MoeTopKRouter`)."""
 
     def add_bias(layer: Any, args: Any) -> None:
         layer[_BIAS] = mx.zeros(args.moe_num_experts)
@@ -121,7 +121,7 @@ def with_weights(model: Any, weights: Arrays) -> Arrays:
 
 
 def in_full_precision(model: Any, weights: Arrays) -> Arrays:
-    """Converts gpt-oss's experts from files in any floating-point dtype."""
+    """Converts the experts of gpt-oss files with unquantized weights."""
     # mlx-lm's module only knows the names and the layout of MXFP4 files, where rows are outputs. In
     # full precision rows are inputs, and gate and value outputs alternate (transformers'
     # `GptOssExperts`).
@@ -131,7 +131,7 @@ def in_full_precision(model: Any, weights: Arrays) -> Arrays:
 
 
 def _split(name: str, array: mx.array) -> list[tuple[str, mx.array]]:
-    """Returns an array of gpt-oss under mlx-lm's names."""
+    """Splits an array of gpt-oss's experts into those of mlx-lm's module; keeps other arrays."""
     head, _, last = name.rpartition(".")
     if not head.endswith(".experts"):
         return [(name, array)]

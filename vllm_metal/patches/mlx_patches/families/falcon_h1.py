@@ -54,7 +54,7 @@ def _multiply(model: Any, weights: Arrays) -> Arrays:
 
 
 def _missing_factors(model: Any) -> Iterator[tuple[str, str, mx.array]]:
-    """Yields a multiplier's key, the suffix of arrays that lack it, and its value."""
+    """Yields multipliers that mlx-lm leaves out of some arrays: key, arrays' suffix, value."""
     args = model.args
     factors = (
         ("attention_in_multiplier", "self_attn.v_proj.weight", args.attention_in_multiplier),

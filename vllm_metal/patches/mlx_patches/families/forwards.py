@@ -14,17 +14,17 @@ from mlx_lm.models.base import create_attention_mask
 def heads(
     layer: Any, x: mx.array, width: int, names: Sequence[str] = ("q_proj", "k_proj", "v_proj")
 ) -> tuple[mx.array, ...]:
-    """Projects x, [B, L, hidden], to [B, H, L, width] with each named projection of a layer."""
+    """Projects x, [B, L, hidden], with each named projection of a layer, to [B, H, L, width]."""
     return tuple(mx.unflatten(layer[name](x), -1, (-1, width)).swapaxes(1, 2) for name in names)
 
 
 def offset_of(cache: Any) -> Any:
-    """Returns the position of a text's first row: a number, or [B] int32; 0 without a cache."""
+    """Returns the position of each text's first row, an integer or [B] int32; 0 without a cache."""
     return 0 if cache is None else cache.offset
 
 
 def joined(mixed: mx.array) -> mx.array:
-    """Maps [B, H, L, D] to [B, L, H * D]."""
+    """Concatenates heads: maps [B, H, L, D] to [B, L, H * D]."""
     return mixed.swapaxes(1, 2).flatten(2)
 
 
@@ -37,7 +37,7 @@ def attend(
     mask: Any,  # as for mlx-lm's function
     project: Callable[[mx.array], mx.array],  # the layer's last projection
 ) -> mx.array:
-    """Attends to the cache's part of the text and these rows; returns [B, L, hidden]."""
+    """Adds K and V to the cache, attends to all of its rows, and returns [B, L, hidden]."""
     if cache is not None:
         keys, values = cache.update_and_fetch(keys, values)
     mixed = base.scaled_dot_product_attention(

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the order of two kinds of layers from `layer_types`.
 
-mlx-lm's modules of Qwen3-Next and Qwen3.5 (attention, or a recurrence), of Gemma 3 (with or without
-a window) and of Command R7B (likewise, and without positions) read a period instead: every n-th
-layer is of the second kind. Gemma 3's module also rounds a factor to bfloat16 for every dtype.
+mlx-lm's modules of Qwen3-Next and Qwen3.5 (recurrence or attention), of Gemma 3 (with or without a
+window) and of Command R7B (with a window, or without window and positions) read a period instead:
+every n-th layer is of the second kind. Gemma 3's module also rounds the embeddings' factor to
+bfloat16 for every dtype.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attent
 
 
 def qwen3_next(module: ModuleType) -> None:
-    """Patches the arguments, the layers and the choice of layers that make masks."""
+    """Makes Qwen3-Next build its layers, and choose those that make masks, by `layer_types`."""
     _with_layer_types(module, "ModelArgs", "full_attention_interval", _LINEAR)
     _build_by_kind(module.Qwen3NextDecoderLayer, "full_attention_interval")
     after_init(module.Qwen3NextModel, _find_first_layers)
 
 
 def qwen3_5(module: ModuleType) -> None:
-    """Patches arguments, layers and masks of Qwen3.5 and its mixture of experts."""
+    """Makes Qwen3.5 and its mixture of experts build layers and masks by `layer_types`."""
     _with_layer_types(module, "TextModelArgs", "full_attention_interval", _LINEAR)
     _build_by_kind(module.DecoderLayer, "full_attention_interval")
     after_init(module.Qwen3_5TextModel, _find_first_layers)
 
 
 def cohere2(module: ModuleType) -> None:
-    """Patches the arguments, the layers, their caches and the forward."""
+    """Makes Command R7B choose window and positions of each layer by `layer_types`."""
     _with_layer_types(module, "ModelArgs", "sliding_window_pattern", _SLIDING)
     _build_by_kind(module.Attention, "sliding_window_pattern")
     module.CohereModel.__call__ = by_kind(embedded)
@@ -47,7 +48,7 @@ def cohere2(module: ModuleType) -> None:
 
 
 def gemma3_text(module: ModuleType) -> None:
-    """Allows layers in any order, and computes the embeddings' factor in the model's dtype."""
+    """Makes Gemma 3 choose windows by `layer_types`, and scale embeddings in the model's dtype."""
     _with_layer_types(module, "ModelArgs", "sliding_window_pattern", _SLIDING)
     _build_by_kind(module.Attention, "sliding_window_pattern")
     module.Gemma3Model.__call__ = by_kind(scaled_embeddings)
@@ -55,9 +56,9 @@ def gemma3_text(module: ModuleType) -> None:
 
 
 def _with_layer_types(module: ModuleType, name: str, period: str, other: str) -> None:
-    """Adds `layer_types` to arguments; by default every n-th layer has full attention.
+    """Adds `layer_types` to a module's arguments; by default every n-th layer has full attention.
 
-    name: mlx-lm's class of arguments. period: its key of n. other: the kind of the other layers.
+    name: class of the arguments. period: its field for n. other: kind of the other layers.
     """
     base: Any = getattr(module, name)
 
@@ -85,7 +86,7 @@ def _with_layer_types(module: ModuleType, name: str, period: str, other: str) ->
 
 
 def _build_by_kind(cls: Any, period: str) -> None:
-    """Makes a class build the kind of layer in `layer_types`."""
+    """Makes a layer class read its kind from `layer_types` instead of `period`."""
 
     def built(before: Callable[..., Any]) -> Callable[..., Any]:
         def init(self: Any, args: Any, layer_idx: int) -> None:
@@ -100,6 +101,6 @@ def _build_by_kind(cls: Any, period: str) -> None:
 
 
 def _find_first_layers(model: Any, args: Any) -> None:
-    """Sets the layers that make masks: the first of each kind, or none."""
+    """Sets the layers whose caches make the masks: the first layer of each kind, or None."""
     kinds = {kind: args.layer_types.index(kind) for kind in set(args.layer_types)}
     model.ssm_idx, model.fa_idx = kinds.get(_LINEAR), kinds.get(_FULL)

@@ -13,7 +13,7 @@ from vllm_metal.patches.mlx_patches.replacing import after_init
 
 
 def epsilon(key: str) -> Callable[[ModuleType], None]:
-    """Patches a module whose norms share the epsilon in config.json's `key`."""
+    """Returns a patch that sets all norms' epsilon to that in config.json's `key`."""
 
     def apply(module: ModuleType) -> None:
         kinds = (nn.RMSNorm, getattr(module, "RMSNorm", nn.RMSNorm))
@@ -29,7 +29,7 @@ def epsilon(key: str) -> Callable[[ModuleType], None]:
 
 
 def of_latents(attention: str) -> Callable[[ModuleType], None]:
-    """Patches MLA norms in class `attention`, for which transformers always uses 1e-6."""
+    """Returns a patch of MLA's norms in class `attention`: transformers always uses 1e-6 there."""
 
     def set_epsilon(layer: nn.Module, *args: Any, **options: Any) -> None:
         for name, norm in layer.named_modules():

@@ -2,8 +2,8 @@
 """Adapts attention of three PLaMo generations to the paged cache.
 
 PLaMo 13B orders query heads differently: head h reads K/V head h modulo their number. PLaMo 2 calls
-MLX's attention directly instead of the function that mlx-lm's other modules call. PLaMo 3 sees one
-position more than its window, which mlx-lm's own cache drops.
+MLX's attention directly instead of the function that mlx-lm's other modules call. PLaMo 3's mask
+shows one position more than its window, which mlx-lm's own cache has dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm_metal.patches.mlx_patches.replacing import wrap
 
 
 def plamo(module: ModuleType) -> None:
-    """Orders queries by their K/V head during attention."""
+    """Reorders PLaMo 13B's query heads by K/V head during attention."""
 
     def call(
         self: Any, hidden_states: mx.array, attention_mask: Any = None, cache: Any = None
@@ -41,12 +41,12 @@ def plamo(module: ModuleType) -> None:
 
 
 def _reordered(heads: mx.array, inner: int) -> mx.array:
-    """Orders heads of [B, H, L, D] by their index within groups of `inner` first."""
+    """Reorders [B, H, L, D] by heads' index within groups of `inner` heads, then by group."""
     return mx.unflatten(heads, 1, (-1, inner)).swapaxes(1, 2).flatten(1, 2)
 
 
 def plamo2(module: ModuleType) -> None:
-    """Calls the attention function that all modules share."""
+    """Makes PLaMo 2 call the attention function that mlx-lm's other modules call."""
 
     def call(self: Any, hidden_states: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         ends = [self.q_proj_dim, self.q_proj_dim + self.k_proj_dim]
@@ -67,7 +67,7 @@ def _normed(heads: mx.array, weight: mx.array) -> mx.array:
 
 
 def plamo3(module: ModuleType) -> None:
-    """Makes caches as large as the module's mask."""
+    """Makes PLaMo 3's caches one position larger than its window, as its mask is."""
 
     def with_windows(before: Callable[..., Any]) -> Callable[..., Any]:
         def make_cache(self: Any) -> list[Any]:

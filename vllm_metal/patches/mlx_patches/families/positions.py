@@ -28,7 +28,7 @@ _LONG = ("longrope", "su")
 
 
 def rope_utils(module: ModuleType) -> None:
-    """Patches `initialize_rope`, LongRoPE's class (to keep its arguments) and dynamic ropes."""
+    """Patches `initialize_rope`, dynamic RoPE, and LongRoPE's class to keep its arguments."""
     wrap(module.SuScaledRoPE, "__init__", _keep_arguments)
     wrap(module.DynamicNTKScalingRoPE, "__call__", _rotate_rows)
     before = getattr(module, _NAME)
@@ -72,7 +72,7 @@ def _keep_arguments(before: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rotate_rows(before: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Rotates rows of many texts by their positions, within the trained context."""
+    """Wraps dynamic RoPE to take an array of positions, all within the trained context."""
 
     def call(self: Any, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         if not isinstance(offset, mx.array):
@@ -90,13 +90,13 @@ def _rotate_rows(before: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 
 def spread_ropes() -> None:
-    """Replaces the function in mlx-lm's modules that have imported it; idempotent."""
+    """Replaces `initialize_rope` in mlx-lm's modules that have imported it; idempotent."""
     if original := getattr(module_of_ropes.initialize_rope, "__wrapped__", None):
         spread(_NAME, original, module_of_ropes.initialize_rope)
 
 
 def _frequencies(dims: int, base: float, scaling: Mapping[str, Any]) -> mx.array:
-    """Returns [dims / 2] wavelengths / 2 pi, interpolated between trained and longer context."""
+    """Returns YaRN's [dims / 2] wavelengths / 2 pi, between those of trained and longer context."""
     # Peng et al. 2023, arXiv:2309.00071, section 3.2, with an unrounded range.
     trained = scaling.get("original_max_position_embeddings", 4096)
 
@@ -112,7 +112,7 @@ def _frequencies(dims: int, base: float, scaling: Mapping[str, Any]) -> mx.array
 
 
 def gpt_bigcode(module: ModuleType) -> None:
-    """Embeds positions given as an array with one row per text."""
+    """Patches the model's forward, so that each text of a batch may start at another position."""
 
     def forward(self: Any, inputs: mx.array, cache: Any = None) -> mx.array:
         offset = offset_of(None if cache is None else cache[0])

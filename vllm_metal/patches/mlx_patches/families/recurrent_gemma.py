@@ -19,7 +19,7 @@ _PARTS = 3
 
 
 def recurrent_gemma(module: ModuleType) -> None:
-    """Patches the block, the caches of its layers and the forward."""
+    """Makes recurrent blocks store whether a text has begun, and the forward apply the window."""
 
     def block(self: Any, x: mx.array, cache: Any = None, mask: Any = None) -> mx.array:
         gate = nn.gelu_approx(self.linear_y(x))
@@ -59,8 +59,8 @@ def _recurrence(
 ) -> mx.array:
     """Returns [B, L, D] states after each of [B, L, D] inputs x.
 
-    layer: mlx-lm's RGLRU with its weights. state: [B, D] before them; None: zeros. begun: [B, 1], 0
-    if x begins a text; None: all do.
+    layer: mlx-lm's RGLRU. state: [B, D] before the inputs; None: zeros. begun: [B, 1], 0 if a text
+    begins with x; None: all texts do.
     """
 
     def gate(weight: mx.array, bias: mx.array) -> mx.array:

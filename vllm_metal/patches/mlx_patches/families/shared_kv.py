@@ -18,7 +18,7 @@ from vllm_metal.patches.mlx_patches.seam import AttendingCache
 
 
 def afm7(module: ModuleType) -> None:
-    """Takes positions from the paged cache for layers without their own K."""
+    """Makes layers without their own K take positions from the paged cache."""
 
     def call(self: Any, x: mx.array, keys: Any, values: Any, mask: Any = None) -> mx.array:
         paged = isinstance(keys, AttendingCache)
@@ -61,7 +61,7 @@ def iquestloopcoder(module: ModuleType) -> None:
 
 
 def _project(layer: Any, hidden: mx.array, cache: Any) -> tuple[mx.array, Any, Any]:
-    """Returns this step's queries, and all keys and values."""
+    """Returns this step's queries, and the cache's keys and values."""
     normed = layer.input_layernorm(hidden)
     queries, keys, values = layer.self_attn.get_qkv(normed, offset_of(cache))
     if cache is not None:
@@ -70,7 +70,7 @@ def _project(layer: Any, hidden: mx.array, cache: Any) -> tuple[mx.array, Any, A
 
 
 def _finish_layer(layer: Any, hidden: mx.array, out: mx.array) -> mx.array:
-    """Completes a layer from its attention's [B, heads, L, D]; returns [B, L, H]."""
+    """Computes the rest of a layer from its attention's [B, heads, L, D]; returns [B, L, H]."""
     hidden = hidden + layer.self_attn.o_proj(joined(out))
     after: mx.array = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
     return after

@@ -47,7 +47,7 @@ class _Mixed(nn.Module):
 
 
 def baichuan_m1(module: ModuleType) -> None:
-    """Makes the mixture a separate module next to attention."""
+    """Mixes K and V in a separate module next to attention, so that its state has its own cache."""
 
     def add_mixture(layer: Any, *args: Any, **options: Any) -> None:
         layer.mixed = _Mixed(layer)

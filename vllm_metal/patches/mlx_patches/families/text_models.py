@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads separate text models of families that mlx-lm reads as multimodal ones.
+"""Loads text-only checkpoints of families that mlx-lm only reads as multimodal models.
 
-transformers writes them under their own names, one array per expert, without unused arrays: Gemma
-3n's last layers share K/V of others, and have no K/V projections. mlx-lm's module would use its own
-if it gets no caches.
+transformers writes text models under other names, with one array per expert and without unused
+arrays. Gemma 3n's last layers share K/V of others, so their K/V projections are missing; mlx-lm's
+module uses them only if it is called without caches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(.*)")
 
 
 def gemma3n(module: ModuleType) -> None:
-    """Fixes names, drops missing projections, and creates caches if none are given."""
+    """Renames arrays, drops unused K/V projections, and creates caches if none are given."""
 
     def drop_unused(layer: Any, config: Any, layer_idx: int, is_kv_shared_layer: bool) -> None:
         if is_kv_shared_layer:
@@ -60,7 +60,7 @@ def _with_prefix(name: str) -> str:
 
 
 def _is_unused(name: str, first: int) -> bool:
-    """Returns whether an array is a K/V projection in a layer that shares K/V, from `first` on."""
+    """Returns whether an array is a K/V projection of a layer from `first` on: these share K/V."""
     parts = name.split(".")
     if "self_attn" not in parts or parts[parts.index("self_attn") + 1] not in _KV_PARTS:
         return False

@@ -26,7 +26,7 @@ _UNSET = -1  # missing in config.json; None means no window
 
 
 def gemma2(module: ModuleType) -> None:
-    """Adds windows, by default in every other layer, and caches that attend."""
+    """Adds windows, by default in every other layer, and lets paged caches compute attention."""
     base: Any = module.ModelArgs
 
     @dataclass
@@ -61,7 +61,7 @@ def _attend_with_cap(dense: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 
 def of_all_layers(model: str) -> Callable[[ModuleType], None]:
-    """Patches a module that gives every layer the whole context; `model` calls its layers."""
+    """Returns a patch that applies the configured window to all layers of class `model`."""
 
     def apply(module: ModuleType) -> None:
         base: Any = module.ModelArgs
@@ -84,7 +84,7 @@ def of_all_layers(model: str) -> Callable[[ModuleType], None]:
 
 
 def mistral(module: ModuleType) -> None:
-    """Patches Llama's module, which also reads Mistral's files."""
+    """Applies Mistral's window to all layers; mlx-lm reads Mistral's files with Llama's module."""
     base: Any = module.ModelArgs
 
     @dataclass
@@ -121,13 +121,13 @@ def mistral(module: ModuleType) -> None:
 
 
 def embedded(model: Any, inputs: mx.array, embeddings: mx.array | None) -> mx.array:
-    """Returns embeddings of tokens, or the given ones."""
+    """Returns `embeddings`; if None, those of the tokens `inputs`."""
     found: mx.array = model.embed_tokens(inputs) if embeddings is None else embeddings
     return found
 
 
 def scaled_embeddings(model: Any, inputs: mx.array, embeddings: mx.array | None) -> mx.array:
-    """Scales embeddings as Gemma does, by a factor in the model's dtype."""
+    """Returns the result of `embedded` times Gemma's factor, computed in the model's dtype."""
     hidden = embedded(model, inputs, embeddings)
     return hidden * mx.array(model.args.hidden_size**0.5, hidden.dtype)
 
@@ -137,7 +137,7 @@ def by_kind(
 ) -> Callable[..., mx.array]:
     """Returns the forward of a model whose layers differ only in their window.
 
-    embed: returns embeddings of tokens, or the given ones. options: of the masks.
+    embed: a function like `embedded`. options: passed to the functions that create masks.
     """
 
     def forward(
