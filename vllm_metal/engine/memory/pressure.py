@@ -57,5 +57,5 @@ class MemoryPressure:
 
 
 def read_kernel_level() -> int:
-    """Reads the kernel's level, or NORMAL if it cannot be read. macOS only."""
+    """Reads macOS's level of memory pressure; NORMAL if it cannot be read."""
     return sysctl.read("kern.memorystatus_vm_pressure_level") or NORMAL

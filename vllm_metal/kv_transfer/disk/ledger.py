@@ -75,7 +75,7 @@ def _checksum(fields: bytes) -> bytes:
 
 
 class Ledger:
-    """The ledger of a root, opened on its first lock."""
+    """The ledger file in a cache's root folder; the first `locked` opens it."""
 
     def __init__(self, root: Path) -> None:
         self._root = root

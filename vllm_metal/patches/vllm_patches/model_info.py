@@ -315,7 +315,7 @@ class Keys(dict[str, Any]):
 
 
 def _with_attributes(value: Any, within: bool = False) -> Any:
-    """A list with each mapping in it as one whose keys are attributes; vLLM reads blocks so."""
+    """Converts mappings within a list so that vLLM can read their keys as attributes."""
     if isinstance(value, list):
         return [_with_attributes(each, within=True) for each in value]
     if within and isinstance(value, Mapping):
