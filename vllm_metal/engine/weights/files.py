@@ -58,7 +58,7 @@ def check_weight_files(folder: Path) -> None:
 
 
 def headers(folder: Path) -> dict[str, Header]:
-    """Headers of a model's tensors by name; the index decides which file a tensor is read from.
+    """Reads the headers of a model's tensors by name, each from the file that the index lists.
 
     Raises:
         ModelLoadError: see `check_weight_files`.
@@ -89,7 +89,7 @@ def headers(folder: Path) -> dict[str, Header]:
 def headers_of(
     files: Iterable[Path], counts: Callable[[str, Path], bool] = lambda name, path: True
 ) -> dict[str, Header]:
-    """Headers of tensors in several safetensors files; `counts` filters by name and file.
+    """Reads the headers of tensors in safetensors files; `counts` selects by name and file.
 
     Raises:
         ModelLoadError: a file is unreadable or truncated, or two have a tensor of the same name.
@@ -109,7 +109,7 @@ def headers_of(
 
 
 def arrays_of(found: Mapping[str, Header]) -> dict[str, mx.array]:
-    """Lazy arrays of stored tensors by name; 8-bit floats, which MLX lacks, become uint8.
+    """Opens stored tensors as lazy arrays by name; 8-bit floats, which MLX lacks, become uint8.
 
     Raises:
         ModelLoadError: a tensor's dtype is not supported.

@@ -14,10 +14,10 @@ def folder_of(model: str, tokenizer: bool = True) -> str:
     Args:
         model: a file, recognized by its first bytes; "owner/name:TAG" for a file in the Hugging
             Face cache; or anything else.
-        tokenizer: whether the file's own tokenizer is used.
+        tokenizer: whether to write the tokenizer in the file to the folder.
 
     Raises:
-        ModelLoadError: there is no such file, or several; or it is not supported.
+        ModelLoadError: no file or several match, or the file is not supported.
     """
     if (file := gguf_names.file_of(model)) is None:
         return model
@@ -27,10 +27,10 @@ def folder_of(model: str, tokenizer: bool = True) -> str:
 
 
 def checked_folder_of(model: str, tokenizer: bool = True) -> str:
-    """Like `folder_of`, but checks names of other models with `model_names.check`.
+    """Like `folder_of`, but checks names that mean no GGUF model with `model_names.check`.
 
     Raises:
-        ModelLoadError: as `folder_of` or `model_names.check` raise it.
+        ModelLoadError: see `folder_of` and `model_names.check`.
     """
     folder = folder_of(model, tokenizer)
     if folder == model:

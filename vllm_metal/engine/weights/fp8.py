@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 (E4M3) weights with scales per tensor, row or block.
 
-Scales per tensor and row are exact: the stored values become MLX's mxfp8, with an output scale. So
-are block scales that are powers of two. Other block scales vary within a row; MLX's only 8-bit mode
-for that is the affine one, to which these are rounded.
+The conversion is exact for scales per tensor or row: the stored values become MLX's mxfp8, with an
+output scale. It is exact for block scales that are powers of two, too. Weights with other block
+scales are rounded to MLX's affine mode, its only 8-bit mode with arbitrary scales within a row.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def of_rows(values: mx.array, scales: mx.array, dtype: mx.Dtype) -> Weight:
     Args:
         values: [..., out, in] uint8, E4M3.
         scales: [], [1], [out] or [..., out or 1, 1] floating point; [E] for experts.
-        dtype: of activations.
+        dtype: dtype of activations.
 
     Raises:
-        ModelLoadError: the scales fit neither.
+        ModelLoadError: the scales have another shape.
     """
     *outer, num_out, num_in = values.shape
     scales = _by_row(scales, values.shape).astype(mx.float32)

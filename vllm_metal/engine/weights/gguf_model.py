@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF models: the small folder that represents one, and its weights as a plan.
+"""Serves GGUF models: creates the small folder that stands for one, and plans its weights.
 
 The folder has what vLLM and mlx-lm read besides weights: config.json, generation_config.json and
 the tokenizer. Weights are read from the GGUF file.
@@ -98,9 +98,9 @@ def _check_types(source: GGUFSource) -> None:
 
 
 def opened(folder: Path) -> tuple[dict[str, mx.array], Plan]:
-    """Opens a GGUF model: its arrays, and the plan, which reads quantized ones from the file.
+    """Opens a GGUF model: returns its unquantized arrays, and a plan that reads quantized ones.
 
-    `folder` is one of `folder_of`.
+    `folder` is a result of `folder_of`.
 
     Raises:
         ModelLoadError: the file is damaged or was changed.
@@ -137,7 +137,7 @@ _VALUES = "values"
 
 @dataclass(frozen=True)
 class _Part:
-    """One tensor's arrays by kind; without `convert`, its values are the weight."""
+    """One tensor's arrays, by name; if `convert` is None, "values" is the weight."""
 
     arrays: dict[str, lazy.LazyArray]
     convert: Convert | None
@@ -176,10 +176,10 @@ def _to_mlx_layout(family: Family, name: str, array: mx.array) -> mx.array:
 
 
 def _join_parts(parts: list[_Part], order: Order | None, is_latent: bool) -> Convert:
-    """Makes a weight of one or several tensors.
+    """Returns a function that makes a weight of one or several tensors.
 
     Args:
-        parts: of the weight.
+        parts: tensors of the weight.
         order: row of the joined parts for each row of the weight; None for the same order.
         is_latent: whether the parts are MLA's keys [heads, rank, size] and values [heads, size,
             rank], to be joined per head: [heads * sizes, rank].
@@ -198,7 +198,7 @@ def _join_parts(parts: list[_Part], order: Order | None, is_latent: bool) -> Con
 
 
 def _concat_rows(weights: list[Weight], dtype: mx.Dtype) -> Weight:
-    """Concatenates rows: packed if all have one packing, dense if one is dense, else in 8 bits."""
+    """Concatenates weights by rows: packed if packings agree, dense if one is, else in 8 bits."""
     packings = {
         (each.mode, each.bits, each.group_size) if isinstance(each, Packed) else None
         for each in weights
@@ -233,7 +233,7 @@ def _take_rows(weight: Weight, order: Order | None) -> Weight:
 
 
 def _with_input_order(convert: Convert, columns: Order) -> Convert:
-    """Wraps a conversion whose result's columns multiply the inputs `columns`."""
+    """Wraps a conversion: column c of the resulting weight multiplies input `columns[c]`."""
 
     def reordered(arrays: Arrays, dtype: mx.Dtype) -> Weight:
         weight, order = convert(arrays, dtype), mx.array(columns.astype(np.int32))

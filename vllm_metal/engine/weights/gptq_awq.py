@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reader of GPTQ and AWQ, also as written by AutoRound: tensor names and checks."""
+"""Reads GPTQ and AWQ, also as written by AutoRound: recognizes and checks their tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GEMV_WORDS = {32: 4, 64: 2}
 
 
 def gptq_or_awq(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeight | None:
-    """Reads GPTQ and AWQ, also as written by AutoRound."""
+    """Returns the weight that tensor `name` belongs to, if stored as GPTQ or AWQ."""
     module = name.removesuffix(".qweight")
     if module == name:
         return None
@@ -76,7 +76,7 @@ def gptq_or_awq(name: str, tensors: Tensors, said: Quantization | None) -> Store
 def _awq_by_rows(
     weight: str, parts: dict[str, str], tensors: Tensors, size: int | None
 ) -> StoredWeight:
-    """AWQ's version "gemv", whose rows of scales and zeros are padded."""
+    """Reads AWQ's version "gemv", in which rows of scales and zeros are padded."""
     num_out, words = tensors.shape(parts["values"])
     num_in = words * 8
     groups = 1 if size is None else num_in // size
@@ -103,7 +103,7 @@ def _awq_by_rows(
 
 
 def _module_settings(module: str, said: Quantization) -> Config:
-    """Settings after GPTQ's `dynamic` rules or AutoRound's `extra_config` for a module."""
+    """Returns a module's settings, with GPTQ's `dynamic` rules or AutoRound's `extra_config`."""
     settings = dict(said.settings)
     for rule, changes in (said.get("dynamic") or {}).items():
         pattern = rule.removeprefix("+:").removeprefix("-:")

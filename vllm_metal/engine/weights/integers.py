@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed integers with scales and zeros: compressed-tensors, GPTQ, AWQ, and AutoRound's of both.
+"""Converts packed integers with scales and zeros: compressed-tensors, GPTQ, AWQ, AutoRound.
 
 A value is `scale * (integer - zero)`; MLX's affine mode computes it as `scale * integer + bias`.
 """
@@ -40,15 +40,15 @@ def gptq(
     Args:
         qweight: [in * bits / 32, out] int32, a stream of bits down each column.
         scales: [groups, out] floating point.
-        qzeros: [groups, out * bits / 32] int32, a stream of bits along each row; None: the middle.
+        qzeros: [groups, out * bits / 32] int32, a stream of bits along each row; None: 2**(bits-1).
         g_idx: [in] int32, each input's group; None: in order.
         zeros_are_less_one: whether `qzeros` are zeros minus one (checkpoint_format "gptq").
-        symmetric: whether zeros are declared to be the middle (`sym`).
-        dtype: of activations.
-        group_size: as configured; None for whole rows, or to infer it from the shapes.
+        symmetric: whether all zeros are declared to be 2**(bits-1) (`sym`).
+        dtype: dtype of activations.
+        group_size: the configured size; None for whole rows, or to infer it from the shapes.
 
     Raises:
-        ModelLoadError: shapes do not fit, or zeros are not the middle despite `symmetric`.
+        ModelLoadError: shapes do not fit, or zeros are not 2**(bits-1) despite `symmetric`.
     """
     groups, num_out = scales.shape
     codes = mx.contiguous(_words(qweight).T)
@@ -101,7 +101,7 @@ def awq_by_rows(
 
     Args:
         qweight: [out, in / 8] int32, in order.
-        scales: [out, 8 * words] floating point; the first ones belong to groups, the rest pads.
+        scales: [out, 8 * words] floating point: one per group, then padding.
         qzeros: [out, words] int32, in order; None: 8.
         dtype: of activations.
         group_size: as configured; None for whole rows.
@@ -127,12 +127,12 @@ def compressed(
 ) -> Weight:
     """Converts a weight in compressed-tensors' "pack-quantized" format.
 
-    Integers are shifted to be positive; a word holds as many as fit without splitting one.
+    Stored integers are positive: an offset was added. A word holds as many as fit whole.
 
     Args:
         packed: [..., out, words] int32.
         scales: [..., out, groups] floating point.
-        zeros: [..., out / values per word, groups] int32, words down each column; None: the middle.
+        zeros: [..., out / values per word, groups] int32, packed down columns; None: 2**(bits-1).
         g_idx: [in] int32, each input's group; None or negative: in order.
         num_in: columns of the weight (`weight_shape`).
         dtype: of activations.
@@ -212,9 +212,9 @@ def _grouped_by_index(
     group_size: int | None,
     dtype: mx.Dtype,
 ) -> Weight:
-    """A weight whose inputs name their groups: sorts columns by group and records the order.
+    """Makes a weight from `g_idx`: sorts columns by group, and records their order.
 
-    `codes` are in MLX's packing, or [out, in] uint8 if it has none for `bits`.
+    `codes` are in MLX's packing, or [out, in] uint8 if MLX has none for `bits`.
     """
     is_packed = bits in AFFINE_BITS
     num_in, count = len(g_idx), scales.shape[-1]

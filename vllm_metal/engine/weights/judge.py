@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns a folder's config.json and tensor headers into a plan of its weights, or one error.
+"""Plans how to read a folder's weights from its config.json and tensor headers.
 
-The tensors present determine how each weight is stored; config.json must agree with them.
+The stored tensors determine each weight's format; config.json must agree with them.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def plan_of(config: Config, headers: Mapping[str, Header], folder: Path | None =
     """Plans how to read a checkpoint's weights.
 
     Args:
-        config: of config.json.
-        headers: of its tensors by name.
+        config: content of config.json.
+        headers: headers of all tensors by name.
         folder: location of an hf_quant_config.json, if any.
 
     Raises:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized layers with an output scale or input order, and dense rows of any layer's weight."""
+"""Defines quantized layers with an output scale or input order; dequantizes rows of weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ScaledLinear(nn.QuantizedLinear):
 
 
 class ScaledAllToShardedLinear(QuantizedAllToShardedLinear):
-    """A rank's rows of a ScaledLinear."""
+    """A ScaledLinear of which each rank has some rows."""
 
     def __call__(self, x: mx.array) -> mx.array:
         """Maps [..., in] to [..., out / ranks]."""
@@ -34,7 +34,7 @@ class ScaledAllToShardedLinear(QuantizedAllToShardedLinear):
 
 
 class ScaledShardedToAllLinear(QuantizedShardedToAllLinear):
-    """A rank's columns of a ScaledLinear, summed over ranks."""
+    """A ScaledLinear of which each rank has some columns; sums the results over ranks."""
 
     def __call__(self, x: mx.array) -> mx.array:
         """Maps [..., in / ranks] to [..., out]."""
@@ -67,7 +67,7 @@ class ScaledSwitchLinear(QuantizedSwitchLinear):
 
 
 def _product(layer: Any, x: mx.array) -> mx.array:
-    """A linear layer's product in the input's dtype, without the bias."""
+    """Computes a linear layer's product in the input's dtype, without the bias."""
     if "input_order" in layer:
         x = mx.take(x, layer["input_order"], axis=-1)
     product = mx.quantized_matmul(
@@ -92,12 +92,12 @@ def _in_range(layer: Any, x: mx.array) -> mx.array:
 
 
 def can_scale(module: nn.Module) -> bool:
-    """Whether a layer can have an output scale once quantized."""
+    """Whether a layer supports an output scale when it is quantized."""
     return isinstance(module, nn.Linear | SwitchLinear)
 
 
 def can_reorder(module: nn.Module) -> bool:
-    """Whether a layer can have an input order once quantized."""
+    """Whether a layer supports an input order when it is quantized."""
     return isinstance(module, nn.Linear)
 
 
@@ -130,7 +130,7 @@ _SCALED: Mapping[type[nn.Module], type[nn.Module]] = {
 
 
 def dense_rows(module: Any, rows: mx.array | slice = slice(None)) -> mx.array:
-    """Lazy float32 rows of a linear layer's or embedding's weight, quantized or not."""
+    """Returns lazy float32 rows of a linear layer's or embedding's weight, quantized or not."""
     weight = cast(mx.array, module.weight[rows])
     if not hasattr(module, "bits"):
         return weight.astype(mx.float32)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLX arrays whose bytes are written by a function, directly into MLX's memory.
+"""Creates MLX arrays whose content a function writes directly into MLX's memory.
 
 MLX reads safetensors from Python file objects: the header on opening, then one read per array. The
-file object here has a header and no data; each read calls the function of the array at its offset.
+file object here has a header but no data; reading an array calls that array's function.
 Format of safetensors: https://huggingface.co/docs/safetensors/index#format
 """
 
@@ -35,7 +35,7 @@ _OUTLINES = ContextVar("outlines", default=False)
 
 @contextmanager
 def outlines_only() -> Iterator[None]:
-    """Makes arrays with the right shapes and dtypes but without values; nothing is read."""
+    """Within the block, makes arrays that have shapes and dtypes, but whose content is not read."""
     token = _OUTLINES.set(True)
     try:
         yield
@@ -44,7 +44,7 @@ def outlines_only() -> Iterator[None]:
 
 
 def settle(arrays: list[mx.array]) -> None:
-    """Evaluates arrays, so that their inputs are freed."""
+    """Evaluates arrays so that their inputs are freed; no-op within `outlines_only`."""
     if not _OUTLINES.get():
         mx.eval(arrays)
 
@@ -64,7 +64,7 @@ class LazyArray:
 
 
 class Reader(Mapping[str, mx.array]):
-    """Creates arrays anew at each lookup, so that none stays in memory."""
+    """Maps names to arrays, which each lookup creates anew, so that none stays in memory."""
 
     def __init__(self, lazy: Mapping[str, LazyArray]) -> None:
         self._lazy = lazy

@@ -29,7 +29,7 @@ _NVFP4_MAX = 2688.0
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder's weights; none has been read yet."""
+    """A folder's weights as lazy arrays, and the plan to read them."""
 
     folder: Path
     arrays: dict[str, mx.array]  # as stored, by name; lazy
@@ -64,7 +64,7 @@ def load_model(
         checkpoint: see `opened`.
         config: config.json as mlx-lm's module reads it.
         classes: returns the classes of the model and its arguments for a config.
-        dtype: of activations. Unquantized weights keep the dtype of their files.
+        dtype: dtype of activations. Unquantized weights keep the dtype of their files.
         trust_remote_code: whether the folder's own code may run.
 
     Raises:
@@ -87,7 +87,7 @@ def placed(
     plan: Plan,
     dtype: mx.Dtype,
 ) -> Placed:
-    """Converts a checkpoint's arrays, by stored names, to those of an empty model; lazy."""
+    """Converts a checkpoint's arrays to the names and formats of an empty model; lazy."""
     if config.get("quantization"):
         return _place_mlx_quantized(model, config, arrays)
     return place(model, plan.converted(arrays, dtype), plan.weights, dtype)
@@ -114,7 +114,7 @@ def _classes(
 def _place_mlx_quantized(
     model: nn.Module, config: dict[str, Any], arrays: dict[str, mx.array]
 ) -> Placed:
-    """Arrays quantized by MLX's own tools, whose names the model's `sanitize` knows."""
+    """Like `placed`, for arrays that MLX's own tools quantized: `sanitize` knows their names."""
     found: dict[str, mx.array] = dict(
         model.sanitize(arrays) if hasattr(model, "sanitize") else arrays
     )
@@ -134,7 +134,7 @@ def _place_mlx_quantized(
 def packings_of_mlx(
     model: nn.Module, stated: Mapping[str, Any], arrays: dict[str, mx.array]
 ) -> dict[str, dict[str, Any]]:
-    """Packing per layer path of a checkpoint quantized by MLX's own tools.
+    """Returns the packing of each layer, by path, that MLX's own tools quantized.
 
     `stated` is `quantization` of config.json; `arrays` have the names of the model's parameters.
     """

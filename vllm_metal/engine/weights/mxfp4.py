@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MXFP4: 4-bit floating point (E2M1) with a power of two for every 32 values; exact in MLX."""
+"""Converts MXFP4, 4-bit floats (E2M1) with a power of two for every 32 values; exact in MLX."""
 
 from __future__ import annotations
 

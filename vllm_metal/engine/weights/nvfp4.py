@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVFP4: 4-bit floating point (E2M1), an E4M3 scale per 16 values, a float32 scale per tensor.
+"""Converts NVFP4: 4-bit floats (E2M1), an E4M3 scale per 16 values, a float32 scale per tensor.
 
 MLX's values and scales have the published layout. The tensor's scale becomes an output scale, which
-is exact; MLX itself only takes one on a GPU, and not for experts.
+is exact; MLX itself supports a tensor's scale only on a GPU, and not for experts.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _GROUP = 16
 
 
 def of_weight(values: mx.array, scales: mx.array, factor: mx.array | None) -> Packed:
-    """Converts a weight, multiplied by `factor`.
+    """Converts a weight, and multiplies it by `factor`, the tensor's scale.
 
-    Publishers differ: modelopt's `weight_scale_2` is the factor, compressed-tensors'
-    `weight_global_scale` its reciprocal.
+    modelopt's `weight_scale_2` is the factor, compressed-tensors' `weight_global_scale` its
+    reciprocal.
 
     Args:
         values: [..., out, in / 2] uint8; the low half of a byte comes first.

@@ -115,7 +115,7 @@ def affine(
     """Packs the weight `scales * (values - zeros)`, whose scales are shared by groups of a row.
 
     Scales of whole rows are exact in every dtype: their powers of two become MLX's scales, and the
-    rest an output scale. Others, and their products with zeros, are rounded to `dtype`.
+    rest an output scale. Other scales, and their products with zeros, are rounded to `dtype`.
 
     Args:
         values: [..., out, in] uint8, or [..., out, in * bits / 32] uint32 if `packed`.
@@ -164,7 +164,7 @@ def affine(
 
 
 def group_size_of(num_in: int, count: int, stated: int | None = None) -> int:
-    """Columns per scale in a row of `num_in` columns with `count` scales.
+    """Returns the columns per scale in a row of `num_in` columns with `count` scales.
 
     `stated` is the configured size, if positive.
 
@@ -225,7 +225,7 @@ def requantized(dense: mx.array, dtype: mx.Dtype) -> Weight:
 
 
 def stacked(parts: list[Weight], axis: int = -2) -> Weight:
-    """Concatenates parts of one weight, which have the same packing."""
+    """Concatenates weights with the same packing along an axis."""
     if len(parts) == 1:
         return parts[0]
     if any(not isinstance(part, Packed) for part in parts):
@@ -246,6 +246,6 @@ def stacked(parts: list[Weight], axis: int = -2) -> Weight:
 
 
 def chunks(num_out: int, num_in: int, multiple: int = 1) -> list[slice]:
-    """Slices of a weight's rows to dequantize at a time; all but the last fit `multiple`."""
+    """Divides rows into slices to dequantize at a time; all but the last fit `multiple`."""
     rows = max(_AT_ONCE // max(num_in, 1) // multiple, 1) * multiple
     return [slice(start, min(start + rows, num_out)) for start in range(0, num_out, rows)]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts weights into a model of mlx-lm, under its names and in its shapes.
 
-A family's `sanitize` knows unquantized checkpoints: it renames, stacks, splits and joins weights by
-rows. So it gets each part of packed weights under the weight's name: first all quantized values,
-then all scales, and so on. A weight for which it does more than moving rows is passed dense.
+A family's `sanitize` expects an unquantized checkpoint: it renames, stacks, splits and joins
+weights by rows. For packed weights it is called once with all quantized values under the weights'
+names, once with all scales, and so on. A weight whose rows it changes is dequantized first.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def place(
     """Maps weights from a checkpoint's names to a model's; lazy.
 
     Args:
-        model: as its family builds it, without weights; its `sanitize` may change it.
-        weights: by name, see `Plan.converted`.
-        stored: weights that are stored in another form than MLX's.
-        dtype: of activations.
+        model: a model without weights; its `sanitize` may change it.
+        weights: weights by name, see `Plan.converted`.
+        stored: weights whose stored form is not MLX's, by name.
+        dtype: dtype of activations.
         sanitize: replaces the model's own; takes the model or a copy, and arrays by the names of
             `weights`.
     """
@@ -113,7 +113,7 @@ def _without_empty_biases(model: nn.Module, placed: Placed) -> dict[str, mx.arra
 
 
 class _Sanitize:
-    """Calls a family's `sanitize` with one part of all weights at a time."""
+    """Calls a family's `sanitize` with the same part (such as the scales) of all weights."""
 
     def __init__(
         self,
@@ -126,11 +126,11 @@ class _Sanitize:
         self._sanitize = sanitize
 
     def tried(self, weights: Mapping[str, Weight], part: str) -> dict[str, mx.array]:
-        """Runs it on a copy of the model."""
+        """Runs `sanitize` on a copy of the model."""
         return self._run(_copy_modules(self._model), weights, part)
 
     def final(self, weights: Mapping[str, Weight], part: str) -> dict[str, mx.array]:
-        """Runs it on the model itself, which it may change."""
+        """Runs `sanitize` on the model itself, which it may change."""
         return self._run(self._model, weights, part)
 
     def _run(self, model: Any, weights: Mapping[str, Weight], part: str) -> dict[str, mx.array]:
@@ -163,9 +163,9 @@ def _model_sanitize(model: Any, weights: dict[str, mx.array]) -> Mapping[str, mx
 
 
 def _part(weight: Weight, part: str, transposed: bool, index: int) -> mx.array:
-    """A packed weight's part as [..., out, n] for any n; a dense weight as it is.
+    """Returns a packed weight's part as [..., out, n] for some n; a dense weight unchanged.
 
-    Parts that a weight lacks become a uint8 column of ones, so that they can be joined with others.
+    For a part that the weight lacks, returns a uint8 column of ones, which can be joined to others.
     """
     if isinstance(weight, mx.array):
         found = weight.swapaxes(-1, -2) if transposed else weight
@@ -209,7 +209,7 @@ def _key(weight: Packed) -> tuple[Any, ...]:
 
 
 def _minority_packings(weights: Mapping[str, Weight]) -> list[str]:
-    """Packed weights with another packing than the most frequent one."""
+    """Lists packed weights whose packing is not the most frequent one."""
     keys = {name: _key(each) for name, each in weights.items() if isinstance(each, Packed)}
     if not keys:
         return []
@@ -218,7 +218,7 @@ def _minority_packings(weights: Mapping[str, Weight]) -> list[str]:
 
 
 def _parts(weights: Mapping[str, Weight]) -> list[str]:
-    """Parts that any of the weights has."""
+    """Lists the parts that at least one of the weights has."""
     packed = [each for each in weights.values() if isinstance(each, Packed)]
     present = {
         _SCALES: bool(packed),
@@ -236,9 +236,9 @@ Parts = Mapping[str, Mapping[str, mx.array]]
 def _packings(
     model: nn.Module, weights: Mapping[str, Weight], parts: Parts
 ) -> dict[str, dict[str, Any] | None]:
-    """Packings of `sanitize`'s outputs by path.
+    """Returns the packing of each output of `sanitize`, by path.
 
-    None: it changed a weight within rows, or the layer cannot have a packed weight.
+    None: `sanitize` changed rows of the weight, or the layer does not support a packed weight.
     """
     if _SCALES not in parts:
         return {}
@@ -294,7 +294,7 @@ def _sources(
     packings: Mapping[str, dict[str, Any] | None],
     codes: Mapping[str, mx.array],
 ) -> list[str]:
-    """Packed weights whose outputs were changed within rows."""
+    """Lists packed weights that have to be dequantized: their outputs have no packing."""
     packed = [name for name, each in weights.items() if isinstance(each, Packed)]
     found: set[str] = set()
     for path, packing in packings.items():

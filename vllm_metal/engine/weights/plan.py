@@ -16,7 +16,7 @@ Arrays = Mapping[str, mx.array]
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """One weight stored in another form than MLX's."""
+    """A weight whose stored form is not MLX's, with the function that converts it."""
 
     #: The weight's name in an unquantized checkpoint, such as "model.layers.0.mlp.up_proj.weight"
     #: or "model.layers.0.mlp.experts.gate_up_proj".
@@ -43,7 +43,7 @@ class StoredWeight:
 
 @dataclass(frozen=True)
 class Plan:
-    """A checkpoint's weights; those not listed are stored in MLX's form."""
+    """How to read a checkpoint: weights that need a conversion, and tensors that are not used."""
 
     weights: Mapping[str, StoredWeight] = field(default_factory=dict)  # by name
     #: Tensors that are not used, such as scales of activations, with the reason.
@@ -51,9 +51,9 @@ class Plan:
     notes: tuple[str, ...] = ()  # lines for the log
 
     def converted(self, arrays: Arrays, dtype: mx.Dtype) -> dict[str, Weight]:
-        """Converts stored arrays to weights by the names of an unquantized checkpoint; lazy.
+        """Converts stored arrays to weights, named as in an unquantized checkpoint; lazy.
 
-        Skips weights whose arrays are not all given.
+        Skips weights of which an array is missing.
 
         Raises:
             ModelLoadError: see `StoredWeight.converted`.

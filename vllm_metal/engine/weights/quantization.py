@@ -52,9 +52,9 @@ class Quantization:
 
     @staticmethod
     def read(config: Config, folder: Path | None = None) -> Quantization | None:
-        """Reads it from config.json, or from modelopt's hf_quant_config.json in `folder`.
+        """Reads the description in config.json, or in modelopt's hf_quant_config.json in `folder`.
 
-        Returns None if there is none, or only MLX's own `quantization`. Raises what `of` does.
+        Returns None without one, or with MLX's own `quantization`. Raises what `of` does.
         """
         if config.get("quantization"):
             return None
@@ -100,7 +100,7 @@ class Quantization:
         return default if value is None else value
 
     def ignores(self, module: str) -> str | None:
-        """The entry that declares a module unquantized, if any."""
+        """Returns the entry that declares a module unquantized, if any."""
         return Entries.of(self.ignored).naming(module)
 
 
@@ -128,7 +128,7 @@ class Entries:
         return Entries(paths, tuple(patterns))
 
     def naming(self, module: str) -> str | None:
-        """The entry that matches a module, if any."""
+        """Returns the entry that matches a module, if any."""
         bare = _bare(module)
         if (entry := self.paths.get(bare)) is not None:
             return entry
@@ -144,7 +144,7 @@ def matches(entry: str, module: str) -> bool:
 
 
 def _bare(module: str) -> str:
-    """A module's path without the prefixes of enclosing models."""
+    """Drops the prefixes of enclosing models from a module's path."""
     return next(module.removeprefix(p) for p in _PREFIXES if module.startswith(p))
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers: each knows the tensor names of one format and checks the tensors.
+"""Recognizes weights by the tensor names of each format, and checks their tensors.
 
-A reader gets each tensor's name and returns a weight if the tensor holds its values.
+A reader is called for each tensor, and returns a weight if the tensor holds the weight's values.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def float8(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeig
 def blocks_of_gpt_oss(
     name: str, tensors: Tensors, said: Quantization | None
 ) -> StoredWeight | None:
-    """Reads MXFP4 experts: `X_blocks` and `X_scales` for a weight X with inputs before outputs."""
+    """Reads gpt-oss's MXFP4 experts: `X_blocks` and `X_scales` of a weight X, [E, in, out]."""
     weight = name.removesuffix("_blocks")
     scales = f"{weight}_scales"
     if weight == name or scales not in tensors or tensors.dtype(name) != "U8":
@@ -215,7 +215,7 @@ def _stem(name: str) -> str:
 
 
 def _scale_of(name: str, tensors: Tensors) -> str | None:
-    """The name of a weight's scales, by any naming scheme."""
+    """Returns the name of a weight's scales, by any format's naming scheme; None if missing."""
     candidates = [f"{name}_scale_inv", f"{name}_scale"]
     if not name.endswith(".weight"):
         candidates += [f"{name}_weight_scale_inv", f"{name}_weight_scale"]
@@ -230,7 +230,7 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def _is_by_row(shape: tuple[int, ...], of_scale: tuple[int, ...]) -> bool:
-    """Whether scales are per tensor, expert or row."""
+    """Whether scales are per tensor, expert or row, not per block."""
     *outer, num_out, _ = shape
     count = _size(tuple(outer))
     return _size(of_scale) == 1 or (
@@ -256,7 +256,7 @@ def _block(said: Quantization | None, args: Config) -> tuple[int, int] | None:
 
 
 def _scheme(name: str, said: Quantization | None) -> Config:
-    """compressed-tensors' `weights` arguments for a weight; empty for other methods.
+    """Returns compressed-tensors' `weights` arguments for a weight; empty for other methods.
 
     Raises ModelLoadError if there are several groups and none targets the weight.
     """

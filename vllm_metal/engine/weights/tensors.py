@@ -29,7 +29,7 @@ class Tensors:
         return self.headers[name].dtype
 
     def parts(self, **names: str) -> dict[str, str]:
-        """Names of existing tensors by part."""
+        """Selects the names that exist; `names` maps parts of a weight to tensor names."""
         return {part: name for part, name in names.items() if name in self.headers}
 
 
@@ -38,7 +38,7 @@ def contradiction(name: str, found: str, stated: str) -> ModelLoadError:
 
 
 def group_size(settings: Config) -> int | None:
-    """Columns per scale; None for whole rows, or if not configured."""
+    """Returns the configured columns per scale; None for whole rows, or if not configured."""
     stated = settings.get("group_size") or settings.get("q_group_size")
     return int(stated) if stated is not None and int(stated) > 0 else None
 

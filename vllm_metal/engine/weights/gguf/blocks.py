@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values, scales and minima of GGUF's blocks in the order of MLX's packings.
+"""Extracts values, scales and minima from GGUF's blocks, in the order of MLX's packings.
 
 Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Blocks of 32 values
 become groups of 32. A Q4_K or Q5_K block of 256 has eight groups of 32: a group's scale is
@@ -32,12 +32,12 @@ GROUP_SIZE = 32
 
 
 def blocks_of(rows: Bytes, kind: GGMLQuantizationType) -> Bytes:
-    """Reshapes [rows, bytes of a row] to [rows, blocks, bytes of a block]."""
+    """Reshapes [rows, bytes per row] to [rows, blocks, bytes per block]."""
     return np.ascontiguousarray(rows).reshape(len(rows), -1, GGML_QUANT_SIZES[kind][1])
 
 
 def codes(blocks: Bytes, kind: GGMLQuantizationType) -> Bytes:
-    """Quantized values of [rows, blocks, bytes] as MLX's bit stream."""
+    """Extracts the quantized values of [rows, blocks, bytes], packed as MLX packs them."""
     if kind == _Kind.Q8_0:
         return blocks[..., 2:] ^ np.uint8(0x80)  # flipping the sign bit adds 128
     if kind == _Kind.MXFP4:
@@ -60,14 +60,14 @@ def codes(blocks: Bytes, kind: GGMLQuantizationType) -> Bytes:
 
 
 def _halves(packed: Bytes, run: int) -> Bytes:
-    """Splits bytes into 4-bit values: for each `run` bytes, first the low halves, then the high."""
+    """Splits bytes into 4-bit values: for each `run` bytes, all low halves, then all high ones."""
     by_run = packed.reshape(*packed.shape[:-1], -1, 1, run)
     both = np.concatenate([by_run & 0x0F, by_run >> 4], axis=-2)
     return both.reshape(*packed.shape[:-1], -1)
 
 
 def _nibbles(packed: Bytes, run: int) -> Bytes:
-    """Splits bytes as `_halves` does and repacks two neighbors per byte."""
+    """Splits bytes as `_halves` does, and packs two neighboring values into each byte."""
     values = _halves(packed, run)
     packed_again: Bytes = values[..., 0::2] | (values[..., 1::2] << np.uint8(4))
     return packed_again
@@ -84,12 +84,12 @@ def _five_bits(values: Bytes) -> Bytes:
 
 
 def middle(kind: GGMLQuantizationType) -> float:
-    """A group's bias in units of its scale, for types without minima."""
+    """Returns the bias of a group, in units of its scale, for types without minima."""
     return -float(1 << (EXACT[kind] - 1))
 
 
 def scales_of_two_levels(blocks: Bytes, which: int) -> Bytes:
-    """Float32 scales (`which` is 0) or minima (1) of eight groups per block, as bytes."""
+    """Returns float32 scales (`which` = 0) or minima (1) of a block's eight groups, as bytes."""
     packed = blocks[..., 4:16]  # 6-bit numbers; the last four of each kind are split in two
     low, middle, high = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
     first = (low, middle)[which]

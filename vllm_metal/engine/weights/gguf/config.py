@@ -34,9 +34,9 @@ _CONTROL = 3  # GGUF token type
 
 
 def model_config(source: GGUFSource, family: Family, dtype: str) -> dict[str, Any]:
-    """Builds config.json without its "quantization" entry; `dtype` is that of the written weights.
+    """Builds config.json without "quantization"; `dtype` is that of the written weights.
 
-    Both transformers' AutoConfig and mlx-lm's ModelArgs read the result, hence the flat RoPE keys.
+    RoPE keys are at the top level, so that both transformers and mlx-lm read them.
     """
     config = _common_keys(source, family) | {"dtype": dtype}
     if family.states_bias:
@@ -133,7 +133,7 @@ def _check_sizes(source: GGUFSource, family: Family, config: dict[str, Any]) -> 
 
 
 def _rope_scaling(source: GGUFSource, head_dim: int, theta: float) -> dict[str, Any] | None:
-    """rope_scaling of config.json, or None if positions are not scaled."""
+    """Builds `rope_scaling` of config.json; None if positions are not scaled."""
     if ROPE_FREQS in source.tensors:
         factors = source.tensors[ROPE_FREQS].data.view(np.float32).astype(np.float64).ravel()
         return _llama3_rope(source, factors, head_dim, theta)
@@ -160,10 +160,10 @@ def _rope_scaling(source: GGUFSource, head_dim: int, theta: float) -> dict[str, 
 def _llama3_rope(
     source: GGUFSource, factors: npt.NDArray[np.float64], head_dim: int, theta: float
 ) -> dict[str, Any] | None:
-    """Finds the Llama 3.1 settings for frequency divisors (head_dim / 2,); rejects other tables.
+    """Derives Llama 3.1's RoPE settings from the file's frequency divisors, (head_dim / 2,).
 
-    The rule divides the lowest frequencies by its full factor, so the largest divisor is the
-    factor. All divisors computed by the rule must then match the file's.
+    Llama 3.1's rule divides the lowest frequencies by the full factor, so the largest divisor is
+    the factor. Rejects divisors that the rule with this factor does not give.
     """
     factor = round(float(factors.max()), 4)
     if factor == 1.0:

@@ -86,7 +86,7 @@ def convert(gguf: Path, out: Path, options: ConvertOptions | None = None) -> Pat
 
 @contextmanager
 def _explain_full_disk(out: Path, plan: list[Weight]) -> Iterator[None]:
-    """Raises an error that names the disk if it is full; the system's error names no file."""
+    """Turns a "no space left" error, which names no file, into one that names the disk."""
     try:
         yield
     except OSError as error:

@@ -14,7 +14,7 @@ def family_of(source: GGUFSource) -> Family:
     """Finds a file's family for conversion.
 
     Raises:
-        ConversionError: `convert` does not support it; the message lists what it does.
+        ConversionError: `convert` does not support the family; the message lists those it does.
     """
     known = sorted(family.architecture for family in FAMILIES if family.converts)
     if source.architecture not in known:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differences between architectures of GGUF models, as a record."""
+"""Defines Family, which describes how the files of a GGUF architecture are read."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,13 +20,13 @@ def has_none(source: GGUFSource) -> bool:
 
 
 def has_any(source: GGUFSource) -> bool:
-    """Accepts files with and without experts."""
+    """Always true: selects files with and without experts (for `Family.when`)."""
     return True
 
 
 @dataclass(frozen=True)
 class Family:
-    """How to read files of one GGUF architecture, or those of them that `when` accepts."""
+    """Describes how to read the files of one GGUF architecture that `when` selects."""
 
     architecture: str
     """`general.architecture` of its files."""

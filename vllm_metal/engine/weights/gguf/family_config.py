@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of config.json for single families of GGUF models.
+"""Derives keys of config.json that only some families of GGUF models need.
 
-Each function takes the file and the keys of all families, and returns keys to add or replace;
+Each function takes the file and the keys derived so far, and returns keys to add or replace;
 LEFT_OUT drops a key.
 """
 
@@ -22,9 +22,9 @@ _MLA_YARN = 0.1  # llama.cpp stores a tenth of mscale_all_dim, the factor of YaR
 
 
 def window_kinds(source: GGUFSource, period: int) -> list[str]:
-    """Builds `layer_types` from the file's flags of sliding-window layers or their period.
+    """Builds `layer_types` from the file, which flags sliding-window layers or has a period.
 
-    `period` is that of full-attention layers if the file does not have it.
+    `period`: distance of full-attention layers if the file has neither.
     """
     layers = source.require_arch("block_count")
     stated = source.arch("attention.sliding_window_pattern", period)
@@ -214,7 +214,7 @@ def phi3(source: GGUFSource, config: Config) -> Config:
 
 
 def every_fourth_sees_all(source: GGUFSource, config: Config) -> Config:
-    """Every fourth layer has full attention, unless the file says otherwise."""
+    """Builds `layer_types` with full attention in every fourth layer, unless the file differs."""
     return {"layer_types": window_kinds(source, 4)}
 
 

@@ -49,24 +49,24 @@ def served_names(family: Family, source: GGUFSource) -> dict[str, list[str]]:
 
 
 def parted(name: str) -> tuple[str, str]:
-    """Splits a tensor's name into stem and suffix, which is empty if there is none."""
+    """Splits a tensor's name into stem and suffix ("" if there is none)."""
     stem, _, suffix = name.rpartition(".")
     return (stem, suffix) if suffix in ("weight", "bias") else (name, "")
 
 
 def stem_of(name: str) -> str:
-    """A tensor's stem under `blk.N.`; outside of layers, its name without the suffix."""
+    """Returns a tensor's stem under `blk.N.`; outside of layers, its name without the suffix."""
     stem = parted(name)[0]
     return stem.split(".", 2)[2] if stem.startswith("blk.") else stem
 
 
 def num_layers(source: GGUFSource) -> int:
-    """Number of layers without draft layers."""
+    """Returns the number of layers, not counting draft layers."""
     return int(source.require_arch("block_count")) - int(source.arch("nextn_predict_layers", 0))
 
 
 def row_order(family: Family, source: GGUFSource, name: str) -> Order | None:
-    """The file's row for each row of the parameter; None for the same order."""
+    """Returns, for each row of the parameter, its row in the file; None for the same order."""
     # RoPE rotates pairs of a head's rows. With `interleaved_rope`, a pair is two neighbors in GGUF,
     # but rows i and i + head_dim / 2 in mlx-lm's models.
     stem = stem_of(name)
@@ -86,7 +86,7 @@ def row_order(family: Family, source: GGUFSource, name: str) -> Order | None:
 
 
 def joined_order(source: GGUFSource, names: list[str]) -> Order | None:
-    """Row of the concatenated tensors for each row of their parameter; None for the same order."""
+    """Returns, for each row of a parameter, its row in the concatenated tensors; None: the same."""
     # Qwen3-Next's projection groups queries, keys, values and gates by key head; GGUF has those of
     # all heads one after the other.
     if stem_of(names[-1]) != "attn_gate" or len(names) == 1:
@@ -100,7 +100,7 @@ def joined_order(source: GGUFSource, names: list[str]) -> Order | None:
 
 
 def input_order(family: Family, source: GGUFSource, name: str) -> Order | None:
-    """The input that each column of a tensor multiplies; None for the same order."""
+    """Returns the index of the input that each column of a tensor multiplies; None: in order."""
     return _v_head_order(source) if family.v_heads_tiled and stem_of(name) == "ssm_out" else None
 
 
@@ -109,10 +109,10 @@ _V_HEAD_STEMS = (*_PER_HEAD, "attn_qkv", "attn_gate", "ssm_conv1d")
 
 
 def _v_head_order(source: GGUFSource, size: int | None = None) -> Order:
-    """GGUF's order of linear attention's values, as positions in a Hugging Face checkpoint.
+    """Returns the checkpoint's index of each value row in GGUF, for linear attention.
 
-    A key head has several value heads. A checkpoint groups them by key head; GGUF has the first of
-    each key head, then the second of each.
+    A key head has several value heads. A checkpoint groups them by key head; GGUF has the first
+    value head of each key head, then the second of each.
     """
     key_heads = int(source.require_arch("ssm.group_count"))
     heads = int(source.require_arch("ssm.time_step_rank"))
@@ -127,7 +127,7 @@ def has_attention_bias(source: GGUFSource) -> bool:
 
 
 def is_tied(source: GGUFSource) -> bool:
-    """Whether the head is the embedding: GGUF then has no `output.weight`."""
+    """Whether the head shares the embedding's weight: GGUF then has no `output.weight`."""
     return "output.weight" not in source.tensors
 
 

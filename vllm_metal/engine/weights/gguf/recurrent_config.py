@@ -105,7 +105,7 @@ def granite_hybrid(source: GGUFSource, config: Config) -> Config:
 
 
 def granite_shared(source: GGUFSource, config: Config) -> Config:
-    """Granite with shared experts: transformers' hybrid class with attention in all layers."""
+    """Describes Granite with shared experts as a hybrid model with attention in all layers."""
     return {
         "num_local_experts": source.arch("expert_count", 0),
         "num_experts_per_tok": source.arch("expert_used_count", 0),

@@ -20,7 +20,7 @@ _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor to write. `dtype` is safetensors' name: F32, F16, BF16 or U32."""
+    """A tensor to write; `dtype` is F32, F16, BF16 or U32, as safetensors names it."""
 
     name: str
     dtype: str
@@ -28,7 +28,7 @@ class StoredTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one step along the first axis."""
+        """Bytes per row, an index of the first axis."""
         return prod(self.shape[1:]) * _ITEM_BYTES[self.dtype]
 
     @property

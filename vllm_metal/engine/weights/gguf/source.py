@@ -38,7 +38,7 @@ _PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 
 
 class ConversionError(ValueError):
-    """A GGUF file cannot be converted, or not with these options; the message has the remedy."""
+    """A GGUF file cannot be converted or served; the message says why, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class GGUFTensor:
 
     @property
     def rows(self) -> npt.NDArray[np.uint8]:
-        """(rows of all matrices, bytes of a row); a vector has one row."""
+        """The stored bytes, [rows of all matrices, bytes per row]; a vector has one row."""
         return self.data.reshape(prod(self.shape[:-1]), -1)
 
 
@@ -102,26 +102,26 @@ class GGUFSource:
             )
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A metadata value as plain Python (int, float, bool, str, list), or `default`."""
+        """Returns a metadata value as plain Python (int, float, bool, str, list), or `default`."""
         return self._metadata.get(key, default)
 
     def require(self, key: str) -> Any:
-        """A metadata value; raises ConversionError if the file lacks the key."""
+        """Returns a metadata value; raises ConversionError if the file lacks the key."""
         if key not in self._metadata:
             raise ConversionError(f"{self.path}: the metadata has no {key}")
         return self._metadata[key]
 
     def arch(self, key: str, default: Any = None) -> Any:
-        """`get` for a hyper-parameter, whose key starts with the architecture."""
+        """Like `get`, for a hyper-parameter: prefixes the key with the architecture."""
         return self.get(f"{self.architecture}.{key}", default)
 
     def require_arch(self, key: str) -> Any:
-        """`require` for a hyper-parameter, whose key starts with the architecture."""
+        """Like `require`, for a hyper-parameter: prefixes the key with the architecture."""
         return self.require(f"{self.architecture}.{key}")
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file starts as GGUF does, whatever its name."""
+    """Whether a file's first bytes are GGUF's; its name does not matter."""
     try:
         with path.open("rb") as file:
             return file.read(4) == GGUF_MAGIC.to_bytes(4, "little")
@@ -170,7 +170,7 @@ class _Entry:
 
 
 class _Header:
-    """Parses counts, metadata and tensor descriptions, in this order, from the file's start."""
+    """The parsed start of a file: counts, metadata and tensor descriptions."""
 
     def __init__(self, data: npt.NDArray[np.uint8]) -> None:
         self._data = data

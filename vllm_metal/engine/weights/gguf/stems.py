@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Maps GGUF tensor names under `blk.N.` to mlx-lm's modules, by kind of layer.
 
-Stems with the same module are parts of one weight, whose rows follow each other as listed.
+Tensors with the same module are parts of one weight; their rows are concatenated as listed.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ SECOND_NORM = {
 
 
 def experts(module: str, router: str, switch: str = "switch_mlp") -> Stems:
-    """Stems of a module's routed experts; `switch` is the submodule that stacks them."""
+    """Maps stems of routed experts to `module`; `switch` is the submodule that stacks experts."""
     return {
         "ffn_gate_inp": f"{module}.{router}",
         "ffn_gate_exps": f"{module}.{switch}.gate_proj",
@@ -56,7 +56,7 @@ def experts(module: str, router: str, switch: str = "switch_mlp") -> Stems:
 
 
 def shared(module: str) -> Stems:
-    """Stems of shared experts."""
+    """Maps stems of shared experts to `module`."""
     return {
         "ffn_gate_shexp": f"{module}.gate_proj",
         "ffn_up_shexp": f"{module}.up_proj",
@@ -65,7 +65,7 @@ def shared(module: str) -> Stems:
 
 
 def mamba(module: str) -> Stems:
-    """Stems of Mamba 2's mixer."""
+    """Maps stems of a Mamba 2 mixer to `module`."""
     return {
         "ssm_in": f"{module}.in_proj",
         "ssm_conv1d": f"{module}.conv1d",
@@ -78,7 +78,7 @@ def mamba(module: str) -> Stems:
 
 
 def mamba1(module: str) -> Stems:
-    """Stems of Mamba's mixer, with Jamba's norms."""
+    """Maps stems of a Mamba mixer, with Jamba's norms, to `module`."""
     return {
         **mamba(module),
         "ssm_x": f"{module}.x_proj",

@@ -158,8 +158,8 @@ def _byte_level(source: GGUFSource, tokens: list[str]) -> tuple[Tokenizer, bool]
 def _merges_by_score(source: GGUFSource, tokens: list[str], types: list[int]) -> Merges:
     """Derives the merges of SentencePiece's BPE.
 
-    SentencePiece joins the adjacent pair whose union has the best score, so each piece's merges are
-    all splits in two, best score first.
+    SentencePiece joins the adjacent pair whose union has the best score. So every split of a piece
+    into two pieces becomes a merge, in the order of the pieces' scores.
     """
     scores: list[float] = source.require("tokenizer.ggml.scores")
     plain = {
@@ -182,8 +182,8 @@ def _byte_fallback(
 ) -> Tokenizer:
     """Builds BPE over characters, with bytes for those missing in the vocabulary.
 
-    If texts get a leading space, so does text after a special token, as in llama.cpp and Llama 2's
-    own files.
+    If the file adds a space before texts, text after a special token gets one, too, as in llama.cpp
+    and Llama 2's own files.
     """
     unknown = source.get("tokenizer.ggml.unknown_token_id")
     tokenizer = Tokenizer(

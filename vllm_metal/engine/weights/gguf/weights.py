@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides how each GGUF tensor is stored: dense, in the same blocks, or requantized."""
+"""Decides how to store each GGUF tensor: dense, in the same blocks, or requantized."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class Weight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of everything that is stored for it."""
+        """Bytes of all arrays that are stored for the tensor."""
         return sum(tensor.num_bytes for tensor in self.stored)
 
     def rows(self) -> Iterator[tuple[int, Rows, int]]:
@@ -110,7 +110,7 @@ def plan_weights(
 
 
 def natural_dtype(source: GGUFSource, family: Family) -> DType:
-    """The element type of most unquantized matrices; the family's, if any tensor is quantized."""
+    """Returns the dtype of most matrices; if any is quantized, the family's default."""
     sizes: dict[str, int] = {}
     for tensor in source.tensors.values():
         if tensor.kind in FLOATS and len(tensor.shape) > 1 and tensor.name != ROPE_FREQS:
@@ -122,7 +122,7 @@ def natural_dtype(source: GGUFSource, family: Family) -> DType:
 
 
 def quantization_config(plan: list[Weight]) -> dict[str, Any] | None:
-    """mlx-lm's "quantization" entry: the most frequent width, and modules that differ."""
+    """Builds mlx-lm's "quantization": the most frequent width, and modules with another one."""
     widths = {w.module: w.bits for w in plan if w.bits is not None}
     if not widths:
         return None
