@@ -16,8 +16,9 @@ def _linear_attention(source: GGUFSource, layers: int) -> Config:
         kind == "linear_attention" for kind in kinds
     ]:
         raise ConversionError(
-            f"{source.path}: {source.architecture}.attention.recurrent_layers is no period of "
-            f"full_attention_interval={interval}, which mlx-lm's module needs"
+            f"{source.path}: {source.architecture}.attention.recurrent_layers is not supported: "
+            "mlx-lm's module needs full attention in exactly the layers whose number is a multiple "
+            f"of full_attention_interval={interval}. Serve the model's safetensors files instead"
         )
     value_heads = source.require_arch("ssm.time_step_rank")
     return {
