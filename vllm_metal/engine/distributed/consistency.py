@@ -31,7 +31,7 @@ SETTINGS = {
 
 
 class RanksDiffer(RuntimeError):
-    """Ranks would run parts of different models."""
+    """Ranks have different code, weights or settings."""
 
 
 def facts_of(config: VllmConfig) -> dict[str, Any]:
@@ -44,15 +44,15 @@ def facts_of(config: VllmConfig) -> dict[str, Any]:
 
 
 def settings_of(config: VllmConfig) -> dict[str, str]:
-    """Returns values of SETTINGS by option, as strings."""
+    """Returns the configured values of SETTINGS as strings, by option."""
     return {option: str(facts.plain(attrgetter(at)(config))) for option, at in SETTINGS.items()}
 
 
 def check(mine: Mapping[str, Any], share: Callable[[object], Sequence[object]]) -> None:
-    """Compares this rank's values with those gathered by `share`, which every rank calls once.
+    """Compares this rank's values with the other ranks', which `share` gathers.
 
     Raises:
-        RanksDiffer: on every rank; names the differing values and ranks.
+        RanksDiffer: values differ; raised on every rank.
     """
     gathered = share(dict(mine))
     first = gathered[0]

@@ -20,7 +20,7 @@ def is_distributed(parallel: ParallelConfig) -> bool:
 
 
 def set_timeouts(parallel: ParallelConfig) -> None:
-    """Defaults vLLM's group timeouts to TIMEOUT_S."""
+    """Sets vLLM's group timeouts to TIMEOUT_S unless they are set."""
     # torch's own default for gloo is half an hour.
     if parallel.distributed_timeout_seconds is None:
         parallel.distributed_timeout_seconds = TIMEOUT_S

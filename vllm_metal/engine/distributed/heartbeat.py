@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchanges heartbeats between the ranks of an engine; if one is silent, all of them end."""
+"""Exchanges heartbeats between the ranks of an engine; if one falls silent, all ranks exit."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Heartbeat:
         return None
 
     def hear(self, rank: int, heard: dict[int, float]) -> str | None:
-        """Reads from a rank; returns the reason if it is lost."""
+        """Reads a rank's messages; returns the reason if the rank is lost."""
         try:
             received = self.peers[rank].recv(4096)
         except BlockingIOError:
@@ -169,7 +169,7 @@ def join(
 def _accept_ranks(
     server: socket.socket, token: bytes, size: int, deadline: float
 ) -> dict[int, socket.socket]:
-    """Accepts the connection of each rank; strangers cannot block it.
+    """Accepts the connection of each rank; other connections cannot block it.
 
     Raises:
         TimeoutError: not all ranks came in time.
@@ -220,7 +220,7 @@ def _read_greeting(
     token: bytes,
     size: int,
 ) -> None:
-    """Reads a greeting; accepts or closes the connection once it is complete."""
+    """Reads a peer's greeting; once it is complete, accepts or closes the connection."""
     try:
         received = peer.recv(_TOKEN_BYTES + 4 - len(waiting[peer]))
     except OSError:

@@ -30,7 +30,7 @@ class Link(Protocol):
     """Carries hidden states from one stage to the next."""
 
     def send(self, hidden_states: mx.array) -> None:
-        """Sends [T, ...] of a step; waits only until they are computed."""
+        """Sends a step's hidden states, [T, ...]; waits only until they are computed."""
         ...
 
     def receive(self) -> mx.array:
@@ -40,7 +40,7 @@ class Link(Protocol):
 
 @dataclass
 class GroupLink:
-    """Carries hidden states through vLLM's pipeline group, over gloo."""
+    """Sends hidden states over vLLM's pipeline group (gloo)."""
 
     group: GroupCoordinator
     _num_sent: int = 0
@@ -54,7 +54,7 @@ class GroupLink:
         """Waits for [T, ...] of the next step.
 
         Raises:
-            RuntimeError: they belong to another step, because a rank skipped one.
+            RuntimeError: the hidden states belong to another step, because a rank skipped one.
         """
         found: dict[str, Any] | None = self.group.recv_tensor_dict()
         assert found is not None

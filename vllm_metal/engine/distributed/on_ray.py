@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def carry(parallel: ParallelConfig, names: Iterable[str]) -> None:
-    """Copies variables of this process to the ranks; call it before the executor is created."""
+    """Passes environment variables to the ranks; call it before the executor is created."""
     from ray.runtime_env import RuntimeEnv
 
     # vLLM's executor sends all variables, but after the ranks have imported modules; a platform

@@ -21,7 +21,7 @@ class ShardingError(ValueError):
 
 
 def refusal(config: Mapping[str, Any]) -> str | None:
-    """Returns why config.json's family cannot split its heads; None: mlx-lm can split them."""
+    """Returns why a config.json's family cannot be split by heads; None: mlx-lm can split it."""
     try:
         model, _ = registry.classes(dict(config))
     except ValueError as error:
@@ -32,7 +32,7 @@ def refusal(config: Mapping[str, Any]) -> str | None:
 
 
 def shard(model: nn.Module, group: mx.distributed.Group, model_type: str) -> None:
-    """Keeps a rank's share of a lazy model: heads, and columns of experts and MLPs.
+    """Reduces a lazy model to a rank's share of heads, and of columns of experts and MLPs.
 
     Call it before weights are read, so that each rank reads only its share into memory. Every rank
     keeps the whole embedding.
@@ -60,10 +60,10 @@ def shard(model: nn.Module, group: mx.distributed.Group, model_type: str) -> Non
 
 
 def _split_with_scales(model: nn.Module, method: Callable[[], object]) -> None:
-    """Splits layers with an output scale, which mlx-lm's methods do not know.
+    """Runs mlx-lm's sharding `method`, and splits output scales, which it does not support.
 
     Raises:
-        ShardingError: a layer's inputs would be split, but have an order of their own.
+        ShardingError: a layer with an input order would be split by inputs.
     """
     held = {}
     for path, module in model.named_modules():
@@ -115,7 +115,7 @@ def _check_counts(
     size: int,
     model_type: str,
 ) -> None:
-    """Rejects rounded numbers of heads: mlx-lm divides them and ignores the remainder."""
+    """Rejects numbers of heads that do not divide by the ranks: mlx-lm ignores the remainder."""
     for (path, name), count in after.items():
         whole = before.get((path, name), count)
         # A family may copy a key head to several ranks if it has fewer heads than ranks.

@@ -52,7 +52,7 @@ _LARGEST_UPDATE = 65504.0
 
 @dataclass(frozen=True)
 class LowRank:
-    """An update b @ a of one weight, or of E experts; float32, with the adapter's scale in b."""
+    """An update b @ a of one weight, or of E experts; float32. b includes the adapter's scale."""
 
     a: mx.array  # [r, in] or [E, r, in]
     b: mx.array  # [out, r] or [E, out, r]
@@ -174,7 +174,7 @@ def _warn_ignored(name: str, ignored: Sequence[str], count: int) -> None:
 
 
 def _check_features(helper: PEFTHelper) -> None:
-    """vLLM's own check, except for its rank limit: ranks may differ per tensor."""
+    """Runs vLLM's own check, except for its rank limit: ranks may differ per tensor."""
     problems = helper._validate_features()
     if helper.bias != "none":
         problems.append(f"bias {helper.bias!r} is not supported")
@@ -185,7 +185,7 @@ def _check_features(helper: PEFTHelper) -> None:
 def _by_expert(
     name: str, module: str, a: mx.array, b: mx.array, rank: int
 ) -> tuple[mx.array, mx.array]:
-    """PEFT's arrays for a parameter: [E * r, in] and [out, r * E]; E is 1 except for experts."""
+    """Splits PEFT's arrays of a parameter, [E * r, in] and [out, r * E], by its E experts."""
     if a.shape[0] == rank:
         return a, b
     if a.shape[0] % rank or a.shape[0] != b.shape[1]:
@@ -214,7 +214,7 @@ def _from_mlx_lm(content: AdapterContent, config: dict[str, Any], max_rank: int)
 
 
 def _scaled(name: str, module: str, a: mx.array, b: mx.array, scale: float) -> LowRank:
-    """Applies the scale; rejects updates beyond float16, which would make requests fail."""
+    """Applies the scale; rejects updates that overflow float16, which would make requests fail."""
     largest = abs(scale) * a.shape[-2] * _max_abs(a) * _max_abs(b)
     if not largest <= _LARGEST_UPDATE:
         raise AdapterError(

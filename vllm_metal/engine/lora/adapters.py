@@ -49,17 +49,18 @@ class Adapters:
         return AdapterBytes(self.updates.nbytes, self._max_kept * self.updates.slot_bytes)
 
     def add(self, request: LoRARequest) -> bool:
-        """Loads an adapter for a client; replaces one of the same id. Raises what `load` does."""
+        """Loads an adapter for a client; replaces one with the same id. Raises what `load` does."""
         version = of_content(request)
         self.load(version)
         self._by_id[version.asked_id] = version.digest
         return True
 
     def load(self, request: AdapterRequest) -> None:
-        """Makes sure that an adapter is loaded with exactly the content a request was hashed with.
+        """Loads the adapter unless the same content is loaded already.
 
         Raises:
-            LoRAAdapterNotFoundError, AdapterError: it cannot be served, or changed on disk.
+            LoRAAdapterNotFoundError, AdapterError: it cannot be served, or its files changed since
+                the request arrived.
         """
         if request.digest in self._kept:
             self._kept.move_to_end(request.digest)
@@ -100,7 +101,7 @@ class Adapters:
                 )
 
     def _evict(self) -> None:
-        """Evicts adapters beyond the limit, except those of requests and pinned ones."""
+        """Evicts adapters beyond the limit, except pinned ones and those that requests use."""
         needed = {*self.in_use, *self._pinned_digests()}
         for digest in [digest for digest in self._kept if digest not in needed]:
             if len(self._kept) <= self._max_kept:
@@ -130,7 +131,7 @@ class Adapters:
         """Pins a client's adapter in a slot.
 
         Raises:
-            ValueError: it is not loaded, or no slot would be left for others.
+            ValueError: the adapter is not loaded, or no slot would be left for others.
         """
         if asked_id not in self._by_id:
             raise ValueError(f"LoRA adapter {asked_id} is not loaded: it cannot be pinned")

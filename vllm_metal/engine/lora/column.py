@@ -40,7 +40,7 @@ class AdapterColumn(PerRequestState):
             self._adapters.in_use = frozenset(self._digests.values())
 
     def extras(self, rows: Rows) -> Mapping[str, mx.array]:
-        """[T] uint32 slots; empty if no token has an adapter, so that the plain forward runs."""
+        """Returns [T] uint32 slots; empty for the plain forward, if no token has an adapter."""
         if not self._digests:
             return {}
         digests = [self._digests.get(req_idx) for req_idx in rows.req_indices_np.tolist()]

@@ -47,12 +47,12 @@ class AdapterFiles:
         raise AdapterError(name, f"has none of {', '.join(WEIGHTS)} in {folder}")
 
     def stamp(self) -> tuple[tuple[int, int, int], ...]:
-        """(inode, size, mtime) of each file, which changes as a rule when a file is written."""
+        """Returns (inode, size, mtime) of each file, which normally changes when it is written."""
         stats = [path.stat() for path in (self.config, self.weights)]
         return tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats)
 
     def digest(self) -> str:
-        """SHA-256 of the content as 64 hex digits, independent of the location."""
+        """Returns SHA-256 of the files' content as 64 hex digits; the location does not matter."""
         with self.weights.open("rb") as file:
             weights = hashlib.file_digest(file, "sha256").hexdigest()
         return self._digest(self.config.read_bytes(), weights)

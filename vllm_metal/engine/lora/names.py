@@ -46,7 +46,7 @@ class _Unmapped(Exception):
 
 
 class _MissingKey(Exception):
-    """mlx-lm's `sanitize` looked for this key."""
+    """mlx-lm's `sanitize` needs a weight that is missing; the message is its key."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _Weights:
     transposed: bool  # whether matrices are [in, out]
 
     def arrays(self, values: str) -> dict[str, mx.array]:
-        """Lazy arrays by key; elements are their "source", "row" or "column", or 1 for "factor"."""
+        """Returns lazy arrays by key; elements are their "source", "row" or "column", or else 1."""
         return {
             key: self._array(values, index, shape)
             for index, (key, shape) in enumerate(self.shapes.items())
@@ -110,7 +110,7 @@ def on_modules(adapter: Adapter, model: nn.Module) -> dict[str, LowRank]:
 
 
 def _resolve_origins(weights: _Weights, model: nn.Module) -> tuple[_Weights, dict[str, _Origin]]:
-    """Finds all origins, adding each weight that `sanitize` looks for until it has all."""
+    """Calls `_origins`, adding each weight that `sanitize` misses, until it misses none."""
     while True:
         try:
             return weights, _origins(weights, model)
@@ -119,7 +119,7 @@ def _resolve_origins(weights: _Weights, model: nn.Module) -> tuple[_Weights, dic
 
 
 def switches(model: nn.Module) -> dict[str, Any]:
-    """Experts' stacked projections by path."""
+    """Returns the model's stacked projections of experts, by path."""
     linears = (SwitchLinear, QuantizedSwitchLinear)
     return {name: each for name, each in model.named_modules() if isinstance(each, linears)}
 
@@ -138,7 +138,7 @@ def _weights(adapter: Adapter, model: nn.Module) -> _Weights:
 
 
 def _key(name: str, update: LowRank, model: nn.Module) -> str:
-    """The name of the updated array in a checkpoint."""
+    """Returns the name that a checkpoint gives the updated array."""
     # PEFT names experts in one array by their module alone: `experts`, and `experts.base_layer`
     # for a second array. The shape shows which array it is.
     if name.startswith(_HF_TEXT) and hasattr(getattr(model, "language_model", None), "model"):
@@ -168,7 +168,7 @@ def _published_key(key: str, model: nn.Module) -> str:
 
 @cache
 def _renamings(model_type: str) -> tuple[WeightRenaming, ...]:
-    """transformers' renamings from a family's module names to those of published files."""
+    """Returns transformers' rules that rename a family's modules to those of published files."""
     found = get_checkpoint_conversion_mapping(model_type) or ()
     return tuple(
         renaming.reverse_transform()
@@ -236,7 +236,7 @@ def _sanitize(model: nn.Module, arrays: dict[str, mx.array]) -> dict[str, mx.arr
 
 @contextmanager
 def _preserve(model: nn.Module) -> Iterator[None]:
-    """Undoes what `sanitize` does to the model itself."""
+    """Restores the model at the end of the block, since `sanitize` may change it."""
     # Gemma's `sanitize` drops the head if the weights have none, and fails if it is gone already.
     text = getattr(model, "language_model", None)
     owners = [each for each in (model, text) if isinstance(each, nn.Module)]
@@ -254,7 +254,7 @@ def _preserve(model: nn.Module) -> Iterator[None]:
 
 
 def _split_experts(key: str, array: mx.array, model: nn.Module) -> dict[str, mx.array]:
-    """Splits experts that a checkpoint stacks in an array that mlx-lm does not read.
+    """Splits an array that stacks experts into mlx-lm's projections; keeps other arrays.
 
     transformers stores [E, 2 * inner, outer], gate before up, and [E, outer, inner].
     """
@@ -278,7 +278,7 @@ def _split_experts(key: str, array: mx.array, model: nn.Module) -> dict[str, mx.
 
 
 def _round(array: mx.array) -> mx.array:
-    """Removes the rounding errors of multiplying and dividing by a factor."""
+    """Rounds elements close to an integer: multiplying and dividing by a factor is inexact."""
     rounded = mx.round(array)
     return mx.where(mx.abs(array - rounded) < 1e-2, rounded, array)
 
@@ -286,7 +286,7 @@ def _round(array: mx.array) -> mx.array:
 def _origin(
     module: str, source: mx.array, row: mx.array, column: mx.array, factor: mx.array
 ) -> _Origin:
-    """Reads a module's origin from [out, in] or [E, out, in] float32 origins of its elements."""
+    """Derives a module's origin from that of each element, float32 [out, in] or [E, out, in]."""
     # Each expert has its own source; rows and columns are the same for all.
     edges = [source[..., 0, 0], source[..., -1, 0], source[..., 0, -1], source[..., -1, -1]]
     rows, columns = row[..., :, 0], column[..., 0, :]
@@ -302,12 +302,12 @@ def _origin(
 
 
 def _largest(indices: mx.array) -> np.ndarray:
-    """Picks [n] from [n] or [E, n] indices: of the largest expert, which include all others'."""
+    """Reduces [n] or [E, n] indices to [n], those of the expert with the largest."""
     return np.array(indices).reshape(-1, indices.shape[-1]).max(0).astype(int)
 
 
 def _update(origin: _Origin, updates: list[LowRank]) -> LowRank:
-    """Builds the update of a module, or of all its experts."""
+    """Builds a module's update, for all of its experts at once."""
     columns, rows = mx.array(origin.columns), mx.array(origin.rows)
     factors = mx.array(origin.factors)[:, None]
 

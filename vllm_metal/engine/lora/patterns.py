@@ -36,7 +36,7 @@ class Update:
 
 
 class Patterns:
-    """Decides from a PEFT configuration what is updated, and how."""
+    """Decides by a PEFT configuration which modules are updated, and with which settings."""
 
     def __init__(self, config: Mapping[str, Any], modules: Iterable[str]) -> None:
         # `modules`: all names in the adapter's file, without "base_model.model.".
@@ -91,7 +91,7 @@ class Patterns:
         )
 
     def _parameter(self, module: str) -> str | None:
-        """The parameter that a name stands for; None if it stands for a module."""
+        """Returns the parameter that a name in the file stands for; None if it is a module."""
         outer = _INNER.sub("", module)
         names = self._parameters(outer)
         if not names or self._is_target(outer):
@@ -105,7 +105,7 @@ class Patterns:
         return f"{outer}.{names[count - 1 - depth]}"
 
     def _parameters(self, module: str) -> Sequence[str]:
-        """Names of a module's updated parameters, in the order of their definition."""
+        """Returns names of a module's updated parameters, in the order of their definition."""
         targets = self._config.get("target_parameters") or ()
         if not module.endswith("experts"):  # no other module has parameters of these names
             targets = [target for target in targets if target not in _ORDER]
@@ -116,7 +116,7 @@ class Patterns:
 
     @staticmethod
     def _first(pattern: Mapping[str, Any] | None, name: str, default: Any) -> Any:
-        """The value of the first key that matches a suffix of the name, from a dot on."""
+        """Returns the value of the first key that matches the name, or its end after a dot."""
         matching = (
             value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", name)
         )
@@ -124,7 +124,7 @@ class Patterns:
 
 
 def _matches(targets: str | Iterable[str] | None, name: str) -> bool:
-    """Matches names in a list exactly or as a suffix after a dot; a string is a regex for all."""
+    """Whether a name equals a target, or ends with "." and a target; a string is a regex."""
     if isinstance(targets, str):
         return bool(re.fullmatch(targets, name))
     return any(name == target or name.endswith(f".{target}") for target in targets or ())

@@ -49,7 +49,7 @@ class Layer:
         return same and update.a.shape[:-2] == experts == update.b.shape[:-2]
 
     def empty(self, slots: int, rank: int, dtype: mx.Dtype) -> list[mx.array]:
-        """Zeros for A and B, transposed: [slots * E, in, r] and [slots * E, r, out]."""
+        """Returns zeros for transposed A and B: [slots * E, in, r] and [slots * E, r, out]."""
         count = slots * self._experts
         shapes = (count, self.sizes.num_in, rank), (count, rank, self.sizes.num_out)
         return [mx.zeros(shape, dtype) for shape in shapes]
@@ -88,7 +88,7 @@ class Updates:
         mx.eval(self.matrices)
 
     def _find_layers_in_use(self, model: nn.Module) -> None:
-        """Builds the graph of a two-token forward without evaluating it."""
+        """Finds the layers that a forward calls, by building (not running) one of two tokens."""
         ids = mx.zeros(2, mx.int32)
         extras = {self.extra: ids.astype(mx.uint32)}
         inputs = ForwardInputs(ids, mx.arange(2)[None]).with_extras(extras)
@@ -104,11 +104,11 @@ class Updates:
         self.extra = f"lora_slots_{number}"
 
     def matrices_of(self, name: str) -> list[mx.array] | None:
-        """A and B of a layer for all slots; None if no slot updates it."""
+        """Returns A and B of a layer for all slots; None if no slot updates it."""
         return self.matrices[name] if name in self._touched else None
 
     def one_by_one(self, slots: mx.array) -> tuple[mx.array, mx.array]:
-        """[n] slots of [n, 1] uint32, and row indices, cached for all layers of a step."""
+        """Flattens [n, 1] uint32 slots; also returns row indices. Cached for a step's layers."""
         # Without row indices MLX would build them anew in each product.
         if self._cached_rows is None or self._cached_rows[0] is not slots:
             rows = mx.arange(len(slots), dtype=mx.uint32)
@@ -126,7 +126,7 @@ class Updates:
         return (self._num_slots + 1) * self.slot_bytes
 
     def heaviest(self, rows: Rows) -> dict[str, mx.array]:
-        """The extras of a warm-up forward in which all tokens have adapters."""
+        """Returns the extra inputs of a warm-up forward in which all tokens have adapters."""
         return {self.extra: mx.ones(len(rows.positions_np), mx.uint32)}
 
     def write(self, slot: int, updates: Mapping[str, LowRank]) -> None:
@@ -156,7 +156,7 @@ class Updates:
         mx.eval(self.matrices[name])
 
     def variables(self, inputs: ForwardInputs) -> dict[str, list[mx.array]] | None:
-        """Arrays that a compiled forward reads besides its inputs and that change between steps."""
+        """Returns arrays beside the inputs that a compiled forward reads, and that may change."""
         if not any(name == self.extra for name, _ in inputs.extras):
             return None
         return {name: self.matrices[name] for name in self._touched}
@@ -197,12 +197,12 @@ class _Update:
 
 
 def _product_slots(slots: mx.array, x: mx.array, expert: Expert | None) -> mx.array | None:
-    """The slot of each matrix product of a call; None if its rows are not those of `slots`.
+    """Returns the slot of each matrix product; None if rows of `x` are not tokens of `slots`.
 
     Args:
-        slots: [n, L] of the tokens.
-        x: [..., in] of a linear layer; of experts [..., 1, 1, in], [..., k, 1, in] or sorted.
-        expert: of each row.
+        slots: [n, L], the slot of each token.
+        x: input of a linear layer, [..., in], or of experts, [..., 1 or k, 1, in] or sorted.
+        expert: the expert of each row; None for a linear layer.
     """
     if expert is not None:
         if expert.rows is not None:
@@ -223,16 +223,16 @@ def _product_slots(slots: mx.array, x: mx.array, expert: Expert | None) -> mx.ar
 
 
 def adapter_bytes(model: nn.Module, config: LoRAConfig, dtype: mx.Dtype) -> AdapterBytes:
-    """Memory of an engine's adapters at the largest rank; does not read the model's weights."""
+    """Returns the bytes of adapters at the largest rank, without reading the model's weights."""
     layers = _layers(model, config.target_modules).values()
     one = sum(layer.nbytes(int(config.max_lora_rank), dtype) for layer in layers)
     return AdapterBytes((config.max_loras + 1) * one, kept_at_most(config) * one)
 
 
 def kept_at_most(config: LoRAConfig) -> int:
-    """Adapters kept besides those in slots: --max-cpu-loras, plus one.
+    """Returns how many adapters to keep in memory besides those in slots.
 
-    The extra one is replaced by a reload while requests still wait for it.
+    It is --max-cpu-loras plus one: an adapter that is reloaded stays while requests wait for it.
     """
     return (config.max_cpu_loras or config.max_loras) + 1
 

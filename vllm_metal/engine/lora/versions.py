@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resolves an adapter's id to the content it stands for, in the scheduler's process.
 
-vLLM tells adapters apart by the clients' ids, and K/V by name and path, but an adapter may be
-retrained under all three. Here a request gets the digest of its adapter's files on arrival and an
-id derived from it. The scheduler counts by that id, blocks are hashed with it, and the worker
-applies exactly that content or fails the request.
+vLLM identifies adapters by the clients' ids, and their K/V by name and path, but an adapter may be
+retrained without a change of these. Here a request gets, on arrival, the digest of its adapter's
+files and an id derived from it. The scheduler counts adapters by that id, blocks are hashed with
+it, and the worker applies exactly that content or fails the request.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Versions:
         self._lock = threading.Lock()  # requests arrive on another thread
 
     def of(self, request: LoRARequest, anew: bool = False) -> AdapterRequest:
-        """Returns the request with the content its adapter had when first loaded or used.
+        """Returns the request with the digest that its adapter had when first loaded or used.
 
-        `load_inplace` asks for the current content instead; `anew` also re-reads files whose stamp
-        did not change. Raises what AdapterFiles.find does.
+        With `request.load_inplace`, checks the files again; `anew` re-reads even files whose stamp
+        is unchanged. Raises what AdapterFiles.find does.
         """
         key = request.lora_int_id, request.lora_path
         with self._lock:
@@ -71,7 +71,7 @@ class Versions:
 
 
 def of_content(request: LoRARequest) -> AdapterRequest:
-    """Returns the request with its content, resolving it if still unknown."""
+    """Returns a request with its adapter's digest; computes it if it is unknown."""
     if isinstance(request, AdapterRequest):
         return request
     return Versions().of(request)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Implements a pooler that returns hidden states unchanged, for checks at start."""
+"""Implements a pooler that returns hidden states unchanged, for the checks at startup."""
 
 from __future__ import annotations
 

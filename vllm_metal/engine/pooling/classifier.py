@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the layer that scores hidden states, from the checkpoint's files or from its head."""
+"""Makes the layer that scores hidden states, from the checkpoint's files or the model's head."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def stored(folder: Path, model_config: ModelConfig) -> torch.nn.Linear:
 
 
 def of_head(model: nn.Module, embedding: nn.Module, model_config: ModelConfig) -> torch.nn.Linear:
-    """Returns a layer of the head's rows for a reranker's answer tokens, such as "no" and "yes".
+    """Makes a reranker's classifier from its head's rows for answer tokens ("no" and "yes").
 
     `classifier_from_token` of the configuration names the tokens.
 
@@ -69,12 +69,12 @@ def of_head(model: nn.Module, embedding: nn.Module, model_config: ModelConfig) -
 
 
 def asked(model_config: ModelConfig) -> str | None:
-    """Returns how scores use rows of the model's head; None: the checkpoint has a layer."""
+    """Returns the method that makes scores from the head's rows; None: there is a `score` layer."""
     return cast("str | None", _setting(model_config, "method"))
 
 
 def _setting(model_config: ModelConfig, name: str) -> Any:
-    """Returns a key of the whole model's configuration or of its text model's."""
+    """Reads a key of the model's configuration, or else of its text model's."""
     whole = model_config.hf_config
     return getattr(whole, name, None) or getattr(whole.get_text_config(), name, None)
 

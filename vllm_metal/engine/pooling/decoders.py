@@ -32,8 +32,8 @@ def load(config: VllmConfig) -> Pooling:
     """Loads the decoder without a head for logits, and its pooler.
 
     Raises:
-        ModelLoadError: see `loader.load`; or the files lack a required classifier, or the model has
-            more than a head after its layers.
+        ModelLoadError: see `loader.load`; or the files lack a required classifier, or something
+            other than a head follows the model's layers.
     """
     found: list[tuple[ModelParts, torch.nn.Module | None]] = []
 

@@ -49,7 +49,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _RequestSlice:
-    """The rows that the pooler gets of one request in a step."""
+    """The rows of one request that the pooler gets in a step."""
 
     index: int  # of the request in the batch
     entry: _Entry

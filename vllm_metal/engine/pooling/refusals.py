@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def refusals(config: VllmConfig, encoder: bool, encoders: Iterable[str]) -> dict[str, bool]:
     """Maps rejected settings to whether each was requested; empty for engines that generate.
 
-    encoder: the model is served with bidirectional attention. encoders: architectures served so.
+    encoder: whether the model is an encoder. encoders: supported encoder architectures.
     """
     model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
     if not pools(config):

@@ -19,7 +19,7 @@ _NOTHING = -2
 
 @dataclass(frozen=True)
 class _Words:
-    """One request's bad words: if the output ends with a prefix, its last token is removed."""
+    """One request's bad words, each split into a prefix and a last token."""
 
     prefixes: np.ndarray  # int32 [W, L], right-aligned
     last: np.ndarray  # int32 [W]
@@ -99,7 +99,7 @@ class BadWords(SamplingStage):
         )
 
     def _context(self, rows: np.ndarray, step: Step) -> mx.array:
-        """Returns int32 [M, L], tokens before each of int32 [M] rows; drafts count as output."""
+        """Returns int32 [M, L], the newest tokens before each row, including its earlier drafts."""
         req_indices = mx.array(step.req_indices[rows])
         if step.draft_spans is None:
             return self._recent[req_indices]
@@ -111,7 +111,7 @@ class BadWords(SamplingStage):
     def _followed_by(
         self, tokens: mx.array, req_indices: mx.array, starts: mx.array, counts: mx.array
     ) -> mx.array:
-        """Returns int32 [M, L], contexts extended by counts[i] tokens from tokens[starts[i]:].
+        """Returns int32 [M, L], recent tokens after appending counts[i] of tokens[starts[i]:].
 
         tokens: int32 [N]. req_indices, starts, counts: int32 [M].
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Implements allowed_token_ids, min_tokens and logit_bias, whose edits the host fully knows.
+"""Implements allowed_token_ids, min_tokens and logit_bias.
 
 Token ids outside the vocabulary are dropped when a request is added: the model cannot produce them,
 and a device scatter does not check bounds.
@@ -96,7 +96,7 @@ class MinTokens(SamplingStage):
         return mx.where(mx.array(may_restore) & empty, logits, edited)
 
     def _edits(self, step: Step, rows: np.ndarray) -> mx.array:
-        """Returns float32 [E]: -inf for rows that are too short by the device's count, else 0."""
+        """Returns float32 [E] to add to stop tokens' logits: -inf in rows too short, else 0."""
         assert step.lag is not None
         over = step.num_output_tokens[rows] - self._min_tokens[step.req_indices[rows]]
         return mx.where(mx.array(over) < step.lag.of(rows).counts, NEG_INF, 0.0)

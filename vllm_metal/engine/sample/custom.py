@@ -27,9 +27,8 @@ from vllm_metal.engine.sample.stage import SamplingStage, Step
 class CompactBatch:
     """Numbers requests 0..B-1 without holes, as processors expect.
 
-    It collects the changes between two steps and reports them together. A new request takes the
-    lowest index that a removed one left, else the next at the end; then the last requests move into
-    the holes that remain.
+    Reports all changes between two steps together. A new request takes the lowest free index, else
+    the next at the end; then the last requests move into remaining holes.
     """
 
     def __init__(self) -> None:
@@ -138,8 +137,8 @@ class CustomProcessors(SamplingStage):
     def apply(self, logits: mx.array, step: Step) -> mx.array:
         """Updates the processors' batch, then applies those that may change the most likely token.
 
-        Raises RuntimeError if a request's output list lacks tokens, and ValueError if there are
-        drafts to verify, which processors cannot see.
+        Raises RuntimeError if a request's output list lacks tokens, and ValueError for drafts,
+        which processors cannot see.
         """
         if step.draft_spans is not None and (step.draft_spans.lens_np > 1).any():
             names = ", ".join(type(processor).__name__ for processor in self._processors.all)

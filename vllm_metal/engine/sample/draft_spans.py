@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class DraftSpans:
-    """Rows that verify drafts; a request's rows follow one another, each after one more draft.
+    """Rows that verify drafts, one span per request; each row of a span follows one more draft.
 
     Raises ValueError if starts_np and lens_np disagree.
     """
@@ -52,18 +52,18 @@ class DraftSpans:
         return later, np.repeat(rows - offsets, offsets) + _counting(offsets)
 
     def part(self, first: int, last: int) -> DraftSpans:
-        """Returns spans [first, last), numbered as a step of their own."""
+        """Returns spans [first, last), with rows numbered from 0."""
         starts, lens = self.starts_np[first:last], self.lens_np[first:last]
         start, stop = int(starts[0]), int(starts[-1] + lens[-1])
         return DraftSpans(starts - start, lens, self.draft_ids[start:stop])
 
     def kept(self, accepted: mx.array) -> mx.array:  # accepted: int32 [R], drafts of each span
-        """Returns bool [N], rows whose token is output: those after accepted drafts only."""
+        """Returns bool [N], whether a row's token is output: all drafts before it are accepted."""
         return mx.array(self.offsets_np) <= accepted[mx.array(self.index_np)]
 
 
 def num_accepted(token_ids: mx.array, draft_spans: DraftSpans) -> mx.array:
-    """Returns int32 [R], lazy: leading drafts of each span that equal the sampled int32 [N]."""
+    """Returns lazy int32 [R], the number of leading drafts per span equal to sampled tokens."""
     # A span outputs that many drafts and then the token of the row after them. Every row draws from
     # the target's distribution as it would without drafts. A draft is accepted when it is the token
     # drawn, so accepting has probability p(draft), and a rejected draft leaves p without it,

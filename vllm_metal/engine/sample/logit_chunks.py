@@ -15,7 +15,7 @@ LOGITS_AT_ONCE = 2**23
 
 
 def rows_at_once(vocab_size: int) -> int:
-    """Returns the rows sampled at once; a span is never divided, so a longer one exceeds it."""
+    """Returns the most rows to sample at once; a longer span still forms one chunk."""
     return max(LOGITS_AT_ONCE // vocab_size, 1)
 
 

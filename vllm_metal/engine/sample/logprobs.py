@@ -117,7 +117,7 @@ class RequestedLogprobs(RequestParameters):
         self._token_ids.pop(req_idx, None)
 
     def width(self, step: Step) -> int | None:
-        """Returns the most logprobs that any row's request wants; None if none wants any."""
+        """Returns the largest number of logprobs that a row's request wants; None if none does."""
         if not step.uses(self):
             return None
         return int(self._num_logprobs[step.req_indices].max())

@@ -109,7 +109,7 @@ class Penalties(SamplingStage):
 
 
 def _count_drafts(table: mx.array, draft_spans: DraftSpans) -> mx.array:
-    """Returns int32 [N, V] that counts the drafts before each row in its span as output."""
+    """Adds the drafts before each row in its span to the table's output counts, int32 [N, V]."""
     later, earlier = draft_spans.earlier_np
     if len(later) == 0:
         return table

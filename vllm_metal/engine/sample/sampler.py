@@ -124,7 +124,7 @@ class Sampler:
 
     @property
     def needs_host_tokens(self) -> bool:
-        """True with custom processors, which read `output_token_ids`: steps then cannot overlap."""
+        """Whether custom processors read `output_token_ids`, so that steps cannot overlap."""
         return self._has_custom
 
     def add_request(
@@ -156,7 +156,7 @@ class Sampler:
         )
 
     def remove_request(self, req_idx: int) -> None:
-        """Empties a req_idx (finished or preempted request); an empty req_idx stays empty."""
+        """Frees the req_idx of a finished or preempted request; no-op if it is free."""
         self._occupied.discard(req_idx)
         for part in self._parts:
             part.remove_request(req_idx)
@@ -178,9 +178,9 @@ class Sampler:
     ) -> SamplerOutput:
         """Samples the next token of each row and records the output in the requests' device state.
 
-        num_output_tokens: tokens each request generated before this one, including those the host
-        has not seen yet and the drafts before the row; too high by `lag`. Raises ValueError for
-        logits or spans with another number of rows, and for drafts with custom processors.
+        num_output_tokens: upper bound of the tokens generated before each row, including drafts;
+        `lag` is what it exceeds the true number by. Raises ValueError for logits or spans with
+        another number of rows, and for drafts with custom processors.
         """
         if logits.shape != (len(req_indices), self._vocab_size):
             raise ValueError(

@@ -24,12 +24,12 @@ GREEDY_EPSILON = 1e-5
 
 
 def is_random(params: SamplingParams) -> bool:
-    """Returns whether a request's tokens are drawn, not the most likely ones taken."""
+    """Returns whether a request draws its tokens at random, instead of taking the most likely."""
     return params.temperature >= GREEDY_EPSILON
 
 
 class RequestParameters(Protocol):
-    """Stores one part's sampling parameters by req_idx.
+    """Stores the sampling parameters that one part of the sampler reads, by req_idx.
 
     Every implementation reads its own fields of `SamplingParams` and owns their storage: a numpy
     column of max_num_reqs entries, which a step reads with one fancy index (`Step.column`), or a
@@ -50,11 +50,11 @@ class RequestParameters(Protocol):
         ...
 
     def remove_request(self, req_idx: int) -> None:
-        """Empties a req_idx, which may not use this part or be empty already."""
+        """Frees a req_idx; no-op if it is free or does not use this part."""
         ...
 
     def heaviest(self) -> dict[str, Any]:
-        """Returns the `SamplingParams` arguments that need the most memory; {} if none matters."""
+        """Returns the `SamplingParams` arguments that need the most memory; {} if all are small."""
         # The memory profile samples with those of all stages together.
         return {}
 

@@ -136,10 +136,10 @@ def _indices(rows_np: np.ndarray) -> mx.array:
 
 
 class TextAttention(AttendingCache):
-    """Attention of one kind of layer in one step; modules receive it as cache or mask."""
+    """Computes attention of one kind of layer in a step; modules receive it as cache or mask."""
 
     def __init__(self, plan: Plan, positions: mx.array) -> None:
-        """positions: [T] int32, of the rows."""
+        """positions: [T] int32, position of each row in its text."""
         self._plan = plan
         self._positions = positions
 

@@ -14,7 +14,7 @@ from vllm_metal.engine.pooling.encoders.networks import Encoder, with_positions
 
 
 class EncoderExecutor(PagedLayers):
-    """Runs an encoder, whose layers keep nothing between steps."""
+    """Runs an encoder, which keeps no state between steps."""
 
     def __init__(self, encoder: Encoder, block_size: int) -> None:
         # PagedLayers needs a block size, although the scheduler has no blocks to allocate.
@@ -26,7 +26,7 @@ class EncoderExecutor(PagedLayers):
     ) -> mx.array:
         """Returns lazy [T, 1, H] hidden states of a step's whole texts.
 
-        block_tables are unused. inputs: None: the rows' own `inputs`.
+        block_tables: unused. inputs: inputs of the model; None: `rows.inputs`.
 
         Raises:
             RuntimeError: part of a text is missing.

@@ -13,20 +13,20 @@ from vllm_metal.engine.weights.layers import dense_rows
 
 
 def of_bert(model: Any) -> torch.nn.Module:
-    """Maps [R, H] to [R, labels] for mlx-vlm's BERT, whose pooler has a layer before the labels."""
+    """Returns BERT's head: the layer of mlx-vlm's pooler, then labels; [R, H] to [R, labels]."""
     return torch.nn.Sequential(
         _linear(model.pooler.dense), torch.nn.Tanh(), _linear(model.classifier)
     )
 
 
 def of_roberta(model: Any) -> torch.nn.Module:
-    """Maps [R, H] to [R, labels] for RoBERTa, whose classifier has that layer."""
+    """Returns RoBERTa's head: its classifier's two layers; [R, H] to [R, labels]."""
     head = model.classifier
     return torch.nn.Sequential(_linear(head.dense), torch.nn.Tanh(), _linear(head.out_proj))
 
 
 def of_modernbert(model: Any) -> torch.nn.Module:
-    """Maps [R, H] to [R, labels] for ModernBERT, with a norm before the labels."""
+    """Returns ModernBERT's head: a layer, a norm, then labels; [R, H] to [R, labels]."""
     dense, norm, labels = model.head.dense, model.head.norm, model.classifier
     return torch.nn.Sequential(_linear(dense), torch.nn.GELU(), _norm(norm), _linear(labels))
 

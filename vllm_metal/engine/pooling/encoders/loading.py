@@ -86,7 +86,7 @@ Classes = tuple[type, type]
 
 
 def _mlx_vlm_classes(served: Architecture, config: Config) -> tuple[Classes, dict[str, Any]]:
-    """Returns classes of the model and its arguments, and keys that the latter override."""
+    """Returns mlx-vlm's classes of the model and its arguments, and keys to set in config.json."""
     check_config(config, served.family)
     module = mlx_vlm_family(served.family.module, "an encoder of this family")
     model = module.SequenceClassificationModel if served.classifies else module.Model
@@ -95,7 +95,7 @@ def _mlx_vlm_classes(served: Architecture, config: Config) -> tuple[Classes, dic
 
 
 def _gemma_classes(served: Architecture, config: Config) -> tuple[Classes, dict[str, Any]]:
-    """Returns classes of mlx-lm's module without its head, likewise."""
+    """Like `_mlx_vlm_classes`, for mlx-lm's Gemma 3 without its head."""
     causal = {key: value for key, value in config.items() if key != "use_bidirectional_attention"}
     base, arguments = patches.classes({**causal, "model_type": served.family.module})
 

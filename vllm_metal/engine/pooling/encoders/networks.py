@@ -36,7 +36,7 @@ class Bert:
     windows: tuple[int | None, ...] = (None,)
 
     def __init__(self, model: nn.Module, first_position: int) -> None:
-        """first_position: of a text, in the position table."""
+        """first_position: index of a text's first token in the position table."""
         self.model: Any = model
         self._first_position = first_position
 
@@ -53,7 +53,7 @@ class ModernBert:
     """ModernBERT: rotated queries and keys, and layers with and without a window."""
 
     def __init__(self, model: nn.Module, window: int) -> None:
-        """model: mlx-vlm's, with `PlacedRoPE` in its layers. window: of its local layers."""
+        """model: mlx-vlm's, with `PlacedRoPE` in its layers. window: window of local layers."""
         self.model: Any = model
         self._window = window
         kinds = [layer.attn.local for layer in self.model.layers]
@@ -75,7 +75,7 @@ class PlacedRoPE(nn.Module):
         self.dims, self.base = dims, base
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Rotates [T, H, 1, D] of the current forward."""
+        """Rotates the rows of the current forward, [T, H, 1, D]."""
         at = of_rows(_POSITIONS)[:, 0]
         return mx.fast.rope(x, self.dims, traditional=False, base=self.base, scale=1.0, offset=at)
 
@@ -84,7 +84,7 @@ class EmbeddingGemma:
     """Gemma 3 with bidirectional attention."""
 
     def __init__(self, model: nn.Module, window: int) -> None:
-        """model: mlx-lm's, without a head. window: of its sliding layers."""
+        """model: mlx-lm's, without a head. window: window of sliding layers."""
         self.model: Any = model
         kinds = [layer.self_attn.is_sliding for layer in self.model.layers]
         self._by_layer = [window if sliding else None for sliding in kinds]
@@ -96,5 +96,5 @@ class EmbeddingGemma:
 
 
 def with_positions(inputs: ForwardInputs) -> ForwardInputs:
-    """Adds the positions that `PlacedRoPE` reads."""
+    """Adds positions to the inputs, for `PlacedRoPE`."""
     return inputs.with_extras({_POSITIONS: inputs.positions[0]})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which further settings an encoder rejects, and how long its texts may be."""
+"""Decides which settings only encoders reject, and how long their texts may be."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells an encoder which text of a pair each token belongs to, for requests that score pairs."""
+"""Supplies an encoder with token types, which mark the second text of a pair to be scored."""
 
 from __future__ import annotations
 
