@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks config.json: whether each key is computed as it asks."""
+"""Checks that mlx-lm's module honors every key of a config.json, and translates keys for it."""

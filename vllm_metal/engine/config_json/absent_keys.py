@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of keys that config.json omits, and keys that only mlx-lm's module reads.
+"""Fills in keys that config.json omits, and checks keys that only mlx-lm's module reads.
 
 An omitted key takes the default of transformers' class, which may differ from the module's. A key
 that only the module reads has no effect in the reference.
@@ -28,9 +28,9 @@ Fields = Iterable["dataclasses.Field[Any]"]
 def values(
     config: Config, module: str, fields: Fields, reference: Reference
 ) -> tuple[dict[str, Any], set[str]]:
-    """Returns omitted keys with the reference's values, and the keys of config.json used for them.
+    """Returns omitted keys with the reference's values, and the keys these were derived from.
 
-    `fields` are those of the module's `ModelArgs`.
+    `fields`: fields of the module's `ModelArgs`.
     """
     found: dict[str, Any] = {}
     used: set[str] = set()
@@ -66,7 +66,7 @@ def rope(config: Config, module: str, read: set[str], reference: Reference) -> d
     """Returns omitted RoPE keys with the values of transformers' class.
 
     Raises:
-        ModelLoadError: the class has defaults by layer type, and config.json sets others.
+        ModelLoadError: the class has a default per layer type, and config.json sets only one value.
     """
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not reference.is_complete or not read & {*_THETAS, *rope_keys.KEYS}:

@@ -111,7 +111,7 @@ def _repeats_other_part(config: Config, key: str, reference: Reference) -> bool:
 
 
 def _has_no_chunks(config: Config, reference: Reference) -> bool:
-    """Whether no layer uses chunked attention, in a class with layer types but no chunk size."""
+    """Whether the chunk size has no effect: no layer type uses chunks, and the class has no key."""
     kinds = config.get("layer_types") or ()
     return reference.has_types_of_layers(_CHUNK) and "chunked_attention" not in kinds
 

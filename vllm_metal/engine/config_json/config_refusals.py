@@ -86,7 +86,7 @@ _ROTATED = {"recurrent_gemma": 0.5}
 
 
 def keys(module: str) -> set[str]:
-    """Keys that `check` examines, whether or not the module reads them."""
+    """Returns the keys that `check` examines, whether or not the module reads them."""
     rope_keys = (
         () if module in READ_ROPE else ("partial_rotary_factor", "rope_parameters", "rope_scaling")
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that mlx-lm's modules read, derived from other keys of config.json.
+"""Derives keys that mlx-lm's modules read from other keys of config.json.
 
 transformers 5 renamed keys and omits derivable ones, for which most modules take their own default.
 Each row derives one key that modules read.
@@ -50,7 +50,7 @@ def _head_dim(config: Config) -> int | None:
 
 
 def _window_letters(config: Config) -> Any:
-    """One letter per layer: L with a sliding window, G without; rejects a single layer type."""
+    """Returns a letter per layer, L with a sliding window or G; rejects configs with only one."""
     types, window = config.get("layer_types"), config.get("sliding_window")
     every = config.get("sliding_window_pattern")
     if types:
@@ -72,7 +72,7 @@ def _window_letters(config: Config) -> Any:
 
 
 def _lfm2_attention_layers(config: Config) -> list[int]:
-    """LFM2's attention layers (by default all); rejects configs with a single layer type."""
+    """Returns LFM2's attention layers (by default all); rejects a single layer type."""
     stated, count = config.get("full_attn_idxs"), config["num_hidden_layers"]
     layers = _full_attention_layers(config) or (
         list(range(count)) if stated is None else list(stated)
@@ -86,7 +86,7 @@ def _lfm2_attention_layers(config: Config) -> list[int]:
 
 
 def _full_attention_layers(config: Config) -> list[int] | None:
-    """Indices of full-attention layers; None if the config does not say."""
+    """Returns the indices of full-attention layers; None if the config does not state them."""
     types = config.get("layer_types")
     if not types:
         return None
@@ -99,7 +99,7 @@ def _sparse_layers(config: Config) -> list[bool] | None:
 
 
 def _num_dense_layers(config: Config) -> int | None:
-    """Number of leading dense layers; rejects dense layers after expert layers."""
+    """Returns the number of leading dense layers; rejects dense layers after expert layers."""
     sparse = _sparse_layers(config)
     if sparse is None:
         return None
@@ -189,7 +189,7 @@ def _rotated_width(config: Config) -> int | None:
 
 
 def _kimi_linear_attention(config: Config) -> dict[str, Any] | None:
-    """Kimi Linear's attention settings, whose layers are counted from 1."""
+    """Returns Kimi Linear's attention settings, which count layers from 1."""
     types = config.get("layer_types")
     if not types:
         return None
@@ -204,7 +204,7 @@ def _kimi_linear_attention(config: Config) -> dict[str, Any] | None:
 
 
 def _dbrx_attention(config: Config) -> dict[str, Any] | None:
-    """Adds the rope's base, which older files have here; rejects two different ones."""
+    """Returns DBRX's `attn_config` with RoPE's base, which older files have there."""
     own, theta = config.get("attn_config"), rope(config).get("rope_theta")
     if own is None or theta is None:
         return None
@@ -222,7 +222,7 @@ def _text_vocab_size(config: Config) -> int | None:
 
 
 def _meta_mlp_width(config: Config) -> int | None:
-    """Width of a Llama's MLP from the keys of Meta's params.json."""
+    """Computes the width of a Llama's MLP from the keys of Meta's params.json."""
     size, multiple = config.get("dim"), config.get("multiple_of")
     if not size or not multiple:
         return None

@@ -37,7 +37,7 @@ def read(folder: Path) -> dict[str, Any]:
     """Reads a folder's config.json.
 
     Raises:
-        ModelLoadError: it is missing, not a JSON object, or has an absurd number.
+        ModelLoadError: the file is missing, not a JSON object, or has an absurd number.
     """
     path = folder / "config.json"
     try:
@@ -73,7 +73,7 @@ def check(config: Mapping[str, Any]) -> None:
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields numbers with their keys, and strings in place of numbers; limits the nesting."""
+    """Yields keys and values that are, or should be, numbers; raises for deep nesting."""
     # Level by level instead of recursively: the depth is the file's choice.
     level: list[Any] = [config]
     for _ in range(_MAX_DEPTH):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that mlx-lm's modules do not read, and the values that they compute."""
+"""Settings that mlx-lm's modules do not read, with the values that the modules assume."""
 
 from __future__ import annotations
 
@@ -188,12 +188,12 @@ EVERYWHERE: Mapping[str, tuple[Any, ...]] = {
 
 
 def keys(module: str) -> set[str]:
-    """Keys that `check` examines."""
+    """Returns the keys that `check` examines."""
     return {*EVERYWHERE, *FIXED.get(module, ())}
 
 
 def check(config: Mapping[str, Any], module: str) -> None:
-    """Raises ModelLoadError if a setting has a value that the module does not compute."""
+    """Raises ModelLoadError if a setting has another value than the module assumes."""
     for key, computed in {**EVERYWHERE, **FIXED.get(module, {})}.items():
         value = config.get(key, rope(config).get(key) if key in OF_THEIR_OWN else None)
         null_is_no = key in config and computed == (True,)
@@ -215,7 +215,7 @@ def check(config: Mapping[str, Any], module: str) -> None:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Equality for which JSON lists match tuples, and infinity any value beyond float32."""
+    """Compares values; lists equal tuples, and infinity equals any value beyond float32."""
     if isinstance(other, AtMost):
         return bool(value <= other.bound)
     if isinstance(value, list) and isinstance(other, tuple):

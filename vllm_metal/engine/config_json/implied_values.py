@@ -138,12 +138,12 @@ class Asked(Mapping[str, Any]):
 
 
 def keys(module: str) -> set[str]:
-    """Keys whose value must follow from others."""
+    """Returns the keys whose value must follow from other keys."""
     return {*_FOLLOWS.get(module, ())}
 
 
 def must_follow(config: Config, module: str, key: str) -> bool:
-    """Whether a key differs from what the module computes although it does not use the key."""
+    """Whether a key contradicts the keys from which the module derives its value."""
     return key in _FOLLOWS.get(module, {}) and not is_implied(config, module, key)
 
 
@@ -170,7 +170,7 @@ def is_implied(config: Config, module: str, key: str) -> bool:
 
 
 def sources(config: Config, module: str, key: str) -> tuple[str, ...]:
-    """Keys that determine a key's required value; empty if none do."""
+    """Returns the keys that determine a key's required value; empty if none do."""
     asked = Asked(config)
     if (follows := _follows(module, key)) is not None:
         with suppress(KeyError, TypeError):

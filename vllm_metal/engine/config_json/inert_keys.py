@@ -134,7 +134,7 @@ OF_MODULE: Mapping[str, frozenset[str]] = {
 def is_inert(key: str, module: str, beside_text: bool) -> bool:
     """Whether a key has no effect on what a module computes.
 
-    `beside_text`: the module reads a `text_config`, and the key is next to it.
+    `beside_text`: whether the key is next to a `text_config` that the module reads.
     """
     return (
         key in GENERAL

@@ -61,12 +61,12 @@ def as_read(
         config: config.json including --hf-overrides.
         module: the module's name.
         args: its `ModelArgs`.
-        folder: the model's folder, whose own code is a reference, too; None if it has no code.
-        head: what the model's files store as head; None if unknown, then config.json decides.
+        folder: the model's folder, if it has code of its own, which then is a reference, too.
+        head: how the model's files store the head; None: unknown, so config.json decides.
 
     Raises:
-        ModelLoadError: the config contradicts itself, asks for what the module does not compute, or
-            has an unread key that may have an effect.
+        ModelLoadError: the config contradicts itself, has a value that the module does not support,
+            or has a key that the module does not read and that may have an effect.
     """
     reader = _Reader(config, folder, head)
     changed, unread = reader.read(config, module, args)
@@ -76,7 +76,7 @@ def as_read(
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads a config.json, and its `text_config` as a part of it."""
+    """Reads a config.json, and then its `text_config`, if any, as a part of it."""
 
     config: Config
     folder: Path | None
@@ -141,7 +141,7 @@ class _Reader:
 
 
 def _tied(config: Config, text: Config, args: type) -> dict[str, bool]:
-    """Takes tie_word_embeddings from around the text model, where transformers puts it."""
+    """Copies tie_word_embeddings to the text model; transformers puts it beside `text_config`."""
     key = "tie_word_embeddings"
     if key in text or key not in _required(args):
         return {}
@@ -160,7 +160,7 @@ def _required(args: type) -> set[str]:
 def _changed(
     config: Config, module: str, args: type, reference: Reference
 ) -> tuple[dict[str, Any], set[str]]:
-    """Returns changed keys, by ROWS and the reference's defaults, and the keys they came from."""
+    """Returns keys to change by ROWS and the reference's defaults, and the keys they came from."""
     fields: Any = dataclasses.fields(args)
     read = {field.name for field in fields}
     required = _required(args)

@@ -26,7 +26,7 @@ MISSING = object()
 
 
 def parameters(text: str) -> dict[str, Any]:
-    """Defaults of parameters in an older configuration file or class."""
+    """Returns parameters' defaults in the text of an older configuration file or class."""
     found: dict[str, Any] = {}
     for key, default in _PARAMETER.findall(text):
         if (value := literal(default)) is not MISSING:
@@ -57,7 +57,7 @@ def _classes_in(path: Path) -> dict[str, ast.ClassDef]:
 
 
 def assigned(node: ast.ClassDef) -> dict[str, Any]:
-    """Literal attributes of a class."""
+    """Returns a class's attributes with literal values."""
     return {
         target.id: value
         for each in node.body
@@ -73,7 +73,7 @@ def aliases(node: ast.ClassDef) -> dict[str, str]:
 
 
 def beside_text(node: ast.ClassDef) -> frozenset[str]:
-    """Keys of a multimodal class's non-text configurations; empty for other classes."""
+    """Returns keys of a multimodal class's non-text configurations; empty for other classes."""
     keys: set[str] = set()
     for each in node.body:
         if isinstance(each, ast.Assign | ast.AnnAssign) and isinstance(each.value, ast.Dict):
@@ -99,7 +99,7 @@ def fields(node: ast.ClassDef) -> Iterator[tuple[str, Any]]:
 
 
 def overwritten(node: ast.ClassDef) -> frozenset[str]:
-    """Keys that the class always computes from other keys, ignoring config.json."""
+    """Returns keys that the class always computes from other keys, ignoring config.json."""
     found = set()
     for each in _post_init(node):
         target = each.targets[0] if isinstance(each, ast.Assign) else None
@@ -114,7 +114,7 @@ def overwritten(node: ast.ClassDef) -> frozenset[str]:
 
 
 def absent_rope(node: ast.ClassDef) -> dict[str, Any] | None:
-    """The class's default for absent `rope_parameters`; None if it is not a literal."""
+    """Returns the class's default for absent `rope_parameters`; None if it is not a literal."""
     literals: dict[str, ast.expr] = {}
     for each in _post_init(node):
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and each.value:
@@ -129,7 +129,7 @@ def absent_rope(node: ast.ClassDef) -> dict[str, Any] | None:
 
 
 def _entries(node: ast.Dict) -> dict[str, Any] | None:
-    """A mapping's literal entries, without those that copy a key of config.json; None: others."""
+    """Returns a mapping's literal entries, skipping copies of keys; None if others remain."""
     found: dict[str, Any] = {}
     for key, value in zip(node.keys, node.values, strict=True):
         name = key.value if isinstance(key, ast.Constant) else None
@@ -147,7 +147,7 @@ def _post_init(node: ast.ClassDef) -> list[ast.stmt]:
 
 
 def _constant(node: ast.expr) -> Any:
-    """The value of a literal, or the `default` argument of a call such as a validator."""
+    """Returns the value of a literal, or the `default` argument of a call such as a validator."""
     if isinstance(node, ast.Call):
         for keyword in node.keywords:
             if keyword.arg == "default":

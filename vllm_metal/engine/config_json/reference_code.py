@@ -73,7 +73,7 @@ _FOLDER_TABLE = "\nSPECIAL_MODEL_TYPE_TO_MODULE_NAME"
 
 @dataclass(frozen=True)
 class Reference:
-    """The installed implementations of one model."""
+    """The reference implementations of one model, with their code and defaults."""
 
     files: tuple[str, ...]  # for messages; empty if none is installed
     is_complete: bool  # has transformers' modeling files of the model_type
@@ -94,7 +94,7 @@ class Reference:
         return not self.files or any(key in text and _reads(text, key) for text in self.texts)
 
     def is_default(self, key: str, value: Any) -> bool:
-        """Whether omitting the key would mean the same."""
+        """Whether a value is the reference's default, so that the key could be omitted."""
         for defaults in (self.declared, self.parameters):
             if key in defaults:
                 return same(defaults[key], value)
@@ -103,16 +103,16 @@ class Reference:
         return bool(found) and all(same(literal(each), value) for each in found)
 
     def has_types_of_layers(self, key: str) -> bool:
-        """Whether layer types decide which layers use a key that the class does not declare."""
+        """Whether the class does not declare a key, and layer types decide which layers use it."""
         return "layer_types" in self.declared and key not in self.declared
 
 
 def reference_of(
     config: Config, folder: Path | None = None, around: Config | None = None
 ) -> Reference:
-    """Finds the references of a config.json or of a `text_config` within `around`.
+    """Finds the references of a config.json, or of a `text_config` within `around`.
 
-    `folder` is the model's, for its own code; None if it has none.
+    `folder`: the model's folder, if it has code of its own.
     """
     inner = config.get("text_config")
     around = around or {}
@@ -135,7 +135,7 @@ def listed_by_vllm(table: str) -> dict[str, str]:
 
 @functools.cache
 def decoders_of_transformers() -> frozenset[str]:
-    """Architectures of transformers that generate text; vLLM runs many without listing them."""
+    """Returns transformers' architectures that generate text; vLLM runs many it does not list."""
     if (transformers := _package("transformers")) is None:
         return frozenset()
     text = _text(transformers / "models" / "auto" / "modeling_auto.py")
@@ -145,7 +145,7 @@ def decoders_of_transformers() -> frozenset[str]:
 
 @functools.cache
 def families() -> frozenset[str]:
-    """Values of model_type for which transformers or vLLM has a configuration class."""
+    """Returns each model_type for which transformers or vLLM has a configuration class."""
     found: set[str] = set()
     if (transformers := _package("transformers")) is not None:
         text = _text(transformers / _FOLDERS).partition("\nCONFIG_MAPPING_NAMES")[2]
@@ -217,7 +217,7 @@ def _reference(
 
 
 def _parameters_by_vllm(texts: Iterable[str]) -> dict[str, Any]:
-    """Defaults in vLLM's configuration classes on which these agree."""
+    """Returns the defaults on which vLLM's configuration classes in `texts` agree."""
     found: dict[str, Any] = {}
     for text in texts:
         if _CONFIG_BASE.search(text):
@@ -258,7 +258,7 @@ def _vllm_files(architectures: Iterable[str]) -> list[Path]:
 
 
 def _files_of(module: str, package: Path, root: Path) -> list[Path]:
-    """Files of a module or package; `module` is absolute if it has a dot."""
+    """Returns the files of a module or package; `module` is absolute if it has a dot."""
     location = package.joinpath(*module.split(".")[1:]) if "." in module else root / module
     if location.is_dir():
         return sorted(location.rglob("*.py"))
@@ -267,7 +267,7 @@ def _files_of(module: str, package: Path, root: Path) -> list[Path]:
 
 
 def _own_code(config: Config, folder: Path) -> list[Path]:
-    """Existing Python files that `auto_map` names."""
+    """Returns the existing Python files that `auto_map` names."""
     auto_map = config.get("auto_map")
     if not isinstance(auto_map, Mapping):
         return []
@@ -302,7 +302,7 @@ def _texts(files: Iterable[Path]) -> Iterator[str]:
 
 @functools.cache
 def _definitions(path: Path) -> dict[str, str]:
-    """Texts of a file's classes and functions by name, without decorators."""
+    """Returns the source of a file's classes and functions by name, without decorators."""
     text = _text(path)
     starts = [*_DEFINITION.finditer(text)]
     ends = [each.start() for each in starts[1:]] + [len(text)]
@@ -327,7 +327,7 @@ def _imported(path: Path) -> dict[str, tuple[Path, str]]:
 
 
 def _file_of(module: str, path: Path) -> Path | None:
-    """The model file that an import in `path` refers to; None for other files."""
+    """Returns the model file that an import in `path` refers to; None for other files."""
     if module.startswith("vllm."):
         words = module.split(".")[1:]
         package = _package("vllm")
@@ -357,7 +357,7 @@ def _text(path: Path) -> str:
 
 
 def _reads(text: str, key: str) -> bool:
-    """Whether code reads a key of the model's configuration, not of vLLM's own."""
+    """Whether code reads a key of the model's configuration (not one of vLLM's own)."""
     for match in re.finditer(_READ.format(key=re.escape(key)), text):
         if (owner := match.group(1)) is None:
             return True
@@ -369,7 +369,7 @@ def _reads(text: str, key: str) -> bool:
 
 @functools.cache
 def _vllm_config_names() -> frozenset[str]:
-    """Names of vLLM's own configurations in its code; their attributes are not keys."""
+    """Returns names of vLLM's own configurations, whose attributes are no keys of config.json."""
     package = _package("vllm")
     if package is None:
         return frozenset()
@@ -380,7 +380,7 @@ def _vllm_config_names() -> frozenset[str]:
 
 @functools.cache
 def _package(name: str) -> Path | None:
-    """A package's folder; None if it is not installed."""
+    """Returns a package's folder; None if it is not installed."""
     found = importlib.util.find_spec(name)
     if found is None or not found.submodule_search_locations:
         return None

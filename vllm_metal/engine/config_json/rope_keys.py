@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RoPE parameters that are read by mlx-lm's `initialize_rope` or by modules themselves."""
+"""Finds RoPE parameters that neither mlx-lm's `initialize_rope` nor the module reads."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _ONLY_PLAIN = names("muse_glimmer muse_spark spark2_5")
 
 
 def unread(config: Config, module: str, key: str) -> dict[tuple[str, ...], Any]:
-    """Returns parameters under `key` (one of `KEYS`) that the module does not read, by path."""
+    """Returns parameters within `key` (one of `KEYS`) that the module does not read, by path."""
     parameters = config[key]
     if not by_layer_type(parameters):
         return _unread_of_one(config, module, parameters)
@@ -90,7 +90,7 @@ def _unread_of_one(config: Config, module: str, parameters: Config) -> dict[tupl
 
 
 def _is_ratio(config: Config, parameters: Config) -> bool:
-    """Whether LongRoPE's `factor` equals the ratio of lengths, which modules use instead."""
+    """Whether LongRoPE's `factor` is the ratio of both lengths, which modules use instead."""
     trained = parameters.get("original_max_position_embeddings") or config.get(
         "original_max_position_embeddings"
     )
@@ -99,7 +99,7 @@ def _is_ratio(config: Config, parameters: Config) -> bool:
 
 
 def _lone_yarn_mscale(parameters: Config, rope_type: str) -> dict[tuple[str, ...], Any]:
-    """Only one of YaRN's two mscales: transformers ignores it, and mlx-lm applies it."""
+    """Returns YaRN's mscale if only one of two is set: mlx-lm, unlike transformers, applies it."""
     if rope_type not in ("yarn", "deepseek_yarn") or parameters.get("attention_factor") is not None:
         return {}
     mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")

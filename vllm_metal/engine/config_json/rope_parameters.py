@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RoPE settings of config.json, as transformers 5 or older versions write them."""
+"""Reads RoPE settings of a config.json in the format of transformers 5 or of older versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OF_THEIR_OWN = ("rope_theta", "partial_rotary_factor")
 
 
 def rope(config: Config, layer_type: str = "full_attention") -> Config:
-    """The RoPE parameters (of one layer type); empty if the config has none."""
+    """Returns the RoPE parameters (of one layer type); empty if the config has none."""
     parameters = config.get("rope_parameters") or {}
     if by_layer_type(parameters):
         return parameters.get(layer_type) or {}
@@ -33,13 +33,13 @@ def scaling_of(config: Config) -> dict[str, Any] | None:
 
 
 def scaling(config: Config) -> dict[str, Any] | None:
-    """The scaling in either format; None if positions are not scaled."""
+    """Returns the scaling, from either format; None if positions are not scaled."""
     given = config.get("rope_scaling")
     return scaling_of({"rope_parameters": given} if given else config)
 
 
 def stated_share(config: Config) -> float | None:
-    """The configured share of each head that is rotated; None if not configured."""
+    """Returns the configured share of each head to rotate; None if not configured."""
     stated = config.get("partial_rotary_factor")
     if stated is None:
         stated = rope(config).get("partial_rotary_factor")
@@ -47,6 +47,6 @@ def stated_share(config: Config) -> float | None:
 
 
 def rotated_share(config: Config) -> float:
-    """The share of each head that is rotated, by default all of it."""
+    """Returns the share of each head to rotate, by default 1."""
     stated = stated_share(config)
     return 1.0 if stated is None else stated

@@ -16,9 +16,9 @@ from vllm_metal.identity.model_files import ModelLoadError
 
 
 def fix_ropes(model: nn.Module, config: Mapping[str, Any]) -> None:
-    """Replaces plain RoPE modules if the config asks for scaled or partial ones.
+    """Replaces plain RoPE modules if the config asks for scaled or partial RoPE.
 
-    The new ones are what mlx-lm's other modules use for such a configuration.
+    mlx-lm's `initialize_rope` makes the new ones.
 
     Raises:
         ModelLoadError: mlx-lm does not know the scaling, or a rope has an odd width.
@@ -55,8 +55,8 @@ def fix_ropes(model: nn.Module, config: Mapping[str, Any]) -> None:
 def fit_context(model: nn.Module, max_model_len: int) -> None:
     """Selects LongRoPE's short-context factors if no longer context is allowed.
 
-    transformers selects by each text's length. Cached K cannot change, so vLLM selects by the
-    maximum length, as this does (Ding et al. 2024, arXiv:2402.13753).
+    transformers selects the factors by each text's length. Since cached K cannot change, vLLM
+    selects by the maximum length, as this does (Ding et al. 2024, arXiv:2402.13753).
 
     Raises:
         ModelLoadError: texts may exceed a dynamic rope's trained length or an attention chunk.

@@ -48,7 +48,7 @@ def is_head(name: str) -> bool:
 
 
 def _embeddings(arrays: Mapping[str, mx.array], head: str) -> Iterator[str]:
-    """The outermost embeddings of the head's shape; deeper ones belong to draft layers."""
+    """Yields the outermost embeddings of the head's shape; deeper ones belong to draft layers."""
     found = [
         name
         for name, array in arrays.items()
