@@ -15,8 +15,8 @@ from vllm_metal.device import openmp
 def load() -> str | None:
     """Loads a fast BLAS on Linux for MLX to use; call it before ``mlx.core`` is first imported.
 
-    A later call only warns; a repeated call does nothing. Returns the name of the library that MLX
-    now uses, or None if none was found or needed (macOS).
+    Only warns if MLX is imported already; a second call does nothing. Returns the name of the
+    library that MLX now uses, or None if none was found or needed (macOS).
     """
     if sys.platform != "linux":
         return None

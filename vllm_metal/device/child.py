@@ -46,7 +46,7 @@ Progress = Callable[[str], None]
 
 
 def say(**fields: Any) -> None:
-    """Sends the parent a message; `fields` must be JSON. `stage` names what starts now."""
+    """Sends the parent a message of JSON fields; the field `stage` names what starts now."""
     # Starts a new line: earlier output may not end with one.
     print(f"\n{_MARK}{json.dumps(fields)}", flush=True)
 
@@ -83,7 +83,7 @@ class Ended:
 
     @property
     def how(self) -> str:
-        """The end in words, such as ``ended by signal 11 (SIGSEGV) while shutting down``."""
+        """How it ended, such as ``ended by signal 11 (SIGSEGV) while shutting down``."""
         stage = f" while {self.told['stage']}" if "stage" in self.told else ""
         if self.status is None:
             return f"hung{stage} and was ended after {self.seconds:.0f} s"
@@ -101,7 +101,7 @@ class Ended:
 
 
 class Child:
-    """A process group; leaving the block kills what still runs."""
+    """A process in its own group; leaving the `with` block kills what still runs of the group."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Child:
             command: program and arguments.
             environment: variables added to this process's; None removes a variable.
             request: text for the process's stdin.
-            parse: extracts the message of a line; None if it has none.
+            parse: extracts the message from an output line; returns None if there is none.
             pass_fds: file descriptors that the process inherits.
         """
         self._parse = parse
@@ -186,7 +186,7 @@ class Child:
         return self.ended(status)
 
     def ended(self, status: int | None) -> Ended:
-        """Describes how the process ended: with `status`, or, if None, killed now."""
+        """Describes how the process ended: with `status`, or killed by this call if None."""
         seconds = time.monotonic() - self._started
         self._end()
         while not self._messages.empty():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Identifies what measurements on this machine depend on: chip, system, sources. No MLX needed."""
+"""Identifies what measurements depend on: chip, system, sources. Does not import MLX."""
 
 from __future__ import annotations
 

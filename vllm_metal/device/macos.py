@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Knows which build of MLX suits a macOS release and a chip. No MLX needed."""
+"""Checks that the build of MLX suits the macOS release and the chip. Does not import MLX."""
 
 from __future__ import annotations
 
@@ -73,6 +73,6 @@ def slow_prompts(found: tuple[int, ...], chip: str | None, wheel: str | None) ->
 
 
 def slow_prompts_here() -> str | None:
-    """`slow_prompts` for this machine."""
+    """Returns `slow_prompts` for this machine."""
     chip = identity.chip()
     return slow_prompts(release(), chip, wheel_tag("mlx-metal")) if chip else None

@@ -64,7 +64,7 @@ def memory(device: Device) -> MemoryFigures:
 
 
 def memory_held() -> int:
-    """Returns the bytes that MLX has allocated: live arrays, and freed buffers kept for reuse."""
+    """Returns the bytes that MLX has allocated, including freed buffers kept for reuse."""
     return int(mx.get_active_memory() + mx.get_cache_memory())
 
 

@@ -43,8 +43,8 @@ COMPRESSED_AWAY = 1 / 2
 def available(own: int) -> int:
     """Returns the bytes that this process can get beyond what it holds.
 
-    `own` is the bytes that MLX holds. They are in use whether macOS counts them as wired or as
-    compressible, so none of them count as available.
+    `own`: bytes that MLX holds. They are in use whether macOS counts them as wired or as
+    compressible, so they do not count as available.
     """
     known = psutil.virtual_memory().available
     given = _available_on_macos(own) if sys.platform == "darwin" else None

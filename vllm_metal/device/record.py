@@ -2,7 +2,7 @@
 """Stores measurements of this machine on disk, one file per combination of what they depend on.
 
 A row is a line of JSON: an object with one key, the row's kind, and the measurement as its value.
-The last row on a subject counts; kinds unknown to a release are ignored.
+A later row on the same subject replaces an earlier one; kinds unknown to a release are ignored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def default_folder() -> Path:
 
 
 class Record:
-    """The rows of this machine with these sources, this MLX and this macOS."""
+    """The file of rows measured on this machine with the current sources, MLX and macOS."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder or default_folder()
@@ -60,7 +60,7 @@ class Record:
         self.add("outcome", replace(outcome, case=_subject(outcome.case)).to_json())
 
     def add_served(self, cases: Iterable[Case]) -> None:
-        """Notes the cases that a server uses, for `served`, and marks the file as in use."""
+        """Records the cases that a server uses, for `served`, and marks the file as in use."""
         with suppress(OSError):
             os.utime(self._path)
         known = list(_parse_rows(Case.from_json, self.rows("served")))
@@ -91,7 +91,7 @@ class Record:
             return
 
     def forget(self) -> None:
-        """Deletes all measurements, but not what was served."""
+        """Deletes all measurements, but not the record of served cases."""
         served = list(self.rows("served"))
         with suppress(OSError):
             self._path.unlink()

@@ -51,7 +51,7 @@ def results(
 
 
 def describe_failures(found: Sequence[Outcome]) -> list[str]:
-    """Describes failures, one line per error: the kernels, the first such case, the error."""
+    """Describes failures, one line per error: the kernels, the first case, and the error."""
     failed: dict[Check, Outcome] = {}
     for outcome in found:
         if not outcome.ok:

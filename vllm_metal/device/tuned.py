@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provides tuned settings: from the tuner's file, else by the chip's family. No MLX needed."""
+"""Provides tuned settings, from the tuner's file or else by chip family. Does not import MLX."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _choices(read: Callable[[Any], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Choices:
-    """A machine's settings. Kinds of layer are `metal_kernels.selfcheck.Case` in words."""
+    """A machine's settings. A kind of layer is the string of a `metal_kernels.selfcheck.Case`."""
 
     #: Dispatches per command buffer; None: MLX's default.
     dispatches: int | None = _choice(_number_or_none)
@@ -113,7 +113,7 @@ FAMILIES: Mapping[str, Choices] = MappingProxyType(
 
 
 def defaults(chip: str | None) -> Choices:
-    """Returns the settings of a chip's family; empty if there is no report of it."""
+    """Returns the built-in settings of a chip's family; empty if it was never measured."""
     family = re.match(r"Apple (M\d+)\b", chip or "")
     return FAMILIES.get(family[1], Choices()) if family else Choices()
 
@@ -153,14 +153,14 @@ def load(folder: Path | None = None) -> Loaded:
 
 @functools.cache
 def current() -> Loaded:
-    """Caches `load` for the process."""
+    """Returns the result of `load`, which it calls once per process."""
     return load()
 
 
 def save(choices: Choices, more: Mapping[str, Any] = _NOTHING, folder: Path | None = None) -> Path:
-    """Replaces the file; `more` is JSON that records what the choices are based on.
+    """Replaces the settings file; `more`: JSON that records what the choices are based on.
 
-    Applies from the next start on. If processes write at the same time, the last one wins. Raises
+    Takes effect at the next start. If processes write at the same time, the last one wins. Raises
     OSError if the file cannot be written.
     """
     path = (folder or default_folder()) / _FILE
@@ -176,7 +176,7 @@ def default_folder() -> Path:
 
 
 def apply() -> None:
-    """Sets the VARIABLES that are unset; child processes inherit them.
+    """Sets the environment variables in VARIABLES that are unset; child processes inherit them.
 
     Call it before this process creates its first array.
     """

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which model a name means, which files it has, and digests of what an engine computes."""
+"""Resolves model names to files, and digests what an engine's results depend on."""

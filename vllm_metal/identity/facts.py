@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts facts that results depend on to a form equal in all processes, and digests them."""
+"""Digests the facts that results depend on (code, files, versions, settings) as JSON."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ def roots() -> list[Path]:
 
 
 def of_files(files: Iterable[tuple[Path, Path]]) -> str:
-    """Digests files, given with the folder their names are relative to, as 32 hex digits.
+    """Digests names and contents of (file, root) pairs as 32 hex digits; names relate to roots.
 
-    Their order does not matter. Raises OSError if a file cannot be read.
+    The order of files does not matter. Raises OSError if a file cannot be read.
     """
     return _digest((path.relative_to(root).as_posix(), path.read_bytes()) for path, root in files)
 
@@ -115,9 +115,9 @@ def versions(*packages: str) -> dict[str, str | None]:
 
 
 def plain(value: Any, no_fact: Collection[str] = ()) -> Any:
-    """Converts a value to JSON that is the same in every process.
+    """Converts a value to JSON data that is the same in every process.
 
-    `no_fact` names fields of dataclasses to leave out.
+    `no_fact`: names of dataclass fields to leave out.
     """
     if value is None or isinstance(value, str | int | float):
         return value.name if isinstance(value, enum.Enum) else value

@@ -80,8 +80,8 @@ class Fingerprint:
     def why_unused(self, others: Iterable[Mapping[str, Any]]) -> str | None:
         """Explains in one line why a non-empty cache holds nothing for this engine.
 
-        `others` are the facts in the manifests of its folders. Returns None if there are no other
-        folders, or one is this engine's own.
+        `others`: facts in the manifests of the cache's folders. Returns None if there are none, or
+        one equals this engine's.
         """
         known = [other for other in others if isinstance(other, Mapping) and other]
         same_model = [other for other in known if other.get("model") == self.facts["model"]]
@@ -102,7 +102,7 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class PoolContent:
-    """Describes the pages of a pool."""
+    """Describes the content of a pool: the size of a page of each group."""
 
     fingerprint: Fingerprint
     page_bytes: tuple[int, ...]  # of a page, by KV cache group
@@ -123,7 +123,7 @@ def _without(facts: Mapping[str, Any], is_excluded: Callable[[str], bool]) -> di
 def differences(
     ours: Mapping[str, Any], others: Mapping[str, Any], this: str, part: str = ""
 ) -> list[str]:
-    """Describes the differences between facts in words.
+    """Describes the differences between two sets of facts in words.
 
     `this` labels the values of `ours`; `part` is a prefix for nested facts.
     """
@@ -196,7 +196,7 @@ def _is_origin(key: str) -> bool:
 
 
 def _split(config: dict[str, Any], words: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits off the keys that contain one of the words, including nested ones."""
+    """Splits a config: keys that contain one of the words, also nested ones, and the rest."""
     matching, rest = {}, {}
     for key, value in config.items():
         if any(word in str(key) for word in words):

@@ -35,7 +35,7 @@ _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 def check(model: str, option: str = "") -> None:
     """Checks that a name means a folder, a cached model, or one that can be downloaded.
 
-    `option` is the flag that set it, for the message; "" for the model to serve. Raises
+    `option`: the flag that sets the name, for the message; "" for the model to serve. Raises
     ModelLoadError with what to type instead.
     """
     try:
@@ -156,7 +156,7 @@ def _cache_folder() -> Path:
 
 
 def unreachable() -> str:
-    """Says why nothing can be downloaded from the hub; empty if something may be."""
+    """Returns why nothing can be downloaded from the hub; empty if downloads may work."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collects the facts that tokens depend on apart from the request; all ranks must agree on them."""
+"""Collects the facts, apart from requests, that tokens depend on; all ranks must agree on them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def releases() -> dict[str, str]:
-    """Returns the versions of packages that compute, and the digest of the plugin's sources."""
+    """Returns the versions of packages that affect results, and a digest of the plugin's code."""
     return {
         "vllm": version("vllm"),
         "vllm_metal": facts_of.sources(facts_of.NOT_IN_ENGINE),
@@ -29,7 +29,7 @@ def releases() -> dict[str, str]:
 
 
 def of(vllm_config: VllmConfig) -> dict[str, Any]:
-    """Returns the facts of an engine, unchanged by a round trip through JSON.
+    """Returns the facts of an engine as JSON data.
 
     Args:
         vllm_config: after the platform's check; the weights must be on disk.

@@ -30,11 +30,11 @@ _BAR_AFTER = 2.0  # seconds before a progress bar shows
 
 
 def of_networks(vllm_config: VllmConfig, memo: Path | None) -> dict[str, str]:
-    """Digests the target's weights as "target", and as "draft" those of a draft that keeps K/V.
+    """Digests the target's weights, as "target", and those of a draft with K/V, as "draft".
 
     Args:
-        vllm_config: of an engine whose weights are on disk.
-        memo: file of remembered digests; None remembers nothing.
+        vllm_config: configuration of an engine whose weights are on disk.
+        memo: file that caches digests; None caches nothing.
 
     Raises:
         OSError: a file cannot be read.
@@ -50,7 +50,7 @@ def digest(files: Sequence[Path], memo: Path | None) -> str:
     """Returns BLAKE3 of the files' names and contents, as 32 hex digits; order does not matter.
 
     Args:
-        files: of one network; names must be unique.
+        files: files of one network; names must be unique.
         memo: JSON file of digests by path, created privately if missing. If it cannot be read or
             written, digests are only computed again.
 

@@ -24,7 +24,7 @@ class StepFigures:
 
     `StepMeter` fills the fields without a default. Fields with the default None are measured
     elsewhere: code that builds a part of the step calls `measure`; values known only with the
-    step's results go into their `figures`.
+    step's results are in the results' `figures`.
     """
 
     host_seconds: float = Metric(
@@ -84,7 +84,7 @@ _measured = _Measured()
 
 
 def measure(field: str, value: float = 1) -> None:
-    """Adds to a metric, by field of StepFigures, of the step that is being built."""
+    """Adds `value` to a field of the StepFigures of the step that is being built."""
     _measured.figures[field] = _measured.figures.get(field, 0) + value
 
 
@@ -95,7 +95,7 @@ def take_measured() -> dict[str, float]:
 
 
 class StepsInWords:
-    """The steps since the last log line, as the next line shows them."""
+    """Averages the steps since the last log line, for the next line."""
 
     _MEANS: ClassVar = {"host": "host_seconds", "device": "device_seconds"}
 
@@ -112,7 +112,7 @@ class StepsInWords:
                 self._counts[name] += 1
 
     def words(self) -> list[str]:
-        """Returns the parts of the line; none if there was no step."""
+        """Returns the parts of the log line; empty if there was no step."""
         if self._newest is None:
             return []
         memory = f"Device memory: {self._newest.device_memory_bytes / _GIB:.2f}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines Metric, which says how /metrics shows a field, next to that field."""
+"""Defines Metric, which declares next to a dataclass field how /metrics shows it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Metric:
     buckets: tuple[float, ...] = ()  # upper bounds of a histogram
 
     def field(self, default: Any = MISSING) -> Any:
-        """Makes a dataclass field shown by this metric. None leaves the metric unchanged."""
+        """Makes a dataclass field that this metric shows; a value of None leaves it unchanged."""
         return dataclass_field(default=default, metadata={_KEY: self})
 
     def registered(self, labels: Sequence[str]) -> Gauge | Counter | Histogram:
@@ -54,7 +54,7 @@ class Shown:
         }
 
     def of(self, *labels: str) -> Callable[[Mapping[str, Any]], None]:
-        """Creates the series for label values; returns a function that records a step, by field."""
+        """Creates series for label values; returns a function that records values by field."""
         recorders = []
         for name, metric in self._fields.items():
             series = self._by_name[metric.name].labels(*labels, *(metric.label or ())[1:])

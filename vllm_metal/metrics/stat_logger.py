@@ -34,8 +34,8 @@ class MetalStatLogger(AggregateStatLoggerBase):
         """Registers the metrics.
 
         Args:
-            others: returns a configuration's metrics dataclasses other than a step's, by source.
-            vllm_config: of the engines.
+            others: returns further dataclasses of metrics for a configuration, by source.
+            vllm_config: configuration of the engines.
             engine_indexes: vLLM's ids of the engines.
         """
         # After vLLM has registered its own metrics: it first drops all others with its prefix.

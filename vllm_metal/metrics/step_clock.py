@@ -41,14 +41,14 @@ class StepClock:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Measures the preparation of a step, which may turn out to be empty."""
+        """Measures the preparation of a step in the block; the step may turn out to be empty."""
         self._host = 0.0
         with self._on_host():
             yield
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Excludes a possible wait for the previous step's tokens from host time."""
+        """Excludes the block, which may wait for the previous step's tokens, from host time."""
         began = self._now()
         try:
             yield
@@ -56,7 +56,7 @@ class StepClock:
             self._waited += self._now() - began
 
     def accepted_known(self) -> None:
-        """Call when the host has the tokens of the step submitted last."""
+        """Notes that the host has the tokens of the step submitted last."""
         if self._newest is not None and self._newest.accepted_known is None:
             self._newest.accepted_known = self._now()
 
@@ -93,5 +93,5 @@ class StepClock:
         return seconds
 
     def drop(self) -> None:
-        """Call when a step failed: steps in flight are lost, and timing restarts now."""
+        """Restarts timing after a failed step, with which all steps in flight are lost."""
         self._unseen, self._last_end = None, self._now()

@@ -55,10 +55,9 @@ class StepMeter:
     def __init__(
         self, clock: StepClock, budget: int | None, num_failures: Callable[[], int]
     ) -> None:
-        """Stores what metrics are computed from.
+        """budget: MLX's memory limit in bytes, None if unlimited.
 
-        `budget` is MLX's memory limit in bytes, None if unlimited; `num_failures` counts the failed
-        steps since the engine started.
+        num_failures: returns the number of failed steps since the engine started.
         """
         self._clock = clock
         self._budget = budget
