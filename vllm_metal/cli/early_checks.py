@@ -10,7 +10,7 @@ from vllm_metal.settings import envs
 def check_model(model: str, computes: bool = False) -> None:
     """Checks a model (folder or hub name) and its tokenizer within a second.
 
-    `computes` says whether this process will compute with MLX, which the check imports. Raises
+    `computes`: whether this process will compute with MLX; the check then imports it. Raises
     ModelLoadError if the model cannot be served.
     """
     if computes and envs.requested_device() == "cpu":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out whose process listens on a local port, before anything is sent to it."""
+"""Finds the user whose process listens on a local port, before anything is sent to it."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def running(port: int, key: str, model: str | None) -> Endpoint | None:
         model: name in requests that must be served; None for the first one listed.
 
     Raises:
-        ValueError: it serves another model, requires another key, or is not a vLLM server.
+        ValueError: the server has another model, requires another key, or is not vLLM's.
     """
     root = f"http://{HOST}:{port}"
     if (owner := listeners.owner(port)) not in (None, os.getuid(), 0):
@@ -97,9 +97,9 @@ def running(port: int, key: str, model: str | None) -> Endpoint | None:
 
 @contextmanager
 def listening(place: int | Path) -> Iterator[socket.socket]:
-    """Listens at `place` before the server starts, so that nobody else can answer there.
+    """Listens at `place` before the server starts, so that no other process can answer there.
 
-    `place` is a local port, or the path of a Unix socket that other users cannot reach. Raises
+    `place`: a local port, or the path of a Unix socket that other users cannot reach. Raises
     ValueError if the port is taken.
     """
     unix = isinstance(place, Path)
@@ -135,10 +135,10 @@ def started(
         environment: variables added to this process's.
         listener: socket that the server will accept on.
         log: file for the server's output.
-        told: stream for progress; on a terminal, a line that is overwritten.
+        told: stream to show progress on; on a terminal, in a line that is overwritten.
 
     Raises:
-        ValueError: it ended before it answered; the message quotes the end of its log.
+        ValueError: the server ended before it answered; the message quotes the end of its log.
     """
     with lifeline() as followed:
         descriptors = followed, listener.fileno()
@@ -164,8 +164,8 @@ def started(
 def output_file(kind: str, scratch: Path) -> Path:
     """Returns the file for a server's output.
 
-    `kind` is the command, for the name of a file that is kept; `scratch` is deleted with the
-    command.
+    `kind`: the command's name, for a file that is kept. `scratch`: folder for a file that is not
+    kept, deleted at the command's end.
     """
     # A server writes a log of its own, unless the user chose another; only then its output is kept.
     return log_files.begin(kind) if start_log.chosen_by_the_user() else scratch / "server.log"
@@ -227,10 +227,9 @@ def request_name(model: str) -> str:
 
 
 def check_options(given: Sequence[str], own: Mapping[str, str]) -> None:
-    """Rejects `vllm serve` options that the calling command sets itself.
+    """Raises ValueError for an option of `vllm serve` that the calling command sets itself.
 
-    `own` maps further options to what to write instead. Raises ValueError for the first such
-    option.
+    `own` maps further such options to what to write instead.
     """
     advice = dict.fromkeys((*_ADDRESS_OPTIONS, "--api-key"), "this command sets it") | dict(own)
     for option in given:

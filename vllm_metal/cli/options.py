@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options and help texts of all `vllm-metal` commands.
 
-Those of `fit` and `doctor`, which have most, are in the commands' folders.
+The options of `fit` and `doctor`, which have most, are in the commands' folders.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def of_another_program(arguments: Sequence[str]) -> str | None:
-    """Returns what to type instead of another program's command; None for any other command."""
+    """Returns advice for a command of `vllm` or another program, such as `serve`, else None."""
     return _ELSEWHERE.get(arguments[0]) if arguments else None
 
 

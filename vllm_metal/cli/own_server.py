@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs `vllm` as the server of a command: on the command's socket, and only as long as it lives.
+"""Runs `vllm` as the server of a command, on the command's socket, until the command ends.
 
 `python -m vllm_metal.cli.own_server LIFELINE LISTENER ARGUMENTS...`: LIFELINE is the read end of a
-pipe that closes when the command ends; LISTENER is a socket that already listens, or -1 if the
-server shall listen where its arguments say.
+pipe that closes when the command ends; LISTENER is a socket that already listens, or -1 to listen
+where the arguments say.
 """
 
 from __future__ import annotations

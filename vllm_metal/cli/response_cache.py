@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-metal response-cache`: deletes cached responses, also those of running servers."""
+"""`vllm-metal response-cache`: deletes cached responses, even while servers use the cache."""
 
 from __future__ import annotations
 

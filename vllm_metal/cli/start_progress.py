@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows the progress of a starting server, as far as its output tells."""
+"""Shows the progress of a starting server, read from its output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StartProgress:
         self._began, self._step, self._shown, self._log = clock(), -1, "", ""
 
     def show(self) -> None:
-        """Shows what the server is doing; names its log once."""
+        """Shows the server's current activity; the first call also names its log."""
         self._name_log()
         seconds = int(self._clock() - self._began)
         step = seconds // _STEP_S

@@ -28,7 +28,7 @@ def add(args: argparse.Namespace) -> int:
 
 
 def rm(args: argparse.Namespace) -> int:
-    """Removes a key, or all of a tenant's; the last one takes the tenant's data with it."""
+    """Removes a key, or all keys of a tenant; with the last one, deletes the tenant's data."""
     path = _key_file(args)
     removed = tenants_file.remove(path, args.which)
     for key in removed.keys:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the chunks of an answer into events for the page: new text, changed HTML, metrics."""
+"""Turns the chunks of a model's answer into events for the page: new text, HTML, metrics."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Event = dict[str, Any]
 
 
 def body(model: Model, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Builds the request for an answer.
+    """Builds the body of a chat completion request.
 
     Args:
         model: the model that answers.
-        asked: `messages`; `sampling`, parameters named as in the API, null if unset; and
-            `continue`, whether to continue the last message.
+        asked: the page's request: `messages`; `sampling`, parameters named as in the API, null if
+            unset; and `continue`, whether to continue the last message.
 
     Raises:
         ValueError: messages are missing, or one lacks a role or text, or is not valid Unicode.
@@ -98,7 +98,7 @@ class Progress:
             self._first, self._first_tokens = self._last, tokens
 
     def event(self) -> Event:
-        """Returns what is new since the last event; HTML blocks are replaced from `from` on."""
+        """Returns changes since the last event; the HTML replaces all blocks from `from` on."""
         event: Event = {name: text for name, text in self._fresh.items() if text}
         if self._fresh["text"]:
             now = markdown.blocks(self.text)
@@ -109,7 +109,7 @@ class Progress:
         return event | {"figures": self.figures()}
 
     def figures(self) -> dict[str, float | int | None]:
-        """Returns TTFT in seconds, tokens/s after it, and token counts; None if unknown."""
+        """Returns TTFT in seconds, tokens/s after the first token, and token counts, if known."""
         took = self._last - self._first if self._first is not None else 0.0
         tokens = self._last_tokens - self._first_tokens
         details = self._usage.get("prompt_tokens_details") or {}
@@ -127,7 +127,7 @@ class Progress:
 def limit(
     request: Mapping[str, Any], context: int | None, figures: Mapping[str, Any]
 ) -> dict[str, int | str | None]:
-    """Returns the limit that cut an answer: `name` (context, max_tokens or server), `tokens`."""
+    """Returns the limit that ended an answer: `name` (context, max_tokens, server), `tokens`."""
     tokens, prompt, most = figures["tokens"], figures["prompt"], request.get("max_tokens")
     if None not in (tokens, prompt, context) and prompt + tokens >= context:
         return {"name": "context", "tokens": context}

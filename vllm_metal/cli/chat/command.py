@@ -118,7 +118,7 @@ def _show(
     Args:
         listener: bound to the page's address.
         upstream: the model server.
-        opened: whether to open the page in the user's browser.
+        open_page: whether to open the page in the user's browser.
         alive: returns whether the model server still runs.
     """
     import uvicorn
@@ -159,7 +159,7 @@ def _show(
 
 
 async def _serve_page(server: uvicorn.Server, listener: socket.socket) -> SystemExit | None:
-    """Serves the page; returns the exit that a signal requested."""
+    """Serves the page; returns the SystemExit that a signal raised, if any."""
     try:
         await server.serve(sockets=[listener])
     # uvicorn raises SIGTERM again after its shutdown; raised in a task, SystemExit would end the
@@ -170,7 +170,7 @@ async def _serve_page(server: uvicorn.Server, listener: socket.socket) -> System
 
 
 def _open(address: str, folder: str) -> None:
-    """Opens the page in the user's browser, without its token on any command line."""
+    """Opens the page in the user's browser, without showing its token on a command line."""
     # Elsewhere the address is an argument of the browser, which other users can see.
     if sys.platform != "darwin":
         path = Path(folder) / "page.html"

@@ -35,7 +35,7 @@ def blocks(text: str) -> list[str]:
 
 
 def changed(before: Sequence[str], now: Sequence[str]) -> int:
-    """Returns the number of leading blocks that are equal."""
+    """Returns the index of the first block that changed."""
     same = 0
     for old, new in zip(before, now, strict=False):
         if old != new:

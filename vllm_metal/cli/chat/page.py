@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page's own small server: static files, answers, HTML of stored texts, metrics."""
+"""The chat page's web server: serves files, streams answers, renders Markdown, reads metrics."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _HEADERS = {
 def app(upstream: Upstream, token: str) -> Starlette:
     """Creates the application that serves the page and forwards requests to `upstream`.
 
-    `token` is in the query of the page's address; requests without it are rejected, because other
-    users of the machine can reach the port too.
+    `token` is in the query of the page's address. Requests without it are rejected, because other
+    users of the machine can reach the port, too.
     """
     page = _Page(upstream)
 
@@ -90,11 +90,11 @@ class _Page:
         return JSONResponse(asdict(found) | {"joules": self._joules()})
 
     async def markdown(self, request: Request) -> Response:
-        """Renders stored answers in blocks."""
+        """Renders earlier answers, which the browser stores, as HTML blocks."""
         return await _handle_json(request, _render_blocks)
 
     async def answer(self, request: Request) -> Response:
-        """Streams a line of JSON per event."""
+        """Streams an answer's events, a line of JSON each."""
         return await _handle_json(request, self._stream)
 
     async def _stream(self, asked: Any) -> Response:
@@ -135,7 +135,7 @@ def _error(message: str, status: int) -> JSONResponse:
 
 
 class _Token:
-    """Admits only who opened the address with the token; a cookie remembers it."""
+    """Rejects requests without the token in the query, or in the cookie that this sets."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app, self._token = app, token

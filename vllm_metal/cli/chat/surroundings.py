@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defaults of a chat: device, logs, model, size of the KV cache."""
+"""Sets a chat's defaults: device, logs, model, size of the KV cache."""
 
 import os
 from pathlib import Path
@@ -28,7 +28,7 @@ def prepare(offline: bool, quiet: bool = True) -> envs.Device | None:
 
 
 def default_model() -> Path:
-    """Returns the folder of the embedded model in the form for the device; call `prepare` first.
+    """Returns the folder of the embedded model, converted for the device; call `prepare` first.
 
     Raises ImportError, with the command to run, if the package with its weights is missing.
     """

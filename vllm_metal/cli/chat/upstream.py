@@ -50,13 +50,13 @@ class Model:
 
     @property
     def millions(self) -> int | None:
-        """Millions of parameters, if the name states fewer than a billion."""
+        """Millions of parameters according to the name; None if unknown, or a billion or more."""
         found = _MILLIONS.search(self.label)
         return int(found[1]) if found else None
 
     @property
     def max_tokens(self) -> int | None:
-        """Default limit of an answer; None is up to the end of the context."""
+        """Default limit of an answer in tokens; None: the rest of the context."""
         # Only for small models: a limit would cut a reasoning model in the middle of its reasoning.
         return None if self.millions is None else self.at_most(_SMALL_MODEL_TOKENS)
 
@@ -67,14 +67,14 @@ class Model:
 
 @dataclass(frozen=True)
 class Reply:
-    """A started answer."""
+    """The response to a chat completion request, still streaming."""
 
     miss: dict[str, str | int] | None  # why the prompt's prefix was missed
     chunks: AsyncIterator[dict[str, Any]]  # in the format of the OpenAI API
 
 
 class Upstream:
-    """A server, called with the user's key; the page never gets the key."""
+    """A model server, called with the user's API key; the chat page never receives the key."""
 
     def __init__(self, url: str, key: str | None, socket: Path | None = None) -> None:
         """Opens a client; raises ValueError if `url` is not the address of a server.

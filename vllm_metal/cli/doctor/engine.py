@@ -36,7 +36,7 @@ VARIANTS = (
 
 
 def environment(model: Model) -> dict[str, str | None]:
-    """Returns variables for processes that run the engine."""
+    """Returns environment variables for processes that run the engine."""
     return {"HF_HUB_OFFLINE": "1"} if model.local else {}
 
 
@@ -49,11 +49,11 @@ def run_child(
     limits: Mapping[str, float] = LIMITS,
     variables: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Runs a child that loads a model.
+    """Runs a child process that loads a model.
 
     Args:
         child: module of `children`.
-        arguments: follow the model's.
+        arguments: arguments after the model's.
         command: another process that sends the same messages; None for that module.
         limits: seconds by stage.
         variables: added to the environment.
@@ -81,7 +81,7 @@ def check_in_process(tried: Ended) -> Finding:
 
 
 def compare(model: Model, tried: Ended, progress: Progress) -> Finding:
-    """Checks that mlx-lm alone would choose the same tokens, up to rounding."""
+    """Runs mlx-lm alone, and checks that it would choose the same tokens, up to rounding."""
     name = "engine's tokens"
     prompt, tokens = (json.dumps(tried.told[key]) for key in ("prompt", "tokens"))
     judged = run_child(model, progress, "mlx_lm_alone", "judge", prompt, tokens)

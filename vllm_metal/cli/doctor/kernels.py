@@ -58,7 +58,7 @@ _LARGE = _TIMED.shape.num_heads * _TIMED.shape.head_size
 
 @dataclass(frozen=True)
 class Runner:
-    """The command that runs the kernels."""
+    """A command that checks kernels, on the GPU or by interpreting them."""
 
     how: str  # for people
     command: tuple[str, ...]
@@ -141,7 +141,7 @@ def wanted_cases(quick: bool, every: bool = False) -> list[Case]:
 
 
 def find_runner() -> Runner | None:
-    """Returns what can run the kernels on this machine, or None."""
+    """Returns the command that can run the kernels on this machine, or None."""
     if mx.metal.is_available():
         return Runner(f"on {mlx_device.name('metal')}", selfcheck.COMMAND, selfcheck.TIME_LIMIT)
     clang = os.environ.get("VLLM_METAL_CLANG") or importlib.util.find_spec("ziglang")
@@ -160,11 +160,11 @@ def check(
     seconds: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Outcome]:
-    """Yields outcomes of the cases; if a kernel kills its process, a new one continues.
+    """Yields outcomes of the cases; if a kernel kills its process, a new process continues.
 
     Args:
-        found: has earlier outcomes, and stores new ones; None checks everything.
-        seconds: time limit, after which the next run continues; None for no limit.
+        found: record of earlier outcomes, which stores new ones; None checks everything.
+        seconds: time limit; the next run checks what is left. None for no limit.
         clock: returns seconds.
     """
     began = clock()
@@ -184,7 +184,7 @@ def check(
 
 
 def left_over(wanted: Sequence[Case], outcomes: Sequence[Outcome]) -> Finding | None:
-    """Reports what the time limit left for another run; None if nothing."""
+    """Reports the checks that the time limit left for the next run; None if there are none."""
     if not (left := sum(next_check(case, outcomes) is not None for case in wanted)):
         return None
     seen = f"{left} of {len(wanted)} kinds of layer are not checked yet: {BUDGET:.0f} s had passed"
@@ -209,7 +209,7 @@ def finding(outcomes: Sequence[Outcome], on_metal: bool) -> Finding:
 def decode_speed(outcomes: Sequence[Outcome]) -> Finding | None:
     """Compares decode with MLX's attention over contiguous K and V; None if nothing was timed.
 
-    Layers that MLX has no such attention for, and small ones, are only reported.
+    Never warns about small layers, or those for which MLX has no such attention.
     """
     timed = [outcome for outcome in outcomes if outcome.shares]
     if not timed:
@@ -232,8 +232,8 @@ def decode_speed(outcomes: Sequence[Outcome]) -> Finding | None:
 def time_all(progress: Progress, command: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Times each kernel in a child process; `command` replaces children.timing.
 
-    Returns the messages of children.timing. If a kernel killed its process, `failed` says how it
-    ended. The first has `bandwidth`, bytes per second of a copy, if that could be measured.
+    Returns a message of children.timing per kernel; if it killed its process, `failed` says how.
+    The first message has `bandwidth`, bytes per second of a copy, if that could be measured.
     """
     command = command or python("vllm_metal.cli.doctor.children.timing")
     found: list[dict[str, Any]] = []
@@ -282,7 +282,7 @@ def row(case: Case, outcomes: Sequence[Outcome]) -> str:
 
 
 def legend(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Explains the cells, and details the failures."""
+    """Yields lines that explain the table's cells, and describe the failures."""
     yield "ok: largest error as a share of what rounding allows; -: kernel not used, or not reached"
     for outcome in outcomes:
         if outcome.times:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the machine: processor, macOS, MLX, memory, disk and settings.
 
-Facts that no check judges are collected for those who read a report.
+Also collects facts for the readers of a report that no check depends on.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def this_system() -> System:
 
 
 def settings() -> Iterator[tuple[str, str]]:
-    """Yields the variables that are set and their values; paths are replaced by "set"."""
+    """Yields the plugin's variables that are set, and their values; paths are shown as "set"."""
     for name, value in sorted(os.environ.items()):
         if name in (*_KNOWN, *_VLLM_NAMES) or name.startswith(_GROUPS):
             yield name, "set" if "/" in value or "~" in value else value
@@ -233,7 +233,7 @@ def check_device(looked: Ended, requested: envs.Device | None) -> Finding:
 def check_memory(told: dict[str, Any], weights: int) -> Finding:
     """Checks that the model to try fits into the free memory.
 
-    `told` are the messages of `look_at_device`; `weights` is in bytes.
+    `told`: message of the process of `look_at_device`; `weights`: bytes.
     """
     memory, needed = told["memory_bytes"], weights + PROCESSES_BYTES
     seen = (
@@ -281,7 +281,7 @@ def facts() -> dict[str, Any]:
 
 
 def crash_reports(folders: Sequence[Path] = FOLDERS) -> list[str]:
-    """Returns file names of the newest crash reports that may be ours, newest first."""
+    """Returns file names of the newest crash reports that may be of our processes, newest first."""
     found = []
     for folder in folders:
         try:

@@ -18,7 +18,7 @@ EMBEDDED_BYTES = 540 * 10**6  # as float32; a quarter of that on the GPU
 
 @dataclass(frozen=True)
 class Model:
-    """A model as `LLM()` and `vllm serve` accept it."""
+    """The model to try, named as `LLM()` and `vllm serve` accept it."""
 
     name: str  # for people
     argument: str  # folder or hub name

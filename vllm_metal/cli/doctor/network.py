@@ -38,7 +38,7 @@ class Network:
 
     @property
     def told(self) -> str:
-        """Interfaces that reach other machines, with their addresses, for advice."""
+        """Lists the interfaces that reach other machines, with addresses, for the advice."""
         return ", ".join(
             f"{name} {' '.join(others)}"
             for name, addresses in self.interfaces.items()
@@ -63,7 +63,7 @@ def this_network() -> Network:
 
 
 def checks(network: Network, first: str | None, port: int) -> Iterator[Finding]:
-    """Checks the user's settings and the first machine, as far as they are given.
+    """Checks the settings that the user gave, and the connection to the first machine.
 
     `first` and `port` are --master-addr (None: not given) and --master-port of `vllm serve`.
     """
@@ -110,7 +110,7 @@ def check_interface(network: Network) -> Finding:
 def check_own_name(network: Network, own: str | None) -> Finding:
     """Checks the address that ranks announce for this machine if no interface is set.
 
-    `own` is this machine's address on the route to the first machine; None if there is no route.
+    `own`: this machine's address on the route to the first machine; None if there is no route.
     """
     # gloo uses the address of the machine's own name, else the loopback address.
     usable = (each for each in network.own_name if each in network.addresses or _is_loopback(each))

@@ -85,7 +85,7 @@ def _advice_on_choice(plugins: list[str]) -> str:
 
 
 def advice_to_try() -> str:
-    """Says what to do if the plugin does not apply."""
+    """Returns advice if vLLM does not choose the plugin."""
     if os.environ.get("VLLM_METAL_DEVICE", "").lower() == "off":
         return "VLLM_METAL_DEVICE=off turns the plugin off: unset it to use the plugin."
     return (
@@ -102,7 +102,7 @@ def try_in_vllm(progress: Progress, command: Sequence[str] | None = None) -> End
 def check_in_vllm(tried: Ended, metal: bool) -> Finding:
     """Checks that MLX sees its device in a process with all of vLLM's imports.
 
-    `metal` says whether a process that imports only MLX sees a Metal device.
+    `metal`: whether a process that imports only MLX sees a Metal device.
     """
     # mlx-lm 0.31.3 cannot be imported with transformers 5.13, and vLLM continues without a plugin
     # whose import fails. MLX then found no Metal device in a vLLM process, although it did after a

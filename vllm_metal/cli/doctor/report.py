@@ -78,12 +78,12 @@ class Report:
         sys.stdout.flush()
 
     def add_facts(self, **facts: Any) -> None:
-        """Writes facts that are part of no finding; the values must be JSON."""
+        """Writes facts that belong to no finding; the values must be JSON."""
         self._facts |= facts
         self._write(complete=False)
 
     def announce(self, text: str) -> None:
-        """Prints what starts now, if it takes a while."""
+        """Prints which check starts now, for checks that take a while."""
         self._clear()
         self._print(f"{'...':8} {text}", indent=_INDENT)
         sys.stdout.flush()
@@ -95,7 +95,7 @@ class Report:
             print(self._redact(line), flush=True)
 
     def progress(self, text: str) -> None:
-        """Shows on a terminal what is being done, in a line that the next call replaces."""
+        """Shows the current activity on a terminal, in a line that the next call replaces."""
         if self._on_terminal:
             line = f"{_INDENT}[{time.monotonic() - self._begun:.0f} s] {text}"
             width = shutil.get_terminal_size().columns - 1
@@ -153,7 +153,7 @@ class Report:
 
 
 def _private_words() -> list[tuple[re.Pattern[str], str]]:
-    """Returns patterns of secrets and of what identifies the user, with replacements."""
+    """Returns patterns of secrets and of names of user and machine, with their replacements."""
     home, host = Path.home(), platform.node()
     secrets = {value for name, value in os.environ.items() if _SECRET.search(name)}
     # Both paths, because some folders are links on macOS; the longer first, as it may contain the

@@ -52,7 +52,7 @@ def run(args: Namespace) -> int:
 
 @contextmanager
 def _guarded(report: Report, name: str) -> Iterator[None]:
-    """Turns an error of a check itself into a finding."""
+    """Turns an exception in a check's code into a finding."""
     try:
         yield
     except Exception as error:

@@ -46,8 +46,8 @@ def try_server(
     The server also ends with this process, however that ends.
 
     Args:
-        small_pool: whether to limit the KV cache to KV_CACHE_BYTES; else vLLM's default.
-        command: process to run instead; host and port are appended.
+        small_pool: whether to limit the KV cache to KV_CACHE_BYTES instead of vLLM's default.
+        command: command to run instead of `vllm serve`; host and port are appended.
         limits: seconds by stage.
         idle_seconds: pause before the last of three requests.
     """

@@ -29,7 +29,7 @@ _SMALLER = (
 def check_speed(timed: Ended, alone: Ended, device: Device | None = None) -> Finding:
     """Compares tokens/s with mlx-lm's; see LEAST_RATIO and LEAST_RATIO_LARGE.
 
-    `timed` and `alone` are the processes of the engine and of mlx-lm. On a CPU, which other
+    `timed` and `alone`: the ended processes of the engine and of mlx-lm. On a CPU, which other
     programs share, no ratio causes a warning.
     """
     name = "speed beside mlx-lm"

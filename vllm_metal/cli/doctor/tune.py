@@ -28,7 +28,7 @@ _SHARE_IT = "Attach the report to an issue, so that chips like yours begin with 
 
 @dataclass(frozen=True)
 class Commands:
-    """The processes that measure."""
+    """The commands of the processes that measure."""
 
     search: tuple[str, ...]
     process: tuple[str, ...]  # completed by a name in OF_PROCESSES
@@ -42,7 +42,7 @@ class Commands:
 
 @dataclass
 class Tuning:
-    """What the processes found."""
+    """The results of the measuring processes."""
 
     choices: Choices
     facts: dict[str, float] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Tuning:
 
 
 class Died(Exception):
-    """A measuring process did not end as it should."""
+    """A measuring process failed, or took too long."""
 
     def __init__(self, ended: Ended) -> None:
         super().__init__(ended.how)
@@ -83,10 +83,10 @@ def run(args: Namespace) -> int:
 
 
 def tune(found: Report, commands: Commands, kernels_work: Callable[[], bool]) -> None:
-    """Adds a finding and facts; stores nothing if the machine was unsteady.
+    """Tunes, and adds a finding and facts to a report; stores nothing on an unsteady machine.
 
     `kernels_work` runs the self-check of the kernels to time, and returns whether any attention
-    passed.
+    kernel passed.
     """
     # Imports MLX; a child process has shown that this works.
     from metal_kernels.tuner.stopwatch import Unsteady
@@ -227,7 +227,7 @@ def _messages(
 ) -> Iterator[dict[str, Any]]:
     """Yields the messages of a process.
 
-    Raises Unsteady if it reports that the machine is, Died if it fails.
+    Raises Unsteady if the process reports an unsteady machine, Died if it fails.
     """
     from metal_kernels.tuner.stopwatch import Unsteady
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-metal fit`: finds the model and the machine, and prints the answer."""
+"""`vllm-metal fit`: finds the model and the machine, and prints whether the model fits."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _CONTEXTS = (8192, 16384, 32768)
 def run(args: Namespace) -> int:
     """Prints the answer and returns the exit status: 0 if the requests fit, 1 if not.
 
-    Without a model, the answer is for the largest known one that fits. Options that are not given
-    are None. Raises ValueError if the model is not found, or the engine would reject it or these
-    options.
+    Without a model, the answer is for the largest known one that fits. In `args`, options that are
+    not given are None. Raises ValueError if the model is not found, or the engine would reject it
+    or the options.
     """
     answer = _answer(args)
     if isinstance(answer, encoder.Answer):
@@ -57,7 +57,7 @@ def question(model: str | None, context: int | None) -> Namespace:
 
     Args:
         model: folder or hub name; None for the largest known model that fits.
-        context: tokens of the longest request; None for what fits.
+        context: tokens of the longest request; None for as many as fit.
     """
     unset = (
         "memory",

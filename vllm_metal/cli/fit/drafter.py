@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a drafter takes beside a model: weights, K/V, and the writes of a block drafter's context.
+"""Estimates a drafter's memory beside a model: weights, K/V, and a block drafter's context writes.
 
 Passes of drafters are not counted: over blocks they have fewer rows than the step that verifies
 their drafts, and an MTP layer's over a prompt take no more than a layer of the model.
@@ -47,7 +47,7 @@ _RENAMED = {
 
 @dataclass(frozen=True)
 class Drafter:
-    """A block drafter that is built and not loaded."""
+    """A block drafter whose network is built, but whose weights are not loaded."""
 
     method: str  # of --speculative-config
     weights: int  # bytes, as the engine will hold them
@@ -59,14 +59,14 @@ class Drafter:
         """Builds a drafter.
 
         Args:
-            folder: with config.json and weight files, of which only headers are read.
-            dtype: of the engine.
-            bits: of --additional-config draft_quantization.
+            folder: has config.json and weight files, of which only headers are read.
+            dtype: dtype of the engine.
+            bits: --additional-config draft_quantization.
             count: num_speculative_tokens; None: the default.
 
         Raises:
-            ValueError: it is no block drafter, or drafts fewer tokens.
-            ModelLoadError: config.json has keys that are not computed.
+            ValueError: the model is no block drafter, or drafts fewer tokens than `count`.
+            ModelLoadError: config.json has keys that are not supported.
         """
         content = json.loads((folder / "config.json").read_text())
         (given, *_) = content.get("architectures") or ("none",)
@@ -93,10 +93,10 @@ class Drafter:
         return Drafter(method, weights, drafts, network)
 
     def beside(self, model: Model) -> Model:
-        """The model with the drafter, whose K/V its forwards write.
+        """Adds the drafter to a model, whose forwards then write the drafter's K/V, too.
 
         Raises:
-            NotImplementedError: the model has no such layers as it reads.
+            NotImplementedError: the model lacks layers whose hidden states the drafter reads.
         """
         join_target(self.network, model.parts)
         # The recorder of forwards takes the model's parameters for weights.
@@ -153,7 +153,7 @@ class MTPDrafter:
 
 
 def _stored(folder: Path, dtype: mx.Dtype, packed: bool) -> int:
-    """Bytes of the arrays that are loaded, in the drafter's dtype where they are not packed."""
+    """Returns the bytes of the arrays to load; unpacked ones count in the drafter's dtype."""
     total = 0
     for name, array in stored_arrays(folder):
         if not is_left_out(name):

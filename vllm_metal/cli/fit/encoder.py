@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates an encoder: its weights and a step, without a KV cache."""
+"""Estimates an encoder's memory: weights and a step, without a KV cache."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LENGTH_FILE, _LENGTH = "sentence_bert_config.json", "max_seq_length"
 
 @dataclass(frozen=True)
 class Answer:
-    """Whether an encoder fits."""
+    """The estimate for an encoder, and whether it fits."""
 
     model: str
     architecture: str
@@ -135,7 +135,7 @@ def _utilization(args: Namespace) -> float:
 
 
 def _longest(path: Path, content: Mapping[str, Any], served: Architecture) -> int:
-    """Returns the longest text in tokens, by vLLM's rules and the table of positions."""
+    """Returns the tokens of the longest text by vLLM's rules and the position table."""
     stated = engine.longest_text(dict(content))
     if (path / _LENGTH_FILE).is_file():
         stated = json.loads((path / _LENGTH_FILE).read_text()).get(_LENGTH) or stated

@@ -85,9 +85,9 @@ def config(
 ) -> VllmConfig:
     """Makes a configuration with vLLM's defaults, without loading the model.
 
-    It has what vLLM's planning of the KV cache reads. `fitted` means that max_model_len was not
-    requested, so it may shrink to what fits; `num_drafts` are n-gram drafts; `stages` is the number
-    of pipeline stages at work at once, None for a single process.
+    It has everything that vLLM's planning of the KV cache reads. `fitted`: max_model_len was not
+    requested, so it may shrink until it fits. `num_drafts`: number of n-gram drafts. `stages`:
+    number of pipeline stages that work at once, None for a single process.
     """
     cache = CacheConfig(block_size=block_size)
     cache.user_specified_block_size = block_size_asked
@@ -133,9 +133,9 @@ def dtype_of(
     """Returns the dtype that vLLM chooses for --dtype; `auto` replaces float32 by a 16-bit one.
 
     Args:
-        content: of config.json.
-        kind: of device; on a CPU the dtype is float32 (MetalPlatform.supported_dtypes).
-        asked: value of the option.
+        content: content of config.json.
+        kind: the device; on a CPU the dtype is float32 (MetalPlatform.supported_dtypes).
+        asked: value of --dtype.
         encoder: whether the model pools; vLLM then prefers float16.
     """
     if asked != "auto":

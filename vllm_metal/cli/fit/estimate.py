@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Model:
-    """A model that is built but not loaded."""
+    """A model whose modules are built, but whose weights are not loaded."""
 
     model_type: str
     dtype: torch.dtype
@@ -78,12 +78,12 @@ class Model:
 
         Args:
             folder: has config.json and weight files, of which only headers are read.
-            model_type: for messages.
-            dtype: of the engine.
+            model_type: the model's type, for messages.
+            dtype: dtype of the engine.
             pools: whether to leave out the head for logits.
             text_only: whether to leave out images.
-            ring: stands for the tensor-parallel ranks; the first one is estimated. None for one
-                rank.
+            ring: replaces the group of tensor-parallel ranks, whose first one is estimated; None
+                for one rank.
             stage_of: maps the number of layers to the rank's stage; None for all layers.
 
         Raises:
@@ -117,17 +117,17 @@ class Model:
 
     @property
     def layers_of_all_ranks(self) -> list[StatefulLayer]:
-        """The layers that determine blocks and their groups."""
+        """Layers of all ranks, which together determine blocks and their groups."""
         return [*self.layers, *self.guests, *self.elsewhere]
 
     @property
     def forward_layers(self) -> list[StatefulLayer]:
-        """Layers that a forward has caches of."""
+        """Layers for which a forward has caches."""
         return [*self.layers, *self.context_layers]
 
     @property
     def all_layers(self) -> list[StatefulLayer]:
-        """Layers of the rank, and a drafter's."""
+        """Layers of this rank and of its drafter, if any."""
         return [*self.layers, *self.guests]
 
     @property
@@ -138,7 +138,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A model on a machine; sizes in bytes."""
+    """The estimate for a model on a machine; sizes in bytes."""
 
     token_bytes: int  # K and V per token, in all layers
     draft_token_bytes: int  # of them those of a drafter
@@ -151,7 +151,7 @@ class Estimate:
 
     @property
     def budget(self) -> Budget:
-        """The sum that the engine logs."""
+        """The memory budget that the engine would log."""
         return budget.budget_of(self.measured, self.settings)
 
     @property
@@ -176,7 +176,7 @@ class Estimate:
         return self.num_blocks * length // self.needs.blocks(length)
 
     def of_length(self, tokens: int) -> Estimate:
-        """Returns the estimate for requests of `tokens` tokens, as if requested explicitly."""
+        """Returns the estimate with a max_model_len of `tokens`, as if the user had set it."""
         return replace(self, settings=replace(self.settings, max_model_len=tokens, fitted=False))
 
     def request(self, count: int = 1) -> Request:
@@ -187,10 +187,10 @@ class Estimate:
 def estimate(
     model: Model, config: VllmConfig, machine: Machine, peaks: Peaks | None = None
 ) -> Estimate:
-    """Estimates what an engine with `config` would find.
+    """Estimates the memory of an engine with `config`.
 
-    `peaks` are the measured peaks of the largest forward passes, None to estimate them. Raises
-    ValueError if they cannot be estimated (vllm_metal.cli.fit.step).
+    `peaks`: measured peaks of the largest forward passes, None to estimate them. Raises ValueError
+    if they cannot be estimated (vllm_metal.cli.fit.step).
     """
     pool_dtype = formats.pool_dtype(config.cache_config.cache_dtype, MLX_DTYPES[model.dtype])
     choose_block_size(config.cache_config, model.layers_of_all_ranks, pool_dtype)

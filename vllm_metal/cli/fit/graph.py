@@ -56,11 +56,11 @@ def record(build: Callable[..., Sequence[mx.array]], inputs: Sequence[mx.array])
     """Records the graph of what `build` returns, without computing it or `inputs`.
 
     Args:
-        build: takes an array for each of `inputs` and returns lazy ones.
-        inputs: only shapes and dtypes matter.
+        build: takes an array for each of `inputs` and returns lazy arrays.
+        inputs: arrays of which only shapes and dtypes matter.
 
     Raises:
-        ValueError: it uses an operation that MLX cannot export.
+        ValueError: the computation uses an operation that MLX cannot export.
     """
     seen: list[dict[str, Any]] = []
     try:
@@ -144,7 +144,7 @@ def recordable(metal: bool) -> Iterator[None]:
 
 
 def _mark_opaque(operations: Sequence[Operation]) -> Iterator[Operation]:
-    """Marks the operations made by `_opaque` as opaque, without the zeros they read."""
+    """Marks the operations made by `_opaque` as opaque, and drops the zeros that they read."""
     zeros = {
         name for operation in operations if operation.kind == "Full" for name in operation.outputs
     }
@@ -157,7 +157,7 @@ def _mark_opaque(operations: Sequence[Operation]) -> Iterator[Operation]:
 
 
 def _opaque(outputs: Sequence[tuple[Sequence[int], mx.Dtype]], reads: Sequence[Any]) -> Any:
-    """Makes new arrays of these shapes and dtypes by one operation on the arrays in `reads`."""
+    """Returns arrays of these shapes and dtypes, from one operation that reads `reads`."""
     new = [mx.zeros(shape, dtype) for shape, dtype in outputs]
     return mx.depends(new, [array for array in reads if isinstance(array, mx.array)])
 

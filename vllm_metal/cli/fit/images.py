@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates the memory for images: the tower's weights, stored embeddings, and its work."""
+"""Estimates the memory for images: the vision tower's weights and forwards, and embeddings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocesso
 
 @dataclass(frozen=True)
 class Images:
-    """A model's images; sizes in bytes."""
+    """The memory that a model needs for images; sizes in bytes."""
 
     weights: int  # of the tower
     rows: int  # tokens of the largest image or video

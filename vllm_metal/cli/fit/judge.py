@@ -37,7 +37,7 @@ _NAMED_CHANGES = 4
 
 @dataclass(frozen=True)
 class Question:
-    """A model, and how to serve it."""
+    """The model, the options to serve it with, and the machine."""
 
     args: Namespace  # of `vllm_metal.cli.main`
     path: Path  # a folder that the model can be built from
@@ -71,8 +71,8 @@ class Question:
         """The drafter of --draft-model, or else the model's MTP layer; None: nothing drafts.
 
         Raises:
-            ValueError: it is no block drafter, or does not go with the other options.
-            ModelLoadError: it cannot be built.
+            ValueError: the model is no block drafter, or conflicts with the other options.
+            ModelLoadError: the drafter cannot be built.
         """
         args = self.args
         if args.draft_model is None:
@@ -98,7 +98,7 @@ class Question:
 
     @property
     def num_drafts(self) -> int:
-        """Drafts of a request in a step, at most."""
+        """Largest number of drafts of a request in a step."""
         if self.drafter is not None:
             return self.drafter.num_drafts
         return self.args.num_speculative_tokens or 0

@@ -164,7 +164,7 @@ class KnownModel:
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """Makes a folder to build the model from, as `source.folder` does for the hub."""
+        """Creates a folder that the model can be built from, as `source.folder` does."""
         tensors, config = self._tensors()
         with TemporaryDirectory(prefix="vllm-metal-fit-") as scratch:
             (Path(scratch) / "config.json").write_text(json.dumps(config))

@@ -19,7 +19,7 @@ _LAYERS, _HEADS = "--pipeline-parallel-size", "--tensor-parallel-size"
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks of one model: `stages` pipeline stages of `heads` tensor-parallel ranks each."""
+    """A model's ranks: `stages` pipeline stages of `heads` tensor-parallel ranks each."""
 
     stages: int = 1
     heads: int = 1
@@ -27,9 +27,9 @@ class Layout:
 
     @staticmethod
     def of(args: Namespace) -> Layout:
-        """Returns the requested layout: one machine per rank, unless --nnodes is given.
+        """Returns the requested layout, with one machine per rank unless --nnodes is given.
 
-        Raises ValueError if it is impossible, or not supported with other options.
+        Raises ValueError if the layout is impossible, or not supported with other options.
         """
         stages, heads = args.pipeline_parallel_size or 1, args.tensor_parallel_size or 1
         count = stages * heads
@@ -66,7 +66,7 @@ class Layout:
         return range(stage * self.heads, (stage + 1) * self.heads)
 
     def check(self, model_type: str, num_drafts: int) -> None:
-        """Raises ValueError if the family cannot be split into stages, or not with drafts."""
+        """Raises ValueError if the family does not support these stages, or drafts with them."""
         if self.stages == 1:
             return
         if (reason := staged_families.refusal(model_type)) is not None:
@@ -85,7 +85,7 @@ class Layout:
 
     @contextmanager
     def ring(self) -> Iterator[ranks.OneOf | None]:
-        """Yields the stand-in for tensor-parallel ranks, within a `with` block."""
+        """Simulates tensor-parallel ranks in the block; yields their group, None for one rank."""
         if self.heads == 1:
             yield None
             return
@@ -94,7 +94,7 @@ class Layout:
 
     @property
     def words(self) -> str:
-        """Suffix of the line that names the machine."""
+        """The layout in words, to follow the machine's name; empty for one rank."""
         if self.num_ranks == 1:
             return ""
         if self.machines == 1:

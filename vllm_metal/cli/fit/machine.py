@@ -36,7 +36,7 @@ class Machine:
         return cache_limit(self.kind, self.total)
 
     def part(self, workers: int) -> Machine:
-        """Returns what each of `workers` processes of a server sees (engine.memory.share)."""
+        """Returns the share of each of `workers` processes of a server (engine.memory.share)."""
         if workers == 1:
             return self
         share = Share(workers, self.in_use)

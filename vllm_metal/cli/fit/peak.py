@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the peak memory of MLX for a graph, without running it.
 
-This is the peak if MLX waits for each operation; if it runs ahead of the device, it also holds what
-it is ahead by.
+This is the peak if MLX waits for each operation. If MLX runs ahead of the device, the arrays of
+pending operations come on top.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def peak(graph: Graph, outputs: Sequence[str], kept: Collection[str], free: Coll
     """Returns the peak bytes while `outputs` are computed.
 
     Args:
-        graph: computes `outputs`.
-        kept: arrays that stay allocated when they are no longer needed, as outputs, constants and
-            `free` do.
+        graph: the graph that computes `outputs`.
+        kept: arrays that stay allocated when they are no longer needed, like outputs, constants and
+            `free`.
         free: inputs that exist already and are not counted. Other inputs are allocated at their
             first use.
     """

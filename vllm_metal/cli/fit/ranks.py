@@ -15,7 +15,7 @@ from vllm_metal.patches.mlx_patches.replacing import replaced
 
 @dataclass(frozen=True)
 class OneOf:
-    """Stands for a group of ranks whose first rank is this process."""
+    """Simulates a group of `ranks` ranks, of which this process is the first."""
 
     ranks: int
 
@@ -41,7 +41,7 @@ class _Forward:
 
 @contextmanager
 def alone(ranks: int) -> Iterator[OneOf]:
-    """Makes sums over ranks take a rank's memory and no network; results are meaningless."""
+    """Replaces collectives by local operations of equal size in the block; results are wrong."""
 
     def all_sum(x: mx.array, **_: Any) -> mx.array:
         return x * 1

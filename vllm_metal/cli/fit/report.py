@@ -21,7 +21,7 @@ ADDRESS = "ADDRESS"
 
 @dataclass(frozen=True)
 class Part:
-    """The estimates of the ranks that share a stage of layers."""
+    """The estimates for the ranks of one pipeline stage."""
 
     ranks: range
     stage: Stage | None  # None: it has all layers
@@ -50,7 +50,7 @@ def narrowest(parts: Sequence[Part], cache_dtype: str) -> Part:
 
 @dataclass(frozen=True)
 class Answer:
-    """Whether a model and the requests fit."""
+    """The estimates for a model, and whether the requests fit."""
 
     model: str
     model_type: str
@@ -66,7 +66,7 @@ class Answer:
 
     @property
     def estimates(self) -> Mapping[str, Estimate]:
-        """By --kv-cache-dtype, of the rank with the least room: it decides for all."""
+        """Estimates of the rank with the least room, which limits all, by --kv-cache-dtype."""
         return {name: self.narrowest(name).estimates[name] for name in self.parts[0].estimates}
 
     def narrowest(self, cache_dtype: str) -> Part:
@@ -77,8 +77,8 @@ class Answer:
 def serve_command(model: str, options: Mapping[str, object], switches: Sequence[str] = ()) -> str:
     """Returns the command that serves a model.
 
-    `options` are by name, without dashes; None and empty values are left out. `switches` have no
-    value.
+    `options`: values by name without dashes; None and empty values are left out. `switches`:
+    options without a value.
     """
     flags = [part for name, value in options.items() if value for part in (f"--{name}", str(value))]
     return shlex.join(["vllm", "serve", model, *switches, *flags])

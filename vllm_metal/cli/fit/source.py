@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a model's configuration and the headers of its weight files, from a folder or the hub.
 
-From the hub only these are downloaded. The weight files in the temporary folder have the published
-headers and sizes but no data; mlx-lm builds the model from them without reading weights.
+Only configuration and headers are downloaded from the hub. The weight files in the temporary folder
+have the published headers and sizes but no data; mlx-lm builds the model without reading weights.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _first_line(error: Exception) -> str:
 
 
 def write_stub(path: Path, tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> None:
-    """Writes a safetensors file with a header, and a hole instead of the tensors.
+    """Writes a sparse safetensors file: a header, and a hole instead of the tensors.
 
     `tensors` maps names to dtype (named as in safetensors), shape and bytes.
     """

@@ -29,12 +29,12 @@ def step_peak(
     backend: KVBackend,
     kind: envs.Device,
 ) -> tuple[Peaks, int]:
-    """Returns the peaks beside the weights that the functions of `memory.profile` would measure.
+    """Predicts the peaks, without weights, that the functions of `memory.profile` would measure.
 
     Args:
-        parts: of a model whose parameters may be lazy, and stay so.
-        layers, config, backend: as for `profile_step`.
-        kind: of the engine's device.
+        parts: parts of a model whose parameters may be lazy, and stay so.
+        layers, config, backend: see `profile_step`.
+        kind: the engine's device.
 
     Returns:
         The peaks, and the size of the vocabulary (of hidden states if the engine pools).
@@ -69,7 +69,7 @@ def _two_steps_peak(parts: ModelParts, step: LargestStep) -> int:
 def _recorded_peak(parts: ModelParts, step: LargestStep, twice: bool = False) -> tuple[int, int]:
     """Returns the peak bytes of a step and its pool, and the size of the vocabulary.
 
-    `twice` records the next step after it, too.
+    `twice`: also record the next step.
     """
 
     def build(*pool: mx.array) -> list[mx.array]:
@@ -86,9 +86,9 @@ def _recorded_peak(parts: ModelParts, step: LargestStep, twice: bool = False) ->
 
 
 def _forward(parts: ModelParts, step: LargestStep, before: Sequence[mx.array]) -> list[mx.array]:
-    """Builds a forward that runs after `before`.
+    """Builds the graph of a forward that runs after `before`.
 
-    Returns its results, and everything that layers keep, read again, or leave for the next step.
+    Returns its results, and all arrays that layers keep, read again, or pass to the next step.
     """
     with step.caches() as caches:
         (input_ids,) = mx.depends([mx.zeros(step.rows.input_ids.shape, mx.int32)], before)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CLIENTS lists the agents that can be launched, and how each is configured for a server.
+"""Lists the agents that can be launched (CLIENTS), and configures each for a server.
 
-Agents get variables, arguments and temporary files only, so that the user's own configuration stays
-unchanged. Each entry names the document of its settings.
+Agents get only environment variables, arguments and temporary files, so that the user's own
+configuration stays unchanged. Each function links the documentation of the settings.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROVIDER = "vllm-metal"  # the server's name in a client's list of providers
 
 @dataclass(frozen=True)
 class Start:
-    """How to start a client."""
+    """Arguments, variables and files to start a client with."""
 
     arguments: tuple[str, ...] = ()  # before the user's own
     environment: Mapping[str, str] = field(default_factory=dict)  # variables to set
@@ -31,7 +31,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Client:
-    """An agent."""
+    """A coding agent that can be launched."""
 
     executable: str
     install: str  # a command that installs it
@@ -39,7 +39,7 @@ class Client:
 
 
 def _claude(server: Endpoint, folder: Path) -> Start:
-    """Claude Code: https://code.claude.com/docs/en/env-vars."""
+    """Configures Claude Code: https://code.claude.com/docs/en/env-vars."""
     sizes = (f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU"))
     models = ("ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL", *sizes)
     return Start(
@@ -58,7 +58,7 @@ def _claude(server: Endpoint, folder: Path) -> Start:
 
 
 def _codex(server: Endpoint, folder: Path) -> Start:
-    """Codex: https://developers.openai.com/codex/config-reference; it supports only Responses."""
+    """Configures Codex, for Responses only: https://developers.openai.com/codex/config-reference."""
     provider = f"model_providers.{PROVIDER}"
     settings = {
         "model": server.model,
@@ -75,7 +75,7 @@ def _codex(server: Endpoint, folder: Path) -> Start:
 
 
 def _opencode(server: Endpoint, folder: Path) -> Start:
-    """opencode: https://opencode.ai/docs/config; this is merged after the user's own files."""
+    """Configures opencode, which merges this last: https://opencode.ai/docs/config."""
     limit = {"context": server.context, "output": server.output}
     name = f"{PROVIDER}/{server.model}"
     config = {
@@ -94,7 +94,7 @@ def _opencode(server: Endpoint, folder: Path) -> Start:
 
 
 def _pi(server: Endpoint, folder: Path) -> Start:
-    """pi: docs/custom-provider.md and docs/cli.md of @earendil-works/pi-coding-agent."""
+    """Configures pi: docs/custom-provider.md, docs/cli.md of @earendil-works/pi-coding-agent."""
     provider = {
         "name": PROVIDER,
         "baseUrl": f"{server.root}/v1",

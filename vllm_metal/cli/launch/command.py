@@ -37,7 +37,7 @@ _OWN = {"--max-model-len": "write --context", "--model": "write MODEL"}
 
 @dataclass(frozen=True)
 class Plan:
-    """What to start."""
+    """The client to start, and its server."""
 
     endpoint: Endpoint
     command: tuple[str, ...]  # of the server; empty if it is already running

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans a server in a child process: what fits, and which options the model's files need."""
+"""Plans a server in a child process: the model and context that fit, and the options to set."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def planned(model: str | None, context: int | None) -> Planned:
 
     Args:
         model: folder or hub name; None for the largest known model that fits.
-        context: tokens of the longest request; None for what fits.
+        context: tokens of the longest request; None for as many as fit.
 
     Raises:
         ValueError: the model is not found, not supported, or does not fit.
-        ModelLoadError: it is not found, or damaged.
+        ModelLoadError: the model is not found, or damaged.
     """
     if model is not None:
         early_checks.check_model(model)

@@ -3,7 +3,7 @@
 
 python -m vllm_metal.cli.doctor.children.engine MODEL [--timed [--pool BYTES]]
 
-It generates ten tokens, or times prefill, decode and a step after the device was idle.
+Generates ten tokens; with --timed, times prefill, decode, and a step after an idle device.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ def _time(llm: LLM) -> None:
 def _gaps(
     llm: LLM, name: str, num_prompt: int, num_answer: int, paused_after: int | None = None
 ) -> list[float]:
-    """Returns the seconds from each token of a request to the next, the first from its start.
+    """Returns the seconds before each token of a request, since the previous one or the start.
 
-    After `paused_after` tokens, nothing is done for _IDLE_SECONDS, which do not count.
+    After `paused_after` tokens, sleeps for _IDLE_SECONDS, which are not counted.
     """
     from vllm import SamplingParams
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports what a process sees of this machine and its packages, after different imports.
+"""Reports the device or platform that a process sees after certain imports.
 
 python -m vllm_metal.cli.doctor.children.facts device|platform|engine
 """
@@ -49,7 +49,7 @@ def platform() -> None:
 
 
 def engine() -> None:
-    """Reports whether MLX still sees its device after all imports of an engine."""
+    """Reports whether MLX still sees its device after an engine's imports."""
     say(stage="importing what an engine imports")
     import transformers
     import vllm.entrypoints.llm

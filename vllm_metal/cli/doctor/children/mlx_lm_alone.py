@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks mlx-lm by itself: how far an engine's tokens are behind its own choice, or how fast it is.
+"""Runs mlx-lm alone, to compare an engine's tokens with its logits, or to measure its speed.
 
 python -m vllm_metal.cli.doctor.children.mlx_lm_alone MODEL judge PROMPT TOKENS
 python -m ... MODEL time DTYPE NUM_PROMPT NUM_ANSWER

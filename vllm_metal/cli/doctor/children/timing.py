@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times each kernel by itself, so that one that fails costs its own line only.
+"""Times each kernel by itself, so that the failure of one only affects its own result.
 
 python -m vllm_metal.cli.doctor.children.timing [--start INDEX]
 """

@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def cases(every: bool) -> list[Case]:
-    """Returns the kinds of layer to tune: the common one, and the last (or all) served ones."""
+    """Returns the kinds of layer to tune: COMMON, and the last served ones (`every`: all)."""
     served = record.served()[::-1]
     return list(dict.fromkeys([COMMON, *(served if every else served[:_SERVED])]))
 
