@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backlog: parts of a response that a client has not read yet.
 
-Coalesced requests wait for one response. It must not wait for the client that asked first, which
-would block all of them if it does not read.
+Coalesced requests wait for the response to the first of them. That response must not wait for the
+first client to read it, since a slow client would block all others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Backlog:
             await self._room.wait()
 
     async def empty(self) -> None:
-        """Waits until all is sent, and raises what sending raised. Cancellation drops the rest."""
+        """Waits until all is sent; raises what sending raised. If cancelled, drops the rest."""
         if self._task is not None:
             await self._task
 

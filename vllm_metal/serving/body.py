@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads, parses and rewrites request bodies.
 
-vLLM parses the bytes that this module wrote, not the client's, so that the two cannot interpret
-one body differently.
+vLLM parses the bytes that this module writes, not the client's, so that vLLM and this module cannot
+interpret a body differently.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 async def read(receive: Receive, limits: BodyLimits, length: int | None) -> bytes:
     """Reads a whole body; `length` is its Content-Length, if any.
 
-    Raises Refusal if it is too long or too slow, and ClientDisconnect if the client leaves early.
+    Raises Refusal if the body is too long or takes too long, ClientDisconnect if the client leaves.
     """
     if length is not None and length > limits.max_body_bytes:
         raise _too_long(limits)
@@ -49,7 +49,7 @@ async def _read(receive: Receive, limits: BodyLimits) -> bytes:
 
 
 def replayed(written: bytes, receive: Receive) -> Receive:
-    """Returns a `receive` that gives vLLM the body `written`, then the client's disconnect."""
+    """Returns a `receive` that yields the body `written`, then the client's disconnect."""
     given = False
 
     async def messages() -> Message:
@@ -64,7 +64,7 @@ def replayed(written: bytes, receive: Receive) -> Receive:
 
 
 async def until_gone(receive: Receive) -> None:
-    """Waits until the client disconnects; its body must have been read."""
+    """Waits until the client disconnects; call it after the body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -72,7 +72,7 @@ async def until_gone(receive: Receive) -> None:
 def parse(raw: bytes, limits: BodyLimits) -> dict[str, Any]:
     """Parses a body.
 
-    Raises Refusal if it is not a JSON object, has duplicate keys or NaN, or exceeds `limits`.
+    Raises Refusal if the body is no JSON object, has duplicate keys or NaN, or exceeds `limits`.
     """
     _check_size(raw, limits)
     try:

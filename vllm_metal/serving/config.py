@@ -101,13 +101,13 @@ class ServingConfig:
 
 
 def of_environment() -> ServingConfig | None:
-    """Reads the file that `VLLM_METAL_SERVING_CONFIG` names, as `read` does; None if unset."""
+    """Calls `read` with the file that `VLLM_METAL_SERVING_CONFIG` names; None if it is unset."""
     path = envs.serving_config()
     return None if path is None else read(path)
 
 
 def required() -> ServingConfig:
-    """Like `of_environment`, but raises ValueError if the variable is not set."""
+    """Like `of_environment`, but raises ValueError if `VLLM_METAL_SERVING_CONFIG` is not set."""
     found = of_environment()
     if found is None:
         raise ValueError(
@@ -118,7 +118,7 @@ def required() -> ServingConfig:
 
 
 def keys_file() -> Path | None:
-    """Returns the path of the keys in the environment's settings; the file need not exist.
+    """Returns the path of the keys' file, which need not exist; None without settings or tenants.
 
     Raises ValueError if the settings are not TOML.
     """

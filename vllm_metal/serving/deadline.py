@@ -30,7 +30,7 @@ class Deadline:
     """The time limit of one request."""
 
     def __init__(self, limit_s: float | None, sleep: Sleep = asyncio.sleep) -> None:
-        """Does not start the clock. Needs a running event loop; `limit_s` None means unlimited."""
+        """Needs a running event loop, and does not start the clock; `limit_s` None: no limit."""
         self._limit_s, self._sleep = limit_s, sleep
         self._task: asyncio.Task[None] | None = None
         self._is_background = False
@@ -55,7 +55,7 @@ class Deadline:
         """Starts the clock.
 
         Args:
-            request_id: made by the server; every id of the request in the engine contains it.
+            request_id: id made by the server; all of the request's ids in the engine contain it.
             engine: aborts the request.
             on_expiry: called when the time is up.
         """
@@ -65,11 +65,11 @@ class Deadline:
             )
 
     def leave_running(self) -> None:
-        """Keeps the clock running after `end`, for a background response."""
+        """Makes `end` keep the clock running, for a background response."""
         self._is_background = True
 
     def end(self) -> None:
-        """Stops the clock: the request has ended."""
+        """Stops the clock at the end of the request."""
         if self._task is not None and not self._is_background:
             self._task.cancel()
 

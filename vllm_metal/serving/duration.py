@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures how long a generation request took and how it ended, as its client saw it.
 
-vLLM's own histogram counts only completed requests, so it improves as more requests time out.
+vLLM's own histogram counts only completed requests, so timeouts make it look better.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm_metal.serving.metrics import Figures, Outcome
 
 
 class Duration:
-    """Observes one request's messages, and changes none."""
+    """Wraps one request's `receive` and `send` to time it; passes all messages on unchanged."""
 
     def __init__(self, figures: Figures, receive: Receive, send: Send) -> None:
         """Starts the clock. Create it when the body has been read."""
@@ -24,13 +24,11 @@ class Duration:
         self._is_hit = self._complete = self._client_left = False
 
     async def receive(self) -> Message:
-        """Returns the client's next message."""
         message = await self._receive()
         self._client_left |= message["type"] == "http.disconnect" and not self._complete
         return message
 
     async def send(self, message: Message) -> None:
-        """Sends the client a message."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
             self._is_hit = (b"x-cache", b"HIT") in message["headers"]
@@ -39,7 +37,7 @@ class Duration:
             self._complete |= not message.get("more_body", False)
 
     def end(self, timed_out: bool, background: bool) -> None:
-        """Records the request; `background`: the engine continues after the response."""
+        """Records the request; `background`: whether the engine continues after the response."""
         outcome = self._outcome(timed_out, background)
         self._figures.durations.labels(outcome).observe(time.perf_counter() - self._began)
 

@@ -36,11 +36,11 @@ class Exchange:
     ) -> None:
         """
         Args:
-            body: for vLLM.
+            body: body to send to vLLM.
             x_cache: value of the response's X-Cache header, if any.
             record_bytes: most bytes of a response to record and to buffer for a slow client; 0:
                 nothing is recorded, and vLLM waits for the client.
-            on_too_long: called when a response is longer than that.
+            on_too_long: called when a response is longer than `record_bytes`.
         """
         self._body: bytes | None = body
         self._deadline, self._x_cache, self._style = deadline, x_cache, style
@@ -71,7 +71,7 @@ class Exchange:
             await self._until_cut(self._end_early(receive))
 
     async def deliver(self) -> None:
-        """Waits until the client has the whole response, or is cut off by the deadline."""
+        """Waits until the client has the whole response, or the deadline cuts the connection."""
         if self._backlog is not None:
             await self._until_cut(self._backlog.empty())
 
@@ -83,7 +83,7 @@ class Exchange:
             await self._send_on({"type": "http.response.body", "body": event})
 
     async def _until_cut(self, work: Awaitable[None]) -> None:
-        """Waits for `work`, which sends; closes the connection if the client does not read."""
+        """Awaits `work`, which sends to the client; at the deadline, closes the connection."""
         if not self._deadline.limited:
             await work
             return
@@ -105,7 +105,7 @@ class Exchange:
     def ended(self) -> bool:
         """Whether vLLM completed the response while the client was connected.
 
-        To a client that has gone, vLLM sends a complete but empty response.
+        If the client has gone, vLLM sends a complete but empty response, which does not count.
         """
         return self._complete and not self._client_left
 
@@ -116,7 +116,7 @@ class Exchange:
         return Entry(self._form, b"".join(self._parts))
 
     async def _receive(self, receive: Receive) -> Message:
-        """vLLM's `receive`: the body, then a disconnect by the client or by the deadline."""
+        """Gives vLLM the body, then a disconnect when the client leaves or the time is up."""
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
@@ -180,7 +180,7 @@ class Exchange:
                 self._on_too_long()
 
     def _corrected(self, part: bytes) -> bytes:
-        """Corrects the status in a part of a response that the deadline ended."""
+        """Corrects the status in a part of a response, if the deadline ended the response."""
         written = incomplete(part)
         if self._held is not None and len(written) != len(part):
             MutableHeaders(raw=self._held["headers"])["content-length"] = str(len(written))

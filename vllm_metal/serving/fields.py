@@ -21,7 +21,7 @@ _NO_SEED = -1
 
 
 class Body(BaseModel):
-    """The fields, typed as in vLLM's request classes."""
+    """The fields that serving needs, typed as in vLLM's request classes."""
 
     stream: bool | None = False
     stream_options: StreamOptions | None = None

@@ -62,11 +62,11 @@ class Tenants:
         """Opens only the file of keys.
 
         Args:
-            config: None, as vLLM calls it: from the environment.
-            figures: None: those of vLLM's /metrics.
-            sleep: waits for deadlines, in seconds.
-            model: None: vLLM's.
-            clock: seconds; times when the keys or a failed store are tried again.
+            config: settings; None (vLLM passes none): read them as the environment says.
+            figures: metrics to update; None: those in vLLM's /metrics.
+            sleep: waits a number of seconds, for deadlines.
+            model: identifies the model; None: by vLLM's application.
+            clock: returns seconds, to decide when to retry the keys or a failed store.
 
         Raises:
             ValueError: the settings cannot be used.
@@ -100,9 +100,9 @@ class Tenants:
             await self.app(scope, receive, send)
 
     async def ready(self, state: Any) -> None:
-        """Starts as the first message does, and waits until the model is identified.
+        """Starts what the first message would start, and waits until the model is identified.
 
-        `state` is that of vLLM's application.
+        `state`: state of vLLM's application.
         """
         self._start(state)
         if self._identifying is not None:
@@ -125,7 +125,7 @@ class Tenants:
         await self.app(scope, receive, after_closing)
 
     def _start(self, state: Any) -> None:
-        """Starts counting tokens, and identifying the model, without which nothing is cached."""
+        """Starts counting tokens, and identifying the model; until then nothing is cached."""
         if self._started:
             return
         self._started = True
@@ -152,7 +152,7 @@ class Tenants:
     async def _refuse_socket(
         self, keys: KeyFile, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Rejects a websocket before it is accepted: as HTTP if the server can, else by a code."""
+        """Rejects a websocket by an HTTP response if the server can, else by a close code."""
         await receive()
         try:
             _key_of(headers.read(scope), keys)
@@ -189,9 +189,9 @@ class Tenants:
     def _admit(
         self, keys: KeyFile, match: Match | None, sent: Headers, client: _Client
     ) -> tuple[Match, Key | None]:
-        """Returns the route and the request's key; None for a route without keys.
+        """Returns the route and the request's key, None if the route needs no key.
 
-        Raises Refusal if the key is missing or not for this route.
+        Raises Refusal if the key is missing or not valid for this route.
         """
         if match is not None and self._needs_no_key(match):
             return match, None
@@ -250,7 +250,7 @@ class Tenants:
 
 
 class _Client:
-    """A client's `send` that counts the response's status for its tenant."""
+    """Wraps a client's `send` to count the response's status for its tenant."""
 
     def __init__(self, send: Send, figures: Figures | None) -> None:
         self._send, self._figures = send, figures  # None without tenants
@@ -280,7 +280,7 @@ def _key_of(sent: Headers, keys: KeyFile) -> Key:
 
 
 def _inner_scope(scope: Scope, root: str, match: Match) -> Scope:
-    """Returns a scope for vLLM with only what was checked."""
+    """Returns the scope to pass to vLLM, with the checked path and an allowed query only."""
     if not match.route.query:
         # Also in the server's own scope: the access log would show a key in the query string.
         scope["query_string"] = b""

@@ -32,7 +32,6 @@ class Generation:
         self._deadline = Deadline(shared.config.timeout_s, shared.sleep)
 
     async def run(self, receive: Receive, send: Send) -> None:
-        """Answers the client."""
         request, figures = self._request, self._shared.figures
         duration = Duration(figures, receive, send)
         receive, send = duration.receive, duration.send
@@ -62,7 +61,7 @@ class Generation:
         )
 
     async def _answer_or_join(self, cache_key: str, receive: Receive, send: Send) -> None:
-        """Looks the response up, waits for an equal request's, or leads: asks vLLM for all."""
+        """Answers from the cache, from the response to an equal request in flight, or by vLLM."""
         cache = self._shared.cache
         assert cache is not None
         while (waiting := cache.coalesced.join(cache_key)) is not None:
@@ -92,7 +91,8 @@ class Generation:
     async def _wait(self, waiting: asyncio.Future[Entry], receive: Receive) -> Entry:
         """Waits for an equal request's response.
 
-        Raises the future's Abandoned or NotKept; Refusal at the deadline; ClientDisconnect.
+        Raises Abandoned or NotKept if the future does, Refusal at the deadline, and
+        ClientDisconnect.
         """
         disconnected = asyncio.ensure_future(body.until_gone(receive))
         expired = self._deadline.expired
@@ -123,7 +123,7 @@ class Generation:
 
         Args:
             result: what the response cache did, "miss" or "bypass"; None without a cache.
-            lead: gets the outcome for equal requests; None: the response is not cached.
+            lead: passes the outcome on to equal requests; None: do not cache the response.
         """
         shared = self._shared
         if shared.cache is not None and result is not None:

@@ -52,7 +52,7 @@ class Headers:
 
 
 def read(scope: Scope) -> Headers:
-    """Parses a request's headers; rejects none, as the route decides which of them matter."""
+    """Parses a request's headers; rejects nothing, because that depends on the route."""
     values = defaultdict(list)
     for name, value in scope["headers"]:
         values[name].append(value)

@@ -37,9 +37,9 @@ def around(app: ASGIApp, state: Any) -> ASGIApp:
 
 
 def of(settings: ServingConfig | None) -> BodyLimits:
-    """Returns a server's limits with all defaults resolved.
+    """Returns a server's limits with all defaults filled in.
 
-    Without settings they protect only the machine, so they are wider.
+    Without settings, the defaults are wider: they only protect the machine.
     """
     if settings is None:
         return BodyLimits(max_body_choices=_CHOICES, max_body_pixels=_PIXELS)

@@ -22,7 +22,7 @@ _OTHER_HOST = Refusal(403, "This server answers to 127.0.0.1 and localhost alone
 
 
 class LocalOnly:
-    """Requires the key on all routes except /health, and a Host of this machine on all."""
+    """Middleware that requires the key on all routes but /health, and this machine as Host."""
 
     def __init__(self, app: ASGIApp) -> None:
         """Raises ValueError if VLLM_API_KEY is not set."""

@@ -23,8 +23,8 @@ _NO_PARTS = frozenset(("tools", "properties", "$defs", "definitions", "arguments
 def check(fields: Mapping[str, Any]) -> None:
     """Raises Refusal if a body changes how images are processed, or has an image's `uuid`.
 
-    vLLM would use another image that is cached under the uuid. The cache is also separated by
-    tenant (`vllm_metal/patches/vllm_patches/image_names.py`); this is a second safeguard.
+    vLLM would use whatever image is cached under the uuid. The cache is also separated by tenant
+    (`vllm_metal/patches/vllm_patches/image_names.py`); this is a second safeguard.
     """
     for name in _COSTS:
         if fields.get(name):

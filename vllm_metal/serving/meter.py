@@ -35,7 +35,7 @@ class Meter:
     """Counts tokens by tenant, identified by a request's salt. Belongs to one event loop."""
 
     def __init__(self, figures: Figures, secret: bytes) -> None:
-        """`secret` is the one that salts are derived from."""
+        """`secret`: the secret from which salts are derived."""
         self._figures, self._secret = figures, secret
         self._by_namespace: dict[str | None, _Account] = {}
         self._introduced: set[str] = set()
@@ -46,7 +46,7 @@ class Meter:
     def introduce(self, key: Key, salt: str) -> None:
         """Maps a tenant's salts to its counters; call it before its request enters the engine.
 
-        `salt` is one that the server derived for any request of the tenant.
+        `salt`: a salt that the server derived for any request of the tenant.
         """
         if key.identity not in self._introduced:
             self._introduced.add(key.identity)
@@ -80,7 +80,7 @@ class Meter:
                 self._aborted.pop(name, None)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Moves requests to the aborted ones, which may still get outputs of running steps."""
+        """Marks requests as aborted; they may still get outputs of running steps."""
         for name in request_ids:
             if (account := self._running.pop(name, None)) is not None:
                 self._aborted[name] = account

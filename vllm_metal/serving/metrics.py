@@ -79,5 +79,5 @@ class Figures:
 
 @functools.cache
 def of_process() -> Figures:
-    """Returns the metrics that vLLM's /metrics shows. Call it in the server, after vLLM's."""
+    """Returns the metrics in vLLM's /metrics; call it in the server, after vLLM's own exist."""
     return Figures(REGISTRY)

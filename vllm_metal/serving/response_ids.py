@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ids of stored responses, which prove their owner.
 
-vLLM keeps the responses of all clients in one dictionary, by ids that clients may choose. Here the
-server chooses them: 128 random bits, and an HMAC (RFC 2104) of these bits and the tenant. So the
-server need not remember owners, and nobody can forge an id of another tenant.
+vLLM keeps the responses of all clients in one dictionary, by ids that clients may choose. With
+tenants, the server chooses the ids: 128 random bits, and an HMAC (RFC 2104) of these bits and the
+tenant. So the server need not remember owners, and nobody can forge an id of another tenant.
 """
 
 from __future__ import annotations

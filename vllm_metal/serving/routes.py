@@ -82,7 +82,7 @@ class Match:
 
 
 def find(method: str, path: str) -> Match | None:
-    """Returns the route of an upper-case method and a decoded path without `root_path`, if any."""
+    """Finds the route for an upper-case method and a decoded path without `root_path`, if any."""
     if route := _FIXED.get((method, path)):
         return Match(route)
     for route, pattern in _STORED:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks settings before a model is loaded, and the salt of every request in the engine."""
+"""Checks settings before the model is loaded, and the salt of every request to the engine."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def refusals(
 ) -> dict[str, bool]:
     """Maps settings that conflict with `VLLM_METAL_SERVING_CONFIG` to whether each is set.
 
-    `disk_salt_key` is prefix_cache_salt_key; `arguments` and `environment` default to those of this
-    process. Raises ValueError if the file cannot be used, or is needed but not named.
+    `disk_salt_key`: prefix_cache_salt_key. `arguments` and `environment` default to those of this
+    process. Raises ValueError if the settings file cannot be used, or is needed but not named.
     """
     # vLLM's configuration does not cover the front end, so the command line is searched, and the
     # file that it may name with --config.
@@ -79,8 +79,8 @@ def _config_file_arguments(arguments: Sequence[str]) -> list[str]:
 def check_salt(salt: object) -> None:
     """Rejects a request that bypassed the middleware.
 
-    Raises ValueError if there are tenants and `salt`, the request's `cache_salt` as the engine gets
-    it, was not derived by this server for one of them.
+    `salt`: the request's `cache_salt`, as the engine gets it. Raises ValueError if there are
+    tenants, and this server did not derive the salt for one of them.
     """
     secret = secret_of_tenants()
     if secret is None:

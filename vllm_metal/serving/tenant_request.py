@@ -48,9 +48,9 @@ class Shared:
 
 @dataclass(frozen=True)
 class TenantRequest:
-    """A checked request: whose it is, what its client sent, and what vLLM gets.
+    """A checked request: its key, what the client sent, and what to pass to vLLM.
 
-    Without tenants, only requests that generate become one, and `key` is None.
+    Without tenants, only generation requests become a TenantRequest, and `key` is None.
     """
 
     route: Route
@@ -64,12 +64,12 @@ class TenantRequest:
 
     @property
     def owner(self) -> str:
-        """Owner of its cached responses; "" without tenants."""
+        """Owner of the request's cached responses; "" without tenants."""
         return "" if self.key is None else self.key.tenant
 
     @property
     def identity(self) -> str:
-        """Distinguishes its tenant from all others, past ones included; "" without tenants."""
+        """Identity of the request's tenant, never reused for another; "" without tenants."""
         return "" if self.key is None else self.key.identity
 
 
@@ -79,13 +79,13 @@ async def read(
     """Reads a request's body, and isolates the request from other tenants.
 
     Args:
-        route: one that takes a body.
-        key: None without tenants.
+        route: a route that takes a body.
+        key: the client's key; None without tenants.
         sent: the client's headers.
-        scope: for vLLM, with the headers that vLLM may see.
+        scope: scope to pass to vLLM, with the headers that vLLM may see.
 
     Raises:
-        Refusal: the body may not be served.
+        Refusal: the body is invalid or not allowed.
         ClientDisconnect: the client left before the end of the body.
     """
     if sent.body is not None:
@@ -116,9 +116,9 @@ async def read(
 
 
 def _isolate(shared: Shared, route: Route, key: Key, outgoing: dict[str, Any]) -> None:
-    """Replaces the client's salt with a tenant's, by which images are owned and tokens counted.
+    """Replaces the client's salt by one of its tenant, which also owns images and token counts.
 
-    Raises Refusal if the request refers to data of others, or its salt is invalid.
+    Raises Refusal if the request refers to data of other tenants, or its salt is invalid.
     """
     if route.style is not None:
         _check_references(shared.secret, key, outgoing)
@@ -147,7 +147,7 @@ def _check_references(secret: bytes, key: Key, outgoing: dict[str, Any]) -> None
 def _client_salt(outgoing: dict[str, Any]) -> str:
     """Returns the client's salt, "" for none.
 
-    Raises Refusal if vLLM would reject it, or it looks like one of the server's.
+    Raises Refusal if vLLM would reject the salt, or it looks like one that the server derived.
     """
     salt = outgoing.get("cache_salt")
     if salt is None:

@@ -46,7 +46,7 @@ class Key:
 
     @property
     def identity(self) -> str:
-        """Owner of the tenant's data. A tenant added anew gets no data of a removed namesake."""
+        """Owner of the tenant's data; differs from that of a removed tenant of the same name."""
         return f"{self.tenant}@{self.generation}" if self.generation else self.tenant
 
 
@@ -119,8 +119,8 @@ def _generation(keys: Sequence[Key], tenant: str) -> str:
 def remove(path: Path, which: str) -> Removal:
     """Removes the key with an id, or all keys of a tenant.
 
-    Raises ValueError if there is none or the file cannot be read, OSError if the file cannot be
-    written.
+    Raises ValueError if there is no such key or the file cannot be read, OSError if the file cannot
+    be written.
     """
     with _locked(path):
         keys = read(path)
@@ -143,15 +143,15 @@ def check_name(tenant: str) -> None:
 
 
 def digest(secret: str) -> str:
-    """SHA-256 of a key, in hex."""
+    """Returns SHA-256 of a key, in hex."""
     return hashlib.sha256(secret.encode(errors="surrogatepass")).hexdigest()
 
 
 class KeyFile:
-    """Current keys of a file, which is read again when it changes.
+    """The current keys of a file, which is read again when it changes.
 
     If the file becomes unreadable, the keys stay as they were. If it becomes accessible to other
-    users, only removals are applied. Both are logged once.
+    users, only removals of keys take effect. Both are logged once.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:

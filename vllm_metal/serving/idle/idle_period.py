@@ -26,7 +26,7 @@ class IdlePeriod:
 
 
 def spells(settings: AdditionalConfig) -> list[IdlePeriod]:
-    """Returns the consecutive idle periods before each sleep level; none if it does not sleep."""
+    """Returns the consecutive idle periods before each sleep level; empty without `idle_sleep`."""
     pool, weights = settings.idle_sleep, settings.idle_sleep_weights
     if pool is None:
         return []

@@ -24,20 +24,20 @@ _GIVEN_BACK = {1: "the KV pool is", 2: "the weights are"}
 
 
 class SleepingEngine(Protocol):
-    """The engine as a sleeper sees it."""
+    """The operations of an engine that a Sleeper needs."""
 
     async def is_stopped(self) -> bool:
-        """Returns whether somebody else has paused it, or put it to sleep."""
+        """Returns whether the engine was paused or put to sleep by other means than `sleep`."""
 
     async def sleep(self, level: int) -> None:
-        """Frees memory: the KV pool's at level 1; the weights', too, at level 2, reached from 1."""
+        """Frees the KV pool's memory at level 1, and the weights' at level 2, after level 1."""
 
     async def wake_up(self) -> None:
-        """Takes all memory again, and resumes requests."""
+        """Allocates all memory again, and resumes requests."""
 
 
 class Sleeper:
-    """Decides when one engine sleeps, unless the user does with vLLM's sleep and pause calls."""
+    """Puts one engine to sleep when it is idle, unless the user controls it by vLLM's calls."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Sleeper:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts nothing; `spells` are consecutive, by level. `clock` is in seconds."""
+        """`spells`: idle periods in order of their levels; `clock`: returns seconds."""
         self._engine, self._periods = engine, spells
         self._sleep, self._clock = sleep, clock
         self._lock = asyncio.Lock()
@@ -84,7 +84,7 @@ class Sleeper:
                 self._idle.set()
 
     async def sleep(self, call: Callable[[], Awaitable[None]], level: int) -> None:
-        """Makes the user's sleep call, or pause at level 0; it lasts until the user ends it."""
+        """Makes the user's sleep call, or pause call at level 0, which only the user can undo."""
         async with self._lock:
             if self._level and not level:  # a pause, which must leave the engine with its memory
                 await self._engine.wake_up()
@@ -102,7 +102,7 @@ class Sleeper:
             return awake
 
     async def _ensure_awake(self) -> None:
-        """Waits for the lock's holder, and until the engine is awake."""
+        """Wakes the engine if the sleeper put it to sleep; raises if it cannot wake up."""
         # All waiting requests share one attempt, and it is shielded from a cancelled one.
         if self._waking is None:
             self._waking = asyncio.create_task(self._wake())
@@ -134,7 +134,7 @@ class Sleeper:
                     await self._activity.wait()
 
     async def _sleep_in_steps(self) -> bool:
-        """Sleeps deeper after each idle period; returns whether nothing came in all of them."""
+        """Sleeps deeper after each idle period; returns False if activity ends one of them."""
         for period in self._periods:
             if not (await self._is_idle_for(period.seconds) and await self._fall_asleep(period)):
                 return False
@@ -152,7 +152,7 @@ class Sleeper:
         return not self._activity.is_set()
 
     async def _fall_asleep(self, period: IdlePeriod) -> bool:
-        """Puts the engine to sleep, unless a request or the user came first; returns whether."""
+        """Puts the engine to sleep; returns False if a request or the user came first."""
         async with self._lock:
             if period.level <= self._level:  # it did not wake up for the last request
                 return True

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def keep_engines() -> None:
-    """Gives each engine created from now on a sleeper if its settings ask for one."""
+    """Makes each engine that is created later have a Sleeper if its settings ask for it."""
     engine_sleep.keep(_make_sleeper, _refuse_without_a_loop)
 
 

@@ -31,7 +31,7 @@ EXCHANGE: ContextVar[Exchange | None] = ContextVar("idle_exchange", default=None
 
 
 class CannotWake(GracefulHTTPError):
-    """Fails one request. The engine still sleeps, and may be able to wake up for the next one."""
+    """A request fails because its engine cannot wake up; the next one tries again."""
 
     def __init__(self) -> None:
         super().__init__(MESSAGE, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -41,7 +41,7 @@ class CannotWake(GracefulHTTPError):
 
 
 class Unavailable:
-    """Holds the start of a response until its first part, so that 503 can still replace it.
+    """Middleware that delays a response's start until its first part, so that 503 can replace it.
 
     vLLM starts a stream, with status 200, before it calls the engine.
     """

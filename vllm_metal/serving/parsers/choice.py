@@ -19,7 +19,7 @@ BY_TOKENIZER = Rule("hf")
 
 @dataclass(frozen=True)
 class Choice:
-    """Parsers for a model."""
+    """The parsers chosen for a model, and the files they were chosen by."""
 
     files: ModelFiles
     tool: Rule | None  # of the chosen parser, if any
@@ -37,7 +37,7 @@ class Choice:
         return tuple(found)
 
     def lines(self) -> Iterator[str]:
-        """Yields the explanations, which contain no text of the model."""
+        """Yields explanations for the log, which contain no text from the model's files."""
         yield from filter(None, (self.of_tools, self.of_reasoning, self.of_sampling))
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a model's files for its formats of tool calls and reasoning, without loading the model."""
+"""Reads the files that show a model's formats of tool calls and reasoning; loads no weights."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def read(
     """Reads a model's files.
 
     Args:
-        model: a folder, or a name on the Hugging Face hub; only small files are fetched, which vLLM
-            reads, too.
-        revision: on the hub.
+        model: a folder, or a name on the Hugging Face hub, from which only small files are fetched,
+            which vLLM reads, too.
+        revision: revision on the hub.
         chat_template: --chat-template, a file or the template itself; replaces the model's own.
         tokenizer: --tokenizer, a folder or a name; replaces the model's own.
 
@@ -100,7 +100,7 @@ def read(
 
 
 def _file_finder(model: str, revision: str | None) -> Callable[[str], Path | None]:
-    """Returns a function from a file's name to its path, None if the model has no such file."""
+    """Returns a function that finds a model's file by name; it returns None if there is none."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return lambda name: folder / name

@@ -19,10 +19,10 @@ FolderOf = Callable[[str, bool], str]
 
 
 def set_parsers(args: Namespace, folder_of: FolderOf = lambda model, tokenizer: model) -> None:
-    """Sets missing parsers in `args`, parsed by vLLM, by the model's files; logs the choice.
+    """Chooses parsers that `args` of `vllm serve` lack by the model's files; logs the choice.
 
-    `folder_of` maps a model, and whether its own tokenizer is used, to the folder to read.
-    Raises EndlessTemplate if the chat template exceeds the limits: the start would hang, too.
+    `folder_of` maps a model, and whether its own tokenizer is used, to the folder to read. Raises
+    EndlessTemplate if the chat template exceeds the limits, since it would hang the server.
     """
     tools = args.tool_call_parser is None
     reasoning = not (

@@ -14,7 +14,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Rule:
-    """A parser, and the conditions that a model must all meet for it."""
+    """A parser, and the conditions for it, all of which a model must meet."""
 
     parser: str  # name in vLLM's registry
     markers: tuple[str, ...] = ()  # parts of the chat template; all must be there

@@ -37,11 +37,11 @@ NEVER = Thinking(opened=False, by_default=False)
 
 
 class EndlessTemplate(ValueError):
-    """Raised for a template beyond the limits, which would also hang the start and each request."""
+    """A chat template exceeds the limits, and would hang the server's start and each request."""
 
 
 def of_template(template: str) -> Thinking:
-    """Examines a template; returns `NEVER` if it has no "think" in it or cannot be rendered."""
+    """Examines a template; returns `NEVER` if it has no "think" or cannot be rendered."""
     if "think" not in template:
         return NEVER
     try:
@@ -57,7 +57,7 @@ def of_template(template: str) -> Thinking:
 
 
 def of_unknown_template(template: str) -> Thinking:
-    """Like `of_template`, in a process with limited time and memory: a template may never end.
+    """Like `of_template`, in a process with limited time and memory, as rendering may not end.
 
     Raises EndlessTemplate if it exceeds the limits.
     """

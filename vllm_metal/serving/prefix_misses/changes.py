@@ -71,13 +71,12 @@ def first(before: str, now: str) -> Difference:
 
 
 def _common_length(one: str, other: str) -> int:
-    """Returns the length of the common prefix."""
     shorter = min(len(one), len(other))
     return next((i for i in range(shorter) if one[i] != other[i]), shorter)
 
 
 def _find_match(before: str, now: str) -> tuple[int, int] | None:
-    """Returns the first index in each text from which both match again; None if they do not."""
+    """Finds where two texts match again: returns the index in each, or None."""
     starts: dict[str, int] = {}
     for start in range(len(before) - _MATCH + 1):
         starts.setdefault(before[start : start + _MATCH], start)

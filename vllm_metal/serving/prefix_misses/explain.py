@@ -62,7 +62,7 @@ def explain(
         closest: the most similar earlier prompt, if any.
         cached: tokens found in the prefix cache.
         block_size: tokens per block.
-        decode: detokenizes.
+        decode: detokenizes token ids.
     """
     findable = len(prompt.tokens) - 1  # the last token is always computed
     if closest is None:

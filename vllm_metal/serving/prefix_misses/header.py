@@ -3,7 +3,7 @@
 
     Prefix-Cache-Miss: date; cached=0; lost=5120; token=37; message=0; role="system"
 
-It is an item with parameters (RFC 9651). A client that sends the header itself, such as
+The header is an item with parameters (RFC 9651). A client that sends the header itself, such as
 `Prefix-Cache-Miss: usage`, also gets the report in the usage of its responses. If it sends `text`,
 the header also has the old and the new text, both from the client's own prompts.
 """
@@ -25,7 +25,7 @@ _MOST_TEXT = 80  # characters
 
 
 class MissHeader:
-    """Holds the start of a response until its first part, when the miss is known.
+    """Middleware that delays a response's start until its first part, when the miss is known.
 
     A stream of the Responses API begins earlier, so only its usage has the report.
     """
@@ -50,13 +50,13 @@ class MissHeader:
 
 class _Answer:
     def __init__(self, style: Style, requested: str | None, exchange: Exchange, send: Send) -> None:
-        """`asked` is the client's header, if any; `exchange` gets the miss later."""
+        """`requested`: the client's header, if any; `exchange` gets the miss later."""
         self._style, self._requested, self._exchange, self._send = style, requested, exchange, send
         self._start: Message | None = None  # until it is sent
         self._writer: UsageWriter | None = None
 
     async def send(self, message: Message) -> None:
-        """Sends a message of the application, with the report added."""
+        """Sends a message to the client, after adding the report."""
         if message["type"] == "http.response.start":
             self._start = message
             return
@@ -106,7 +106,7 @@ def _style(scope: Scope) -> Style | None:
 
 
 def _display(text: str) -> str:
-    """Escapes all but printable ASCII, and % and ", as in RFC 9651's display strings."""
+    """Escapes %, " and everything but printable ASCII, as in RFC 9651's display strings."""
     plain = range(0x20, 0x7F)
     return "".join(
         chr(byte) if byte in plain and chr(byte) not in '%"' else f"%{byte:02x}"

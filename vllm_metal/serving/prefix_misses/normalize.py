@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Removes per-request text from system messages, so that prompts share a prefix.
+"""Removes text that changes with each request from system messages, so that prompts share prefixes.
 
-Only kinds that the user lists are removed, as this changes what the model reads.
+It removes only the kinds of text that the user lists, because the model's input changes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def normalizer(names: Sequence[str]) -> Callable[[Sequence[Any]], Sequence[Any]]
     """Returns a function that removes these kinds of text from copies of JSON messages.
 
     Args:
-        names: of settings.additional_config.NORMALIZED.
+        names: kinds of text, from settings.additional_config.NORMALIZED.
     """
     patterns = [_PATTERNS[name] for name in names]
 

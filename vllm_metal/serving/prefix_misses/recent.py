@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Remembers the last prompts of one owner, and finds the one with the longest common prefix.
 
-Prompts are stored as a tree of chunks, keyed by their bytes, so that they share common prefixes: a
-turn of a long conversation costs the hashes of its chunks, and memory only for new ones.
+Prompts are stored as a tree of chunks, keyed by their bytes, so that they share common prefixes:
+each turn of a long conversation hashes all of its chunks, but takes memory only for new ones.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RecentPrompts:
     """The last prompts of one owner. Not thread-safe."""
 
     def __init__(self, most: int) -> None:
-        """Beyond `most` prompts, the oldest is forgotten."""
+        """most: number of prompts beyond which the oldest is forgotten."""
         self._most = most
         self._root = _Chunk(b"", None)
         self._prompts: dict[int, Remembered] = {}
@@ -79,7 +79,7 @@ class RecentPrompts:
     def add(self, prompt: Prompt) -> tuple[Remembered, Closest | None]:
         """Remembers a prompt; returns it and the closest earlier one.
 
-        The latter is None if no prompt has the same first token or any equal message.
+        The closest is None if no prompt has the same first token or an equal message.
         """
         chunk, rest = self._root, list[bytes]()
         chunks = _chunks(prompt.tokens)
@@ -113,7 +113,7 @@ class RecentPrompts:
             chunk = chunk.parent
 
     def _closest(self, prompt: Prompt, chunk: _Chunk, rest: Sequence[bytes]) -> Closest | None:
-        """`chunk` is the last one shared with other prompts, `rest` the chunks after it."""
+        """Finds the closest prompt; `chunk`: last one shared with others; `rest`: later ones."""
         common = len(prompt.tokens) - sum(map(len, rest)) // _SIZE
         if not common:
             return self._by_messages(prompt, rest)
@@ -152,7 +152,6 @@ def _chunks(tokens: array[int]) -> Iterator[bytes]:
 
 
 def _count_common(one: bytes, other: bytes) -> int:
-    """Returns the number of tokens in the common prefix."""
     shorter = min(len(one), len(other)) // _SIZE
     same = np.frombuffer(one, TOKEN, shorter) == np.frombuffer(other, TOKEN, shorter)
     return shorter if same.all() else int(same.argmin())

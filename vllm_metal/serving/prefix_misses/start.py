@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def around(app: ASGIApp, state: Any) -> ASGIApp:
-    """Wraps vLLM's application to explain prefix-cache misses, as far as its settings ask for it.
+    """Wraps vLLM's application to explain prefix-cache misses, if its settings ask for it.
 
-    Without an engine, as for a server that only renders prompts, nothing changes.
+    No-op without an engine, as in a server that only renders prompts.
     """
     if (engine := state.engine_client) is None:
         return app

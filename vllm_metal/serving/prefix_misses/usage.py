@@ -3,8 +3,8 @@
 
     "usage": {..., "prompt_tokens_details": {"prefix_cache_miss": {"cause": "date", "lost": 5120}}}
 
-The report is added to the response that vLLM wrote: no other client gets the field, and no cached
-response contains it.
+The report is added to what vLLM responds, so that neither other clients nor cached responses get
+the field.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class UsageWriter:
         self._held = b""
 
     def write(self, piece: bytes, last: bool) -> bytes:
-        """Takes a piece of the body, and returns all whole events, or the whole object at last."""
+        """Takes a piece of the body; returns complete events, or the object at the end."""
         self._held += piece
         if last:
             end = len(self._held)

@@ -25,7 +25,7 @@ PROMPTS, OWNERS, MOST_BYTES = 32, 256, 2**26
 
 @dataclass
 class Exchange:
-    """Result for one HTTP request."""
+    """The explanation for one HTTP request, once it is known."""
 
     miss: Miss | None = None
 
@@ -36,7 +36,7 @@ EXCHANGE: ContextVar[Exchange | None] = ContextVar("prefix_misses_exchange", def
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt in the engine, until its first token."""
+    """A prompt that the engine computes, kept until its first output token."""
 
     prompt: Prompt
     remembered: Remembered
@@ -57,11 +57,11 @@ class Watch:
     ) -> None:
         """
         Args:
-            decode: detokenizes.
+            decode: detokenizes token ids.
             lost: counter of lost tokens, by cause.
-            block_size: tokens per block; None: unknown, as for hybrids, and inferred from hits.
+            block_size: tokens per block; None (for hybrids): inferred from hits.
             prompts: see PROMPTS.
-            most_bytes: see MOST_BYTES; prompts of the least recent owner are evicted.
+            most_bytes: see MOST_BYTES; beyond it, evicts prompts of the least recent owner.
         """
         self._decode, self._lost = decode, lost
         self._block_size, self._hit_divisor = block_size, 0
@@ -83,10 +83,11 @@ class Watch:
         """Remembers a prompt that goes to the engine.
 
         Args:
-            tokens: of the prompt.
-            salt: the request's `cache_salt`, its owner: prompts are compared within one owner only.
-            messages: rendered into the prompt by a chat template; none for plain text.
-            tools: likewise.
+            tokens: tokens of the prompt.
+            salt: the request's `cache_salt`, which identifies its owner; only prompts of the same
+                owner are compared.
+            messages: messages that a chat template rendered into the prompt; none for plain text.
+            tools: tools that it rendered.
         """
         prompt = Prompt.of(tokens, messages, tools)
         recent = self._owners.setdefault(salt, RecentPrompts(self._prompts))
@@ -98,10 +99,10 @@ class Watch:
         return Question(prompt, remembered, closest, elsewhere)
 
     def answered(self, question: Question, cached: int) -> None:
-        """Reports a prompt's miss, once it has its first token, to log, /metrics and client.
+        """Reports a prompt's miss to log, /metrics and client; call it at the first output token.
 
         Args:
-            question: from `asked`.
+            question: result of `asked`.
             cached: tokens found in the prefix cache.
         """
         question.remembered.answered = True

@@ -21,11 +21,11 @@ _T = TypeVar("_T")
 
 
 class NotKept(Exception):
-    """The leader's response cannot be shared: it is an error, or was cut off."""
+    """The response to the first of equal requests cannot be shared: it is an error, or cut off."""
 
 
 class Abandoned(Exception):
-    """The leader's client left before the response was complete: another request must lead."""
+    """The first client left before its response was complete; another request must be sent."""
 
 
 class Coalesced:
@@ -38,26 +38,26 @@ class Coalesced:
         self._in_flight: dict[str, asyncio.Future[Entry]] = {}
 
     def join(self, key: str) -> asyncio.Future[Entry] | None:
-        """Returns the leader's response in flight, which may raise NotKept or Abandoned.
+        """Returns the future response to an equal request; it may raise NotKept or Abandoned.
 
-        None if there is no leader: the caller must call `lead`.
+        Returns None if there is no such request: the caller must then call `lead`.
         """
         return self._in_flight.get(key)
 
     def lead(self, key: str) -> Lead:
-        """Makes later requests wait for the caller, which must call `end`, even on failure."""
+        """Makes later equal requests wait until the caller calls `end`, which it always must."""
         self._in_flight[key] = asyncio.get_running_loop().create_future()
         return Lead(self._in_flight, key)
 
 
 class Lead:
-    """The first request of a key."""
+    """The first of equal requests, which the others wait for."""
 
     def __init__(self, in_flight: dict[str, asyncio.Future[Entry]], key: str) -> None:
         self._in_flight, self._key, self._future = in_flight, key, in_flight[key]
 
     def end(self, outcome: Entry | Exception) -> None:
-        """Gives the outcome to all waiting requests; a second call does nothing."""
+        """Passes the outcome to all waiting requests; a second call does nothing."""
         if self._future.done():
             return
         del self._in_flight[self._key]
@@ -78,7 +78,7 @@ class ResponseCache:
         figures: Figures,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`secret` signs responses with their keys; `clock` is in seconds."""
+        """`secret`: signs each response together with its key; `clock` returns seconds."""
         self._store, self._secret, self._figures = store, secret, figures
         # Separate states: a full disk or a full Redis server can still be read.
         self._reading = _Access(
@@ -106,7 +106,7 @@ class ResponseCache:
         await self._call(self._writing, lambda: self._store.put(key, sealed, owner))
 
     async def count_bytes(self) -> None:
-        """Updates the size metric from the store, which other servers and commands also change."""
+        """Updates the size metric, because other servers and commands change the store, too."""
         total = await self._call(self._reading, self._store.num_bytes)
         if total is not None:
             self._figures.kept_bytes.set(total)
@@ -116,7 +116,6 @@ class ResponseCache:
         self._figures.kept_answers.labels(result).inc()
 
     async def close(self) -> None:
-        """Closes the store."""
         await self._store.close()
 
     async def _call(self, access: _Access, operation: Callable[[], Awaitable[_T]]) -> _T | None:
@@ -132,7 +131,7 @@ class ResponseCache:
 
 
 class _Access:
-    """Whether reading or writing a store works, and when to try it again."""
+    """Tracks whether reading (or writing) a store works, and when to retry it."""
 
     def __init__(self, complaint: str) -> None:
         self._complaint = complaint

@@ -18,7 +18,7 @@ _DONE = b"[DONE]"
 
 
 def is_complete(style: Style, entry: Entry) -> bool:
-    """Returns whether a response has its end, and no error in it."""
+    """Returns whether a response reached its regular end and contains no error."""
     try:
         if entry.form == "whole":
             return _whole_is_complete(style, json.loads(entry.content))

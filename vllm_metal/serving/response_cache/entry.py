@@ -28,7 +28,7 @@ class Entry:
 
     @staticmethod
     def unseal(sealed: bytes, secret: bytes, key: str) -> Entry | None:
-        """Reads bytes of `seal`; None if they were made with another secret or key."""
+        """Reads the result of `seal`; None if it was made with another secret or key."""
         mac, content = sealed[:_MAC_BYTES], sealed[_MAC_BYTES:]
         if not hmac.compare_digest(mac, _mac(secret, key, content)):
             return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes cache keys: digests of all that must be equal for two requests to share a response.
+"""Computes cache keys: digests of everything that requests must agree on to share a response.
 
-That is the rendered prompt's tokens, the body, the model and its server, and the tenant. All fields
-of the body count except those listed as harmless, so that unknown fields are safe.
+A key covers the rendered prompt's tokens, the body, the model and its server, and the tenant. All
+fields of the body count except those listed as harmless, so that unknown fields are safe.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ async def of_request(
     """Returns the key as 64 hex digits; None if the request is invalid, which vLLM will report.
 
     Args:
-        style: of the route.
+        style: style of the route.
         fields: the client's body.
         read: the body as parsed by vLLM.
         tenant: the tenant's identity; "" without tenants.

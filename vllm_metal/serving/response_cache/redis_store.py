@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cached responses in Redis, shared by several servers of one model."""
+"""Stores cached responses in Redis, for several servers of one model."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ _T = TypeVar("_T")
 
 
 class _OtherType(Exception):
-    """A key has a value of another type, which somebody else wrote."""
+    """A key has a value of another type, which this store did not write."""
 
 
 class RedisStore:
-    """A store in a Redis server. Evicts what expires first, which is the oldest with one TTL."""
+    """A store in a Redis server. Evicts what expires first: the oldest, as TTLs are equal."""
 
     def __init__(
         self, url: str, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.time

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renders prompts with vLLM's own renderer, and fingerprints all else that a response depends on.
+"""Renders prompts with vLLM's renderer, and fingerprints everything else a response depends on.
 
-The renderer is that of vLLM's route `/v1/chat/completions/render` and the like, so its tokens are
-those that the engine gets.
+vLLM's routes such as `/v1/chat/completions/render` use the same renderer, so the tokens are those
+that the engine gets.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _REQUESTS: dict[Style, tuple[type[BaseModel], str]] = {
 
 
 def renderer(state: Any) -> Render:
-    """Returns the renderer in the state of vLLM's application."""
+    """Returns a function that renders prompts with the renderer in vLLM's application state."""
 
     async def render(style: Style, fields: dict[str, Any]) -> list[Rendered] | None:
         model, name = _REQUESTS[style]
@@ -82,8 +82,8 @@ def renderer(state: Any) -> Render:
 def fingerprint(state: Any, memo: Path | None) -> str:
     """Returns a digest of the model and of all settings that affect responses, as 32 hex digits.
 
-    It reads all weights, which takes seconds to a minute, unless `memo`, a file, has their digest.
-    Raises OSError if a file cannot be read. `state` is that of vLLM's application.
+    Reads all weights, which takes seconds to a minute, unless the file `memo` has their digest.
+    Raises OSError if a file cannot be read. `state`: state of vLLM's application.
     """
     config = state.engine_client.vllm_config
     model = config.model_config
@@ -118,7 +118,7 @@ def _files(*folders: Path) -> str:
 
 
 def _plugins(arguments: Any) -> str:
-    """Returns the digest of Python files that arguments name: parsers and logits processors."""
+    """Digests the Python files of parsers and logits processors that arguments name."""
     paths = [getattr(arguments, name, None) for name in _PLUGIN_FILES]
     for processor in getattr(arguments, "logits_processors", None) or ():
         module = str(processor).partition(":")[0] if isinstance(processor, str) else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cached responses in a SQLite file, which survives crashes.
+"""Stores cached responses in a SQLite file, which survives crashes.
 
 In WAL mode with synchronous=NORMAL, a crash of the process loses no commit; a crash of the machine
 may lose the last ones, but does not corrupt the file (sqlite.org/pragma.html#pragma_synchronous).
@@ -266,5 +266,5 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _whole_pages(size: int, page: int) -> int:
-    """Returns the bytes of a row's pages; small rows share one."""
+    """Rounds the size of a row up to whole pages; small rows share a page."""
     return size if size < page // 4 else -(-size // page) * page

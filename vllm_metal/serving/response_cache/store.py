@@ -11,7 +11,7 @@ class StoreError(Exception):
 
 
 class Store(Protocol):
-    """Bytes by key, with a TTL and a size limit. All methods but `close` may raise StoreError."""
+    """Stores bytes by key, with TTL and size limit. Methods but `close` may raise StoreError."""
 
     async def get(self, key: str, owner: str = "") -> bytes | None:
         """Returns an owner's value; None if there is none, or it has expired."""

@@ -14,7 +14,6 @@ SECRET_FILE = "secret"  # in the store's folder
 
 
 def open_store(config: ResponseCacheConfig) -> Store:
-    """Opens the configured store."""
     if config.redis is not None:  # imported here, as the package redis is optional
         from vllm_metal.serving.response_cache.redis_store import RedisStore
 
@@ -26,9 +25,9 @@ def open_store(config: ResponseCacheConfig) -> Store:
 
 
 def secret_of(config: ResponseCacheConfig) -> bytes:
-    """Returns the secret without tenants: the configured one, or one created at the first start.
+    """Returns the secret to use without tenants: the configured one, or one created at first use.
 
-    If it cannot be created, returns one for this process only. Raises ValueError as
+    If it cannot be stored, returns a secret for this process only. Raises ValueError as
     `secret_file.read` does.
     """
     if config.secret is not None:
