@@ -98,7 +98,6 @@ class Upstream:
         )
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self._client.aclose()
 
     async def model(self) -> Model:

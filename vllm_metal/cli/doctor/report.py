@@ -61,7 +61,6 @@ class Report:
 
     @property
     def failed(self) -> list[str]:
-        """Names of the checks that failed."""
         return [finding.name for finding in self._findings if finding.status == "failed"]
 
     def add(self, finding: Finding) -> None:

@@ -36,7 +36,6 @@ _AT_ONCE = 1 << 18
 
 
 def is_readable(kind: GGMLQuantizationType) -> bool:
-    """Whether weights of a type are supported."""
     if kind in FLOATS or kind in EXACT:
         return True
     try:

@@ -33,7 +33,6 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
         return self.shape[0] * self.row_bytes
 
 
