@@ -59,7 +59,7 @@ def prepare(
         last_token_ids: [max_num_reqs] int32, by req_idx the newest token, on the device. A row
             whose token the host does not know yet takes it from there.
         drafts: of the scheduled requests, in their order.
-        behind: of the scheduled requests; None: the host knows how many tokens each has.
+        lag: lag of the scheduled requests; None: the host knows how many tokens each has.
     """
     scheduled_requests = [requests[req_id] for req_id in num_scheduled_tokens]
     req_indices = np.fromiter(

@@ -172,7 +172,7 @@ def single_rows(
         spans: of R requests, one row each: the first pass.
         limits_np: [R] drafts of each, from 1.
         tokens: [R] int32, of the first pass.
-        behind: how far before the spans the requests are; None: the spans are exact.
+        lag: how far the spans' positions exceed the requests' true ones; None: they are exact.
     """
     found = []
     for number in range(int(limits_np.max())):

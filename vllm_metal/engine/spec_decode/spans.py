@@ -77,7 +77,7 @@ class Spans:
         Args:
             input_ids: [T] int32.
             logits_indices: [N] int32, rows to compute logits of; None: all.
-            behind: how far before these positions the requests are; None: they are exact.
+            lag: how far these positions exceed the requests' true ones; None: they are exact.
             stored_np: [T] bool, rows whose K/V are kept; None: all.
         """
         return Rows(
