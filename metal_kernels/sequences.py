@@ -67,7 +67,7 @@ class RecurrenceInputs:
 
 @dataclass(frozen=True)
 class StatePart:
-    """A part of a state and its place in the state's bytes."""
+    """A part of a state, and its location among the state's bytes."""
 
     start: int  # in bytes, a multiple of 16
     shape: tuple[int, ...]

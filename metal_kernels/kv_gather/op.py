@@ -35,7 +35,7 @@ def gather(
         pool: [Hkv, B, block_size, D] float16, bfloat16 or float32, or quantized: uint8 for fp8
             e4m3, int8 for integers. A row has a multiple of 16 bytes.
         block_table: [n, W] int32; blocks outside the pool, such as -1, read as zeros.
-        dtype: of the context: float16, bfloat16 or float32.
+        dtype: dtype of the context: float16, bfloat16 or float32.
         after: fences of dispatches to wait for.
         scales: [Hkv, B, block_size] bfloat16 of a quantized pool: value = quantized * scale.
         bounds: [n, 2] int32, first slot to read in each request's context, and one past the last;

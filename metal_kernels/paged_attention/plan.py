@@ -60,7 +60,7 @@ def plan(
         query_start_loc: [R + 1] int32, first batch row of each request.
         seq_lens: [R] int32, context of each request including this step's rows.
         block_tables: [R, W] int32, pool blocks of each request in order.
-        shape: of the layers' attention.
+        shape: heads and head sizes of the layers.
         window: a query at position p sees positions (p - window, p]; None: [0, p].
         tiles: tile sizes to choose from, at least one; None: all.
         most_work: limit of FLOPs of a dispatch; more tiles are spread over several.

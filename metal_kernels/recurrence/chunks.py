@@ -53,7 +53,7 @@ class ChunkStates:
     updates: mx.array  # [n, HK, G, L, DV], u
 
     def after(self, endings: Endings | None) -> mx.array:
-        """Returns [E, HK, G, DV, DK] states at the endings; None: each sequence's last state."""
+        """Returns the [E, HK, G, DV, DK] states to store; None: each sequence's last state."""
         length = self.keys.shape[-2] if endings is None else endings.length
         before = self.before
         keys, decays, updates = (

@@ -56,7 +56,7 @@ def running(port: int, key: str, model: str | None) -> Endpoint | None:
     """Returns the server on a local port, or None if nobody listens there.
 
     Args:
-        port: of the server.
+        port: port of the server.
         key: API key; "" for none.
         model: name in requests that must be served; None for the first one listed.
 

@@ -302,7 +302,7 @@ def _origin(
 
 
 def _largest(indices: mx.array) -> np.ndarray:
-    """Reduces [n] or [E, n] indices to [n], those of the expert with the largest."""
+    """Reduces [n] or [E, n] indices to [n]: the maximum over experts."""
     return np.array(indices).reshape(-1, indices.shape[-1]).max(0).astype(int)
 
 

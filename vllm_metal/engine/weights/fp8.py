@@ -60,7 +60,7 @@ def of_blocks(
         scales: [..., ceil(out / block[0]), ceil(in / block[1])] floating point, or uint8: E8M0.
         block: rows and columns of a block.
         powers_of_two: whether the checkpoint declares its scales to be powers of two.
-        dtype: of activations.
+        dtype: dtype of activations.
 
     Raises:
         ModelLoadError: the scales do not fit such blocks, or are not powers of two.

@@ -82,7 +82,7 @@ def awq(
         qweight: [in, out / 8] int32.
         scales: [groups, out] floating point.
         qzeros: [groups, out / 8] int32; None: 8.
-        dtype: of activations.
+        dtype: dtype of activations.
         group_size: see `gptq`.
     """
     codes = pack(mx.contiguous(_awq_columns(qweight).T), 4)
@@ -103,7 +103,7 @@ def awq_by_rows(
         qweight: [out, in / 8] int32, in order.
         scales: [out, 8 * words] floating point: one per group, then padding.
         qzeros: [out, words] int32, in order; None: 8.
-        dtype: of activations.
+        dtype: dtype of activations.
         group_size: as configured; None for whole rows.
     """
     num_in = qweight.shape[-1] * 8
@@ -135,7 +135,7 @@ def compressed(
         zeros: [..., out / values per word, groups] int32, packed down columns; None: 2**(bits-1).
         g_idx: [in] int32, each input's group; None or negative: in order.
         num_in: columns of the weight (`weight_shape`).
-        dtype: of activations.
+        dtype: dtype of activations.
         group_size: see `gptq`.
     """
     per = 32 // bits
@@ -168,7 +168,7 @@ def integers(
         values: [..., out, in] int8.
         scales: [..., out, groups] floating point, or one for the tensor.
         zeros: int8, shaped as scales; None: 0.
-        dtype: of activations.
+        dtype: dtype of activations.
         group_size: see `gptq`.
     """
     *outer, num_out, _ = values.shape

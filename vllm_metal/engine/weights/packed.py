@@ -121,7 +121,7 @@ def affine(
         values: [..., out, in] uint8, or [..., out, in * bits / 32] uint32 if `packed`.
         scales: [..., out, groups] floating point; groups are equal, but the last may be shorter.
         zeros: [..., out, groups] integers, or one for all.
-        dtype: of activations.
+        dtype: dtype of activations.
         size: configured columns per scale; None for equal groups.
         packed: whether `values` are in MLX's packing.
 

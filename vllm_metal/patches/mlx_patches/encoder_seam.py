@@ -17,7 +17,7 @@ _NAME = "scaled_dot_product_attention"
 def install(module: ModuleType) -> None:
     """Makes a module's attention call the mask if it is an `AttendingCache`; idempotent.
 
-    module: of an encoder that has imported mlx-vlm's attention.
+    module: module of an encoder that has imported mlx-vlm's attention.
 
     Raises:
         ValueError: this mlx-vlm release has not been compared with transformers.

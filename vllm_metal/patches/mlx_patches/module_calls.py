@@ -24,7 +24,7 @@ RELEASES = ("mlx 0.32",)
 
 
 class CallingCache(ABC):
-    """Takes the place of a layer's cache, and calls the layer's module itself."""
+    """Replaces a layer's cache; a module that gets it lets it handle the call."""
 
     @abstractmethod
     def call(self, module: MethodType, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -35,7 +35,7 @@ class CallingCache(ABC):
 
 
 class SequenceCache(CallingCache):
-    """Takes the place of mlx-lm's ArraysCache."""
+    """Replaces mlx-lm's ArraysCache."""
 
     # Attributes that mlx-lm's models read for padded batches.
     lengths = None

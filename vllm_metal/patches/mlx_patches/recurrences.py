@@ -51,7 +51,7 @@ KNOWN = frozenset(
 
 
 class SequenceCall(ABC):
-    """Takes the place of a module's cache, and computes everything that spans tokens.
+    """Replaces a module's cache, and computes everything that depends on other tokens.
 
     A module reads the parts of the state in order: those of its convolutions, then that of its
     recurrence. It reads empty arrays, and its writes are ignored.
@@ -62,7 +62,7 @@ class SequenceCall(ABC):
     left_padding = None
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[mx.Dtype]) -> None:
-        """shapes, dtypes: of the parts of one sequence's state."""
+        """shapes, dtypes: those of each part of one sequence's state."""
         self._part_forms = list(zip(shapes, dtypes, strict=True))
 
     def advance(self, num_tokens: int) -> None:  # noqa: B027 - positions are the step's
