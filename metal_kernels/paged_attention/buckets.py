@@ -55,7 +55,7 @@ class Bucket:
     )
 
     def places(self, num_heads: int) -> tuple[Places, Places]:
-        """Returns index arrays to read the context from the pool, and to write new rows into it.
+        """Returns indices of the context's blocks in the pool, and of new rows in the context.
 
         Cached, so that all layers share them.
 

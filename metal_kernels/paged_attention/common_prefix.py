@@ -9,7 +9,7 @@ LEAST_SAVED = 4096
 
 
 def any_alike(tables: np.ndarray) -> bool:
-    """Returns whether any requests share their first block: a fast check that suffices mostly."""
+    """Returns whether any requests share their first block; fast, and enough in most steps."""
     firsts = tables[:, 0].copy()
     firsts.sort()
     return bool(np.count_nonzero(firsts[1:] == firsts[:-1]))
