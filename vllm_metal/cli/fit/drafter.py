@@ -112,7 +112,7 @@ class Drafter:
 
 @dataclass(frozen=True)
 class MTPDrafter:
-    """The MTP layer of a model that drafts without any flag; it is built and not loaded."""
+    """An MTP layer, which drafts by default if a model has one; its weights are not loaded."""
 
     folder: Path  # the model's, or that of split layers
     num_drafts: int
@@ -120,15 +120,15 @@ class MTPDrafter:
 
     @staticmethod
     def find(model: str) -> MTPDrafter | None:
-        """Finds the layer on this disk by the name of its model; None: there is none."""
+        """Finds a model's MTP layer on this disk by the model's name; None: there is none."""
         found = mtp_folders.layers_of(model)
         return None if found is None else MTPDrafter(found, default_mtp_drafts(published(found)))
 
     def beside(self, model: Model) -> Model:
-        """The model with the layer.
+        """Adds the layer to a model.
 
         Raises:
-            NotImplementedError: the layer keeps what the paged path does not serve.
+            NotImplementedError: the layer has a kind of state that the paged path does not support.
             ModelLoadError: its weights are unreadable.
         """
         content = published(self.folder)
