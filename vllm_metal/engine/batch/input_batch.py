@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,6 +24,11 @@ class StepDrafts:
     counts_np: np.ndarray  # int32 [R], drafts of each, at most what is reserved
     reserved_np: np.ndarray  # int32 [R], rows the scheduler set aside for drafts
     copied_np: np.ndarray | None = None  # bool [R], drafts that are copied, not guessed; None: none
+
+    def unused(self, req_ids: Iterable[str]) -> dict[str, int]:
+        """By request id, of R requests: reserved rows without a draft, where there are any."""
+        counts = (self.reserved_np - self.counts_np).tolist()
+        return {req_id: count for req_id, count in zip(req_ids, counts, strict=True) if count}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +76,9 @@ def prepare(
         num_drafts = drafts.counts_np
         scheduled += num_drafts - drafts.reserved_np
     computed = requests.num_computed_tokens_np[req_indices]
-    seq_lens = computed + scheduled
-    query_start_loc = np.zeros(len(scheduled_requests) + 1, np.int32)
-    np.cumsum(scheduled, out=query_start_loc[1:])
-    num_tokens = int(query_start_loc[-1])
-
-    row_req_indices = np.repeat(req_indices, scheduled)
-    offsets = np.arange(num_tokens, dtype=np.int32) - np.repeat(query_start_loc[:-1], scheduled)
-    positions = np.repeat(computed, scheduled) + offsets
+    query_start_loc, owner, positions = _layout(computed, scheduled)
+    row_req_indices = req_indices[owner]
     num_tokens_before = requests.num_tokens_np[req_indices]
-    owner = np.repeat(np.arange(len(scheduled_requests), dtype=np.int32), scheduled)
     beyond = partial(_newest_of, last_token_ids, row_req_indices)
     if num_drafts.any():
         assert drafts is not None
@@ -88,11 +86,12 @@ def prepare(
         beyond = partial(_newest_or_draft, newest, drafts, owner, places)
     input_ids = _input_ids(requests, row_req_indices, positions, beyond)
 
+    seq_lens = computed + scheduled
     sampling = np.flatnonzero(seq_lens - num_drafts == num_tokens_before).astype(np.int32)
     sampled = _SampledRows.of(sampling, query_start_loc[sampling + 1], num_drafts, drafts)
     owners = sampled.owners
     num_outputs = num_tokens_before - requests.num_prompt_tokens_np[req_indices]
-    everything = len(sampled.rows) == num_tokens
+    everything = len(sampled.rows) == len(positions)
     return InputBatch(
         requests=scheduled_requests,
         req_indices_np=req_indices,
@@ -111,6 +110,22 @@ def prepare(
         num_drafts_np=num_drafts if num_drafts.any() else None,
         lag=lag,
     )
+
+
+def _layout(
+    computed: np.ndarray, scheduled: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Lays out [R] scheduled tokens of requests with [R] computed ones, request by request.
+
+    Returns:
+        [R + 1] int32 first row of each request, [T] int32 request of each row, [T] int32 position
+        of each row.
+    """
+    query_start_loc = np.zeros(len(scheduled) + 1, np.int32)
+    np.cumsum(scheduled, out=query_start_loc[1:])
+    owner = np.repeat(np.arange(len(scheduled), dtype=np.int32), scheduled)
+    offsets = np.arange(len(owner), dtype=np.int32) - query_start_loc[owner]
+    return query_start_loc, owner, computed[owner] + offsets
 
 
 @dataclass(frozen=True)

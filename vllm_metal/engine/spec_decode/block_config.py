@@ -90,12 +90,12 @@ class BlockConfig:
     interleaved: bool  # pairs of the rotary embedding are neighbors
     from_anchor: bool  # the first draft follows from the newest token's own row
     logit_scale: float
-    embedding_scale: float
-    softcap: float | None
-    conv: tuple[int, int] | None  # kernel and group size
-    selector: Selector | None
     markov_rank: int | None
     draft_topk: int | None  # tokens that the Markov head corrects; None: all
+    embedding_scale: float = 1.0
+    softcap: float | None = None
+    conv: tuple[int, int] | None = None  # kernel and group size
+    selector: Selector | None = None
 
     @property
     def num_layers(self) -> int:
@@ -129,7 +129,7 @@ class BlockConfig:
             if (value := either(key, computed)) != computed:
                 raise _unsupported(key, value, f"only {computed!r} is computed")
         module = MODULES[architecture]
-        dspark, dflash2 = module == "dspark", module == "dflash2"
+        dspark = module == "dspark"
         from_anchor = bool(either("sample_from_anchor", dspark))
         if from_anchor and not dspark:
             raise _unsupported("sample_from_anchor", True, "DFlash drafts from its masked rows")
@@ -159,18 +159,23 @@ class BlockConfig:
             value_scale=nested.get("attention_value_scale"),
             interleaved=not given.get("is_neox_style", True),
             from_anchor=from_anchor,
-            logit_scale=nested.get("output_multiplier", 1.0)
-            if dflash2
-            else given.get("logit_scale") or 1.0,
-            embedding_scale=float(nested.get("input_embedding_scale", 1.0)) if dflash2 else 1.0,
-            softcap=(nested.get("final_logit_softcapping") or None) if dflash2 else None,
-            conv=(nested["conv_kernel_size"], nested["conv_group_size"]) if dflash2 else None,
-            selector=Selector(nested["selector_rank"], nested["selector_top_k"])
-            if dflash2
-            else None,
             markov_rank=_wanted(either("markov_rank"), "markov_rank") if dspark else None,
             draft_topk=given.get("dspark_draft_topk") if dspark else None,
+            **_of_dflash2(nested)
+            if module == "dflash2"
+            else {"logit_scale": given.get("logit_scale") or 1.0},
         )
+
+
+def _of_dflash2(nested: Config) -> dict[str, Any]:
+    """Fields that DFlash2 adds."""
+    return {
+        "logit_scale": nested.get("output_multiplier", 1.0),
+        "embedding_scale": float(nested.get("input_embedding_scale", 1.0)),
+        "softcap": nested.get("final_logit_softcapping") or None,
+        "conv": (nested["conv_kernel_size"], nested["conv_group_size"]),
+        "selector": Selector(nested["selector_rank"], nested["selector_top_k"]),
+    }
 
 
 def most_drafts(published: Config, method: str) -> int | None:

@@ -324,7 +324,8 @@ class ModelRunner:
             unread,
         )
         # vLLM's scheduler keeps this object, and reads its figures from it after the step.
-        scheduler_output.num_invalid_spec_tokens = _left_out(scheduler_output, drafts)
+        req_ids = scheduler_output.num_scheduled_tokens
+        scheduler_output.num_invalid_spec_tokens = drafts.unused(req_ids)
         return drafts, None if unread is None else unread.lag
 
     def _unread(self, scheduler_output: SchedulerOutput) -> Unread | None:
@@ -400,10 +401,3 @@ class ModelRunner:
     def wait(self) -> None:
         """Blocks until the device has finished every step handed to it."""
         mx.eval(self._in_flight)
-
-
-def _left_out(scheduler_output: SchedulerOutput, drafts: StepDrafts) -> dict[str, int]:
-    """By request id, rows reserved for drafts that got none: vLLM's figures leave them out."""
-    missing = (drafts.reserved_np - drafts.counts_np).tolist()
-    req_ids = scheduler_output.num_scheduled_tokens
-    return {req_id: count for req_id, count in zip(req_ids, missing, strict=True) if count}
