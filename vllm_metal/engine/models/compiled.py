@@ -32,7 +32,7 @@ class Graphs:
     """Whether an engine's forwards may be compiled, and how many were."""
 
     allowed: bool = True
-    num_built: int = 0  # forwards built by graphs so far
+    num_built: int = 0  # forwards built from compiled graphs so far
 
 
 @dataclass

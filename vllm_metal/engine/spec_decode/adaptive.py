@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many drafts each request gets: what they are likely to yield against what a row costs."""
+"""Limits each request's drafts by their expected gain and the time that verifying them costs."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ GUESS_WEIGHT = 64.0  # what that guess counts for, as a sum of squared differenc
 
 
 class DraftLengths:
-    """Limits the drafts of each request: all have K at all times, whatever is observed."""
+    """Limits the drafts of each request; this base class always allows K, whatever is observed."""
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
         self._trials = self._hits = 0.0  # of all requests: drafts verified, drafts accepted
 
     def limits(self, req_indices_np: np.ndarray, num_rows_other: int) -> np.ndarray:
-        """Most drafts for each of R requests that sample a token in the next step.
+        """Returns the most drafts for each of the R requests that sample in the next step.
 
         Args:
-            req_indices_np: [R] rows of the requests.
-            num_rows_other: the step's rows apart from those R and their drafts.
+            req_indices_np: [R] req_idx of each request.
+            num_rows_other: the step's scheduled tokens apart from those R and their drafts.
 
         Returns:
             [R] int32, from 0 to K.
@@ -42,33 +42,33 @@ class DraftLengths:
     def observe_drafts(
         self, req_indices_np: np.ndarray, drafted_np: np.ndarray, accepted_np: np.ndarray
     ) -> None:
-        """Records a step's outcome: of R requests, [R] drafts verified and [R] of them accepted."""
+        """Records the drafts of R requests in a step: [R] verified and [R] accepted."""
         self._hits += float(accepted_np.sum())
         self._trials += float(_trials(drafted_np, accepted_np).sum())
 
     def observe_step(self, num_rows: int, seconds: float) -> None:
-        """Records how long a step took whose requests all decode.
+        """Records the duration of a step in which all requests decode.
 
         Args:
-            num_rows: of the step, drafts included.
-            seconds: from the end of the step before; without compiling or loading.
+            num_rows: tokens of the step, drafts included.
+            seconds: since the end of the step before, without compiling or loading.
         """
 
     def forget_request(self, req_idx: int) -> None:
-        """The request is gone; another one may take its row."""
+        """Drops what is recorded of a finished request, whose req_idx may be used again."""
 
     def acceptance(self) -> float:
-        """Share of drafts accepted lately; those behind a rejected draft do not count."""
+        """Share of drafts accepted lately, not counting drafts that follow a rejected one."""
         return self._hits / self._trials if self._trials else 0.0
 
 
 class AdaptiveDraftLengths(DraftLengths):
-    """The number of drafts that yields most tokens per second of the whole step.
+    """Chooses the numbers of drafts that yield the most tokens per second of the whole step.
 
-    A request whose drafts are accepted with probability p, each if those before it were, gains p^i
-    tokens by its i-th draft; a draft costs one row. Drafts are taken in order of their gain while
-    (tokens of the step) / (its time) rises, which finds the maximum: gains fall, costs are equal.
-    The time of a step is `a + b * rows`, fitted to the steps of this machine as they pass.
+    A request whose drafts are each accepted with probability p, if all before were, gains p^i
+    tokens by its i-th draft; a draft costs one token's share of the step. Drafts are added by
+    falling gain while (tokens sampled) / (step time) rises. That finds the maximum, since gains
+    fall and costs are equal. The step time is `a + b * tokens`, fitted to this machine's steps.
     """
 
     def __init__(self, num_drafts: int, max_num_reqs: int) -> None:
@@ -98,7 +98,7 @@ class AdaptiveDraftLengths(DraftLengths):
         return limits
 
     def _probe(self, req_indices_np: np.ndarray, limits: np.ndarray, rows_per_step: float) -> None:
-        """Gives single drafts to requests that got none for long, the longest idle first."""
+        """Gives one draft to requests that have had none for long, the longest idle first."""
         none = limits == 0
         forgotten = np.where(none, IDLE_MEMORY, 1.0)
         self._trials_np[req_indices_np] *= forgotten
@@ -138,15 +138,15 @@ class AdaptiveDraftLengths(DraftLengths):
 
 
 def _trials(drafted_np: np.ndarray, accepted_np: np.ndarray) -> np.ndarray:
-    """[R] drafts of each request that say something: those accepted, and the first rejected."""
+    """[R] drafts of each request that verification judged: the accepted and the first rejected."""
     return accepted_np + (accepted_np < drafted_np)
 
 
 class _StepTime:
-    """Seconds of a step as a line over its rows, fitted to a stream of noisy steps.
+    """Models a step's seconds as a linear function of its tokens, fitted to noisy measurements.
 
-    Keeps means over the last steps, and the slope of the deviations from them. Only steps with more
-    or fewer rows than usual change the slope: others say nothing about it.
+    Keeps running means, and the slope of the deviations from them. Only steps with more or fewer
+    tokens than usual change the slope.
     """
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class _StepTime:
         self._spread = 0.0  # mean absolute error of the line
 
     def row(self) -> float:
-        """Seconds of one more row."""
+        """Seconds that one more token takes."""
         if not self._num_steps:
             return 1.0 / (1.0 + FIXED_ROWS)
         guess = self._seconds / (self._rows + FIXED_ROWS)
@@ -165,7 +165,7 @@ class _StepTime:
         return min(max(slope, 0.01 * guess), self._seconds / self._rows)
 
     def seconds(self, num_rows: int) -> float:
-        """Seconds of a step of that many rows."""
+        """Estimated seconds of a step with `num_rows` tokens."""
         if not self._num_steps:
             return 1.0
         return max(self._seconds + self.row() * (num_rows - self._rows), 1e-3 * self._seconds)

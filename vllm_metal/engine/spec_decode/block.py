@@ -40,18 +40,18 @@ _MASK_EMBEDDING = "mask_embedding.pt"
 
 
 class BlockNetwork(DraftNetwork):
-    """A block drafter loaded for its target, whose forwards write the drafter's context."""
+    """A block drafter loaded for its target, whose forwards write the drafter's context K/V."""
 
     def __init__(self, config: VllmConfig, target: ModelParts) -> None:
-        """Loads it, and has the target's forwards write its K/V from now on.
+        """Loads the drafter and makes the target's forwards write its K/V from now on.
 
         Args:
-            config: whose speculative_config names the checkpoint.
-            target: the model it was trained for.
+            config: vLLM's; its speculative_config names the checkpoint.
+            target: the model that the drafter was trained for.
 
         Raises:
-            loader.ModelLoadError: the checkpoint cannot be loaded, or is of another target.
-            NotImplementedError: the target does not show the hidden states that it reads.
+            loader.ModelLoadError: the checkpoint cannot be loaded, or is for another target.
+            NotImplementedError: the target does not expose the hidden states that it needs.
         """
         speculation = config.speculative_config
         assert speculation is not None
@@ -102,10 +102,10 @@ class BlockNetwork(DraftNetwork):
 
 
 def _load(drafter: BlockDrafter, config: VllmConfig, folder: Path) -> None:
-    """Reads the checkpoint's weights.
+    """Loads the checkpoint's weights into the drafter.
 
     Raises:
-        loader.ModelLoadError: they are missing, unreadable, or of another network.
+        loader.ModelLoadError: weights are missing, unreadable, or of another network.
     """
     assert config.speculative_config is not None
     model_config = config.speculative_config.draft_model_config
@@ -129,18 +129,19 @@ def _load(drafter: BlockDrafter, config: VllmConfig, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _BlockInputs:
-    """What a pass of R blocks of L rows reads."""
+    """Inputs of a pass over R blocks of L tokens each."""
 
     input_ids: mx.array  # [R, L] int32
     positions: mx.array  # [R * L] int32
 
 
 class BlockProposer(Proposer):
-    """Drafts by one pass over a block of each request: its newest token, and masks behind it.
+    """Drafts in one pass over a block per request: its newest token followed by mask tokens.
 
-    The target's step has written the context's K/V. A block's own go to slots that the next step
-    of the target overwrites, so nothing is to be taken back, and nothing is remembered. Blocks
-    have the same width whatever is wanted, since drafts depend on it. Nothing waits for the device.
+    The target's step has written the context's K/V. The next step of the target overwrites the
+    slots that a block's own K/V take, so there is nothing to roll back. All blocks have the same
+    width, whatever number of drafts is wanted, since drafts depend on it. Only over a pool that
+    MLX's scatter writes does a pass wait for the device.
     """
 
     reads_text = False
@@ -155,11 +156,11 @@ class BlockProposer(Proposer):
     ) -> None:
         """
         Args:
-            drafter: with its ends in place.
-            paged: its layers, over the shared pool.
-            tables: the requests' blocks.
-            graphs: whether passes may be built by graphs, and where such are counted.
-            num_drafts: K, of a block.
+            drafter: loaded, with an embedding and an output head.
+            paged: the drafter's layers over the shared pool.
+            tables: the requests' block tables.
+            graphs: says whether passes may be compiled, and counts the compiled ones.
+            num_drafts: K, the drafts of a block.
         """
         self._drafter, self._paged, self._tables = drafter, paged, tables
         self._num_drafts = num_drafts
@@ -184,7 +185,7 @@ class BlockProposer(Proposer):
         return Drafts(drafts, limits)
 
     def _pass(self, request: DraftRequest) -> mx.array:
-        """[R, K] int32, the drafts of R requests."""
+        """Drafts for R requests: [R, K] int32."""
         starts = (request.most_tokens_np - 1).astype(np.int32)
         spans = Spans(request.req_indices_np, starts, starts + np.int32(self._num_rows))
         anchors = _newest_tokens(request)[:, None]
@@ -201,7 +202,7 @@ class BlockProposer(Proposer):
         return drafts
 
     def _masks(self, num_reqs: int) -> mx.array:
-        """[num_reqs, L - 1] int32; made once for each number of requests."""
+        """Mask tokens of the blocks, [num_reqs, L - 1] int32; cached per number of requests."""
         if num_reqs not in self._masks_of:
             shape = num_reqs, self._num_rows - 1
             self._masks_of[num_reqs] = mx.full(shape, self._drafter.config.mask_token_id, mx.int32)
@@ -213,7 +214,7 @@ class BlockProposer(Proposer):
 
 
 def _newest_tokens(request: DraftRequest) -> mx.array:
-    """[R] int32, the newest token of each request that is kept; on the device where unread."""
+    """[R] int32, each request's newest accepted token, from the device if the host lacks it."""
     num_tokens_np, unread = request.num_tokens_np, request.unread
     known = mx.array(request.token_ids_np[request.req_indices_np, num_tokens_np - 1])
     if unread is None or not unread.counts_np.any():

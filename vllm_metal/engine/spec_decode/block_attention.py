@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of block drafters over the pool: context written by the target's step, blocks by ours.
+"""Attention of block drafters: the cache holds K/V of the context and of the drafted blocks.
 
-A context's row holds rope(k_norm(k_proj(c))) and v_proj(c) of c, what the target's hidden states
-become; a block's row the same of the drafter's own. So one cache holds both.
+The target's step writes the context's K/V: rope(k_norm(k_proj(c))) and v_proj(c), where c is the
+projection of the target's hidden states. A drafter's pass writes the same of its own hidden states.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from vllm_metal.patches.mlx_patches.seam import AttendingCache, Scoring
 
 
 class BlockAttention(nn.Module):
-    """Stands for the attention of mlx-vlm's drafter layers, with the same arguments and weights."""
+    """Replaces the attention of mlx-vlm's drafter layers, with the same arguments and weights."""
 
     def __init__(self, config: BlockConfig) -> None:
         """
         Args:
-            config: the drafter's.
+            config: of the drafter.
         """
         super().__init__()
         size, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
@@ -40,9 +40,9 @@ class BlockAttention(nn.Module):
     def write(
         self, rows: mx.array, rope: Any, cache: AttendingCache, positions: mx.array | None = None
     ) -> Any:
-        """Writes K/V of [T, H] rows, and returns what `attend` takes in their place.
+        """Writes the K/V of [T, H] hidden states; returns the keys and values to pass to `attend`.
 
-        `positions` are [T] int32; None for the cache's own.
+        `positions` are [T] int32; None: the cache's own.
         """
         keys = self.k_norm(self.k_proj(rows).reshape(len(rows), self._num_kv_heads, 1, -1))
         values = self.v_proj(rows).reshape(len(rows), self._num_kv_heads, 1, -1)
@@ -59,13 +59,13 @@ class BlockAttention(nn.Module):
         cache: AttendingCache,
         projected_context: None = None,
     ) -> mx.array:
-        """[R, L, H] of R blocks of L rows.
+        """Attends from R blocks of L tokens to their contexts and themselves; returns [R, L, H].
 
         Args:
-            x: [R, L, H].
-            x_ctx, projected_context: mlx-vlm's, whose context is in the cache here.
-            rope: rotates by `cache.offset`.
-            cache: of the blocks' R * L rows.
+            x: [R, L, H] hidden states; a block is a request's newest token and its mask tokens.
+            x_ctx, projected_context: unused; the cache already holds the context's K/V.
+            rope: rotates queries and keys by `cache.offset`.
+            cache: for the R * L tokens of the blocks.
         """
         rows = x.flatten(0, 1)
         kept = self.write(rows, rope, cache)
@@ -77,13 +77,13 @@ class BlockAttention(nn.Module):
 
 
 class CastingCache(AttendingCache):
-    """A cache whose pool has another dtype than the drafter computes in."""
+    """Casts queries, keys and values to the pool's dtype, and outputs back to the drafter's."""
 
     def __init__(self, cache: AttendingCache, dtype: mx.Dtype) -> None:
         """
         Args:
-            cache: of the pool.
-            dtype: of rows that it takes.
+            cache: of a layer in the pool.
+            dtype: of the keys and values that the pool takes.
         """
         self._cache, self._dtype = cache, dtype
 

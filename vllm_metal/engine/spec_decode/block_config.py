@@ -58,7 +58,7 @@ _PROJECTORS = (None, "dflash", "dflash2", "dspark")
 
 @dataclass(frozen=True)
 class Selector:
-    """Chooses among each place's likeliest tokens by pairs of neighbors (DFlash2)."""
+    """DFlash2's selector of tokens, which scores pairs of each two neighbors' top tokens."""
 
     rank: int
     top_k: int
@@ -99,11 +99,10 @@ class BlockConfig:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the network."""
         return len(self.windows)
 
     def num_rows(self, num_drafts: int) -> int:
-        """Rows of a request's block."""
+        """Tokens in a request's block."""
         return num_drafts + (0 if self.from_anchor else 1)
 
     @staticmethod
@@ -112,11 +111,11 @@ class BlockConfig:
 
         Args:
             given: config.json as vLLM completes it.
-            published: config.json as it was published.
-            architecture: the drafter's.
+            published: config.json as published.
+            architecture: name of the drafter's architecture.
 
         Raises:
-            ModelLoadError: config.json has keys, or values, that are not computed.
+            ModelLoadError: config.json has a key or value that is not supported.
         """
         _check_keys(published)
         nested = dict(given.get(_NESTED) or {})
@@ -179,11 +178,11 @@ def _of_dflash2(nested: Config) -> dict[str, Any]:
 
 
 def most_drafts(published: Config, method: str) -> int | None:
-    """The most tokens that a drafter was trained to draft at once; None: config.json does not say.
+    """The most tokens that a drafter was trained to draft at once; None if not in config.json.
 
     Args:
         published: config.json.
-        method: of --speculative-config.
+        method: `method` of --speculative-config.
     """
     nested = published.get(_NESTED) or {}
     block = nested.get("block_size", published.get("block_size"))
@@ -196,7 +195,7 @@ def most_drafts(published: Config, method: str) -> int | None:
 
 
 def _check_keys(published: Config) -> None:
-    """Raises where a key that is not computed has a value."""
+    """Raises ModelLoadError if a key that is not supported has a value."""
     nested = published.get(_NESTED) or {}
     if (projector := nested.get("projector_type")) not in _PROJECTORS:
         raise _unsupported(f"{_NESTED}.projector_type", projector, "its head is not computed")
@@ -234,7 +233,7 @@ def _wanted(value: Any, key: str) -> Any:
 
 
 def _taps(given: Config, nested: Config) -> tuple[int, ...]:
-    """Layers after which the target's hidden states are read, counted from 1.
+    """Layers of the target after which its hidden states are read, counted from 1.
 
     Published ids count from 0 and name the layer itself (vLLM's get_eagle3_aux_layers_from_config).
     """
@@ -267,7 +266,7 @@ def _windows(given: Config, published: Config, nested: Config) -> tuple[int | No
 
 
 def _causal(given: Config, nested: Config) -> tuple[bool, ...]:
-    """Whether each layer's rows see only those before them: by default those with a window."""
+    """Whether each layer's attention is causal; by default, layers with a window are."""
     stated = given.get("is_causal")
     stated = nested.get("causal") if stated is None else stated
     kinds = given.get("layer_types") or [_FULL] * given["num_hidden_layers"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block drafter's module: mlx-vlm's layers and heads, our attention, the target's ends."""
+"""A block drafter's module: mlx-vlm's layers and heads, our attention, the target's embedding."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _ENDS = ("embed_tokens", "lm_head")
 
 
 class BlockDrafter(nn.Module):
-    """Drafts blocks over caches that hold the context."""
+    """Drafts blocks of tokens over caches that hold the context."""
 
     def __init__(self, config: BlockConfig, dtype: mx.Dtype, pool_dtype: mx.Dtype) -> None:
         """
         Args:
-            config: its shape.
-            dtype: that it computes in.
-            pool_dtype: of the rows that the target's pool takes.
+            config: the drafter's shape.
+            dtype: of the drafter's activations.
+            pool_dtype: of the keys and values that the target's pool takes.
         """
         super().__init__()
         self.config, self.dtype, self.pool_dtype = config, dtype, pool_dtype
@@ -52,14 +52,14 @@ class BlockDrafter(nn.Module):
         self.mask_embedding: mx.array | None = None  # [H]; None: that of the mask's token
 
     def load(self, weights: Mapping[str, mx.array], bits: int | None) -> None:
-        """Takes a checkpoint's arrays.
+        """Loads a checkpoint's arrays.
 
         Args:
-            weights: by published names; dense, or packed as MLX's tools do it.
-            bits: to quantize dense linear layers to; None: leave them.
+            weights: by published names; dense, or packed by MLX's tools.
+            bits: quantizes dense linear layers to this width; None: leaves them dense.
 
         Raises:
-            ValueError: arrays are missing, or are of other modules or shapes.
+            ValueError: arrays are missing, or do not fit the modules.
         """
         named = _named(weights)
         d2t = named.pop("d2t", None)
@@ -86,10 +86,10 @@ class BlockDrafter(nn.Module):
         mx.eval(self.parameters())
 
     def attach_ends(self, target: ModelParts) -> None:
-        """Takes the target's embedding and head where the checkpoint has none of its own.
+        """Uses the target's embedding and output head where the checkpoint has none.
 
         Raises:
-            NotImplementedError: they cannot be taken out of the target.
+            NotImplementedError: the target's embedding or head cannot be shared.
         """
         if "embed_tokens" not in self:
             self.embed_tokens = target.input_embedding
@@ -99,7 +99,7 @@ class BlockDrafter(nn.Module):
 
     @property
     def head(self) -> BlockHead:
-        """What chooses tokens, by the checkpoint's kind."""
+        """The head that chooses tokens, by the checkpoint's kind."""
         config, network = self.config, self.network
         if config.selector is not None:
             transform = partial(_scaled, scale=config.logit_scale, softcap=config.softcap)
@@ -115,13 +115,13 @@ class BlockDrafter(nn.Module):
         caches: Sequence[AttendingCache],
         indices: mx.array | None = None,
     ) -> None:
-        """Writes the K/V of T tokens.
+        """Writes the drafter's K/V of T tokens of the target's step.
 
         Args:
-            hidden: [T, W] of the target's layers, side by side.
-            caches: one a layer, of the target's step.
-            indices: [T] int32, of the tokens in their requests, by which a drafter rotates; None:
-                they are the target's positions.
+            hidden: [T, W] hidden states of the target's layers, concatenated.
+            caches: one per layer, of the target's step.
+            indices: [T] int32, index of each token in its request, which the drafter rotates by;
+                None: the target's positions.
         """
         network = self.network
         context = network.hidden_norm(network.fc(hidden.astype(self.dtype)))
@@ -129,11 +129,11 @@ class BlockDrafter(nn.Module):
             layer.self_attn.write(context, network.rope, cache, indices)
 
     def hidden(self, input_ids: mx.array, caches: Sequence[AttendingCache]) -> mx.array:
-        """[R, L, H] normed states of [R, L] int32 tokens.
+        """Normed hidden states [R, L, H] of R blocks of L tokens.
 
         Args:
-            input_ids: each block's newest token, then masks.
-            caches: one a layer, of the blocks' R * L rows.
+            input_ids: [R, L] int32, each block's newest token followed by mask tokens.
+            caches: one per layer, for the R * L tokens of the blocks.
         """
         states = self.embed_tokens(input_ids).astype(self.dtype) * self.embedding_scale
         if self.mask_embedding is not None:
@@ -146,7 +146,7 @@ class BlockDrafter(nn.Module):
         return normed
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """[R, K, V] of the [R, L, H] hidden states, of the rows that draft."""
+        """Logits [R, K, V] of the K drafted positions, from [R, L, H] hidden states."""
         rows = hidden if self.config.from_anchor else hidden[:, 1:]
         logits = self.lm_head(rows)
         if self.config.selector is None and self.config.logit_scale != 1.0:
@@ -154,14 +154,14 @@ class BlockDrafter(nn.Module):
         return logits
 
     def draft(self, input_ids: mx.array, caches: Sequence[AttendingCache]) -> mx.array:
-        """[R, K] int32 drafts, as the target numbers them; arguments as in `hidden`."""
+        """Drafts [R, K] int32, as the target's token ids; takes the arguments of `hidden`."""
         hidden = self.hidden(input_ids, caches)
         drafting = hidden if self.config.from_anchor else hidden[:, 1:]
         found, _ = self.head.choose(drafting, self.logits(hidden), input_ids[:, 0])
         return found if self.d2t is None else (found + self.d2t[found]).astype(mx.int32)
 
     def drafted_tokens(self) -> mx.array:
-        """[V] int32, the tokens that a head of its own can draft, as the target numbers them."""
+        """[V] int32, the target's ids of the tokens that the drafter's own head can draft."""
         drafted = mx.arange(self.config.draft_vocab_size, dtype=mx.int32)
         return drafted if self.d2t is None else drafted + self.d2t
 
@@ -173,7 +173,7 @@ class BlockDrafter(nn.Module):
 
 
 def draft_layers(config: BlockConfig, dtype: mx.Dtype) -> list[AttentionLayer]:
-    """A drafter's share of the KV cache, as its passes attend to it."""
+    """The drafter's layers as the KV cache sees them."""
     kinds = zip(config.windows, config.causal, strict=True)
     return [
         AttentionLayer(
@@ -191,10 +191,10 @@ def draft_layers(config: BlockConfig, dtype: mx.Dtype) -> list[AttentionLayer]:
 
 
 def join_target(drafter: BlockDrafter, target: ModelParts) -> None:
-    """Has every forward of the target write the drafter's K/V.
+    """Makes every forward of the target write the drafter's K/V.
 
     Raises:
-        NotImplementedError: the target does not show the hidden states that it reads.
+        NotImplementedError: the target does not expose the hidden states that the drafter reads.
     """
     ids = drafter.config.target_layer_ids
     states = HiddenStates(target, ids, "target_layer_ids", outlive_forward=False)
@@ -249,13 +249,13 @@ def _network(config: BlockConfig) -> Any:
 
 
 def is_left_out(published: str) -> bool:
-    """Whether the array of a checkpoint is not loaded."""
+    """Whether an array of the checkpoint is not loaded."""
     name = published.removeprefix("model.")
     return name.startswith(_LEFT_OUT) or "rotary_emb" in name
 
 
 def _named(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Arrays by the names of mlx-vlm's modules."""
+    """Renames published arrays to the names of mlx-vlm's modules."""
     found = {}
     for published, array in weights.items():
         name = published.removeprefix("model.").replace("midlayer.", "layers.0.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens of a drafted block from its hidden states: argmax, DFlash2's selector, DSpark's chain."""
+"""Chooses a drafted block's tokens: by argmax, DFlash2's selector or DSpark's Markov chain."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _CHUNK = 128
 
 
 def largest(logits: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """[..., count] values and int32 places of the largest of [..., V], in no order.
+    """The `count` largest of [..., V] along the last axis: values and int32 indices, unordered.
 
-    In two stages, for MLX sorts all that it is to partition: only as many chunks as elements are
-    wanted can hold any of these, those with the largest maxima.
+    Works in two stages, since MLX sorts everything that it partitions: only the `count` chunks with
+    the largest maxima can hold any of these elements.
     """
     size = logits.shape[-1]
     if size <= count * _CHUNK:
@@ -43,20 +43,20 @@ class BlockHead(ABC):
     def choose(
         self, hidden: mx.array, logits: mx.array, anchors: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """The drafts, and what they were chosen by.
+        """Chooses the drafts, and returns the scores that they were chosen by.
 
         Args:
-            hidden: [R, K, H] normed states of the rows that draft.
+            hidden: [R, K, H] normed hidden states of the drafted positions.
             logits: [R, K, V], in the dtype of the head.
             anchors: [R] int32, each block's newest token.
 
         Returns:
-            [R, K] int32 places in the head's vocabulary, and [R, K, C] scores of the candidates.
+            [R, K] int32 indices in the head's vocabulary, and [R, K, C] scores of the candidates.
         """
 
 
 class ArgmaxHead(BlockHead):
-    """Each place's likeliest token."""
+    """Chooses the likeliest token of each position."""
 
     def choose(
         self, hidden: mx.array, logits: mx.array, anchors: mx.array
@@ -65,13 +65,13 @@ class ArgmaxHead(BlockHead):
 
 
 class SelectorHead(BlockHead):
-    """Of each place's likeliest tokens the one that goes best with the token before (DFlash2)."""
+    """Chooses, of each position's top tokens, the one that best follows its neighbor (DFlash2)."""
 
     def __init__(self, selector: Any, transform: Callable[[mx.array], mx.array]) -> None:
         """
         Args:
-            selector: mlx-vlm's CandidateSelector, whose own walk sorts the whole vocabulary.
-            transform: of logits, monotonic.
+            selector: mlx-vlm's CandidateSelector, whose own method sorts the whole vocabulary.
+            transform: applied to logits; monotonic.
         """
         self._codebooks, self._transform = selector, transform
 
@@ -95,15 +95,15 @@ class SelectorHead(BlockHead):
 
 
 class MarkovHead(BlockHead):
-    """Each place's likeliest token, given the one before it (DSpark)."""
+    """Chooses each position's likeliest token given the token before it (DSpark)."""
 
     def __init__(self, markov: Any, scale: float, top_k: int | None, d2t: mx.array | None) -> None:
         """
         Args:
             markov: mlx-vlm's VanillaMarkov.
-            scale: factor on its logits.
-            top_k: tokens that it corrects, of each place; None: all.
-            d2t: see BlockDrafter; the chain follows the target's numbers.
+            scale: factor on the Markov logits.
+            top_k: number of tokens that the Markov logits correct at each position; None: all.
+            d2t: see BlockDrafter; the chain uses the target's token ids.
         """
         self._markov, self._factor, self._top_k, self._d2t = markov, scale, top_k, d2t
 
@@ -131,7 +131,7 @@ class MarkovHead(BlockHead):
 
 
 def rows_of(linear: nn.Module, places: mx.array) -> mx.array:
-    """[..., in] rows of a linear layer's weight, which may be quantized."""
+    """Gathers [..., in] rows of a linear layer's weight, which may be quantized."""
     if "scales" not in linear:
         return linear.weight[places]
     biases = linear.biases[places] if "biases" in linear else None

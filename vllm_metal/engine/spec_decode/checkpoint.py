@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft checkpoints that cannot serve, as far as that shows before any weights are loaded."""
+"""Checks a draft checkpoint, as far as is possible before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _OPTION = "--speculative-config"
 
 
 def completed(given: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
-    """What --speculative-config leaves to this plugin: `model` of MTP layers, and how many drafts.
+    """Completes --speculative-config with the checkpoint of MTP layers and the number of drafts.
 
     Args:
         given: the option's value.
-        target: the model, which lies on this disk or not.
+        target: the target model's configuration; the checkpoint may not be on this disk.
 
     Returns:
-        Keys that are added to the option's value; empty: it is complete, or vLLM's to reject.
+        Keys to add to the option's value; empty if it is complete, or for vLLM to reject.
 
     Raises:
-        ValueError: there are no MTP layers for the model, or they are of a kind that is not served.
+        ValueError: the model has no MTP layers, or their kind is not supported.
     """
     method, model = str(given.get("method")), given.get("model")
     found: dict[str, Any] = {}
@@ -59,12 +59,12 @@ def completed(given: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
 
 
 def default_mtp_drafts(content: Mapping[str, Any]) -> int:
-    """How many tokens MTP layers draft by default, by their checkpoint's config.json."""
+    """Default number of drafts for MTP layers, from their checkpoint's config.json."""
     return DEFAULT_MTP_DRAFTS if mtp_folders.depth_of(content) == 1 else 1
 
 
 def _split_layers(target: ModelConfig) -> Path | None:
-    """The folder of a model's MTP layers; None: its own checkpoint has them, or is elsewhere."""
+    """The folder of split-off MTP layers; None if the model needs none or is not on disk."""
     folder = mtp_folders.folder_of(target.model, target.revision)
     if folder is None or mtp_folders.family_of(published(folder)) is None:
         return None
@@ -93,13 +93,13 @@ def _check_split(folder: Path | None, content: Mapping[str, Any]) -> None:
 
 
 def refusals(config: VllmConfig) -> dict[str, bool]:
-    """Faults of the checkpoint that --speculative-config names: a message, and whether it holds.
+    """Checks the checkpoint of --speculative-config; maps each error message to whether it applies.
 
-    Looks into a local folder and config.json. A checkpoint may still fail to load.
+    Reads only a local folder and config.json, so a checkpoint may still fail to load.
 
     Raises:
-        ValueError: the method is not served, or config.json of a block drafter has a key, or a
-            value, that is not computed.
+        ValueError: the method is not supported, or config.json of a block drafter has an
+            unsupported key or value.
     """
     speculation, method = config.speculative_config, method_of(config)
     if speculation is None or method is None or speculation.draft_model_config is None:

@@ -37,14 +37,14 @@ MAX_BEHIND = 16
 
 
 class DraftModel(DraftNetwork):
-    """Any model that this plugin serves, loaded beside the target."""
+    """A draft model: any model that this plugin serves, loaded beside the target."""
 
     def __init__(self, config: VllmConfig, target: ModelParts) -> None:
-        """Loads it.
+        """Loads the draft model.
 
         Args:
-            config: whose speculative_config names the model.
-            target: not used, a draft model reads nothing but tokens.
+            config: vLLM's; its speculative_config names the model.
+            target: unused, since a draft model reads only tokens.
 
         Raises:
             loader.ModelLoadError: it cannot be loaded, or does not share the target's vocabulary.
@@ -107,14 +107,14 @@ class DraftModel(DraftNetwork):
 
 
 def _max_lens(req_indices_np: np.ndarray, max_len: int, images: ImageColumn | None) -> np.ndarray:
-    """[R] int32, tokens that the model reads of each request: those before its first image."""
+    """[R] int32, tokens of each request that the draft model reads: up to the first image."""
     if images is None or not images.any_requests:
         return np.full(len(req_indices_np), max_len, np.int32)
     return np.minimum(images.first_indices(req_indices_np), max_len)
 
 
 def _within(rows: Rows, max_lens_np: np.ndarray) -> Rows | None:
-    """The rows at the first `max_lens_np`, [R], positions of their requests; None: none."""
+    """The tokens of a pass at positions below their request's `max_lens_np`, [R]; None if none."""
     if (rows.seq_lens_np <= max_lens_np).all():
         return rows
     firsts_np = rows.query_start_loc_np
@@ -130,12 +130,12 @@ def _within(rows: Rows, max_lens_np: np.ndarray) -> Rows | None:
 
 
 class GreedyModel(PassNetwork):
-    """What a model would generate greedily."""
+    """Predicts the tokens that a model would generate greedily."""
 
     def __init__(self, parts: ModelParts) -> None:
         """
         Args:
-            parts: the model's.
+            parts: of the draft model.
         """
         self.module = parts.model
         self._parts = parts
@@ -151,7 +151,7 @@ class GreedyModel(PassNetwork):
 
 
 class DraftModelProposer(PagedProposer):
-    """Drafts what the model would generate greedily, one token a pass."""
+    """Drafts the tokens that the draft model would generate greedily, one per pass."""
 
     def __init__(
         self,
@@ -164,11 +164,11 @@ class DraftModelProposer(PagedProposer):
         """
         Args:
             passes: of the draft model, over the shared pool.
-            max_num_reqs: rows of a per-request table.
+            max_num_reqs: number of req_idx.
             num_drafts: K, the most drafts of a request.
-            max_len: tokens the model is made for; longer requests get no drafts.
-            images: the target's, which this model does not read: a request with one gets no
-                drafts, and K/V of its text before the first one; None: the target reads none.
+            max_len: the draft model's context length; longer requests get no drafts.
+            images: the target's, None for text only. The draft model does not read images: a
+                request with one gets no drafts, and K/V only for the text before its first image.
         """
         super().__init__(passes, num_drafts)
         self._max_len, self._images = max_len, images
@@ -223,12 +223,12 @@ class DraftModelProposer(PagedProposer):
         ends_np: np.ndarray,
         limits_np: np.ndarray,
     ) -> mx.array:
-        """Drafts that follow [starts, ends), whose K/V count as written from now on.
+        """Writes K/V of positions [starts, ends), and drafts the tokens that follow.
 
         Args:
             request: of R requests.
-            starts_np, ends_np: [R] int32, positions to write; none empty.
-            limits_np: [R] int32, drafts of each.
+            starts_np, ends_np: [R] int32, positions to write; no range is empty.
+            limits_np: [R] int32, drafts of each request.
         """
         spans, lag = Spans(request.req_indices_np, starts_np, ends_np), request.lag
         drafts = self._draft(spans, spans.tokens(request), None, limits_np, lag)

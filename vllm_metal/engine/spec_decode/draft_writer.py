@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes draft K/V in an engine that drafts nothing itself, for others to draft from."""
+"""Writes draft K/V on an engine that does not draft, for other engines that do."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Forward = Callable[[list[Any]], Any]
 
 
 class DraftWriter:
-    """One pass of a draft network over the rows of each step, in that step.
+    """Runs one pass of a draft network over the tokens of each step, within that step.
 
-    No block lacks anything once its step has ended. So nothing is remembered from step to step, and
-    nothing here waits for the device. The pass ends where the last layer has its K/V: what that
-    layer would attend to, and all behind it, serves drafts only.
+    Each step's blocks are complete when it ends, so nothing is kept from step to step and nothing
+    waits for the device. The pass stops once the last layer's K/V are written: its attention, and
+    all that follows, is only needed for drafts.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class DraftWriter:
         """
         Args:
             paged: the network's layers, whose forwards join the target's steps.
-            last: what the last of them keeps.
+            last: state of the last layer.
             block_tables: of the requests.
-            pass_over: the rows and the forward of a pass, of the arguments of `write`; None: there
-                is nothing to write.
+            pass_over: maps the arguments of `write` to the tokens and the forward of a pass; None:
+                there is nothing to write.
         """
         self._paged = paged
         self._last = last
@@ -51,15 +51,15 @@ class DraftWriter:
         self._pass_over = pass_over
 
     def write(self, rows: Rows, last_token_ids: mx.array) -> list[mx.array]:
-        """Builds the pass over the rows that the target's forward was built of last.
+        """Builds the pass over the tokens of the target's newest forward.
 
         Args:
-            rows: of the step; without drafts.
-            last_token_ids: [max_num_reqs] int32, by req_idx the newest token: of a request that
-                samples in this step, what it samples.
+            rows: of the step, without drafts.
+            last_token_ids: [max_num_reqs] int32, the newest token by req_idx, including those that
+                this step samples.
 
         Returns:
-            What the device is to compute after the target's forward.
+            Arrays that the device is to compute after the target's forward.
         """
         if (found := self._pass_over(rows, last_token_ids)) is None:
             return []
@@ -74,7 +74,7 @@ class DraftWriter:
 
 
 class _LastWritten(Exception):
-    """Ends a forward."""
+    """Ends the draft network's forward once the last layer's K/V are written."""
 
     def __init__(self, arrays: list[mx.array]) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class _LastWritten(Exception):
 
 
 class _LastCache(AttendingCache):
-    """The last layer's: it takes K/V, and ends the forward."""
+    """The last layer's cache: writes K/V, then raises _LastWritten."""
 
     def __init__(self, cache: AttendingCache) -> None:
         self._cache = cache

@@ -27,18 +27,18 @@ MODULES: dict[str, type[EagleHead] | type[Eagle3Head]] = {
 
 
 class Eagle(HeadNetwork):
-    """A head loaded for its target."""
+    """An EAGLE or EAGLE-3 head loaded for its target."""
 
     def __init__(self, config: VllmConfig, target: ModelParts) -> None:
-        """Loads it, and has the target's hidden states noted from now on.
+        """Loads the head and makes the target record its hidden states from now on.
 
         Args:
-            config: whose speculative_config names the head.
-            target: the model it was trained for.
+            config: vLLM's; its speculative_config names the head.
+            target: the model that the head was trained for.
 
         Raises:
-            loader.ModelLoadError: the checkpoint cannot be loaded, or is of another target.
-            NotImplementedError: the target does not show the hidden states that the head reads.
+            loader.ModelLoadError: the checkpoint cannot be loaded, or is for another target.
+            NotImplementedError: the target does not expose the hidden states that the head reads.
         """
         speculation = config.speculative_config
         assert speculation is not None

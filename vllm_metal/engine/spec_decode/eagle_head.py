@@ -32,7 +32,7 @@ DEFAULT_LAYERS: tuple[Callable[[int], int], ...] = (
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The shape of a head."""
+    """The shape of an EAGLE head."""
 
     decoder: llama.ModelArgs
     draft_vocab_size: int
@@ -78,12 +78,12 @@ class HeadConfig:
 
 
 class _LlamaHead(Head):
-    """Heads of Llama's layers."""
+    """A head with Llama's decoder layers."""
 
     _config: HeadConfig
 
     def rotate_by_three(self, axes: Axes) -> Rotation | None:
-        """Rotates as its own config.json says; see Head."""
+        """Makes the layers rotate by three positions, as the head's config.json says; see Head."""
         if self._config.mrope is None:
             return None
         from vllm_metal.engine.vision import rotation  # nothing of it where text is served
@@ -92,12 +92,12 @@ class _LlamaHead(Head):
 
 
 class EagleHead(_LlamaHead):
-    """EAGLE: the token's embedding and the hidden state, joined by `fc`, through decoder layers."""
+    """EAGLE: `fc` joins token embedding and hidden state; decoder layers follow."""
 
     def __init__(self, config: HeadConfig, names: set[str]) -> None:
         """
         Args:
-            config: its shape.
+            config: the head's shape.
             names: of the arrays in the checkpoint.
         """
         super().__init__()
@@ -111,13 +111,13 @@ class EagleHead(_LlamaHead):
         _own_ends(self, config, names)
 
     def layer_ids(self, num_layers: int) -> tuple[int, ...] | None:
-        """Layers of the target whose hidden states it reads; None: the final ones."""
+        """Layers of the target whose hidden states the head reads; None: the final ones."""
         return None
 
     def __call__(
         self, embeds: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
     ) -> tuple[mx.array, mx.array]:
-        """Runs the layers over rows; see Head."""
+        """Runs the decoder layers; see Head."""
         rows = mx.concatenate([embeds, hidden], axis=-1)
         out = self.fc(rows)[:, None]
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -126,11 +126,13 @@ class EagleHead(_LlamaHead):
 
 
 class Eagle3Head(_LlamaHead):
-    """EAGLE-3: hidden states of several layers, and a first layer that reads both inputs side by
-    side; the rest of the vocabulary `d2t` leaves out is never drafted."""
+    """EAGLE-3: its first layer reads the embedding and hidden states of several target layers.
+
+    Never drafts tokens that its vocabulary, mapped by `d2t`, leaves out.
+    """
 
     def __init__(self, config: HeadConfig, names: set[str]) -> None:
-        """Takes what EagleHead takes."""
+        """Takes the arguments of EagleHead."""
         super().__init__()
         args = config.decoder
         size, eps = args.hidden_size, args.rms_norm_eps
@@ -151,13 +153,13 @@ class Eagle3Head(_LlamaHead):
         _own_ends(self, config, names)
 
     def layer_ids(self, num_layers: int) -> tuple[int, ...] | None:
-        """Layers of the target whose hidden states it reads; None: the final ones."""
+        """Layers of the target whose hidden states the head reads; None: the final ones."""
         if not self._config.num_hidden_states:
             return None
         return self._config.layer_ids or tuple(layer(num_layers) for layer in DEFAULT_LAYERS)
 
     def combine(self, hidden: mx.array) -> mx.array:
-        """The target's hidden states as the head takes them: [T, layers * H] to [T, H]."""
+        """Projects the target's hidden states from [T, layers * H] to [T, H]."""
         if "fc" not in self:
             return hidden
         if "input_norm" in self:
@@ -171,7 +173,7 @@ class Eagle3Head(_LlamaHead):
     def __call__(
         self, embeds: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
     ) -> tuple[mx.array, mx.array]:
-        """Runs the layers over rows; see Head."""
+        """Runs the decoder layers; see Head."""
         out = self.layers[0](embeds[:, None], hidden[:, None], caches[0])
         for layer, cache in zip(self.layers[1:], caches[1:], strict=True):
             out = layer(out, None, cache)
@@ -179,12 +181,12 @@ class Eagle3Head(_LlamaHead):
         return normed[:, 0], (normed if self._config.norm_output else out)[:, 0]
 
     def drafted_tokens(self) -> mx.array:
-        """[draft V] int32, the tokens that a head of its own can draft."""
+        """[draft V] int32, the target's ids of the tokens that the head can draft."""
         drafted = super().drafted_tokens()
         return drafted + self.d2t if "d2t" in self else drafted
 
     def tokens(self, out: mx.array) -> mx.array:
-        """[N] int32, the likeliest token of each of [N, H], as the target numbers it."""
+        """[N] int32, the likeliest token of each of [N, H] outputs, as the target's ids."""
         found = super().tokens(out)
         if "d2t" in self:  # how far the target's number is from the head's
             found = (found + self.d2t[found]).astype(mx.int32)
@@ -211,7 +213,7 @@ class _FirstLayer(nn.Module):
 
 
 class _WideAttention(llama.Attention):
-    """Attention whose rows are twice as wide as what comes out."""
+    """Attention with inputs of twice the hidden size (embedding and hidden state)."""
 
     def __init__(self, args: llama.ModelArgs) -> None:
         super().__init__(args)

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 
 class Head(nn.Module):
-    """Works on rows: row i takes the hidden state of position i and the token of position i + 1,
-    keeps K/V at position i, and predicts the token of position i + 2.
+    """Predicts token i + 2 from the target's hidden state at i and token i + 1; its K/V are at i.
 
     `embed_tokens` and `lm_head` are the target's unless the checkpoint has its own.
     """
@@ -26,20 +25,20 @@ class Head(nn.Module):
     input_size: int  # of the target's hidden states
 
     def combine(self, hidden: mx.array) -> mx.array:
-        """The target's hidden states, [T, input_size], as the head takes them, [T, H]."""
+        """Maps the target's hidden states, [T, input_size], to the head's input, [T, H]."""
         return hidden
 
     def rotate_by_three(self, axes: Axes) -> Rotation | None:
-        """Makes its layers rotate by a pass's ROTATION (`vision.rotation`).
+        """Makes the head's layers rotate by a pass's ROTATION (`vision.rotation`).
 
         Args:
             axes: the target's.
 
         Returns:
-            None: rows have one position each.
+            The rotation of its positions; None if each token has a single position.
 
         Raises:
-            ModelLoadError: its layers have another kind of RoPE.
+            ModelLoadError: the layers have another kind of RoPE.
         """
         return None
 
@@ -48,19 +47,19 @@ class Head(nn.Module):
     ) -> tuple[mx.array, mx.array]:
         """
         Args:
-            embeds: [T, H], of `embed_tokens`, or of an image.
-            hidden: [T, H], combined or from the head itself.
-            caches: one a layer, for the rows of this pass.
+            embeds: [T, H], token or image embeddings.
+            hidden: [T, H], output of `combine`, or the head's own from the pass before.
+            caches: one per layer, for the tokens of this pass.
 
         Returns:
-            [T, H] for `tokens`, and [T, H] for the pass after the next token.
+            [T, H] input of `tokens`, and [T, H] hidden states for the pass over the next token.
         """
         raise NotImplementedError
 
     def drafted_tokens(self) -> mx.array:
-        """[V] int32, the tokens that `lm_head` can draft, as the target numbers them."""
+        """[V] int32, the target's ids of the tokens that `lm_head` can draft."""
         return mx.arange(len(self.lm_head.weight), dtype=mx.int32)
 
     def tokens(self, out: mx.array) -> mx.array:
-        """[N] int32, the likeliest token of each of [N, H], as the target numbers it."""
+        """[N] int32, the likeliest token of each of [N, H] outputs, as the target's ids."""
         return mx.argmax(self.lm_head(out), axis=-1).astype(mx.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images in the rows of a draft head: its embeddings of their tokens, and its positions."""
+"""Image embeddings and positions for the tokens that a draft head reads."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ from vllm_metal.engine.vision.rotation import positioned
 class HeadImages:
     """Makes a head read images as its target does.
 
-    Row i reads the embedding of token i + 1, an image's if that is one of its tokens, and rotates
-    by the positions of token i. So vLLM's EAGLE proposer gives its heads multimodal embeddings
-    that are shifted by one token, and the target's positions.
+    As in vLLM's EAGLE proposer, a head reads the embedding of token i + 1, which may be an image's,
+    and rotates by the target's positions of token i.
     """
 
     def __init__(self, head: Head, images: ImageColumn) -> None:
         """
         Args:
-            head: its layers rotate by three positions from now on, if they can.
+            head: its layers rotate by three positions from now on, if the target's do.
             images: the target's.
 
         Raises:
-            ModelLoadError: the head's layers have a RoPE that images do not go with.
+            ModelLoadError: the RoPE of the head's layers does not support images.
         """
         self._head, self._images = head, images
         self._rotation = None if images.axes is None else head.rotate_by_three(images.axes)
@@ -55,15 +54,15 @@ class HeadImages:
     def embeddings(
         self, input_ids: mx.array, spans: Spans, kept: Sequence[KeptRows], encode: bool
     ) -> mx.array | None:
-        """Embeds the tokens that follow rows, those of images as the target does.
+        """Embeds the tokens that follow the spans, image tokens included.
 
         Args:
-            input_ids: [T] int32, the tokens that follow the spans' rows.
+            input_ids: [T] int32, the token after each position of the spans.
             spans: of R requests.
-            kept: of the same requests; spans lie within them.
-            encode: whether a step is to come that reads the tokens behind the spans, so that their
-                images have a place in the encoder. Otherwise an image that it does not have yet is
-                embedded as its placeholder, as vLLM does it.
+            kept: hidden states of the same requests, which cover the spans.
+            encode: whether a coming step reads the tokens after the spans, so that the scheduler
+                has a place for their images in the encoder cache. Otherwise an image that is not
+                encoded yet is embedded as its placeholder, as in vLLM.
 
         Returns:
             [T, H]; None if no token is an image's.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Medusa heads: from one hidden state, each guesses one token further than the head before it.
+"""Medusa heads: each predicts, from one hidden state, one token further than the head before it.
 
-Cai et al. 2024, arXiv:2401.10774; the likeliest token of each head, not their tree.
+Cai et al. 2024, arXiv:2401.10774; takes each head's likeliest token instead of their tree.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class MedusaHeads(StateHeads):
-    """Head k guesses the token k + 2 behind the hidden state's; the model itself gives the first.
+    """Head k predicts token i + k + 2 from the hidden state at i; the model itself predicts i + 1.
 
     A head is a stack of residual blocks, x + silu(linear(x)), and a projection to the vocabulary.
     """
@@ -30,11 +30,11 @@ class MedusaHeads(StateHeads):
     def __init__(self, weights: Mapping[str, mx.array]) -> None:
         """
         Args:
-            weights: the checkpoint's arrays, by names of `blocks.HEAD.layers.LAYER`,
-                `lm_heads.HEAD` or, shared by all heads, `lm_head`, and perhaps `token_map`.
+            weights: the checkpoint's arrays, named `blocks.HEAD.layers.LAYER`, `lm_heads.HEAD` (or
+                `lm_head`, shared by all heads), and optionally `token_map`.
 
         Raises:
-            KeyError, ValueError: these are no Medusa heads.
+            KeyError, ValueError: the arrays are not those of Medusa heads.
         """
         super().__init__()
         self.num_heads = sum(f"blocks.{head}.layers.0.weight" in weights for head in range(100))
@@ -53,7 +53,7 @@ class MedusaHeads(StateHeads):
         self.load_weights(list(weights.items()))
 
     def __call__(self, hidden: mx.array, newest: mx.array, num_heads: int) -> mx.array:
-        """Drafts as StateHeads do; Medusa's do not read the newest tokens."""
+        """Drafts from the hidden states; ignores the newest tokens. See StateHeads."""
         columns = []
         for index, block in enumerate(self.blocks[:num_heads]):
             project = self.lm_head if self._shared else self.lm_heads[index]
@@ -95,9 +95,9 @@ class Medusa(StateNetwork):
 
 
 def _renamed(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """The checkpoint's arrays under the names of MedusaHeads.
+    """Renames the checkpoint's arrays as MedusaHeads expects.
 
-    Medusa's authors have `HEAD.LAYER.linear.weight`, and `HEAD.NUM_LAYERS.weight` for a projection.
+    Medusa's authors use `HEAD.LAYER.linear.weight`, and `HEAD.NUM_LAYERS.weight` for a projection.
     """
     found = {}
     for name, array in weights.items():

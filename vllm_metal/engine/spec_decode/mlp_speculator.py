@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""IBM's MLP speculators: a small recurrence over guessed tokens, begun by one hidden state.
+"""IBM's MLP speculators: a small recurrent network that starts from one hidden state.
 
-Wertheimer et al. 2024, arXiv:2404.19124; the likeliest token of each step, not their tree.
+Wertheimer et al. 2024, arXiv:2404.19124; takes each step's likeliest token instead of their tree.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ EPS = 1e-6  # of the norms; theirs
 
 
 class MLPSpeculatorHeads(StateHeads):
-    """Step k turns the state s and the newest token t into the next state, and that into a guess:
+    """Step k maps the state s and the newest token t to the next state and the next token:
 
         s' = gelu(norm_k(proj_k(s) + weight * emb_k(t))),   t' = argmax(head_k(s'))
 
-    The weight lets the hidden state make up as much of s' after n_predict steps for any width.
+    The weight keeps the hidden state's share of s' after n_predict steps the same for any width.
     """
 
     def __init__(self, config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> None:
         """
         Args:
-            config: config.json; `n_predict`, `tie_weights` and `scale_input` of it.
-            weights: the checkpoint's arrays, by names of `emb.STEP`, `proj.STEP`, `ln.STEP` and
-                `head.STEP`. Where they are tied, later steps use the last of a kind.
+            config: config.json; reads `n_predict`, `tie_weights` and `scale_input`.
+            weights: the checkpoint's arrays, named `emb.STEP`, `proj.STEP`, `ln.STEP` and
+                `head.STEP`. With tied weights, later steps reuse the last array of each kind.
 
         Raises:
-            KeyError: there are no such arrays.
-            ValueError: there are too few of them, or of other shapes.
+            KeyError: arrays are missing.
+            ValueError: there are too few arrays, or their shapes do not fit.
         """
         super().__init__()
         weights = {name.removeprefix("speculator."): array for name, array in weights.items()}
@@ -75,7 +75,7 @@ class MLPSpeculatorHeads(StateHeads):
         self.load_weights([(name, weights[name]) for name in names])
 
     def __call__(self, hidden: mx.array, newest: mx.array, num_heads: int) -> mx.array:
-        """Drafts as StateHeads do."""
+        """Drafts from hidden states and newest tokens; see StateHeads."""
         state, tokens = hidden, newest
         if self._scale_input:
             state = mx.fast.rms_norm(state, None, EPS) / math.sqrt(2)
@@ -97,7 +97,7 @@ def _of(modules: Sequence[nn.Module], step: int) -> nn.Module:
 
 
 class _Norm(nn.Module):
-    """Scaled and shifted, over the root mean square."""
+    """RMS norm with scale and shift."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class _Norm(nn.Module):
 
 
 class MLPSpeculator(StateNetwork):
-    """A speculator loaded for its target."""
+    """An MLP speculator loaded for its target."""
 
     def __init__(self, config: VllmConfig, target: ModelParts) -> None:
         """Loads it; see StateNetwork."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-token prediction: the layer that some models carry to guess one token further.
+"""Multi-token prediction (MTP): extra layers of a model that predict one token further.
 
 DeepSeek-AI 2024, arXiv:2412.19437, section 2.2. mlx-lm leaves these layers out of its models.
 """
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 
 class MTPHead(Head):
-    """Embedding and hidden state, each normed, joined by `fc`, through one decoder layer."""
+    """An MTP layer: `fc` joins the normed embedding and hidden state; a decoder layer follows."""
 
     def __init__(self, family: MTPFamily, args: Any, block: nn.Module) -> None:
         """
         Args:
-            family: of the target.
+            family: the target's.
             args: the target's, as mlx-lm reads them.
             block: the decoder layer.
         """
@@ -62,7 +62,7 @@ class MTPHead(Head):
     def __call__(
         self, embeds: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
     ) -> tuple[mx.array, mx.array]:
-        """Runs the layer over rows; see Head."""
+        """Runs the layer; see Head."""
         if self._family.masks_first:  # they are trained without a token there
             embeds = mx.where(caches[0].offset[:, None] == 0, mx.zeros_like(embeds), embeds)
         parts = [self.embedding_norm(embeds), self.hidden_norm(hidden)]
@@ -76,16 +76,16 @@ class MTPHead(Head):
 def build_layer(
     family: MTPFamily, args: Any, config: Mapping[str, Any], dtype: mx.Dtype
 ) -> tuple[MTPHead, StatefulLayer]:
-    """Builds a family's MTP layer, without weights, and what it keeps of a context.
+    """Builds a family's MTP layer, without weights, and describes its state in the KV cache.
 
     Args:
-        family: of the target.
+        family: the target's.
         args: the target's, as mlx-lm reads them.
-        config: the content of its checkpoint's config.json.
+        config: config.json of the checkpoint.
         dtype: of activations.
 
     Raises:
-        NotImplementedError: it keeps what the paged path does not serve.
+        NotImplementedError: the paged path does not support the layer's state.
     """
     block, window = family.build_block(args, config)
     layer = decoder_layer(block, f"{LAYER_PREFIX}layers.0", args.hidden_size, dtype, window)
@@ -93,19 +93,19 @@ def build_layer(
 
 
 class MTP(HeadNetwork):
-    """The target's own MTP layer; the first one where it has several, for every draft."""
+    """The target's own MTP layer; if there are several, the first one makes every draft."""
 
     def __init__(self, config: VllmConfig, target: ModelParts) -> None:
-        """Loads it, and has the target's hidden states noted from now on.
+        """Loads the layer and makes the target record its hidden states from now on.
 
         Args:
-            config: whose speculative_config names the checkpoint, the target's own by default.
-            target: the model it was trained with.
+            config: vLLM's; its speculative_config names the checkpoint, by default the target's.
+            target: the model that the layer was trained with.
 
         Raises:
             loader.ModelLoadError: the checkpoint has no MTP layer, or one of another target.
-            NotImplementedError: the target does not show its hidden states, or the layer keeps
-                what the paged path does not serve.
+            NotImplementedError: the target does not expose its hidden states, or the paged path
+                does not support the layer's state.
         """
         assert config.speculative_config is not None
         model_config = config.speculative_config.draft_model_config

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds MTP layers on this disk: in a model's checkpoint, or split from it into a folder beside it.
+"""Finds MTP layers on disk: in a model's checkpoint, or split off into a folder next to it.
 
 mlx-vlm writes such folders (`mlx_vlm.split_mtp`, `mlx_vlm.convert --mtp`). Nothing is downloaded.
 """
@@ -25,7 +25,7 @@ _REPOSITORY = "models--"  # of a folder's name in the Hugging Face cache
 
 
 def published(folder: Path) -> dict[str, Any]:
-    """Content of a folder's config.json; empty if there is none, or it is no JSON object."""
+    """Content of a folder's config.json; empty if missing or not a JSON object."""
     try:
         found = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
@@ -36,7 +36,7 @@ def published(folder: Path) -> dict[str, Any]:
 def folder_of(
     model: str, revision: str | None = None, cache_dir: Path | None = None
 ) -> Path | None:
-    """The folder that a model's name means: a local one, or the Hugging Face cache's snapshot."""
+    """The folder of a model: a local one, or its snapshot in the Hugging Face cache."""
     if (folder := model_names.folder_here(model)) is not None:
         return folder
     from huggingface_hub import try_to_load_from_cache
@@ -50,37 +50,37 @@ def folder_of(
 
 
 def family_of(content: Mapping[str, Any]) -> MTPFamily | None:
-    """The family whose MTP layers a model of this config.json may have."""
+    """The family of MTP layers that a model with this config.json may have."""
     kind = content.get("model_type")
     return next((each for each in MTP_FAMILIES.values() if kind in each.model_types), None)
 
 
 def states_layers(content: Mapping[str, Any]) -> bool:
-    """Whether a config.json says that its model has MTP layers; conversions leave it as it was."""
+    """Whether a config.json lists MTP layers; conversions may drop the layers but not the entry."""
     text = content.get("text_config") or content
     return family_of(content) is not None and any(text.get(key) for key in MTP_DEPTHS)
 
 
 def depth_of(content: Mapping[str, Any]) -> int:
-    """The number of MTP layers that a config.json states, from 1."""
+    """The number of MTP layers that a config.json states; at least 1."""
     text = content.get("text_config") or content
     return next((int(text[key]) for key in MTP_DEPTHS if text.get(key)), 1)
 
 
 def is_split(content: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of MTP layers that mlx-vlm has split from a checkpoint."""
+    """Whether a config.json belongs to MTP layers that mlx-vlm split from a checkpoint."""
     kind = str(content.get("model_type"))
     return kind.endswith("_mtp") and "text_config" in content
 
 
 def architecture_of(content: Mapping[str, Any]) -> str | None:
-    """The architecture of split MTP layers, as vLLM names it; None if they are not served."""
+    """vLLM's name for the architecture of split MTP layers; None if they are not supported."""
     text = content.get("text_config") or {}
     return SPLIT_MTP.get(str(content.get("model_type")), {}).get(str(text.get("model_type")))
 
 
 def carries_layers(folder: Path) -> bool:
-    """Whether a model's own checkpoint has MTP layers; conversions to MLX often drop them.
+    """Whether a checkpoint contains MTP layers; conversions to MLX often drop them.
 
     Raises:
         ModelLoadError: a weight file is unreadable or truncated.
@@ -95,7 +95,7 @@ def carries_layers(folder: Path) -> bool:
 
 
 def split_beside(folder: Path) -> Path | None:
-    """The first folder of `places` with split MTP layers of the model's family."""
+    """The first folder next to a model's with split MTP layers of its family; see `places`."""
     family = family_of(published(folder))
     for place in _places(folder):
         content = published(place)
@@ -106,10 +106,10 @@ def split_beside(folder: Path) -> Path | None:
 
 
 def layers_of(model: str, revision: str | None = None) -> Path | None:
-    """The folder on this disk that has a model's MTP layers: its own, or one beside it.
+    """The folder with a model's MTP layers: its own, or one next to it; None if there is none.
 
     Args:
-        model: as its user names it.
+        model: name or path, as the user gives it.
         revision: of a model on the hub.
 
     Raises:
@@ -129,7 +129,7 @@ def _sizes(content: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def places(folder: Path) -> str:
-    """Where `split_beside` looks, for a message."""
+    """Names the folders that `split_beside` searches, for error messages."""
     repository = _repository(folder)
     if repository is None:
         beside, name = f"folders of {folder.resolve().parent}", folder.resolve().name
@@ -156,7 +156,7 @@ def _is_marked(name: str, model: str) -> bool:
 
 
 def _repository(folder: Path) -> Path | None:
-    """The folder of a model in the Hugging Face cache that a snapshot belongs to."""
+    """The model's folder in the Hugging Face cache that a snapshot belongs to; None outside it."""
     repository = folder.parent.parent
     cached = folder.parent.name == "snapshots" and repository.name.startswith(_REPOSITORY)
     return repository if cached else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of draft networks: loaded before there is a pool, proposers once there is one."""
+"""Interface of draft networks: loaded before the pool exists, they make proposers over it."""
 
 from __future__ import annotations
 
@@ -31,40 +31,40 @@ class DraftPool:
     layer_states: Mapping[str, LayerState]  # storage by layer name, of both networks
     group_of: Mapping[str, int]  # KV cache group by layer name
     block_tables: BlockTables  # of the requests
-    graphs: Graphs  # whether forwards may be built by graphs, and where such are counted
+    graphs: Graphs  # says whether forwards may be compiled, and counts the compiled ones
 
 
 class DraftNetwork(ABC):
-    """A loaded draft network; it makes a proposer once the KV pool is there."""
+    """A loaded draft network, which makes a proposer once the KV pool exists."""
 
     layers: Sequence[StatefulLayer]  # its share of the KV cache; may be empty
     #: Those whose K/V the target's forward writes, in the order of its last caches.
     context_layers: Sequence[StatefulLayer] = ()
 
     def read_images(self, images: ImageColumn) -> None:  # noqa: B027 - most read hidden states alone
-        """Makes the network read the target's images, before there is a pool.
+        """Makes the network read the target's images; called before the pool exists.
 
         Raises:
-            ModelLoadError: it cannot.
+            ModelLoadError: the network cannot read images.
         """
 
     @abstractmethod
     def profile(self, backend: KVBackend) -> None:
-        """Runs its largest pass once, so that MLX's peak memory is measured."""
+        """Runs the network's largest pass once, so that MLX's peak memory is measured."""
 
     @abstractmethod
     def proposer(self, pool: DraftPool) -> Proposer:
-        """The proposer over the pool."""
+        """Makes the proposer over the pool."""
 
     def writer(self, pool: DraftPool, requests: Requests) -> DraftWriter | None:
-        """What keeps the network's K/V complete on an engine that drafts nothing.
+        """Makes the writer of the network's K/V on an engine that does not draft.
 
         Args:
             pool: shared with the target.
             requests: whose blocks are written.
 
         Returns:
-            None: the target's forward writes them.
+            None: the target's forward already writes the K/V.
 
         Raises:
             NotImplementedError: the network keeps no K/V.

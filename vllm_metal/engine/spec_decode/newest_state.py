@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft heads that read one hidden state, the one the newest token was sampled from; no K/V."""
+"""Draft heads without K/V that read the one hidden state that gave the newest token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class StateHeads(nn.Module):
-    """Heads that draft from one hidden state a request, without K/V; with their weights."""
+    """Draft heads that read one hidden state per request and keep no K/V."""
 
     num_heads: int  # most guesses
     hidden_size: int  # of the target
@@ -36,22 +36,22 @@ class StateHeads(nn.Module):
     def __call__(self, hidden: mx.array, newest: mx.array, num_heads: int) -> mx.array:
         """
         Args:
-            hidden: [N, H] final states of the target.
+            hidden: [N, H] final hidden states of the target.
             newest: [N] int32, the tokens sampled from them.
-            num_heads: guesses wanted, from 1.
+            num_heads: number of drafts, at least 1.
 
         Returns:
-            [N, num_heads] int32, what follows the newest token.
+            [N, num_heads] int32, drafts that follow the newest tokens.
         """
         raise NotImplementedError
 
     def drafted_tokens(self) -> mx.array:
-        """[V] int32, the tokens that the heads can draft, as the target numbers them."""
+        """[V] int32, the target's ids of the tokens that the heads can draft."""
         raise NotImplementedError
 
 
 class StateNetwork(DraftNetwork):
-    """Heads loaded for their target."""
+    """State heads loaded for their target."""
 
     layers: Sequence[StatefulLayer] = ()
 
@@ -62,18 +62,18 @@ class StateNetwork(DraftNetwork):
         make: Callable[[dict[str, mx.array]], StateHeads],
         what: str,
     ) -> None:
-        """Loads them, and has the target's final hidden states noted from now on.
+        """Loads the heads and makes the target record its final hidden states from now on.
 
         Args:
-            config: whose speculative_config names the checkpoint.
-            target: the model they were made for.
-            make: makes them of the checkpoint's arrays; raises KeyError or ValueError where they
-                are of something else.
-            what: is loaded, for messages.
+            config: vLLM's; its speculative_config names the checkpoint.
+            target: the model that the heads were trained for.
+            make: builds the heads from the checkpoint's arrays; raises KeyError or ValueError if
+                the arrays do not fit.
+            what: name of the kind of heads, for messages.
 
         Raises:
-            ModelLoadError: the checkpoint cannot be loaded, or is of a target of another width.
-            NotImplementedError: the target does not show its hidden states.
+            ModelLoadError: the checkpoint cannot be loaded, or its target has another hidden size.
+            NotImplementedError: the target does not expose its hidden states.
         """
         assert config.speculative_config is not None
         model_config = config.speculative_config.draft_model_config
@@ -107,7 +107,7 @@ class StateNetwork(DraftNetwork):
 
 @dataclass(frozen=True)
 class _HeadInputs:
-    """What the heads read of N requests."""
+    """Inputs of the heads for N requests."""
 
     hidden: mx.array  # [N, H]
     newest: mx.array  # [N] int32
@@ -117,7 +117,7 @@ class _HeadInputs:
 class StateProposer(Proposer):
     """Drafts from the hidden state that the newest token was sampled from.
 
-    vLLM takes these heads without async scheduling only, so the host knows that token.
+    vLLM does not support these heads with async scheduling, so the host knows that token.
     """
 
     def __init__(
@@ -125,10 +125,10 @@ class StateProposer(Proposer):
     ) -> None:
         """
         Args:
-            heads: one for each draft, or fewer.
-            states: the target's.
+            heads: one per draft, or fewer.
+            states: the target's hidden states.
             num_drafts: K, the most drafts of a request.
-            graphs: whether passes may be built by graphs; None: they may, and nobody counts.
+            graphs: says whether passes may be compiled, and counts them; None: they may.
         """
         self._heads = heads
         self._forward = CompiledForward(self._build, heads, (), graphs or Graphs())

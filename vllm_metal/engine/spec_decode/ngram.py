@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class NgramProposer(TextProposer):
     """vLLM's methods `ngram` and `ngram_gpu`, which differ only in where vLLM runs them.
 
-    Of the n-grams that end the known tokens, `min_n <= n <= max_n`, the longest that also occurs
-    earlier (overlap is allowed) is taken at its first occurrence; the tokens after that are the
-    drafts. As in vLLM they end where the known text ends.
+    Finds the longest n-gram, `min_n <= n <= max_n`, that ends the known tokens and also occurs
+    earlier (overlap is allowed). The tokens after its first occurrence are the drafts; as in vLLM
+    they end where the known text ends.
     Prompt lookup: Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding.
 
     Each request has an index that takes in only a step's new tokens, so a step's cost does not grow
@@ -70,7 +70,7 @@ class NgramProposer(TextProposer):
 class TextIndex:
     """Where each n-gram of the shortest length has occurred in one growing text.
 
-    One entry a token, whatever the range of lengths: about 150 bytes, a thousandth of a token's
+    Has one entry per token for any range of lengths, about 150 bytes: a thousandth of a token's
     K/V. Positions are those of the token after the n-gram.
     """
 
@@ -101,7 +101,7 @@ class TextIndex:
     def match(self, text: np.ndarray) -> int:
         """End of the first occurrence of the longest n-gram that ends `text`; 0 if there is none.
 
-        `text` is the text that was indexed.
+        `text` must be indexed already.
         """
         length, n = len(text), self._min_n
         if length < n:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft networks whose linear layers are packed, by MLX's tools or when they are loaded."""
+"""Quantized linear layers of draft networks: packed by MLX's tools, or quantized when loaded."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ GROUP_SIZE = 64
 
 
 def packings(network: nn.Module, weights: Mapping[str, mx.array]) -> dict[str, dict[str, Any]]:
-    """How modules are packed whose arrays are, as these show: bits, group size and mode.
+    """Maps each packed module to its bits, group size and mode, inferred from its arrays.
 
-    config.json says it by the names of the checkpoint, and not always for every module.
+    config.json uses the checkpoint's names, and does not always list every module.
 
     Args:
         network: before its modules are packed.
@@ -37,7 +37,7 @@ def packings(network: nn.Module, weights: Mapping[str, mx.array]) -> dict[str, d
 
 
 def pack(network: nn.Module, bits: int) -> None:
-    """Quantizes the linear layers that a loaded network has dense; embeddings stay as they are."""
+    """Quantizes the dense linear layers of a loaded network; leaves embeddings as they are."""
 
     def chosen(path: str, module: nn.Module) -> bool:
         return isinstance(module, nn.Linear) and module.weight.shape[-1] % GROUP_SIZE == 0

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class HeadNetwork(DraftNetwork):
-    """A head loaded for its target."""
+    """A draft head loaded for its target."""
 
     def __init__(
         self, config: VllmConfig, head: Head, layers: Sequence[StatefulLayer], states: HiddenStates
@@ -45,9 +45,9 @@ class HeadNetwork(DraftNetwork):
         """
         Args:
             config: vLLM's.
-            head: with its ends in place.
-            layers: its share of the KV cache.
-            states: the target's, those that the head reads.
+            head: loaded, with an embedding and an output head.
+            layers: the head's layers as the KV cache sees them.
+            states: the target's hidden states that the head reads.
         """
         assert config.speculative_config is not None
         self._config = config
@@ -115,15 +115,15 @@ class HeadNetwork(DraftNetwork):
 
 
 class HeadPasses(PassNetwork):
-    """What a head predicts."""
+    """Runs a draft head in passes."""
 
     module: Head
 
     def __init__(self, head: Head, images: HeadImages | None) -> None:
         """
         Args:
-            head: with its ends in place.
-            images: that it reads; None: its target reads none.
+            head: loaded, with an embedding and an output head.
+            images: the images that the head reads; None if its target reads none.
         """
         self.module, self._images = head, images
 
@@ -132,7 +132,7 @@ class HeadPasses(PassNetwork):
         return inputs if self._images is None else self._images.placed(inputs, rows)
 
     def hidden(self, inputs: PassInputs, caches: Sequence[Any]) -> tuple[mx.array, mx.array]:
-        """What the head computes of [T] rows; see Head."""
+        """Runs the head over T tokens and returns its two outputs; see Head."""
         assert inputs.hidden is not None
         embeddings = inputs.embeddings
         if embeddings is None:
@@ -143,7 +143,7 @@ class HeadPasses(PassNetwork):
             return self.module(embeddings, inputs.hidden, caches)
 
     def next_tokens(self, inputs: PassInputs, caches: list[Any]) -> tuple[mx.array, mx.array]:
-        """The likeliest tokens, and the head's hidden states; see PassNetwork."""
+        """The likeliest next tokens, and the head's hidden states; see PassNetwork."""
         out, hidden = self.hidden(inputs, caches)
         if inputs.wanted is not None:
             out, hidden = out[inputs.wanted], hidden[inputs.wanted]
@@ -151,7 +151,7 @@ class HeadPasses(PassNetwork):
 
 
 class HeadProposer(PagedProposer):
-    """Reads the target's hidden states for the first draft, the head's own for those after."""
+    """Drafts first from the target's hidden states, then from the head's own."""
 
     def __init__(
         self,
@@ -163,11 +163,11 @@ class HeadProposer(PagedProposer):
     ) -> None:
         """
         Args:
-            head: with its ends in place.
-            passes: of it, over the shared pool.
-            states: the target's.
+            head: loaded, with an embedding and an output head.
+            passes: of the head, over the shared pool.
+            states: the target's hidden states.
             num_drafts: K, the most drafts of a request.
-            images: that the head reads; None: its target reads none.
+            images: the images that the head reads; None if its target reads none.
         """
         super().__init__(passes, num_drafts)
         self._head = head
@@ -229,7 +229,7 @@ class HeadProposer(PagedProposer):
 def _kept_of(
     rows: Rows, states: mx.array, images: StepImages | None
 ) -> Iterator[tuple[int, KeptRows]]:
-    """Yields the requests of a step by req_idx, of [T, W] hidden states."""
+    """Splits a step's [T, W] hidden states by request; yields pairs with the req_idx."""
     firsts_np = rows.query_start_loc_np[:-1]
     counts_np = np.diff(rows.query_start_loc_np)
     columns = rows.req_indices_np, firsts_np, _first_positions(rows), counts_np
@@ -239,7 +239,7 @@ def _kept_of(
 
 
 def _first_positions(rows: Rows) -> np.ndarray:
-    """[R] int32, position of each request's first row; UNKNOWN where only the device knows it."""
+    """[R] int32, position of each request's first token; UNKNOWN where only the device knows it."""
     starts_np = rows.positions_np[rows.query_start_loc_np[:-1]]
     if rows.lag is None:
         return starts_np
@@ -247,7 +247,7 @@ def _first_positions(rows: Rows) -> np.ndarray:
 
 
 def _rows_of(kept: list[KeptRows], spans: Spans) -> mx.array:
-    """[T, W] hidden states of the spans' rows, which may come from several steps."""
+    """[T, W] hidden states at the spans' positions, which may come from several steps."""
     sources: dict[int, mx.array] = {}
     bases: dict[int, int] = {}
     for of in kept:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proposers that keep K/V of their own, in the same blocks as the target's."""
+"""Base class of proposers whose network keeps K/V, in the same blocks as the target's."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from vllm_metal.engine.spec_decode.spans import Spans
 
 
 class PagedProposer(Proposer):
-    """Drafts in passes: one over a request's new tokens, then passes of one row each, at once.
+    """Drafts in passes: one over all new tokens of the requests, then passes of one token each.
 
-    The network's K/V share blocks with the target's, so a prefix hit brings both. The speculator
+    The network's K/V share blocks with the target's, so a prefix hit restores both. The speculator
     calls `propose` in every step for all its requests, whether they want drafts or not. The first
-    pass reads sampled tokens only, and overwrites the K/V of rejected drafts. Where the host does
-    not know which of the newest tokens are kept, it reads them all: their positions are known, and
-    what lies past the newest token that is kept is overwritten by later passes. Those start where
-    the device knows that token to be. The blocks have room for all these tokens and the limit.
-    Nothing here waits for the device, except over a pool that MLX's scatter writes: there for the
-    first pass, and once for all others.
+    pass reads only sampled tokens and overwrites the K/V of rejected drafts. If the host does not
+    know yet which of the newest tokens are accepted, the pass reads all of them, since their
+    positions are known; later passes start after the last accepted token, which the device knows,
+    and overwrite the K/V beyond it. The blocks have room for all these tokens and the drafts.
+    Nothing waits for the device, except over a pool that MLX's scatter writes: there the first
+    pass waits, and the others wait once together.
     """
 
     reads_text = False
@@ -30,7 +30,7 @@ class PagedProposer(Proposer):
     def __init__(self, passes: Passes, num_drafts: int) -> None:
         """
         Args:
-            passes: of the network.
+            passes: of the draft network.
             num_drafts: K, the most drafts of a request.
         """
         self._passes = passes
@@ -45,16 +45,15 @@ class PagedProposer(Proposer):
         lag: PositionLag | None = None,
         embeddings: mx.array | None = None,
     ) -> mx.array:
-        """[R, K] int32 drafts that follow the spans; past a request's limit: arbitrary.
+        """Drafts [R, K] int32 after the spans; arbitrary past a request's limit.
 
         Args:
-            spans: of R requests, none empty; the first pass.
-            input_ids: [T] int32 of the first pass.
-            hidden: [T, ...] of its rows, for networks that take more than tokens.
+            spans: positions of R requests for the first pass; none is empty.
+            input_ids: [T] int32, tokens at the spans' positions.
+            hidden: [T, ...] hidden states, for networks that read more than tokens.
             limits_np: [R] drafts of each request.
-            lag: how many rows at the end of each span are of tokens that are not kept; None:
-                all are kept.
-            embeddings: [T, H] in place of those of `input_ids`, where some are of images.
+            lag: how many tokens at the end of each span are rejected; None: none.
+            embeddings: [T, H], replace those of `input_ids` if some are of images.
         """
         exact = lag is None or not lag.most_np.any()
         if exact and len(spans.index_np) == len(limits_np) and limits_np.all():
@@ -87,7 +86,7 @@ class PagedProposer(Proposer):
         lag: PositionLag | None,
         embeddings: mx.array | None,
     ) -> tuple[mx.array, mx.array | None]:
-        """Tokens and hidden states after the spans of the requests at `drafting`."""
+        """Runs the first pass; returns tokens and hidden states of the requests at `drafting`."""
         even, places_np = evened(spans)
         stored_np = None
         if (places_np < 0).any():
@@ -110,7 +109,7 @@ class PagedProposer(Proposer):
         hidden: mx.array | None,
         lag: PositionLag | None,
     ) -> mx.array:
-        """[R, K] int32 drafts of requests that all want some, after spans of one row each."""
+        """[R, K] int32 drafts, if every span is one token and every request wants drafts."""
         rows = single_rows(spans, limits_np, input_ids, lag)
         drafts = self._passes.together(rows, hidden)
         return mx.pad(drafts, [(0, 0), (0, self._num_drafts - len(rows))])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes of a draft network over the pool: their rows, and which are handed over together."""
+"""Runs passes of a draft network over the pool, and submits them together where possible."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm_metal.engine.spec_decode.spans import Spans
 
 @dataclass(frozen=True)
 class PassInputs:
-    """What one pass of T rows reads."""
+    """Inputs of one pass over T tokens."""
 
     input_ids: mx.array  # [T] int32
     positions: mx.array  # [T] int32
@@ -33,16 +33,16 @@ class PassInputs:
 
 
 class PassNetwork(ABC):
-    """A draft network as its passes call it."""
+    """A draft network as `Passes` calls it."""
 
     module: nn.Module  # with its weights
 
     def placed(self, inputs: PassInputs, rows: Rows) -> PassInputs:
-        """The inputs of a pass with the positions that the network rotates by.
+        """Replaces the positions by those that the network rotates by.
 
         Args:
-            inputs: whose positions are the rows' indices in their requests.
-            rows: of the pass.
+            inputs: with each token's index in its request as position.
+            rows: the tokens of the pass.
         """
         return inputs
 
@@ -50,22 +50,22 @@ class PassNetwork(ABC):
     def next_tokens(
         self, inputs: PassInputs, caches: list[Any]
     ) -> tuple[mx.array, mx.array | None]:
-        """The likeliest next token of N rows, and what the pass after it needs of them.
+        """Predicts the next token after each of the N wanted ones of a pass.
 
         Args:
-            inputs: of the rows.
-            caches: of the layers, for these rows.
+            inputs: of the pass.
+            caches: one per layer, for the tokens of the pass.
 
         Returns:
-            [N] int32 tokens, [N, ...] hidden.
+            [N] int32 likeliest tokens, and [N, ...] hidden states if the next pass reads any.
         """
 
 
 class Passes:
-    """Hands over the passes of one network; those of shapes that come again as compiled graphs.
+    """Builds and submits the passes of one network, as compiled graphs for shapes that recur.
 
-    Passes of one row a request are handed over together, whatever their number. One graph serves
-    them all: positions, tokens and plans are its inputs, and so is what those before leave.
+    Consecutive passes of one token per request are submitted together. One graph serves all of
+    them, since positions, tokens, plans and the outputs of the pass before are its inputs.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class Passes:
     ) -> None:
         """
         Args:
-            network: that drafts.
-            paged: its layers, over the shared pool.
-            tables: the requests' blocks.
-            graphs: whether passes may be built by graphs, and where such are counted.
-            most: passes that are handed over together, at most.
+            network: the draft network.
+            paged: the network's layers over the shared pool.
+            tables: the requests' block tables.
+            graphs: says whether passes may be compiled, and counts the compiled ones.
+            most: most passes that are submitted together.
         """
         self._network = network
         self._paged = paged
@@ -94,15 +94,15 @@ class Passes:
     def first(
         self, rows: Rows, hidden: mx.array | None, embeddings: mx.array | None = None
     ) -> tuple[mx.array, mx.array | None]:
-        """A pass by itself, of any rows.
+        """Submits one pass with any number of tokens per request.
 
         Args:
-            rows: T rows, tokens wanted of N.
-            hidden: [T, ...] of each row.
-            embeddings: [T, H], in place of those of the rows' tokens.
+            rows: T tokens; the next token is predicted after N of them.
+            hidden: [T, ...] hidden states; None for networks that read only tokens.
+            embeddings: [T, H], replace the tokens' own embeddings.
 
         Returns:
-            [N] int32 tokens, [N, ...] hidden.
+            [N] int32 predicted tokens, and [N, ...] hidden states if the next pass reads any.
         """
         self._paged.begin_step()
         found = self._pass(rows, rows.input_ids, hidden, None, embeddings)
@@ -110,12 +110,12 @@ class Passes:
         return _parted(found)
 
     def together(self, forwards: Sequence[Rows], hidden: mx.array | None) -> mx.array:
-        """[R, n] int32, the tokens that n passes of one row of R requests give.
+        """Submits n passes of one token per request; returns the predicted tokens, [R, n] int32.
 
         Args:
-            forwards: the rows of each pass; but for the first, their tokens are those of the pass
-                before.
-            hidden: [R, ...] of the first of them.
+            forwards: inputs of each pass; all but the first read the tokens that the pass before
+                predicted.
+            hidden: [R, ...] hidden states for the first pass.
         """
         self._paged.begin_step()
         tokens = forwards[0].input_ids
@@ -154,7 +154,7 @@ class Passes:
 
 
 def _parted(found: list[mx.array]) -> tuple[mx.array, mx.array | None]:
-    """Tokens, and hidden where there are such."""
+    """Splits a pass's arrays into tokens and, if there are any, hidden states."""
     tokens, *hidden = found
     return tokens, hidden[0] if hidden else None
 
@@ -162,15 +162,15 @@ def _parted(found: list[mx.array]) -> tuple[mx.array, mx.array | None]:
 def single_rows(
     spans: Spans, limits_np: np.ndarray, tokens: mx.array, lag: PositionLag | None
 ) -> list[Rows]:
-    """Rows of passes one after the other: of each request one, for each of its drafts.
+    """Inputs of consecutive passes with one token per request, one pass for each draft.
 
-    All passes are of all the requests, so that shapes stay where requests want unlike many drafts.
-    One that has its drafts goes on at its last position, for nothing: its K/V are not kept, for the
-    blocks have no room for more.
+    All passes include all requests, so that shapes recur if requests want different numbers of
+    drafts. A request that has all its drafts repeats its last position; these K/V are not stored,
+    since its blocks have no room for more.
 
     Args:
-        spans: of R requests, one row each: the first pass.
-        limits_np: [R] drafts of each, from 1.
+        spans: of R requests, one token each, for the first pass.
+        limits_np: [R] drafts of each request, at least 1.
         tokens: [R] int32, of the first pass.
         lag: how far the spans' positions exceed the requests' true ones; None: they are exact.
     """
@@ -185,14 +185,13 @@ def single_rows(
 
 
 def evened(spans: Spans) -> tuple[Spans, np.ndarray]:
-    """The spans, all as long as the longest where that at most doubles their rows.
+    """Extends all spans to the longest one's length, if that at most doubles the tokens.
 
-    So shapes stay where requests have had unlike many drafts accepted. Rows that are put before a
-    request's compute what nobody reads, and keep no K/V.
+    So shapes recur if requests had different numbers of drafts accepted. The tokens added before
+    a span are computed in vain, and their K/V are not stored.
 
     Returns:
-        Spans of R requests and T rows, and [T] int32: of each row the row that it was, -1 for one
-        that is new.
+        Spans of R requests with T tokens, and [T] int32: each token's index before, -1 if added.
     """
     lens_np = spans.ends_np - spans.starts_np
     longest = int(lens_np.max())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of proposers: known tokens in, drafts out."""
+"""The interface of proposers, which draft the tokens that follow the known ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """A step's R requests, whose newest tokens drafts are to follow."""
+    """A step's R requests whose newest tokens the drafts are to follow."""
 
     token_ids_np: np.ndarray  # [max_num_reqs, max_model_len] int32, by req_idx; read only
     req_indices_np: np.ndarray  # [R] int32, rows of the requests
@@ -36,22 +36,21 @@ class DraftRequest:
 
     @property
     def most_tokens_np(self) -> np.ndarray:
-        """[R] int32, tokens of each if all those that the host has not read are kept."""
+        """[R] int32, tokens of each request if all of its unread ones are accepted."""
         unread = self.unread
         return self.num_tokens_np if unread is None else self.num_tokens_np + unread.counts_np
 
     @property
     def lag(self) -> PositionLag | None:
-        """How far before its most tokens each request is; None: all have as many."""
+        """How far `most_tokens_np` exceeds the accepted tokens; None if it is exact."""
         return None if self.unread is None else self.unread.lag
 
     def limits_within(self, num_drafts: int, max_len: int | np.ndarray | None = None) -> np.ndarray:
-        """[R] int32 drafts of each: what is wanted, up to `num_drafts`, while its text has room.
+        """[R] int32 drafts of each request: those wanted, limited by `num_drafts` and its length.
 
         Args:
             num_drafts: most drafts of a request.
-            max_len: tokens of the longest text, or of each request's; None: as many as the table
-                has.
+            max_len: most tokens of a request, or [R] of each; None: the length of the token table.
         """
         max_len = self.token_ids_np.shape[1] if max_len is None else max_len
         room_np = max_len - self.most_tokens_np
@@ -73,14 +72,14 @@ class DraftRequest:
 
 @dataclass(frozen=True)
 class Drafts:
-    """Guesses of each request's next tokens."""
+    """Drafts of each request's next tokens."""
 
     token_ids: mx.array  # [R, K] int32, on the device; past a request's count: arbitrary
     counts_np: np.ndarray  # [R] int32, from 0 to K
 
     @staticmethod
     def of_lists(guesses: list[list[int]], num_drafts: int) -> Drafts:
-        """Drafts of R lists, none longer than `num_drafts`, the K of the result."""
+        """Builds drafts from R lists; K is `num_drafts`, which no list exceeds."""
         token_ids = np.zeros((len(guesses), num_drafts), np.int32)
         counts = np.zeros(len(guesses), np.int32)
         for index, guess in enumerate(guesses):
@@ -101,48 +100,48 @@ class Proposer(ABC):
 
     @abstractmethod
     def propose(self, request: DraftRequest) -> Drafts:
-        """Guesses what follows the newest tokens of a step's R requests."""
+        """Drafts the tokens that follow the newest ones of a step's R requests."""
 
     def begin_request(self, req_idx: int, num_computed: int) -> None:  # noqa: B027 - most need not know
-        """A request starts or resumes; the prefix cache holds its first `num_computed` tokens."""
+        """Called when a request starts or resumes, with its number of prefix-cached tokens."""
 
     def set_scope(self, req_idx: int, scope: str | None) -> None:  # noqa: B027 - most share nothing
-        """Names the tenant whose past outputs the request reads and adds to; before `propose`."""
+        """Sets, before `propose`, the tenant whose past outputs the request reads and extends."""
 
     def forget_request(self, req_idx: int) -> None:  # noqa: B027 - most keep nothing by req_idx
-        """The request is gone; another one may take its row."""
+        """Called when a request is gone, so that another one may take its req_idx."""
 
     def complete_draft_kv(self, request: DraftRequest) -> None:  # noqa: B027 - most keep no K/V
-        """Writes the K/V of all tokens but each request's newest, where `propose` has not yet.
+        """Writes the K/V that `propose` has left out, of all tokens but each request's newest.
 
-        Their blocks are about to be kept for other requests, or other machines.
+        Called before the tokens' blocks are kept for other requests or sent to other machines.
 
         Args:
-            request: wants no drafts, and has no `unread`. Positions that no step has had rows of
-                are left out.
+            request: wants no drafts, and has no `unread`. Leaves out positions that no step has
+                computed.
         """
 
     def take_hidden(self, rows: Rows) -> None:  # noqa: B027 - for heads on hidden states
-        """The target's forward of these rows has just been built."""
+        """Called when the target's forward of these tokens has just been built."""
 
 
 class TextProposer(Proposer):
-    """Guesses from tokens alone: no model, nothing on the device.
+    """Drafts from tokens alone, on the host, without a model.
 
-    It must be quick: the device is idle while it runs.
+    Implementations must be quick: the device is idle while they run.
     """
 
     def __init__(self, num_drafts: int) -> None:
         """
         Args:
-            num_drafts: num_speculative_tokens, the K of the drafts.
+            num_drafts: num_speculative_tokens, the most drafts of a request (K).
         """
         self._num_drafts = num_drafts
 
     @classmethod
     @abstractmethod
     def from_config(cls, config: SpeculativeConfig) -> Self:
-        """The proposer with the settings of --speculative-config."""
+        """Makes the proposer with the settings of --speculative-config."""
 
     def propose(self, request: DraftRequest) -> Drafts:
         limits_np = request.limits_within(self._num_drafts)
@@ -155,14 +154,14 @@ class TextProposer(Proposer):
 
     @abstractmethod
     def _guess(self, req_idx: int, text: np.ndarray, limit: int) -> list[int]:
-        """At most `limit` tokens that may follow a text, int32 [n]; none for a limit < 1."""
+        """Drafts at most `limit` tokens that may follow `text`, [n] int32; none for a limit < 1."""
 
 
 class Seen:
-    """How many tokens of a growing text are indexed, and whether a text continues them.
+    """Tracks how many tokens of a growing text are indexed, and whether a text continues them.
 
-    Compares the length and the last few tokens, which shows that another request has taken the row.
-    A text that differs only further back passes as the same; that costs wrong drafts, nothing else.
+    Compares only the length and the last few tokens, which detects that another request has taken
+    the req_idx. A text that differs further back goes unnoticed; that costs only wrong drafts.
     """
 
     _NUM_COMPARED = 8

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods of --speculative-config: one row each, from which all else about them follows.
+"""The methods of --speculative-config: a table with one row per method and all that depends on it.
 
-The platform reads the rows before a model is loaded, so this module imports neither MLX nor vLLM; a
-method's own code is imported when an engine uses it. A new method is its module and a row here.
+The platform reads the table before a model is loaded, so this module imports neither MLX nor vLLM;
+a method's own code is imported when an engine uses it. A new method is a module and a row here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Method:
-    """One way to draft."""
+    """A speculative decoding method."""
 
     names: tuple[str, ...]  # of `method` in --speculative-config, as vLLM spells them
     #: "module:class" within spec_decode: a DraftNetwork where `has_network`, else a TextProposer.
@@ -48,16 +48,16 @@ class Method:
 
     @property
     def keeps_kv(self) -> bool:
-        """Whether the network keeps K/V of its own, in the same blocks as the target's."""
+        """Whether the draft network keeps K/V of its own, in the same blocks as the target's."""
         return not KEEPING_KV.isdisjoint(self.names)
 
     @property
     def needs_model(self) -> bool:
-        """Whether `model` must name a checkpoint: an MTP layer may be the target's own."""
+        """Whether `model` must name a checkpoint; MTP layers may be in the target's own."""
         return self.has_network and "mtp" not in self.names
 
     def load(self) -> Any:
-        """The class that `code` names; imports MLX."""
+        """Imports the class that `code` names, and MLX with it."""
         module, _, name = self.code.partition(":")
         return getattr(import_module(f"{__package__}.{module}"), name)
 
@@ -150,10 +150,10 @@ SPECULATIVE_METHODS = tuple(BY_NAME)
 
 
 def method_of(config: VllmConfig) -> Method | None:
-    """The row of the configured method; None without speculation.
+    """The configured method's row of the table; None without speculation.
 
     Raises:
-        ValueError: no row has that name.
+        ValueError: the method is unknown.
     """
     speculation = config.speculative_config
     if speculation is None:
@@ -168,16 +168,15 @@ def method_of(config: VllmConfig) -> Method | None:
 
 
 def drafts_for_others(config: VllmConfig) -> bool:
-    """Whether others draft from the K/V of this engine, which drafts nothing itself."""
+    """Whether this engine only writes draft K/V, for other engines to draft from."""
     transfer = config.kv_transfer_config
     return transfer is not None and transfer.kv_role == "kv_producer"
 
 
 def propose_nothing(config: VllmConfig) -> None:
-    """Takes the drafts out of the configuration of an engine that drafts nothing.
+    """Sets an engine that does not draft to 0 drafts, or to no speculation without draft K/V.
 
-    The scheduler is made with it, and reserves neither rows nor blocks for them. What is left says
-    whose K/V are written.
+    Its scheduler then reserves neither tokens nor blocks for drafts.
     """
     method, speculation = method_of(config), config.speculative_config
     if method is None or speculation is None or not drafts_for_others(config):
@@ -192,17 +191,17 @@ def propose_nothing(config: VllmConfig) -> None:
 def load_network(
     config: VllmConfig, target: ModelParts, images: ImageColumn | None = None
 ) -> DraftNetwork | None:
-    """Loads what drafts for the target; None where there is no network, or nothing for it to do.
+    """Loads the draft network; None if the method has none, or this engine does not need it.
 
     Args:
-        config: whose speculative_config names the method and its checkpoint.
-        target: the target model, of which some networks read the hidden states.
-        images: the target's; None: its text alone is served.
+        config: vLLM's; its speculative_config names the method and its checkpoint.
+        target: the target model; some networks read its hidden states.
+        images: the target's; None: only its text is served.
 
     Raises:
-        ValueError: no row has the method's name.
-        ModelLoadError: the checkpoint cannot be loaded, or does not go with the target.
-        NotImplementedError: the network's layers, or its way of reading the target, are not served.
+        ValueError: the method is unknown.
+        ModelLoadError: the checkpoint cannot be loaded, or does not fit the target.
+        NotImplementedError: the network's layers, or its inputs from the target, are not supported.
     """
     method = method_of(config)
     if method is None or not method.has_network:
@@ -221,16 +220,16 @@ def make_speculator(
     network: Proposer | None,
     most_drafts: int | None = None,
 ) -> Speculator | None:
-    """What drafts for the requests; None where nothing is drafted.
+    """Makes the speculator; None if this engine does not draft.
 
     Args:
         config: vLLM's.
-        requests: whose tokens drafts continue.
-        network: the proposer of the network that `load_network` gave; None where it gave none.
-        most_drafts: of all requests of a step; None: as many as it has rows for.
+        requests: whose tokens the drafts continue.
+        network: the draft network's proposer; None if the method has no network.
+        most_drafts: most drafts of all requests in a step; None: no limit.
 
     Raises:
-        ValueError: no row has the method's name, or --additional-config holds what nobody reads.
+        ValueError: the method is unknown, or --additional-config has an unknown key.
     """
     from vllm_metal.engine.spec_decode.adaptive import AdaptiveDraftLengths, DraftLengths
     from vllm_metal.engine.spec_decode.prompt_lookup import PromptLookup

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ScheduledDrafts: a rank that samples nothing lays out the drafts that another rank made."""
+"""ScheduledDrafts: drafts that another rank made, for ranks that do not sample."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class ScheduledDrafts(Speculator):
-    """Has all drafts of the scheduler, and learns of it which of them were kept."""
+    """Takes all drafts from the scheduler, and learns from it which of them were accepted."""
 
     def __init__(self, requests: Requests, num_drafts: int, most_drafts: int | None) -> None:
         """
         Args:
-            requests: whose tokens drafts continue.
-            num_drafts: K, the most of a request in a step.
-            most_drafts: of all requests of a step; None: as many as it has rows for.
+            requests: whose tokens the drafts continue.
+            num_drafts: K, the most drafts of a request in a step.
+            most_drafts: most drafts of all requests in a step; None: no limit.
         """
         lengths = DraftLengths(num_drafts)
         super().__init__(requests, _Nothing(num_drafts), lengths, num_drafts, most_drafts)
@@ -47,7 +47,7 @@ class ScheduledDrafts(Speculator):
 
 
 class _Nothing(Proposer):
-    """Makes no drafts."""
+    """A proposer that makes no drafts."""
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts

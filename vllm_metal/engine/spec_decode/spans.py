@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a draft network's pass: positions of requests, and their tokens."""
+"""Spans: the positions that a draft network's pass computes, and their tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNKNOWN = -1
 
 @dataclass(frozen=True)
 class Spans:
-    """Positions [starts, ends) of R requests, the rows of a pass."""
+    """Positions [starts, ends) of R requests: the T tokens of a pass."""
 
     req_indices_np: np.ndarray  # [R] int32
     starts_np: np.ndarray  # [R] int32
@@ -31,28 +31,28 @@ class Spans:
 
     @cached_property
     def query_start_loc_np(self) -> np.ndarray:
-        """[R + 1] int32, first row of each request."""
+        """[R + 1] int32, index of each request's first token in the pass, and T."""
         out = np.zeros(len(self.req_indices_np) + 1, np.int32)
         np.cumsum(self.ends_np - self.starts_np, out=out[1:])
         return out
 
     @cached_property
     def index_np(self) -> np.ndarray:
-        """[T] which of the R requests a row belongs to."""
+        """[T], which of the R requests each token belongs to."""
         return np.repeat(np.arange(len(self.req_indices_np)), self.ends_np - self.starts_np)
 
     @cached_property
     def positions_np(self) -> np.ndarray:
-        """[T] int32"""
+        """[T] int32, position of each token in its request."""
         rows = np.arange(len(self.index_np), dtype=np.int32)
         return rows - (self.query_start_loc_np[:-1] - self.starts_np)[self.index_np]
 
     def tokens(self, request: DraftRequest, ahead: int = 0) -> mx.array:
-        """[T] int32, the token of each row; past those that are kept: any of the vocabulary.
+        """[T] int32, the token at each position; arbitrary valid ids past the accepted tokens.
 
         Args:
-            request: of the R requests.
-            ahead: takes the token so many positions after each row instead.
+            request: the same R requests.
+            ahead: offset added to each position.
         """
         token_ids_np, unread = request.token_ids_np, request.unread
         index_np, positions_np = self.index_np, self.positions_np + ahead
@@ -76,9 +76,9 @@ class Spans:
         """
         Args:
             input_ids: [T] int32.
-            logits_indices: [N] int32, rows to compute logits of; None: all.
+            logits_indices: [N] int32, tokens to compute logits for; None: all.
             lag: how far these positions exceed the requests' true ones; None: they are exact.
-            stored_np: [T] bool, rows whose K/V are kept; None: all.
+            stored_np: [T] bool, tokens whose K/V are stored; None: all.
         """
         return Rows(
             req_indices_np=self.req_indices_np,
@@ -95,7 +95,7 @@ class Spans:
 
 @dataclass(frozen=True)
 class KeptRows:
-    """A request's rows in its newest step, of which a head reads hidden states."""
+    """Hidden states of a request's tokens in its newest step, for a draft head to read."""
 
     states: mx.array  # [T, W] of the whole step
     first_row: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides a step's drafts, and when a draft network has to write K/V that it left out."""
+"""Speculator: decides a step's drafts, and when a draft network writes K/V that it left out."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ LOW_ACCEPTANCE, MIN_JUDGED = 0.2, 1000
 
 
 class Speculator(PerRequestState):
-    """Asks one proposer for drafts, and one policy for how many are worth verifying.
+    """Takes drafts from one proposer, and from one policy how many are worth verifying.
 
-    With async scheduling the scheduler reserves rows for K drafts of every request; rows that get
-    no draft are left out of the batch. The proposer then continues what the newest step samples,
-    which the host does not know as a rule.
+    With async scheduling the scheduler reserves tokens for K drafts of every request; those that
+    get no draft are left out of the batch. The proposer then continues from the newest step's
+    samples, which the host usually has not read yet.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class Speculator(PerRequestState):
     ) -> None:
         """
         Args:
-            requests: whose tokens drafts continue.
+            requests: whose tokens the drafts continue.
             proposer: makes the drafts.
             lengths: limits the drafts of each request.
-            num_drafts: K, the most of a request in a step.
+            num_drafts: K, the most drafts of a request in a step.
             most_drafts: of all requests of a step, where memory for them is set aside; None: as
                 many as it has rows for.
             lookup: finds requests whose drafts are copied from their own text instead; None: none
@@ -70,7 +70,7 @@ class Speculator(PerRequestState):
         self._num_judged = 0  # drafts verified so far
 
     def twin(self) -> Speculator:
-        """One that gives all drafts it can; its steps teach this one nothing."""
+        """A copy for warm-up steps, which drafts as much as it can and records nothing here."""
         lengths = DraftLengths(self.num_drafts)
         return Speculator(
             self._requests, self._proposer, lengths, self.num_drafts, self._most_drafts
@@ -95,9 +95,9 @@ class Speculator(PerRequestState):
         return self._lookup.update(requests.token_ids_np, indices_np, known_np)
 
     def learn(self, outputs: Sequence[StepOutput]) -> None:
-        """Records what steps sampled and accepted, each of them once and in their order.
+        """Records what steps sampled and accepted; call it once per step, in order.
 
-        Waits for the device where the host has not read them.
+        Waits for the device if the host has not read the steps' tokens.
         """
         for output in outputs:
             self._learn(output)
@@ -133,7 +133,7 @@ class Speculator(PerRequestState):
             )
 
     def leave(self, req_idx: int) -> None:
-        """A request is gone; another one may take its row."""
+        """Called when a request is gone, so that another one may take its req_idx."""
         self._proposer.forget_request(req_idx)
         self._lengths.forget_request(req_idx)
         if self._lookup is not None:
@@ -145,13 +145,13 @@ class Speculator(PerRequestState):
         reserved: Mapping[str, Sequence[int]],
         unread: Unread | None = None,
     ) -> StepDrafts:
-        """The drafts that a step verifies.
+        """Makes the drafts that a step verifies.
 
         Args:
-            num_scheduled_tokens: request id to its number of rows, those for drafts included.
+            num_scheduled_tokens: request id to its number of tokens, drafts included.
             reserved: request id to the drafts the scheduler knows of; -1 stands for one that is
                 still to be proposed.
-            unread: of the same requests, what the host has not read; None: it knows all.
+            unread: tokens of these requests that the host has not read; None: it knows all.
         """
         req_ids = list(num_scheduled_tokens)
         known = [reserved.get(req_id, ()) for req_id in req_ids]
@@ -181,7 +181,7 @@ class Speculator(PerRequestState):
         return copied if copied.any() else None
 
     def drafts_after(self, batch: InputBatch) -> dict[str, list[int]]:
-        """Drafts that follow what a step sampled, by request id; waits for the device."""
+        """Drafts that follow a step's samples, by request id; waits for the device."""
         here = [state.req_id in self._requests for state in batch.requests]
         req_ids = [state.req_id for state, there in zip(batch.requests, here, strict=True) if there]
         if not req_ids:
@@ -196,15 +196,15 @@ class Speculator(PerRequestState):
         return _lists(req_ids, drafts.token_ids, drafts.counts_np)
 
     def laid_out_drafts(self) -> dict[str, list[int]]:
-        """The drafts of the step laid out last, by request id; waits for the device."""
+        """Drafts of the step that was laid out last, by request id; waits for the device."""
         req_ids, drafts = self._laid_out
         return _lists(req_ids, drafts.token_ids, drafts.counts_np)
 
     def complete_draft_kv(self, ends: Mapping[str, int]) -> None:
-        """Has the proposer write K/V of requests' first tokens, where it has not yet.
+        """Makes the proposer write the K/V that it has left out of requests' first tokens.
 
         Args:
-            ends: by request id, how many tokens; those of requests that are gone are left out.
+            ends: request id to the number of tokens; ignores requests that are gone.
         """
         here = {req_id: end for req_id, end in ends.items() if req_id in self._requests}
         if here:
@@ -217,13 +217,13 @@ class Speculator(PerRequestState):
             self._proposer.complete_draft_kv(self._request(indices_np, tokens_np, nothing_np))
 
     def complete_draft_blocks(self, req_ids: Iterable[str], block_size: int) -> None:
-        """Has the proposer complete the full blocks of requests that it will not be asked for.
+        """Makes the proposer complete the full blocks of requests that will not draft again.
 
-        It runs for steps to come, so it has not yet taken in the last one, and the prefix cache
-        keeps that one's blocks.
+        A proposer writes a step's K/V in the step after it, so the last step's are still missing
+        when the prefix cache keeps its blocks.
 
         Args:
-            req_ids: those that are gone are left out.
+            req_ids: ignores requests that are gone.
             block_size: tokens of a block.
         """
         requests = self._requests
@@ -235,7 +235,7 @@ class Speculator(PerRequestState):
         )
 
     def enter(self, state: RequestState) -> None:
-        """A request starts or resumes."""
+        """Called when a request starts or resumes."""
         num_computed = int(self._requests.num_computed_tokens_np[state.req_idx])
         self._proposer.begin_request(state.req_idx, num_computed)
         self._proposer.set_scope(state.req_idx, state.cache_salt)
@@ -243,7 +243,7 @@ class Speculator(PerRequestState):
             self._lookup.begin_request(state.req_idx, state.num_prompt_tokens)
 
     def take_hidden(self, rows: Rows) -> None:
-        """The target's forward of these rows has just been built."""
+        """Called when the target's forward of these tokens has just been built."""
         self._proposer.take_hidden(rows)
 
     def _propose(
@@ -256,11 +256,11 @@ class Speculator(PerRequestState):
     ) -> Drafts:
         """
         Args:
-            req_ids: all requests of a step, R.
-            num_rows: [R] rows of each but for drafts.
-            most: [R] most drafts of each.
-            unread: of each; None: the host knows all.
-            done: the step has run already.
+            req_ids: all R requests of the step.
+            num_rows: [R] tokens of each request without drafts.
+            most: [R] most drafts of each request.
+            unread: tokens of these requests that the host has not read; None: it knows all.
+            done: whether the step has already run.
         """
         requests = self._requests
         req_indices = np.array([requests[req_id].req_idx for req_id in req_ids], np.int32)
@@ -320,7 +320,7 @@ class Speculator(PerRequestState):
 
 
 def _within(counts_np: np.ndarray, most: int | None) -> np.ndarray:
-    """[R] of [R] int32 drafts as many as may be: the first of each, then the second, and so on."""
+    """[R] int32 drafts, reduced to `most` in total; first drafts of all requests come first."""
     if most is None or counts_np.sum() <= most:
         return counts_np
     there = np.arange(counts_np.max())[:, None] < counts_np  # [K, R]

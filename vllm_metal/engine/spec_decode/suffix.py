@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suffix decoding: what usually followed the text's last tokens, here and in past outputs.
+"""Suffix decoding: drafts what most often followed the last tokens, here and in past outputs.
 
 SuffixDecoding, Oliaro et al. 2024, arXiv:2411.04975, with the options of vLLM's method `suffix`.
-The paper keeps counts in suffix trees; here they are taken, when asked for, over the places where
-the last tokens occurred before. A tree of the default depth holds 24 nodes a token, the index below
-two entries, and only the newest places of a frequent n-gram are looked at.
+The paper counts in suffix trees; here, counts are taken on demand over the positions where the last
+tokens occurred before. A tree of the default depth holds 24 nodes per token, the index below two
+entries, and only the newest positions of a frequent n-gram are looked at.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _GAP = -1  # no token: before, between and after texts
 
 @dataclass(frozen=True)
 class SuffixOptions:
-    """vLLM's `suffix_decoding_*` settings, under their names there."""
+    """vLLM's `suffix_decoding_*` settings, under the same names."""
 
     max_tree_depth: int = 24  # most tokens of match and drafts together
     max_cached_requests: int = 10_000  # outputs kept, first in first out; 0: none
@@ -43,9 +43,9 @@ class SuffixOptions:
 class SuffixProposer(TextProposer):
     """vLLM's method `suffix`, over a request's own text and the outputs of past requests.
 
-    Past outputs are shared within a scope only: whoever sees how fast drafts are accepted could
-    tell whether a text has been produced before. A request's scope is its cache_salt, as for
-    vLLM's prefix cache; requests without one share.
+    Past outputs are shared only within a scope, since whoever sees how fast drafts are accepted
+    could tell whether a text has been produced before. A request's scope is its cache_salt, as
+    for vLLM's prefix cache; requests without one share a scope.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class SuffixProposer(TextProposer):
     ) -> None:
         """
         Args:
-            num_drafts: num_speculative_tokens, the K of the drafts.
+            num_drafts: num_speculative_tokens, the most drafts of a request (K).
             options: as configured.
-            max_cached_tokens: of all cached outputs together; a second bound, of memory.
+            max_cached_tokens: most tokens of all cached outputs, a second bound on memory.
         """
         super().__init__(num_drafts)
         self._options = options
@@ -108,7 +108,7 @@ class SuffixProposer(TextProposer):
     def _likeliest(
         self, source: np.ndarray, ends: np.ndarray, text: np.ndarray, limit: int
     ) -> tuple[float, list[int]]:
-        """Score and tokens of the best guess from places in one source; (0.0, []) if none."""
+        """Score and tokens of the best draft from the ends in one source; (0.0, []) if none."""
         ends = ends[ends < len(source)]  # without the text's own end
         if not len(ends):
             return 0.0, []
@@ -136,7 +136,7 @@ def _match_lengths(source: np.ndarray, ends: np.ndarray, tail: np.ndarray) -> li
 
 
 def _following(source: np.ndarray, ends: np.ndarray, num_tokens: int) -> list[list[int]]:
-    """The tokens from each end on; gaps beyond the source's end."""
+    """The `num_tokens` tokens of the source from each end on; gaps beyond the source's end."""
     ahead = ends[:, None] + np.arange(num_tokens)
     last = len(source) - 1
     follow: list[list[int]] = np.where(
@@ -148,12 +148,12 @@ def _following(source: np.ndarray, ends: np.ndarray, num_tokens: int) -> list[li
 def _most_frequent_path(
     rows: Sequence[list[int]], num_tokens: int, min_prob: float
 ) -> tuple[float, list[int]]:
-    """Takes the most frequent next token, of the rows that agree so far, again and again.
+    """Repeatedly takes the most frequent next token among the rows that agree so far.
 
     Args:
-        rows: what followed at each place, in order of age.
+        rows: the tokens that followed each earlier position, oldest first.
         num_tokens: most tokens taken.
-        min_prob: ends the path where its probability falls below.
+        min_prob: ends the path once its probability falls below.
 
     Returns:
         Sum of the path's probabilities, which is the expected number of accepted tokens, and
@@ -188,7 +188,7 @@ def _most_frequent_path(
 
 
 class _Places:
-    """The newest places of each indexed n-gram, as positions of the token after it."""
+    """The newest positions of each indexed n-gram, as positions of the token after it."""
 
     def __init__(self) -> None:
         self._ends: dict[bytes, array[int]] = {}  # ascending
@@ -196,7 +196,7 @@ class _Places:
     def add_ngrams(self, tokens: np.ndarray, num_known: int = 0, offset: int = 0) -> None:
         """Indexes the n-grams of `tokens` that end after the first `num_known` of them.
 
-        Positions count from `offset`, the place of `tokens[0]`.
+        `offset` is the position of `tokens[0]`.
         """
         for size in GRAM_SIZES:
             start = max(0, num_known - size + 1)
@@ -210,7 +210,7 @@ class _Places:
                     del known[:MAX_PLACES]
 
     def drop_ngrams(self, tokens: np.ndarray, end: int) -> None:
-        """Drops the n-grams of `tokens`, the oldest indexed, which lie before `end`."""
+        """Drops the n-grams of `tokens`, the oldest indexed ones, that end at `end` or before."""
         for size in GRAM_SIZES:
             for gram in _grams(tokens, size):
                 known = self._ends.get(gram)
@@ -222,9 +222,9 @@ class _Places:
                     del self._ends[gram]
 
     def of_ending(self, text: np.ndarray) -> np.ndarray:
-        """[n] int64 ascending, where the last n-gram of `text` ended, that end included if known.
+        """[n] int64 ascending, ends of the last n-gram of `text`, including its own end if indexed.
 
-        The longest n-gram that has more than one place, else the shortest.
+        Takes the longest n-gram that has more than one position, else the shortest.
         """
         found = array("q")
         for size in GRAM_SIZES:
@@ -250,7 +250,7 @@ class _Text:
         self._num_indexed = 0
 
     def follow(self, text: np.ndarray) -> None:
-        """Notes the new tokens of the text, which starts with those known before."""
+        """Records the new tokens of the text, which begins with those known before."""
         if self.seen.length:
             self.output += text[self.seen.length :].tolist()
         self.seen.take(text)
@@ -262,7 +262,7 @@ class _Text:
 
 
 class _Corpus:
-    """The outputs of one scope, one behind the other with gaps between."""
+    """The past outputs of one scope, concatenated with gaps between them."""
 
     def __init__(self) -> None:
         self.tokens_np = np.full(1, _GAP, np.int32)
@@ -287,7 +287,7 @@ class _Corpus:
 
 
 class _OutputCache:
-    """Past outputs by scope, the oldest of all dropped first."""
+    """Past outputs by scope; the oldest output of any scope is dropped first."""
 
     def __init__(self, max_outputs: int, max_tokens: int) -> None:
         self.corpora: dict[str | None, _Corpus] = {}

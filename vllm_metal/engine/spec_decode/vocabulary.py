@@ -18,29 +18,29 @@ if TYPE_CHECKING:
 
 
 class BoundedEmbedding(nn.Module):
-    """An embedding that reads its last row for ids beyond it.
+    """An embedding that reads its last row for ids out of range.
 
-    A draft network may have fewer rows than its target. What it drafts for such tokens is checked
-    by the target as all drafts are.
+    A draft network may have fewer rows than its target. Its drafts after such tokens are verified
+    by the target like all others.
     """
 
     def __init__(self, embedding: nn.Module) -> None:
         """
         Args:
-            embedding: with one row for each token.
+            embedding: with one row per token.
         """
         super().__init__()
         self.embedding = embedding
 
     def __call__(self, token_ids: mx.array) -> mx.array:
-        """[..., H] of [...] int32."""
+        """Embeds [...] int32 token ids as [..., H]."""
         last = len(self.embedding.weight) - 1
         found: mx.array = self.embedding(mx.minimum(token_ids, last))
         return found
 
 
 def bounded(embedding: nn.Module, config: VllmConfig) -> nn.Module:
-    """The embedding, made safe for each token id of the target."""
+    """Wraps an embedding if it has fewer rows than the target has token ids."""
     rows = len(embedding.weight)
     return (
         embedding if rows >= config.model_config.get_vocab_size() else BoundedEmbedding(embedding)
@@ -48,14 +48,14 @@ def bounded(embedding: nn.Module, config: VllmConfig) -> nn.Module:
 
 
 def check_drafted(token_ids: mx.array, config: VllmConfig) -> None:
-    """Checks that a network drafts tokens of the target alone.
+    """Checks that a network drafts only tokens that the target has.
 
     Args:
-        token_ids: all that it can draft, as the target numbers them.
-        config: vLLM's, whose speculative_config names the network.
+        token_ids: all ids that it can draft, as the target numbers them.
+        config: vLLM's; its speculative_config names the network.
 
     Raises:
-        ModelLoadError: the target has no such token.
+        ModelLoadError: the target lacks one of the tokens.
     """
     assert config.speculative_config is not None
     least, most = int(token_ids.min()), int(token_ids.max())
@@ -68,15 +68,15 @@ def check_drafted(token_ids: mx.array, config: VllmConfig) -> None:
 
 
 def check_block_drafter(drafter: BlockDrafter, config: VllmConfig, target: ModelParts) -> None:
-    """Checks that a block drafter's sizes go with its target's.
+    """Checks that a block drafter's sizes fit its target's.
 
     Args:
-        drafter: loaded, without the target's ends.
-        config: vLLM's, whose speculative_config names it.
-        target: of which it reads hidden states, and takes the ends that it lacks.
+        drafter: loaded, before it shares the target's embedding and head.
+        config: vLLM's; its speculative_config names the drafter.
+        target: the model whose hidden states, embedding and head it uses.
 
     Raises:
-        ModelLoadError: they do not; the message names the key of the draft's config.json.
+        ModelLoadError: a size does not fit; the message names the key in the draft's config.json.
     """
     assert config.speculative_config is not None
     shape, size = drafter.config, config.model_config.get_vocab_size()

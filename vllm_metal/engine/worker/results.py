@@ -22,7 +22,7 @@ class Step:
 
     scheduler_output: SchedulerOutput
     pool: int  # number of the pool it is computed on
-    num_by_graph: int = 0  # total of forwards built by graphs when it was submitted
+    num_by_graph: int = 0  # total of compiled forwards when it was submitted
     hooks_told: bool = False  # hooks were notified of its start
     requests_told: bool = False  # requests and per-request states are updated
     ended: bool = False  # hooks were notified of its end
