@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's requests as one ragged batch: what persists, what goes in, what comes out."""
+"""A step's requests as one ragged batch: per-request state, inputs and outputs."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matches the scheduler's grammar bitmasks to sampling rows."""
+"""Matches the scheduler's grammar bitmasks to the batch's sampling rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def match_grammar_mask(
     batch: InputBatch, output: GrammarOutput
 ) -> tuple[GrammarMask | None, InputBatch]:
-    """Returns the masks by row, or None, and the batch with drafts without a mask set to -1."""
+    """Returns the masks by sampling row, or None, and the batch with unmasked drafts set to -1."""
     # A draft of -1 is never accepted.
     # For each request with a grammar, in the order of its own list, the scheduler sends one mask
     # for the next token and one for each row that it reserved for a draft. It advances a grammar

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step's inputs: built once from the persistent tables, never changed."""
+"""One step's inputs, built once from the per-request tables and never changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_metal.engine.sample import DraftSpans
 
 @dataclass(frozen=True)
 class StepDrafts:
-    """What a step verifies, by its R requests in order."""
+    """The drafts that a step verifies, for each of its R requests in order."""
 
     token_ids: mx.array  # int32 [R, K]; past a request's count arbitrary
     counts_np: np.ndarray  # int32 [R], drafts of each, at most what is reserved
@@ -33,10 +33,10 @@ class StepDrafts:
 
 @dataclass(frozen=True, kw_only=True)
 class InputBatch(Rows):
-    """A step's rows, and which of them sample.
+    """A step's scheduled tokens, and which of them are sampled after.
 
-    A request's drafts are its last rows, one each. These rows and the one before them are the
-    request's draft span: each row of it samples the token that follows.
+    A request's drafts are its last tokens. They and the token before them are the request's draft
+    span: after each token of it, one is sampled.
     """
 
     requests: list[RequestState]  # [R]
@@ -59,10 +59,10 @@ def prepare(
     """Lays the scheduled requests out as one ragged batch.
 
     Args:
-        requests: brought up to date with this step's scheduler output.
-        num_scheduled_tokens: request id to its number of rows in this step.
-        last_token_ids: [max_num_reqs] int32, by req_idx the newest token, on the device. A row
-            whose token the host does not know yet takes it from there.
+        requests: updated with this step's scheduler output.
+        num_scheduled_tokens: request id to its number of tokens in this step.
+        last_token_ids: [max_num_reqs] int32, newest token by req_idx, on the device; used where
+            the host does not know a token yet.
         drafts: of the scheduled requests, in their order.
         lag: lag of the scheduled requests; None: the host knows how many tokens each has.
     """
@@ -130,7 +130,7 @@ def _layout(
 
 @dataclass(frozen=True)
 class _SampledRows:
-    """The S rows that sample: the last of each request that samples, and those of its drafts."""
+    """The S tokens of a step after which one is sampled: each request's last, and its drafts."""
 
     owners: np.ndarray  # [S] indices of their requests in the step
     in_span: np.ndarray  # [S] int32, index of a row in its request's draft span
@@ -143,8 +143,8 @@ class _SampledRows:
     ) -> _SampledRows:
         """
         Args:
-            sampling: [N] requests that sample.
-            ends: [N] the row behind the last one of each.
+            sampling: [N] indices of the requests that sample.
+            ends: [N] one past the last batch index of each.
             num_drafts: [R] drafts of each request.
             drafts: of the step.
         """
@@ -166,13 +166,13 @@ def _input_ids(
     positions: np.ndarray,
     beyond: Callable[[], mx.array],
 ) -> mx.array:
-    """[T] int32 tokens of the rows: the host's, and `beyond` the last of those.
+    """[T] int32 tokens of a batch: those that the host knows, and for the others those of `beyond`.
 
     Args:
         requests: whose tokens the host knows.
-        row_req_indices: [T] each row's request.
-        positions: [T] each row's position in it.
-        beyond: gives [T] int32, the tokens of rows that the host does not know.
+        row_req_indices: [T] req_idx of each token.
+        positions: [T] position of each token in its request.
+        beyond: computes [T] int32 on the device, read where the host does not know a token.
     """
     last = requests.token_ids_np.shape[1] - 1  # a draft may lie past the longest request
     host_ids = mx.array(requests.token_ids_np[row_req_indices, np.minimum(positions, last)])
@@ -183,12 +183,12 @@ def _input_ids(
 
 
 def following_ids(requests: Requests, rows: Rows, last_token_ids: mx.array) -> mx.array:
-    """[T] int32: the token after each row, which a request that samples has just sampled.
+    """[T] int32: the token after each of the batch, newly sampled ones included.
 
     Args:
         requests: whose tokens the host knows.
         rows: of a step without drafts.
-        last_token_ids: [max_num_reqs] int32, by req_idx the newest token, on the device.
+        last_token_ids: [max_num_reqs] int32, newest token by req_idx, on the device.
     """
     row_req_indices = np.repeat(rows.req_indices_np, np.diff(rows.query_start_loc_np))
     beyond = partial(_newest_of, last_token_ids, row_req_indices)
@@ -196,14 +196,14 @@ def following_ids(requests: Requests, rows: Rows, last_token_ids: mx.array) -> m
 
 
 def _newest_of(last_token_ids: mx.array, row_req_indices: np.ndarray) -> mx.array:
-    """[T] int32: the token last sampled of each row's request."""
+    """[T] int32: the newest token of the request that each token of the batch belongs to."""
     return last_token_ids[mx.array(row_req_indices)]
 
 
 def _newest_or_draft(
     newest: Callable[[], mx.array], drafts: StepDrafts, owner: np.ndarray, places: np.ndarray
 ) -> mx.array:
-    """[T] int32: the draft at each row's place; where that is negative, the newest token."""
+    """[T] int32: each request's draft at `places`; where that is negative, its newest token."""
     drafted = _draft_of(drafts, owner, places)
     if (places >= 0).all():
         return drafted
@@ -211,7 +211,7 @@ def _newest_or_draft(
 
 
 def _draft_of(drafts: StepDrafts, requests: np.ndarray, places: np.ndarray) -> mx.array:
-    """[n] int32: the draft at a place of a request; arbitrary where it has none there."""
+    """[n] int32: the draft of each request at index `places`; arbitrary if it has none there."""
     width = drafts.token_ids.shape[1]
     at = requests * width + np.clip(places, 0, width - 1)
     return drafts.token_ids.reshape(-1)[mx.array(at.astype(np.int32))]

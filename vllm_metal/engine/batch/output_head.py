@@ -24,14 +24,14 @@ class OutputHead(PerRequestState, Protocol):
 
     @property
     def needs_host_tokens(self) -> bool:
-        """Whether `finish` reads tokens of earlier steps, which the host must know by then."""
+        """Whether `finish` reads tokens of earlier steps, so that the host must have read them."""
         return False
 
     def begin(self, batch: InputBatch, hidden_states: mx.array) -> None:
-        """Takes what it needs of the forward just built, [T, 1, H] hidden states; lazy."""
+        """Takes the [T, 1, H] hidden states of the forward just built, lazily."""
         # A head that keeps all hidden states keeps their memory until `finish`.
         ...
 
     def finish(self, grammar_output: GrammarOutput | None) -> tuple[StepOutput, list[mx.array]]:
-        """Builds the results of the last begun forward, and the arrays to compute; lazy."""
+        """Builds the results of the forward given to `begin`, lazily, and the arrays to compute."""
         ...

@@ -22,8 +22,9 @@ from vllm_metal.patches.vllm_patches.step_result import NOT_A_NUMBER, StepResult
 
 @dataclass(frozen=True)
 class Unread:
-    """Tokens of the previous step that are still on the device, for the R requests of the step that
-    is being laid out."""
+    """The previous step's sampled tokens that are still on the device, for the R requests of the
+    step that is being laid out.
+    """
 
     counts_np: np.ndarray  # [R] int32: one more than the drafts verified; 0: all tokens are known
     firsts_np: np.ndarray  # [R] int32, place in `token_ids` of each one's first; 0 without any
@@ -37,7 +38,7 @@ class Unread:
         return PositionLag(self.num_rejected, most_np) if most_np.any() else None
 
     def of(self, indices_np: np.ndarray) -> Unread:
-        """Returns those of some of the requests, by [n] indices."""
+        """Returns those of the requests at [n] indices."""
         return Unread(
             self.counts_np[indices_np],
             self.firsts_np[indices_np],
@@ -47,7 +48,7 @@ class Unread:
 
 
 class StepOutput:
-    """The results of one step, still on the device; vLLM asks for them a step later."""
+    """The results of one step, still on the device; vLLM reads them a step later."""
 
     #: Whether `get_output` waits for the device where the step has no results, too.
     always_waits = False
@@ -62,9 +63,9 @@ class StepOutput:
         """
         Args:
             batch: the step's inputs.
-            sampled: None where no request of the step sampled a token.
-            prompt_logprobs: by request id the chunks of those whose prompt is now complete.
-            requests: told of each token when the host learns it.
+            sampled: None if no request of the step sampled a token.
+            prompt_logprobs: request id to its chunks, for prompts that are now complete.
+            requests: updated with the tokens when the host reads them.
         """
         self.batch = batch
         self.sampled = sampled
@@ -80,7 +81,7 @@ class StepOutput:
         self._token_ids: list[list[int]] | None = None
 
     def token_ids(self) -> list[list[int]]:
-        """Sampled tokens of each request that are kept; the first call waits for the device."""
+        """Accepted tokens of each request; the first call waits for the device."""
         if self._token_ids is None:
             self._token_ids = [[] for _ in self.batch.requests]
             if self.sampled is not None:
@@ -96,19 +97,19 @@ class StepOutput:
 
     @property
     def is_read(self) -> bool:
-        """Whether the host knows its tokens."""
+        """Whether the host has read the tokens."""
         return self._token_ids is not None
 
     def span_lens_np(self) -> np.ndarray:
-        """[N] int32, rows of each sampling request: one more than the drafts it verifies."""
+        """[N] int32, draft span of each sampling request: one more than the drafts it verifies."""
         spans = self.batch.draft_spans
         return np.ones(len(self.batch.sampling_np), np.int32) if spans is None else spans.lens_np
 
     def unread(self, req_indices_np: np.ndarray) -> Unread | None:
-        """What the host has not read of a later step's requests; None where it knows all.
+        """Returns this step's unread tokens of a later step's requests; None if the host knows all.
 
         Args:
-            req_indices_np: [R] int32. No other step's outcome is unread.
+            req_indices_np: [R] int32, req_idx of these requests. All other steps have been read.
         """
         requests, sampled = self._requests, self.sampled
         pending = requests.num_tokens_np[req_indices_np] > requests.num_known_np[req_indices_np]
@@ -134,12 +135,12 @@ class StepOutput:
         return Unread(counts, firsts, sampled.token_ids, rejected)
 
     def num_accepted(self) -> np.ndarray:
-        """Drafts that each sampling request kept, int32 [N]; waits for the device."""
+        """[N] int32, accepted drafts of each sampling request; waits for the device."""
         starts, stops = self._kept_rows()
         return np.array(stops, np.int32) - np.array(starts, np.int32) - 1
 
     def last_rows_np(self) -> np.ndarray:
-        """[R] int32, of each request its last row whose token is kept; waits for the device."""
+        """[R] int32, batch index of each request's last accepted token; waits for the device."""
         rows = self.batch.query_start_loc_np[1:] - 1
         if self.batch.num_drafts_np is not None:
             sampling = self.batch.sampling_np
@@ -147,7 +148,7 @@ class StepOutput:
         return rows
 
     def _kept_rows(self) -> tuple[list[int], list[int]]:
-        """First row of each sampling request, and the end of those whose token is kept."""
+        """Index of each sampling request's first sampled token, and the end of its accepted."""
         draft_spans = self.batch.draft_spans
         if self.sampled is None or draft_spans is None or self.sampled.num_accepted is None:
             starts = np.arange(len(self.batch.sampling_np))
@@ -156,7 +157,7 @@ class StepOutput:
         return starts.tolist(), (starts + 1 + np.array(self.sampled.num_accepted)).tolist()
 
     def _failures(self) -> dict[str, str]:
-        """By request id why its token is not sound."""
+        """Maps request id to why its token is invalid."""
         if self.sampled is None or not (broken := np.array(self.sampled.broken)).any():
             return {}
         of_request = np.logical_or.reduceat(broken, self._kept_rows()[0])
@@ -205,7 +206,7 @@ class StepOutput:
 
 
 def _tensors(parts: list[Logprobs]) -> LogprobsTensors:
-    """A prompt's logprobs, chunk by chunk, as the tensors vLLM expects."""
+    """Joins a prompt's chunks of logprobs into the tensors that vLLM expects."""
     lists = [part.to_lists() for part in parts]
     return LogprobsTensors(
         torch.from_numpy(np.concatenate([part.logprob_token_ids for part in lists])),

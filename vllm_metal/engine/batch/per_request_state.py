@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PerRequestState: requests' input to one part of a step, by req_idx; and rejected requests."""
+"""PerRequestState: what one part of a step keeps for each request, by req_idx."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RequestsRefused(Exception):
-    """Requests that a runner could not add, by id; it has added all others."""
+    """Raised after all other requests were added; maps the id of each rejected one to its error."""
 
     def __init__(self, errors: dict[str, Exception]) -> None:
         super().__init__(", ".join(errors))
@@ -24,10 +24,10 @@ class RequestsRefused(Exception):
 
 
 class PerRequestState(Protocol):
-    """Keeps requests' input to one part of a step by req_idx.
+    """Keeps what one part of a step needs of each request, by req_idx.
 
-    The runner notifies each of its states of every request that enters or leaves its index. A state
-    reads what it needs of `RequestState.request`, which is everything that the scheduler sent.
+    The runner notifies it of every request that gets or gives up a req_idx. `RequestState.request`
+    holds everything that the scheduler sent.
     """
 
     def step_begins(self, scheduler_output: SchedulerOutput) -> None:
@@ -35,11 +35,11 @@ class PerRequestState(Protocol):
         return
 
     def enter(self, state: RequestState) -> None:
-        """Called when a request starts, resumes or begins a turn. Exceptions fail only it."""
+        """Called when a request starts, resumes or begins a turn. Errors fail only that request."""
         ...
 
     def leave(self, req_idx: int) -> None:
-        """Clears an index, perhaps an unknown one, so that another request may take it."""
+        """Clears a req_idx, even one it does not know, so that another request may take it."""
         ...
 
     def extras(self, rows: Rows) -> Mapping[str, mx.array]:

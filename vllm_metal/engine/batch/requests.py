@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class RequestState:
     """One request while it has a req_idx; a preempted one gets a new state when it resumes.
 
-    Owner: Requests. `output_token_ids` grows as the host learns tokens, a step or more after they
-    were sampled; custom logits processors hold the same list.
+    Only Requests changes it. `output_token_ids` grows when the host reads tokens, a step or more
+    after they were sampled; custom logits processors hold the same list.
     """
 
     request: NewRequestData  # as the scheduler sent it first, or at this turn of a session
@@ -33,7 +33,7 @@ class RequestState:
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """What a request that samples asks for."""
+        """The sampling parameters of a request that samples."""
         assert self.request.sampling_params is not None
         return self.request.sampling_params
 
@@ -43,13 +43,13 @@ class RequestState:
 
     @property
     def cache_salt(self) -> str | None:
-        """The request's cache_salt. Requests of one salt may share cached text; None is a salt."""
+        """The request's cache_salt. Requests of one salt, or all with none, may share text."""
         return getattr(self.request, "cache_salt", None) or None  # see vllm_patches.scheduler
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What a step's news did to the requests."""
+    """The changes that a scheduler output made to the requests."""
 
     left: list[RequestState] = field(default_factory=list)  # gave up their req_idx
     entered: list[RequestState] = field(default_factory=list)  # were given one
@@ -57,7 +57,7 @@ class Changes:
 
 
 class BlockTables:
-    """The pool's blocks of every request, one table a KV cache group."""
+    """Block tables of all requests, one table per KV cache group."""
 
     def __init__(self, num_groups: int, max_num_reqs: int, max_blocks: int) -> None:
         # [G][max_num_reqs, max_blocks] int32
@@ -65,13 +65,13 @@ class BlockTables:
         self._lengths = [[0] * max_num_reqs for _ in range(num_groups)]
 
     def replace(self, req_idx: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Makes `block_ids`, one list a group, the whole of a request's tables."""
+        """Replaces a request's tables by `block_ids`, one list per group."""
         for lengths in self._lengths:
             lengths[req_idx] = 0
         self.append(req_idx, block_ids)
 
     def append(self, req_idx: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Adds newly allocated blocks at the end of a request's tables."""
+        """Appends newly allocated blocks to a request's tables."""
         for table, lengths, ids in zip(self.tables_np, self._lengths, block_ids, strict=True):
             start = lengths[req_idx]
             table[req_idx, start : start + len(ids)] = ids
@@ -79,7 +79,7 @@ class BlockTables:
 
 
 class Requests:
-    """Requests by id, and by req_idx the columns that a step's inputs are gathered from."""
+    """Requests by id, and by req_idx the arrays from which a step's inputs are gathered."""
 
     def __init__(self, max_num_reqs: int, max_model_len: int, block_tables: BlockTables) -> None:
         self.block_tables = block_tables
@@ -107,21 +107,21 @@ class Requests:
 
     @property
     def num_preempted(self) -> int:
-        """Requests without a req_idx, which may get one again."""
+        """Number of requests without a req_idx that may resume."""
         return len(self._preempted)
 
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states.values())
 
     def apply(self, scheduler_output: SchedulerOutput) -> Changes:
-        """Takes the scheduler's word of which requests came, went, resumed or got on.
+        """Updates the requests that the scheduler added, finished, preempted, resumed or advanced.
 
-        A request that raises here fails by itself: it keeps no req_idx, and all others are taken.
+        If a request raises, only that request fails; it gets no req_idx.
 
         Returns:
-            The requests that gave up their req_idx: finished, preempted, or ended their turn of a
-            session; those that were given one: new, resumed, or with the next turn; and those that
-            failed. One that entered may have the req_idx of one that left.
+            The requests that gave up their req_idx (finished, preempted, or at the end of a turn),
+            that got one (new, resumed, or at their next turn), and that failed. One that entered
+            may have the req_idx of one that left.
         """
         changes = Changes()
         gone = [self.remove_request(req_id) for req_id in scheduler_output.finished_req_ids]
@@ -138,7 +138,7 @@ class Requests:
     def _attempt(
         self, changes: Changes, req_id: str, call: Callable[..., None], *arguments: Any
     ) -> None:
-        """Makes the call; where it raises, the request is forgotten, and fails."""
+        """Calls `call` for a request; if it raises, removes the request and records its failure."""
         try:
             call(changes, *arguments)
         except Exception as error:
@@ -147,10 +147,10 @@ class Requests:
                 changes.left.append(state)
 
     def _begin(self, changes: Changes, data: NewRequestData) -> None:
-        """Takes in a new request, one that resumes, or the next turn of one that is known.
+        """Adds a new request, one that resumes, or a known session's next turn.
 
-        vLLM sends the next turn of a session as a new request of the same id. Its prompt is all
-        that came before, less the last token of the turn before.
+        vLLM sends a session's next turn as a new request of the same id. Its prompt is all that
+        came before, less the last token of the turn before.
         """
         if (before := self.remove_request(data.req_id)) is not None:
             changes.left.append(before)
@@ -165,7 +165,7 @@ class Requests:
         changes.entered.append(self.resume_request(req_id, tokens, block_ids, num_computed))
 
     def _advance(self, changes: Changes, cached: CachedRequestData, index: int) -> None:
-        """Notes how far a running request is, and its new blocks."""
+        """Updates a running request's computed tokens and blocks."""
         req_idx = self._states[cached.req_ids[index]].req_idx
         self.num_computed_tokens_np[req_idx] = cached.num_computed_tokens[index]
         if (block_ids := cached.new_block_ids[index]) is not None:
@@ -174,10 +174,9 @@ class Requests:
             self._take_scheduled(cached, index)
 
     def _take_scheduled(self, cached: CachedRequestData, index: int) -> None:
-        """Takes tokens that another rank has sampled: the scheduler sends what follows those that
-        are computed where several ranks have a part of the model.
+        """Takes tokens that another pipeline rank sampled; the scheduler sends the uncomputed ones.
 
-        Those that were computed as drafts, and kept, are in the table already.
+        Accepted drafts that this rank has computed are in the token table already.
         """
         state = self._states[cached.req_ids[index]]
         known, computed = int(self.num_known_np[state.req_idx]), cached.num_computed_tokens[index]
@@ -187,9 +186,9 @@ class Requests:
             self.learn(state, [*kept, *news])
 
     def add_request(self, data: NewRequestData) -> RequestState:
-        """Takes in a request at its first scheduling, or at the first of a session's turn.
+        """Adds a request when it, or a session's turn of it, is first scheduled.
 
-        By the contract of vLLM's second model runner also one that resumes: all its tokens are its
+        vLLM's second model runner also expects this for resumed requests: all their tokens are in
         `prefill_token_ids`.
         """
         assert data.prompt_token_ids is not None
@@ -206,10 +205,10 @@ class Requests:
         block_ids: Sequence[Sequence[int]],
         num_computed_tokens: int,
     ) -> RequestState:
-        """Starts a preempted request again, with the tokens that the scheduler has of it.
+        """Resumes a preempted request with the tokens that the scheduler has of it.
 
-        The state is a new one. A token that was sampled before the preemption may reach the host
-        after it; `learn` drops it, for it comes with the old state.
+        Makes a new state: if the host reads a token that was sampled before the preemption, `learn`
+        drops it, since it comes with the old state.
         """
         old = self._preempted.pop(req_id)
         output_token_ids = all_token_ids[old.num_prompt_tokens :]
@@ -230,9 +229,9 @@ class Requests:
         self.block_tables.replace(req_idx, block_ids)
 
     def preempt_request(self, req_id: str) -> RequestState | None:
-        """Frees a request's req_idx until it resumes; None if it has none.
+        """Frees a request's req_idx until it resumes; returns None if it has none.
 
-        Other requests may run before it does, by priority or after a reset of the prefix cache.
+        Preemption is due to priorities, or to a reset of the prefix cache.
         """
         if req_id not in self._states:
             return None
@@ -241,7 +240,7 @@ class Requests:
         return state
 
     def remove_request(self, req_id: str) -> RequestState | None:
-        """Forgets a request; None if it has no req_idx: preempted, or never scheduled."""
+        """Removes a request; returns None if it has no req_idx (preempted, or never scheduled)."""
         self._preempted.pop(req_id, None)
         state = self._states.pop(req_id, None)
         if state is not None:
@@ -249,7 +248,7 @@ class Requests:
         return state
 
     def note_sampled(self, req_indices_np: np.ndarray, counts_np: np.ndarray | int = 1) -> None:
-        """Counts sampled tokens of each of [N] requests; the host need not know them yet.
+        """Counts tokens that [N] requests sampled, before the host has read them.
 
         Args:
             req_indices_np: [N] int32.
@@ -258,18 +257,19 @@ class Requests:
         self.num_tokens_np[req_indices_np] += counts_np
 
     def note_drafts(self, req_idx: int, token_ids: Sequence[int]) -> None:
-        """Writes a request's drafts behind its known tokens, for a rank that will hear of those
-        that are kept by their number alone."""
+        """Writes a request's drafts after its known tokens, for a rank that hears only how many of
+        them are accepted.
+        """
         known, width = int(self.num_known_np[req_idx]), self.token_ids_np.shape[1]
         self.token_ids_np[req_idx, known : known + len(token_ids)] = token_ids[: width - known]
 
     def learn(self, state: RequestState, token_ids: list[int], num_rejected: int = 0) -> None:
-        """Takes sampled tokens that reached the host; drops those of a state that is gone.
+        """Appends sampled tokens that the host has read; ignores a state that is no longer current.
 
         Args:
             state: of the request.
-            token_ids: that are kept.
-            num_rejected: how many more were counted when they were sampled.
+            token_ids: accepted tokens.
+            num_rejected: how many more `note_sampled` has counted.
         """
         if self._states.get(state.req_id) is not state:
             return
@@ -284,11 +284,11 @@ class Requests:
         self.num_tokens_np[req_idx] = max(num_tokens, self.num_known_np[req_idx])
 
     def roll_back(self) -> None:
-        """Takes back what the scheduler counts as computed but verification rejected.
+        """Reduces the scheduler's counts of computed tokens by rejected drafts.
 
-        The scheduler counts every draft of a step whose outcome it has not seen. A request past
-        its prompt has computed all its tokens but the newest; of a step whose outcome the host
-        has not seen either, both count all drafts that were laid out.
+        The scheduler counts every draft as computed until it has the step's results. A request past
+        its prompt has computed all its tokens but the newest. For a step that the host has not read
+        either, both counts include all of its drafts.
         """
         np.minimum(
             self.num_computed_tokens_np, self.num_tokens_np - 1, out=self.num_computed_tokens_np

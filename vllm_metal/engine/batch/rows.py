@@ -16,7 +16,7 @@ from vllm_metal.engine.kv_cache.layer_state import Run, StepLayout
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """T rows of R requests; request r owns rows query_start_loc[r : r + 2], by position.
+    """T tokens of R requests by position; those of request r start at query_start_loc_np[r].
 
     With `lag`, `seq_lens_np` and `positions_np` are upper bounds.
     """
@@ -38,14 +38,17 @@ class Rows:
         return ForwardInputs(self.input_ids, self.positions[None])
 
     def of_logits(self, hidden_states: mx.array) -> mx.array:
-        """Selects the rows that need logits: [N, ...] of [T, ...]."""
+        """Selects the tokens that need logits, [N, ...], from [T, ...]."""
         return hidden_states if self.logits_indices is None else hidden_states[self.logits_indices]
 
 
 def device_positions(
     positions_np: np.ndarray, requests_np: np.ndarray, lag: PositionLag | None
 ) -> mx.array:
-    """Returns exact positions, [T] int32, from the host's [T] and each row's request [T]."""
+    """Computes exact positions on the device, [T] int32, from the host's upper bounds.
+
+    `requests_np`, [T], is each token's request.
+    """
     positions = mx.array(positions_np)
     return positions if lag is None else positions - lag.counts[mx.array(requests_np)]
 
@@ -59,7 +62,7 @@ def step_layout(
     earlier_slots_np: np.ndarray | None = None,
     runs: tuple[Run, ...] = (),
 ) -> StepLayout:
-    """Maps the rows to slots of one KV cache group's blocks; -1 for rows that are not stored.
+    """Maps the tokens to slots of one KV cache group's blocks; -1 for tokens that are not stored.
 
     `block_table_np` is [max_num_reqs, max_blocks] int32, by req_idx. Without `pace`, MLX ends
     command buffers. `earlier_slots_np` and `runs`: see StepLayout.

@@ -20,10 +20,6 @@ class BlockAttention(nn.Module):
     """Replaces the attention of mlx-vlm's drafter layers, with the same arguments and weights."""
 
     def __init__(self, config: BlockConfig) -> None:
-        """
-        Args:
-            config: of the drafter.
-        """
         super().__init__()
         size, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
         self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads

@@ -133,10 +133,6 @@ class GreedyModel(PassNetwork):
     """Predicts the tokens that a model would generate greedily."""
 
     def __init__(self, parts: ModelParts) -> None:
-        """
-        Args:
-            parts: of the draft model.
-        """
         self.module = parts.model
         self._parts = parts
 

@@ -117,7 +117,6 @@ class EagleHead(_LlamaHead):
     def __call__(
         self, embeds: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
     ) -> tuple[mx.array, mx.array]:
-        """Runs the decoder layers; see Head."""
         rows = mx.concatenate([embeds, hidden], axis=-1)
         out = self.fc(rows)[:, None]
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -173,7 +172,6 @@ class Eagle3Head(_LlamaHead):
     def __call__(
         self, embeds: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
     ) -> tuple[mx.array, mx.array]:
-        """Runs the decoder layers; see Head."""
         out = self.layers[0](embeds[:, None], hidden[:, None], caches[0])
         for layer, cache in zip(self.layers[1:], caches[1:], strict=True):
             out = layer(out, None, cache)

@@ -43,7 +43,6 @@ class HeadImages:
         return self._images.newest
 
     def placed(self, inputs: PassInputs, rows: Rows) -> PassInputs:
-        """See PassNetwork."""
         shifts_np = self._images.shifts_of(rows)
         if shifts_np is None:
             return inputs

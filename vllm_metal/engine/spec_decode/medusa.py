@@ -64,7 +64,6 @@ class MedusaHeads(StateHeads):
         return found.astype(mx.int32)
 
     def drafted_tokens(self) -> mx.array:
-        """See StateHeads."""
         if "token_map" in self:
             return self.token_map
         return mx.arange(len((self.lm_head if self._shared else self.lm_heads[0]).weight))

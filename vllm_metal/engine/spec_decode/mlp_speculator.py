@@ -75,7 +75,6 @@ class MLPSpeculatorHeads(StateHeads):
         self.load_weights([(name, weights[name]) for name in names])
 
     def __call__(self, hidden: mx.array, newest: mx.array, num_heads: int) -> mx.array:
-        """Drafts from hidden states and newest tokens; see StateHeads."""
         state, tokens = hidden, newest
         if self._scale_input:
             state = mx.fast.rms_norm(state, None, EPS) / math.sqrt(2)
@@ -88,7 +87,6 @@ class MLPSpeculatorHeads(StateHeads):
         return mx.stack(columns, axis=1)
 
     def drafted_tokens(self) -> mx.array:
-        """See StateHeads."""
         return mx.arange(len(self.head[0].weight))
 
 

@@ -62,7 +62,6 @@ class MTPHead(Head):
     def __call__(
         self, embeds: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
     ) -> tuple[mx.array, mx.array]:
-        """Runs the layer; see Head."""
         if self._family.masks_first:  # they are trained without a token there
             embeds = mx.where(caches[0].offset[:, None] == 0, mx.zeros_like(embeds), embeds)
         parts = [self.embedding_norm(embeds), self.hidden_norm(hidden)]

@@ -128,7 +128,6 @@ class HeadPasses(PassNetwork):
         self.module, self._images = head, images
 
     def placed(self, inputs: PassInputs, rows: Rows) -> PassInputs:
-        """See PassNetwork."""
         return inputs if self._images is None else self._images.placed(inputs, rows)
 
     def hidden(self, inputs: PassInputs, caches: Sequence[Any]) -> tuple[mx.array, mx.array]:

@@ -28,11 +28,6 @@ class PagedProposer(Proposer):
     reads_text = False
 
     def __init__(self, passes: Passes, num_drafts: int) -> None:
-        """
-        Args:
-            passes: of the draft network.
-            num_drafts: K, the most drafts of a request.
-        """
         self._passes = passes
         self._num_drafts = num_drafts
 

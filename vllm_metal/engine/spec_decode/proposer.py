@@ -132,10 +132,6 @@ class TextProposer(Proposer):
     """
 
     def __init__(self, num_drafts: int) -> None:
-        """
-        Args:
-            num_drafts: num_speculative_tokens, the most drafts of a request (K).
-        """
         self._num_drafts = num_drafts
 
     @classmethod

@@ -25,10 +25,6 @@ class BoundedEmbedding(nn.Module):
     """
 
     def __init__(self, embedding: nn.Module) -> None:
-        """
-        Args:
-            embedding: with one row per token.
-        """
         super().__init__()
         self.embedding = embedding
 

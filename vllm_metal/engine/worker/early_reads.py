@@ -19,7 +19,10 @@ FIRST, MOST = 8, 1024
 
 
 class EarlyReads:
-    """Reads tokens around submissions; each early read that waits doubles the next threshold."""
+    """Reads a step's tokens before or after the next submission.
+
+    Each read before a submission that has to wait doubles the threshold for the next one.
+    """
 
     def __init__(self) -> None:
         self._needed = FIRST
@@ -34,7 +37,7 @@ class EarlyReads:
     def before_submit(self, newest: StepOutput | None, ended: bool) -> None:
         """Reads the tokens of the newest submitted step, if that is due.
 
-        `ended` says that the host has waited for the step in any case.
+        `ended` says that the host has already waited for the step.
         """
         if self._newest is not None and self._newest.wait_s is not None:
             self._record_wait(self._newest.wait_s)

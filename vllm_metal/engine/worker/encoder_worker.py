@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class EncoderModel(ServedModel):
-    """An encoder and its pooler; there is no pool."""
+    """An encoder and its pooler, without a KV pool."""
 
     samples = False
     backend = SCATTER  # unused: there are no layers with K/V
@@ -88,7 +88,7 @@ class EncoderModel(ServedModel):
         return {}
 
     def pool_size(self, memory: MemoryPlanner, transfer_bytes: int) -> int:
-        """Returns 0: there is no pool, and vLLM does not ask."""
+        """Returns 0, since there is no pool."""
         return 0
 
     def executor(self) -> EncoderExecutor:
@@ -109,7 +109,7 @@ class EncoderModel(ServedModel):
 
 
 class EncoderWorker(MetalWorker):
-    """Owns an encoder and its runner. Every step has whole texts."""
+    """Owns an encoder and its runner. Every step computes whole prompts."""
 
     @cached_property
     def served(self) -> EncoderModel:

@@ -27,7 +27,7 @@ class KeepAwake:
         self,
         timer: Callable[[float, Callable[[], None]], threading.Timer] = threading.Timer,
     ) -> None:
-        """Takes a factory of timers: from seconds and a function to call then."""
+        """`timer` makes timers from seconds and a function to call then."""
         self._make_timer = timer
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -35,7 +35,7 @@ class KeepAwake:
         self._failed = False
 
     def update(self, busy: bool) -> None:
-        """Notes at every step whether there are requests."""
+        """Called at every step with whether there are requests."""
         if busy == (self._process is not None and self._timer is None):
             return
         with self._lock:

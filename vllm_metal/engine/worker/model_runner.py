@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ModelRunner decides the order of a step: news, blocks, forward, results, hand-over."""
+"""ModelRunner: the order of a step (requests, blocks, forward, results, submission)."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 class ModelRunner:
     """Turns one SchedulerOutput into results.
 
-    `execute` and `finish` are the order of a step; whatever raises in them is `recovery`'s.
+    `execute` and `finish` run a step's parts in order; `recovery` handles their exceptions.
 
     Nothing from `update_states` to `submit`, the end of `finish`, waits for the device, except if:
     - the KV pool is written by MLX's scatter: the step before must then have read it when the next
       writes are queued (see kv_cache.scatter);
     - a new image's tower, or a new adapter's weights, are computed while the batch is laid out;
     - custom logits processors read the tokens of the step before.
-    With speculation `process_accepted` waits before all that, where `_needs_accepted` says so.
+    With speculation, `process_accepted` waits before all this if `_needs_accepted` says so.
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class ModelRunner:
     ) -> None:
         """
         Args:
-            model: what computes hidden states.
-            requests: all that persists of them.
-            end: makes results of hidden states.
-            max_num_reqs: rows of the per-request tables.
-            speculator: None where nothing is drafted.
-            draft_writer: keeps the K/V of a draft network that others draft from; not beside a
+            model: computes hidden states.
+            requests: persistent state of the requests.
+            end: makes results from hidden states.
+            max_num_reqs: number of req_idx.
+            speculator: None: this engine does not draft.
+            draft_writer: writes the K/V of a draft network for other engines; only without a
                 speculator.
-            columns: what else requests bring: what modules of the model read of them.
+            columns: per-request inputs of the model's modules.
             hooks: called around each step.
-            clock: told of the waits for the step before; None: nobody asks.
+            clock: measures waits for the step before; None: not measured.
         """
         self._model = model
         self._requests = requests
@@ -90,10 +90,10 @@ class ModelRunner:
         self._joining: list[mx.array] = []  # what else the device computes with the step at hand
 
     def execute(self, step: Step) -> None:
-        """Takes the scheduler's news, and builds the forward of what it schedules.
+        """Updates requests and blocks, and builds the forward of the scheduled tokens.
 
         Raises:
-            RequestsRefused: some requests could not be taken in.
+            RequestsRefused: some requests could not be added.
         """
         take_measured()  # of a step that failed, or of none: not this one's
         self.process_accepted(step.scheduler_output)  # which drafts of earlier steps were kept
@@ -107,21 +107,21 @@ class ModelRunner:
             self.end_step(step, computed=True)
 
     def finish(self, step: Step, grammar_output: GrammarOutput | None) -> StepOutput:
-        """Builds the results of the forward just built, and hands the step to the device."""
+        """Builds the results of the forward just built, and submits the step to the device."""
         self._hooks.before_submit()
         output = self.submit(grammar_output)
         self.end_step(step, computed=True)
         return output
 
     def update_states(self, step: Step, sound: bool) -> None:
-        """Tells hooks, requests and columns of a step, each once: also where an attempt failed.
+        """Notifies hooks, requests and columns of a step, each only once even if one call failed.
 
         Args:
             step: as the scheduler sent it.
             sound: whether the pool holds what the scheduler believes.
 
         Raises:
-            RequestsRefused: some requests could not be taken in.
+            RequestsRefused: some requests could not be added.
         """
         if not step.hooks_told:
             step.hooks_told = True
@@ -131,10 +131,10 @@ class ModelRunner:
             self.update_requests(step.scheduler_output)
 
     def end_step(self, step: Step, computed: bool) -> None:
-        """Tells hooks once that a step is with the device, had no rows, or has failed.
+        """Notifies hooks once that a step was submitted, had no tokens, or failed.
 
         Args:
-            step: gets what the scheduler is to hear of transfers, and figures of them.
+            step: receives the transfers to report to the scheduler, and their metrics.
             computed: whether the pool holds what the scheduler believes, this step included.
         """
         if not step.ended:
@@ -143,12 +143,12 @@ class ModelRunner:
             step.figures = self._hooks.figures()
 
     def twin(self, make_head: Callable[[ModelExecutor, Requests], OutputHead]) -> ModelRunner:
-        """A runner over the same networks, pool and requests. This one learns nothing of its steps.
+        """Makes a runner for warm-up steps, over the same networks, pool and requests.
 
-        It does not draft where drafts are made of text: these take no passes of a network.
+        It drafts only with a draft network, and records nothing in this runner.
 
         Args:
-            make_head: makes the output head of the twin, of this runner's model and requests.
+            make_head: makes its output head from this runner's model and requests.
         """
         end = make_head(self._model, self._requests)
         speculator = self._speculator
@@ -167,7 +167,7 @@ class ModelRunner:
 
     @property
     def ends_at_once(self) -> bool:
-        """Whether a step is finished in the same call that begins it."""
+        """Whether a step is finished in the call that begins it."""
         return self._end.at_once
 
     @property
@@ -176,14 +176,14 @@ class ModelRunner:
         return self._model
 
     def join_step(self, arrays: Sequence[mx.array]) -> None:
-        """Has the device compute these, too, when it is given the step that is being built."""
+        """Adds arrays for the device to compute with the step that is being built."""
         self._joining += arrays
 
     def complete_draft_kv(self, ends: Mapping[str, int]) -> None:
-        """Completes what blocks hold, also of requests that will not draft again.
+        """Completes draft K/V and recurrent states in blocks, also of requests that draft no more.
 
         Args:
-            ends: by request id, how many of its tokens must have their K/V.
+            ends: request id to the number of its tokens that must have K/V.
         """
         if self._model.keeps_states:
             self.learn()  # a state is in its block once it is known which drafts were kept
@@ -192,9 +192,9 @@ class ModelRunner:
             self._speculator.complete_draft_kv(ends)
 
     def finalize_blocks(self, scheduler_output: SchedulerOutput) -> None:
-        """Completes the blocks of requests that this step takes away: others may find them.
+        """Completes the blocks of requests that leave in this step, for others to reuse.
 
-        One that is taken away at the end of its turn of a session goes on behind its last token.
+        A session between turns resumes after its last token.
         """
         if self._speculator is None:
             return
@@ -208,7 +208,7 @@ class ModelRunner:
         self._speculator.complete_draft_blocks(paused, 1)
 
     def process_accepted(self, scheduler_output: SchedulerOutput) -> None:
-        """Learns what the next step needs to know, and tells the clock of the wait for it."""
+        """Processes accepted tokens that the next step depends on, and measures the wait."""
         before = self.num_waits
         with self._clock.waiting():
             self.learn(scheduler_output)
@@ -216,13 +216,13 @@ class ModelRunner:
             self._clock.accepted_known()
 
     def learn(self, scheduler_output: SchedulerOutput | None = None) -> None:
-        """Takes the outcome of earlier steps where there is speculation.
+        """Processes the accepted tokens of earlier steps, with speculation.
 
-        All steps before the newest are read, as vLLM has read them. The newest is read, and waited
-        for, only where the host must know its outcome.
+        vLLM has read all steps but the newest. The newest one is read, and waited for, only if the
+        host must know its tokens.
 
         Args:
-            scheduler_output: of the step that is to be laid out; None: the host must know it.
+            scheduler_output: of the step to be laid out; None: the host must know all tokens.
         """
         if self._speculator is None or not self._pending:
             return
@@ -237,9 +237,9 @@ class ModelRunner:
                 self._model.learn(output.batch, output.last_rows_np())
 
     def _needs_accepted(self, scheduler_output: SchedulerOutput) -> bool:
-        """Whether a step can be laid out only when the host knows what the step before sampled.
+        """Whether the host must know the step before's samples to lay out a step.
 
-        Else it is laid out from upper bounds: how many drafts were rejected, the device knows.
+        Otherwise it uses upper bounds, which the device corrects by the number of rejected drafts.
         """
         assert self._speculator is not None
         return (
@@ -252,12 +252,12 @@ class ModelRunner:
         )
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
-        """Takes the scheduler's news: requests that came, went, resumed, or got on.
+        """Updates requests and columns from the scheduler's output.
 
         Raises:
-            RequestsRefused: some could not be taken. They have no row in any table; of no other
-                request anything is lost. What this runner keeps of them, a custom logits
-                processor's state say, may be anything: it is to be made anew.
+            RequestsRefused: some requests could not be added. They have no req_idx, and all others
+                are intact. State that this runner's columns keep of them, such as a custom logits
+                processor's, is undefined: make the runner anew.
         """
         for column in self._columns:
             column.step_begins(scheduler_output)
@@ -281,7 +281,7 @@ class ModelRunner:
             raise RequestsRefused(failed)
 
     def update_blocks(self, scheduler_output: SchedulerOutput) -> None:
-        """Clears and copies blocks as the scheduler wants, also where it schedules nothing."""
+        """Clears and copies blocks as the scheduler asks, even if no tokens are scheduled."""
         zeroed, copied = (
             scheduler_output.new_block_ids_to_zero,
             scheduler_output.kv_cache_block_copies,
@@ -290,7 +290,7 @@ class ModelRunner:
             self._model.update_blocks(zeroed or (), copied or ())
 
     def forward(self, scheduler_output: SchedulerOutput) -> None:
-        """Builds the forward pass of a step's requests; its results wait for `submit`."""
+        """Builds the forward pass of a step's requests, for `submit` to finish."""
         drafts, lag = self._step_drafts(scheduler_output)
         batch = prepare(
             self._requests,
@@ -311,7 +311,7 @@ class ModelRunner:
     def _step_drafts(
         self, scheduler_output: SchedulerOutput
     ) -> tuple[StepDrafts | None, PositionLag | None]:
-        """The drafts that a step verifies, and how far its requests are behind the host's count."""
+        """The drafts that a step verifies, and the lag of its requests' token counts."""
         if self._speculator is None:
             return None, None
         if not self._model.pipelined:
@@ -329,7 +329,7 @@ class ModelRunner:
         return drafts, None if unread is None else unread.lag
 
     def _unread(self, scheduler_output: SchedulerOutput) -> Unread | None:
-        """What the host has not read of the requests of the step that is being laid out."""
+        """Unread tokens, of the step before, of the requests that are being laid out."""
         if self._newest is None:
             return None
         req_ids = scheduler_output.num_scheduled_tokens
@@ -337,7 +337,7 @@ class ModelRunner:
         return self._newest.unread(np.array(req_indices, np.int32))
 
     def submit(self, grammar_output: GrammarOutput | None) -> StepOutput:
-        """Builds the results of the forward just built, and hands the step to the device."""
+        """Builds the results of the forward just built, and submits the step to the device."""
         assert self._laid_out is not None
         batch, self._laid_out = self._laid_out, None
         if self._end.needs_host_tokens and self._newest is not None:
@@ -354,7 +354,7 @@ class ModelRunner:
         return output
 
     def _note_sampled(self, output: StepOutput) -> None:
-        """Has the next step find the newest token of each request that sampled."""
+        """Records the sampled tokens, on the device, as the newest ones of their requests."""
         if output.sampled is None:
             return
         req_indices = output.batch.req_indices_np[output.batch.sampling_np]
@@ -365,10 +365,10 @@ class ModelRunner:
         self._requests.note_sampled(req_indices, output.span_lens_np())
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Drafts for vLLM's scheduler to reserve rows for; None without speculation.
+        """Drafts for vLLM's scheduler to reserve tokens for; None without speculation.
 
-        Where it plans ahead they are those of the step already laid out, which it asks for to check
-        them against grammars; else those that follow the newest step.
+        With async scheduling they are those of the step already laid out, which the scheduler
+        checks against grammars; otherwise those that follow the newest step.
         """
         if self._speculator is None or self._newest is None:
             return None
@@ -380,7 +380,7 @@ class ModelRunner:
         return DraftTokenIds(list(drafts), list(drafts.values()))
 
     def _submit(self, arrays: list[mx.array]) -> None:
-        """Hands the step to the device, where the pool wants it once the step before is over."""
+        """Submits the step to the device; waits for the step before if the pool requires it."""
         waits = not self._model.pipelined
         if waits:
             self.wait()
@@ -391,13 +391,13 @@ class ModelRunner:
         self._early_reads.after_submit()
 
     def _submit_drafts(self, arrays: list[mx.array]) -> None:
-        """Hands over what a draft network writes with the step that was handed over last.
+        """Submits the draft network's writes that belong to the step just submitted.
 
-        By itself, or MLX might compute both networks side by side, with the memory of both.
+        Submitted together, MLX might compute both networks side by side, with the memory of both.
         """
         self._in_flight += arrays
         mx.async_eval(arrays)
 
     def wait(self) -> None:
-        """Blocks until the device has finished every step handed to it."""
+        """Waits until the device has finished every submitted step."""
         mx.eval(self._in_flight)

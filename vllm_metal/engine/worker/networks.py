@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The networks that an engine runs."""
+"""The target and draft networks that an engine runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Networks:
-    """The loaded networks: the target, and a draft network where there is one."""
+    """The loaded target, and the draft network if there is one."""
 
     target: ModelParts
     layers: list[StatefulLayer]  # its own
@@ -55,16 +55,16 @@ class Networks:
         stage_of: Callable[[int], Stage],
         share: Callable[[nn.Module], None] = lambda model: None,
     ) -> Networks:
-        """The part of the target that a rank computes; its other weights are never read.
+        """Loads a pipeline rank's part of the target, without reading other weights.
 
         Args:
             config: vLLM's.
-            stage_of: from the target's number of layers.
-            share: leaves a rank's share of each layer's heads.
+            stage_of: maps the target's number of layers to the rank's stage.
+            share: reduces each layer to the rank's share of its heads.
 
         Raises:
             ModelLoadError: see `loader.load`.
-            NotImplementedError: layers cannot be told apart; see `attention_layers`, too.
+            NotImplementedError: the layers cannot be separated; see also `attention_layers`.
         """
         family = loader.model_type(config)
         found: list[tuple[Stage, list[StatefulLayer]]] = []
@@ -109,36 +109,37 @@ class Networks:
         return Networks(target, layers, draft, draft_bytes, columns, adapters, encoder)
 
     def variables(self, inputs: ForwardInputs) -> object:
-        """What a forward of the target reads that may be others in its next step, if anything."""
+        """What the target's forward reads besides its inputs and may change; None if nothing."""
         return None if self.adapters is None else self.adapters.updates.variables(inputs)
 
     @property
     def adapter_bytes(self) -> AdapterBytes | None:
-        """What LoRA adapters take at most; None: none are served."""
+        """Most memory that LoRA adapters take; None if none are served."""
         return None if self.adapters is None else self.adapters.nbytes
 
     def heaviest_extras(self, rows: Rows) -> Mapping[str, mx.array]:
-        """What a forward of these rows reads where it takes most memory (ForwardInputs.extras)."""
+        """The extra inputs (ForwardInputs.extras) with which a forward takes the most memory."""
         return {} if self.adapters is None else self.adapters.updates.heaviest(rows)
 
     @property
     def forward_layers(self) -> list[StatefulLayer]:
-        """Layers that a forward of the target has caches of: its own, and those of a draft network
-        whose K/V it writes."""
+        """Layers that a forward of the target has caches for: its own, and those of a draft network
+        whose K/V it writes.
+        """
         return [*self.layers, *(self.draft.context_layers if self.draft else ())]
 
     @property
     def all_layers(self) -> list[StatefulLayer]:
-        """Layers of both networks; what they keep lies in the same blocks."""
+        """Layers of both networks, whose state shares blocks."""
         return [*self.layers, *(self.draft.layers if self.draft else ())]
 
     @property
     def layers_of_all_ranks(self) -> list[StatefulLayer]:
-        """Layers that blocks and their groups are made of: the same on every rank."""
+        """Layers of all ranks, from which each rank derives the same KV cache groups and blocks."""
         return [*self.all_layers, *self.elsewhere]
 
     def image_bytes(self, config: VllmConfig) -> int:
-        """Bytes that images take beside weights and pool, measured; 0 where none are served."""
+        """Measured bytes that images take besides weights and pool; 0 if none are served."""
         if self.encoder is None:
             return 0
         from vllm_metal.engine.vision import room
@@ -149,7 +150,7 @@ class Networks:
 def _adapters(
     model: nn.Module, config: VllmConfig
 ) -> tuple[Adapters | None, Sequence[PerRequestState]]:
-    """What serves LoRA adapters, and their column; nothing where none are to be served."""
+    """LoRA adapters and their per-request state; None and () if none are served."""
     if config.lora_config is None:
         return None, ()
     from vllm_metal.engine.lora.adapters import Adapters
@@ -160,7 +161,7 @@ def _adapters(
 
 
 def _images(config: VllmConfig, target: ModelParts) -> ImageColumn | None:
-    """What brings images to the target; None: its text alone is served."""
+    """The per-request state that feeds images to the target; None if only text is served."""
     multimodal = config.model_config.multimodal_config
     if multimodal is None or multimodal.language_model_only:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RankWorker: the worker of an engine with the model distributed over its ranks."""
+"""RankWorker: the worker of one rank in a model distributed over several."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _CONNECT_S = 30.0
 
 
 class StageModel(ServedModel):
-    """One rank's layers, or its heads of all layers."""
+    """One rank's layers (pipeline parallel), or its heads of each layer (tensor parallel)."""
 
     def __init__(
         self,
@@ -118,10 +118,10 @@ class StageModel(ServedModel):
 
 
 class RankWorker(MetalWorker):
-    """Computes one rank's layers, or its heads of them.
+    """Computes one rank's layers, or its heads of each layer.
 
     vLLM only takes results from the first tensor rank of the last stage. A step that fails anywhere
-    fails the engine: other ranks are in the middle of the same step.
+    fails the engine, since other ranks are in the middle of the same step.
     """
 
     _most_failures = 0

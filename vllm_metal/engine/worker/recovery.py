@@ -40,8 +40,8 @@ STEPS_THAT_END_A_ROW = 16
 class RecoveringRunner:
     """Calls the runner, and replaces pool and runner if a call raises.
 
-    - All steps that the device was given and that are not known to have been computed fail, with
-      the step being built, and so do their requests. None of their results is returned or kept.
+    - The step being built fails, as do all submitted steps not known to be computed; so do their
+      requests. None of these steps' results is returned or kept.
     - All other requests restart, on an empty pool.
     - A request that the runner cannot add fails alone; all others restart.
     """
@@ -63,8 +63,8 @@ class RecoveringRunner:
     ) -> None:
         """
         Args:
-            make_runner: allocates a pool, and a runner on it that may use graphs.
-            hooks: notified of each pool's life, and of steps that are known to be computed.
+            make_runner: allocates a pool, and a runner on it that may use compiled graphs.
+            hooks: notified when a pool is made or dropped, and when steps are known to be computed.
             most_failures: failed steps in a row that are tolerated. 0 if failures cannot be
                 recovered from, because other ranks compute the same steps.
         """
@@ -306,7 +306,7 @@ class RecoveringRunner:
         self._unreported = unreported | failures
 
     def _lose_pool(self, error: Exception) -> None:
-        """Drops pool and runner, and records what the scheduler must be unreported."""
+        """Drops pool and runner, and records the failures to report to the scheduler."""
         steps = list(self._in_flight)
         if self._building is not None and self._building.pool == self._pool:
             steps.append(self._building)

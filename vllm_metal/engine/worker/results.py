@@ -31,7 +31,7 @@ class Step:
 
     @property
     def req_ids(self) -> list[str]:
-        """Requests with tokens in it."""
+        """Requests with scheduled tokens in this step."""
         return list(self.scheduler_output.num_scheduled_tokens)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _PromptRows:
-    """A request's rows that need logits for prompt logprobs."""
+    """A request's tokens that need logits for prompt logprobs."""
 
     state: RequestState
     start: int  # the first of them in the batch
@@ -56,9 +56,9 @@ class SamplingHead(OutputHead):
         """
         Args:
             model: computes logits from hidden states.
-            requests: updated with tokens once the host knows them.
+            requests: updated with tokens once the host has read them.
             sampler: samples tokens from logits.
-            agreed: maps this rank's samples to those of all ranks; None for a single rank.
+            agreed: maps this rank's samples to those all ranks agreed on; None for a single rank.
         """
         self._agreed = agreed
         self._model = model
@@ -130,7 +130,7 @@ class SamplingHead(OutputHead):
     def _take_prompt_logprobs(
         self, begun: _Begun, sampled: SamplerOutput | None, arrays: list[mx.array]
     ) -> dict[str, list[Logprobs]]:
-        """Builds the prompt logprobs of this step's rows, and adds their arrays to `arrays`.
+        """Builds the prompt logprobs of this step's tokens, and adds their arrays to `arrays`.
 
         The samples are computed first. Returns all chunks of complete prompts by request id.
         """

@@ -62,7 +62,7 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True)
 class RunnerParts:
-    """The worker's parts that every runner gets and that outlive it."""
+    """Parts of the worker that are passed to every runner and outlive it."""
 
     kv_cache_config: KVCacheConfig
     requests: Requests
@@ -74,7 +74,7 @@ class RunnerParts:
 class ServedModel:
     """One process's networks, the format of their K/V, and the runner on both.
 
-    Ranks and encoders derive from it: they load, begin or end a forward differently.
+    Subclasses for ranks and encoders load weights, or begin or end a forward, differently.
     """
 
     samples = True  # whether it samples tokens
@@ -172,7 +172,7 @@ class ServedModel:
         return kv_cache_specs(self.networks.layers_of_all_ranks, self._block_size, self._pool_dtype)
 
     def pool_size(self, memory: MemoryPlanner, transfer_bytes: int) -> int:
-        """Returns bytes for the KV pool, beside the weights and the largest step, which it runs.
+        """Returns the bytes left for the KV pool by weights and the largest step, which it runs.
 
         `transfer_bytes` is the most memory that K/V transfers take.
         """
@@ -212,7 +212,7 @@ class ServedModel:
         return 2 * weights + MOST_POOL_ARRAYS * len(networks.all_layers)
 
     def make_runner(self, parts: RunnerParts, graphs: Graphs) -> ModelRunner:
-        """Allocates the pool and everything that works on it; see CompiledForward on `graphs`."""
+        """Allocates the pool and all that works on it; see CompiledForward on `graphs`."""
         networks, block_size, requests = self.networks, self._block_size, parts.requests
         kv_caches = allocate_kv_caches(
             parts.kv_cache_config, networks.all_layers, block_size, self._pool_dtype, self.backend
@@ -247,7 +247,7 @@ class ServedModel:
         )
 
     def make_speculator(self, parts: RunnerParts, network: Proposer | None) -> Speculator | None:
-        """Makes the proposer of drafts; `network` is the draft network's, if there is one."""
+        """Makes the speculator; `network` is the draft network's proposer, if there is one."""
         return make_speculator(self._config, parts.requests, network, parts.memory.most_drafts)
 
     def columns(self) -> Sequence[PerRequestState]:
@@ -291,7 +291,7 @@ class ServedModel:
         return run_warm_up(runner, sampler, defaults, self._vocab_size, room)
 
     def check(self, told: PagedLogits | PagedHidden) -> None:
-        """Raises if paged and dense forwards disagree."""
+        """Raises if the dense forward disagrees with `told`, the paged results of the warm-up."""
         dtype = loader.mlx_dtype(self._config)
         # Quantized pools are skipped: their rounding would mask a difference.
         if AdditionalConfig.of(self._config).dense_check and self._pool_dtype == dtype:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What else happens around a step: nothing, until K/V moves to other memory or machines."""
+"""Calls around each step that do nothing, until K/V moves to other memory or machines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class HookedRunner(Protocol):
-    """What hooks may ask of the runner on a pool."""
+    """The runner's methods that hooks may call."""
 
     @property
     def layers(self) -> PagedLayers:
@@ -25,82 +25,82 @@ class HookedRunner(Protocol):
         ...
 
     def join_step(self, arrays: Sequence[mx.array]) -> None:
-        """Has the device compute these, too, when it is given the step that is being built."""
+        """Adds arrays for the device to compute with the step that is being built."""
         ...
 
     def complete_draft_kv(self, ends: Mapping[str, int]) -> None:
-        """Completes what blocks hold of requests' first tokens, by request id."""
+        """Completes draft K/V and recurrent states of requests' first tokens, by request id."""
         ...
 
 
 class StepHooks:
-    """Calls around each step that do nothing. What moves K/V overrides those it needs.
+    """Calls around each step that do nothing; K/V transfers override those they need.
 
-    The engine's thread makes them. None may hold an array of the pool beyond the call: MLX copies a
-    whole pool that is written while something else holds it. A call that raises fails the step, as
-    an array does that cannot be computed: blocks that leave the pool wait for the device.
+    They run on the engine's thread. None may hold an array of the pool beyond the call, since MLX
+    copies a whole pool that is written while something else holds it. If a call raises, or an
+    array it made cannot be computed, the step fails.
     """
 
     def pool_made(self, runner: HookedRunner) -> None:
-        """There is a pool, and it is empty.
+        """Called when there is a new, empty pool.
 
         Args:
-            runner: on that pool. To be let go in `before_pool_goes`, or the pool stays beside the
-                next one.
+            runner: on that pool. Release it in `before_pool_goes`, or the pool stays in memory
+                beside the next one.
         """
 
     def before_pool_goes(self, lost: bool) -> None:
-        """The pool is about to go.
+        """Called before the pool is dropped; must not raise.
 
-        Transfers that read or write it must be over when this returns; it must not raise.
+        Transfers that read or write the pool must have ended when this returns.
 
         Args:
-            lost: a step failed, and nothing in the pool can be trusted. Else the engine sleeps,
+            lost: a step failed, and the pool's content is undefined. Otherwise the engine sleeps,
                 loads other weights or ends, and the device has finished all steps.
         """
 
     def before_step(self, scheduler_output: SchedulerOutput, sound: bool) -> None:
-        """The scheduler's word has come; requests and blocks are as the step before left them.
+        """Called with a new scheduler output, before it changes any requests or blocks.
 
-        The last moment to copy blocks out that the step clears or gives to other requests. The host
-        knows the tokens of the step before where drafts follow them.
+        This is the last moment to copy out blocks that the step clears or gives to other requests.
+        With speculation, the host has read the tokens of the step before.
 
         Args:
             scheduler_output: of the step, which may have nothing scheduled.
-            sound: whether the pool holds what the scheduler believes. False until it has heard of a
-                step that failed; the step is skipped then.
+            sound: whether the pool holds what the scheduler believes. False until the scheduler has
+                heard of a failed step; the step is then skipped.
         """
 
     def before_forward(self) -> None:
-        """Requests are up to date, and blocks cleared and copied as the scheduler wants.
+        """Called when requests are updated, and blocks cleared and copied as the scheduler asks.
 
-        The moment to copy blocks in. Not called where the step's pool is lost by then.
+        This is the moment to copy blocks in. Not called if the pool was lost before.
         """
 
     def before_submit(self) -> None:
-        """The step's forward is built, and the device will be given it next.
+        """Called when the step's forward is built, just before it is submitted.
 
-        The moment to have the device copy blocks out that earlier steps completed: `join_step` of
-        the runner takes the copies. Not called where nothing is scheduled, nor after a failure.
+        This is the moment to copy out blocks that earlier steps completed, by the runner's
+        `join_step`. Not called if nothing is scheduled, nor after a failure.
         """
 
     def after_step(self, computed: bool) -> KVConnectorOutput | None:
-        """The step is with the device, or has failed, or had nothing scheduled.
+        """Called when the step was submitted, has failed, or had nothing scheduled.
 
-        What the device was given may still fail, see `steps_computed`.
+        A submitted step may still fail, see `steps_computed`.
 
         Args:
             computed: whether the pool holds what the scheduler believes, this step included. False
-                where the step failed, or is skipped until the scheduler hears of one that did.
+                if the step failed, or is skipped until the scheduler hears of one that did.
 
         Returns:
-            What the scheduler is to hear of transfers. It goes with this step's result whatever
-            becomes of the step. Where the call raises it is lost: tell it after the next step.
+            The transfers to report to the scheduler, with this step's result even if the step
+            fails. If this call raises they are lost: report them after the next step.
         """
         return None
 
     def figures(self) -> Figures:
-        """Figures of transfers that are new since the last call; made after `after_step`."""
+        """Metrics of transfers since the last call; called after `after_step`."""
         return {}
 
     def steps_computed(self, num_left: int) -> None:
@@ -124,31 +124,31 @@ class Transfers(Protocol):
 
     @property
     def hooks(self) -> StepHooks:
-        """To be called around each step."""
+        """The hooks to call around each step."""
         ...
 
     @property
     def memory_bytes(self) -> int:
-        """Memory that it takes at most."""
+        """Most memory that the transfers take."""
         ...
 
     def weights_loaded(self) -> None:
-        """Notes which weights were just read. Later, the files may be others."""
+        """Records which weight files were just read, since the files may change later."""
         ...
 
     def open(self, kv_cache_config: KVCacheConfig, pool: str) -> None:
-        """Opens the stores that were asked for.
+        """Opens the configured stores.
 
         Args:
             kv_cache_config: of the pool.
-            pool: who computes on it, "scatter" or "kernels".
+            pool: how the pool is written, "scatter" or "kernels".
         """
         ...
 
     def handshake(self) -> dict[tuple[int, int], Any] | None:
-        """What the scheduler's connector gets at its start, by (pipeline rank, tensor rank)."""
+        """Data for the scheduler's connector at its start, by (pipeline rank, tensor rank)."""
         ...
 
     def close(self) -> None:
-        """Ends its threads; there is no pool any more."""
+        """Ends the transfers' threads; the pool is already dropped."""
         ...

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves a made-up request, so that the first real one finds everything compiled.
 
-MLX compiles the fused kernels of a graph when the device first gets it, and a forward becomes a
-graph at the second step of its shapes (see models.compiled), for which the second token of the
-first request would have to wait. The request's log-probabilities or hidden states also show whether
-the model is served right (see models.dense_check).
+MLX compiles a graph's fused kernels when the device first gets it, and a forward is compiled to a
+graph at the second step of its shapes (see models.compiled): the first request's second token would
+wait for both. The log-probabilities or hidden states of the made-up request also show whether the
+model is served correctly (see models.dense_check).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NUM_DECODE_STEPS, NUM_DECODE_STEPS_WITH_DRAFTS = 2, 3
 
 @dataclass(frozen=True)
 class Room:
-    """The engine's capacity for the request."""
+    """The engine's capacity for the made-up request."""
 
     num_groups: int  # KV cache groups
     block_size: int  # tokens of a block
@@ -54,7 +54,7 @@ class Room:
         return min(self.max_model_len, most)
 
     def blocks(self, num_tokens: int) -> tuple[list[int], ...]:
-        """Returns blocks of each group for `num_tokens`."""
+        """Block ids of each KV cache group for `num_tokens`."""
         count = -(-num_tokens // self.block_size)
         starts = [1 + group * count for group in range(self.num_groups)]
         return tuple(list(range(start, start + count)) for start in starts)
@@ -73,9 +73,9 @@ def run_warm_up(
 
     Args:
         runner: without requests and with nothing in flight.
-        sampler: without user's processors, which must not see this request, and with the model's
-            own log-probabilities.
-        sampling: defaults of requests by name in SamplingParams.
+        sampler: returns the model's own log-probabilities, without the user's logits processors,
+            which must not see this request.
+        sampling: default sampling parameters by name.
         vocab_size: bounds the token ids.
         room: of the engine.
     """
@@ -96,7 +96,7 @@ def run_warm_up(
 def run_pooling_warm_up(
     runner: ModelRunner, config: PoolerConfig, vocab_size: int, room: Room
 ) -> PagedHidden:
-    """Computes a short prompt on a pooling engine, see `run_warm_up`."""
+    """Computes a short prompt on a pooling engine; see `run_warm_up`."""
     from vllm_metal.engine.pooling.all_rows import AllRows  # imports vLLM's poolers
 
     end = partial(PoolingHead, AllRows(), config)
@@ -125,7 +125,7 @@ def _request(
 
 @dataclass
 class _Request:
-    """The request during its steps; `token_ids` and `logprobs` grow."""
+    """The made-up request; `token_ids` and `logprobs` grow with its steps."""
 
     runner: ModelRunner
     token_ids: list[int]  # known so far

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's worker on one MLX device: lifecycle and memory; the steps are the runner's."""
+"""vLLM's worker on one MLX device: lifecycle and memory; the runner computes the steps."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ class MetalWorker(WorkerBase):
         self._seed()
 
     def _seed(self) -> None:
-        """Seeds MLX's generator, and in a process of its own Python's, numpy's and torch's too.
+        """Seeds MLX's generator; in an engine's own process also those of Python, numpy and torch.
 
-        In the user's process those three are the user's.
+        In the user's process, these three belong to the user.
         """
         if processes.in_users_process():
             mx.random.seed(self.model_config.seed)
@@ -224,16 +224,16 @@ class MetalWorker(WorkerBase):
             return self.runner.take_draft_token_ids()
 
     def sleep(self, level: int = 1) -> None:
-        """Gives memory back: level 1 the KV pool; level 2 the weights, too.
+        """Frees memory: level 1 the KV pool; level 2 the weights, too.
 
-        On unified memory there is nowhere to move weights out of the way, so level 1 leaves them.
+        Unified memory leaves nowhere to move weights to, so level 1 keeps them.
         """
         before = mx.get_active_memory()
         self.discard(("weights",) if level >= 2 else ())
         logger.info("Asleep: returned %.2f GiB", (before - mx.get_active_memory()) / 2**30)
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Gives back the KV pool, and where the tags name "weights" these."""
+        """Frees the KV pool, and also the weights if the tags contain "weights"."""
         if self.runner.awake:
             self._awake_bytes = mx.get_active_memory()
         self._wiring.release()
@@ -243,10 +243,10 @@ class MetalWorker(WorkerBase):
             self.served.release()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Allocates the KV pool again, and loads the weights again where they were given back.
+        """Allocates the KV pool again, and reloads the weights if they were freed.
 
         Raises:
-            RuntimeError: other programs have the memory by now; all may be tried again.
+            RuntimeError: other programs use the memory by now; the call may be repeated.
         """
         if tags is None or "kv_cache" in tags:
             self._memory.check_room(self._awake_bytes - mx.get_active_memory())
@@ -261,10 +261,10 @@ class MetalWorker(WorkerBase):
         self._wiring.everything(self.served.most_arrays)
 
     def reload_weights(self) -> None:
-        """Loads the weights again, after their files have changed.
+        """Loads the weights again after their files have changed, and empties the KV pool.
 
-        The KV pool is emptied as well. If the engine is awake, pause it first and reset its prefix
-        cache afterwards, as vLLM's own documentation asks.
+        If the engine is awake, pause it first and reset its prefix cache afterwards, as vLLM's own
+        documentation asks.
         """
         awake = self.runner.awake
         self._wiring.release()
@@ -276,7 +276,7 @@ class MetalWorker(WorkerBase):
 
     @property
     def num_requests(self) -> int:
-        """Requests that this worker knows of, with a row in its tables or without."""
+        """Number of this worker's requests, preempted ones included."""
         return len(self._requests) + self._requests.num_preempted
 
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
@@ -290,22 +290,21 @@ class MetalWorker(WorkerBase):
         return self.networks.adapters
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Loads an adapter, before requests name it."""
+        """Loads an adapter before requests name it."""
         with self._turn:
             return self._adapters.add(lora_request)
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Lets go of an adapter; requests that have it end with it."""
+        """Unloads an adapter; running requests keep it until they end."""
         with self._turn:
             return self._adapters.remove(lora_id)
 
     def pin_lora(self, lora_id: int) -> bool:
-        """Has an adapter stay, in a slot."""
+        """Keeps an adapter in a slot."""
         with self._turn:
             return self._adapters.pin(lora_id)
 
     def list_loras(self) -> set[int]:
-        """The numbers of the adapters that are loaded."""
         return self._adapters.ids()
 
     def get_model(self) -> Any:
@@ -315,7 +314,7 @@ class MetalWorker(WorkerBase):
         self.model_config.max_model_len = max_model_len
 
     def check_health(self) -> None:
-        """Raises where the device no longer computes."""
+        """Raises if the device no longer computes."""
         with self._turn:
             if hasattr(self, "runner"):
                 self.runner.wait()  # an error of a step is the step's, not the caller's
@@ -343,7 +342,7 @@ class MetalWorker(WorkerBase):
         return  # only data-parallel ranks must keep step with each other
 
     def shutdown(self) -> None:
-        """Lets go of the model and the pool, once nothing on the device uses them."""
+        """Frees the model and the pool once nothing on the device uses them."""
         if hasattr(self, "runner"):  # start-up may have failed before
             self.runner.close()
             del self.runner
