@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns on drafts of a model's own MTP layer where nobody asked for any, and they cost nothing.
+"""Turns on drafts by a model's own MTP layer by default, unless a setting conflicts with them.
 
-What only shows once the model is loaded, its engine decides: `vllm_metal.engine.worker`.
+`vllm_metal.engine.worker` decides what is only known once the model is loaded.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _PLUGINS = "vllm.logits_processors"
 
 
 def default_drafts(args: EngineArgs, model: ModelConfig) -> dict[str, Any] | None:
-    """--speculative-config of an engine whose user says nothing of it; None: no drafts.
+    """The default of --speculative-config; None: no drafts.
 
     Args:
         args: of the engine.
-        model: as these describe it.
+        model: its model's configuration.
 
     Raises:
         ValueError: --additional-config is invalid.
@@ -70,7 +70,7 @@ def default_drafts(args: EngineArgs, model: ModelConfig) -> dict[str, Any] | Non
 
 
 def _obstacles(args: EngineArgs, model: ModelConfig, num_drafts: int) -> Iterator[bool]:
-    """What drafts are rejected with, or would change."""
+    """Yields whether each condition holds under which drafts fail or affect other settings."""
     yield model.runner_type != "generate"
     yield max(args.tensor_parallel_size, args.pipeline_parallel_size) > 1
     yield bool(args.logits_processors) or bool(entry_points(group=_PLUGINS))

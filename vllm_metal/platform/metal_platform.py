@@ -312,7 +312,7 @@ class MetalPlatform(Platform):
 
     @staticmethod
     def _choose_block_size(cache: CacheConfig) -> None:
-        """Sets the default, which a worker enlarges for models with recurrent layers."""
+        """Sets the default block size, which a worker enlarges for models with recurrent layers."""
         if not cache.user_specified_block_size:
             cache.block_size = BLOCK_SIZES[0]
         elif cache.block_size not in BLOCK_SIZES:

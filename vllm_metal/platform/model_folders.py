@@ -2,7 +2,7 @@
 """Checks whether a model's folder can be served, for servers and for `vllm-metal fit`.
 
 It reads only config.json and the headers of weight files. Keys of config.json that the model would
-ignore are found where mlx-lm's module is loaded: in the engine's process, and in `fit`.
+ignore are found later, where mlx-lm's module is loaded: in the engine's process, and in `fit`.
 """
 
 from __future__ import annotations

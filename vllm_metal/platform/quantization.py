@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registers one quantization method with vLLM for all published quantized weights, in any dtype.
 
-vLLM's own classes reject dtypes without a kernel. vLLM asks methods with other names than its own
-first, so its classes are never created.
+vLLM's own classes reject dtypes that they have no kernels for. vLLM asks methods that it does not
+know first, so its classes are never created.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RefusedOption:
-    """An option that cannot be honored, whatever its value."""
+    """An option that is not supported with any value."""
 
     option: str  # as on the command line
     place: str  # attribute path of its value in vLLM's configuration

@@ -52,7 +52,7 @@ def _fixed_splits(value: Any) -> int | None:
 
 
 def _draft_bits(value: Any) -> int | None:
-    """Bits of a drafter's weights, or None for those of its files."""
+    """Reads the bits of a drafter's weights; None: as in its files."""
     if value in (None, 4, 8) and not isinstance(value, bool):
         return value
     raise ValueError(f"must be 4, 8, or null for the checkpoint's own, not {value!r}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists the methods of --speculative-config that write K/V, and knows which nobody asked for."""
+"""Methods of --speculative-config that write K/V, and drafts that are on by default."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _BY_DEFAULT = "vllm_metal_by_default"
 
 
 def mark_default(speculation: SpeculativeConfig) -> None:
-    """Marks drafts that nobody asked for: an engine does without them where they do not fit."""
+    """Marks drafts as a default that the user did not ask for, to drop if they do not fit."""
     setattr(speculation, _BY_DEFAULT, True)
 
 
 def drop_default(config: VllmConfig) -> bool:
-    """Takes drafts out of the configuration of an engine, and returns whether it did.
+    """Removes default drafts from an engine's configuration; returns whether there were any.
 
-    It leaves those that somebody asked for. The scheduler must be made later.
+    Drafts that the user asked for stay. Call it before the scheduler is made.
     """
     is_default = getattr(config.speculative_config, _BY_DEFAULT, False)
     if is_default:
@@ -34,11 +34,11 @@ def drop_default(config: VllmConfig) -> bool:
 
 
 def are_default(config: VllmConfig) -> bool:
-    """Whether an engine drafts although nobody asked for it."""
+    """Whether an engine drafts by default, without the user's asking."""
     return getattr(config.speculative_config, _BY_DEFAULT, False)
 
 
 def keeps_kv(config: VllmConfig) -> bool:
-    """Whether the configured method, if any, keeps its own K/V."""
+    """Whether the configured method, if any, keeps K/V of its own."""
     speculation = config.speculative_config
     return speculation is not None and speculation.method in KEEPING_KV

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells what --runner selects: an engine that generates text, or one that pools."""
+"""Tells whether --runner selects an engine that generates text or one that pools."""
 
 from __future__ import annotations
 

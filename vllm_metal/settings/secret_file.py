@@ -50,7 +50,7 @@ def read_or_make(path: Path, setting: str) -> bytes:
 
 
 def write_private(path: Path, text: str, replace: bool = True) -> None:
-    """Writes a file for its owner alone, atomically: readers find all of it, or none.
+    """Writes a file for its owner alone, atomically.
 
     If `replace` is false, an existing file stays. Raises OSError if the file cannot be written.
     """

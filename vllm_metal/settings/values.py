@@ -73,7 +73,7 @@ def path(value: Any) -> Path:
 
 
 def positive(value: Any, of: str) -> float:
-    """Reads a finite number above 0; `of` is the unit and the alternatives, for the message."""
+    """Reads a finite number above 0; messages call it `of`, its unit and alternatives."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"must be a number of {of}, not {value!r}")
     return float(value)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Axes:
-    """How a model assigns three positions to image tokens."""
+    """How a model rotates by three positions per token (time, height, width)."""
 
     rotation: Rotation
     merge_size: int  # patches per token, along each side
@@ -69,7 +69,7 @@ class _Span:
 class ImageColumn(PerRequestState):
     """Keeps the requests' images and replaces their tokens' embeddings by the tower's output.
 
-    Steps with text only run unchanged, except for shifted positions after an image.
+    Steps with only text are unchanged, except for shifted positions after an image.
     """
 
     def __init__(
@@ -128,24 +128,24 @@ class ImageColumn(PerRequestState):
 
     @property
     def any_requests(self) -> bool:
-        """Whether any request at hand has images."""
+        """Whether any current request has images."""
         return bool(self._prompts)
 
     def shifts_of(self, rows: Rows) -> np.ndarray | None:
-        """Differences between the positions of tokens and their indices, see ShiftTable."""
+        """Differences between the tokens' positions and their indices, see ShiftTable."""
         return self._shifts.of_rows(rows)
 
     def embedding_at(self, req_idx: int, index: int, encode: bool) -> mx.array | None:
         """Looks up the tower's output for a token of a request.
 
         Args:
-            req_idx: of a request, perhaps one without images.
+            req_idx: of a request, with or without images.
             index: of the token in the request.
-            encode: computes the image if the encoder does not have it: the scheduler has a place
-                for it in the coming step.
+            encode: computes the image if the encoder does not have it, since the scheduler has
+                reserved room for it in the coming step.
 
         Returns:
-            [1, H]; None for text, and where there is no output. An image that fails does so again
+            [1, H]; None for text, or if there is no output. An image that fails here fails again
             in the step that reads it.
         """
         prompt = self._prompts.get(req_idx)
@@ -169,7 +169,7 @@ class ImageColumn(PerRequestState):
         return found
 
     def _spans(self, rows: Rows) -> list[_Span]:
-        """Finds the requests with tokens that are not behind all of their images."""
+        """Finds the requests that have scheduled tokens before the end of their last image."""
         starts, found = rows.query_start_loc_np, []
         for index, req_idx in enumerate(rows.req_indices_np.tolist()):
             if (prompt := self._prompts.get(req_idx)) is not None:

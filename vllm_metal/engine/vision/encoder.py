@@ -47,11 +47,11 @@ class Encoder:
         return found
 
     def known(self, image: Image) -> mx.array | None:
-        """`output`, unless it would have to be computed."""
+        """The image's output, or None if it would have to be computed."""
         return self._outputs.get(image.key)
 
     def free(self, keys: Iterable[str]) -> None:
-        """Drops outputs that the scheduler no longer counts."""
+        """Drops outputs that the scheduler has freed."""
         for key in keys:
             self._outputs.pop(key, None)
 
@@ -60,7 +60,7 @@ class Encoder:
         self._outputs.clear()
 
     def row_bytes(self, rows: mx.array) -> int:
-        """Bytes kept per row of [n, 1 + levels, H]."""
+        """Bytes kept per token of an output [n, 1 + levels, H]."""
         return rows[0].size * self._dtype.size
 
     @property

@@ -16,7 +16,7 @@ from vllm_metal.engine.vision.tower import Config, Tower
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """A family's tower and its treatment of image tokens."""
+    """A family's tower, and how its text model handles image tokens."""
 
     tower: Callable[[Config], Tower]  # takes the whole model's configuration
     mrope: bool = False  # image tokens have three positions

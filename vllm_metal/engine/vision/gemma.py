@@ -37,7 +37,7 @@ class GemmaTower(Tower):
         self.multi_modal_projector = module.gemma3.Gemma3MultiModalProjector(projector_config)
 
     def encode(self, modality: str, data: Mapping[str, mx.array]) -> mx.array:
-        """See Tower; an image's crops follow each other."""
+        """Encodes an image and its crops, in this order; see Tower."""
         pixels = data["pixel_values"]  # [n, C, height, width]
         weight = self.vision_tower.vision_model.embeddings.patch_embedding.weight
         states, *_ = self.vision_tower(pixels.transpose(0, 2, 3, 1).astype(weight.dtype))

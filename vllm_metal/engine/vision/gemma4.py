@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 4's tower: patches of any grid, averaged by squares, and a projection."""
+"""Gemma 4's tower: patches of any grid, averaged over squares, and a projection."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Gemma4Tower(Tower):
         )
 
     def encode(self, modality: str, data: Mapping[str, mx.array]) -> mx.array:
-        """See Tower; drops the patches that pad an image to the largest size."""
+        """Encodes an image, and drops the patches that pad it to the largest size; see Tower."""
         tower = self.vision_tower
         positions = data["pixel_position_ids"]  # [L, 2], x and y; -1 for padding
         unpadded = mx.array(np.flatnonzero(np.array(positions)[:, 0] >= 0))

@@ -24,7 +24,7 @@ class Image:
 
     @property
     def key(self) -> str:
-        """Content hash by which the scheduler counts and frees outputs."""
+        """Content hash by which the scheduler counts and frees encoder outputs."""
         return self.feature.identifier
 
     @property
@@ -34,14 +34,14 @@ class Image:
 
     @cached_property
     def places_np(self) -> np.ndarray:
-        """Indices in the prompt of the tokens that the tower embeds, [n] int32, in its order."""
+        """[n] int32, indices in the prompt of the tokens that the tower embeds, in its order."""
         position = self.feature.mm_position
         places = np.arange(position.offset, position.offset + position.length, dtype=np.int32)
         return places if position.is_embed is None else places[position.is_embed.numpy()]
 
     @property
     def end(self) -> int:
-        """Index of the first token after it."""
+        """Index in the prompt of the first token after the image."""
         return self.feature.mm_position.offset + self.feature.mm_position.length
 
     @cached_property

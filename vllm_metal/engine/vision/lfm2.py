@@ -42,7 +42,7 @@ class Lfm2Tower(Tower):
         self.multi_modal_projector = module.lfm2_vl.Lfm2VlMultiModalProjector(projector_config)
 
     def encode(self, modality: str, data: Mapping[str, mx.array]) -> mx.array:
-        """See Tower; chains the views, so that peak memory is that of the largest view."""
+        """Encodes an image's views one after the other, which limits peak memory; see Tower."""
         views: list[mx.array] = []
         shapes = np.array(data["spatial_shapes"]).reshape(-1, 2).tolist()
         for padded, (height, width) in zip(data["pixel_values"], shapes, strict=True):

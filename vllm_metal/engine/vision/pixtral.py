@@ -17,7 +17,7 @@ from vllm_metal.identity.model_files import ModelLoadError
 
 
 class PixtralTower(Tower):
-    """mlx-vlm's Pixtral vision model and LLaVA's projector, which makes one row per patch."""
+    """mlx-vlm's Pixtral vision model and LLaVA's projector, which makes one token per patch."""
 
     parts: ClassVar[Mapping[str, str]] = with_projector("vision_tower.vision_model")
     family: ClassVar[str] = "pixtral"  # mlx-vlm's name
@@ -51,7 +51,7 @@ class PixtralTower(Tower):
 
     @property
     def merged(self) -> int:
-        """Patches along each side of one row."""
+        """Patches along each side of the square that becomes one token."""
         return 1
 
     def project(self, states: mx.array, height: int, width: int) -> mx.array:

@@ -31,7 +31,7 @@ class Shifts:
     behind: int  # for all later indices, including generated tokens
 
     def at(self, places_np: np.ndarray) -> np.ndarray:
-        """Looks up the shifts of [n] indices, [3, n] int32."""
+        """Looks up the shifts of tokens by their [n] indices; [3, n] int32."""
         width = self.of_places_np.shape[1]
         known = self.of_places_np[:, np.minimum(places_np, width - 1)]
         return np.where(places_np < width, known, np.int32(self.behind))
@@ -60,17 +60,17 @@ class ShiftTable:
             self._behind_np = np.pad(self._behind_np, (0, missing))
 
     def leave(self, req_idx: int) -> None:
-        """Clears an index, perhaps an unknown one."""
+        """Clears a req_idx, even one it does not know."""
         if self._of.pop(req_idx, None) is not None:
             self._ends_np[req_idx] = self._behind_np[req_idx] = 0
 
     def of_rows(self, rows: Rows) -> np.ndarray | None:
         """The shifts of a batch's tokens.
 
-        Positions that are upper bounds are of tokens behind all images, where shifts are constant.
+        Where positions are only upper bounds, all images are before them and shifts are constant.
 
         Returns:
-            [1, T] int32 if the three of each token are equal, else [3, T]; None: all are 0.
+            [1, T] int32 if each token's three shifts are equal, else [3, T]; None if all are 0.
         """
         if not self._of:
             return None

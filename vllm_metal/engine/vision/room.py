@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the memory of images: cached outputs, and the tower at work."""
+"""Measures the memory that images take: cached outputs and the tower's peak."""
 
 from __future__ import annotations
 

@@ -24,13 +24,13 @@ ROTATION = "rotation"
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotary frequencies, and the position axis of each."""
+    """Rotary frequencies, and the axis (time, height or width) that each rotates by."""
 
     frequencies: mx.array  # [D / 2] float32, of each pair
     axes: mx.array  # [D / 2] int32, index of the position that rotates the pair
 
     def of_rows(self, positions: mx.array) -> mx.array:
-        """[T, 2, D / 2] float32 cosines and sines of [A, T] int32 positions."""
+        """[T, 2, D / 2] float32 cosines and sines for [A, T] int32 positions on A axes."""
         angles = positions.astype(mx.float32).T[:, self.axes] * self.frequencies
         return mx.stack([mx.cos(angles), mx.sin(angles)], axis=1)
 
@@ -38,12 +38,12 @@ class Rotation:
 def positioned(
     inputs: ForwardInputs, shifts_np: np.ndarray | None, rotation: Rotation | None
 ) -> ForwardInputs:
-    """Moves the tokens of a forward to their positions.
+    """Adds the shifts of image tokens to a forward's positions.
 
     Args:
-        inputs: whose positions are indices in the request.
+        inputs: with each token's index in its request as position.
         shifts_np: see ShiftTable.of_rows.
-        rotation: of the network; None: it has one position per token, which is the time's.
+        rotation: of the network; None: it rotates by one position per token, the time.
     """
     if shifts_np is None:
         return inputs
@@ -54,7 +54,7 @@ def positioned(
 
 
 class RopeOfRows(nn.Module):
-    """A layer's RoPE that uses the step's ROTATION if present."""
+    """A layer's RoPE that rotates by the step's ROTATION if it has one."""
 
     def __init__(self, rope: nn.RoPE) -> None:
         super().__init__()
@@ -84,13 +84,13 @@ def put_in(model: nn.Module, sections: Sequence[int], interleaved: bool = True) 
 
     Args:
         model: mlx-lm's layers, with one RoPE setting for all of them.
-        sections: pairs per axis (time, height, width).
-        interleaved: pairs 3i + 1 belong to the height and 3i + 2 to the width, up to each one's
-            section; all others to the time (`apply_interleaved_mrope` of transformers' qwen3_vl).
-            Otherwise the sections follow each other, as in Qwen2-VL.
+        sections: number of frequencies per axis (time, height, width).
+        interleaved: frequencies 3i + 1 are the height's and 3i + 2 the width's, up to each one's
+            section; all others are the time's (`apply_interleaved_mrope` of transformers'
+            qwen3_vl). Otherwise the sections follow each other, as in Qwen2-VL.
 
     Raises:
-        ModelLoadError: a layer has another kind of RoPE, or the sections are of another size.
+        ModelLoadError: a layer has another kind of RoPE, or the sections have another total.
     """
     ropes = [(layer, layer.rope) for _, layer in model.named_modules() if "rope" in layer]
     kinds = {_kind(rope) for _, rope in ropes}

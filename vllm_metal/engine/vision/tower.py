@@ -22,7 +22,7 @@ Config = Mapping[str, Any]
 
 
 def with_projector(tower: str) -> Mapping[str, str]:
-    """`Tower.parts` with a projector, as transformers and mlx-vlm name them.
+    """Makes `Tower.parts`, checkpoint prefix to attribute, of a tower with a projector.
 
     `tower` is the attribute that holds the tower's own weights.
     """
@@ -55,15 +55,15 @@ class Tower(nn.Module, ABC):
     def encode(self, modality: str, data: Mapping[str, mx.array]) -> mx.array:
         """Computes an image or a video, lazily: [n, 1 + levels, H].
 
-        `data` holds the outputs of vLLM's processor by name. Raises what mlx-vlm's modules raise.
+        `data` maps names to outputs of vLLM's processor. Raises what mlx-vlm's modules raise.
         """
 
     @abstractmethod
     def sample(self, rows: int) -> Mapping[str, mx.array]:
-        """`encode`'s input for an image of about `rows` rows, used to measure memory."""
+        """Inputs of `encode` for an image of about `rows` tokens, used to measure memory."""
 
     def check_fixed(self, config: Config, **fixed: Any) -> None:
-        """Raises ModelLoadError if a key has a value other than the one that mlx-vlm computes."""
+        """Raises ModelLoadError if a key has a value that mlx-vlm's modules do not compute."""
         for key, value in fixed.items():
             if config.get(key, value) != value:
                 raise ModelLoadError(

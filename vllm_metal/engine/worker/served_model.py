@@ -206,7 +206,7 @@ class ServedModel:
 
     @property
     def most_arrays(self) -> int:
-        """Upper bound of arrays in weights and pool: a draft network and adapters have fewer."""
+        """Upper bound of arrays in weights and pool, draft network and adapters included."""
         networks = self.networks
         weights = len(tree_flatten(networks.target.model.parameters()))
         return 2 * weights + MOST_POOL_ARRAYS * len(networks.all_layers)
