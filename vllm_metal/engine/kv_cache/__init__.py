@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What layers keep between steps: the protocol, the storage of K and V, vLLM's placement of it."""
+"""Layers' state between steps: its interface, the storage of K and V, and its place in the pool."""

@@ -60,7 +60,7 @@ class ByMLX:
 
 @dataclass(frozen=True)
 class GatheredPlan:
-    """The tokens of a step that MLX's attention serves, and how."""
+    """Plan for the tokens of a step that MLX's attention serves."""
 
     decodes: BucketPlan | None
     prompts: PromptPlan | None

@@ -45,7 +45,7 @@ class Change:
 
 
 def check(measured: Measured, settings: Settings, request: Request) -> Budget:
-    """Returns the budget if the pool holds a request.
+    """Returns the budget if the pool holds one request of max_model_len.
 
     Raises:
         BudgetError: it does not, or the requested pool exceeds what the device allows.
@@ -102,7 +102,7 @@ def _higher_share(now: Change) -> Iterator[Change]:
 
 
 def _other_pool(now: Change) -> Iterator[Change]:
-    """Suggests the needed size for the setting that determines it, or the largest that fits."""
+    """Suggests another pool size: the needed one, or the largest that fits."""
     needed = least(now.settings, now.request)
     asked = now.settings.asked
     if asked is None:
@@ -174,7 +174,7 @@ def _fewer_drafts(now: Change) -> Iterator[Change]:
 
 
 def _with_max_num_seqs(now: Change, requests: int) -> Measured:
-    """Scales what depends on the number of requests."""
+    """Scales the measurements that depend on the number of requests to `requests`."""
     logits, counts = (
         -(-nbytes * requests // now.settings.max_num_seqs)
         for nbytes in (now.measured.logits, now.measured.counts)
@@ -211,7 +211,7 @@ def _no_images(now: Change) -> Iterator[Change]:
 
 
 def _close_programs_and_shorten(now: Change) -> Iterator[Change]:
-    """Suggests both together if neither is enough."""
+    """Suggests to close programs and to shorten the context, if neither alone is enough."""
     in_use = _excess_in_use(now.measured, now.settings)
     measured = replace(now.measured, in_use=now.measured.in_use - in_use)
     tokens = longest(measured, now.settings, now.request)

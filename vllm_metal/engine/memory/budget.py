@@ -34,7 +34,7 @@ DRAFTS_SHARE = 1 / 8
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes measured on a device with the networks loaded; at rest, those of steps are 0."""
+    """Bytes measured on a device with the networks loaded; those of steps are 0 until measured."""
 
     source: str  # describes `total`
     total: int  # what the device may use at all

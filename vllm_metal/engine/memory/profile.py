@@ -56,7 +56,7 @@ def requests_profile(
     backend: KVBackend,
     drafts: int,
 ) -> Callable[[], None]:
-    """Returns a function that runs two steps of the requests of `drafted`; their pool exists then.
+    """Allocates a pool; returns a function that runs two steps of the requests of `drafted` in it.
 
     The second step starts with what the first one leaves behind, and leaves as much itself.
     """

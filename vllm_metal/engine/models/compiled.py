@@ -67,9 +67,9 @@ class CompiledForward:
                 each with its own plans.
             module: the network, with its weights.
             states: the storage that the forward reads and writes.
-            graphs: allows graphs, and counts the forwards that they build.
+            graphs: says whether forwards may be compiled, and counts the compiled ones.
             variables: from inputs to lists and dictionaries of arrays that the forward reads and
-                that may change between steps. Inputs that differ only in arrays must give the same.
+                that may change between steps; the same ones for inputs that differ only in arrays.
         """
         self._build = build
         self._states = [state for state in states if isinstance(state, Traceable)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes MTP layers by family: the first one's place in a checkpoint, and its computation.
+"""Describes MTP layers by family: array names of the first one in a checkpoint, and its parts.
 
 Does not need MLX; only the functions that build a decoder layer import it.
 """
@@ -26,7 +26,7 @@ _OF_TEXT = "language_model."
 
 @dataclass(frozen=True)
 class MTPFamily:
-    """Facts about the MTP layers of one family."""
+    """The MTP layers of one model family: their array names and computation."""
 
     title: str  # the models' name, for users
     model_types: tuple[str, ...]  # of target models, in their config.json

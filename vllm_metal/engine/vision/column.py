@@ -228,7 +228,7 @@ class ImageColumn(PerRequestState):
                 yield rows.astype(np.int32), self.encoder.output(image)[int(begin) : int(end)]
 
     def _runs(self, span: _Span) -> Iterator[Run]:
-        """Yields the runs of tokens that attend to each other; each must end in this step."""
+        """Yields runs of tokens with bidirectional attention; each must end in this step."""
         first, last = int(span.places_np[0]), int(span.places_np[-1])
         for image in span.prompt.images if self._whole else ():
             for begin, end in image.runs_np.tolist():

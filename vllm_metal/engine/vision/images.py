@@ -63,7 +63,7 @@ class Image:
         return {name: _on_device(each) for name, each in data if isinstance(each, torch.Tensor)}
 
     def numbers(self, name: str) -> list[int]:
-        """Returns one of the inputs as integers. Raises ValueError if vLLM did not send it."""
+        """Returns one of the tower's inputs as integers. Raises ValueError if it is missing."""
         item = self.feature.data
         if item is None or name not in item:
             raise ValueError(f"the scheduler sent no {name} of a {self.modality}")

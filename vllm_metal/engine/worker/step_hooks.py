@@ -133,16 +133,11 @@ class Transfers(Protocol):
         ...
 
     def weights_loaded(self) -> None:
-        """Records which weight files were just read, since the files may change later."""
+        """Notes the digests of the weights that were just read, as the files may change later."""
         ...
 
     def open(self, kv_cache_config: KVCacheConfig, pool: str) -> None:
-        """Opens the configured stores.
-
-        Args:
-            kv_cache_config: of the pool.
-            pool: how the pool is written, "scatter" or "kernels".
-        """
+        """Opens the configured stores; `pool` is what computes on it, "scatter" or "kernels"."""
         ...
 
     def handshake(self) -> dict[tuple[int, int], Any] | None:

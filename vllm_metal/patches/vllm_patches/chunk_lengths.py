@@ -60,10 +60,10 @@ class ChunkLengths:
         self._since_decode_only = self._since_probe = PROBE_INTERVAL
 
     def limit(self, decode_rows: int, context: int) -> int | None:
-        """Returns the most prefill tokens for the next step, which also decodes.
+        """Returns the most prefill tokens for the next step, which also decodes; None: no limit.
 
-        `decode_rows` counts the decoding rows, `context` the tokens before the next chunk. 0 makes
-        a step decode-only, to be measured. None, before any measurement, means no bound.
+        `decode_rows` is the number of decode tokens, `context` the tokens before the next chunk.
+        Returns 0 if a decode-only step is due, to measure its time, and None before measurements.
         """
         self._since_decode_only += 1
         self._since_probe += 1
@@ -115,7 +115,7 @@ class ChunkLengths:
 
 
 class _ByMagnitude:
-    """Positive values that follow measurements, one per power of two of the size."""
+    """Values that follow measurements, one for each power of two of the measured size."""
 
     def __init__(self, rise: float, fall: float) -> None:
         """Takes the weights of measurements above and below the value."""
@@ -138,7 +138,7 @@ class _ByMagnitude:
         return self._values[min(self._values, key=lambda known: (abs(known - magnitude), known))]
 
     def follow(self, size: int, measured: float, begin: float) -> None:
-        """Moves this magnitude's value towards a measurement, the first time from `begin`."""
+        """Moves this magnitude's value towards a measurement; a first value starts at `begin`."""
         magnitude = size.bit_length()
         self._num_measured[magnitude] += 1
         value = self._values.setdefault(magnitude, begin)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets defaults and choices of vLLM's engine arguments; their values are platform's."""
+"""Sets defaults and choices of vLLM's engine arguments, with values that the platform gives."""
 
 # Remove when platforms may set defaults of engine arguments and read a folder first, and vLLM's
 # default of kv_load_failure_policy is recompute. Read against vLLM 0.33.
@@ -27,14 +27,9 @@ _CHECKS: list[Callable[[Path], object]] = []
 
 
 def set_batch_defaults(max_num_batched_tokens: int, max_num_seqs: int) -> None:
-    """Sets the defaults of --max-num-batched-tokens and --max-num-seqs.
+    """Sets the defaults of --max-num-batched-tokens and --max-num-seqs, for all entry points.
 
-    vLLM chooses them by the memory and the name of the device, for GPUs in data centers; a platform
-    cannot state its own.
-
-    Args:
-        max_num_batched_tokens: of a step, for every way to start an engine.
-        max_num_seqs: requests that run at once, likewise.
+    vLLM derives its own from a data-center GPU's memory and name, and has no hook for platforms.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -48,10 +43,10 @@ def set_batch_defaults(max_num_batched_tokens: int, max_num_seqs: int) -> None:
 
 
 def fit_the_context() -> None:
-    """Has an unset --max-model-len mean the longest context that fits, as -1 does.
+    """Makes an unset --max-model-len select the longest context that fits, like -1.
 
-    vLLM takes the longest that the model is made for, and does not start where the memory does not
-    hold one such request. That is for GPUs that are chosen for a model; a Mac is there already.
+    vLLM takes the model's longest context, and does not start if memory cannot hold one such
+    request. That suits GPUs chosen for a model, but not a Mac that is already there.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -59,10 +54,10 @@ def fit_the_context() -> None:
 
 
 def check_folders(check: Callable[[Path], object]) -> None:
-    """Has a model's folder checked before transformers makes anything of its config.json.
+    """Checks a model's folder before transformers reads its config.json.
 
     Args:
-        check: called with a folder that has a config.json; raises where it cannot be served.
+        check: called with a folder that has a config.json; raises if it cannot be served.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -71,10 +66,10 @@ def check_folders(check: Callable[[Path], object]) -> None:
 
 
 def check_first(check: Callable[[EngineArgs], None]) -> None:
-    """Has arguments of an engine checked before vLLM makes anything of them.
+    """Checks an engine's arguments before vLLM processes them.
 
     Args:
-        check: raises where one cannot be honored.
+        check: raises if an argument is not supported.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -101,10 +96,10 @@ def _fitted(create: Callable[[EngineArgs], ModelConfig], self: EngineArgs) -> Mo
 
 
 def fit_batches_to_drafts() -> None:
-    """Chooses batch sizes that vLLM takes where there are both adapters and drafts.
+    """Makes the default batch sizes valid with both adapters and drafts.
 
-    vLLM wants a step to have room for the drafts of --max-num-seqs requests, and its error names no
-    numbers. Its defaults do not have it, nor have the platform's.
+    vLLM requires that a step has room for the drafts of --max-num-seqs requests, which neither its
+    defaults nor the platform's have. Its error message does not say how much is needed.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -151,9 +146,9 @@ def complete_drafts(
     """Completes --speculative-config before vLLM reads it.
 
     Args:
-        completed: the keys to add to the option's value, which --spec-method and the like are part
-            of, by the model's configuration.
-        default: the value where nobody gave the option.
+        completed: maps the option's value (including --spec-method and the like) and the model's
+            configuration to the keys to add.
+        default: returns the value if the user did not set the option.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -189,14 +184,14 @@ _NAMES: dict[str, str] = {}
 def serve_files(
     folder_of: Callable[[str, bool], str], draft_folder_of: Callable[[str, bool], str]
 ) -> None:
-    """Has vLLM read a folder where `model`, or the draft's `model`, names a single file (GGUF).
+    """Makes vLLM read a folder if `model`, or the draft's `model`, names a single file (GGUF).
 
-    Models are still served under the names that users gave.
+    Models keep their names from the command line.
 
     Args:
-        folder_of: from the user's `model`, and whether its own tokenizer is used, to the folder
-            that vLLM reads; the name itself if it is no such file.
-        draft_folder_of: the same for the draft's `model`, which may also name a Python class.
+        folder_of: maps the user's `model`, and whether its own tokenizer is used, to the folder
+            for vLLM to read; returns other names unchanged.
+        draft_folder_of: does the same for the draft's `model`, which may also name a Python class.
     """
     from vllm.engine import arg_utils
     from vllm.engine.arg_utils import EngineArgs
@@ -233,10 +228,10 @@ def serve_files(
 
 
 def keep_names_of_files(file_of: Callable[[str], Path | None]) -> None:
-    """Keeps vLLM from looking up models in the hub's cache that are files there, or anywhere.
+    """Keeps vLLM from looking up model names in the hub's cache if they refer to a single file.
 
     Args:
-        file_of: the file that a model's name means; None: it means no file.
+        file_of: returns the file that a model's name refers to; None for other names.
     """
     from vllm.engine import arg_utils
 
@@ -253,10 +248,10 @@ def _with_name(create: Callable[[EngineArgs], ModelConfig], self: EngineArgs) ->
 
 
 def accept_int8_kv_cache() -> None:
-    """Lets users write `--kv-cache-dtype int8`, as they write `fp8`; "auto" is the model's dtype.
+    """Accepts `--kv-cache-dtype int8`, and makes "auto" the model's dtype.
 
-    vLLM knows the format of our int8 cache under the name `int8_per_token_head` only. Its "auto" is
-    fp8 where a checkpoint has scales of K and V, which this platform does not read.
+    vLLM only knows our int8 format as `int8_per_token_head`. Its "auto" is fp8 if a checkpoint has
+    scales for K and V, which this platform does not read.
     """
     from vllm.engine import arg_utils
 
@@ -264,9 +259,9 @@ def accept_int8_kv_cache() -> None:
 
 
 def cache_prefixes_of_states() -> None:
-    """Has prefix caching on by default for models of states alone (Mamba), as for all others.
+    """Enables prefix caching by default for purely recurrent models (Mamba), too.
 
-    vLLM counts it as experimental there.
+    vLLM considers it experimental for these.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -293,11 +288,11 @@ def _resolve_int8(
 
 
 def recompute_by_default() -> None:
-    """Makes `kv_load_failure_policy` "recompute" where a user says nothing.
+    """Changes the default of `kv_load_failure_policy` to "recompute".
 
     vLLM's default, "fail", ends a request whose blocks cannot be loaded. A configuration does not
-    tell a default from what its user wrote, so the default itself is changed: "fail" is honored
-    wherever it is written. Configurations that exist already keep theirs.
+    show whether a value is the default or the user's, so the default itself is changed: an explicit
+    "fail" is honored. Existing configurations keep their value.
     """
     from vllm.config.kv_transfer import KVTransferConfig
 

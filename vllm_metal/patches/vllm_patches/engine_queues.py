@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes an engine that waits for a rank on another machine notice that its executor has ended."""
+"""Makes an engine that waits for a remote rank notice when its executor has ended."""
 
 # Remove when readers on other machines hear of a shutdown, too. Read against vLLM 0.33.
 
@@ -16,7 +16,7 @@ LOOK_S = 0.5
 
 
 def hear_of_a_shutdown() -> None:
-    """Makes readers of a remote queue raise once the queue is shut down."""
+    """Makes readers of a remote message queue raise once the queue is shut down."""
     # Readers in shared memory do so already. An executor shuts its queues down if a rank ends, but
     # an engine that waits for a rank on a silent machine would never see that.
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue

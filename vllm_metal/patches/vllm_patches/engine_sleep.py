@@ -50,7 +50,7 @@ class Engine:
     """A vLLM engine, as its sleep manager sees it."""
 
     def __init__(self, engine: Any) -> None:
-        """Takes vLLM's `AsyncLLM` by weak reference, so that it can end."""
+        """Holds vLLM's `AsyncLLM` by a weak reference, so that it can be freed."""
         self._engine = weakref.proxy(engine)
 
     async def is_stopped(self) -> bool:

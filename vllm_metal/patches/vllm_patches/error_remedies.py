@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Corrects vLLM's request errors that name no remedy, or one that does not apply here."""
+"""Corrects vLLM's request errors that give no remedy, or one that does not apply here."""
 
 # Remove when vLLM's errors name these remedies. Read against vLLM 0.33.
 
@@ -15,7 +15,7 @@ _WANTS_A_PARSER = "--tool-call-parser to be set"
 
 
 def name_remedies() -> None:
-    """Makes the errors name the remedy; call it where a server's command line is made."""
+    """Adds the remedies to vLLM's errors; call it where a server's command line is made."""
     # vLLM stores no responses unless a variable is set, yet gives each an id and then answers that
     # the id does not exist. For an image it says that the model is not multimodal. For tools it
     # says that options are missing: here they are set if the model's chat template has tools.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds what a connection may send before the server looks at it.
+"""Limits what a connection may send before the server processes it.
 
-uvicorn parses HTTP with httptools if that is installed, as it is with vLLM. Its class for that
-applies neither vLLM's limits on headers (--h11-max-incomplete-event-size, --h11-max-header-count)
-nor a time limit on headers or on a client that reads its answer. httptools joins the pieces of a
-header in quadratic time: 64 MB, without an API key, stopped a server for 9 seconds.
+With vLLM, uvicorn parses HTTP by httptools. Its class for that applies neither vLLM's limits on
+headers (--h11-max-incomplete-event-size, --h11-max-header-count) nor a time limit on headers, or on
+a client that reads its answer. httptools joins the pieces of a header in quadratic time: 64 MB,
+without an API key, stopped a server for 9 seconds.
 """
 
 # Remove when uvicorn's class for httptools respects vLLM's limits. Read against vLLM 0.33.

@@ -27,7 +27,7 @@ class _OwnedNames(dict[str, Any]):
 
 
 def set_owner(owner: str) -> None:
-    """Assigns all images of this task's request to an owner.
+    """Assigns all images of the current task's request to an owner.
 
     `owner` is a secret that requests of the same owner share. It takes precedence over the
     request's `cache_salt`, which some of vLLM's routes do not pass on.

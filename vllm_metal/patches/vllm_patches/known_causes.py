@@ -89,7 +89,7 @@ _LOGGER = "vllm.logger"  # reads --log-config-file
 
 
 def of_message(error: BaseException) -> str | None:
-    """Returns what an error with a known message means, or None."""
+    """Explains an error with a known message; None for others."""
     text = str(error)
     for pattern, line in _MESSAGES:
         if found := re.match(pattern, text):
@@ -145,7 +145,7 @@ def of_fields(error: ValidationError) -> str:
 
 
 def _option_of(title: str) -> str:
-    """Returns the option or argument for a configuration class of vLLM's, or ""."""
+    """The option or argument that sets one of vLLM's configuration classes; "" if there is none."""
     from vllm.engine.arg_utils import EngineArgs
 
     names = (name for name in EngineArgs.__dataclass_fields__ if name.endswith("_config"))
@@ -160,7 +160,7 @@ def _advice(part: Any) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Returns an error's own words, with options in place of fields if it is not ours."""
+    """An error's message in one line; in vLLM's messages, field names become options."""
     words = error.args[0] if isinstance(error, KeyError) and error.args else error  # no quotes
     text = " ".join(str(words).split())
     return text if raised_in(error).startswith("vllm_metal.") else as_written(text)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes each worker's share of a machine's memory in vLLM's configuration.
+"""Stores each worker's share of a machine's memory in vLLM's configuration.
 
-The process that starts the workers sees the memory before they use it, and they all get the
+The process that starts the workers sees the memory before they use it; all of them receive the
 configuration.
 """
 
@@ -18,10 +18,10 @@ _SHARE = "vllm_metal_share"  # of a ParallelConfig, which goes to each worker's 
 
 
 def give(parallel: ParallelConfig, share: Any) -> None:
-    """Notes the share (any picklable object) of each worker started with this configuration."""
+    """Stores the share (any picklable object) for each worker started with this configuration."""
     setattr(parallel, _SHARE, share)
 
 
 def given(parallel: ParallelConfig) -> Any:
-    """Returns what `give` noted, or None if a worker has the machine to itself."""
+    """The share stored by `give`; None if a worker has the machine to itself."""
     return getattr(parallel, _SHARE, None)

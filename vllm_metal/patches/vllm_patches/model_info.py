@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM and transformers are told of the models that we serve, mostly without their classes."""
+"""Describes the models that we serve to vLLM and transformers, mostly without their classes."""
 
 # Remove when a platform can declare which families it serves, and what they can do. Read against
 # vLLM 0.33.
@@ -83,9 +83,10 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length
 
 
 class _NoModel:
-    """What vLLM finds in the place of a model class of torch's: of one that scores, it looks at it.
+    """Stand-in for vLLM's torch model class, which vLLM inspects for scoring models.
 
-    It has the methods that vLLM knows a model by, and counts as one that pools: vLLM adapts others.
+    It has the methods by which vLLM recognizes a model, and counts as a pooling model, since vLLM
+    would wrap any other in an adapter.
     """
 
     is_pooling_model = True
@@ -110,7 +111,7 @@ class TextModel(_BaseRegisteredModel):
     decoder: str | None = None  # that pools, by the name under which it generates; None: itself
 
     def inspect_model_cls(self) -> _ModelInfo:
-        """What `vllm.config.ModelConfig` asks of the architecture."""
+        """The properties of the architecture that `vllm.config.ModelConfig` reads."""
         name = self.decoder or self.architecture
         hybrid, attention_free = name.startswith(_HYBRID), name.startswith(_ATTENTION_FREE)
         return _ModelInfo(
@@ -141,22 +142,22 @@ class TextModel(_BaseRegisteredModel):
         )
 
     def load_model_cls(self) -> type[Any]:
-        """A class that vLLM may ask for features, of which it has none; nobody can make a model."""
+        """A class without any of vLLM's optional features, which cannot be instantiated."""
         return type(self.architecture, (_NoModel,), {})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageModel(TextModel):
-    """A registered architecture that takes images too. vLLM's class has the processor of images."""
+    """A registered architecture that also takes images; vLLM's class has the image processor."""
 
     own: _BaseRegisteredModel
 
     def inspect_model_cls(self) -> _ModelInfo:
-        """What `vllm.config.ModelConfig` asks of the architecture."""
+        """The properties of the architecture that `vllm.config.ModelConfig` reads."""
         return replaced(super().inspect_model_cls(), supports_multimodal=True)
 
     def load_model_cls(self) -> Any:
-        """vLLM's class, which is asked for its processor and never for a model."""
+        """vLLM's class, used only for its image processor."""
         refuse_bombs()
         image_names.keep_apart()
         with readable():
@@ -175,13 +176,12 @@ def _images_alone(
 
 
 def answer_for_models() -> None:
-    """Registers every architecture of text models and draft heads with what vLLM asks of it.
+    """Registers all architectures of text models and draft heads, and those with images.
 
-    vLLM imports its own class, in a process of its own, only to ask that: seconds at a first start,
-    and a refusal where the class needs packages, or a processor, that serving text does not.
-    So are those whose images are served; text models that are published as a part of such a one
-    are text models where mlx-vlm, which has the towers, is not installed. Architectures of other
-    kinds (other images, encoders) stay vLLM's.
+    Otherwise vLLM imports its own class in a new process to read these properties. That takes
+    seconds at a first start, and fails if the class needs packages or a processor that serving text
+    does not. Multimodal architectures count as text models if mlx-vlm, which has the towers, is not
+    installed and mlx-lm has their text model. All other architectures remain vLLM's.
     """
     listed: dict[str, Any] = {
         **registry._TEXT_GENERATION_MODELS,
@@ -195,9 +195,9 @@ def answer_for_models() -> None:
 
 
 def _answer_for_decoders_that_pool(text_models: Container[str]) -> None:
-    """Registers what checkpoints of decoders are called that embed or classify.
+    """Registers the architecture names of decoders that embed or classify.
 
-    vLLM finds the decoder for most such names only once it has looked for a class of transformers'.
+    For most of these names, vLLM finds the decoder only after looking for a transformers class.
     """
     listed = set(ModelRegistry.models)
     for name in sorted(listed):
@@ -212,7 +212,7 @@ def _answer_for_decoders_that_pool(text_models: Container[str]) -> None:
 def answer_for_images() -> None:
     """Registers the architectures whose images are served.
 
-    An engine's own process, where its scheduler asks for their processor, calls this by itself.
+    Call it also in an engine's own process, where the scheduler uses their image processor.
     """
     for name in WITH_IMAGES:
         if name not in TEXT_PARTS or importlib.util.find_spec("mlx_vlm") is not None:
@@ -223,7 +223,7 @@ def answer_for_images() -> None:
 
 
 def _with_a_class_for_images_only(ask: Callable[[ModelConfig], bool], self: ModelConfig) -> bool:
-    """Spares text alone of such a model vLLM's class, which has vLLM's limits of zero looked up."""
+    """Whether a model takes multimodal inputs; with --language-model-only, without vLLM's class."""
     config = self.multimodal_config
     if config is not None and config.language_model_only and not config.enable_mm_embeds:
         return False
@@ -231,10 +231,10 @@ def _with_a_class_for_images_only(ask: Callable[[ModelConfig], bool], self: Mode
 
 
 def take_mlx_models() -> None:
-    """Has transformers read the config.json of families that mlx-lm alone has, as MLX_MODEL.
+    """Makes transformers read the config.json of families that only mlx-lm has, as MLX_MODEL.
 
-    What the layers keep is read off the model that mlx-lm makes. So are draft heads that vLLM
-    dropped, and MTP layers that mlx-vlm has split from a checkpoint.
+    Also registers draft heads that vLLM dropped, and MTP layers that mlx-vlm split off. The state
+    of the layers is inferred from mlx-lm's model.
     """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -246,7 +246,7 @@ def take_mlx_models() -> None:
 
 
 def _model_types(known: Container[str]) -> list[str]:
-    """Names of mlx-lm's modules that are not known, found without an import of them."""
+    """Names of mlx-lm's model modules that are not in `known`, without importing them."""
     found = importlib.util.find_spec("mlx_lm")
     assert found is not None and found.submodule_search_locations is not None
     folder = Path(found.submodule_search_locations[0]) / "models"
@@ -289,7 +289,7 @@ def _config_class(model_type: str) -> type:
 
 
 def _of_split_layers(model_type: str, values: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of split MTP layers as vLLM makes those of a whole checkpoint."""
+    """The configuration of split MTP layers in the form that vLLM makes for a whole checkpoint."""
     text = dict(values.pop("text_config"))
     depth = next((text[key] for key in MTP_DEPTHS if text.get(key)), 1)
     for key in ("quantization", "quantization_config"):  # the whole checkpoint's
@@ -305,7 +305,7 @@ def _of_split_layers(model_type: str, values: dict[str, Any]) -> dict[str, Any]:
 
 
 class Keys(dict[str, Any]):
-    """A mapping whose keys are attributes, as published configuration classes have them."""
+    """A mapping whose keys are also attributes, as in published configuration classes."""
 
     def __getattr__(self, name: str) -> Any:
         try:

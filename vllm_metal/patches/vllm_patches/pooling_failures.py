@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes vLLM's front ends report a pooling request that failed in the engine to its client."""
+"""Makes vLLM's front ends report an engine's failure of a pooling request to the client."""
 
 # Remove when vLLM reports pooling requests that failed in the engine. Read against vLLM 0.33.
 

@@ -33,7 +33,7 @@ _FINGERPRINT = "vllm_metal_facts"
 
 
 def run_in_their_processes() -> None:
-    """Makes ranks run their worker in the engine's process, as an only engine does."""
+    """Makes data-parallel ranks run their worker in the engine's process, like a single engine."""
     # With several ranks vLLM chooses the executor with one process per worker, though each rank
     # already has its own process.
     from vllm.engine.arg_utils import EngineArgs
@@ -81,9 +81,10 @@ def is_rank(parallel: ParallelConfig) -> bool:
 
 
 def tell_facts(facts: Callable[[VllmConfig], Mapping[str, Any]]) -> None:
-    """Makes a rank send its server everything its output depends on; call it in the engine.
+    """Makes a rank send its server a fingerprint of its configuration; call it in the engine.
 
-    `facts` takes the configuration of an engine with its weights loaded. JSON must keep its result.
+    `facts` takes the configuration of an engine with its weights loaded, and returns everything
+    that the output depends on as JSON values.
     """
     from vllm.v1.engine.core import EngineCoreProc, EngineCoreReadyResponse
 
@@ -106,7 +107,7 @@ def tell_facts(facts: Callable[[VllmConfig], Mapping[str, Any]]) -> None:
 def refuse_other_ranks(difference: Callable[[Mapping[str, Any], Mapping[str, Any]], str]) -> None:
     """Makes a server fail if its ranks would give different tokens; call it once vLLM is loaded.
 
-    `difference` describes the difference between the facts of two ranks, or returns "".
+    `difference` describes how the results of two ranks' `facts` differ; "" if they do not.
     """
     # vLLM compares only ranks in lock-step.
     from vllm.v1.engine.core_client import MPClient

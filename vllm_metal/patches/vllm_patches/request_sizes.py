@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds the texts and grammars of requests before vLLM works on them.
+"""Limits the texts and grammars of requests before vLLM processes them.
 
-vLLM makes an engine request of each text of a body, and an automaton of each grammar, however many
-there are: its front end answers nobody else meanwhile, and memory grows to gigabytes.
+vLLM makes an engine request of each text of a body, and an automaton of each grammar, without any
+limit. Meanwhile its front end serves no other request, and memory grows to gigabytes.
 """
 
 # Remove when vLLM limits texts and grammars of a request, and drops compilations. Read against
@@ -29,9 +29,9 @@ _choices = _grammar = 0
 
 
 def bound(choices: int, grammar: int) -> None:
-    """Bounds requests of this process's server.
+    """Limits requests of this process's server.
 
-    `choices` bounds the texts of a pooling request, or prompts times `n`; `grammar` bounds the size
+    `choices` limits the texts of a pooling request, or prompts times `n`; `grammar` limits the size
     of a grammar or schema, as `size_of_grammar` counts.
     """
     from vllm import SamplingParams

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM refuses with speculation, or ties to a package or a device, and this plugin serves."""
+"""Allows speculative methods and options that vLLM rejects, or ties to a package or a device."""
 
 # Remove when a platform can declare how its worker drafts and what it verifies, and medusa and
 # mlp_speculator are served no more. Read against vLLM 0.33.
@@ -24,11 +24,11 @@ _KEYS: ContextVar[dict[str, Any] | None] = ContextVar("keys", default=None)
 
 
 def allow_lookup_methods() -> None:
-    """Lets vLLM take `ngram` and `suffix` as this plugin serves them.
+    """Makes vLLM accept `ngram` and `suffix` as this plugin serves them.
 
-    vLLM schedules ahead with `ngram_gpu` but not with `ngram`, which are the same here, and asks
-    for the package arctic-inference with `suffix`, which this plugin does not use. Only the process
-    that reads the options calls this; for the engine's see `schedule_ahead_with_ngram`.
+    vLLM supports async scheduling with `ngram_gpu` but not with `ngram`, which are the same here.
+    For `suffix` it requires the package arctic-inference, which this plugin does not use. Call this
+    in the process that reads the options; for the engine's see `schedule_ahead_with_ngram`.
     """
     import vllm.config.speculative as speculative
     import vllm.config.vllm as config
@@ -38,10 +38,10 @@ def allow_lookup_methods() -> None:
 
 
 def keep_dropped_heads() -> None:
-    """Lets users name the methods `medusa` and `mlp_speculator`.
+    """Makes vLLM accept the methods `medusa` and `mlp_speculator`, which it has dropped.
 
-    vLLM makes the configuration of a draft model in their place. Where it would compare the
-    vocabularies, the method gets its name back; the heads' own arrays say which tokens they know.
+    Until vLLM would compare the vocabularies, the method is passed off as a draft model. The heads'
+    own arrays show which tokens they can draft.
     """
     from vllm.config import SpeculativeConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -83,24 +83,24 @@ def _named_again(check: Callable[..., None], self: SpeculativeConfig) -> None:
 
 
 def schedule_ahead_with_ngram(speculative_config: SpeculativeConfig | None) -> None:
-    """Turns `ngram` into `ngram_gpu` in the configuration that goes to the engine's process.
+    """Turns `ngram` into `ngram_gpu` in the configuration for the engine's process.
 
-    That process checks again whether vLLM schedules ahead with the method, with vLLM's own list.
+    That process checks again, with vLLM's own list, whether the method allows async scheduling.
     """
     if speculative_config is not None and speculative_config.method == "ngram":
         speculative_config.method = "ngram_gpu"
 
 
 def allow_min_p_and_logit_bias() -> None:
-    """Lets requests use `min_p` and `logit_bias` where there is speculation.
+    """Allows `min_p` and `logit_bias` in requests with speculation.
 
-    vLLM refuses both (`SamplingParams._validate_spec_decode`), because its logits processors for
+    vLLM rejects both (`SamplingParams._validate_spec_decode`), because its logits processors for
     them skip the rows of drafts. Our sampler applies every transform of a request to each of its
     rows (`engine.sample`), so tokens follow the same distribution with and without drafts.
-    Whatever else vLLM refuses there stays refused.
+    Everything else that vLLM rejects there stays rejected.
 
-    vLLM checks requests where an `InputProcessor` is: in the process that calls `LLM`, and in each
-    API server. Each of these makes a configuration first, and thereby calls this function.
+    vLLM checks requests where it has an `InputProcessor`: in the process that calls `LLM`, and in
+    each API server. Each of these first makes a configuration, which calls this function.
     """
     from vllm import SamplingParams
 
@@ -116,10 +116,10 @@ def _without_min_p_and_logit_bias(
 
 
 def allow_no_drafts() -> None:
-    """Lets an engine that writes a drafter's K/V for others have no drafts of its own.
+    """Allows 0 drafts in an engine that only writes a drafter's K/V for others.
 
-    vLLM divides by the rows of a DSpark block to limit requests. Every process that makes or
-    unpacks a configuration calls this.
+    vLLM divides by the number of a DSpark block's tokens to limit requests. Called in every process
+    that makes or unpacks a configuration.
     """
     # Remove when vLLM takes `num_speculative_tokens` 0 with dspark; read against 0.33.0.
     from vllm.config import VllmConfig
