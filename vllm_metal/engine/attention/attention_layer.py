@@ -222,7 +222,7 @@ class AttentionLayer(StatefulLayer):
     def _write_once(
         self, kv_cache: LayerKVCache[PlanT], plan: PlanT, num_tokens: int, dtype: mx.Dtype
     ) -> None:
-        """Writes zeros the way a step writes K and V."""
+        """Writes zeros for `num_tokens` tokens in the way a step writes K and V."""
         keys, values = self._zero_rows(num_tokens, dtype)
         if self.rotation is None or not kv_cache.rotates:
             kv_cache.write(plan, keys, values)

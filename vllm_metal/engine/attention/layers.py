@@ -180,7 +180,7 @@ PROBES: Mapping[type, Callable[[Any], Probe]] = {
 
 
 def attention_layers(model: nn.Module, model_type: str) -> list[StatefulLayer]:
-    """Reads the layers by building, not running, a forward of one token.
+    """Finds the layers with state by building, not running, a forward of one token.
 
     `model_type` is for messages.
 

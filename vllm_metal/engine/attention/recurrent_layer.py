@@ -71,7 +71,7 @@ class RecurrentLayer(StatefulLayer):
 
     @property
     def kind(self) -> Hashable:
-        """The class: plans do not depend on the states' format."""
+        """The class, since plans do not depend on the states' format."""
         return type(self)
 
     @property
@@ -83,7 +83,7 @@ class RecurrentLayer(StatefulLayer):
         return _CONTEXT
 
     def spec(self, block_size: int, elements: mx.Dtype, whole_context: bool = False) -> KVCacheSpec:
-        """Uses vLLM's "align" mode, also without prefix caching: states are stored the same way."""
+        """Returns a spec for vLLM's "align" mode, which also works without prefix caching."""
         return MambaSpec(
             block_size=block_size,
             shapes=((self.form.nbytes,),),
@@ -228,10 +228,10 @@ class SequenceLayer(RecurrentLayer):
 
 
 class _StepCache(SequenceCache, Generic[StateT, PlanT]):
-    """Replaces the ArraysCache of a layer."""
+    """Replaces mlx-lm's ArraysCache of a layer."""
 
     def __init__(self, state: StateT, scope: StepScope[PlanT]) -> None:
-        """Outside of a step of `scope`, a call raises RuntimeError."""
+        """`scope` is the current step; outside of one, every call raises RuntimeError."""
         self._state = state
         self._scope = scope
 
@@ -336,7 +336,7 @@ class RecurrentProbe(ArraysCache):
         super().__setitem__(index, value)
 
     def _note(self) -> None:
-        """Keeps the enclosing module calls that all accesses have in common."""
+        """Records the module calls that enclose all accesses to the cache."""
         calls = module_calls.under_way()
         if self._common is None:
             self._common = calls

@@ -100,7 +100,7 @@ class StepScope(Generic[PlanT]):
 
     @contextmanager
     def during(self, positions: mx.array, plan: PlanT) -> Iterator[None]:
-        """Context manager that sets the step; outside of it, use raises.
+        """Context manager that sets the current step; outside of it, `positions` and `plan` raise.
 
         `positions` is [T] int32, the position of each token in its request.
         """
@@ -112,7 +112,7 @@ class StepScope(Generic[PlanT]):
 
     @property
     def positions(self) -> mx.array:
-        """[T] int32; raises as `plan` does."""
+        """[T] int32; raises RuntimeError outside of a step."""
         if self._step is None:
             raise RuntimeError(_NO_STEP)
         return self._step[0]

@@ -97,7 +97,7 @@ class StatefulLayer(ABC):
         """Returns the object to pass to the model as mlx-lm's cache of this layer."""
 
     def unsupported(self, dtype: mx.Dtype, block_size: int) -> str | None:
-        """Returns why our kernels cannot serve the layer; None if they can or are not needed.
+        """Returns why our kernels cannot serve the layer; None if they can, or it needs none.
 
         `dtype` is that of the model's queries.
         """

@@ -317,7 +317,7 @@ def pool_bytes(measured: Measured, settings: Settings) -> int:
 
 
 def fits(measured: Measured, settings: Settings, request: Request) -> bool:
-    """Whether the pool holds the longest request, or the smallest context if that is fitted."""
+    """Whether the pool holds the longest request, or, if its length is fitted, the shortest."""
     return least(settings, request) <= pool_bytes(measured, settings)
 
 

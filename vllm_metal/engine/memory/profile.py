@@ -162,7 +162,7 @@ class LargestStep:
         paced: bool = True,
         num_reqs: int | None = None,  # with `drafts`; None: those of `drafted`
     ) -> LargestStep:
-        """Builds a step of as few prompts as possible, or of the few requests of `drafted`."""
+        """Builds a step of as few prompts as possible, or, with `drafts`, of decoding requests."""
         if drafts is None:
             num_tokens, sampled = largest_step(config)
             longest = min(num_tokens, config.model_config.max_model_len)

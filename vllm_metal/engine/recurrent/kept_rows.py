@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Entries:
-    """Requests whose newest step verified drafts: a later step applies their kept rows.
+    """Requests whose newest step verified drafts, and the kept rows that a later step applies.
 
     If only the device knows a position or count exactly, the value here is too high by `lag`.
     """
@@ -150,7 +150,7 @@ class KeptRows:
 
 
 def lag_of(lag: mx.array | None, count: int) -> mx.array:
-    """Returns [count] int32, zeros for None."""
+    """Returns `lag` as [count] int32; zeros for None."""
     return mx.zeros(count, mx.int32) if lag is None else lag
 
 

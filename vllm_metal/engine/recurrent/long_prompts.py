@@ -77,7 +77,7 @@ def _prompt(columns: list[int], blocks_np: np.ndarray, size: int) -> Prompt:
 
 
 def fits(inputs: RecurrenceInputs, state: mx.Dtype, delta: bool) -> bool:
-    """Returns whether MLX has a chunked function for this rule."""
+    """Returns whether MLX has a chunked function for this kind of recurrence."""
     by_heads = inputs.decays is not None and inputs.decays.ndim == 2
     return delta and by_heads and state == mx.float32
 

@@ -26,7 +26,7 @@ class SequenceState(RecurrentState[SequencePlan]):
     def __init__(
         self, storage: LayerKVCache, form: StateFormat, idle: Callable[[SequenceCall], None]
     ) -> None:
-        """`idle` runs the layer's operations on zeros."""
+        """`idle` runs the layer's operations on zeros, for steps without tokens."""
         super().__init__(storage, form)
         self._idle = idle
         self._kept: dict[int, list[mx.array]] = {}  # by scope of the layer
