@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to one SchedulerOutput: the model, its K/V, its tokens."""
+"""Turns one SchedulerOutput into tokens: the model, its K/V, sampling."""

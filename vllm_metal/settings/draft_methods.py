@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 #: Methods whose network keeps its own K/V, in the same blocks as the target's.
 KEEPING_KV = frozenset(("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark"))
 
-#: What turns off drafts that nobody asked for, for messages.
+#: Setting that turns off default drafts, for messages.
 OFF_SWITCH = """--additional-config '{"drafts": "off"}'"""
-#: Attribute of a SpeculativeConfig that nobody asked for.
+#: Attribute that marks a SpeculativeConfig as the default.
 _BY_DEFAULT = "vllm_metal_by_default"
 
 

@@ -33,10 +33,10 @@ class StepDrafts:
 
 @dataclass(frozen=True, kw_only=True)
 class InputBatch(Rows):
-    """A step's scheduled tokens, and which of them are sampled after.
+    """A step's scheduled tokens, and after which of them it samples.
 
     A request's drafts are its last tokens. They and the token before them are the request's draft
-    span: after each token of it, one is sampled.
+    span: the step samples after each token of the span.
     """
 
     requests: list[RequestState]  # [R]
@@ -130,7 +130,7 @@ def _layout(
 
 @dataclass(frozen=True)
 class _SampledRows:
-    """The S tokens of a step after which one is sampled: each request's last, and its drafts."""
+    """The S tokens after which a step samples: each such request's last token and its drafts."""
 
     owners: np.ndarray  # [S] indices of their requests in the step
     in_span: np.ndarray  # [S] int32, index of a row in its request's draft span

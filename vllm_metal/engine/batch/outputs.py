@@ -148,7 +148,7 @@ class StepOutput:
         return rows
 
     def _kept_rows(self) -> tuple[list[int], list[int]]:
-        """Index of each sampling request's first sampled token, and the end of its accepted."""
+        """Start of each sampling request's sampled tokens, and the end of its accepted ones."""
         draft_spans = self.batch.draft_spans
         if self.sampled is None or draft_spans is None or self.sampled.num_accepted is None:
             starts = np.arange(len(self.batch.sampling_np))

@@ -43,7 +43,7 @@ class RequestState:
 
     @property
     def cache_salt(self) -> str | None:
-        """The request's cache_salt. Requests of one salt, or all with none, may share text."""
+        """The request's cache_salt; requests with the same salt, or none, may share cached text."""
         return getattr(self.request, "cache_salt", None) or None  # see vllm_patches.scheduler
 
 
@@ -231,7 +231,7 @@ class Requests:
     def preempt_request(self, req_id: str) -> RequestState | None:
         """Frees a request's req_idx until it resumes; returns None if it has none.
 
-        Preemption is due to priorities, or to a reset of the prefix cache.
+        Other requests may run first, by priority or after a reset of the prefix cache.
         """
         if req_id not in self._states:
             return None
@@ -257,9 +257,7 @@ class Requests:
         self.num_tokens_np[req_indices_np] += counts_np
 
     def note_drafts(self, req_idx: int, token_ids: Sequence[int]) -> None:
-        """Writes a request's drafts after its known tokens, for a rank that hears only how many of
-        them are accepted.
-        """
+        """Writes drafts after a request's known tokens; this rank only receives accepted counts."""
         known, width = int(self.num_known_np[req_idx]), self.token_ids_np.shape[1]
         self.token_ids_np[req_idx, known : known + len(token_ids)] = token_ids[: width - known]
 

@@ -76,11 +76,6 @@ class CastingCache(AttendingCache):
     """Casts queries, keys and values to the pool's dtype, and outputs back to the drafter's."""
 
     def __init__(self, cache: AttendingCache, dtype: mx.Dtype) -> None:
-        """
-        Args:
-            cache: of a layer in the pool.
-            dtype: of the keys and values that the pool takes.
-        """
         self._cache, self._dtype = cache, dtype
 
     @property

@@ -58,7 +58,7 @@ _PROJECTORS = (None, "dflash", "dflash2", "dspark")
 
 @dataclass(frozen=True)
 class Selector:
-    """DFlash2's selector of tokens, which scores pairs of each two neighbors' top tokens."""
+    """DFlash2's selector, which picks among each position's top tokens by scores of pairs."""
 
     rank: int
     top_k: int

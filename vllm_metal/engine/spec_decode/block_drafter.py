@@ -226,7 +226,7 @@ def _network(config: BlockConfig) -> Any:
         given["conv_kernel_size"], given["conv_group_size"] = config.conv
         given["selector_rank"] = config.selector.rank
         given["selector_top_k"] = config.selector.top_k
-        given["is_causal"] = False  # likewise
+        given["is_causal"] = False  # ours attends as BlockConfig says
     if config.markov_rank is not None:
         given |= {"markov_rank": config.markov_rank, "enable_confidence_head": False}
         given |= {"block_size": 2, "proposal_length": 1}  # not read: ours lays blocks out

@@ -131,7 +131,6 @@ class Eagle3Head(_LlamaHead):
     """
 
     def __init__(self, config: HeadConfig, names: set[str]) -> None:
-        """Takes the arguments of EagleHead."""
         super().__init__()
         args = config.decoder
         size, eps = args.hidden_size, args.rms_norm_eps

@@ -87,7 +87,6 @@ class Medusa(StateNetwork):
     """Medusa's heads loaded for their target."""
 
     def __init__(self, config: VllmConfig, target: ModelParts) -> None:
-        """Loads them; see StateNetwork."""
         super().__init__(
             config, target, lambda arrays: MedusaHeads(_renamed(arrays)), "Medusa heads"
         )

@@ -110,7 +110,6 @@ class MLPSpeculator(StateNetwork):
     """An MLP speculator loaded for its target."""
 
     def __init__(self, config: VllmConfig, target: ModelParts) -> None:
-        """Loads it; see StateNetwork."""
         assert config.speculative_config is not None
         settings = config.speculative_config.draft_model_config.hf_config.to_dict()
 

@@ -37,12 +37,6 @@ class MTPHead(Head):
     """An MTP layer: `fc` joins the normed embedding and hidden state; a decoder layer follows."""
 
     def __init__(self, family: MTPFamily, args: Any, block: nn.Module) -> None:
-        """
-        Args:
-            family: the target's.
-            args: the target's, as mlx-lm reads them.
-            block: the decoder layer.
-        """
         super().__init__()
         size, eps = args.hidden_size, args.rms_norm_eps
         self._family = family

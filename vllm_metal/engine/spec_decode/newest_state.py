@@ -51,7 +51,7 @@ class StateHeads(nn.Module):
 
 
 class StateNetwork(DraftNetwork):
-    """State heads loaded for their target."""
+    """Draft heads that read one hidden state per request, loaded for their target."""
 
     layers: Sequence[StatefulLayer] = ()
 

@@ -31,7 +31,7 @@ class NgramProposer(TextProposer):
         Args:
             min_n: prompt_lookup_min.
             max_n: prompt_lookup_max.
-            num_drafts: num_speculative_tokens, the K of the drafts.
+            num_drafts: num_speculative_tokens, the most drafts of a request (K).
 
         Raises:
             ValueError: the settings contradict each other.

@@ -120,11 +120,6 @@ class HeadPasses(PassNetwork):
     module: Head
 
     def __init__(self, head: Head, images: HeadImages | None) -> None:
-        """
-        Args:
-            head: loaded, with an embedding and an output head.
-            images: the images that the head reads; None if its target reads none.
-        """
         self.module, self._images = head, images
 
     def placed(self, inputs: PassInputs, rows: Rows) -> PassInputs:
@@ -228,7 +223,7 @@ class HeadProposer(PagedProposer):
 def _kept_of(
     rows: Rows, states: mx.array, images: StepImages | None
 ) -> Iterator[tuple[int, KeptRows]]:
-    """Splits a step's [T, W] hidden states by request; yields pairs with the req_idx."""
+    """Splits a step's [T, W] hidden states by request; yields req_idx and hidden states."""
     firsts_np = rows.query_start_loc_np[:-1]
     counts_np = np.diff(rows.query_start_loc_np)
     columns = rows.req_indices_np, firsts_np, _first_positions(rows), counts_np

@@ -187,8 +187,8 @@ def single_rows(
 def evened(spans: Spans) -> tuple[Spans, np.ndarray]:
     """Extends all spans to the longest one's length, if that at most doubles the tokens.
 
-    So shapes recur if requests had different numbers of drafts accepted. The tokens added before
-    a span are computed in vain, and their K/V are not stored.
+    So shapes recur if requests had different numbers of drafts accepted. The results of the tokens
+    added before a span are not used, and their K/V are not stored.
 
     Returns:
         Spans of R requests with T tokens, and [T] int32: each token's index before, -1 if added.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods of --speculative-config: a table with one row per method and all that depends on it.
+"""The methods of --speculative-config: a table with one row per method.
 
 The platform reads the table before a model is loaded, so this module imports neither MLX nor vLLM;
 a method's own code is imported when an engine uses it. A new method is a module and a row here.
@@ -168,15 +168,15 @@ def method_of(config: VllmConfig) -> Method | None:
 
 
 def drafts_for_others(config: VllmConfig) -> bool:
-    """Whether this engine only writes draft K/V, for other engines to draft from."""
+    """Whether this engine only prefills for other engines (kv_producer), and so does not draft."""
     transfer = config.kv_transfer_config
     return transfer is not None and transfer.kv_role == "kv_producer"
 
 
 def propose_nothing(config: VllmConfig) -> None:
-    """Sets an engine that does not draft to 0 drafts, or to no speculation without draft K/V.
+    """Turns off drafts in the configuration if `drafts_for_others`; keeps a method with draft K/V.
 
-    Its scheduler then reserves neither tokens nor blocks for drafts.
+    The engine's scheduler then reserves neither tokens nor blocks for drafts.
     """
     method, speculation = method_of(config), config.speculative_config
     if method is None or speculation is None or not drafts_for_others(config):

@@ -23,12 +23,7 @@ class ScheduledDrafts(Speculator):
     """Takes all drafts from the scheduler, and learns from it which of them were accepted."""
 
     def __init__(self, requests: Requests, num_drafts: int, most_drafts: int | None) -> None:
-        """
-        Args:
-            requests: whose tokens the drafts continue.
-            num_drafts: K, the most drafts of a request in a step.
-            most_drafts: most drafts of all requests in a step; None: no limit.
-        """
+        """See Speculator."""
         lengths = DraftLengths(num_drafts)
         super().__init__(requests, _Nothing(num_drafts), lengths, num_drafts, most_drafts)
 

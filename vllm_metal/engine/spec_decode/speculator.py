@@ -31,7 +31,7 @@ LOW_ACCEPTANCE, MIN_JUDGED = 0.2, 1000
 
 
 class Speculator(PerRequestState):
-    """Takes drafts from one proposer, and from one policy how many are worth verifying.
+    """Takes drafts from a proposer; a `DraftLengths` decides how many are worth verifying.
 
     With async scheduling the scheduler reserves tokens for K drafts of every request; those that
     get no draft are left out of the batch. The proposer then continues from the newest step's
@@ -320,7 +320,7 @@ class Speculator(PerRequestState):
 
 
 def _within(counts_np: np.ndarray, most: int | None) -> np.ndarray:
-    """[R] int32 drafts, reduced to `most` in total; first drafts of all requests come first."""
+    """[R] int32 drafts, reduced to `most` in total: all requests' first drafts take precedence."""
     if most is None or counts_np.sum() <= most:
         return counts_np
     there = np.arange(counts_np.max())[:, None] < counts_np  # [K, R]

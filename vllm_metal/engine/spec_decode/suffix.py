@@ -108,7 +108,7 @@ class SuffixProposer(TextProposer):
     def _likeliest(
         self, source: np.ndarray, ends: np.ndarray, text: np.ndarray, limit: int
     ) -> tuple[float, list[int]]:
-        """Score and tokens of the best draft from the ends in one source; (0.0, []) if none."""
+        """Score and tokens of the best draft after the ends in one source; (0.0, []) if none."""
         ends = ends[ends < len(source)]  # without the text's own end
         if not len(ends):
             return 0.0, []
@@ -222,7 +222,7 @@ class _Places:
                     del self._ends[gram]
 
     def of_ending(self, text: np.ndarray) -> np.ndarray:
-        """[n] int64 ascending, ends of the last n-gram of `text`, including its own end if indexed.
+        """[n] int64 ascending, ends of the n-gram that ends `text`; its own end, too, if indexed.
 
         Takes the longest n-gram that has more than one position, else the shortest.
         """

@@ -56,7 +56,6 @@ class Encoder:
             self._outputs.pop(key, None)
 
     def reset(self) -> None:
-        """Drops all outputs."""
         self._outputs.clear()
 
     def row_bytes(self, rows: mx.array) -> int:

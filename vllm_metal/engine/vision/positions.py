@@ -47,7 +47,6 @@ class ShiftTable:
         self._behind_np = np.zeros(0, np.int32)
 
     def enter(self, req_idx: int, shifts: Shifts) -> None:
-        """Adds a request."""
         self._grow(req_idx + 1)
         self._of[req_idx] = shifts
         self._ends_np[req_idx] = shifts.of_places_np.shape[1]

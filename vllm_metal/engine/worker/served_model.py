@@ -172,7 +172,7 @@ class ServedModel:
         return kv_cache_specs(self.networks.layers_of_all_ranks, self._block_size, self._pool_dtype)
 
     def pool_size(self, memory: MemoryPlanner, transfer_bytes: int) -> int:
-        """Returns the bytes left for the KV pool by weights and the largest step, which it runs.
+        """Measures the largest step, and returns the bytes left for the KV pool.
 
         `transfer_bytes` is the most memory that K/V transfers take.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls around each step that do nothing, until K/V moves to other memory or machines."""
+"""Hooks around each step, which do nothing unless K/V moves to other memory or machines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HookedRunner(Protocol):
 
 
 class StepHooks:
-    """Calls around each step that do nothing; K/V transfers override those they need.
+    """Hooks around each step that do nothing; K/V transfers override those they need.
 
     They run on the engine's thread. None may hold an array of the pool beyond the call, since MLX
     copies a whole pool that is written while something else holds it. If a call raises, or an

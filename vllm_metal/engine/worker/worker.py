@@ -151,7 +151,6 @@ class MetalWorker(WorkerBase):
         return ["LBNHC"]  # layer outermost: an array a layer, slots of a block in order
 
     def determine_available_memory(self) -> int:
-        """Bytes for the KV pool."""
         if self._pool_bytes is not None:
             return self._pool_bytes
         return self.served.pool_size(self._memory, self.transfers.memory_bytes)

@@ -68,7 +68,6 @@ class Counters:
             self._numbers[name] += number
 
     def total(self) -> int:
-        """Returns the sum of all counters."""
         with self._lock:
             return self._numbers.total()
 

@@ -75,7 +75,6 @@ class Clients:
 
     @property
     def peers(self) -> list[Peer]:
-        """All open peers."""
         with self._lock:
             return list(self._peers.values())
 
@@ -88,7 +87,6 @@ class Clients:
         )
 
     def close(self) -> None:
-        """Closes all peers."""
         with self._lock:
             self._closed = True
         for peer in self.peers:

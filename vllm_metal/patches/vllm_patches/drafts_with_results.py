@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Delivers drafts to vLLM with the step's results when pipeline stages run several steps."""
+"""Delivers drafts to vLLM with a step's results if pipeline stages run several steps at once."""
 
 # Remove when vLLM takes drafts after the tokens that they follow, and does not wait for them.
 # Read against vLLM 0.33.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def take_drafts_with_results() -> None:
-    """Makes drafts arrive with the results of the step they follow; call it in the engine."""
+    """Delivers drafts with the results of the step that they follow; call it in the engine."""
     # vLLM's engine asks for drafts as soon as it has sent a step and waits for them, so pipeline
     # parallel could not have a second step in flight. It also passes them to the scheduler before
     # the step's tokens, so the scheduler would put drafts at the positions of those tokens.

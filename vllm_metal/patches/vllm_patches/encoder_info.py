@@ -35,7 +35,7 @@ PLAIN: dict[str, SequencePoolingType] = {"ModernBertModel": "CLS", "Gemma3TextMo
 
 @dataclass(frozen=True)
 class EncoderModel(_BaseRegisteredModel):
-    """A registered architecture of an encoder."""
+    """An encoder's architecture as registered with vLLM."""
 
     architecture: str
 
@@ -54,7 +54,7 @@ class EncoderModel(_BaseRegisteredModel):
 
 
 def answer_for_encoders() -> None:
-    """Registers the encoders that we serve with the facts that vLLM asks for."""
+    """Registers the encoders that we serve, with the properties that vLLM reads."""
     # vLLM would import its own class, in a process of its own, only to ask for these facts: that
     # takes seconds at a first start.
     names = (*POOLING, *CLASSIFYING, *PLAIN)

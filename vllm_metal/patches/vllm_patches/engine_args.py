@@ -177,7 +177,7 @@ def complete_drafts(
     replace(EngineArgs, "create_speculative_config", with_keys)
 
 
-#: What users called the models whose folders vLLM was given instead.
+#: Maps a folder that vLLM reads to the name that the user gave its model.
 _NAMES: dict[str, str] = {}
 
 

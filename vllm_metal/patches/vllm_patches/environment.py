@@ -30,7 +30,7 @@ def set_defaults() -> None:
 
 
 def make_known(names: Iterable[str]) -> None:
-    """Registers this plugin's VLLM_ variables, which vLLM would warn of or reject as unknown."""
+    """Registers this plugin's VLLM_ variables, so that vLLM does not warn about or reject them."""
     from vllm import envs
 
     for name in names:

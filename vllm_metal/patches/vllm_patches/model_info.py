@@ -259,7 +259,7 @@ def _config_class(model_type: str) -> type:
     from transformers import PretrainedConfig
 
     class MlxConfig(PretrainedConfig):
-        """A configuration of which transformers knows no more than its keys."""
+        """A configuration about which transformers knows nothing but its keys."""
 
         def __init__(self, **values: Any) -> None:
             if model_type in SPLIT_MTP and "text_config" in values:
@@ -278,7 +278,7 @@ def _config_class(model_type: str) -> type:
                     setattr(self, name, next((values[x] for x in others if x in values), 1))
 
         def __reduce__(self) -> tuple[Any, ...]:
-            """The engine's process makes the class anew: nobody can import it."""
+            """Makes the engine's process create the class again, since it cannot be imported."""
             return _restored, (model_type, self.to_dict())
 
     MlxConfig.model_type = model_type

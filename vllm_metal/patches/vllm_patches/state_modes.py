@@ -18,7 +18,7 @@ Specs = list[dict[str, KVCacheSpec]]
 
 
 def take_modes_of_workers() -> None:
-    """Makes an engine's scheduler end chunks where workers keep states; call it in the engine."""
+    """Makes an engine's scheduler end chunks where workers store states; call it in the engine."""
     # vLLM chooses the mode by architecture and prefix caching. Its block manager reads it from the
     # workers' specs, but its scheduler from the engine's configuration, and workers in other
     # processes only have copies of that.
