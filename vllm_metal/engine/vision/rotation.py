@@ -38,7 +38,7 @@ class Rotation:
 def positioned(
     inputs: ForwardInputs, shifts_np: np.ndarray | None, rotation: Rotation | None
 ) -> ForwardInputs:
-    """Adds the shifts of image tokens to a forward's positions.
+    """Adds the tokens' shifts to a forward's positions.
 
     Args:
         inputs: with each token's index in its request as position.

@@ -118,7 +118,7 @@ class ModelRunner:
 
         Args:
             step: as the scheduler sent it.
-            sound: whether the pool holds what the scheduler believes.
+            sound: whether the pool holds what the scheduler assumes.
 
         Raises:
             RequestsRefused: some requests could not be added.
@@ -135,7 +135,7 @@ class ModelRunner:
 
         Args:
             step: receives the transfers to report to the scheduler, and their metrics.
-            computed: whether the pool holds what the scheduler believes, this step included.
+            computed: whether the pool holds what the scheduler assumes, this step included.
         """
         if not step.ended:
             step.ended = True

@@ -67,7 +67,7 @@ class StepHooks:
 
         Args:
             scheduler_output: of the step, which may have nothing scheduled.
-            sound: whether the pool holds what the scheduler believes. False until the scheduler has
+            sound: whether the pool holds what the scheduler assumes. False until the scheduler has
                 heard of a failed step; the step is then skipped.
         """
 
@@ -90,7 +90,7 @@ class StepHooks:
         A submitted step may still fail, see `steps_computed`.
 
         Args:
-            computed: whether the pool holds what the scheduler believes, this step included. False
+            computed: whether the pool holds what the scheduler assumes, this step included. False
                 if the step failed, or is skipped until the scheduler hears of one that did.
 
         Returns:
