@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PromptLookup: finds requests that copy an earlier part of their own text, and what they copy."""
+"""PromptLookup: drafts for requests that repeat an earlier part of their own text."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ MOST_INDEXED = 4096
 
 
 class PromptLookup:
-    """Requests by req_idx whose text ends in a long match with an earlier part of it.
+    """Tracks which requests copy: their text ends in a long match with an earlier part of it.
 
-    Such a request copies: the tokens after the earlier part are its drafts. Whoever lays out its
-    steps must know its whole text, for a copy is worth little beyond the first wrong token.
-    Costs about 200 bytes a token, a thousandth of its K/V.
+    The drafts of such a request are the tokens after that earlier part. Its steps can only be laid
+    out once the host knows its whole text, as a copy is worth little beyond the first wrong token.
+    Costs about 200 bytes per token, a thousandth of its K/V.
     """
 
     def __init__(self, max_num_reqs: int) -> None:
@@ -42,12 +42,12 @@ class PromptLookup:
         self._next_np = np.zeros(max_num_reqs, np.int32)
 
     def begin_request(self, req_idx: int, num_prompt_tokens: int) -> None:
-        """A request starts or resumes; nothing is known of its text."""
+        """Called when a request starts or resumes, with no text known yet."""
         self.forget_request(req_idx)
         self._texts[req_idx] = _Text(num_prompt_tokens + NGRAM)
 
     def forget_request(self, req_idx: int) -> None:
-        """The request is gone; another one may take its row."""
+        """Called when a request is gone, so that another one may take its req_idx."""
         self._texts.pop(req_idx, None)
         self.copying_np[req_idx] = False
         self._next_np[req_idx] = 0
@@ -55,12 +55,12 @@ class PromptLookup:
     def update(
         self, token_ids_np: np.ndarray, req_indices_np: np.ndarray, num_tokens_np: np.ndarray
     ) -> bool:
-        """Follows the texts of R requests.
+        """Reads the new tokens of R requests, and updates which of them copy.
 
         Args:
             token_ids_np: [max_num_reqs, max_model_len] int32, by req_idx.
-            req_indices_np: [R] int32, rows of the requests.
-            num_tokens_np: [R] int32, tokens of each that are known; of a prompt: that are computed.
+            req_indices_np: [R] int32, req_idx of the requests.
+            num_tokens_np: [R] int32, known tokens of each request; of a prompt, computed tokens.
 
         Returns:
             Whether any of them copies.
@@ -86,11 +86,11 @@ class PromptLookup:
         limits_np: np.ndarray,
         num_drafts: int,
     ) -> Drafts:
-        """What requests copy next; counts are 0 for those that do not copy.
+        """Drafts of the requests that copy; counts are 0 for all others.
 
         Args:
-            token_ids_np, req_indices_np, num_tokens_np: as `update` was given last.
-            limits_np: [R] int32, most drafts of each.
+            token_ids_np, req_indices_np, num_tokens_np: the arguments of the last `update`.
+            limits_np: [R] int32, most drafts of each request.
             num_drafts: K, the width of the result.
         """
         copies: list[list[int]] = [[] for _ in req_indices_np]
@@ -102,13 +102,13 @@ class PromptLookup:
 
 
 class _Text:
-    """One request's text: its index, and where the text goes on if it goes on as before."""
+    """One request's text: an index of its n-grams, and the position that it copies from."""
 
     def __init__(self, shortest: int) -> None:
         """
         Args:
-            shortest: tokens of the text from which on matches are looked for. Prompts that end in a
-                template's tokens match other turns of a chat, so a match must be generated.
+            shortest: tokens of the text before matches are looked for. A prompt that ends in a chat
+                template's tokens matches earlier turns, so a match must include generated tokens.
         """
         self._shortest = shortest
         self._index = TextIndex(NGRAM, NGRAM)
@@ -123,7 +123,7 @@ class _Text:
         return self._source > 0
 
     def follow(self, text: np.ndarray, most: int) -> int:
-        """Takes what is new in `text`; indexes at most so many tokens, and returns how many."""
+        """Reads the new tokens in `text`; indexes at most `most` of them, and returns how many."""
         if self.is_copying:
             self._advance(text)
         if self.is_copying:
@@ -138,7 +138,7 @@ class _Text:
         return max(end - before, 0)
 
     def _look(self, text: np.ndarray) -> None:
-        """Begins to copy if the text ends in a long match."""
+        """Starts to copy if the text ends in a long match."""
         # The first place has most text after it, also where a text repeats itself.
         end = self._index.match(text)
         if end and _match_length(text, end) >= self._least:
@@ -147,7 +147,7 @@ class _Text:
             self._misses = MISSES - 1  # a match by chance ends with the first wrong token
 
     def _advance(self, text: np.ndarray) -> None:
-        """Compares what is new in `text` with what it was to be."""
+        """Compares the new tokens in `text` with the copied ones; MISSES in a row end a copy."""
         count = len(text) - self._length
         if count <= 0:
             return
@@ -169,7 +169,7 @@ class _Text:
                 self._source = start + int(equal[0]) + 1
 
     def following(self, text: np.ndarray, limit: int) -> np.ndarray:
-        """[n] int32, at most `limit` tokens that the text goes on with if it goes on as before."""
+        """[n] int32, the next tokens of the copy, at most `limit`."""
         return text[self._source : self._source + max(limit, 0)]
 
 

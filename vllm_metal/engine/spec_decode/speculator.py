@@ -82,9 +82,9 @@ class Speculator(PerRequestState):
         return self._proposer.reads_text
 
     def is_copying(self, req_ids: Iterable[str]) -> bool:
-        """Whether any of these requests copies its own text.
+        """Whether any of these requests copies its own text: its drafts need all of its tokens.
 
-        Its next drafts need all of its tokens. Requests without a row are left out.
+        Ignores requests without a req_idx.
         """
         if self._lookup is None:
             return False
@@ -172,7 +172,7 @@ class Speculator(PerRequestState):
         return self._laid_out[1]
 
     def _copied(self, req_ids: Sequence[str]) -> np.ndarray | None:
-        """[R] bool, requests that copy; None: none does."""
+        """[R] bool, requests that copy their own text; None if none does."""
         if self._lookup is None or not self._lookup.copying_np.any():
             return None
         copied: np.ndarray = self._lookup.copying_np[
@@ -293,7 +293,7 @@ class Speculator(PerRequestState):
     def _copies(
         self, req_indices: np.ndarray, ends: np.ndarray, most: np.ndarray, unread: Unread | None
     ) -> Drafts | None:
-        """Drafts of requests that copy; None: of a step, there are none. Arguments as above."""
+        """Drafts of requests that copy; None if there are none. Arguments as in `_propose`."""
         lookup, token_ids_np = self._lookup, self._requests.token_ids_np
         if lookup is None or not lookup.update(token_ids_np, req_indices, ends):
             return None
