@@ -12,7 +12,8 @@ import pytest
 from e2e.harness import Dense, counters, engine, generate, greedy
 from e2e.server import serve
 from engine.spec_decode.hybrids import write_hybrid
-from engine.spec_decode.test_mtp_split import split, without_layers
+from engine.spec_decode.splitter import split
+from engine.spec_decode.test_mtp_split import without_layers
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
@@ -71,7 +72,7 @@ def in_process(monkeypatch):
 def test_a_models_own_layer_drafts_and_the_key_turns_it_off(whole, messages):
     seen = played(whole)
     assert seen[DRAFTED] / 3 < seen[ACCEPTED] < seen[DRAFTED]
-    (said,) = [message for message in messages() if "Drafts up to" in message]
+    (said,) = {message for message in messages() if "Drafts up to" in message}
     assert said.startswith("Drafts up to 3 tokens with the MTP layer of the model's checkpoint")
     assert OFF_SWITCH in said
     assert not {DRAFTED, DRAFTS} & played(whole, additional_config={"drafts": "off"}).keys()
@@ -138,7 +139,6 @@ def test_drafts_stay_out(whole, name):
 
 
 def test_a_model_that_reads_images_drafts_too(tmp_path):
-    pytest.importorskip("mlx_vlm")
     seeing = write_hybrid(tmp_path / "seeing", "qwen3_5")
     for text_alone in (False, True):
         assert are_default(configured(seeing, language_model_only=text_alone))

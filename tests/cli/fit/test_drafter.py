@@ -10,8 +10,9 @@ from cli.fit.models import read, settings
 from engine.spec_decode import blocks
 from engine.spec_decode.heads import engine_config, write_head, write_target
 from engine.spec_decode.hybrids import write_hybrid
+from engine.spec_decode.splitter import split
 from engine.spec_decode.test_mtp_hybrids import parameters
-from engine.spec_decode.test_mtp_split import split, without_layers
+from engine.spec_decode.test_mtp_split import without_layers
 from mlx.utils import tree_flatten
 from peaks import least_peak
 

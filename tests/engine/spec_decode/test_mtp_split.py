@@ -13,6 +13,7 @@ from engine.models.cases import cases
 from engine.models.test_mtp_weights import write as write_latents
 from engine.spec_decode.heads import BLOCK, Bench, K, engine_config
 from engine.spec_decode.hybrids import EXPERTS, FAMILIES, NaiveMTP, write_hybrid
+from engine.spec_decode.splitter import split
 from engine.spec_decode.test_mtp_hybrids import parameters, text_of
 from vllm.engine.arg_utils import EngineArgs
 
@@ -20,8 +21,6 @@ from vllm_metal.engine.models import loader, parts
 from vllm_metal.engine.spec_decode import mtp
 from vllm_metal.engine.spec_decode.registry import load_network
 from vllm_metal.engine.weights.layers import dense_rows
-
-split_mtp = pytest.importorskip("mlx_vlm.split_mtp").split_mtp
 
 #: Quantizations of MLX, as the splitter takes them.
 QUANTIZED = {
@@ -41,11 +40,6 @@ MIXED_MODULES = {
     "layers.0.self_attn.q_proj": {"bits": 5, "group_size": 64},
     "fc": {"bits": 8, "group_size": 32},
 }
-
-
-def split(target, folder, **options):
-    """The MTP layers of a target, in a folder of their own."""
-    return split_mtp(str(target), str(folder), **options)
 
 
 def quantize_by_module(folder):
