@@ -78,6 +78,7 @@ def test_a_models_own_layer_drafts_and_the_key_turns_it_off(whole, messages):
     assert not {DRAFTED, DRAFTS} & played(whole, additional_config={"drafts": "off"}).keys()
 
 
+@pytest.mark.more  # test_mtp_split serves one beside a model
 def test_a_layer_beside_a_model_drafts_and_without_it_the_model_is_served(whole, alone, messages):
     assert DRAFTS not in played(alone)
     (said,) = {message for message in messages() if "rafts" in message}
