@@ -145,7 +145,7 @@ def plan(
 
 
 class _Step:
-    """The columns of a step's table; rows are numbered as in `Group.rows`."""
+    """The requests of a step, read from the step's table; rows are numbered as in `Group.rows`."""
 
     def __init__(
         self, table_np: np.ndarray, bounds_np: np.ndarray, num_rows: int, num_kept_before: int
@@ -160,7 +160,7 @@ class _Step:
         self.lengths_np = self.bounds_np + self.counts_np
 
     def padded(self, members: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns [n, L] arrays: padded rows, mask of the step's own, and mask of kept rows."""
+        """Returns, each [n, L]: padded rows, which of them are new, and which are kept ones."""
         at = np.arange(length)
         first_rows, first_kept = self.first_rows_np[members], self.first_kept_np[members]
         own_index = at - self.bounds_np[members, None]

@@ -80,7 +80,7 @@ class Rotation:
 
     @property
     def angles(self) -> mx.array:
-        """[8] float32: the scale, and log2 of the base."""
+        """[8] float32, as the kernel reads it: the scale, log2 of the base, zeros."""
         return _angles(self.scale, self.base)
 
 

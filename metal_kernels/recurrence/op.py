@@ -177,7 +177,7 @@ def _check(
         if rows is None:
             continue
         if (rows.decays is None) != (inputs.decays is None):
-            raise ValueError("kept.decays: expected as inputs have")
+            raise ValueError("kept.decays: expected if and only if inputs.decays is given")
         token_ops.check_rows(
             f"{name}.keys", rows.keys, (count, *queries.shape[1:]), (queries.dtype,)
         )

@@ -104,7 +104,7 @@ SPOILED = {
         lambda path: change(path, choices={"force_fused": {KIND: 1}}),
         "1 is neither true nor false",
     ),
-    "a later choice": (lambda path: change(path, choices={"flat": 1}), "unknown: flat"),
+    "a later choice": (lambda path: change(path, choices={"flat": 1}), "unknown settings: flat"),
     "choices gone": (lambda path: change(path, choices=None), "is broken"),
     "another chip": (lambda path: other_key(path, chip="Apple M1"), "with another chip;"),
     "more cores": (lambda path: other_key(path, **{"GPU cores": 30}), "with another GPU cores;"),

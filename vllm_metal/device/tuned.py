@@ -98,7 +98,7 @@ class Choices:
         """Parses `to_json`'s result; raises ValueError for unknown fields and wrong values."""
         readers = {one.name: one.metadata["read"] for one in fields(Choices)}
         if unknown := sorted(set(found) - set(readers)):
-            raise ValueError(f"unknown: {', '.join(unknown)}")
+            raise ValueError(f"unknown settings: {', '.join(unknown)}")
         return Choices(**{name: readers[name](value) for name, value in found.items()})
 
 

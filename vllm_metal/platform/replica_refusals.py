@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def replica_refusals(config: VllmConfig) -> dict[str, bool]:
-    """Maps each setting's entry in the error to whether it was set.
+    """Maps a setting's text in the start error to whether it must be rejected.
 
     `config` is that of a server or launcher; in an engine's own process it has one rank.
     """

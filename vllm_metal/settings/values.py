@@ -124,7 +124,7 @@ def duration(value: Any) -> float:
 
 
 def daily_size(value: Any) -> int | Literal["unlimited"]:
-    """Reads bytes on disk, or "unlimited"."""
+    """Reads how many bytes may be written to disk per day, or "unlimited"."""
     if value == UNLIMITED:
         return UNLIMITED
     try:

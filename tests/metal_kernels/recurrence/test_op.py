@@ -225,7 +225,7 @@ KEPT = RecurrenceInputs(mx.zeros((8, 2, 8)), mx.zeros((8, 4, 4)), mx.zeros((8, 4
         ({"decays": None}, "inputs.decays and log_rates: expected one of them"),
         ({"log_rates": mx.zeros((4, 8))}, "inputs.decays and log_rates: expected one of them"),
         ({"decays": None, "log_rates": mx.zeros((4, 4))}, r"log_rates: expected \[4, 8\] float32"),
-        ({"kept": KEPT}, "kept.decays: expected as inputs have"),
+        ({"kept": KEPT}, "kept.decays: expected if and only if inputs.decays is given"),
         ({"part": StatePart(8, (4, 4, 8), F32)}, "part: expected to begin at a multiple of 16"),
         ({"part": StatePart(1600, (4, 4, 8), F32)}, "part: .* found bytes 1600 to 2112"),
         ({"part": StatePart(0, (4, 8, 4), F32)}, r"part: expected \(4, 4, 8\) floats"),

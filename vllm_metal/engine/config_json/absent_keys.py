@@ -95,8 +95,9 @@ def rope(config: Config, module: str, read: set[str], reference: Reference) -> d
                 found[key] = reference.rope[key]
             elif key == "rope_theta":
                 raise ModelLoadError(
-                    "rope_parameters and rope_theta absent from config.json are not supported with "
-                    f"mlx-lm's module {module!r}: layers differ in them. State rope_parameters"
+                    "config.json without rope_parameters and rope_theta is not supported with "
+                    f"mlx-lm's module {module!r}: its kinds of layers have different values. Add "
+                    "rope_parameters to config.json"
                 )
     local = "rope_local_base_freq"
     if local in reference.rope:  # of sliding-window layers; modules read both by these names

@@ -44,7 +44,7 @@ class TrialPlan(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens, in the first slots of the pool."""
+        """Number of tokens; the trial writes them to the first slots of the pool."""
 
     @property
     def pipeline(self) -> Hashable:

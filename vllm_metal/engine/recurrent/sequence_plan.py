@@ -57,7 +57,7 @@ class SequenceScope(StepScope[SequencePlan]):
     def __init__(self, by_kernels: bool, num_taps: int, long_prompt: int | None = None) -> None:
         """
         Args:
-            by_kernels: whether kernels compute; their positions may be known to the device only.
+            by_kernels: whether Metal kernels compute the layers; they read positions on the device.
             num_taps: largest kernel size of the layers' convolutions.
             long_prompt: fewest tokens of a prompt for MLX's chunked function; None: not used.
         """

@@ -138,7 +138,7 @@ class _Text:
         return max(end - before, 0)
 
     def _look(self, text: np.ndarray) -> None:
-        """Starts to copy if the text ends in a long match."""
+        """Starts to copy if the end of the text also occurs earlier, over enough tokens."""
         # The first place has most text after it, also where a text repeats itself.
         end = self._index.match(text)
         if end and _match_length(text, end) >= self._least:

@@ -108,7 +108,7 @@ class SuffixProposer(TextProposer):
     def _likeliest(
         self, source: np.ndarray, ends: np.ndarray, text: np.ndarray, limit: int
     ) -> tuple[float, list[int]]:
-        """Score and tokens of the best draft after the ends in one source; (0.0, []) if none."""
+        """Score and tokens of the best draft behind a match in one source; (0.0, []) if none."""
         ends = ends[ends < len(source)]  # without the text's own end
         if not len(ends):
             return 0.0, []

@@ -30,7 +30,7 @@ class LeaseManager:
         """
         Args:
             send: sends a message to the server, best effort; never raises.
-            clock: returns seconds, for how long pages are wanted.
+            clock: returns the time in seconds, by which leases are renewed.
         """
         self._send = send
         self._timeouts = timeouts

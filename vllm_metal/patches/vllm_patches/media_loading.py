@@ -45,9 +45,10 @@ class ImageMemory:
     """Counts the pixels of all decoded images of a server, and delays more until some are gone."""
 
     def __init__(self, per_request: int) -> None:
-        """Takes the most pixels that the images of one request may have together.
-
-        All requests share as many, which the longest waiting request may exceed.
+        """
+        Args:
+            per_request: most pixels of one request's images. All requests together may have as
+                many; only the one that has waited longest may go beyond that.
         """
         self.per_request = per_request
         self.held = 0  # pixels of images that are decoded and not yet garbage

@@ -40,7 +40,7 @@ def is_engine_process() -> bool:
 
 
 def in_users_process() -> bool:
-    """Returns whether the engine runs in its user's process: on macOS, unless chosen otherwise."""
+    """Returns whether the engine shares the process of `LLM` or the server: macOS's default."""
     chosen = "VLLM_ENABLE_V1_MULTIPROCESSING" in os.environ
     return sys.platform == "darwin" and not chosen and not is_engine_process()
 
