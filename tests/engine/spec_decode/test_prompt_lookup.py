@@ -151,7 +151,7 @@ def test_an_edited_file_is_copied_and_prose_is_not():
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 1000), st.integers(2, 40))
 def test_copies_are_of_the_texts_own_and_begin_with_a_long_match(seed, num_tokens):
-    """By the definition: all drafts follow, in one piece, somewhere in the known text."""
+    """By the definition: with its drafts, the text goes on as it did at an earlier place."""
     rng = np.random.default_rng(seed)
     file = rng.integers(0, num_tokens, 120).tolist()
     run, copied = Generation(file, edited(file, rng, 30), lookup=True), False
@@ -160,7 +160,7 @@ def test_copies_are_of_the_texts_own_and_begin_with_a_long_match(seed, num_token
         drafts, copied = run.step()
         if not copied:
             continue
-        pieces = [known[at : at + len(drafts)] for at in range(len(known))]
+        pieces = [(known + drafts)[at : at + len(drafts)] for at in range(len(known))]
         assert drafts in pieces and drafts
         if not before:  # up to INTERVAL tokens were not looked at yet
             assert len(known) >= len(file) + NGRAM
@@ -195,6 +195,17 @@ def test_a_copy_goes_on_after_a_small_edit_and_ends_with_two_misses(name):
     assert copied[-1] and all(copied[first:]) == goes_on
     missed = [is_copy for is_copy, hit in steps if not hit][first:]
     assert sum(missed) <= 2 and (goes_on or missed[:2] == [True, True])
+
+
+@pytest.mark.parametrize("period", [1, 3, K + 2])
+def test_a_text_that_repeats_gets_all_drafts_whatever_its_period(period):
+    run = Generation(FILE, np.resize(range(900, 900 + period), 200).tolist(), lookup=True)
+    run.network.text = []  # it drafts nothing
+    while not run.step()[1]:
+        pass
+    before = run.num_accepted, run.num_steps
+    run.run()
+    assert run.num_accepted - before[0] == K * (run.num_steps - before[1])
 
 
 def test_only_the_networks_drafts_say_how_many_are_worth_it():

@@ -169,8 +169,10 @@ class _Text:
                 self._source = start + int(equal[0]) + 1
 
     def following(self, text: np.ndarray, limit: int) -> np.ndarray:
-        """[n] int32, the next tokens of the copy, at most `limit`."""
-        return text[self._source : self._source + max(limit, 0)]
+        """[limit] int32, how the text continues if the copy goes on, also beyond its own end."""
+        # A text whose period is shorter than the limit copies what it has just copied.
+        limit = max(limit, 0)
+        return np.resize(text[self._source : self._source + limit], limit)
 
 
 def _match_length(text: np.ndarray, end: int) -> int:
