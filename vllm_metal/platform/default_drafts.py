@@ -41,17 +41,19 @@ def default_drafts(args: EngineArgs, model: ModelConfig) -> dict[str, Any] | Non
     """
     if AdditionalConfig.of(args).drafts == "off":
         return None
+    folder = mtp_folders.folder_of(model.model, model.revision)
+    if folder is None or mtp_folders.family_of(mtp_folders.published(folder)) is None:
+        return None  # no weight file of most models is opened here
     try:
-        found = mtp_folders.layers_of(model.model, model.revision)
+        found = mtp_folders.layers_of(folder)
     except ModelLoadError:  # the weights' loader reports it
         return None
-    folder = mtp_folders.folder_of(model.model, model.revision)
-    content = {} if folder is None else mtp_folders.published(found or folder)
+    content = mtp_folders.published(found or folder)
     num_drafts = default_mtp_drafts(content)
     if any(_obstacles(args, model, num_drafts)):
         return None
     if found is None:
-        if folder is not None and mtp_folders.states_layers(content):
+        if mtp_folders.depth_of(content):
             logger.info(
                 "Serves without drafts: config.json states an MTP layer, and the checkpoint has "
                 "none, nor is there any in %s (docs/speculation.md)",

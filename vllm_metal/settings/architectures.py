@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 #: Multimodal models whose text part (or its MTP layers) can be served by itself.
 TEXT_PARTS = (
     "Qwen3_5ForConditionalGeneration",
@@ -51,7 +54,7 @@ SPLIT_MTP = {
         "qwen3_next": "Qwen3NextMTP",
     },
 }
-#: Keys of config.json with the number of MTP layers; the first one that is there counts.
+#: Keys of config.json with the number of MTP layers.
 MTP_DEPTHS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 #: Models that vLLM lists as text models although they take images or audio; vLLM's own classes
 #: describe them.
@@ -65,3 +68,8 @@ MULTIMODAL = frozenset(
         "VibeVoiceAsrForConditionalGeneration",
     }
 )
+
+
+def mtp_depth(text: Mapping[str, Any]) -> int:
+    """Returns the number of MTP layers that a text model's config.json states; 0: none."""
+    return next((int(text[key]) for key in MTP_DEPTHS if text.get(key)), 0)

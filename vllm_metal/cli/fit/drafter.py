@@ -116,12 +116,12 @@ class MTPDrafter:
 
     folder: Path  # the model's, or that of split layers
     num_drafts: int
-    method: str = "mtp"
 
     @staticmethod
     def find(model: str) -> MTPDrafter | None:
         """Finds a model's MTP layer on this disk by the model's name; None: there is none."""
-        found = mtp_folders.layers_of(model)
+        folder = mtp_folders.folder_of(model)
+        found = None if folder is None else mtp_folders.layers_of(folder)
         return None if found is None else MTPDrafter(found, default_mtp_drafts(published(found)))
 
     def beside(self, model: Model) -> Model:

@@ -60,7 +60,7 @@ def completed(given: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
 
 def default_mtp_drafts(content: Mapping[str, Any]) -> int:
     """Default number of drafts for MTP layers, from their checkpoint's config.json."""
-    return DEFAULT_MTP_DRAFTS if mtp_folders.depth_of(content) == 1 else 1
+    return 1 if mtp_folders.depth_of(content) > 1 else DEFAULT_MTP_DRAFTS
 
 
 def _split_layers(target: ModelConfig) -> Path | None:

@@ -15,7 +15,7 @@ from typing import Any
 from vllm_metal.engine.models.mtp_families import MTP_FAMILIES, MTPFamily
 from vllm_metal.engine.weights import files
 from vllm_metal.identity import model_names
-from vllm_metal.settings.architectures import MTP_DEPTHS, SPLIT_MTP
+from vllm_metal.settings.architectures import SPLIT_MTP, mtp_depth
 
 #: Name of a subfolder of the model's.
 _INNER = "mtp"
@@ -55,16 +55,9 @@ def family_of(content: Mapping[str, Any]) -> MTPFamily | None:
     return next((each for each in MTP_FAMILIES.values() if kind in each.model_types), None)
 
 
-def states_layers(content: Mapping[str, Any]) -> bool:
-    """Whether a config.json lists MTP layers; conversions may drop the layers but not the entry."""
-    text = content.get("text_config") or content
-    return family_of(content) is not None and any(text.get(key) for key in MTP_DEPTHS)
-
-
 def depth_of(content: Mapping[str, Any]) -> int:
-    """The number of MTP layers that a config.json states; at least 1."""
-    text = content.get("text_config") or content
-    return next((int(text[key]) for key in MTP_DEPTHS if text.get(key)), 1)
+    """The number of MTP layers that a config.json states; conversions may drop the layers alone."""
+    return mtp_depth(content.get("text_config") or content)
 
 
 def is_split(content: Mapping[str, Any]) -> bool:
@@ -105,18 +98,13 @@ def split_beside(folder: Path) -> Path | None:
     return None
 
 
-def layers_of(model: str, revision: str | None = None) -> Path | None:
+def layers_of(folder: Path) -> Path | None:
     """The folder with a model's MTP layers: its own, or one next to it; None if there is none.
-
-    Args:
-        model: name or path, as the user gives it.
-        revision: of a model on the hub.
 
     Raises:
         ModelLoadError: a weight file is unreadable or truncated.
     """
-    folder = folder_of(model, revision)
-    if folder is None or carries_layers(folder):
+    if carries_layers(folder):
         return folder
     place = split_beside(folder)
     sizes = [_sizes(published(each)) for each in (folder, place) if each is not None]

@@ -30,6 +30,7 @@ from vllm_metal.settings.architectures import (
     SPLIT_MTP,
     TEXT_PARTS,
     WITH_IMAGES,
+    mtp_depth,
 )
 
 #: vLLM's name for families that it does not list; their configurations use it.
@@ -291,7 +292,7 @@ def _config_class(model_type: str) -> type:
 def _of_split_layers(model_type: str, values: dict[str, Any]) -> dict[str, Any]:
     """The configuration of split MTP layers in the form that vLLM makes for a whole checkpoint."""
     text = dict(values.pop("text_config"))
-    depth = next((text[key] for key in MTP_DEPTHS if text.get(key)), 1)
+    depth = mtp_depth(text) or 1
     for key in ("quantization", "quantization_config"):  # the whole checkpoint's
         text.pop(key, None)
     return {
