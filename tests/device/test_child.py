@@ -24,7 +24,7 @@ def test_what_a_child_says_is_kept_apart_from_what_it_prints(script):
     found = run(command, stages.append)
     assert found.ok
     assert stages == ["answering"]
-    assert found.told == {"stage": "answering", "tokens": [3]}
+    assert found.reported == {"stage": "answering", "tokens": [3]}
     assert set(found.lines) == {"no end of line", "to stderr"}
 
 
@@ -63,7 +63,7 @@ def test_a_hang_is_ended_with_all_that_was_started(script):
     found = run(command, print, limits=SHORT)
     assert found.status is None
     assert found.how.startswith("hung while answering and was ended after")
-    assert is_gone(found.told["other"])
+    assert is_gone(found.reported["other"])
 
 
 def test_what_outlives_its_parent_is_ended_too(script):
@@ -74,7 +74,7 @@ def test_what_outlives_its_parent_is_ended_too(script):
     )
     found = run(command, print)
     assert found.ok
-    assert is_gone(found.told["other"])
+    assert is_gone(found.reported["other"])
 
 
 def test_an_interrupted_doctor_leaves_nothing(script):
@@ -82,7 +82,7 @@ def test_an_interrupted_doctor_leaves_nothing(script):
     with pytest.raises(KeyboardInterrupt), Child(command) as child:
         assert child.message(LIMITS["starting"]) is not None
         raise KeyboardInterrupt
-    assert is_gone(child.told["me"])
+    assert is_gone(child.reported["me"])
 
 
 def is_gone(pid: int) -> bool:

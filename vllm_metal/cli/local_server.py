@@ -124,7 +124,7 @@ def started(
     environment: Mapping[str, str],
     listener: socket.socket,
     log: Path,
-    told: TextIO,
+    stream: TextIO,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Runs a server in a `with` block that begins once the server answers.
 
@@ -135,7 +135,7 @@ def started(
         environment: variables added to this process's.
         listener: socket that the server will accept on.
         log: file for the server's output.
-        told: stream to show progress on; on a terminal, in a line that is overwritten.
+        stream: to show progress on; on a terminal, in a line that is overwritten.
 
     Raises:
         ValueError: the server ended before it answered; the message quotes the end of its log.
@@ -153,7 +153,7 @@ def started(
                 start_new_session=True,  # Ctrl-C in the client is the client's
             )
         try:
-            _wait(process, listener, log, told)
+            _wait(process, listener, log, stream)
             # Now only the server holds the socket, so clients get an error once it has ended.
             listener.close()
             yield process

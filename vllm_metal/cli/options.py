@@ -46,7 +46,7 @@ class _Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
-        self.exit(1, f"vllm-metal: error: {refused_arguments.told(self, message)}\n")
+        self.exit(1, f"vllm-metal: error: {refused_arguments.explain(self, message)}\n")
 
 
 class _Version(argparse.Action):

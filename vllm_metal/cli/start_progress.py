@@ -24,9 +24,9 @@ class StartProgress:
     """A line that is overwritten on a terminal; elsewhere, a line every half minute."""
 
     def __init__(
-        self, output: Path, told: TextIO, clock: Callable[[], float] = time.monotonic
+        self, output: Path, stream: TextIO, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._output, self._stream, self._clock = output, told, clock
+        self._output, self._stream, self._clock = output, stream, clock
         self._began, self._step, self._shown, self._log = clock(), -1, "", ""
 
     def show(self) -> None:

@@ -75,7 +75,7 @@ class Ended:
     seconds: float
     lines: tuple[str, ...]  # last lines of stdout and stderr, without messages
     #: Merged fields of its messages; later ones replace earlier ones.
-    told: dict[str, Any] = field(default_factory=dict)
+    reported: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -84,7 +84,7 @@ class Ended:
     @property
     def how(self) -> str:
         """How it ended, such as ``ended by signal 11 (SIGSEGV) while shutting down``."""
-        stage = f" while {self.told['stage']}" if "stage" in self.told else ""
+        stage = f" while {self.reported['stage']}" if "stage" in self.reported else ""
         if self.status is None:
             return f"hung{stage} and was ended after {self.seconds:.0f} s"
         if self.status < 0:
@@ -124,7 +124,7 @@ class Child:
         self._started = time.monotonic()
         self._lines: list[str] = []
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self.told: dict[str, Any] = {}
+        self.reported: dict[str, Any] = {}
         changed = os.environ | _VARIABLES | dict(environment or {})
         self.process = subprocess.Popen(
             command,
@@ -165,7 +165,7 @@ class Child:
                 self._reader.join(timeout=5)  # the reader may not have delivered all lines yet
             with suppress(queue.Empty):
                 message = self._messages.get(timeout=_POLL if is_alive else 0)
-                self.told |= message
+                self.reported |= message
                 return message
             if not is_alive:
                 return None
@@ -190,8 +190,8 @@ class Child:
         seconds = time.monotonic() - self._started
         self._end()
         while not self._messages.empty():
-            self.told |= self._messages.get()
-        return Ended(status, seconds, tuple(self._lines[-KEPT_LINES:]), self.told)
+            self.reported |= self._messages.get()
+        return Ended(status, seconds, tuple(self._lines[-KEPT_LINES:]), self.reported)
 
     def _end(self) -> None:
         # macOS raises PermissionError if only zombies are left in the group.

@@ -15,9 +15,9 @@ def ignore(stage: str) -> None:
     """Progress that nobody reads."""
 
 
-def ended(status: int | None = 0, lines: tuple[str, ...] = (), **told: object) -> Ended:
+def ended(status: int | None = 0, lines: tuple[str, ...] = (), **reported: object) -> Ended:
     """How a process ended that never was."""
-    return Ended(status, seconds=1.0, lines=lines, told=told)
+    return Ended(status, seconds=1.0, lines=lines, reported=reported)
 
 
 @pytest.fixture

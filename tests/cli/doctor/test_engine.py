@@ -27,12 +27,14 @@ def test_a_model_made_on_the_spot_runs_and_wrong_tokens_are_seen(run_here, monke
         tried = engine.run_child(made, ignore, "engine")
         found = engine.check_in_process(tried)
         assert found.status == "ok", (found.seen, *found.log)
-        assert tried.told["stage"] == "leaving"
-        tokens = tried.told["tokens"]
+        assert tried.reported["stage"] == "leaving"
+        tokens = tried.reported["tokens"]
         assert len(tokens) == 10
         assert engine.compare(made, tried, ignore).status == "ok"
         wrong = {"tokens": [*tokens[:6], (tokens[6] + 1) % 64, *tokens[7:]]}
-        found = engine.compare(made, dataclasses.replace(tried, told=tried.told | wrong), ignore)
+        found = engine.compare(
+            made, dataclasses.replace(tried, reported=tried.reported | wrong), ignore
+        )
     assert found.status == "failed", found.seen
     assert f"token 7 is {wrong['tokens'][6]} where mlx-lm chooses {tokens[6]}" in found.seen
 
@@ -93,7 +95,7 @@ def test_each_runs_with_its_variable_and_the_same_text_is_well(script, monkeypat
     text += f"say(has=[n + '=' + os.environ[n] for n in {names} if n in os.environ])\n"
     tried = engine.try_variants(SOME, ignore, script(text))
     assert set(tried) == SETTINGS
-    assert all(ended.told["has"] == [setting] for setting, ended in tried.items())
+    assert all(ended.reported["has"] == [setting] for setting, ended in tried.items())
     found = engine.check_variants(usual([1]), tried)
     assert found.status == "ok"
     assert "as usual: 0.50 s" in found.seen and "MLX_DISABLE_COMPILE=1: 0.25 s" in found.seen

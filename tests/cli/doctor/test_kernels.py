@@ -142,7 +142,13 @@ def test_a_kernel_that_ends_its_process_costs_its_own_time_only(script):
         "    say(index=index, name=name, seconds=1e-3, moved=10**7)\n"
     )
     found = kernels.time_all(ignore, command)
-    assert [told.get("name") for told in found] == [None, "write", "decode", "gather", "copy"]
+    assert [reported.get("name") for reported in found] == [
+        None,
+        "write",
+        "decode",
+        "gather",
+        "copy",
+    ]
     assert "SIGABRT" in found[2]["failed"]
     table = list(kernels.times_table(found))
     assert "100 GB/s" in table[0]
@@ -164,7 +170,7 @@ def test_the_timing_process_times_every_kernel():
         timeout=300,
     )
     assert result.returncode == 0, result.stderr
-    told = [found for line in result.stdout.splitlines() if (found := child.heard(line))]
-    timed = [found["name"] for found in told if "seconds" in found]
+    reported = [found for line in result.stdout.splitlines() if (found := child.heard(line))]
+    timed = [found["name"] for found in reported if "seconds" in found]
     assert len(timed) == 2 and all("uint8 cache" in name for name in timed)
-    assert all(found["seconds"] > 0 for found in told if "seconds" in found)
+    assert all(found["seconds"] > 0 for found in reported if "seconds" in found)

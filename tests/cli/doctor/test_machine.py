@@ -124,14 +124,14 @@ def test_what_a_user_of_openmp_may_export_is_named(monkeypatch):
     assert "export" not in machine.check_processor(linux).seen
 
 
-def told(available: float) -> dict[str, object]:
+def reported(available: float) -> dict[str, object]:
     memory = {"total": 12 * GIB, "available": available * GIB, "active": 0}
     return {"ram_bytes": 16 * GIB, "memory_bytes": memory}
 
 
 def test_too_little_memory_is_warned_of():
-    assert machine.check_memory(told(4), GIB).status == "ok"
-    found = machine.check_memory(told(1), GIB)
+    assert machine.check_memory(reported(4), GIB).status == "ok"
+    found = machine.check_memory(reported(1), GIB)
     assert found.status == "warning"
     assert "16.0 GiB" in found.seen and "1.0 are free" in found.seen
     assert "close other programs" in found.advice
@@ -209,14 +209,14 @@ def test_a_macs_release_chip_gpu_and_memory_are_told(tmp_path: Path, monkeypatch
         sw_vers="ProductName: macOS\nProductVersion: 26.2\n",
         system_profiler=json.dumps({"SPDisplaysDataType": displays}) + "\n",
     )
-    told = machine.facts()
-    assert (told["chip"], told["gpu_cores"]) == ("Apple M4 Pro", "20")
-    assert (told["memory_bytes"], told["wired_limit_mb"]) == (2**34, 0)
-    assert told["sw_vers"] == ["ProductName: macOS", "ProductVersion: 26.2"]
+    reported = machine.facts()
+    assert (reported["chip"], reported["gpu_cores"]) == ("Apple M4 Pro", "20")
+    assert (reported["memory_bytes"], reported["wired_limit_mb"]) == (2**34, 0)
+    assert reported["sw_vers"] == ["ProductName: macOS", "ProductVersion: 26.2"]
     (tmp_path / "sw_vers").unlink()
     commands(tmp_path, monkeypatch, system_profiler="no JSON\n")
-    told = machine.facts()
-    assert told["sw_vers"] == [] and told["gpu_cores"] is None
+    reported = machine.facts()
+    assert reported["sw_vers"] == [] and reported["gpu_cores"] is None
 
 
 def test_crash_reports_are_named_the_newest_first_and_others_are_not(tmp_path: Path):

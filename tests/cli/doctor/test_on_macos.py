@@ -30,10 +30,10 @@ def test_the_first_releases_of_macos_26_are_warned_of_and_rosetta_fails(tmp_path
     assert found["GPU driver"]["status"] == "warning"
     wired = json.loads(report.read_text())["wired_bytes"]
     assert min(wired["before"], wired["after"]) > 0
-    told = json.loads(report.read_text())["machine"]
-    assert told["sw_vers"] == []  # the double has no such command
-    assert told["memory_bytes"] > 2**30
-    assert told["wired_limit_mb"] is None  # the double's kernel has no such number
+    reported = json.loads(report.read_text())["machine"]
+    assert reported["sw_vers"] == []  # the double has no such command
+    assert reported["memory_bytes"] > 2**30
+    assert reported["wired_limit_mb"] is None  # the double's kernel has no such number
     full = {"DARWIN_DOUBLE_AVAILABLE": "1000000000", "DARWIN_DOUBLE_FILES": "0"}
     full["DARWIN_DOUBLE_LEVEL"] = "3"
     result = run(command, timeout=120, DARWIN_DOUBLE_ROSETTA="1", **full)

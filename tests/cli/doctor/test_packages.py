@@ -70,7 +70,7 @@ def test_mlx_computes_in_a_process_with_all_imports(run_here, monkeypatch, proce
     tried = packages.try_in_vllm(ignore)
     found = packages.check_in_vllm(tried, metal=mx.metal.is_available())
     assert found.status == "ok", (found.seen, *tried.lines)
-    assert tried.told["product"] == 262144
+    assert tried.reported["product"] == 262144
     assert "transformers 5." in found.seen
     assert not any("slow BLAS" in line for line in tried.lines)  # MLX came last, as in an engine
 

@@ -151,18 +151,22 @@ def test_the_process_says_what_it_finds(capsys):
         patch.setattr(tuning, "shares", lambda layer, stopwatch: [Share("one", 1, 1.0, None)])
         tuning.tune([layer, layer], Once(), None, [once])
         first = [
-            told for line in capsys.readouterr().out.splitlines() if (told := child.heard(line))
+            reported
+            for line in capsys.readouterr().out.splitlines()
+            if (reported := child.heard(line))
         ]
         tuning.tune([layer], Once(), -1.0, [decode_rows.CHOICE])
         late = [
-            told for line in capsys.readouterr().out.splitlines() if (told := child.heard(line))
+            reported
+            for line in capsys.readouterr().out.splitlines()
+            if (reported := child.heard(line))
         ]
-    (chosen,) = (told for told in first if "chosen" in told)
+    (chosen,) = (reported for reported in first if "chosen" in reported)
     assert chosen["kind"] is None and set(chosen["values"]) == {"decode_rows"}
-    assert [told["left"] for told in first if "left" in told] == [[]]
-    (shares,) = (told["shares"] for told in first if "shares" in told)
+    assert [reported["left"] for reported in first if "left" in reported] == [[]]
+    (shares,) = (reported["shares"] for reported in first if "shares" in reported)
     assert shares == [{"name": "one", "moved": 1, "ours": 1.0, "mlx": None}]
-    assert not any("chosen" in told for told in late)
+    assert not any("chosen" in reported for reported in late)
     assert late[-1]["left"] == [f"tiles of drafts ({case})"]
 
 
@@ -214,5 +218,5 @@ def test_a_process_for_one_value_says_its_windows():
         timeout=300,
     )
     assert result.returncode == 0, result.stderr
-    told = [told for line in result.stdout.splitlines() if (told := child.heard(line))]
-    assert len(told[-1].get("windows", [])) == 5 or "unsteady" in told[-1]
+    reported = [reported for line in result.stdout.splitlines() if (reported := child.heard(line))]
+    assert len(reported[-1].get("windows", [])) == 5 or "unsteady" in reported[-1]

@@ -53,8 +53,8 @@ def test_learned_tokens_extend_what_the_host_knows():
     requests = make()
     state = requests.add_request(new_request("a", [5, 6], ([1], [2])))
     outputs = state.output_token_ids
-    requests.learn(state, [11])
-    requests.learn(state, [12])
+    requests.append_tokens(state, [11])
+    requests.append_tokens(state, [12])
     assert outputs == [11, 12]
     assert requests.num_known_np[state.req_idx] == 4
     assert requests.token_ids_np[state.req_idx, :4].tolist() == [5, 6, 11, 12]
@@ -65,13 +65,13 @@ def test_a_token_learned_after_resume_or_removal_goes_nowhere():
     old = requests.add_request(new_request("a", [5, 6], ([1], [2])))
     assert requests.preempt_request("a") is old
     new = requests.resume_request("a", [5, 6, 11], ([3], [4]), num_computed_tokens=0)
-    requests.learn(old, [99])
+    requests.append_tokens(old, [99])
     assert new.output_token_ids == [11]
     assert requests.num_known_np[new.req_idx] == 3
     assert requests.block_tables.tables_np[0][new.req_idx, 0] == 3
     requests.remove_request("a")
     other = requests.add_request(new_request("b", [1], ([5], [6])))
-    requests.learn(new, [99])
+    requests.append_tokens(new, [99])
     assert other.req_idx == new.req_idx and requests.num_known_np[other.req_idx] == 1
 
 
@@ -119,7 +119,7 @@ def test_request_indices_are_given_again():
 def test_a_preempted_request_leaves_its_request_index_to_others():
     requests = make()
     preempted = requests.add_request(new_request("a", [5, 6], ([1], [1])))
-    requests.learn(preempted, [7])
+    requests.append_tokens(preempted, [7])
     assert requests.preempt_request("a") is preempted
     assert requests.preempt_request("a") is None and "a" not in requests
     others = [requests.add_request(new_request(name, [1], ([2], [2]))) for name in ("b", "c")]
@@ -186,7 +186,7 @@ def test_a_request_of_a_model_without_blocks_resumes():
 def test_by_the_second_contract_a_request_resumes_as_a_new_one():
     requests = make()
     old = requests.add_request(new_request("a", [5, 6], ([1], [2])))
-    requests.learn(old, [11, 12])
+    requests.append_tokens(old, [11, 12])
     assert requests.apply(word(preempted_req_ids={"a"})).left == [old]
     tokens = [5, 6, 11, 12, 13]  # the scheduler's own list; the last one came after the preemption
     back = replace(new_request("a", [5, 6], ([3], [4]), 3), prefill_token_ids=tokens)
@@ -210,7 +210,7 @@ def test_the_next_turn_of_a_session_takes_the_place_of_the_one_before(told_of_th
     requests, prompt = make(), [5, 6]  # vLLM's own list, which it lengthens
     (before,) = requests.apply(next_turn(prompt, ([1], [2]), 0)).entered
     requests.note_sampled(np.array([before.req_idx]))
-    requests.learn(before, [7])
+    requests.append_tokens(before, [7])
     for number in range(4):  # more than there are rows
         requests.note_sampled(np.array([before.req_idx]))  # a step in flight when the turn ended
         left = [before]
@@ -222,7 +222,7 @@ def test_the_next_turn_of_a_session_takes_the_place_of_the_one_before(told_of_th
         changes = requests.apply(next_turn(prompt, ([1, 3], [2, 4]), len(prompt) - 1))
         (turn,) = changes.entered
         assert changes.left == left and not changes.failed
-        requests.learn(before, [99])  # its token comes late, and goes nowhere
+        requests.append_tokens(before, [99])  # its token comes late, and goes nowhere
         row = turn.req_idx
         assert turn.output_token_ids == [] and turn.prompt_token_ids == prompt
         assert before.prompt_token_ids == prompt[:-1]
@@ -270,7 +270,7 @@ def test_all_that_was_sampled_counts_until_it_is_known_what_is_kept():
     assert requests.num_tokens_np[state.req_idx] == 6
     assert requests.num_computed_tokens_np[state.req_idx] == 5
     requests.note_sampled(req_indices, np.array([2]))  # by the next step
-    requests.learn(state, [11, 12], num_rejected=2)
+    requests.append_tokens(state, [11, 12], num_rejected=2)
     assert requests.num_known_np[state.req_idx] == 4
     assert requests.num_tokens_np[state.req_idx] == 6  # the two of the next step follow
     assert requests.num_known_before_np[state.req_idx] == 2

@@ -160,7 +160,7 @@ def test_a_state_goes_back_to_the_last_accepted_token(model, config, pool, accep
     drafts[accepted:] = (drafts[accepted:] + 1) % VOCAB
     rows = np.concatenate([truth[20:21], drafts])
     server.step([(0, 20, rows), (1, 20, other[20:21])], drafts=(3, 0))
-    server.paged.learn(server.rows, np.array([accepted, 4], np.int32))
+    server.paged.record_accepted(server.rows, np.array([accepted, 4], np.int32))
     ends = 21 + accepted
     found = server.step([(0, ends, truth[ends:]), (1, 21, other[21:])])
     close(found[0], dense(model, truth)[ends:])

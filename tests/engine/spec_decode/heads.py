@@ -283,7 +283,9 @@ class Bench:
             for req_idx, end, of_request in zip(req_indices, ends, drafts, strict=True)
         ]
         if self.executor.keeps_states:
-            self.executor.learn(rows, spans.query_start_loc_np[1:] - 1 - counts + accepted)
+            self.executor.record_accepted(
+                rows, spans.query_start_loc_np[1:] - 1 - counts + accepted
+            )
         return counts.tolist()
 
     def check(self, req_idx, drafts):

@@ -85,7 +85,7 @@ class Generation:
 
     def _take(self, count):
         self.requests.note_sampled(np.array([0]), count)
-        self.requests.learn(self.state, self.text[self.length : self.length + count])
+        self.requests.append_tokens(self.state, self.text[self.length : self.length + count])
 
     def step(self):
         """Verifies a step's drafts; its drafts, and whether they are copied."""
@@ -111,7 +111,7 @@ class Generation:
         output = SimpleNamespace(
             batch=batch, token_ids=list, num_accepted=lambda: np.array([num_accepted])
         )
-        self.speculator.learn([output])
+        self.speculator.record([output])
         return drafts, copied
 
     def run(self):

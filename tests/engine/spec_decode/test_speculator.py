@@ -58,7 +58,7 @@ def test_no_step_has_more_drafts_than_memory_is_set_aside_for(reserved, most):
         for name, (count, awaiting) in zip(requests, reserved, strict=True)
     }
     rows = {name: 1 + len(drafts) for name, drafts in known.items()}
-    for each in (speculator, speculator.twin()):
+    for each in (speculator, speculator.for_warm_up()):
         found = each.step_drafts(rows, known)
         counts, wanted = found.counts_np.tolist(), [count for count, _ in reserved]
         assert all(np.array(counts) <= wanted)
@@ -102,7 +102,7 @@ def test_past_outputs_are_drafts_for_requests_of_the_same_salt():
             found = speculator.step_drafts({"r": 1 + K}, {"r": [-1] * K})
             if token is not None:
                 requests.note_sampled(np.array([state.req_idx]))
-                requests.learn(state, [token])
+                requests.append_tokens(state, [token])
         requests.remove_request("r")
         speculator.leave(state.req_idx)
         return np.array(found.token_ids)[0, : found.counts_np[0]].tolist()

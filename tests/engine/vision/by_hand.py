@@ -120,5 +120,5 @@ class ByHand:
         """The request has this token next, as if it had been sampled."""
         state = self.requests[req_id]
         self.requests.note_sampled(np.array([state.req_idx], np.int32))
-        self.requests.learn(state, [token])
+        self.requests.append_tokens(state, [token])
         self.known[req_id] = [*self.known[req_id], token]

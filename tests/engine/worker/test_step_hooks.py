@@ -58,8 +58,8 @@ class Runner(ModelRunner):
             self._raising.clear()
             raise RuntimeError("out of memory")
 
-    def learn(self, scheduler_output=None):
-        self._call("learn")
+    def process_outputs(self, scheduler_output=None):
+        self._call("process_outputs")
 
     def update_requests(self, scheduler_output):
         self._call("update requests")
@@ -115,7 +115,7 @@ def test_a_step_is_between_its_hooks_and_its_result_tells_of_transfers():
     assert result.figures == {"shelf": {"transfers": 1}}
     assert calls == [
         ("pool made", 0),
-        "learn",
+        "process_outputs",
         ("before", ["a"], True),
         "update requests",
         "update blocks",
@@ -135,7 +135,7 @@ def test_a_step_without_requests_has_its_hooks_too():
     assert result.kv_connector_output.finished_recving == {"transfer 1"}
     assert result.figures == {"shelf": {"transfers": 1}}
     assert calls[1:] == [
-        "learn",
+        "process_outputs",
         ("before", [], True),
         "update requests",
         "update blocks",
@@ -144,7 +144,7 @@ def test_a_step_without_requests_has_its_hooks_too():
     ]
 
 
-@pytest.mark.parametrize("raising", ["learn", "forward", "sample", "output"])
+@pytest.mark.parametrize("raising", ["process_outputs", "forward", "sample", "output"])
 def test_what_became_of_transfers_is_told_when_the_step_fails(raising):
     runner, calls = make(raising)
     result = step(runner)

@@ -115,7 +115,7 @@ def test_calls_are_noted_with_their_shapes_and_survive_json():
         mx.zeros(shape, getattr(mx, dtype)) for shape, dtype in CALLS["gated_delta"].arguments[:3]
     ]
     gates = [mx.zeros((1, 1, 4), mx.bfloat16)] * 2
-    before = getattr(gated_delta, entry.twin)
+    before = getattr(gated_delta, entry.counterpart)
     with library_kernels.noted() as calls:
         for _ in range(2):
             gated_delta.gated_delta_update(*rows, *gates, mx.zeros(4), mx.zeros(4))
@@ -124,7 +124,7 @@ def test_calls_are_noted_with_their_shapes_and_survive_json():
         )
         ssm.ssm_update(x, a_log, b, c, d, dt, bias, None, (0.001, 100.0))
     assert calls == [CALLS["gated_delta"], CALLS["ssm"]]
-    assert getattr(gated_delta, entry.twin) is before
+    assert getattr(gated_delta, entry.counterpart) is before
     for call in calls:
         assert Call.from_json(json.loads(json.dumps(asdict(call)))) == call
 

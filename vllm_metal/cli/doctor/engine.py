@@ -67,14 +67,14 @@ def check_in_process(tried: Ended) -> Finding:
     """Checks that the engine generated all tokens and ended without an error."""
     name = "engine, in one process"
     if not tried.ok:
-        advice = _ADVICE.get(tried.told.get("stage", "starting"), REPORT_BUG)
+        advice = _ADVICE.get(tried.reported.get("stage", "starting"), REPORT_BUG)
         return Finding(name, "failed", tried.how, advice, tried.lines)
-    tokens = tried.told.get("tokens", [])
+    tokens = tried.reported.get("tokens", [])
     if len(tokens) != NUM_TOKENS:
         seen = f"gave {len(tokens)} tokens, not {NUM_TOKENS}"
         return Finding(name, "failed", seen, REPORT_BUG, tried.lines)
     seen = (
-        f"{NUM_TOKENS} tokens in {tried.told['answer_seconds']:.1f} s; started and shut down "
+        f"{NUM_TOKENS} tokens in {tried.reported['answer_seconds']:.1f} s; started and shut down "
         f"without an error, {tried.seconds:.0f} s in all"
     )
     return Finding(name, "ok", seen, log=tried.lines)
@@ -83,7 +83,7 @@ def check_in_process(tried: Ended) -> Finding:
 def compare(model: Model, tried: Ended, progress: Progress) -> Finding:
     """Runs mlx-lm alone, and checks that it would choose the same tokens, up to rounding."""
     name = "engine's tokens"
-    prompt, tokens = (json.dumps(tried.told[key]) for key in ("prompt", "tokens"))
+    prompt, tokens = (json.dumps(tried.reported[key]) for key in ("prompt", "tokens"))
     judged = run_child(model, progress, "mlx_lm_alone", "judge", prompt, tokens)
     if not judged.ok:
         seen = f"not compared: the process that runs mlx-lm alone {judged.how}"
@@ -93,12 +93,12 @@ def compare(model: Model, tried: Ended, progress: Progress) -> Finding:
 
 def judge(tried: Ended, judged: Ended) -> Finding:
     """Compares the chosen tokens with mlx-lm's logits; see children.mlx_lm_alone."""
-    name, result = "engine's tokens", judged.told
+    name, result = "engine's tokens", judged.reported
     shares = [
         behind / max(spread, 1e-6)  # avoids division by zero if all logits are equal
         for behind, spread in zip(result["behind"], result["spread"], strict=True)
     ]
-    text = f"{tried.told['text']!r} after {PROMPT!r}"
+    text = f"{tried.reported['text']!r} after {PROMPT!r}"
     if max(shares) <= ALLOWED_BEHIND:
         same = sum(share == 0 for share in shares)
         seen = f"{text}: {same} of {len(shares)} are mlx-lm's own choice"
@@ -106,7 +106,7 @@ def judge(tried: Ended, judged: Ended) -> Finding:
         return Finding(name, "ok", seen + near)
     first = next(index for index, share in enumerate(shares) if share > ALLOWED_BEHIND)
     seen = (
-        f"{text}: token {first + 1} is {tried.told['tokens'][first]} where mlx-lm chooses "
+        f"{text}: token {first + 1} is {tried.reported['tokens'][first]} where mlx-lm chooses "
         f"{result['choices'][first]}, likelier by {result['behind'][first]:.1f} in log-probability"
     )
     advice = "If VLLM_METAL_KERNELS=mlx makes it pass, serve with that. " + REPORT_BUG
@@ -135,10 +135,10 @@ def check_variants(usual: Ended, tried: Mapping[str, Ended]) -> Finding:
             log += [f"{setting}: {line}" for line in ended.lines]
             differ = True
             continue
-        same = ended.told["tokens"] == usual.told["tokens"]
+        same = ended.reported["tokens"] == usual.reported["tokens"]
         differ |= not same
         parts.append(
-            _answer(setting, ended) + ("" if same else f", other text: {ended.told['text']!r}")
+            _answer(setting, ended) + ("" if same else f", other text: {ended.reported['text']!r}")
         )
     seen = "; ".join(parts)
     if differ:
@@ -151,4 +151,4 @@ def check_variants(usual: Ended, tried: Mapping[str, Ended]) -> Finding:
 
 
 def _answer(setting: str, ended: Ended) -> str:
-    return f"{setting}: {ended.told['answer_seconds']:.2f} s"
+    return f"{setting}: {ended.reported['answer_seconds']:.2f} s"

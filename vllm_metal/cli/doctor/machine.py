@@ -211,7 +211,7 @@ def look_at_device(progress: Progress) -> Ended:
 
 def check_device(looked: Ended, requested: envs.Device | None) -> Finding:
     """Checks that MLX runs on the requested device."""
-    reported = looked.told
+    reported = looked.reported
     if not looked.ok:
         advice = (
             "The last lines say why. If MLX was installed for another system or processor, install "
@@ -230,15 +230,15 @@ def check_device(looked: Ended, requested: envs.Device | None) -> Finding:
     return Finding("MLX", "ok", seen)
 
 
-def check_memory(told: dict[str, Any], weights: int) -> Finding:
+def check_memory(reported: dict[str, Any], weights: int) -> Finding:
     """Checks that the model to try fits into the free memory.
 
-    `told`: message of the process of `look_at_device`; `weights`: bytes.
+    `reported`: message of the process of `look_at_device`; `weights`: bytes.
     """
-    memory, needed = told["memory_bytes"], weights + PROCESSES_BYTES
+    memory, needed = reported["memory_bytes"], weights + PROCESSES_BYTES
     seen = (
-        f"{told['ram_bytes'] / GIB:.1f} GiB, of which MLX may use {memory['total'] / GIB:.1f} and "
-        f"{memory['available'] / GIB:.1f} are free"
+        f"{reported['ram_bytes'] / GIB:.1f} GiB, of which MLX may use {memory['total'] / GIB:.1f} "
+        f"and {memory['available'] / GIB:.1f} are free"
     )
     if memory["available"] >= needed:
         return Finding("memory", "ok", seen)

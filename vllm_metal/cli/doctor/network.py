@@ -37,7 +37,7 @@ class Network:
         return {address for each in self.interfaces.values() for address in each}
 
     @property
-    def told(self) -> str:
+    def interface_list(self) -> str:
         """Lists the interfaces that reach other machines, with addresses, for the advice."""
         return ", ".join(
             f"{name} {' '.join(others)}"
@@ -87,7 +87,7 @@ def check_host_ip(network: Network) -> Finding:
     """Checks that the address announced to other machines belongs to this one."""
     seen = f"{_HOST_IP}={network.host_ip}"
     if network.host_ip not in network.addresses:
-        advice = f"Set it to an address that this machine has: {network.told}."
+        advice = f"Set it to an address that this machine has: {network.interface_list}."
         return Finding("address", "failed", f"{seen} is not an address of this machine", advice)
     where = network.interface_of(network.host_ip)
     if network.interface and where not in network.interface.split(","):
@@ -103,7 +103,9 @@ def check_interface(network: Network) -> Finding:
     missing = [name for name in network.interface.split(",") if name not in network.interfaces]
     if missing:
         seen = f"{seen}: there is no {', '.join(missing)} with an address"
-        return Finding("interface", "failed", seen, f"Choose one of these: {network.told}.")
+        return Finding(
+            "interface", "failed", seen, f"Choose one of these: {network.interface_list}."
+        )
     return Finding("interface", "ok", seen)
 
 

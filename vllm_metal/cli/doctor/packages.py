@@ -55,7 +55,7 @@ def ask_vllm(progress: Progress) -> Ended:
 
 def check_platform(asked: Ended) -> Finding:
     """Checks that vLLM chooses this plugin."""
-    chosen = asked.told.get("platform")
+    chosen = asked.reported.get("platform")
     if chosen is None:
         advice = (
             "The last lines say why. If several platform plugins are installed, choose this one: "
@@ -66,10 +66,10 @@ def check_platform(asked: Ended) -> Finding:
         )
     if chosen == vllm_metal.PLATFORM:
         return Finding("platform", "ok", f"vLLM chooses {chosen}")
-    found = ", ".join(asked.told["plugins"]) or "none"
+    found = ", ".join(asked.reported["plugins"]) or "none"
     seen = f"vLLM chooses {chosen}, not this plugin; platform plugins found: {found}"
     return Finding(
-        "platform", "failed", seen, _advice_on_choice(asked.told["plugins"]), asked.lines
+        "platform", "failed", seen, _advice_on_choice(asked.reported["plugins"]), asked.lines
     )
 
 
@@ -108,7 +108,7 @@ def check_in_vllm(tried: Ended, metal: bool) -> Finding:
     # whose import fails. MLX then found no Metal device in a vLLM process, although it did after a
     # bare `import mlx.core` (https://github.com/vllm-project/vllm-metal/pull/471).
     name = "MLX within vLLM"
-    reported, version = tried.told, tried.told.get("transformers", "of unknown version")
+    reported, version = tried.reported, tried.reported.get("transformers", "of unknown version")
     advice = (
         "Install the transformers of the lock file: pip install --requirement "
         "requirements/macos.txt in the clone. If that does not help, attach the report to a bug "

@@ -82,8 +82,10 @@ def _look_at_machine(report: Report, model_name: str | None) -> Ended:
     probe = machine.look_at_device(report.progress)
     report.add(machine.check_device(probe, _requested()))
     if probe.ok:
-        report.add_facts(**{name: value for name, value in probe.told.items() if name != "stage"})
-        report.add(machine.check_memory(probe.told, model.expected_weights(model_name)))
+        report.add_facts(
+            **{name: value for name, value in probe.reported.items() if name != "stage"}
+        )
+        report.add(machine.check_memory(probe.reported, model.expected_weights(model_name)))
     return probe
 
 
@@ -105,11 +107,11 @@ def _try_engine(report: Report, probe: Ended, args: Namespace) -> None:
     report.announce("asking vLLM which platform it chooses (some seconds)")
     asked = packages.ask_vllm(report.progress)
     report.add(packages.check_platform(asked))
-    if asked.told.get("platform") != vllm_metal.PLATFORM:
+    if asked.reported.get("platform") != vllm_metal.PLATFORM:
         report.add(Finding("engine", "warning", "not tried: vLLM does not choose this plugin"))
         return
     within = packages.try_in_vllm(report.progress)
-    report.add(packages.check_in_vllm(within, metal=probe.told["device"] == "metal"))
+    report.add(packages.check_in_vllm(within, metal=probe.reported["device"] == "metal"))
     with _model(report, args.model) as chosen:
         report.announce(f"an engine with {chosen.name} (half a minute, large models longer)")
         tried = engine.run_child(chosen, report.progress, "engine")
@@ -137,10 +139,10 @@ def _time_engine(report: Report, chosen: Model, quick: bool) -> None:
         report.add(speed.check_speed(timed, timed))
         return
     # mlx-lm gets the engine's dtype and lengths.
-    arguments = (str(timed.told[name]) for name in ("dtype", "num_prompt", "num_answer"))
+    arguments = (str(timed.reported[name]) for name in ("dtype", "num_prompt", "num_answer"))
     alone = engine.run_child(chosen, report.progress, "mlx_lm_alone", "time", *arguments)
     report.add(speed.check_speed(timed, alone, _requested()))
-    report.add_facts(speed={"engine": timed.told, "mlx-lm": alone.told})
+    report.add_facts(speed={"engine": timed.reported, "mlx-lm": alone.reported})
 
 
 @contextmanager
@@ -189,7 +191,7 @@ def _try_kernels(report: Report, probe: Ended, args: Namespace) -> None:
         seen = "not run: without a Metal device they need an interpreter"
         report.add(Finding("kernels", "warning", seen, advice))
         return
-    on_metal = bool(probe.told["metal"])
+    on_metal = bool(probe.reported["metal"])
     wanted = kernels.wanted_cases(args.quick, args.all)
     record = Record() if on_metal else None  # interpreted results do not apply to a GPU
     if args.again and record is not None:

@@ -70,12 +70,12 @@ def try_server(
         stages = _stages(child, client, limits, idle_seconds)
         try:
             for stage in stages:
-                child.told["stage"] = stage
+                child.reported["stage"] = stage
                 progress(stage)
         except TookTooLong:
             return _failed(child.ended(None))
         except (httpx.HTTPError, ValueError, WrongAnswer) as error:
-            seen = f"{type(error).__name__} while {child.told['stage']}: {error}"
+            seen = f"{type(error).__name__} while {child.reported['stage']}: {error}"
             return Finding(_NAME, "failed", seen, REPORT_BUG, child.ended(None).lines)
         ended = child.wait(limits["shutting down"])
     return _failed(ended) if not ended.ok else _passed(ended)
@@ -95,13 +95,13 @@ def _stages(
     if not _is_up(child, client, limits["loading the model"]):
         return
     yield "answering"
-    child.told |= _ask(client, limits["answering"])
+    child.reported |= _ask(client, limits["answering"])
     if (generated := _metric(client)) < NUM_TOKENS:
         raise WrongAnswer(f"/metrics says {_GENERATED} {generated:g} after {NUM_TOKENS} tokens")
     again = _ask(client, limits["answering"])
     time.sleep(idle_seconds)
     after = _ask(client, limits["answering"])
-    child.told |= {
+    child.reported |= {
         "again_first_seconds": again["first_seconds"],
         "idle_seconds": idle_seconds,
         "idle_first_seconds": after["first_seconds"],
@@ -171,15 +171,15 @@ def _metric(client: httpx.Client) -> float:
 
 
 def _failed(ended: Ended) -> Finding:
-    advice = _ADVICE.get(ended.told["stage"], REPORT_BUG)
+    advice = _ADVICE.get(ended.reported["stage"], REPORT_BUG)
     return Finding(_NAME, "failed", ended.how, advice, ended.lines)
 
 
 def _passed(ended: Ended) -> Finding:
-    if ended.told["stage"] != "shutting down":
-        seen = f"ended by itself with exit status 0 while {ended.told['stage']}"
+    if ended.reported["stage"] != "shutting down":
+        seen = f"ended by itself with exit status 0 while {ended.reported['stage']}"
         return Finding(_NAME, "failed", seen, REPORT_BUG, ended.lines)
-    took = ended.told
+    took = ended.reported
     seen = (
         f"{NUM_TOKENS} tokens streamed in {took['answer_seconds']:.1f} s, the first after "
         f"{took['first_seconds']:.1f} (asked again: {took['again_first_seconds']:.2f}, and "

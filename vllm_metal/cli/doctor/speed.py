@@ -37,15 +37,17 @@ def check_speed(timed: Ended, alone: Ended, device: Device | None = None) -> Fin
         if not tried.ok:
             seen = f"not compared: {owner} process {tried.how}"
             return Finding(name, "warning", seen, REPORT_IT, tried.lines)
-    ratios = {phase: timed.told[phase] / alone.told[phase] for phase in ("prefill", "decode")}
+    ratios = {
+        phase: timed.reported[phase] / alone.reported[phase] for phase in ("prefill", "decode")
+    }
     seen = ", ".join(
-        f"{phase} {timed.told[phase]:.0f} tokens a second, {ratios[phase]:.2f} of mlx-lm's "
-        f"{alone.told[phase]:.0f}"
+        f"{phase} {timed.reported[phase]:.0f} tokens a second, {ratios[phase]:.2f} of mlx-lm's "
+        f"{alone.reported[phase]:.0f}"
         for phase in ratios
     )
     seen += (
-        f"; with a KV cache for {timed.told['pool_tokens']} tokens, "
-        f"{timed.told['active_bytes'] / GIB:.2f} GiB with the weights"
+        f"; with a KV cache for {timed.reported['pool_tokens']} tokens, "
+        f"{timed.reported['active_bytes'] / GIB:.2f} GiB with the weights"
     )
     if device == "cpu":
         seen += "; on a CPU, so that it says nothing of a Mac's GPU"
@@ -54,14 +56,14 @@ def check_speed(timed: Ended, alone: Ended, device: Device | None = None) -> Fin
             "A model of some hundred million parameters may be so slow, a larger one should not: "
             f"close other programs, and try yours with --model NAME. {REPORT_IT}"
         )
-        if alone.told.get("parameters", 0) >= LARGE:
+        if alone.reported.get("parameters", 0) >= LARGE:
             advice = f"Close other programs, and try again. {REPORT_IT}"
         return Finding(name, "warning", seen, advice, timed.lines)
     return Finding(name, "ok", seen, log=timed.lines)
 
 
 def _least(alone: Ended) -> float:
-    return LEAST_RATIO_LARGE if alone.told.get("parameters", 0) >= LARGE else LEAST_RATIO
+    return LEAST_RATIO_LARGE if alone.reported.get("parameters", 0) >= LARGE else LEAST_RATIO
 
 
 def check_idle(timed: Ended) -> Finding:
@@ -70,7 +72,7 @@ def check_idle(timed: Ended) -> Finding:
     if not timed.ok:
         seen = f"not timed: the engine's process {timed.how}"
         return Finding(name, "warning", seen, REPORT_IT, timed.lines)
-    reported = timed.told
+    reported = timed.reported
     usual, after = reported["step_seconds"], reported["step_after_idle_seconds"]
     seen = (
         f"{1000 * after:.1f} ms after {reported['idle_seconds']:g} s, {1000 * usual:.1f} at once: "

@@ -73,7 +73,7 @@ def run(args: Namespace) -> int:
             "doctor --tune times a Mac's GPU: run it on one, with VLLM_METAL_DEVICE unset"
         )
     probe = machine.look_at_device(lambda stage: None)
-    if probe.told.get("device") != "metal":
+    if probe.reported.get("device") != "metal":
         raise ValueError("doctor --tune times a Mac's GPU, and MLX finds none here")
     report = Report(args.report)
     report.add_facts(versions=packages.versions(), environment=dict(machine.settings()))

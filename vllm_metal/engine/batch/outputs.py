@@ -92,7 +92,9 @@ class StepOutput:
                 rows = zip(self.batch.sampling_np.tolist(), *self._kept_rows(), lens, strict=True)
                 for index, start, stop, count in rows:
                     self._token_ids[index] = kept = sampled[start:stop]
-                    self._requests.learn(self.batch.requests[index], kept, count - len(kept))
+                    self._requests.append_tokens(
+                        self.batch.requests[index], kept, count - len(kept)
+                    )
         return self._token_ids
 
     @property

@@ -183,7 +183,7 @@ class Requests:
         kept = self.token_ids_np[state.req_idx, known:computed].tolist()
         news = cached.new_token_ids[index][max(known - computed, 0) :]
         if kept or news:
-            self.learn(state, [*kept, *news])
+            self.append_tokens(state, [*kept, *news])
 
     def add_request(self, data: NewRequestData) -> RequestState:
         """Adds a request when it, or a session's turn of it, is first scheduled.
@@ -207,8 +207,8 @@ class Requests:
     ) -> RequestState:
         """Resumes a preempted request with the tokens that the scheduler has of it.
 
-        Makes a new state: if the host reads a token that was sampled before the preemption, `learn`
-        drops it, since it comes with the old state.
+        Makes a new state: if the host reads a token that was sampled before the preemption,
+        `append_tokens` drops it, since it comes with the old state.
         """
         old = self._preempted.pop(req_id)
         output_token_ids = all_token_ids[old.num_prompt_tokens :]
@@ -261,7 +261,9 @@ class Requests:
         known, width = int(self.num_known_np[req_idx]), self.token_ids_np.shape[1]
         self.token_ids_np[req_idx, known : known + len(token_ids)] = token_ids[: width - known]
 
-    def learn(self, state: RequestState, token_ids: list[int], num_rejected: int = 0) -> None:
+    def append_tokens(
+        self, state: RequestState, token_ids: list[int], num_rejected: int = 0
+    ) -> None:
         """Appends sampled tokens that the host has read; ignores a state that is no longer current.
 
         Args:

@@ -217,7 +217,7 @@ class LargestStep:
         rows = self.rows
         starts = rows.query_start_loc_np
         counts = np.diff(starts)
-        self.layers.learn(rows, starts[1:] - 1)
+        self.layers.record_accepted(rows, starts[1:] - 1)
         positions = rows.positions_np + np.repeat(counts, counts)
         following = replace(
             rows,

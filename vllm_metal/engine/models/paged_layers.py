@@ -96,7 +96,7 @@ class PagedLayers:
         self.needs_outcome = bool(self._restorable) or not all(
             scope.by_kernels for scope in self._sequences
         )
-        #: Whether `learn` has any effect.
+        #: Whether `record_accepted` has any effect.
         self.keeps_states = bool(self._restorable or self._sequences)
         own = [layer_states[layer.name] for layer in layers]
         #: This network's own layer states, each after the storage that contains it.
@@ -116,7 +116,7 @@ class PagedLayers:
                 sources, targets = np.array(copied, np.int32).T
                 storage.copy_blocks(sources, targets)
 
-    def learn(self, rows: Rows, last_rows_np: np.ndarray) -> None:
+    def record_accepted(self, rows: Rows, last_rows_np: np.ndarray) -> None:
         """Passes a step's accepted drafts to layers with recurrent state.
 
         Call it in the order of the steps. `last_rows_np` is [R] int32: for each request of the
@@ -132,7 +132,7 @@ class PagedLayers:
         for scope in self._sequences:
             scope.kept.remove_request(req_idx)
 
-    def settle(self, req_indices_np: np.ndarray | None = None) -> None:
+    def flush_states(self, req_indices_np: np.ndarray | None = None) -> None:
         """Applies all accepted drafts that the host knows of to recurrent states in blocks.
 
         Call it between steps, for requests ([n] int32, None for all) whose blocks will be reused by

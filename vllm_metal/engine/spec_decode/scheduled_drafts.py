@@ -27,7 +27,7 @@ class ScheduledDrafts(Speculator):
         lengths = DraftLengths(num_drafts)
         super().__init__(requests, _Nothing(num_drafts), lengths, num_drafts, most_drafts)
 
-    def learn(self, outputs: Sequence[StepOutput]) -> None:
+    def record(self, outputs: Sequence[StepOutput]) -> None:
         return
 
     def step_drafts(

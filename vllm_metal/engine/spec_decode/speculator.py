@@ -69,7 +69,7 @@ class Speculator(PerRequestState):
         self._last_finish: float | None = None
         self._num_judged = 0  # drafts verified so far
 
-    def twin(self) -> Speculator:
+    def for_warm_up(self) -> Speculator:
         """A copy for warm-up steps, which drafts as much as it can and records nothing here."""
         lengths = DraftLengths(self.num_drafts)
         return Speculator(
@@ -94,17 +94,17 @@ class Speculator(PerRequestState):
         known_np = requests.num_known_np[indices_np]
         return self._lookup.update(requests.token_ids_np, indices_np, known_np)
 
-    def learn(self, outputs: Sequence[StepOutput]) -> None:
+    def record(self, outputs: Sequence[StepOutput]) -> None:
         """Records what steps sampled and accepted; call it once per step, in order.
 
         Waits for the device if the host has not read the steps' tokens.
         """
         for output in outputs:
-            self._learn(output)
+            self._record(output)
             if len(outputs) > 1:  # the host has not seen when each of them ended
                 self._last_finish = None
 
-    def _learn(self, output: StepOutput) -> None:
+    def _record(self, output: StepOutput) -> None:
         output.token_ids()
         batch, now = output.batch, time.perf_counter()
         sampling = batch.sampling_np
@@ -163,9 +163,9 @@ class Speculator(PerRequestState):
         token_ids, counts = drafts.token_ids, drafts.counts_np
         if (room > 0).any() and not awaiting[room > 0].all():
             lists = [[token for token in drafts if token >= 0] for drafts in known]
-            told = Drafts.of_lists(lists, token_ids.shape[1])
-            token_ids = mx.where(mx.array(awaiting)[:, None], token_ids, told.token_ids)
-            counts = np.where(awaiting, counts, told.counts_np)
+            from_text = Drafts.of_lists(lists, token_ids.shape[1])
+            token_ids = mx.where(mx.array(awaiting)[:, None], token_ids, from_text.token_ids)
+            counts = np.where(awaiting, counts, from_text.counts_np)
             counts = _within(counts, self._most_drafts)
         copied = self._copied(req_ids)
         self._laid_out = (req_ids, StepDrafts(token_ids, counts, room, copied))

@@ -23,7 +23,7 @@ from vllm_metal.engine.weights.gguf.blocks import (
     scales_of_two_levels,
 )
 from vllm_metal.engine.weights.gguf.source import GGUFTensor
-from vllm_metal.engine.weights.lazy import LazyArray, settle
+from vllm_metal.engine.weights.lazy import LazyArray, evaluate
 from vllm_metal.engine.weights.packed import Packed, Weight, requantized, stacked
 from vllm_metal.engine.weights.plan import Arrays
 
@@ -114,7 +114,7 @@ def decoded(
         for index in range(len(parts)):
             rows = arrays[str(index)]
             made.append(requantized(rows, dtype) if packs else rows.astype(dtype))
-            settle(arrays_in(made[-1]))  # so that float32 rows do not accumulate
+            evaluate(arrays_in(made[-1]))  # so that float32 rows do not accumulate
         return _shaped(stacked(made), outer)
 
     return parts, convert

@@ -191,7 +191,7 @@ def _join_parts(parts: list[_Part], order: Order | None, is_latent: bool) -> Con
             weight = _latent_heads(made, dtype)
         else:
             weight = _take_rows(_concat_rows(made, dtype), order)
-        lazy.settle(gguf_blocks.arrays_in(weight))
+        lazy.evaluate(gguf_blocks.arrays_in(weight))
         return weight
 
     return convert

@@ -43,7 +43,7 @@ def outlines_only() -> Iterator[None]:
         _OUTLINES.reset(token)
 
 
-def settle(arrays: list[mx.array]) -> None:
+def evaluate(arrays: list[mx.array]) -> None:
     """Evaluates arrays so that their inputs are freed; no-op within `outlines_only`."""
     if not _OUTLINES.get():
         mx.eval(arrays)

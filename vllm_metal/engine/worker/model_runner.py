@@ -142,7 +142,9 @@ class ModelRunner:
             step.transfers = self._hooks.after_step(computed)
             step.figures = self._hooks.figures()
 
-    def twin(self, make_head: Callable[[ModelExecutor, Requests], OutputHead]) -> ModelRunner:
+    def for_warm_up(
+        self, make_head: Callable[[ModelExecutor, Requests], OutputHead]
+    ) -> ModelRunner:
         """Makes a runner for warm-up steps, over the same networks, pool and requests.
 
         It drafts only with a draft network, and records nothing in this runner.
@@ -153,7 +155,7 @@ class ModelRunner:
         end = make_head(self._model, self._requests)
         speculator = self._speculator
         if speculator is not None:
-            speculator = None if speculator.reads_text else speculator.twin()
+            speculator = None if speculator.reads_text else speculator.for_warm_up()
         max_num_reqs = self._last_token_ids.size
         writer, columns = self._draft_writer, self._of_model
         return ModelRunner(
@@ -186,8 +188,9 @@ class ModelRunner:
             ends: request id to the number of its tokens that must have K/V.
         """
         if self._model.keeps_states:
-            self.learn()  # a state is in its block once it is known which drafts were kept
-            self._model.settle()
+            # A state is in its block once it is known which drafts were accepted.
+            self.process_outputs()
+            self._model.flush_states()
         if self._speculator is not None:
             self._speculator.complete_draft_kv(ends)
 
@@ -201,7 +204,7 @@ class ModelRunner:
         paused = scheduler_output.preempted_req_ids or set()
         if self._model.keeps_states and paused:
             here = [self._requests[req_id].req_idx for req_id in paused if req_id in self._requests]
-            self._model.settle(np.array(here, np.int32))
+            self._model.flush_states(np.array(here, np.int32))
         self._speculator.complete_draft_blocks(
             scheduler_output.finished_req_ids, self._model.block_size
         )
@@ -211,11 +214,11 @@ class ModelRunner:
         """Processes accepted tokens that the next step depends on, and measures the wait."""
         before = self.num_waits
         with self._clock.waiting():
-            self.learn(scheduler_output)
+            self.process_outputs(scheduler_output)
         if self.num_waits > before:
             self._clock.accepted_known()
 
-    def learn(self, scheduler_output: SchedulerOutput | None = None) -> None:
+    def process_outputs(self, scheduler_output: SchedulerOutput | None = None) -> None:
         """Processes the accepted tokens of earlier steps, with speculation.
 
         vLLM has read all steps but the newest. The newest one is read, and waited for, only if the
@@ -231,10 +234,10 @@ class ModelRunner:
         due = self._pending if needed or newest.is_read else self._pending[:-1]
         self._pending = self._pending[len(due) :]
         self.num_waits += sum(not output.is_read for output in due)
-        self._speculator.learn(due)
+        self._speculator.record(due)
         if self._model.keeps_states:
             for output in due:
-                self._model.learn(output.batch, output.last_rows_np())
+                self._model.record_accepted(output.batch, output.last_rows_np())
 
     def _needs_accepted(self, scheduler_output: SchedulerOutput) -> bool:
         """Whether the host must know the step before's samples to lay out a step.
@@ -375,7 +378,7 @@ class ModelRunner:
         if self._laid_out is not None:
             drafts = self._speculator.laid_out_drafts()
         else:
-            self.learn()
+            self.process_outputs()
             drafts = self._speculator.drafts_after(self._newest.batch)
         return DraftTokenIds(list(drafts), list(drafts.values()))
 

@@ -290,13 +290,13 @@ class ServedModel:
         defaults = model.get_diff_sampling_param()
         return run_warm_up(runner, sampler, defaults, self._vocab_size, room)
 
-    def check(self, told: PagedLogits | PagedHidden) -> None:
-        """Raises if the dense forward disagrees with `told`, the paged results of the warm-up."""
+    def check(self, paged: PagedLogits | PagedHidden) -> None:
+        """Raises if the dense forward disagrees with `paged`, the paged results of the warm-up."""
         dtype = loader.mlx_dtype(self._config)
         # Quantized pools are skipped: their rounding would mask a difference.
         if AdditionalConfig.of(self._config).dense_check and self._pool_dtype == dtype:
             family, target = loader.model_type(self._config), self.networks.target
-            if isinstance(told, PagedHidden):
-                dense_check.check_hidden(target, told, dtype, family)
+            if isinstance(paged, PagedHidden):
+                dense_check.check_hidden(target, paged, dtype, family)
             else:
-                dense_check.check(target.model, told, dtype, family)
+                dense_check.check(target.model, paged, dtype, family)

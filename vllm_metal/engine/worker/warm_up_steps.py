@@ -82,14 +82,14 @@ def run_warm_up(
     with_drafts, rows = runner.num_drafts > 0, 1 + runner.num_drafts
     num_steps = NUM_DECODE_STEPS_WITH_DRAFTS if with_drafts else NUM_DECODE_STEPS
     num_tokens = min(NUM_PROMPT_TOKENS + num_steps * rows, room.num_tokens)
-    twin = runner.twin(partial(SamplingHead, sampler=sampler))
-    with _request(twin, vocab_size, num_tokens, room) as request:
+    warm_up_runner = runner.for_warm_up(partial(SamplingHead, sampler=sampler))
+    with _request(warm_up_runner, vocab_size, num_tokens, room) as request:
         settings = {**sampling, "logprobs": 0, "prompt_logprobs": 0}
         request.read_prompt(SamplingParams.from_optional(**settings))
         while num_steps and request.num_computed + rows <= num_tokens:
             request.decode(rows)
             num_steps -= 1
-        request.runner.learn()
+        request.runner.process_outputs()
     return PagedLogits(request.token_ids, request.logprobs)
 
 
@@ -100,9 +100,9 @@ def run_pooling_warm_up(
     from vllm_metal.engine.pooling.all_rows import AllRows  # imports vLLM's poolers
 
     end = partial(PoolingHead, AllRows(), config)
-    twin = runner.twin(lambda model, requests: end(requests))
+    warm_up_runner = runner.for_warm_up(lambda model, requests: end(requests))
     num_tokens = min(NUM_PROMPT_TOKENS, room.num_tokens)
-    with _request(twin, vocab_size, num_tokens, room) as request:
+    with _request(warm_up_runner, vocab_size, num_tokens, room) as request:
         request.read_prompt(PoolingParams(task=AllRows.TASK))
     assert request.pooled is not None
     return PagedHidden(request.token_ids, request.pooled)

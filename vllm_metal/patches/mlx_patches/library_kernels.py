@@ -49,7 +49,7 @@ class Entry:
 
     module: str  # of mlx_lm.models
     kernel: str  # function that launches it
-    twin: str | None  # function with the same result in MLX's operations; None: `operations`
+    counterpart: str | None  # function with the same result in MLX's operations; None: `operations`
     state: int  # index of the state argument; the second result is the new state
     factors: tuple[int, ...]  # indices of arguments between 0 and 1
     lengths: tuple[int, ...]  # supported sequence lengths
@@ -64,9 +64,9 @@ class Entry:
 
     def operations(self, module: ModuleType) -> Callable[..., Any]:
         """Returns the kernel's equivalent in MLX's operations."""
-        if self.twin is not None:
-            twin: Callable[..., Any] = getattr(module, self.twin)
-            return twin
+        if self.counterpart is not None:
+            counterpart: Callable[..., Any] = getattr(module, self.counterpart)
+            return counterpart
         return lambda *arguments: _stepwise(module, *arguments)
 
 
@@ -123,7 +123,7 @@ def noted() -> Iterator[list[Call]]:
         for entry in ENTRIES:
             if (module := entry.loaded()) is None:
                 continue
-            for name in filter(None, (entry.kernel, entry.twin)):
+            for name in filter(None, (entry.kernel, entry.counterpart)):
                 recording = _recording(entry, getattr(module, name), calls)
                 stack.enter_context(replaced(module, name, recording))
         yield calls

@@ -51,7 +51,7 @@ def of_command(parser: argparse.ArgumentParser, name: str | None) -> argparse.Ar
     return parser
 
 
-def told(
+def explain(
     parser: argparse.ArgumentParser,
     message: str,
     served: Mapping[str, Sequence[str]] = MappingProxyType({}),

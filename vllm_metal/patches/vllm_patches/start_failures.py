@@ -283,5 +283,5 @@ def _print_reason(line: str) -> None:
 def _refuse(refuse: Callable[..., NoReturn], self: Any, message: str) -> NoReturn:
     # Without argparse's whole usage, and with a remedy.
     command = refused_arguments.of_command(self, next(iter(sys.argv[1:]), None))
-    _print_reason(refused_arguments.told(command, message, _SERVED))
+    _print_reason(refused_arguments.explain(command, message, _SERVED))
     raise SystemExit(1)
