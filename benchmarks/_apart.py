@@ -187,7 +187,7 @@ class Apart:
                 stream.await_tokens(2)
         self._windows[name].note(streams, start, end)
 
-    def figures(self) -> dict[str, object]:
+    def metrics(self) -> dict[str, object]:
         """As JSON has them: gaps in milliseconds, ratios of 99th percentiles, seconds."""
         windows = {name: window for name, window in self._windows.items() if window.gaps}
         gaps = {name: Gaps.of(window.gaps) for name, window in windows.items()}

@@ -87,7 +87,7 @@ def streams(sizes: Sizes, folder: Path) -> dict[str, object]:
             prompts = rng.integers(4, 40000, (2, sizes.prompt_len)).tolist()
             apart.round(number, prompts, sizes.alone_tokens)
             note(f"round {number + 1} of {sizes.rounds}")
-    return apart.figures()
+    return apart.metrics()
 
 
 def report_pulls(rates: Sequence[PullRates]) -> None:

@@ -18,7 +18,7 @@ from vllm_metal.patches.vllm_patches.http_protocol import HANG_UP
 from vllm_metal.serving import tenants_file
 from vllm_metal.serving.config import BodyLimits, ResponseCacheConfig, ServingConfig, TenantsConfig
 from vllm_metal.serving.gate import Tenants
-from vllm_metal.serving.metrics import Figures
+from vllm_metal.serving.metrics import ServerMetrics
 from vllm_metal.serving.response_cache.key import Rendered
 
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -416,8 +416,8 @@ def make(
         of_cache = ResponseCacheConfig(folder / "answers", max_answer_bytes=max_answer_bytes)
     limits = BodyLimits(**{"max_body_bytes": 10**5} | limits)
     config = ServingConfig(of_tenants, of_cache, timeout_s, limits)
-    figures = Figures(CollectorRegistry())
-    return Tenants(app, config, figures, sleep, model, clock), keys
+    metrics = ServerMetrics(CollectorRegistry())
+    return Tenants(app, config, metrics, sleep, model, clock), keys
 
 
 async def ready(gate):
@@ -427,4 +427,4 @@ async def ready(gate):
 
 def counted(gate, name, **labels):
     """A sample of /metrics; 0: there is none."""
-    return gate.figures.registry.get_sample_value(name, labels) or 0
+    return gate.metrics.registry.get_sample_value(name, labels) or 0

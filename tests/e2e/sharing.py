@@ -16,7 +16,7 @@ from e2e.peers import free_port, peer_store, role_engine
 from vllm import LLM, RequestOutput, TokensPrompt
 
 from vllm_metal.kv_transfer.peer import limits, view
-from vllm_metal.kv_transfer.peer.store import PeerFigures
+from vllm_metal.kv_transfer.peer.store import PeerMetrics
 
 _NUMBERS = count()
 
@@ -26,9 +26,9 @@ def core_of(llm: LLM) -> Any:
     return llm.llm_engine.engine_core.engine_core
 
 
-def figures(llm: LLM) -> PeerFigures:
+def peer_metrics(llm: LLM) -> PeerMetrics:
     """What an engine's peers and pool have done; engines in one process share vLLM's counters."""
-    return peer_store(llm).figures()
+    return peer_store(llm).metrics()
 
 
 def pins(llm: LLM) -> int:
@@ -158,7 +158,9 @@ class Replicas:
         deadline = time.monotonic() + 240
         while True:
             self._run_out()
-            kept = self._shares and any(pins(e) or figures(e).shared_leases for e in self.engines)
+            kept = self._shares and any(
+                pins(e) or peer_metrics(e).shared_leases for e in self.engines
+            )
             if not kept or time.monotonic() > deadline:
                 return
 
@@ -183,4 +185,4 @@ class Replicas:
         return Served(tokens_of(output), output.num_cached_tokens or 0, pulled)
 
     def _fetched(self, index: int) -> int:
-        return figures(self.engines[index]).fetched_pages if self._shares else 0
+        return peer_metrics(self.engines[index]).fetched_pages if self._shares else 0

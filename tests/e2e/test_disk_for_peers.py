@@ -49,14 +49,14 @@ def test_an_engine_that_was_restarted_serves_what_it_had(tiny, prompts, expected
         run_out(first)
         assert disk_of(first).stats().num_written == 2 * (WHOLE // BLOCK)
     with role_engine(tiny, **kind) as again, consumer(tiny, port) as other:
-        assert peer_store(again).figures().outbox_bytes == 0
+        assert peer_store(again).metrics().outbox_bytes == 0
         (stranger,) = ask(other, prompts[1:])
-        assert stranger.cached == 0 and peer_store(again).figures().sent_pages == 0
+        assert stranger.cached == 0 and peer_store(again).metrics().sent_pages == 0
         for prompt, answer, salt in zip(prompts, expected, of_prompts, strict=True):
             (found,) = ask(other, [prompt], salt=salt)
             check_same([found], [answer])
             assert found.cached == WHOLE
-        assert peer_store(again).figures().sent_pages == 2 * (WHOLE // BLOCK)
+        assert peer_store(again).metrics().sent_pages == 2 * (WHOLE // BLOCK)
         assert disk_of(again).stats().num_read == 2 * (WHOLE // BLOCK)
 
 
@@ -75,4 +75,4 @@ def test_a_page_that_is_bad_on_the_disk_is_computed(tiny, prompts, expected, tmp
         check_same([found], expected[:1])
         assert found.cached == 0
         assert disk_of(again).stats().num_corrupt > 0
-        assert peer_store(again).figures().sent_pages == 0
+        assert peer_store(again).metrics().sent_pages == 0

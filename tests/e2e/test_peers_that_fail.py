@@ -82,12 +82,12 @@ def check(p, d, prompts, alone, trouble):
         patch.setattr(view, "ASK_SECONDS_HASTY", 60.0)  # however slow the machine
         found = decode(d, prompts[0])
     assert (found.tokens, found.pulled) == (alone[0], PULLED)
-    before = peer_store(d).figures().fetched_pages
+    before = peer_store(d).metrics().fetched_pages
     with trouble(p):
         for number in range(1, 4):
             answered = timed(d, prompts[number])
             check_computed(answered, alone[number], alone_s, trouble.__name__)
-    assert peer_store(d).figures().fetched_pages == before
+    assert peer_store(d).metrics().fetched_pages == before
 
 
 @contextmanager
@@ -200,8 +200,8 @@ def test_a_peer_with_other_weights(tiny, prompts, alone, tmp_path, monkeypatch):
             prefill(p, prompt)
         for prompt, expected in zip(prompts, alone, strict=True):
             assert check_computed(timed(d, prompt), expected, alone_s, "others").pulled == 0
-        assert peer_store(d).figures().fetched_pages == 0
-        assert peer_store(p).figures().sent_bytes == 0
+        assert peer_store(d).metrics().fetched_pages == 0
+        assert peer_store(p).metrics().sent_bytes == 0
     (words,) = said
     assert words.startswith(f"The peer 127.0.0.1:{port} is not used: ")
     assert words.endswith("weights of the target differ")
@@ -227,7 +227,7 @@ def test_other_blocks_and_other_secrets(tiny, prompts, alone, tmp_path):
                 prefill(p, prompt)
             for prompt, expected in list(zip(prompts, alone, strict=True))[:2]:
                 assert check_computed(timed(d, prompt), expected, alone_s, what).pulled == 0
-            assert peer_store(p).figures().sent_bytes == 0
+            assert peer_store(p).metrics().sent_bytes == 0
 
 
 @MORE

@@ -127,7 +127,7 @@ def test_bytes_that_changed_on_their_way(pair, prompts, alone, monkeypatch):
     monkeypatch.setattr(outbox_module.ExportCache, "get", changed)
     found = decode(d, prompts[0], params)
     assert found.tokens == alone[0]
-    assert peer_store(d).figures().bad_checksums == 1
+    assert peer_store(d).metrics().bad_checksums == 1
 
 
 @pytest.mark.more
@@ -140,7 +140,7 @@ def test_a_secret_that_is_another_s(pair, prompts, alone, tmp_path):
     for prompt, tokens in zip(prompts[:2], alone, strict=False):
         found = decode(d, prompt, prefill(p, prompt))
         assert (found.tokens, found.pulled) == (tokens, 0)
-    assert peer_store(p).figures().sent_bytes == 0
+    assert peer_store(p).metrics().sent_bytes == 0
 
 
 @MORE
@@ -160,9 +160,9 @@ def test_nobody_listens_at_first_and_then_somebody_does(tiny, prompts, alone, mo
         assert (found.tokens, found.pulled) == (alone[0], 0)
         for place in (1, 2):  # another engine at the same address after the first
             with producer(tiny, port) as p:
-                before = peer_store(d).figures().fetched_bytes
+                before = peer_store(d).metrics().fetched_bytes
                 assert decode(d, prompts[place], prefill(p, prompts[place])).tokens == alone[place]
-                assert peer_store(d).figures().fetched_bytes > before
+                assert peer_store(d).metrics().fetched_bytes > before
 
 
 def test_a_peer_that_stands_still_delays_no_other_stream(pair, prompts, alone, monkeypatch):
@@ -224,11 +224,11 @@ def test_leases_end_with_what_they_were_for(pair, prompts, asked, monkeypatch):
     decode(d, prompts[0], prefill(p, prompts[0]))
     deadline = threading.Event()
     for _ in range(2000):
-        if peer_store(p).figures().leased_bytes == 0:
+        if peer_store(p).metrics().leased_bytes == 0:
             break
         deadline.wait(0.05)
-    assert peer_store(p).figures().leased_bytes == 0
-    assert peer_store(p).figures().outbox_bytes > 0
+    assert peer_store(p).metrics().leased_bytes == 0
+    assert peer_store(p).metrics().outbox_bytes > 0
 
 
 def test_a_load_that_fails_fails_the_request_where_a_user_says_so(pair, prompts, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 from e2e.fuzz.models import VOCAB
 from e2e.harness import Dense
 from e2e.peers import peer_store
-from e2e.sharing import Replicas, alone, core_of, figures, pins, tokens_of
+from e2e.sharing import Replicas, alone, core_of, peer_metrics, pins, tokens_of
 
 from vllm_metal.kv_transfer.peer.client import Peer
 from vllm_metal.kv_transfer.pins import Pins
@@ -33,7 +33,7 @@ def clean(request):
         engines = request.getfixturevalue("pair")
         engines.run_out()
         for each in engines.engines:
-            assert pins(each) == 0 and figures(each).shared_leases == 0
+            assert pins(each) == 0 and peer_metrics(each).shared_leases == 0
             assert each.reset_prefix_cache()
             peer_store(each).export_cache.clear()
 
@@ -45,12 +45,12 @@ def dense(tiny):
 
 def test_an_idle_engine_answers_out_of_its_pool(pair, dense):
     prompt = prompt_of(100)
-    first, before = pair.ask(0, prompt), figures(pair[0])
-    of_other = figures(pair[1]).shared_pages
+    first, before = pair.ask(0, prompt), peer_metrics(pair[0])
+    of_other = peer_metrics(pair[1]).shared_pages
     assert before.outbox_bytes == 0
     second = pair.ask(1, prompt, 40)
     pair.run_out()
-    after = figures(pair[0])
+    after = peer_metrics(pair[0])
     for found in (first, second):
         dense.check(prompt, found.tokens)
     assert (first.cached, second.cached, second.pulled) == (0, 96, 6)
@@ -59,7 +59,7 @@ def test_an_idle_engine_answers_out_of_its_pool(pair, dense):
     # The other way round: what was pulled is the puller's, too, and its answer is.
     third = pair.ask(0, prompt + second.tokens)
     assert (third.cached, third.pulled) == (128, 2)
-    assert figures(pair[1]).shared_pages - of_other == 2
+    assert peer_metrics(pair[1]).shared_pages - of_other == 2
     dense.check(prompt + second.tokens, third.tokens)
 
 
@@ -75,7 +75,7 @@ def test_what_the_pool_has_lost_is_not_offered(pair):
 def test_a_busy_engine_answers_beside_its_own_requests(pair, dense):
     prompt, other = prompt_of(100), prompt_of(40, 20)
     pair.ask(0, prompt, 1)
-    before = figures(pair[0]).shared_pages
+    before = peer_metrics(pair[0]).shared_pages
     busy = pair.begin(0, other, 200)
     while not core_of(pair[0]).scheduler.running:
         pair.step()
@@ -85,7 +85,7 @@ def test_a_busy_engine_answers_beside_its_own_requests(pair, dense):
     dense.check(prompt, tokens_of(found[asked]))
     dense.check(other, tokens_of(pair.run(busy)[busy]))
     assert found[asked].num_cached_tokens == 96
-    assert figures(pair[0]).shared_pages == before + 6
+    assert peer_metrics(pair[0]).shared_pages == before + 6
 
 
 def test_a_prompt_that_is_being_computed_is_had_as_far_as_it_is(pair, dense):
@@ -259,7 +259,7 @@ def test_random_requests_over_two_small_pools(tiny_models, model, seed):
                     number, _ = running.pop(output.request_id)
                     assert tokens_of(output) == expected[number][: lengths[number]], number
         pair.run_out()
-        assert sum(figures(each).shared_pages for each in pair.engines) > 0
+        assert sum(peer_metrics(each).shared_pages for each in pair.engines) > 0
         assert len(aborted) < len(prompts) // 2
         for each in pair.engines:
             assert pins(each) == 0 and each.reset_prefix_cache()

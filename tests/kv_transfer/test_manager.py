@@ -273,9 +273,9 @@ def test_the_figures_are_told_as_they_change(store):
     keys = keys_of("ab").keys
     write(store, keys)
     store.count_dropped(3)
-    first = store.figures()
-    assert store.figures() == {}  # nothing has changed
+    first = store.metrics()
+    assert store.metrics() == {}  # nothing has changed
     store.count_dropped(1)
-    assert store.figures() == {TRANSFERS: {"num_dropped": 4}}
+    assert store.metrics() == {TRANSFERS: {"num_dropped": 4}}
     assert first["disk"]["written_bytes"] > 2 * PAGE_BYTES and first["disk"]["max_bytes"] == 10**8
     assert first[TRANSFERS] == {"num_dropped": 3}

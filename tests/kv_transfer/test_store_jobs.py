@@ -153,7 +153,7 @@ def test_a_disk_that_hangs_holds_up_nobody_and_costs_bounded_memory(store, pool,
         step(stores)
         assert stores.staged_bytes <= 4 * PAGE_BYTES
     stores.copy_now({7, 8})  # their blocks are about to be others'
-    assert store.figures()[TRANSFERS] == {"num_dropped": 2}
+    assert store.metrics()[TRANSFERS] == {"num_dropped": 2}
     assert {job.job_id for job in stores.finished()} == {7, 8}
     blocked.set()
     deadline = time.monotonic() + 60
@@ -205,7 +205,7 @@ def test_each_page_is_written_once(stores, store):
         stores.copy_now()
         ended |= finish(stores, job_id)
     assert [ended[job].num_bytes for job in range(3)] == [2 * PAGE_BYTES, 0, 0]
-    assert store.stores["disk"].figures().num_written == 2
+    assert store.stores["disk"].metrics().num_written == 2
 
 
 def test_what_has_no_place_and_what_is_void_is_not_kept(stores, store, pool):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures as users see them: in /metrics, and in a line of the log."""
+"""Metrics as users see them: in /metrics, and in a line of the log."""
 
 import logging
 from dataclasses import asdict, dataclass, replace
@@ -11,17 +11,17 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_metal.metrics.figures import STEP, StepFigures
 from vllm_metal.metrics.metric import Metric
 from vllm_metal.metrics.stat_logger import MetalStatLogger, logger
-from vllm_metal.patches.vllm_patches.step_result import send_figures
+from vllm_metal.metrics.step_metrics import STEP, StepMetrics
+from vllm_metal.patches.vllm_patches.step_result import send_metrics
 
 GIB = 2**30
 CONFIG = SimpleNamespace(model_config=SimpleNamespace(served_model_name="a model"))
 
 
 @dataclass(frozen=True)
-class ShelfFigures:
+class ShelfMetrics:
     num_kept: int = Metric("total", "vllm:shelf_kept", "Pages kept.").field()
     num_there: int = Metric("gauge", "vllm:shelf_there", "Pages there.").field()
 
@@ -29,7 +29,7 @@ class ShelfFigures:
 @pytest.fixture
 def stat_logger():
     unregister_vllm_metrics()
-    yield MetalStatLogger(lambda config: {"shelf": ShelfFigures}, CONFIG, [0])
+    yield MetalStatLogger(lambda config: {"shelf": ShelfMetrics}, CONFIG, [0])
     unregister_vllm_metrics()
 
 
@@ -46,19 +46,19 @@ def lines():
     logger.setLevel(level)
 
 
-def stats(figures=None, drafted=None, hits=0):
+def stats(metrics=None, drafted=None, hits=0):
     """Of a step that looked up a prompt of 100 tokens, and verified 10 drafts or none."""
     made = SchedulerStats(prefix_cache_stats=PrefixCacheStats(requests=1, queries=100, hits=hits))
-    if figures is not None:
-        send_figures(made, {STEP: asdict(figures)})
+    if metrics is not None:
+        send_metrics(made, {STEP: asdict(metrics)})
     if drafted is not None:
         made.spec_decoding_stats = SpecDecodingStats.new(10)
         made.spec_decoding_stats.observe_draft(10, drafted)
     return made
 
 
-def figures(host=0.25, device: float | None = 0.5, failed=0):
-    return StepFigures(host, device, device, device and 0.0, 3 * GIB, 4 * GIB, failed)
+def metrics(host=0.25, device: float | None = 0.5, failed=0):
+    return StepMetrics(host, device, device, device and 0.0, 3 * GIB, 4 * GIB, failed)
 
 
 def metric(name, **labels):
@@ -66,8 +66,8 @@ def metric(name, **labels):
 
 
 def test_metrics(stat_logger):
-    stat_logger.record(stats(figures()), None)
-    stat_logger.record(stats(figures(host=0.75, device=None)), None)
+    stat_logger.record(stats(metrics()), None)
+    stat_logger.record(stats(metrics(host=0.75, device=None)), None)
     assert metric("vllm:metal_device_memory_bytes") == 3 * GIB
     assert metric("vllm:metal_memory_budget_bytes") == 4 * GIB
     assert metric("vllm:metal_step_host_seconds_sum") == 1
@@ -81,9 +81,9 @@ def test_device_time_of_prompts_and_answers_adds_up(stat_logger):
     for kind in ("prefill", "decode"):
         assert metric("vllm:metal_device_seconds_total", kind=kind) == 0  # there before the first
     for seconds in (0.5, 0.125):
-        made = StepFigures(0.25, 0.5, seconds, 0.5 - seconds, GIB, None, 0)
+        made = StepMetrics(0.25, 0.5, seconds, 0.5 - seconds, GIB, None, 0)
         stat_logger.record(stats(made), None)
-    stat_logger.record(stats(figures(device=None)), None)
+    stat_logger.record(stats(metrics(device=None)), None)
     assert metric("vllm:metal_device_seconds_total", kind="prefill") == 0.625
     assert metric("vllm:metal_device_seconds_total", kind="decode") == 0.375
     assert metric("vllm:metal_step_device_seconds_sum") == 1
@@ -92,22 +92,22 @@ def test_device_time_of_prompts_and_answers_adds_up(stat_logger):
 def test_failed_steps_are_counted_once(stat_logger):
     assert metric("vllm:metal_failed_steps_total") == 0  # there before the first fails
     for failed in (0, 1, 1, 3):
-        stat_logger.record(stats(figures(failed=failed)), None)
+        stat_logger.record(stats(metrics(failed=failed)), None)
     assert metric("vllm:metal_failed_steps_total") == 3
 
 
 def test_images_are_counted_where_there_are_any(stat_logger):
     for images in (None, 2, 1):
         seconds = None if images is None else images / 2
-        made = replace(figures(), images_encoded=images, image_seconds=seconds)
+        made = replace(metrics(), images_encoded=images, image_seconds=seconds)
         stat_logger.record(stats(made), None)
     assert metric("vllm:metal_images_encoded_total") == 3
     assert metric("vllm:metal_image_seconds_total") == 1.5
 
 
 def test_one_line_has_memory_times_hits_and_acceptance(stat_logger, lines):
-    stat_logger.record(stats(figures(), drafted=7, hits=80), None)
-    stat_logger.record(stats(figures(host=0.75), drafted=2), None)
+    stat_logger.record(stats(metrics(), drafted=7, hits=80), None)
+    stat_logger.record(stats(metrics(host=0.75), drafted=2), None)
     stat_logger.log()
     assert lines == [
         "Engine 000: Device memory: 3.00 of 4.00 GiB, Mean host time of a step: 500.0 ms, "
@@ -118,7 +118,7 @@ def test_one_line_has_memory_times_hits_and_acceptance(stat_logger, lines):
 
 def test_the_line_leaves_out_what_there_is_not(stat_logger, lines):
     made = SchedulerStats()
-    send_figures(made, {STEP: asdict(StepFigures(0.25, None, None, None, 3 * GIB, None, 0))})
+    send_metrics(made, {STEP: asdict(StepMetrics(0.25, None, None, None, 3 * GIB, None, 0))})
     stat_logger.record(made, None)
     stat_logger.log()
     assert lines == [
@@ -129,7 +129,7 @@ def test_the_line_leaves_out_what_there_is_not(stat_logger, lines):
 def test_figures_beside_a_steps_are_shown_without_it(stat_logger, lines):
     for kept, there in ((3, 2), (5, 1)):
         made = SchedulerStats()
-        send_figures(made, {"shelf": asdict(ShelfFigures(kept, there))})
+        send_metrics(made, {"shelf": asdict(ShelfMetrics(kept, there))})
         stat_logger.record(made, None)
     assert (metric("vllm:shelf_kept_total"), metric("vllm:shelf_there")) == (5, 1)
     stat_logger.log()
@@ -138,9 +138,9 @@ def test_figures_beside_a_steps_are_shown_without_it(stat_logger, lines):
 
 def test_an_idle_engine_writes_no_line(stat_logger, lines):
     stat_logger.log()
-    stat_logger.record(stats(figures()), None)
+    stat_logger.record(stats(metrics()), None)
     stat_logger.log()
     stat_logger.record(None, None)
-    stat_logger.record(stats(), None)  # a step of which no figures came
+    stat_logger.record(stats(), None)  # a step of which no metrics came
     stat_logger.log()
     assert len(lines) == 1

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step's device time goes to prompts and answers by rows, which vLLM's scheduler tells apart;
-other figures join the meter's."""
+other metrics join the meter's."""
 
 from dataclasses import replace
 
@@ -9,9 +9,9 @@ import torch
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from vllm_metal.metrics.figures import STEP, StepFigures
 from vllm_metal.metrics.step_clock import StepClock
 from vllm_metal.metrics.step_meter import StepMeter, StepRows
+from vllm_metal.metrics.step_metrics import STEP, StepMetrics
 from vllm_metal.patches.vllm_patches.step_result import StepResult
 
 NOTHING = StepResult(req_ids=[], req_id_to_index={})
@@ -45,7 +45,7 @@ class Engine:
             self.now += 1
         self.now += 3
         made = self.meter.measured(Output(result), times, StepRows(prefill, decode))
-        return StepFigures(**made.figures[STEP])
+        return StepMetrics(**made.metrics[STEP])
 
 
 @pytest.mark.parametrize(("prefill", "decode", "seconds"), [(9, 0, 4), (0, 9, 0), (3, 1, 3)])
@@ -74,10 +74,10 @@ def test_rows_that_were_lost_take_no_time():
 def test_figures_that_came_with_the_results_are_neither_lost_nor_in_doubt():
     """Where they were measured the step was built; each name must be one field's, and unset."""
     engine = Engine()
-    assert engine.step(replace(TOKENS, figures={}), 1, 1).host_seconds == 1
+    assert engine.step(replace(TOKENS, metrics={}), 1, 1).host_seconds == 1
     for wrong in ({"no_such_figure": 1}, {"host_seconds": 1}):
         with pytest.raises(TypeError):
-            engine.step(replace(TOKENS, figures={STEP: wrong}), 1, 1)
+            engine.step(replace(TOKENS, metrics={STEP: wrong}), 1, 1)
 
 
 def step(rows, outputs=(), drafts=(), left_out=None):

@@ -16,7 +16,7 @@ from vllm_metal.settings.envs import Device
 
 
 @dataclass(frozen=True)
-class MemoryFigures:
+class MemoryUsage:
     """A device's memory at one moment, in bytes."""
 
     total: int  # upper limit for the device: Metal's recommended working set, or RAM
@@ -54,13 +54,13 @@ def can_wire(device: Device) -> bool:
     return device == "metal" and release.isdigit() and int(release) >= 15
 
 
-def memory(device: Device) -> MemoryFigures:
+def memory(device: Device) -> MemoryUsage:
     total, active = total_memory(device), mx.get_active_memory()
     available = ram.available(active)
     if device == "metal":
         # The working set is only a recommendation: other programs may hold some of that memory.
         available = min(available, total - active)
-    return MemoryFigures(total=total, available=available, active=active)
+    return MemoryUsage(total=total, available=available, active=active)
 
 
 def memory_held() -> int:

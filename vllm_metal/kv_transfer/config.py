@@ -91,16 +91,16 @@ def is_asked_for(vllm_config: VllmConfig | EngineArgs) -> bool:
     return by_us or vllm_config.kv_transfer_config is not None
 
 
-def figures_of(vllm_config: VllmConfig) -> dict[str, type]:
-    """Returns the metric dataclasses of transfers by source; see `PageStore.figures`."""
+def metric_types_of(vllm_config: VllmConfig) -> dict[str, type]:
+    """Returns the metric dataclasses of transfers by source; see `PageStore.metrics`."""
     config = TransferConfig.of(vllm_config)
     if config is None:
         return {}
     from vllm_metal.kv_transfer.page_store import TRANSFERS, TransferStats
 
-    views = {view_of(name): store.view_figures for name, store in config.stores.items()}
+    views = {view_of(name): store.view_metrics_type for name, store in config.stores.items()}
     return (
-        {name: store.figures for name, store in config.stores.items()}
+        {name: store.metrics_type for name, store in config.stores.items()}
         | {whose: kind for whose, kind in views.items() if kind is not None}
         | {TRANSFERS: TransferStats}
     )

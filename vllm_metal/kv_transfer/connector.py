@@ -18,7 +18,7 @@ from vllm_metal.kv_transfer.config import SPEC, TransferConfig
 from vllm_metal.kv_transfer.manager import PageManager
 from vllm_metal.kv_transfer.messages import TransferHandshake, TransferMetadata, TransferUpdate
 from vllm_metal.kv_transfer.pins import Pins
-from vllm_metal.metrics.figures import STEP
+from vllm_metal.metrics.step_metrics import STEP
 from vllm_metal.patches.vllm_patches.cached_blocks import CachedBlocks
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from vllm_metal.kv_transfer.wake_event import WakeEvent
     from vllm_metal.patches.vllm_patches.cached_blocks import CacheChanges
-    from vllm_metal.patches.vllm_patches.step_result import Figures
+    from vllm_metal.patches.vllm_patches.step_result import Metrics
 
 #: Seconds that a restarted request waits until its blocks are written; then it computes.
 LONGEST_WAIT = 1.0
@@ -216,12 +216,12 @@ class MetalKVConnector(OffloadingConnector):
             for group in status.group_states:
                 group.next_stored_chunk_idx = 0  # store what it now computes instead of loading
 
-    def figures_after(self, figures: Figures) -> Figures:
+    def metrics_after(self, metrics: Metrics) -> Metrics:
         """Passes a step's prefill speed to the views; returns the views' changed metrics."""
-        step = figures.get(STEP, {})
+        step = metrics.get(STEP, {})
         if (rows := step.get("prefill_rows")) is not None:
             self._manager.computed(rows, step["prefill_seconds"])
-        return self._manager.figures()
+        return self._manager.metrics()
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

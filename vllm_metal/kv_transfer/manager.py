@@ -56,7 +56,7 @@ class PageManager(OffloadingManager):
         self._num_discards = 0
         self._pending_discards: list[Discard] = []
         self._pending_uses: list[Use] = []
-        self._figures: dict[str, Any] = {}  # as last reported
+        self._metrics: dict[str, Any] = {}  # as last reported
 
     def open(self, views: Mapping[str, View], salt_key: bytes | None) -> None:
         """Sets the views by name, in reading order; until then, nothing is found."""
@@ -199,15 +199,15 @@ class PageManager(OffloadingManager):
         for view in self._views.values():
             view.computed(prefill_rows, prefill_seconds)
 
-    def figures(self) -> dict[str, dict[str, Any]]:
+    def metrics(self) -> dict[str, dict[str, Any]]:
         """Returns metrics of the views that changed since the last call; see `StoreConfig`."""
-        now = {view_of(name): view.figures() for name, view in self._views.items()}
+        now = {view_of(name): view.metrics() for name, view in self._views.items()}
         new = {
             whose: each
             for whose, each in now.items()
-            if each is not None and each != self._figures.get(whose)
+            if each is not None and each != self._metrics.get(whose)
         }
-        self._figures |= new
+        self._metrics |= new
         return {whose: asdict(each) for whose, each in new.items()}
 
     def params_for_others(self, req_id: str) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from vllm_metal.metrics.metric import Metric
 if TYPE_CHECKING:
     from vllm_metal.identity.fingerprint import PoolContent
     from vllm_metal.kv_transfer.shared_pool import SharedPool
-    from vllm_metal.patches.vllm_patches.step_result import Figures
+    from vllm_metal.patches.vllm_patches.step_result import Metrics
 
 #: Source name of TransferStats among the metrics of the stores.
 TRANSFERS = "transfers"
@@ -51,7 +51,7 @@ class PageStore:
         assert len(sharing) <= 1  # only the peer store shares the pool
         self._sharing = sharing
         self._discarded: SimpleQueue[int] = SimpleQueue()
-        self._figures: dict[str, Any] = {}  # as last reported, by store
+        self._metrics: dict[str, Any] = {}  # as last reported, by store
         self._num_dropped = 0
 
     def use(self, content: PoolContent) -> bool:
@@ -163,16 +163,16 @@ class PageStore:
         if self.shared_pool is not None:
             update.pins = self.shared_pool.pin_changes()
 
-    def figures(self) -> Figures:
+    def metrics(self) -> Metrics:
         """Returns metrics that changed since the last call, by store, and TransferStats."""
-        now = {name: store.figures() for name, store in self.stores.items()}
+        now = {name: store.metrics() for name, store in self.stores.items()}
         now[TRANSFERS] = TransferStats(self._num_dropped)
         new = {
             name: each
             for name, each in now.items()
-            if each is not None and each != self._figures.get(name)
+            if each is not None and each != self._metrics.get(name)
         }
-        self._figures |= new
+        self._metrics |= new
         return {name: asdict(each) for name, each in new.items()}
 
     def close(self) -> None:

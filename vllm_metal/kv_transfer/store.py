@@ -128,8 +128,8 @@ class Store:
         """Returns a picklable message for the view since the last call; None: none."""
         return None
 
-    def figures(self) -> Any | None:
-        """Returns metrics of the type `StoreConfig.figures`; None: unchanged."""
+    def metrics(self) -> Any | None:
+        """Returns metrics of the type `StoreConfig.metrics_type`; None: unchanged."""
         return None
 
     def close(self) -> None:
@@ -193,8 +193,8 @@ class View:
     def computed(self, prefill_rows: int, prefill_seconds: float) -> None:
         """Notes how many tokens the device has prefilled since the last call, and the seconds."""
 
-    def figures(self) -> Any | None:
-        """Returns metrics of the type `StoreConfig.view_figures`; None: none."""
+    def metrics(self) -> Any | None:
+        """Returns metrics of the type `StoreConfig.view_metrics_type`; None: none."""
         return None
 
     def params_for_others(self, req_id: str) -> dict[str, Any] | None:
@@ -265,13 +265,13 @@ class StoreConfig:
         return False
 
     @property
-    def figures(self) -> type:
-        """Type of `Store.figures`: a dataclass of `metrics.metric` fields."""
+    def metrics_type(self) -> type:
+        """Type of `Store.metrics`: a dataclass of `metrics.metric` fields."""
         raise NotImplementedError
 
     @property
-    def view_figures(self) -> type | None:
-        """Type of `View.figures`; None: none."""
+    def view_metrics_type(self) -> type | None:
+        """Type of `View.metrics`; None: none."""
         return None
 
     def open(self, engine_id: str) -> Store:

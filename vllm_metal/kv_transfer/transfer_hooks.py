@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from vllm_metal.kv_transfer.shared_pool import SharedPool
-    from vllm_metal.patches.vllm_patches.step_result import Figures
+    from vllm_metal.patches.vllm_patches.step_result import Metrics
 
 logger = init_logger(__name__)
 
@@ -259,8 +259,8 @@ class TransferHooks(StepHooks):
             kv_connector_worker_meta=update,
         )
 
-    def figures(self) -> Figures:
-        return self.store.figures()
+    def metrics(self) -> Metrics:
+        return self.store.metrics()
 
     def close(self) -> None:
         """Ends the threads, after the pool is gone."""

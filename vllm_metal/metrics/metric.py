@@ -44,9 +44,9 @@ class Metric:
 class Shown:
     """The Prometheus metrics of a dataclass."""
 
-    def __init__(self, figures: type, labels: Sequence[str]) -> None:
+    def __init__(self, metrics: type, labels: Sequence[str]) -> None:
         """Registers the metrics of the fields made with `Metric.field`; all have `labels`."""
-        every = ((each.name, each.metadata.get(_KEY)) for each in fields(figures))
+        every = ((each.name, each.metadata.get(_KEY)) for each in fields(metrics))
         self._fields: dict[str, Metric] = {name: metric for name, metric in every if metric}
         by_name = {metric.name: metric for metric in self._fields.values()}
         self._by_name: dict[str, Any] = {
@@ -60,9 +60,9 @@ class Shown:
             series = self._by_name[metric.name].labels(*labels, *(metric.label or ())[1:])
             recorders.append((name, _recorder(metric.kind, series)))
 
-        def record(figures: Mapping[str, Any]) -> None:
+        def record(metrics: Mapping[str, Any]) -> None:
             for name, recorder in recorders:
-                if (value := figures[name]) is not None:
+                if (value := metrics[name]) is not None:
                     recorder(value)
 
         return record

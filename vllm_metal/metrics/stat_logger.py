@@ -9,8 +9,8 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import CachingMetrics
 
-from vllm_metal.metrics.figures import STEP, StepFigures, StepsInWords
 from vllm_metal.metrics.metric import Shown
+from vllm_metal.metrics.step_metrics import STEP, StepMetrics, StepsInWords
 from vllm_metal.patches.vllm_patches import step_result
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class MetalStatLogger(AggregateStatLoggerBase):
         """
         # After vLLM has registered its own metrics: it first drops all others with its prefix.
         model_name = str(vllm_config.model_config.served_model_name)
-        types = {STEP: StepFigures, **others(vllm_config)}
+        types = {STEP: StepMetrics, **others(vllm_config)}
         shown = {
             source: Shown(metrics_type, ("model_name", "engine"))
             for source, metrics_type in types.items()
@@ -88,11 +88,11 @@ class _Engine:
         if (drafts := stats.spec_decoding_stats) is not None:
             self._num_drafted += drafts.num_draft_tokens
             self._num_accepted += drafts.num_accepted_tokens
-        sent = step_result.take_figures(stats)
+        sent = step_result.take_metrics(stats)
         for source, values in sent.items():
             self._show[source](values)
         if STEP in sent:
-            self._steps.add(StepFigures(**sent[STEP]))
+            self._steps.add(StepMetrics(**sent[STEP]))
 
     def log(self) -> None:
         if not (parts := self._steps.words()):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_metal.device import mlx_device
-from vllm_metal.metrics.figures import STEP, StepFigures
 from vllm_metal.metrics.step_clock import StepClock, StepTimes
+from vllm_metal.metrics.step_metrics import STEP, StepMetrics
 from vllm_metal.patches.vllm_patches.step_result import StepResult, has_results
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class StepMeter:
             decode_seconds = device_seconds - prefill_seconds
             prefill_rows = self._rows.prefill
             self._rows = StepRows()
-        figures = StepFigures(
+        metrics = StepMetrics(
             host_seconds=step.host_seconds,
             device_seconds=device_seconds,
             prefill_seconds=prefill_seconds,
@@ -91,7 +91,7 @@ class StepMeter:
             memory_budget_bytes=self._budget,
             failed_steps=self._num_failures(),
             prefill_rows=prefill_rows,
-            **result.figures.get(STEP, {}),
+            **result.metrics.get(STEP, {}),
         )
-        result.figures = {**result.figures, STEP: {**vars(figures)}}
+        result.metrics = {**result.metrics, STEP: {**vars(metrics)}}
         return result

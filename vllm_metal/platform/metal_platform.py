@@ -34,7 +34,7 @@ from vllm_metal.engine.spec_decode import checkpoint  # noqa: E402
 from vllm_metal.engine.spec_decode.registry import propose_nothing  # noqa: E402
 from vllm_metal.engine.weights import folders  # noqa: E402
 from vllm_metal.identity import rank_facts  # noqa: E402
-from vllm_metal.kv_transfer.config import complete_kv_transfer, figures_of  # noqa: E402
+from vllm_metal.kv_transfer.config import complete_kv_transfer, metric_types_of  # noqa: E402
 from vllm_metal.patches.vllm_patches import (  # noqa: E402
     engine_args,
     engine_outputs,
@@ -207,7 +207,7 @@ class MetalPlatform(Platform):
         token_ids.reject_unknown_tokens()
         streaming_sessions.refuse_in_sessions()
         engine_args.recompute_by_default()
-        engine_outputs.add_stat_logger(partial(MetalStatLogger, figures_of))
+        engine_outputs.add_stat_logger(partial(MetalStatLogger, metric_types_of))
         pooling_failures.tell_pooling_failures()
         idle.keep_engines()
         engine_sleep.refuse_to_wait_asleep()

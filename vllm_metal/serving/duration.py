@@ -10,15 +10,15 @@ import time
 
 from starlette.types import Message, Receive, Send
 
-from vllm_metal.serving.metrics import Figures, Outcome
+from vllm_metal.serving.metrics import Outcome, ServerMetrics
 
 
 class Duration:
     """Wraps one request's `receive` and `send` to time it; passes all messages on unchanged."""
 
-    def __init__(self, figures: Figures, receive: Receive, send: Send) -> None:
+    def __init__(self, metrics: ServerMetrics, receive: Receive, send: Send) -> None:
         """Starts the clock. Create it when the body has been read."""
-        self._figures, self._receive, self._send = figures, receive, send
+        self._metrics, self._receive, self._send = metrics, receive, send
         self._began = time.perf_counter()
         self._status: int | None = None
         self._is_hit = self._complete = self._client_left = False
@@ -39,7 +39,7 @@ class Duration:
     def end(self, timed_out: bool, background: bool) -> None:
         """Records the request; `background`: whether the engine continues after the response."""
         outcome = self._outcome(timed_out, background)
-        self._figures.durations.labels(outcome).observe(time.perf_counter() - self._began)
+        self._metrics.durations.labels(outcome).observe(time.perf_counter() - self._began)
 
     def _outcome(self, timed_out: bool, background: bool) -> Outcome:
         if timed_out:

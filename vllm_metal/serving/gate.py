@@ -15,13 +15,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.logger import init_logger
 
 from vllm_metal.patches.vllm_patches.engine_outputs import watch
-from vllm_metal.serving import body, headers, metrics, response_ids, routes, tenant_request
+from vllm_metal.serving import body, headers, response_ids, routes, tenant_request
 from vllm_metal.serving.config import ServingConfig, required
 from vllm_metal.serving.deadline import Sleep
 from vllm_metal.serving.generation import Generation
 from vllm_metal.serving.headers import Headers
 from vllm_metal.serving.meter import Meter
-from vllm_metal.serving.metrics import NOBODY, Figures
+from vllm_metal.serving.metrics import NOBODY, ServerMetrics, of_process
 from vllm_metal.serving.refusal import Refusal
 from vllm_metal.serving.response_cache.cache import ResponseCache
 from vllm_metal.serving.response_cache.key import Render
@@ -54,7 +54,7 @@ class Tenants:
         self,
         app: ASGIApp,
         config: ServingConfig | None = None,
-        figures: Figures | None = None,
+        metrics: ServerMetrics | None = None,
         sleep: Sleep = asyncio.sleep,
         model: Model | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -63,7 +63,7 @@ class Tenants:
 
         Args:
             config: settings; None (vLLM passes none): read them as the environment says.
-            figures: metrics to update; None: those in vLLM's /metrics.
+            metrics: metrics to update; None: those in vLLM's /metrics.
             sleep: waits a number of seconds, for deadlines.
             model: identifies the model; None: by vLLM's application.
             clock: returns seconds, to decide when to retry the keys or a failed store.
@@ -73,19 +73,19 @@ class Tenants:
         """
         config = config or required()
         self._config, self._model = config, model
-        self.app, self.figures = app, figures or metrics.of_process()
+        self.app, self.metrics = app, metrics or of_process()
         self.keys: KeyFile | None = None  # of tenants; None: there are none
-        self._shared = Shared(app, config, self.figures, sleep)
+        self._shared = Shared(app, config, self.metrics, sleep)
         if config.tenants is not None:
             self.keys = KeyFile(config.tenants.keys, clock)
             self._shared.secret = config.tenants.read_secret()
-            self._shared.meter = Meter(self.figures, self._shared.secret)
+            self._shared.meter = Meter(self.metrics, self._shared.secret)
             # Created before the first request: Prometheus' rate() misses the step to a first value.
-            self.figures.requests.labels(NOBODY, "401")
+            self.metrics.requests.labels(NOBODY, "401")
         if config.response_cache is not None:
             store = open_store(config.response_cache)
             secret = self._shared.secret or secret_of(config.response_cache)
-            self._shared.cache = ResponseCache(store, secret, self.figures, clock)
+            self._shared.cache = ResponseCache(store, secret, self.metrics, clock)
         self._started = False
         self._identifying: asyncio.Task[None] | None = None
 
@@ -159,7 +159,7 @@ class Tenants:
             refused = _UNLISTED
         except Refusal as error:
             refused = error
-        _count(self.figures, NOBODY, refused.status)
+        _count(self.metrics, NOBODY, refused.status)
         if "websocket.http.response" in scope.get("extensions", {}):
             await refused.response()(scope, receive, send)
         else:
@@ -167,7 +167,7 @@ class Tenants:
 
     async def _handle_request(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._start(scope["app"].state)
-        client = _Client(send, None if self.keys is None else self.figures)
+        client = _Client(send, None if self.keys is None else self.metrics)
         root = scope.get("root_path", "")
         match = routes.find(scope["method"], scope["path"].removeprefix(root))
         sent = headers.read(scope)
@@ -252,21 +252,21 @@ class Tenants:
 class _Client:
     """Wraps a client's `send` to count the response's status for its tenant."""
 
-    def __init__(self, send: Send, figures: Figures | None) -> None:
-        self._send, self._figures = send, figures  # None without tenants
+    def __init__(self, send: Send, metrics: ServerMetrics | None) -> None:
+        self._send, self._metrics = send, metrics  # None without tenants
         self.tenant = NOBODY
         self.started = False  # whether a response has begun
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.started = True
-            if self._figures is not None:
-                _count(self._figures, self.tenant, message["status"])
+            if self._metrics is not None:
+                _count(self._metrics, self.tenant, message["status"])
         await self._send(message)
 
 
-def _count(figures: Figures, tenant: str, status: int) -> None:
-    figures.requests.labels(tenant, str(status)).inc()
+def _count(metrics: ServerMetrics, tenant: str, status: int) -> None:
+    metrics.requests.labels(tenant, str(status)).inc()
 
 
 def _key_of(sent: Headers, keys: KeyFile) -> Key:

@@ -32,11 +32,11 @@ class Generation:
         self._deadline = Deadline(shared.config.timeout_s, shared.sleep)
 
     async def run(self, receive: Receive, send: Send) -> None:
-        request, figures = self._request, self._shared.figures
-        duration = Duration(figures, receive, send)
+        request, metrics = self._request, self._shared.metrics
+        duration = Duration(metrics, receive, send)
         receive, send = duration.receive, duration.send
         engine = request.scope["app"].state.engine_client
-        self._deadline.start(request.request_id, engine, figures.timeouts.inc)
+        self._deadline.start(request.request_id, engine, metrics.timeouts.inc)
         try:
             cache_key = await self._key()
             if cache_key is None:

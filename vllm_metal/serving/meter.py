@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_metal.serving.metrics import Figures
+from vllm_metal.serving.metrics import ServerMetrics
 from vllm_metal.serving.tenants_file import Key
 from vllm_metal.settings import salts
 
@@ -34,9 +34,9 @@ class _Account:
 class Meter:
     """Counts tokens by tenant, identified by a request's salt. Belongs to one event loop."""
 
-    def __init__(self, figures: Figures, secret: bytes) -> None:
+    def __init__(self, metrics: ServerMetrics, secret: bytes) -> None:
         """`secret`: the secret from which salts are derived."""
-        self._figures, self._secret = figures, secret
+        self._metrics, self._secret = metrics, secret
         self._by_namespace: dict[str | None, _Account] = {}
         self._introduced: set[str] = set()
         # By the engine's request ids.
@@ -52,7 +52,7 @@ class Meter:
             self._introduced.add(key.identity)
             self._by_namespace[salts.namespace(self._secret, salt)] = _Account(
                 *(
-                    self._figures.tokens.labels(key.tenant, kind)
+                    self._metrics.tokens.labels(key.tenant, kind)
                     for kind in ("prompt", "cached", "completion")
                 )
             )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of tenants, the response cache and time limits; none has keys or prompts in it.
 
-The code that knows a value updates the metric as an attribute of `Figures`.
+The code that knows a value updates the metric as an attribute of `ServerMetrics`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BUCKETS = (
 )
 
 
-class Figures:
+class ServerMetrics:
     """All metrics, in one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -78,6 +78,6 @@ class Figures:
 
 
 @functools.cache
-def of_process() -> Figures:
+def of_process() -> ServerMetrics:
     """Returns the metrics in vLLM's /metrics; call it in the server, after vLLM's own exist."""
-    return Figures(REGISTRY)
+    return ServerMetrics(REGISTRY)

@@ -17,7 +17,7 @@ from vllm_metal.serving.deadline import Sleep
 from vllm_metal.serving.fields import Fields
 from vllm_metal.serving.headers import Headers
 from vllm_metal.serving.meter import Meter
-from vllm_metal.serving.metrics import Figures
+from vllm_metal.serving.metrics import ServerMetrics
 from vllm_metal.serving.refusal import Refusal
 from vllm_metal.serving.response_cache.cache import ResponseCache
 from vllm_metal.serving.response_cache.key import Render
@@ -37,7 +37,7 @@ class Shared:
 
     app: ASGIApp  # vLLM's
     config: ServingConfig
-    figures: Figures
+    metrics: ServerMetrics
     sleep: Sleep
     secret: bytes = b""  # b"" without tenants
     meter: Meter | None = None  # None without tenants

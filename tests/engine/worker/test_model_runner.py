@@ -17,7 +17,7 @@ from vllm_metal.engine.sample import Sampler
 from vllm_metal.engine.worker.model_runner import ModelRunner
 from vllm_metal.engine.worker.results import Step
 from vllm_metal.engine.worker.warm_up_steps import Room, run_warm_up
-from vllm_metal.metrics.figures import STEP, measure
+from vllm_metal.metrics.step_metrics import STEP, measure
 from vllm_metal.patches.vllm_patches.step_result import has_results
 
 VOCAB, MOST = COMMON["vocab_size"], 4
@@ -115,7 +115,7 @@ def test_an_end_gets_the_last_hidden_state_of_a_prompt_that_comes_in_chunks():
 
 def test_what_is_measured_while_a_step_is_built_comes_with_its_results_alone():
     measure("a_figure", 1000)  # of nobody's step
-    found = [output.get_output().figures for output in read(make()[0])]
+    found = [output.get_output().metrics for output in read(make()[0])]
     assert found == [{STEP: {"a_figure": 30}}, {STEP: {"a_figure": 10}}]
 
 

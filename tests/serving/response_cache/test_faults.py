@@ -24,7 +24,7 @@ from serving_double import MODEL, SECRET, App, ask, make, ready, text_of
 
 from vllm_metal.serving.config import ResponseCacheConfig, ServingConfig
 from vllm_metal.serving.gate import Tenants
-from vllm_metal.serving.metrics import Figures
+from vllm_metal.serving.metrics import ServerMetrics
 from vllm_metal.serving.response_cache import stores
 from vllm_metal.serving.response_cache.entry import Entry
 from vllm_metal.serving.response_cache.sqlite_store import FILE
@@ -62,8 +62,8 @@ def play(folder, scenario, clock=None, **cache):
         secret.write_bytes(SECRET)
         secret.chmod(0o600)
         config = ServingConfig(None, ResponseCacheConfig(**cache, secret=secret), None)
-        figures = Figures(CollectorRegistry())
-        gate = Tenants(App(), config, figures, model=MODEL, clock=clock or ticks())
+        metrics = ServerMetrics(CollectorRegistry())
+        gate = Tenants(App(), config, metrics, model=MODEL, clock=clock or ticks())
         await ready(gate)
         try:
             return await scenario(gate)

@@ -11,7 +11,7 @@ from serving_double import MODEL, App, ask, ready, text_of
 
 from vllm_metal.serving.config import ResponseCacheConfig, ServingConfig
 from vllm_metal.serving.gate import Tenants
-from vllm_metal.serving.metrics import Figures
+from vllm_metal.serving.metrics import ServerMetrics
 
 
 @pytest.mark.more
@@ -40,8 +40,8 @@ def test_no_request_fails_when_redis_stops_and_starts_under_load(tmp_path, caplo
     async def scenario(port):
         cache = ResponseCacheConfig(None, f"redis://127.0.0.1:{port}/0", secret=secret)
         now = [0.0]
-        config, figures = ServingConfig(None, cache, None), Figures(CollectorRegistry())
-        gate = Tenants(App(), config, figures, model=MODEL, clock=lambda: now[0])
+        config, metrics = ServingConfig(None, cache, None), ServerMetrics(CollectorRegistry())
+        gate = Tenants(App(), config, metrics, model=MODEL, clock=lambda: now[0])
         with redis_server(port, tmp_path):
             await ready(gate)
             await some(gate, "before", 200)

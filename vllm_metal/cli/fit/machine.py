@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from vllm_metal.device import mlx_device
-from vllm_metal.device.mlx_device import MemoryFigures
+from vllm_metal.device.mlx_device import MemoryUsage
 from vllm_metal.engine.memory.planner import SOURCES, cache_limit
 from vllm_metal.engine.memory.share import Share
 from vllm_metal.settings import envs
@@ -40,7 +40,7 @@ class Machine:
         if workers == 1:
             return self
         share = Share(workers, self.in_use)
-        whole = MemoryFigures(total=self.total, available=self.total - self.in_use, active=0)
+        whole = MemoryUsage(total=self.total, available=self.total - self.in_use, active=0)
         part = share.part(whole)
         return replace(
             self,
@@ -68,7 +68,7 @@ class Machine:
                 "this machine has no Metal device: give the memory of a Mac, such as --memory 24GB"
             )
         mlx_device.select(kind)
-        figures = mlx_device.memory(kind)
-        in_use = max(figures.total - figures.available - figures.active, 0)
+        usage = mlx_device.memory(kind)
+        in_use = max(usage.total - usage.available - usage.active, 0)
         name = "this machine's CPU" if kind == "cpu" else f"this Mac, {mlx_device.name(kind)}"
-        return Machine(name, kind, SOURCES[kind], figures.total, in_use)
+        return Machine(name, kind, SOURCES[kind], usage.total, in_use)

@@ -16,7 +16,7 @@ from metal_kernels.layout import PositionLag
 from vllm_metal.engine.batch.input_batch import InputBatch
 from vllm_metal.engine.batch.requests import Requests
 from vllm_metal.engine.sample import Logprobs, SamplerOutput
-from vllm_metal.metrics.figures import STEP
+from vllm_metal.metrics.step_metrics import STEP
 from vllm_metal.patches.vllm_patches.step_result import NOT_A_NUMBER, StepResult
 
 
@@ -70,8 +70,8 @@ class StepOutput:
         self.batch = batch
         self.sampled = sampled
         self.prompt_logprobs = prompt_logprobs
-        #: What was measured of the step, by field of StepFigures.
-        self.figures: dict[str, float] = {}
+        #: What was measured of the step, by field of StepMetrics.
+        self.metrics: dict[str, float] = {}
         #: Whether an evaluation that began after this step ended has succeeded: its results are
         #: right. See `device.errors`.
         self.checked = False
@@ -203,7 +203,7 @@ class StepOutput:
                 if req_id not in failures
             },
             failures=failures,
-            figures={STEP: self.figures},
+            metrics={STEP: self.metrics},
         )
 
 

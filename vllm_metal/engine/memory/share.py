@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_metal.device.mlx_device import MemoryFigures
+from vllm_metal.device.mlx_device import MemoryUsage
 
 
 @dataclass(frozen=True)
@@ -18,15 +18,15 @@ class Share:
     in_use: int
 
     @staticmethod
-    def of(workers: int, figures: MemoryFigures) -> Share:
+    def of(workers: int, usage: MemoryUsage) -> Share:
         """A share of a device's current memory, taken before any worker starts."""
-        return Share(workers, max(figures.total - figures.available, 0))
+        return Share(workers, max(usage.total - usage.available, 0))
 
-    def part(self, figures: MemoryFigures) -> MemoryFigures:
+    def part(self, usage: MemoryUsage) -> MemoryUsage:
         """A worker's view of the device; `active` is what it holds itself."""
-        total = figures.total // self.workers
+        total = usage.total // self.workers
         available = max(total - self.in_use // self.workers, 0)
-        return MemoryFigures(total=total, available=available, active=figures.active)
+        return MemoryUsage(total=total, available=available, active=usage.active)
 
     @property
     def words(self) -> str:

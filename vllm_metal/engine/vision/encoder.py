@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from vllm_metal.engine.vision.images import Image
 from vllm_metal.engine.vision.tower import Tower
-from vllm_metal.metrics.figures import measure
+from vllm_metal.metrics.step_metrics import measure
 
 
 class Encoder:

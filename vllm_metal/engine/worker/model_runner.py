@@ -20,8 +20,8 @@ from vllm_metal.engine.spec_decode.speculator import Speculator
 from vllm_metal.engine.worker.early_reads import EarlyReads
 from vllm_metal.engine.worker.results import Step
 from vllm_metal.engine.worker.step_hooks import NO_HOOKS, StepHooks
-from vllm_metal.metrics.figures import take_measured
 from vllm_metal.metrics.step_clock import StepClock
+from vllm_metal.metrics.step_metrics import take_measured
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -140,7 +140,7 @@ class ModelRunner:
         if not step.ended:
             step.ended = True
             step.transfers = self._hooks.after_step(computed)
-            step.figures = self._hooks.figures()
+            step.metrics = self._hooks.metrics()
 
     def for_warm_up(
         self, make_head: Callable[[ModelExecutor, Requests], OutputHead]
@@ -326,7 +326,7 @@ class ModelRunner:
             scheduler_output.scheduled_spec_decode_tokens,
             unread,
         )
-        # vLLM's scheduler keeps this object, and reads its figures from it after the step.
+        # vLLM's scheduler keeps this object, and reads its metrics from it after the step.
         req_ids = scheduler_output.num_scheduled_tokens
         scheduler_output.num_invalid_spec_tokens = drafts.unused(req_ids)
         return drafts, None if unread is None else unread.lag
@@ -352,7 +352,7 @@ class ModelRunner:
         self._submit(arrays)
         if self._draft_writer is not None:
             self._submit_drafts(self._draft_writer.write(batch, self._last_token_ids))
-        output.figures |= take_measured()
+        output.metrics |= take_measured()
         self._newest = output
         return output
 

@@ -133,7 +133,7 @@ class RecoveringRunner:
         self._building = None
         if self._unreported is not None:
             return LateOutput(partial(self._result, step, None), step.transfers)
-        return StepResult([], {}, kv_connector_output=step.transfers, figures=step.figures)
+        return StepResult([], {}, kv_connector_output=step.transfers, metrics=step.metrics)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
         """Samples from the forward pass just built, and submits the step to the device."""
@@ -183,7 +183,7 @@ class RecoveringRunner:
         if result is None:
             result = self._no_result(step)
         result.kv_connector_output = step.transfers
-        result.figures = {**result.figures, **step.figures}
+        result.metrics = {**result.metrics, **step.metrics}
         return result
 
     def _computed(self, step: Step, output: StepOutput) -> StepResult | None:

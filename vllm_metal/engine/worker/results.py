@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from vllm_metal.patches.vllm_patches.step_result import Figures, StepResult
+from vllm_metal.patches.vllm_patches.step_result import Metrics, StepResult
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -27,7 +27,7 @@ class Step:
     requests_told: bool = False  # requests and per-request states are updated
     ended: bool = False  # hooks were notified of its end
     transfers: KVConnectorOutput | None = None  # K/V transfers to report to the scheduler
-    figures: Figures = field(default_factory=dict)  # metrics of transfers
+    metrics: Metrics = field(default_factory=dict)  # metrics of transfers
 
     @property
     def req_ids(self) -> list[str]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
 
     from vllm_metal.engine.models.paged_layers import PagedLayers
-    from vllm_metal.patches.vllm_patches.step_result import Figures
+    from vllm_metal.patches.vllm_patches.step_result import Metrics
 
 
 class HookedRunner(Protocol):
@@ -99,7 +99,7 @@ class StepHooks:
         """
         return None
 
-    def figures(self) -> Figures:
+    def metrics(self) -> Metrics:
         """Metrics of transfers since the last call; called after `after_step`."""
         return {}
 

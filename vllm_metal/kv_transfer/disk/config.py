@@ -79,7 +79,7 @@ class DiskConfig(StoreConfig):
         }
 
     @property
-    def figures(self) -> type[DiskStats]:
+    def metrics_type(self) -> type[DiskStats]:
         from vllm_metal.kv_transfer.disk.stats import DiskStats
 
         return DiskStats

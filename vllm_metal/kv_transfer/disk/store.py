@@ -196,7 +196,7 @@ class DiskStore(Store):
     def take_message(self) -> list[Gone] | None:
         return [self._gone.get() for _ in range(self._gone.qsize())] or None
 
-    def figures(self) -> DiskStats | None:
+    def metrics(self) -> DiskStats | None:
         counted = self._counters.total()  # first, as threads count on meanwhile
         if counted == self._counted:
             return None

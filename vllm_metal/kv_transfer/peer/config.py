@@ -25,7 +25,7 @@ from vllm_metal.settings.address import Address
 if TYPE_CHECKING:
     from vllm_metal.identity.fingerprint import PoolContent
     from vllm_metal.kv_transfer.peer.pulls import PullCounts
-    from vllm_metal.kv_transfer.peer.store import PeerFigures, PeerStore
+    from vllm_metal.kv_transfer.peer.store import PeerMetrics, PeerStore
     from vllm_metal.kv_transfer.peer.view import PeerView
 
 logger = init_logger(__name__)
@@ -198,13 +198,13 @@ class PeerConfig(StoreConfig):
         return found
 
     @property
-    def figures(self) -> type[PeerFigures]:
-        from vllm_metal.kv_transfer.peer.store import PeerFigures
+    def metrics_type(self) -> type[PeerMetrics]:
+        from vllm_metal.kv_transfer.peer.store import PeerMetrics
 
-        return PeerFigures
+        return PeerMetrics
 
     @property
-    def view_figures(self) -> type[PullCounts]:
+    def view_metrics_type(self) -> type[PullCounts]:
         from vllm_metal.kv_transfer.peer.pulls import PullCounts
 
         return PullCounts

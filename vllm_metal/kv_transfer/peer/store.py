@@ -23,7 +23,7 @@ from vllm_metal.settings.address import Address
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerFigures(ExportStats, PeerStats):
+class PeerMetrics(ExportStats, PeerStats):
     """Metrics of this process: of its export cache and pool, and of its peers."""
 
     shared_leases: int = Metric(
@@ -173,10 +173,10 @@ class PeerStore(Store):
         new, self._down = down - self._down, down
         return sorted(new, key=str) or None
 
-    def figures(self) -> PeerFigures:
+    def metrics(self) -> PeerMetrics:
         fetched = vars(self.clients.stats())
         shared = 0 if self.shared_pool is None else self.shared_pool.num_leased
-        return PeerFigures(**vars(self.export_cache.stats()), **fetched, shared_leases=shared)
+        return PeerMetrics(**vars(self.export_cache.stats()), **fetched, shared_leases=shared)
 
     def close(self) -> None:
         if self._server is not None:

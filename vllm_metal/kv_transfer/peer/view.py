@@ -241,7 +241,7 @@ class PeerView(View):
         if self._puller is not None:
             self._puller.computed(prefill_rows, prefill_seconds)
 
-    def figures(self) -> PullCounts | None:
+    def metrics(self) -> PullCounts | None:
         return None if self._puller is None else self._puller.counts
 
     def params_for_others(self, req_id: str) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from vllm_metal.patches.vllm_patches.replacing import replace
-from vllm_metal.patches.vllm_patches.step_result import NOT_A_NUMBER, StepResult, send_figures
+from vllm_metal.patches.vllm_patches.step_result import NOT_A_NUMBER, StepResult, send_metrics
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import PlaceholderRange
@@ -103,12 +103,12 @@ def _sending_figures(
     model_runner_output: ModelRunnerOutput,
 ) -> dict[int, EngineCoreOutputs]:
     outputs = update(self, scheduler_output, model_runner_output)
-    figures = getattr(model_runner_output, "figures", None)  # vLLM's own results have none
-    if figures:
-        figures = {**figures, **(_call_connector(self, "figures_after", figures) or {})}
+    metrics = getattr(model_runner_output, "metrics", None)  # vLLM's own results have none
+    if metrics:
+        metrics = {**metrics, **(_call_connector(self, "metrics_after", metrics) or {})}
     for of_client in outputs.values():
-        if figures and of_client.scheduler_stats is not None:
-            send_figures(of_client.scheduler_stats, figures)
+        if metrics and of_client.scheduler_stats is not None:
+            send_metrics(of_client.scheduler_stats, metrics)
     return outputs
 
 

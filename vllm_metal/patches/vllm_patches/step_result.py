@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 #: Metrics by owner and name, in types that every executor pickles and vLLM's server decodes:
 #: {"step": {"host_seconds": 0.1}}.
-Figures = Mapping[str, Mapping[str, Any]]
+Metrics = Mapping[str, Mapping[str, Any]]
 _KEY = "vllm_metal"  # of our metrics among a connector's statistics
 NOT_A_NUMBER = "the model's logits are not numbers (NaN)"
 
@@ -25,7 +25,7 @@ class StepResult(ModelRunnerOutput):
 
     failures: dict[str, str] = field(default_factory=dict)  # request id to the reason
     pool_lost: bool = False  # the KV pool was rebuilt, and holds no request's K/V
-    figures: Figures = field(default_factory=dict)  # `scheduler` makes vLLM send them to the server
+    metrics: Metrics = field(default_factory=dict)  # `scheduler` makes vLLM send them to the server
     #: Drafts after the sampled tokens; `drafts_with_results` makes vLLM schedule them. None if vLLM
     #: requests them from the worker.
     drafts: DraftTokenIds | None = None
@@ -37,12 +37,12 @@ def has_results(result: ModelRunnerOutput) -> bool:
     return any(result.sampled_token_ids) or any(each is not None for each in pooled)
 
 
-def send_figures(stats: SchedulerStats, figures: Figures) -> None:
+def send_metrics(stats: SchedulerStats, metrics: Metrics) -> None:
     """Puts metrics among the K/V connector's statistics, which vLLM sends as any dictionary."""
-    stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), _KEY: figures}
+    stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), _KEY: metrics}
 
 
-def take_figures(stats: SchedulerStats) -> Figures:
+def take_metrics(stats: SchedulerStats) -> Metrics:
     """Removes our metrics from the statistics that vLLM's server got, and returns them.
 
     Call it before vLLM's own loggers, which only know a connector's statistics.
@@ -50,6 +50,6 @@ def take_figures(stats: SchedulerStats) -> Figures:
     if not stats.kv_connector_stats or _KEY not in stats.kv_connector_stats:
         return {}
     others = dict(stats.kv_connector_stats)
-    figures: Figures = others.pop(_KEY)
+    metrics: Metrics = others.pop(_KEY)
     stats.kv_connector_stats = others or None
-    return figures
+    return metrics

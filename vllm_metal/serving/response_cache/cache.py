@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from vllm.logger import init_logger
 
-from vllm_metal.serving.metrics import Figures
+from vllm_metal.serving.metrics import ServerMetrics
 from vllm_metal.serving.response_cache.entry import Entry
 from vllm_metal.serving.response_cache.store import Store, StoreError
 
@@ -75,11 +75,11 @@ class ResponseCache:
         self,
         store: Store,
         secret: bytes,
-        figures: Figures,
+        metrics: ServerMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`secret`: signs each response together with its key; `clock` returns seconds."""
-        self._store, self._secret, self._figures = store, secret, figures
+        self._store, self._secret, self._metrics = store, secret, metrics
         # Separate states: a full disk or a full Redis server can still be read.
         self._reading = _Access(
             "The response cache cannot be used (%s): every request is a miss until it can."
@@ -109,11 +109,11 @@ class ResponseCache:
         """Updates the size metric, because other servers and commands change the store, too."""
         total = await self._call(self._reading, self._store.num_bytes)
         if total is not None:
-            self._figures.kept_bytes.set(total)
+            self._metrics.kept_bytes.set(total)
 
     def count(self, result: str) -> None:
         """Counts a request: "hit", "miss" or "bypass"."""
-        self._figures.kept_answers.labels(result).inc()
+        self._metrics.kept_answers.labels(result).inc()
 
     async def close(self) -> None:
         await self._store.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines StepFigures, the metrics of one step, and their form in the log."""
+"""Defines StepMetrics, the metrics of one step, and their form in the log."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ STEP = "step"
 
 
 @dataclass(frozen=True)
-class StepFigures:
+class StepMetrics:
     """Metrics of one submitted step, and of the engine after it; None if unknown.
 
     `StepMeter` fills the fields without a default. Fields with the default None are measured
     elsewhere: code that builds a part of the step calls `measure`; values known only with the
-    step's results are in the results' `figures`.
+    step's results are in the results' `metrics`.
     """
 
     host_seconds: float = Metric(
@@ -77,20 +77,20 @@ class StepFigures:
 class _Measured(threading.local):
     # Thread-local: each thread builds one step at a time.
     def __init__(self) -> None:
-        self.figures: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
 
 
 _measured = _Measured()
 
 
 def measure(field: str, value: float = 1) -> None:
-    """Adds `value` to a field of the StepFigures of the step that is being built."""
-    _measured.figures[field] = _measured.figures.get(field, 0) + value
+    """Adds `value` to a field of the StepMetrics of the step that is being built."""
+    _measured.metrics[field] = _measured.metrics.get(field, 0) + value
 
 
 def take_measured() -> dict[str, float]:
     """Returns and clears the measurements; the runner calls it at the start and end of a step."""
-    found, _measured.figures = _measured.figures, {}
+    found, _measured.metrics = _measured.metrics, {}
     return found
 
 
@@ -100,14 +100,14 @@ class StepsInWords:
     _MEANS: ClassVar = {"host": "host_seconds", "device": "device_seconds"}
 
     def __init__(self) -> None:
-        self._newest: StepFigures | None = None
+        self._newest: StepMetrics | None = None
         self._sums: dict[str, float] = defaultdict(float)
         self._counts = Counter[str]()
 
-    def add(self, figures: StepFigures) -> None:
-        self._newest = figures
+    def add(self, metrics: StepMetrics) -> None:
+        self._newest = metrics
         for name in self._MEANS.values():
-            if (value := getattr(figures, name)) is not None:
+            if (value := getattr(metrics, name)) is not None:
                 self._sums[name] += value
                 self._counts[name] += 1
 

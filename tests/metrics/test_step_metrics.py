@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures travel from a worker's process to the scheduler's and the server's as vLLM sends them."""
+"""Metrics travel from a worker's process to the scheduler's and the server's as vLLM sends them."""
 
 import pickle
 from dataclasses import asdict
@@ -9,23 +9,23 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_metal.metrics.figures import STEP, StepFigures, measure, take_measured
-from vllm_metal.patches.vllm_patches.step_result import StepResult, send_figures, take_figures
+from vllm_metal.metrics.step_metrics import STEP, StepMetrics, measure, take_measured
+from vllm_metal.patches.vllm_patches.step_result import StepResult, send_metrics, take_metrics
 
-FIGURES = StepFigures(0.25, 0.5, 0.4, 0.1, 3 << 30, 4 << 30, 2)
+METRICS = StepMetrics(0.25, 0.5, 0.4, 0.1, 3 << 30, 4 << 30, 2)
 
 
 @pytest.mark.parametrize("others", [None, {"transfers": 3}], ids=["alone", "beside a connector's"])
-@pytest.mark.parametrize("figures", [FIGURES, StepFigures(0.25, None, None, None, 1, None, 0)])
-def test_what_is_sent_arrives(figures, others):
-    result = StepResult(req_ids=[], req_id_to_index={}, figures={STEP: asdict(figures)})
+@pytest.mark.parametrize("metrics", [METRICS, StepMetrics(0.25, None, None, None, 1, None, 0)])
+def test_what_is_sent_arrives(metrics, others):
+    result = StepResult(req_ids=[], req_id_to_index={}, metrics={STEP: asdict(metrics)})
     stats = SchedulerStats(kv_connector_stats=others)
-    send_figures(stats, pickle.loads(pickle.dumps(result)).figures)
+    send_metrics(stats, pickle.loads(pickle.dumps(result)).metrics)
     sent = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
     arrived = MsgpackDecoder(EngineCoreOutputs).decode(sent).scheduler_stats
-    assert StepFigures(**take_figures(arrived)[STEP]) == figures
+    assert StepMetrics(**take_metrics(arrived)[STEP]) == metrics
     assert arrived.kv_connector_stats == others  # all that vLLM's loggers find
-    assert take_figures(arrived) == {}
+    assert take_metrics(arrived) == {}
 
 
 def test_what_is_measured_is_added_up_and_taken_once():
