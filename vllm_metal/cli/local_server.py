@@ -39,7 +39,7 @@ _TAIL = 20  # lines of the log of a server that does not start
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server from a client's point of view."""
+    """Address, model, API key and context of a running server."""
 
     root: str  # http://host:port, without a path
     model: str  # the name in requests
@@ -164,8 +164,8 @@ def started(
 def output_file(kind: str, scratch: Path) -> Path:
     """Returns the file for a server's output.
 
-    `kind`: the command's name, for a file that is kept. `scratch`: folder for a file that is not
-    kept, deleted at the command's end.
+    It stays as a log of command `kind` if the user has configured vLLM's logging. Otherwise it is
+    in the temporary folder `scratch`.
     """
     # A server writes a log of its own, unless the user chose another; only then its output is kept.
     return log_files.begin(kind) if start_log.chosen_by_the_user() else scratch / "server.log"

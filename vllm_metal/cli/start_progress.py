@@ -21,7 +21,7 @@ _STEP_S = 30  # seconds between lines that are not overwritten
 
 
 class StartProgress:
-    """A line that is overwritten on a terminal; elsewhere, a line every half minute."""
+    """Shows a server's start in one line; without a terminal, in a line every half minute."""
 
     def __init__(
         self, output: Path, stream: TextIO, clock: Callable[[], float] = time.monotonic

@@ -46,7 +46,7 @@ Progress = Callable[[str], None]
 
 
 def say(**fields: Any) -> None:
-    """Sends the parent a message of JSON fields; the field `stage` names what starts now."""
+    """Sends the parent a message of JSON fields; `stage` names the activity that starts now."""
     # Starts a new line: earlier output may not end with one.
     print(f"\n{_MARK}{json.dumps(fields)}", flush=True)
 
@@ -83,7 +83,7 @@ class Ended:
 
     @property
     def how(self) -> str:
-        """How it ended, such as ``ended by signal 11 (SIGSEGV) while shutting down``."""
+        """How the process ended, such as ``ended by signal 11 (SIGSEGV) while shutting down``."""
         stage = f" while {self.reported['stage']}" if "stage" in self.reported else ""
         if self.status is None:
             return f"hung{stage} and was ended after {self.seconds:.0f} s"
@@ -94,7 +94,7 @@ class Ended:
 
     @property
     def error(self) -> str:
-        """The last error it printed, else its last line; empty if it printed nothing."""
+        """The last error that the process printed, else its last line; empty without output."""
         found = [match[1] for line in self.lines if (match := _ERROR.search(line))]
         causes = [error for error in found if _OTHERS_FAULT not in error]
         return (causes or found or self.lines or ("",))[-1]

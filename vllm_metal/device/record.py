@@ -32,12 +32,12 @@ _T = TypeVar("_T")
 
 
 def default_folder() -> Path:
-    """Returns the folder in the user's cache."""
+    """Returns the default folder of measurements, in the user's cache."""
     return cache_dir() / "selfcheck"
 
 
 class Record:
-    """The file of rows measured on this machine with the current sources, MLX and macOS."""
+    """Measurements of this machine with the current sources, MLX and macOS, in one file."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder or default_folder()

@@ -15,7 +15,7 @@ _BUSY_PERCENT = 50.0
 
 
 def disturbance() -> str | None:
-    """Returns what would distort a timing now, in words; None if nothing is known to."""
+    """Returns a condition that would distort timings now, in words; None if none is found."""
     battery = psutil.sensors_battery()
     if battery is not None and battery.power_plugged is False:
         return "this machine is on battery, and macOS saves power"

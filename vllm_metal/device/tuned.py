@@ -67,7 +67,7 @@ def _choices(read: Callable[[Any], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Choices:
-    """A machine's settings. A kind of layer is the string of a `metal_kernels.selfcheck.Case`."""
+    """Tuned kernel settings. Kinds of layer are `metal_kernels.selfcheck.Case`s as strings."""
 
     #: Dispatches per command buffer; None: MLX's default.
     dispatches: int | None = _choice(_number_or_none)
@@ -120,7 +120,7 @@ def defaults(chip: str | None) -> Choices:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The settings to use, and why they differ from the file."""
+    """The settings to use, and a log line if the tuner's file could not be used."""
 
     choices: Choices
     complaint: str | None = None  # a line for the log
@@ -171,7 +171,7 @@ def save(choices: Choices, more: Mapping[str, Any] = _NOTHING, folder: Path | No
 
 
 def default_folder() -> Path:
-    """Returns the folder in the user's cache."""
+    """Returns the default folder of tuned settings, in the user's cache."""
     return cache_dir() / "tuned"
 
 

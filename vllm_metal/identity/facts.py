@@ -90,7 +90,7 @@ def roots() -> list[Path]:
 
 
 def of_files(files: Iterable[tuple[Path, Path]]) -> str:
-    """Digests names and contents of (file, root) pairs as 32 hex digits; names relate to roots.
+    """Digests (file, root) pairs as 32 hex digits: contents, and names relative to the root.
 
     The order of files does not matter. Raises OSError if a file cannot be read.
     """

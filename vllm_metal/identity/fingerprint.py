@@ -49,7 +49,7 @@ class Fingerprint:
         """Returns the fingerprint of an engine.
 
         Args:
-            vllm_config: after the platform's check.
+            vllm_config: as checked and completed by the platform.
             kv_cache_config: groups, layers and specs of the pool.
             weights: digests by network, from `weights_digest.of_networks`.
             pool: what computes on the K/V ("scatter" or "kernels"); their rounding differs.
@@ -80,8 +80,8 @@ class Fingerprint:
     def why_unused(self, others: Iterable[Mapping[str, Any]]) -> str | None:
         """Explains in one line why a non-empty cache holds nothing for this engine.
 
-        `others`: facts in the manifests of the cache's folders. Returns None if there are none, or
-        one equals this engine's.
+        `others`: facts in the manifests of the cache's folders. Returns None if it is
+        empty, or has facts equal to this engine's.
         """
         known = [other for other in others if isinstance(other, Mapping) and other]
         same_model = [other for other in known if other.get("model") == self.facts["model"]]

@@ -32,7 +32,7 @@ def of(vllm_config: VllmConfig) -> dict[str, Any]:
     """Returns the facts of an engine as JSON data.
 
     Args:
-        vllm_config: after the platform's check; the weights must be on disk.
+        vllm_config: as checked and completed by the platform; the weights must be on disk.
 
     Raises:
         OSError: a weight file cannot be read.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BatchWriter writes copies of blocks to the stores, in their thread."""
+"""BatchWriter writes copies of K/V blocks to the stores, in the stores' writer thread."""
 
 from __future__ import annotations
 
@@ -63,20 +63,19 @@ class PageBatch:
 
 
 class BatchWriter:
-    """Writes batches of pages to the stores; for the engine's thread."""
+    """Writes batches of pages to the stores. The engine's thread calls its methods."""
 
     # The stores' thread gets memory instead of MLX arrays, so that MLX never raises a device error
     # in that thread.
 
     def __init__(self, store: PageStore, block_size: int) -> None:
-        """`block_size`: tokens of a block."""
         self._store = store
         self._block_size = block_size
         self._written: SimpleQueue[tuple[PageBatch, list[int]]] = SimpleQueue()
         self._memory = np.empty(0, np.uint8)  # of rows; the stores' thread makes it
 
     def submit(self, batch: PageBatch) -> None:
-        """Queues a batch for writing, and takes its arrays, which must have been computed."""
+        """Queues a batch for writing, and empties `batch.arrays`, which must have been computed."""
         memory = [memoryview(array) for array in batch.arrays]  # type: ignore[arg-type]
         batch.arrays.clear()
         self._store.writer.submit(self._write, batch, memory)

@@ -78,14 +78,14 @@ class TransferConfig:
         return TransferConfig(transfer.engine_id, stores, given.get("salt_key"))
 
     def read_salt_key(self) -> bytes | None:
-        """Reads the secret for derived salts (`salts.namespace`); ValueError if it is invalid."""
+        """Reads the secret that derives tenants' salts; None without one, ValueError if invalid."""
         if self.salt_key is None:
             return None
         return secret_file.read(self.salt_key, salts.SALT_KEY)
 
 
 def is_asked_for(vllm_config: VllmConfig | EngineArgs) -> bool:
-    """Returns whether K/V may leave the pool, by vLLM's option or the short form."""
+    """Returns whether the configuration, in either form, enables a store outside the pool."""
     short = AdditionalConfig.of(vllm_config)
     by_us = any(getattr(short, key) is not None for kind in STORES for key in kind.short)
     return by_us or vllm_config.kv_transfer_config is not None

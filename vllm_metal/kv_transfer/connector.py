@@ -47,8 +47,8 @@ OffloadingSpecFactory.register_spec(SPEC, "vllm_metal.kv_transfer.manager", SPEC
 class MetalKVConnector(OffloadingConnector):
     """Runs vLLM's offloading scheduler on stores that hold one page per block and group.
 
-    vLLM decides what to store and load, and tracks jobs. This class adds namespaces and undoes
-    the effects of failures.
+    vLLM decides what to store and load, and tracks jobs. This class adds namespaces, and
+    discards pages that failed requests have stored.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class MetalKVConnector(OffloadingConnector):
                 group.next_stored_chunk_idx = 0  # store what it now computes instead of loading
 
     def metrics_after(self, metrics: Metrics) -> Metrics:
-        """Passes a step's prefill speed to the views; returns the views' changed metrics."""
+        """Passes a step's prefill speed to the stores' views; returns these views' new metrics."""
         step = metrics.get(STEP, {})
         if (rows := step.get("prefill_rows")) is not None:
             self._manager.computed(rows, step["prefill_seconds"])
@@ -233,7 +233,7 @@ class MetalKVConnector(OffloadingConnector):
         return keeps, self._manager.params_for_others(request.request_id)
 
     def reset_cache(self) -> bool:
-        """Keeps the stores, since vLLM also resets all caches when an engine goes to sleep."""
+        """Removes no stored page, as vLLM also resets all caches when an engine goes to sleep."""
         # Stored pages remain valid: their keys are hashes of the text, per content. The worker must
         # report its content, as an engine may wake up with other weights. Jobs continue and are
         # reported; vLLM's own reset forgets them, and must not be called again while one is active.
@@ -241,7 +241,7 @@ class MetalKVConnector(OffloadingConnector):
         return True
 
     def cancel_loads(self, req_ids: Iterable[str]) -> None:
-        """Cancels loads of requests that lose their blocks, with the next step."""
+        """Makes the next step cancel the loads of these requests, which lose their blocks."""
         self._cancelled.update(req_ids)
 
     def forget_blocks(self, req_id: str) -> None:

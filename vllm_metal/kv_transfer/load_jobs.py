@@ -86,8 +86,6 @@ class _Staging:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Pages of one group that are read together."""
-
     job: _Job
     group: int
     keys: Sequence[bytes]
@@ -125,7 +123,7 @@ class LoadJobs:
         self._ended: list[Ended] = []
 
     def use(self, pages: BlockPages) -> None:
-        """Sets the blocks of a new pool."""
+        """Makes later jobs load pages into this pool."""
         self._pages = pages
         self._staging = _Staging(pages, self._staging_bytes)
 
@@ -193,14 +191,13 @@ class LoadJobs:
         )
 
     def _missing(self, job: _Job) -> frozenset[int]:
-        """Returns `Ended.missing_blocks` of a failed job."""
         # With several groups, a group's first blocks are useless without those of the others.
         if len(self._pages.sizes) > 1 or job.blocks[0] not in job.loaded:
             return frozenset()
         return frozenset(job.blocks) - job.loaded
 
     def read_on(self, most_pieces: int | None = None) -> None:
-        """Starts further reads while there is memory; for the engine's thread.
+        """Starts more reads while staging memory is free; called by the engine's thread.
 
         `most_pieces`: limit of pieces being read or waiting to enter the pool; None: no limit.
         """

@@ -32,7 +32,7 @@ MAX_FAILED_LOADS = 3
 
 @dataclass
 class _Request:
-    """State of a request; one that was not announced has the defaults, so nothing is stored."""
+    """State of a request. The defaults, for requests without `on_new_request`, store nothing."""
 
     namespace: str | None = None  # see `salts.namespace`
     used_at: float = 0.0  # arrival, seconds since the epoch
@@ -59,7 +59,7 @@ class PageManager(OffloadingManager):
         self._metrics: dict[str, Any] = {}  # as last reported
 
     def open(self, views: Mapping[str, View], salt_key: bytes | None) -> None:
-        """Sets the views by name, in reading order; until then, nothing is found."""
+        """Sets the stores' views by name, in reading order. Before that, lookups find nothing."""
         self._views = views
         self._salt_key = salt_key
 
@@ -70,7 +70,7 @@ class PageManager(OffloadingManager):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no page is being stored, and no request is about to be announced."""
+        """Whether no page is being stored, and no noted salt awaits `on_new_request`."""
         return not self._writing and not self._salts
 
     def note_salt(self, req_id: str, salt: str | None) -> None:
@@ -87,7 +87,7 @@ class PageManager(OffloadingManager):
     def stores_have_answered(
         self, keys: Callable[[], Sequence[OffloadKey]], req_context: ReqContext
     ) -> bool:
-        """Returns whether all stores have answered for a request; asks them first.
+        """Returns whether all stores have answered a request's lookups; the first call starts them.
 
         `keys` returns the pages that the request could use.
         """
@@ -124,7 +124,7 @@ class PageManager(OffloadingManager):
         return _page_keys(keys, req_context, hints)
 
     def load_failed(self, req_context: ReqContext) -> None:
-        """Counts a failed load; after MAX_FAILED_LOADS a request computes, or might never begin."""
+        """Counts a failed load. After MAX_FAILED_LOADS, the request computes instead of loading."""
         self._release(req_context, failed=True)
         _of(req_context).failed_loads += 1
 
@@ -146,7 +146,7 @@ class PageManager(OffloadingManager):
         request.lookups = {name: each for name, each in released.items() if each is not None}
 
     def touch_prefix(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Marks a request's leading pages as used, wherever they were found."""
+        """Marks a request's leading pages as used, in all stores."""
         request = _of(req_context)
         if found := list[bytes](keys):
             self._pending_uses.append(Use(request.namespace, found, request.used_at))
@@ -170,7 +170,7 @@ class PageManager(OffloadingManager):
         self._writing.difference_update(keys)
 
     def discard(self, salt: str | None, keys: Iterable[bytes]) -> None:
-        """Makes the worker remove pages of a request with this salt; hides them from now on."""
+        """Makes the worker remove pages of a request with this salt; lookups miss them at once."""
         namespace = salts.namespace(self._salt_key, salt)
         discard = Discard(self._num_discards, namespace, frozenset(keys))
         self._num_discards += 1
@@ -184,7 +184,6 @@ class PageManager(OffloadingManager):
         return messages
 
     def update(self, update: TransferUpdate) -> None:
-        """Processes an update from the worker."""
         if update.content is not None:
             self.asks_content = False
             for view in self._views.values():
@@ -195,12 +194,12 @@ class PageManager(OffloadingManager):
             del self._discards[number]
 
     def computed(self, prefill_rows: int, prefill_seconds: float) -> None:
-        """See `View.computed`."""
+        """Passes prefilled tokens, and the seconds that they took, to the stores' views."""
         for view in self._views.values():
             view.computed(prefill_rows, prefill_seconds)
 
     def metrics(self) -> dict[str, dict[str, Any]]:
-        """Returns metrics of the views that changed since the last call; see `StoreConfig`."""
+        """Returns, by source, the views' metrics that changed since the last call."""
         now = {view_of(name): view.metrics() for name, view in self._views.items()}
         new = {
             whose: each
@@ -211,7 +210,7 @@ class PageManager(OffloadingManager):
         return {whose: asdict(each) for whose, each in new.items()}
 
     def params_for_others(self, req_id: str) -> dict[str, Any] | None:
-        """See `View.params_for_others`."""
+        """Returns kv_transfer_params for the engine that continues a request; None without any."""
         found = (view.params_for_others(req_id) for view in self._views.values())
         return next((params for params in found if params is not None), None)
 

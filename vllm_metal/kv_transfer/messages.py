@@ -52,7 +52,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Use:
-    """The leading pages of a text that a request begins with."""
+    """Leading pages of a request's text, to be marked as used."""
 
     namespace: str | None
     keys: list[bytes]

@@ -37,7 +37,7 @@ class TransferStats:
 
 
 class PageStore:
-    """The pages outside the pool, in any number of stores; threading as for `Store`."""
+    """All stores of pages outside the pool, used like one; thread safety as for `Store`."""
 
     # Stores are read in the order of the registry, and written in reverse: stores that others wait
     # for come last in it. Deferrable work runs in `writer`, a single thread, to keep its order.
@@ -55,7 +55,7 @@ class PageStore:
         self._num_dropped = 0
 
     def use(self, content: PoolContent) -> bool:
-        """Sets the content of a new pool; returns whether it changed."""
+        """Sets the fingerprint and page sizes of a new pool; returns whether they changed."""
         if content == self.content:
             return False
         self.content = content
@@ -67,18 +67,18 @@ class PageStore:
         return True
 
     def namespace(self, name: str | None) -> Namespace:
-        """Returns a namespace for the loaded weights; see `Namespace.name`."""
+        """Returns the namespace of this name for pages of the loaded weights."""
         assert self.content is not None  # there is a pool
         return Namespace(name, self.content)
 
     def wants(self, namespace: Namespace, key: bytes) -> bool:
-        """See `Store.wants`."""
+        """Returns whether a store misses the page and would store it now."""
         return any(store.wants(namespace, key) for store in self.stores.values())
 
     def write(
         self, namespace: Namespace, key: bytes, row: np.ndarray, used_at: float, depth: int
     ) -> bool:
-        """Writes a page to all stores without it; see `Store.write`."""
+        """Writes a page to all stores that miss it; arguments and result as for `Store.write`."""
         stores = reversed(list(self.stores.values()))
         # A list, not a generator: every store must get the page.
         return any([store.write(namespace, key, row, used_at, depth) for store in stores])
@@ -86,7 +86,7 @@ class PageStore:
     def write_shared(
         self, namespace: Namespace, key: bytes, row: np.ndarray, used_at: float
     ) -> bool:
-        """See `Store.write_shared`."""
+        """Stores a page that peers requested from the pool; arguments and result as for `write`."""
         stores = self._sharing.values()
         return any([store.write_shared(namespace, key, row, used_at) for store in stores])
 
@@ -98,7 +98,7 @@ class PageStore:
         hints: Mapping[str, Any],
         wanted: Callable[[], bool],
     ) -> bool:
-        """Fills all rows, or returns False; blocks. See `Store.read`; `hints` are by store."""
+        """Fills all rows with pages, or returns False; blocks. `hints`: for each store by name."""
         left = list(range(len(keys)))
         for name, store in self.stores.items():
             if not left or not wanted():
@@ -110,7 +110,7 @@ class PageStore:
 
     @property
     def shared_pool(self) -> SharedPool | None:
-        """Pages of the pool that others may have or want; None: not shared."""
+        """Tracks pages of the pool that peers may get; None: peers cannot get pages of the pool."""
         return next((store.shared_pool for store in self._sharing.values()), None)
 
     def touch(self, use: Use) -> None:
@@ -120,7 +120,7 @@ class PageStore:
             self.writer.submit(store.touch, namespace, use.keys, use.at)
 
     def discard(self, discard: Discard) -> None:
-        """Removes pages, after everything that the writer was given before."""
+        """Removes pages in the writer's thread, after all writes submitted before."""
         namespace = self.namespace(discard.namespace)
         for store in self.stores.values():
             store.withdraw(discard.keys)
@@ -133,12 +133,12 @@ class PageStore:
         self.writer.submit(remove)
 
     def expect(self, keys: Iterable[bytes]) -> None:
-        """See `Store.expect`."""
+        """Announces that pages will be written; balance each call with `expect_no_more`."""
         for store in self.stores.values():
             store.expect(keys)
 
     def expect_no_more(self, keys: Iterable[bytes]) -> None:
-        """See `Store.expect_no_more`."""
+        """Notes that expected pages were written, or will not be."""
         for store in self.stores.values():
             store.expect_no_more(keys)
 
@@ -154,7 +154,7 @@ class PageStore:
         return TransferHandshake(self.content, stores, wake_event)
 
     def add_messages(self, update: TransferUpdate) -> None:
-        """Adds messages for the scheduler's side since the last call."""
+        """Adds the stores' new messages for the scheduler's side to `update`."""
         while not self._discarded.empty():
             update.discarded.append(self._discarded.get())
         # After completed discards: the stores' messages then include the removed pages.

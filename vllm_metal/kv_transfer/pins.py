@@ -17,7 +17,7 @@ SHARE = 4
 
 
 class Pins:
-    """References on blocks, as requests hold them. For the scheduler's thread only."""
+    """References that keep blocks in the pool. For the scheduler's thread only."""
 
     # A pin is best effort: a peer that finds its page gone computes it.
 
@@ -33,7 +33,7 @@ class Pins:
         return (self._pool.get_num_free_blocks() + len(self._blocks)) // SHARE
 
     def change(self, changes: PinChanges) -> None:
-        """Unpins and pins the pages that the worker names, as far as there is room."""
+        """Unpins and pins the pages that the worker names, up to a share of the free blocks."""
         self._release(changes.unpin)
         for key in changes.pin[: max(0, self._most - len(self._blocks))]:
             block = self._pool.cached_block_hash_to_block.get_one_block(key)  # type: ignore[arg-type]
@@ -42,11 +42,10 @@ class Pins:
                 self._blocks[key] = block
 
     def free_excess(self) -> None:
-        """Unpins the oldest blocks if requests now hold more than when these were pinned."""
+        """Unpins the oldest blocks if pins exceed their share, as requests now hold more blocks."""
         self._release([*self._blocks][: max(0, len(self._blocks) - self._most)])
 
     def release_all(self) -> None:
-        """Unpins all blocks."""
         self._release([*self._blocks])
 
     def _release(self, keys: list[bytes] | tuple[bytes, ...]) -> None:

@@ -29,10 +29,10 @@ class PinChanges:
 
 
 class SharedPool:
-    """Tracks the pool's pages as of the current step; wanted pages are copied with some step.
+    """Tracks the pool's pages and their leases; pages that peers want are copied with a later step.
 
-    The scheduler reports cache changes with each step, so that peers are answered without it. A
-    block that is known here is not written to before the next step.
+    The scheduler reports cache changes with each step, so that peers can be answered between steps.
+    A block listed here is not overwritten before the next step.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class SharedPool:
     ) -> None:
         """
         Args:
-            on_end: called once with each wanted page that has left the pool, or will not.
+            on_end: called once for each wanted page, after it was copied out or given up.
             clock: returns seconds.
         """
         self.wake_event = WakeEvent()
@@ -100,7 +100,7 @@ class SharedPool:
 
     @property
     def keys(self) -> list[bytes]:
-        """Known pages of the pool."""
+        """Keys of the pool's cached pages."""
         with self._lock:
             return [*self._blocks]
 
@@ -138,7 +138,7 @@ class SharedPool:
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether a wanted page has not left yet."""
+        """Whether a wanted page has not been copied out yet."""
         return bool(self._wanted or self._leaving)
 
     @property
@@ -167,7 +167,7 @@ class SharedPool:
     def want(self, keys: Iterable[bytes], expect: Callable[[Collection[bytes]], None]) -> None:
         """Requests copies of pages; ignores those that the pool does not hold.
 
-        `expect` is called with the pages that will come; `on_end` follows for each.
+        `expect` is called with the pages that will be copied; `on_end` follows for each.
         """
         with self._lock:
             if not self.wake_event.is_connected:
@@ -183,7 +183,7 @@ class SharedPool:
                 self.wake_event.set()
 
     def lease(self, holder: int, keys: Iterable[bytes], seconds: float) -> None:
-        """Keeps blocks in the pool for `seconds`, as far as the scheduler can spare them."""
+        """Asks the scheduler, best effort, to keep pages in the pool for `seconds`."""
         with self._lock:
             found = (
                 [key for key in keys if key in self._blocks] if self.wake_event.is_connected else []
@@ -203,7 +203,7 @@ class SharedPool:
                     leases[holder] = ends
 
     def release(self, holder: int, keys: Collection[bytes] | None) -> None:
-        """Ends a holder's leases on some pages, or None: on all."""
+        """Ends a holder's leases on `keys`; all its leases if None."""
         with self._lock:
             found = [*self._leases] if keys is None else [k for k in keys if k in self._leases]
             released = [key for key in found if self._leases[key].pop(holder, None) is not None]

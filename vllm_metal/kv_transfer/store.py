@@ -34,7 +34,7 @@ class OfferedPages:
     # They have the content that was in use when this was made.
 
     def find(self, keys: Iterable[bytes]) -> set[bytes]:
-        """Returns the known pages among `keys`, without blocking."""
+        """Returns the available pages among `keys`, as far as known without blocking."""
         raise NotImplementedError
 
     def read(self, key: bytes) -> memoryview | None:
@@ -55,7 +55,7 @@ class Store:
     shared_pool: SharedPool | None = None
 
     def use(self, content: PoolContent) -> None:
-        """Sets the content of all later pages, for a new pool or other weights."""
+        """Sets fingerprint and sizes of all later pages, for a new pool or other weights."""
 
     def wants(self, namespace: Namespace, key: bytes) -> bool:
         """Returns whether a page is missing and would be stored now."""
@@ -88,12 +88,12 @@ class Store:
         hint: Any,
         wanted: Callable[[], bool],
     ) -> set[int]:
-        """Fills rows; returns the indices of those it filled.
+        """Fills rows with pages; returns the indices of the filled rows.
 
         Args:
             rows: [bytes of the page] uint8 each; undefined if not filled.
-            hint: from `Lookup.hint` for this load; None: none.
-            wanted: called now and then; reading ends when it returns False.
+            hint: result of `Lookup.hint` for this load.
+            wanted: called at intervals; reading ends when it returns False.
         """
         return set()
 
@@ -125,7 +125,7 @@ class Store:
         """Notes that expected pages were written, or will not be."""
 
     def take_message(self) -> Any | None:
-        """Returns a picklable message for the view since the last call; None: none."""
+        """Returns a picklable message for the view since the last call; None if there is none."""
         return None
 
     def metrics(self) -> Any | None:
@@ -156,20 +156,20 @@ class Lookup:
         """Notes that the pages passed to `hint` were loaded; `release` follows."""
 
     def release(self, failed: bool) -> Lookup | None:
-        """Releases the pages, whose load may have failed; may be called again.
+        """Releases the found pages; may be called again. `failed`: loading them failed.
 
-        Returns the store's answer from now on; None: ask again if the request restarts.
+        Returns the lookup to use from now on; None: start a new one if the request restarts.
         """
         return self
 
 
 class View:
-    """The scheduler's side of a store; for its thread, and returns quickly."""
+    """The scheduler's side of a store, called in the scheduler's thread; returns quickly."""
 
     source: ClassVar[CacheHitSource]  # vLLM's category for hits in this store
 
     def use(self, content: PoolContent) -> None:
-        """Sets the content of the worker's pages."""
+        """Sets the fingerprint and page sizes of the worker's pages."""
 
     def look_up(
         self,
@@ -179,7 +179,7 @@ class View:
     ) -> Lookup:
         """Starts a lookup of a request's pages.
 
-        `keys` returns those that it could begin with; `params` are its `kv_transfer_params`.
+        `keys` returns the pages that it could load; `params` are its `kv_transfer_params`.
         """
         raise NotImplementedError
 
@@ -194,11 +194,11 @@ class View:
         """Notes how many tokens the device has prefilled since the last call, and the seconds."""
 
     def metrics(self) -> Any | None:
-        """Returns metrics of the type `StoreConfig.view_metrics_type`; None: none."""
+        """Returns an instance of `StoreConfig.view_metrics_type`; None without metrics."""
         return None
 
     def params_for_others(self, req_id: str) -> dict[str, Any] | None:
-        """Returns what a proxy passes to the engine that continues a request; None: nothing."""
+        """Returns kv_transfer_params for the engine that continues a request; None without any."""
         return None
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ class View:
 
 
 def view_of(name: str) -> str:
-    """Returns the source name of the metrics of a store's view."""
+    """Returns the name under which the metrics of a store's view are reported."""
     return f"{name} view"
 
 
@@ -251,17 +251,17 @@ class StoreConfig:
 
     @property
     def memory_bytes(self) -> int:
-        """Limit of the worker's memory that it takes in addition to the pool."""
+        """Limit of the memory that the store takes in the worker, in addition to the pool."""
         return 0
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether others wait for pages, which must then leave the pool as soon as possible."""
+        """Whether other engines wait for pages, which are then copied out as soon as possible."""
         return False
 
     @property
     def shares_pool(self) -> bool:
-        """Whether peers may have pages of the pool, so that its store has a `shared_pool`."""
+        """Whether peers may get pages of the pool, so that the store has a `shared_pool`."""
         return False
 
     @property
@@ -271,7 +271,7 @@ class StoreConfig:
 
     @property
     def view_metrics_type(self) -> type | None:
-        """Type of `View.metrics`; None: none."""
+        """Type of `View.metrics`; None if the view has no metrics."""
         return None
 
     def open(self, engine_id: str) -> Store:

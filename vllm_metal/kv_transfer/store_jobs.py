@@ -39,7 +39,7 @@ def _ends(pages: Iterable[PoolPage]) -> dict[str, int]:
 class StoreJobs:
     """Copies blocks of ended steps out of the pool, and writes them in a thread.
 
-    Copies wait in at most `staging_bytes` until they are written; their rows take ROWS_BYTES, or a
+    Copies take at most `staging_bytes` until they are written, and writing takes ROWS_BYTES, or a
     page, more. A block that is reassigned before there is room for its copy is dropped. No step
     ever waits for a store.
     """
@@ -61,7 +61,7 @@ class StoreJobs:
             block_size: tokens of a block.
             staging_bytes: memory limit of copies; a single page may be larger.
             clock: returns seconds.
-            batch_steps: most steps that a page waits for others.
+            batch_steps: limit of steps that a page waits to be copied together with later pages.
         """
         self._store = store
         self._staging_bytes = staging_bytes
@@ -76,13 +76,13 @@ class StoreJobs:
         self._writer = BatchWriter(store, block_size)
 
     def use(self, pages: BlockPages) -> None:
-        """Sets the blocks of a new pool."""
+        """Makes later jobs copy pages out of this pool."""
         self._pages = pages
 
     def room(self, most_bytes: int) -> int:
-        """Returns the bytes of pages that can be copied now, up to `most_bytes`.
+        """Returns how many bytes of pages can be copied now, up to `most_bytes`.
 
-        At least one page's, if nothing is staged.
+        It is at least the size of a page if nothing is staged.
         """
         self._collect_written()
         largest = max(self._pages.sizes)
@@ -90,7 +90,6 @@ class StoreJobs:
         return min(max(most_bytes, largest), staging - self._staged_bytes)
 
     def page_bytes(self, key: bytes) -> int:
-        """Returns the size of a page."""
         return self._pages.page_bytes(get_offload_group_idx(OffloadKey(key)))
 
     @property
@@ -123,7 +122,7 @@ class StoreJobs:
     def add_urgent(self, job_id: int, blocks: Mapping[bytes, int]) -> None:
         """Adds a job of complete blocks that peers want, copied first, with the current step.
 
-        `drop_urgent` drops what is not copied with it, as later steps may write to these blocks.
+        `drop_urgent` drops pages not copied with it, as later steps may write to these blocks.
 
         Args:
             job_id: unique among all jobs.
@@ -149,11 +148,11 @@ class StoreJobs:
         self._ended.append(Ended(job_id, req_id))
 
     def end_step(self) -> None:
-        """Makes the pages of added jobs due."""
+        """Makes the pages of jobs added in this step due for copying."""
         self._step += 1
 
     def due_ends(self) -> dict[str, int]:
-        """Returns how many tokens of each request the pages of the next batch complete.
+        """Returns, by request id, the number of tokens up to the end of the next batch's pages.
 
         Also frees the memory of written copies; call it before `queue_batch`.
         """
@@ -161,7 +160,7 @@ class StoreJobs:
         return _ends(islice(self._due, self._num_fitting() if self._is_batch_due() else 0))
 
     def all_due_ends(self, job_ids: Collection[int] | None = None) -> dict[str, int]:
-        """Like `due_ends`, for all due pages or those of some jobs; call it before `copy_now`."""
+        """Like `due_ends` for all due pages, or those of `job_ids`; call it before `copy_now`."""
         due = self._due
         return _ends(page for page in due if job_ids is None or page.job.job_id in job_ids)
 
@@ -237,7 +236,6 @@ class StoreJobs:
         return number
 
     def _take_fitting(self, job_ids: Collection[int] | None) -> dict[int, list[PoolPage]]:
-        """Takes due pages that fit, oldest first, by group."""
         if job_ids is not None:  # these go first
             wanted = [page for page in self._due if page.job.job_id in job_ids]
             others = [page for page in self._due if page.job.job_id not in job_ids]
@@ -266,7 +264,7 @@ class StoreJobs:
             self._ended.append(Ended(job.job_id, job.req_id, job.num_bytes, seconds))
 
     def drop(self, which: Callable[[PoolPage], bool] = lambda page: True) -> int:
-        """Drops due pages; returns their number."""
+        """Drops due pages for which `which` returns True; returns their number."""
         dropped = [page for page in self._due if which(page)]
         self._due = deque(page for page in self._due if not which(page))
         self._due_bytes -= sum(page.size for page in dropped)

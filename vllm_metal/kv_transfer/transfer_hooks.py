@@ -168,7 +168,6 @@ class TransferHooks(StepHooks):
             self.store_jobs.copy_now(flushed)
 
     def _export(self, shared: SharedPool) -> None:
-        """Queues copies of pages that other engines want."""
         most_bytes = EXPORT_BYTES_BESIDE if self._decoding else STAGING_BYTES
         room = self.store_jobs.room(most_bytes)
         if wanted := shared.take(self.store_jobs.page_bytes, room):
@@ -230,7 +229,6 @@ class TransferHooks(StepHooks):
         self.store_jobs.steps_computed(num_left)
 
     def _results(self) -> KVConnectorOutput | None:
-        """Returns the jobs that ended since the last step, and messages of the stores."""
         update = TransferUpdate()
         loaded = self.load_jobs.finished()
         for store in self.store_jobs.finished():
@@ -269,6 +267,5 @@ class TransferHooks(StepHooks):
 
 
 def _pages(job: TransferJob, keys: object, blocks: object) -> tuple[PageKeys, Iterable[int]]:
-    """Returns a job's pages, and the block of each."""
     assert isinstance(keys, PageKeys) and isinstance(blocks, GPULoadStoreSpec)
     return keys, blocks.block_ids.tolist()

@@ -25,7 +25,7 @@ class ConfiguredTransfers:
     """Makes the transfer hooks from the settings; does nothing without such settings."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        """`vllm_config`: after the platform's check."""
+        """`vllm_config`: as checked and completed by the platform."""
         self._vllm_config = vllm_config
         self._config = TransferConfig.of(vllm_config)
         self._weights: Mapping[str, str] = {}  # digests of the loaded networks
@@ -34,7 +34,7 @@ class ConfiguredTransfers:
 
     @property
     def memory_bytes(self) -> int:
-        """Limit of its memory: staging, and the stores'."""
+        """Limit of the memory for K/V transfer: staged pages, and the stores' memory."""
         if self._config is None:
             return 0
         stores = sum(store.memory_bytes for store in self._config.stores.values())
@@ -52,7 +52,7 @@ class ConfiguredTransfers:
             self._weights = weights_digest.of_networks(self._vllm_config, memo)
 
     def open(self, kv_cache_config: KVCacheConfig, pool: str) -> None:
-        """Opens the configured stores; `pool` is what computes on it, "scatter" or "kernels"."""
+        """Opens the configured stores; `pool`: what computes on the K/V, "scatter" or "kernels"."""
         config = self._config
         if config is None:
             return

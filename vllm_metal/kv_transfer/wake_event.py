@@ -23,7 +23,7 @@ class WakeEvent:
         return WakeEvent, ()
 
     def connect(self, wake: Callable[[], bool]) -> None:
-        """Sets `wake`, which makes the engine check the event; it returns False if it ended."""
+        """Sets the function that makes the engine check the event; it returns False at shutdown."""
         with self._lock:
             self._wake = wake
 
@@ -38,13 +38,12 @@ class WakeEvent:
         return self._is_set
 
     def set(self) -> None:
-        """Requests a step."""
         with self._lock:
             if not self._is_set and self._wake is not None:
                 self._is_set = True
                 self._is_set = self._wake()
 
     def clear(self) -> None:
-        """Clears the event as the requested step begins, or none is possible."""
+        """Clears the event when the requested step begins, or when no step is possible."""
         with self._lock:
             self._is_set = False

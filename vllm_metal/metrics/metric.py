@@ -19,7 +19,7 @@ _KEY = "metric"
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of an engine; fields with the same metric except for `label` are series of one."""
+    """A Prometheus metric; metrics that differ only in `label` are labeled series of one metric."""
 
     kind: Kind
     name: str  # in Prometheus, without the `_total` of counters
@@ -28,11 +28,11 @@ class Metric:
     buckets: tuple[float, ...] = ()  # upper bounds of a histogram
 
     def field(self, default: Any = MISSING) -> Any:
-        """Makes a dataclass field that this metric shows; a value of None leaves it unchanged."""
+        """Makes a dataclass field with this metric; a value of None leaves the metric unchanged."""
         return dataclass_field(default=default, metadata={_KEY: self})
 
     def registered(self, labels: Sequence[str]) -> Gauge | Counter | Histogram:
-        """Registers the metric in Prometheus with `labels` before its own."""
+        """Registers the metric in Prometheus; label names are `labels`, then that of `label`."""
         names = (*labels, *(self.label or ())[:1])
         if self.kind == "gauge":
             return Gauge(self.name, self.help, names, multiprocess_mode="mostrecent")
@@ -42,7 +42,7 @@ class Metric:
 
 
 class Shown:
-    """The Prometheus metrics of a dataclass."""
+    """Registered Prometheus metrics of a dataclass's fields."""
 
     def __init__(self, metrics: type, labels: Sequence[str]) -> None:
         """Registers the metrics of the fields made with `Metric.field`; all have `labels`."""
@@ -54,7 +54,7 @@ class Shown:
         }
 
     def of(self, *labels: str) -> Callable[[Mapping[str, Any]], None]:
-        """Creates series for label values; returns a function that records values by field."""
+        """Creates series with these label values; returns a function that records values."""
         recorders = []
         for name, metric in self._fields.items():
             series = self._by_name[metric.name].labels(*labels, *(metric.label or ())[1:])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepRows:
-    """Tokens by purpose; each is one token in one forward pass."""
+    """Numbers of tokens that forward passes computed, by purpose."""
 
     prefill: int = 0  # of prompts, and of requests recomputed after preemption
     decode: int = 0  # newest output tokens, and drafts to verify

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns on drafts by a model's own MTP layer by default, unless a setting conflicts with them.
 
-`vllm_metal.engine.worker` decides what is only known once the model is loaded.
+The worker drops them if they do not suit the loaded model, or take too much memory.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _PLUGINS = "vllm.logits_processors"
 
 
 def default_drafts(args: EngineArgs, model: ModelConfig) -> dict[str, Any] | None:
-    """The default of --speculative-config; None: no drafts.
+    """Returns the default of --speculative-config; None: no drafts.
 
     Args:
-        args: of the engine.
-        model: its model's configuration.
+        args: the engine's arguments.
+        model: configuration of the engine's model.
 
     Raises:
         ValueError: --additional-config is invalid.

@@ -32,7 +32,7 @@ REFUSED_OF_IMAGES: dict[str, tuple[str, str]] = {
 
 
 def image_refusals(config: VllmConfig) -> dict[str, bool]:
-    """Maps a setting's text in the start error to whether it must be rejected."""
+    """Maps each setting, in the words of the start error, to whether it must be rejected."""
     model = config.model_config
     if model is None or (multimodal := model.multimodal_config) is None:
         return {}

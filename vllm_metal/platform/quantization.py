@@ -57,7 +57,7 @@ class PublishedWeights(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> QuantizationMethods | None:
-        """Takes every published format; returns None for folders that MLX's tools wrote.
+        """Selects this class for every published format; None for folders that MLX's tools wrote.
 
         Raises ValueError if --quantization names another format than the folder's.
         """

@@ -17,7 +17,7 @@ _PIPELINE, _TENSOR = "--pipeline-parallel-size", "--tensor-parallel-size"
 
 
 def refusals(config: VllmConfig) -> dict[str, bool]:
-    """Maps a setting's text in the start error to whether it must be rejected."""
+    """Maps each setting, in the words of the start error, to whether it must be rejected."""
     parallel, model = config.parallel_config, config.model_config
     sizes = {
         _PIPELINE: parallel.pipeline_parallel_size,

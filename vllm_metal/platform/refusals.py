@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rejects unsupported settings before a model is loaded, all in one error.
 
-The functions here map each setting's entry in the error to whether it was set.
+Functions of this module map settings, in the words of the error, to whether they are set.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ REFUSED_OPTIONS = (
 
 
 def refused_options(config: VllmConfig) -> dict[str, bool]:
-    """Maps each option's entry in the error to whether it is set."""
+    """Maps each option, in the words of the start error, to whether it is set."""
     if config.model_config is None:
         return {}
     model = config.model_config.hf_text_config
@@ -166,7 +166,6 @@ def refused_options(config: VllmConfig) -> dict[str, bool]:
 
 @cache
 def _with_defaults() -> list[tuple[RefusedOption, Any]]:
-    """Returns the options with their defaults in `EngineArgs`."""
     from vllm.engine.arg_utils import EngineArgs
 
     known = {field.name: field for field in fields(EngineArgs)}

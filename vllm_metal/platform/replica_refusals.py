@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def replica_refusals(config: VllmConfig) -> dict[str, bool]:
-    """Maps a setting's text in the start error to whether it must be rejected.
+    """Maps each setting, in the words of the start error, to whether it must be rejected.
 
     `config` is that of a server or launcher; in an engine's own process it has one rank.
     """

@@ -88,9 +88,10 @@ def check_server(args: Namespace) -> None:
 
 
 def check_engine(args: Any, model: str | None = None) -> None:
-    """Checks arguments of an engine, vLLM's `EngineArgs` or a command's; `model` replaces theirs.
+    """Checks arguments of an engine: vLLM's `EngineArgs`, or a command's options.
 
-    Raises ValueError, naming the argument, or ModelLoadError if a model is not found.
+    `model` replaces `args.model`. Raises ValueError, naming the argument, or ModelLoadError if a
+    model is not found.
     """
     model = args.model if model is None else model
     _check_choices(args)

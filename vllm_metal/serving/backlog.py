@@ -25,7 +25,7 @@ class Backlog:
         self._task: asyncio.Task[None] | None = None
 
     async def put(self, message: Message) -> None:
-        """Queues a message; raises what sending an earlier one raised."""
+        """Queues a message; raises the error with which sending an earlier one failed."""
         self._waiting.append(message)
         self._bytes += len(message.get("body", b""))
         if self._task is None or self._task.done():
@@ -36,7 +36,7 @@ class Backlog:
             await self._room.wait()
 
     async def empty(self) -> None:
-        """Waits until all is sent; raises what sending raised. If cancelled, drops the rest."""
+        """Waits until all is sent; raises if sending fails. If cancelled, drops unsent messages."""
         if self._task is not None:
             await self._task
 

@@ -35,7 +35,7 @@ _seconds = partial(values.positive, of="seconds")
 
 @dataclass(frozen=True)
 class TenantsConfig:
-    """Section [tenants]."""
+    """Section [tenants] of the settings file."""
 
     keys: Path  # absolute; the file that `vllm-metal tenants` writes
     secret: Path  # absolute; salts and response ids are derived from its content
@@ -48,7 +48,7 @@ class TenantsConfig:
 
 @dataclass(frozen=True)
 class ResponseCacheConfig:
-    """Section [response_cache]."""
+    """Section [response_cache] of the settings file."""
 
     path: Path | None = None  # folder of the SQLite file; None: `redis` is set
     redis: str | None = field(default=None, repr=False)  # address; may contain a password

@@ -62,10 +62,10 @@ class Tenants:
         """Opens only the file of keys.
 
         Args:
-            config: settings; None (vLLM passes none): read them as the environment says.
+            config: settings; None, as from vLLM: those of the file that the environment names.
             metrics: metrics to update; None: those in vLLM's /metrics.
             sleep: waits a number of seconds, for deadlines.
-            model: identifies the model; None: by vLLM's application.
+            model: functions that render prompts and fingerprint the model; None: `rendering`'s.
             clock: returns seconds, to decide when to retry the keys or a failed store.
 
         Raises:
@@ -100,7 +100,7 @@ class Tenants:
             await self.app(scope, receive, send)
 
     async def ready(self, state: Any) -> None:
-        """Starts what the first message would start, and waits until the model is identified.
+        """Starts counting tokens, and waits until the model is identified for the response cache.
 
         `state`: state of vLLM's application.
         """

@@ -23,7 +23,7 @@ def refusals(
     """Maps settings that conflict with `VLLM_METAL_SERVING_CONFIG` to whether each is set.
 
     `disk_salt_key`: prefix_cache_salt_key. `arguments` and `environment` default to those of this
-    process. Raises ValueError if the settings file cannot be used, or is needed but not named.
+    process. Raises ValueError if the settings file cannot be used, or the middleware has none.
     """
     # vLLM's configuration does not cover the front end, so the command line is searched, and the
     # file that it may name with --config.

@@ -111,7 +111,7 @@ PREFIX_CACHE_KEYS = tuple(key for key in _READERS if key.startswith("prefix_cach
 
 @dataclass(frozen=True)
 class AdditionalConfig:
-    """One field per key, named as users type it."""
+    """Values of --additional-config, one field per key, named as users type it."""
 
     #: Whether a model's MTP layer drafts without --speculative-config: "auto", or "off".
     drafts: str = "auto"
@@ -157,7 +157,7 @@ class AdditionalConfig:
 
     @staticmethod
     def of(vllm_config: VllmConfig | EngineArgs) -> AdditionalConfig:
-        """Returns what the user set, with defaults for the rest.
+        """Returns the user's settings, with defaults for keys that are not set.
 
         Raises ValueError for anything but a JSON object, an unknown key, a value of the wrong type,
         or a key that needs prefix_cache_dir without it.

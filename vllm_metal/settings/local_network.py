@@ -18,7 +18,7 @@ _ADVICE = (
 
 
 def advice(error: BaseException) -> str:
-    """Returns what to do about a failed connection; empty if nothing is known.
+    """Returns what to do about a failed connection; empty unless macOS may have blocked it.
 
     `error` is an OSError, or a library's exception that was raised from one.
     """

@@ -23,7 +23,7 @@ def folder() -> Path:
 
 
 def current() -> Path | None:
-    """Returns the file that this process logs to, if it is one of ours."""
+    """Returns the log file of this process; None if it has no handler of class `LogFile`."""
     for handler in logging.getLogger("vllm").handlers:
         if isinstance(handler, LogFile):
             return Path(handler.baseFilename)

@@ -51,7 +51,7 @@ def nearest(given: str, names: Iterable[str]) -> str:
 
 
 def known(readers: Mapping[str, Reader]) -> str:
-    """Lists the keys, for messages."""
+    """Lists the readers' keys, for messages."""
     return ", ".join(map(repr, readers))
 
 
@@ -73,7 +73,7 @@ def path(value: Any) -> Path:
 
 
 def positive(value: Any, of: str) -> float:
-    """Reads a finite number above 0; messages call it `of`, its unit and alternatives."""
+    """Reads a finite number above 0; the error message says "a number of `of`"."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"must be a number of {of}, not {value!r}")
     return float(value)

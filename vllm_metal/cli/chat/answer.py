@@ -98,7 +98,7 @@ class Progress:
             self._first, self._first_tokens = self._last, tokens
 
     def event(self) -> Event:
-        """Returns changes since the last event; the HTML replaces all blocks from `from` on."""
+        """Returns changes since the last event; `blocks` is the HTML of blocks from `from` on."""
         event: Event = {name: text for name, text in self._fresh.items() if text}
         if self._fresh["text"]:
             now = markdown.blocks(self.text)
@@ -127,7 +127,7 @@ class Progress:
 def limit(
     request: Mapping[str, Any], context: int | None, figures: Mapping[str, Any]
 ) -> dict[str, int | str | None]:
-    """Returns the limit that ended an answer: `name` (context, max_tokens, server), `tokens`."""
+    """Returns the limit that ended an answer: its `name` and `tokens`, if known."""
     tokens, prompt, most = figures["tokens"], figures["prompt"], request.get("max_tokens")
     if None not in (tokens, prompt, context) and prompt + tokens >= context:
         return {"name": "context", "tokens": context}

@@ -116,7 +116,7 @@ def judge(tried: Ended, judged: Ended) -> Finding:
 def try_variants(
     model: Model, progress: Progress, command: Sequence[str] | None = None
 ) -> dict[str, Ended]:
-    """Runs an engine for each of VARIANTS; keys are settings such as ``VLLM_METAL_KERNELS=mlx``."""
+    """Runs an engine with each of VARIANTS, settings such as ``VLLM_METAL_KERNELS=mlx``."""
     return {
         f"{name}={value}": run_child(
             model, progress, "engine", command=command, variables={name: value}

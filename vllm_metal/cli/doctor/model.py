@@ -47,7 +47,7 @@ def missing() -> list[str]:
 
 
 def embedded(progress: Progress) -> Ended:
-    """Converts the embedded model on the first call; the child prints its folder last."""
+    """Converts the embedded model in a child process, whose last line is the model's folder."""
     progress("converting the embedded model")
     return run(python("vllm_metal.cli.main", "model"), progress)
 

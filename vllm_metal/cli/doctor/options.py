@@ -23,7 +23,6 @@ _DESCRIPTION = (
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's description and options to its parser."""
     parser.description = _DESCRIPTION
     _add_checks(parser)
     _add_network(parser)

@@ -62,7 +62,6 @@ def _guarded(report: Report, name: str) -> Iterator[None]:
 
 
 def _look_at_machine(report: Report, model_name: str | None) -> Ended:
-    """Checks the machine; returns what MLX reports."""
     report.add_facts(versions=packages.versions(), environment=dict(machine.settings()))
     with _guarded(report, "facts"):
         report.add_facts(machine=machine.facts(), crash_reports=machine.crash_reports())

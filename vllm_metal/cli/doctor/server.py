@@ -30,7 +30,7 @@ _ADVICE = {
 
 
 class WrongAnswer(Exception):
-    """The server's answer is wrong."""
+    """A response of the tested server is not as expected."""
 
 
 def try_server(

@@ -28,7 +28,7 @@ _SHARE_IT = "Attach the report to an issue, so that chips like yours begin with 
 
 @dataclass(frozen=True)
 class Commands:
-    """The commands of the processes that measure."""
+    """Commands that start the tuning processes."""
 
     search: tuple[str, ...]
     process: tuple[str, ...]  # completed by a name in OF_PROCESSES
@@ -42,7 +42,7 @@ class Commands:
 
 @dataclass
 class Tuning:
-    """The results of the measuring processes."""
+    """Choices, speeds and timings from the tuning processes."""
 
     choices: Choices
     facts: dict[str, float] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Tuning:
 
 
 class Died(Exception):
-    """A measuring process failed, or took too long."""
+    """A tuning process failed, or took too long."""
 
     def __init__(self, ended: Ended) -> None:
         super().__init__(ended.how)

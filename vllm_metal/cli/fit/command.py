@@ -27,9 +27,9 @@ _CONTEXTS = (8192, 16384, 32768)
 
 
 def run(args: Namespace) -> int:
-    """Prints the answer and returns the exit status: 0 if the requests fit, 1 if not.
+    """Prints the estimate and returns the exit status: 0 if the requests fit, 1 if not.
 
-    Without a model, the answer is for the largest known one that fits. In `args`, options that are
+    Without a model, it is for the largest known one that fits. In `args`, options that are
     not given are None. Raises ValueError if the model is not found, or the engine would reject it
     or the options.
     """
@@ -43,7 +43,7 @@ def run(args: Namespace) -> int:
 
 
 def find(args: Namespace) -> Answer:
-    """Returns what `run` prints for a model that generates; raises ValueError for encoders too."""
+    """Returns what `run` prints for a model that generates; raises ValueError for an encoder."""
     answer = _answer(args)
     if isinstance(answer, encoder.Answer):
         raise ValueError(

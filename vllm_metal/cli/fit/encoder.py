@@ -69,7 +69,7 @@ class Answer:
         return "\n".join([*lines, less])
 
     def content(self) -> dict[str, Any]:
-        """Returns the answer for programs; sizes in bytes."""
+        """Returns the answer as JSON values; sizes in bytes."""
         return {
             "model": self.model,
             "architecture": self.architecture,

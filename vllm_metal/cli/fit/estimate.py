@@ -180,7 +180,7 @@ class Estimate:
         return replace(self, settings=replace(self.settings, max_model_len=tokens, fitted=False))
 
     def request(self, count: int = 1) -> Request:
-        """Returns what the pool must hold for `count` requests at once."""
+        """Returns the memory that `count` requests of max_model_len need in the pool."""
         return Request(replace(self.needs, requests=count), self.quantized)
 
 

@@ -43,7 +43,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Graph:
-    """The result of `record`."""
+    """A recorded graph: its operations, and the arrays that they read and write."""
 
     operations: tuple[Operation, ...]
     arrays: dict[str, tuple[tuple[int, ...], mx.Dtype]]  # shape and dtype by name

@@ -78,7 +78,7 @@ class Layout:
             )
 
     def stage_of(self, stage: int) -> Callable[[int], Stage] | None:
-        """Returns a function from the number of layers to those of a stage; None for all layers."""
+        """Returns a function from the number of layers to a stage's layers; None for all layers."""
         if self.stages == 1:
             return None
         return partial(Stage.of, rank=stage, size=self.stages)

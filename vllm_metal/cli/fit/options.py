@@ -7,7 +7,6 @@ from vllm_metal.cli import units
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's description and options to its parser."""
     parser.description = (
         "Estimate how much memory a model needs and how many requests fit. Only "
         "config.json and the headers of the weight files are read. The exit status is "

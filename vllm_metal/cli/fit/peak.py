@@ -109,8 +109,6 @@ class _Buffer:
 
 @dataclass(frozen=True)
 class _Placement:
-    """The buffer of an array, and its layout in it."""
-
     buffer: _Buffer
     layout: np.ndarray  # without data: only shape, item size and strides
 

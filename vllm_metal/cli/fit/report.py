@@ -66,7 +66,7 @@ class Answer:
 
     @property
     def estimates(self) -> Mapping[str, Estimate]:
-        """Estimates of the rank with the least room, which limits all, by --kv-cache-dtype."""
+        """Estimates of the rank with the least room, which limits all ranks, by cache dtype."""
         return {name: self.narrowest(name).estimates[name] for name in self.parts[0].estimates}
 
     def narrowest(self, cache_dtype: str) -> Part:
@@ -192,7 +192,7 @@ def _verdict(answer: Answer, asked: Estimate) -> list[str]:
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
-    """Returns the answer for programs; sizes in bytes."""
+    """Returns the answer as JSON values; sizes in bytes."""
     asked = answer.estimates[answer.asked]
     return {
         "model": answer.model,

@@ -58,14 +58,14 @@ class BlockFile:
 
 
 def write(descriptor: int, block: BlockFile, page: memoryview) -> None:
-    """Writes a block's file; raises OSError unless all of `page`, contiguous, was written."""
+    """Writes a block's file from contiguous `page`; OSError if not all could be written."""
     header = block.header([page])
     if not _transfer(os.pwritev, descriptor, memoryview(header), page):
         raise OSError("the file system takes no more bytes")
 
 
 def read(descriptor: int, block: BlockFile, page: memoryview) -> bool:
-    """Fills `page`, writable and contiguous; False if the file is not exactly this block.
+    """Reads a file into writable, contiguous `page`; False if it is not exactly this block.
 
     After False, `page` is undefined. Raises OSError if the file cannot be read.
     """
@@ -97,9 +97,9 @@ def _transfer(
 
 
 def is_good(path: Path, folder: str, key: bytes, scratch: memoryview) -> bool:
-    """Returns whether a file is exactly the block in its path; raises OSError if unreadable.
+    """Returns whether a file is exactly the block that its path names; OSError if unreadable.
 
-    `scratch` may have any size.
+    `scratch` is memory of any size for reading.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

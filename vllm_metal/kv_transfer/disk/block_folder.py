@@ -50,27 +50,26 @@ class Listing:
         return True
 
     def knows(self, key: bytes) -> bool:
-        """Returns whether a block was there at the last look."""
+        """Returns whether a block is listed as on disk, without checking the disk."""
         return key in self._known
 
     def is_bad(self, key: bytes) -> bool:
-        """Returns whether a bad file is in the block's place."""
+        """Returns whether the block's file is bad and could not be removed."""
         return key in self._bad
 
     def add(self, key: bytes) -> None:
-        """Notes that a block is on disk."""
         self._bad.discard(key)
         self._known.add(key)
 
     def forget(self, key: bytes, stays: bool = False) -> None:
-        """Notes that a block's file is gone, or is bad and stays."""
+        """Notes that a block's file is gone, or, with `stays`, bad and not removable."""
         if stays:
             self._bad.add(key)
         with self._listing_lock:
             self._known.discard(key)
 
     def load(self, stopped: Callable[[], bool]) -> None:
-        """Lists the blocks on disk ahead of `contains`; blocks."""
+        """Adds all blocks on disk to the listing, until `stopped` returns True; may take long."""
         with suppress(OSError):
             for shard in os.listdir(self._path):
                 if stopped():
@@ -111,11 +110,11 @@ class BlockFolder:
         self._in_flight_ends = threading.Condition()
 
     def contains(self, key: bytes) -> bool:
-        """See `Listing.contains`."""
+        """Returns whether the block is on disk. Another engine may evict it before it is read."""
         return self.listing.contains(key)
 
     def read(self, key: bytes, page: memoryview) -> bool:
-        """Fills `page`, writable and contiguous; False: a miss, and `page` is undefined.
+        """Reads a block into writable, contiguous `page`; False, with `page` undefined, for a miss.
 
         Removes a file that is not exactly this block.
         """

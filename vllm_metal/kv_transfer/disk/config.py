@@ -33,7 +33,7 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True)
 class DiskConfig(StoreConfig):
-    """Folder and limits of the cache."""
+    """Folder and limits of the prefix cache on disk."""
 
     name = "disk"
     asked_by = "'path', the folder of a cache on disk"
@@ -56,7 +56,7 @@ class DiskConfig(StoreConfig):
 
     @classmethod
     def check(cls, given: Mapping[str, Any], role: str, where: str, instead: str | None) -> None:
-        """See `StoreConfig`. Creates the folder, and warns if it is unsafe or read-only."""
+        """Checks the settings, creates the folder, and warns if it is unsafe or read-only."""
         if "path" in given:
             _prepare(given["path"], where)
         elif alone := [key for key in ("bytes", "daily_writes", "salt_key") if key in given]:

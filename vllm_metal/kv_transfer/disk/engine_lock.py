@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects which engines of a root are alive: each locks a file, and the system unlocks it at exit.
+"""Detects which engines of a cache are alive: each locks a file, which the system unlocks at exit.
 
 Unlike process ids, locks are never reused, and they work across containers.
 """
@@ -20,7 +20,7 @@ _NAME = re.compile(r"[0-9]+-[0-9a-f]{8}")
 class EngineLock:
     """Marks an engine as alive until it is closed or its process ends.
 
-    Make it and call `living` with the ledger locked. Raises OSError if its file cannot be created.
+    Create it and call `living` with the ledger locked. Raises OSError if it cannot create its file.
     """
 
     def __init__(self, root: Path) -> None:
@@ -31,7 +31,7 @@ class EngineLock:
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def is_known(self) -> bool:
-        """Returns whether others still see it, that is, its file was not removed."""
+        """Returns whether its file still exists, so that other engines see this one as alive."""
         return os.fstat(self._descriptor).st_nlink > 0
 
     def close(self) -> None:
@@ -40,7 +40,7 @@ class EngineLock:
 
 
 def living(root: Path) -> set[str]:
-    """Returns names of living engines, and removes files of others; OSError if unreadable."""
+    """Returns names of living engines, and removes files of dead ones; OSError if unreadable."""
     folder = root / layout.ENGINES
     if not folder.is_dir():
         return set()

@@ -52,9 +52,9 @@ def identity_of(status: os.stat_result) -> tuple[int, int]:
 def remove_counted(
     ledger: Ledger, balance: Balance, path: Path, identity: tuple[int, int] | None
 ) -> None:
-    """Removes a file if it exists, and its bytes from the locked ledger with this balance.
+    """Removes a file if it exists, and subtracts its bytes from `balance` in the locked ledger.
 
-    Keeps another file than `identity`, if given. Raises OSError if it cannot be removed.
+    If `identity` is given, keeps a file with a different one. Raises OSError if removing fails.
     """
     try:
         status = os.lstat(path)
@@ -71,7 +71,7 @@ def remove_blockless(root: Path) -> int:
 
 
 def remove_empty_folders(root: Path, gone: Iterable[FoundBlock], keep: str | None = None) -> int:
-    """Removes folders that removed blocks left empty, with manifests; returns these bytes."""
+    """Removes folders that the `gone` blocks left empty; returns bytes of removed manifests."""
     freed = 0
     fingerprints = set()
     for shard in {block.path.parent for block in gone}:

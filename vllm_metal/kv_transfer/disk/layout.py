@@ -64,7 +64,7 @@ def block_name(root: Path, path: Path) -> BlockName | None:
 
 
 def block_key(file_name: str) -> bytes | None:
-    """Returns the key in a block file's name; None if it is not one."""
+    """Returns the key in a block file's name; None for names of other files."""
     found = _BLOCK.fullmatch(file_name)
     return None if found is None else bytes.fromhex(found[1])
 
@@ -83,7 +83,7 @@ def temporary_path(path: Path, engine: str, number: int) -> Path:
 
 
 def writer_of(file_name: str) -> str | None:
-    """Returns the engine in a temporary file's name; None if it is not one."""
+    """Returns the engine in a temporary file's name; None for names of other files."""
     found = _TEMPORARY.fullmatch(file_name)
     return None if found is None else found[1]
 
@@ -127,7 +127,7 @@ def is_cache(root: Path) -> bool:
 
 
 def may_be_cache(root: Path) -> bool:
-    """Returns whether a folder is a cache, or has only hidden files; raises as os.listdir."""
+    """Returns whether a folder is a cache or has only hidden files; OSError if unreadable."""
     # macOS leaves hidden files in any folder.
     return all(name.startswith(".") for name in os.listdir(root)) or is_cache(root)
 
@@ -139,7 +139,7 @@ def is_trusted(status: os.stat_result) -> bool:
 
 
 def make_folder(root: Path, folder: Path) -> None:
-    """Creates `folder`, at or below the root, with mode 0700 whatever the umask, or OSError."""
+    """Creates `folder`, at or below the root, with mode 0700 whatever the umask; or OSError."""
     missing = []
     while not folder.is_dir():
         missing.append(folder)

@@ -42,7 +42,7 @@ class Balance:
 
     @property
     def is_known(self) -> bool:
-        """Whether the files were counted."""
+        """Whether the cache's files have been scanned, so that `bytes` is their total."""
         return self.bytes < UNKNOWN.bytes // 2
 
     def plus(self, number: int) -> Balance:
@@ -86,7 +86,7 @@ class Ledger:
     def locked(self) -> Iterator[Balance | None]:
         """Holds the lock; yields the balance, None if the ledger is new or damaged.
 
-        Raises OSError if it cannot be opened for writing, or is locked by others for too long.
+        Raises OSError if the ledger cannot be opened for writing, or others hold the lock too long.
         """
         with self._lock:
             descriptor = self._locked_descriptor()

@@ -20,14 +20,14 @@ DEFAULT_DAILY_WRITE_BYTES = 40 * 10**9
 
 @dataclass(frozen=True)
 class Limits:
-    """How much of a disk a cache may use."""
+    """Limits of a cache: its size on disk, and the bytes written per day."""
 
     max_bytes: int  # of all files under the root, each rounded up to 4096
     daily_write_bytes: int | None  # by all engines together, per calendar day; None: unlimited
 
 
 def default_max_bytes(path: Path) -> int:
-    """Returns 50 GB or a tenth of the free space at `path`, whichever is less, or OSError."""
+    """Returns the lesser of 50 GB and a tenth of the free space at `path`; may raise OSError."""
     there = path.absolute()
     while not there.exists() and there != there.parent:
         there = there.parent

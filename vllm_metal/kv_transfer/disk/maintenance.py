@@ -21,7 +21,7 @@ _PIECE_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class NamespaceSummary:
-    """Totals of a namespace."""
+    """Number, size and last use of a namespace's blocks."""
 
     blocks: int
     bytes: int
@@ -30,7 +30,7 @@ class NamespaceSummary:
 
 @dataclass(frozen=True)
 class FingerprintSummary:
-    """Totals of a fingerprint."""
+    """Facts and namespaces of a fingerprint."""
 
     facts: Mapping[str, Any]  # from its manifest; empty without one
     namespaces: Mapping[str, NamespaceSummary]
@@ -38,7 +38,7 @@ class FingerprintSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """Totals of a cache."""
+    """Size and fingerprints of a cache."""
 
     bytes: int  # of all files
     fingerprints: Mapping[str, FingerprintSummary]
@@ -66,7 +66,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Verified:
-    """Results of a verification."""
+    """Good, bad and removed blocks of a verified cache."""
 
     num_good: int
     bad: list[Path]  # not removed

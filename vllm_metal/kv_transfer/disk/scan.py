@@ -15,7 +15,7 @@ from vllm_metal.kv_transfer.disk.layout import BlockName
 
 @dataclass(frozen=True)
 class FoundBlock:
-    """The file of a block."""
+    """Path, size and last use of a block's file."""
 
     path: Path
     name: BlockName
@@ -25,14 +25,14 @@ class FoundBlock:
 
 @dataclass(frozen=True)
 class RootFiles:
-    """The files of a root."""
+    """Total bytes of the files below a cache's root folder, and its blocks."""
 
     bytes: int  # of every file, also of other programs
     blocks: list[FoundBlock]
 
 
 def scan(root: Path, clean: bool = True) -> RootFiles:
-    """Lists every file.
+    """Lists every file below a cache's root folder.
 
     Args:
         clean: remove incomplete files of dead engines. Requires the locked ledger, which makes the

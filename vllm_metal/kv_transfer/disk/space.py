@@ -47,7 +47,7 @@ _ADVICE = {
 
 
 class Written(Enum):
-    """The result of a write."""
+    """Outcome of a write: stored, already present, or the reason why not."""
 
     STORED = "stored"
     PRESENT = "present"  # already on disk
@@ -57,7 +57,7 @@ class Written(Enum):
 
 
 def is_passing(error: OSError) -> bool:
-    """Returns whether the process lacks some resource, which is no fault of the file."""
+    """Returns whether an error is transient: a resource is short, and the file is not at fault."""
     return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
 
 
@@ -148,7 +148,7 @@ class Space:
             raise
 
     def remove(self, path: Path, identity: tuple[int, int] | None = None) -> bool:
-        """Removes a file, but not another one than `identity`; returns whether it is gone."""
+        """Removes a file, unless `identity` is another file's; returns whether it is gone."""
         try:
             with self._locked() as balance:
                 eviction.remove_counted(self._ledger, balance, path, identity)
@@ -158,7 +158,7 @@ class Space:
             return eviction.remove(path)
 
     def today(self, balance: Balance) -> Balance:
-        """Returns a balance as of the current local calendar day."""
+        """Returns a balance for the current local day: bytes written on an earlier day become 0."""
         day = date.fromtimestamp(self._clock()).toordinal()
         # Accept one day back: an engine with a slightly different clock or time zone must not
         # start a new budget.

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DiskPages(OfferedPages):
-    """The pages of a content that this process knows of, without asking the disk."""
+    """Pages on disk that this process has listed, for a fingerprint, in all its namespaces."""
 
     content: PoolContent
     folders: Callable[[], Sequence[BlockFolder]]  # the current ones of all namespaces
@@ -53,8 +53,8 @@ class DiskPages(OfferedPages):
 class DiskStore(Store):
     """A folder of pages that several engines may share. Thread-safe.
 
-    It has a folder per content and namespace. Its messages to the view name removed pages; the view
-    finds new ones by looking.
+    It has a folder per fingerprint and namespace. Its messages to the view name removed pages; the
+    view finds new ones on disk.
     """
 
     def __init__(self, root: Path, limits: Limits, clock: Callable[[], float] = time.time) -> None:

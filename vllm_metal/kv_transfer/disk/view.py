@@ -28,7 +28,7 @@ class DiskLookup(Lookup):
 
 
 class DiskView(View):
-    """Finds files by name, without opening them."""
+    """Looks up pages on disk by file name, without opening the files."""
 
     source = CacheHitSource.DISK
 

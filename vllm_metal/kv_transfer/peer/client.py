@@ -92,7 +92,7 @@ class Peer:
         Args:
             address: of a `PageServer`.
             secret: shared by both sides; b"" for none, which only allows loopback addresses.
-            terms: returns this engine's current terms; called from any thread, on every call.
+            terms: returns this engine's current `Terms`; called from any thread, on every call.
             difference: describes how the peer's facts differ from this engine's.
             clock: returns seconds, for backing off and for leases.
         """
@@ -129,17 +129,17 @@ class Peer:
 
     @property
     def is_down(self) -> bool:
-        """Whether it could not be reached recently, and is not tried."""
+        """Whether the peer could not be reached recently, so that calls skip it."""
         with self._lock:
             return self._down_until is not None and self._clock() < self._down_until
 
     @property
     def is_in_trouble(self) -> bool:
-        """Whether the last attempt to use it failed; `hello` tries again."""
+        """Whether the last attempt to use the peer failed; `hello` tries again."""
         return self._is_in_trouble
 
     def hello(self) -> bool:
-        """Returns whether the peer answers with pages that this engine can use; blocks."""
+        """Returns whether the peer answers and has K/V that this engine can use; blocks."""
         answers = self._call(_renew, otherwise=False)
         if answers:
             self._note_good()
@@ -157,7 +157,7 @@ class Peer:
         The leases last until each call's results are passed to `release` once, or for some minutes.
 
         Args:
-            keys: in the order of the text, since leases are limited.
+            keys: in the order of the text; only the first ones are leased, up to a limit.
             wait_s: seconds to wait for pages being produced, 10 at most; None: 10.
 
         Returns:
@@ -184,7 +184,7 @@ class Peer:
 
         Args:
             pages: writable, contiguous memory of each page's size; undefined after False.
-            wanted: whether to go on; called often, from this thread.
+            wanted: returns whether to go on; called often, from this thread.
 
         Returns:
             Whether all pages came with correct checksums.
@@ -206,7 +206,6 @@ class Peer:
         self._leases.release(keys)
 
     def stats(self) -> PeerStats:
-        """Returns a snapshot of the counters."""
         with self._lock:
             return PeerStats(**{name: self._counts[name] for name in PeerStats.__annotations__})
 
@@ -318,7 +317,7 @@ class Peer:
         )
 
     def _refuse(self, own: Terms, reason: str | None) -> None:
-        """Backs off from this peer; `None` suppresses the log line."""
+        """Backs off from this peer, and logs `reason` unless it is None."""
         self._is_in_trouble = True
         with self._lock:
             self._refused, self._refused_until = own, self._clock() + self._timeouts.refused
@@ -369,5 +368,4 @@ def _row(link: Link, wanted: Callable[[], bool]) -> Row | NoPage:
 
 
 def _parts(keys: list[bytes]) -> list[list[bytes]]:
-    """Splits keys into message-sized parts."""
     return [keys[start : start + MAX_KEYS] for start in range(0, len(keys), MAX_KEYS)]

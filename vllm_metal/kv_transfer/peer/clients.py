@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients: this engine's peers by address, and its terms for them."""
+"""Clients: connections to this engine's peers by address."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Clients:
         self._closed = False
 
     def use(self, content: PoolContent) -> None:
-        """Sets what pages hold from now on."""
+        """Sets the fingerprint and page sizes of this engine's K/V, which peers must share."""
         self._content = content
 
     def terms(self) -> Terms:
-        """Returns the terms of this engine's pages."""
+        """Returns a description of this engine's K/V, which peers must match."""
         assert self._content is not None  # peers are only used once there is a pool
         fingerprint, page_bytes = self._content.fingerprint, self._content.page_bytes
         return Terms(self._engine_id, fingerprint.digest, fingerprint.facts, page_bytes)
@@ -62,7 +62,7 @@ class Clients:
         return peer
 
     def keep(self, addresses: Collection[Address]) -> None:
-        """Closes peers at other addresses."""
+        """Closes the peers whose address is not in `addresses`."""
         with self._lock:
             gone = [self._peers.pop(each) for each in [*self._peers] if each not in addresses]
         for peer in gone:

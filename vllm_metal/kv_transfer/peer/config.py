@@ -150,7 +150,7 @@ class PeerConfig(StoreConfig):
 
     @classmethod
     def of(cls, given: Mapping[str, Any], role: str) -> PeerConfig:
-        """See `StoreConfig`. Raises ValueError if a file of peers cannot be read."""
+        """Returns the settings in given values; ValueError if a file of peers cannot be read."""
         most, shares_pool = given.get("outbox_bytes"), "share" in given
         if most is None:
             share, least = _DEFAULTS_SHARING if shares_pool else _DEFAULTS

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Unavailable(Exception):
-    """No connection is available: all are in use, backing off, or closed; says which."""
+    """No connection is available: all are in use, backing off, or closed; the text says which."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +46,8 @@ class Connections:
         """
         Args:
             introduce: performs the handshake; returns the offered terms, or raises.
-            is_current: whether own terms are unchanged, as a connection requires.
-            may_connect: whether to open a new connection.
+            is_current: returns whether this engine's terms are still those of the connection.
+            may_connect: returns whether to open a new connection.
             most: limit of open connections.
         """
         self._address = address
@@ -66,7 +66,7 @@ class Connections:
         """Runs `work` on a connection.
 
         Raises:
-            Unavailable: other calls kept all connections, `may_connect` returned False, or `close`
+            Unavailable: other calls use all connections, `may_connect` returned False, or `close`
                 was called.
             PeerDown: the server could not be reached, or stopped answering.
             Anything else that `introduce` or `work` raises.

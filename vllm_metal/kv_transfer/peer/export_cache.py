@@ -75,7 +75,7 @@ class ExportCache:
     """
 
     def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`max_bytes`: of all pages; `clock` returns seconds."""
+        """`max_bytes`: limit for all pages together; `clock` returns seconds."""
         self.max_bytes = max_bytes
         self._clock = clock
         self._changed = threading.Condition()
@@ -98,7 +98,7 @@ class ExportCache:
             self._expected.update(iter(keys))
 
     def expect_no_more(self, keys: Iterable[bytes]) -> None:
-        """Notes that announced pages were put, or will not come."""
+        """Notes that announced pages were put into the cache, or will not be."""
         with self._changed:
             self._expected -= Counter(iter(keys))  # drops counts that reach 0
             self._changed.notify_all()
@@ -119,13 +119,12 @@ class ExportCache:
     # -- available pages
 
     def contains(self, key: bytes) -> bool:
-        """Returns whether a page is available."""
         with self._changed:
             return key in self._unleased or key in self._leased
 
     @property
     def generation(self) -> int:
-        """Number of times it was cleared."""
+        """Number of times that the cache was cleared."""
         return self._generation
 
     def put(
@@ -135,11 +134,11 @@ class ExportCache:
 
         Args:
             used_at: arrival time of its text, on any clock.
-            generation: when the page was started; None: the current one.
+            generation: the `generation` that the page belongs to; None: the current one.
 
         Returns:
             False if there is no room beside leased pages and those of later texts, the page was
-            discarded during the copy, or the cache was cleared since the page was started.
+            discarded during the copy, or the cache was cleared since that generation.
         """
         size = page.nbytes
         token = object()
@@ -177,7 +176,7 @@ class ExportCache:
             return entry.page if entry is not None else None
 
     def touch(self, keys: Iterable[bytes], used_at: float) -> None:
-        """Notes that pages belong to a text that arrived now."""
+        """Marks pages as used by a text that arrived at `used_at`."""
         with self._changed:
             for key in keys:
                 if (entry := self._find(key)) is not None:
@@ -230,9 +229,9 @@ class ExportCache:
     # -- leases
 
     def lease(self, holder: int, keys: Iterable[bytes], seconds: float) -> int:
-        """Keeps pages from eviction for `seconds`; returns on how many of `keys` it has leases.
+        """Protects pages from eviction for `seconds`; returns the number of leased pages.
 
-        Ignores missing pages, and those that would make leases exceed their share.
+        Ignores missing pages, and those that would make leases exceed their share of the memory.
         """
         most = self.max_bytes * _LEASED_SHARE[0] // _LEASED_SHARE[1]
         num_leased = 0
@@ -263,7 +262,7 @@ class ExportCache:
                     entry.leases[holder] = max(ends, entry.leases[holder])
 
     def release(self, holder: int, keys: Collection[bytes] | None) -> None:
-        """Ends a holder's leases on some pages, or None: on all."""
+        """Ends a holder's leases on `keys`; all its leases if None."""
         with self._changed:
             self._end_leases()
             for key in [*self._leased] if keys is None else keys:
@@ -271,7 +270,6 @@ class ExportCache:
                     self._end_lease(holder, key)
 
     def _end_leases(self) -> None:
-        """Ends expired leases."""
         now = self._clock()
         if now < self._next_end:
             return
@@ -307,7 +305,6 @@ class ExportCache:
             self._counts.update(shared_pages=1, shared_bytes=num_bytes)
 
     def stats(self) -> ExportStats:
-        """Returns a snapshot of the metrics."""
         with self._changed:
             self._end_leases()
             return ExportStats(

@@ -50,7 +50,7 @@ def make_nonce() -> bytes:
 
 @dataclass(frozen=True)
 class Challenge:
-    """The data of one handshake that both sides prove."""
+    """Nonces and session of one handshake, which both sides' proofs cover."""
 
     server_nonce: bytes  # 32 bytes
     client_nonce: bytes  # 32 bytes
@@ -63,13 +63,13 @@ class Challenge:
         return hmac.digest(secret, message, "sha256")
 
     def is_proof(self, secret: bytes, role: str, proof: bytes) -> bool:
-        """Returns whether a proof of the other side's role is correct, in constant time."""
+        """Returns whether `proof` is the correct proof of `role`; compares in constant time."""
         return hmac.compare_digest(self.proof(secret, role), proof)
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Describes an engine's K/V. Two engines must agree on it to exchange pages."""
+    """Describes an engine's K/V. Engines only exchange pages if their `content` is equal."""
 
     engine_id: str  # unique per engine start
     fingerprint: str  # digest of everything that K/V depend on except the text
@@ -78,12 +78,12 @@ class Terms:
 
     @property
     def content(self) -> tuple[str, tuple[int, ...]]:
-        """The part that must be equal."""
+        """Fingerprint and page sizes, which must be equal on both sides."""
         return self.fingerprint, tuple(self.page_bytes)
 
     @property
     def identity(self) -> tuple[str, str, tuple[int, ...]]:
-        """Changes when the engine restarts or loads other weights."""
+        """Value that changes when the engine restarts or loads other weights."""
         return self.engine_id, *self.content
 
 
@@ -96,10 +96,10 @@ class WrongSecret(Exception):
 
 
 def greet(link: Link, secret: bytes, terms: Terms) -> int:
-    """Performs the server's side on a new connection; returns the client's session.
+    """Performs the server's side of the handshake; returns the client's session.
 
     Raises:
-        WrongSecret, Refused: the client was rejected, and told so.
+        WrongSecret, Refused: the client is rejected.
         ProtocolError, OSError: the connection is unusable.
     """
     if not secret and not is_loopback_ip(link.peer_ip()):
@@ -123,13 +123,13 @@ def greet(link: Link, secret: bytes, terms: Terms) -> int:
 
 
 def introduce(link: Link, secret: bytes, session: bytes, terms: Terms) -> Terms:
-    """Performs the client's side on a new connection; returns the server's terms.
+    """Performs the client's side of the handshake; returns the server's terms.
 
-    These may differ. `session`: 16 bytes, the same for all connections of this client.
+    Those may differ from `terms`. `session`: 16 bytes, the same for all connections of this client.
 
     Raises:
-        PeerDown: the server has no connection left.
-        Refused: the server cannot be used.
+        PeerDown: all connections of the server are in use.
+        Refused: the server is no vllm-metal engine, has another version or secret, or needs one.
         ProtocolError, OSError: the connection is unusable.
     """
     if not secret and not is_loopback_ip(link.peer_ip()):

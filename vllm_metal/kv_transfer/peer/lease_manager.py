@@ -42,7 +42,7 @@ class LeaseManager:
         self._closed = False
 
     def want(self, keys: Iterable[bytes]) -> None:
-        """Adds users of pages. Call it before the lookup, so that no release can overtake it."""
+        """Adds a user to each page. Call it before the lookup, lest a release overtakes it."""
         now = self._clock()
         with self._changed:
             for key in keys:
@@ -52,7 +52,7 @@ class LeaseManager:
                 self._to_release.discard(key)
 
     def not_found(self, keys: Iterable[bytes]) -> None:
-        """Removes users of pages that the server does not have."""
+        """Removes a user from each of these pages, which the server does not have."""
         with self._changed:
             self._remove_users(keys)
 
@@ -67,7 +67,7 @@ class LeaseManager:
             self._changed.notify()
 
     def release(self, keys: Iterable[bytes]) -> None:
-        """Removes users of pages without blocking; releases pages without users."""
+        """Removes a user from each page without blocking; releases pages without users."""
         with self._changed:
             self._to_release.update(self._remove_users(keys))
             self._changed.notify()

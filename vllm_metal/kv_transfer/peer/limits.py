@@ -29,7 +29,7 @@ CONNECTIONS_OF_A_PEER = 7
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds. Bounds every wait for an engine that is dead, stuck or hostile."""
+    """Timeouts in seconds, which bound every wait for a dead, stuck or hostile engine."""
 
     #: For a TCP connection; machines on the same network answer in milliseconds or are gone.
     connect: float = 2.0

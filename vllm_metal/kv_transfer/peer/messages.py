@@ -65,11 +65,11 @@ class Greeting(Message, frozen=True):
 
 
 class Busy(Message, frozen=True):
-    """Server: has no connection left, and closes this one."""
+    """Server: all its connections are in use, and it closes this one."""
 
 
 class Proof(Message, frozen=True):
-    """Client: its proof, and a challenge to the server."""
+    """Client: proves that it has the secret, and challenges the server."""
 
     session: Session  # shared by all connections of one client, and unique to it
     nonce: Nonce
@@ -77,7 +77,7 @@ class Proof(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Server: accepts the proof, and returns its own."""
+    """Server: accepts the client's proof, and proves that it has the secret."""
 
     proof: ProofBytes
 
@@ -87,7 +87,7 @@ class Stranger(Message, frozen=True):
 
 
 class Offer(Message, frozen=True):
-    """Both: the engine's terms. If they differ, the server closes the connection after its own."""
+    """Both: the sender's terms. If they differ, the server sends its offer and disconnects."""
 
     engine_id: Name
     fingerprint: Name
@@ -108,7 +108,7 @@ class Waiting(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """Server: which of the pages it has."""
+    """Server: names the requested pages that it has."""
 
     there: Annotated[list[bool], Meta(max_length=MAX_KEYS)]
 
@@ -141,7 +141,7 @@ class Release(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """Server: confirms."""
+    """Server: confirms `Renew` or `Release`."""
 
 
 M = TypeVar("M", bound=Message)

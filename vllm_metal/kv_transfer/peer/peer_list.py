@@ -90,7 +90,7 @@ class PeersFile:
 
 
 class PeerList:
-    """Reads a changed file of peers, and greets missing peers, in a thread."""
+    """Holds the peers' addresses; a thread rereads a changed file and tries missing peers again."""
 
     # So no request waits for a peer that is known to be down.
 
@@ -106,8 +106,8 @@ class PeerList:
         Args:
             peers: the initial peers.
             file: lists peers; None: they are fixed.
-            own: address where this engine listens, which is ignored.
-            greets: whether to greet missing peers until they answer.
+            own: this engine's address, which is left out of the list.
+            greets: try missing peers again until they answer.
         """
         self._clients = clients
         self._file = file
@@ -130,7 +130,6 @@ class PeerList:
         return tuple(peer for peer in peers if peer != self._own)
 
     def close(self) -> None:
-        """Ends the thread."""
         self._closed.set()
         self._clients.close()  # ends pending greetings
         if self._thread is not None:

@@ -74,7 +74,7 @@ class _Link:
 
 
 class Patience:
-    """Limits how long a load waits for peers: until it is `SLACK_S` seconds behind computing.
+    """Limits a load's wait for peers to `SLACK_S` seconds more than computing the pages would take.
 
     Only time spent fetching counts, not the engine's own delays.
     """
@@ -86,8 +86,8 @@ class Patience:
     ) -> None:
         """
         Args:
-            page_seconds: seconds to compute a page; 0 if a failed load leaves nothing; None:
-                unknown, and the limit applies to each fetch.
+            page_seconds: seconds to compute a page; 0 if a failed load keeps no pages; None:
+                unknown, so that the limit applies to each fetch.
             clock: returns seconds.
         """
         self.page_seconds = page_seconds
@@ -119,7 +119,7 @@ class Patience:
 
     @property
     def is_over(self) -> bool:
-        """Whether to stop waiting and compute the rest."""
+        """Whether the load has waited too long, and its request should compute missing tokens."""
         with self._lock:
             self._count()
             return self._spent > SLACK_S + (self.page_seconds or 0.0) * self._num_pages
@@ -133,7 +133,7 @@ class Patience:
 
 @dataclass(frozen=True)
 class PullHint:
-    """Data for the worker's load: which peer has each page, and how long it may take."""
+    """Data for the worker's load: which peer has each page, and how long to wait for it."""
 
     peers: Mapping[bytes, Address]  # peer by key
     patience: Patience | None = None  # None: as long as data arrives
@@ -141,7 +141,7 @@ class PullHint:
 
 @dataclass(frozen=True, kw_only=True)
 class PullCounts:
-    """Counters over the lifetime."""
+    """Numbers of decisions to pull and to compute, and of failed pulls."""
 
     pulled: int = Metric("total", _CHOICES, _CHOSEN, label=("choice", "pulled")).field(0)
     computed: int = Metric("total", _CHOICES, _CHOSEN, label=("choice", "computed")).field(0)
@@ -152,7 +152,7 @@ class PullCounts:
 
 @dataclass
 class Pull:
-    """A request's pages at the chosen peer; see `Puller`."""
+    """The peer chosen for a request, and the pages that it has."""
 
     address: Address
     keys: frozenset[bytes]
@@ -161,7 +161,7 @@ class Pull:
 
 
 class Puller:
-    """Chooses pulls and measures them; for the scheduler's thread. `now`: seconds on one clock."""
+    """Decides and measures pulls, in the scheduler's thread. `now` is the time in seconds."""
 
     def __init__(self, content: PoolContent) -> None:
         self._links: dict[Address, _Link] = {}
@@ -171,7 +171,7 @@ class Puller:
         self.use(content)
 
     def use(self, content: PoolContent) -> None:
-        """Sets what pages hold from now on, and forgets this engine's measured prefill rate."""
+        """Sets the pages' size and tokens, and resets this engine's measured prefill rate."""
         self._page_bytes = content.page_bytes
         self._block_tokens = int(content.fingerprint.facts["block_size"])
         self._prefill = Rate()
@@ -191,16 +191,16 @@ class Puller:
         return address not in self._links or now >= self._links[address].avoided_until
 
     def keep(self, addresses: Collection[Address]) -> None:
-        """Forgets peers at other addresses."""
+        """Forgets the peers whose address is not in `addresses`."""
         self._links = {at: link for at, link in self._links.items() if at in addresses}
 
     def decide(
         self, keys: Sequence[bytes], found: Mapping[Address, Collection[bytes]], now: float
     ) -> Pull | None:
-        """Returns the pull that is faster than computing; None: compute.
+        """Returns the best pull that is estimated to beat computing; None if there is none.
 
         Args:
-            keys: pages that a request could begin with, of each group in order.
+            keys: pages that a request could load, in order within each KV cache group.
             found: pages that each peer has.
         """
         # A step's fixed time cancels out, as a request computes its last token in any case.
@@ -238,7 +238,7 @@ class Puller:
         return len(self._page_bytes) == 1
 
     def _usable(self, keys: Sequence[bytes], there: Collection[bytes]) -> tuple[int, list[bytes]]:
-        """Returns the tokens in usable pages, and these: each group's first ones without a gap."""
+        """Returns usable pages' tokens, and these pages: each group's first ones, up to a gap."""
         # For a group that only needs its last pages, a peer may have no others.
         groups: dict[int, list[bytes]] = {}
         for key in keys:
@@ -260,7 +260,7 @@ class Puller:
     # -- progress of pulls
 
     def begin(self, pull: Pull, keys: Sequence[bytes], now: float) -> PullHint | None:
-        """Starts a pull of those `keys` that the peer has; None if it has none."""
+        """Starts a pull of the `keys` that the peer has; None if the peer has none of them."""
         wanted = [key for key in keys if key in pull.keys]
         if not wanted:
             return None
@@ -272,12 +272,12 @@ class Puller:
         return PullHint(dict.fromkeys(wanted, pull.address), patience)
 
     def give_up(self, pull: Pull) -> None:
-        """Ends a pull that is no longer wanted, without judging the peer."""
+        """Ends a pull that is no longer wanted; it counts as neither success nor failure."""
         self._pending_bytes -= pull.num_bytes or 0
         pull.num_bytes = None
 
     def end(self, pull: Pull, failed: bool, now: float) -> None:
-        """Ends a pull, and rates its peer."""
+        """Ends a pull; measures the peer's rate, or avoids a peer that failed for a while."""
         num_bytes = pull.num_bytes
         if num_bytes is None:
             return

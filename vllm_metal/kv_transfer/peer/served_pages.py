@@ -19,7 +19,7 @@ from vllm_metal.kv_transfer.store import OfferedPages
 class ServedPages:
     """Pages from an export cache, a pool that fills it on request, and other stores.
 
-    Thread-safe. Methods that wait call `sign` now and then.
+    Thread-safe. Methods that wait call `sign` at intervals.
     """
 
     #: Pages of other stores, read when they are fetched.
@@ -28,7 +28,7 @@ class ServedPages:
     def __init__(
         self, export_cache: ExportCache, pool: SharedPool | None, timeouts: Timeouts
     ) -> None:
-        """`pool`: pages that are copied to the export cache on request; None: none."""
+        """`pool`: its pages are copied to the export cache on request; None: it is not shared."""
         self.export_cache = export_cache
         self._pool = pool
         self._timeouts = timeouts
@@ -36,11 +36,11 @@ class ServedPages:
     def find(
         self, holder: int, keys: Sequence[bytes], seconds: float, sign: Callable[[], bool]
     ) -> set[bytes]:
-        """Finds available pages, and leases them.
+        """Returns the available pages among `keys`, and leases them.
 
         Args:
-            seconds: limit of the wait for announced pages that are nowhere else.
-            sign: called now and then; returns False to stop waiting.
+            seconds: limit of the wait for announced pages that are not available yet.
+            sign: called at intervals; returns False to stop waiting.
         """
         in_pool = {key for key in keys if self._pool is not None and self._pool.contains(key)}
         others = [key for key in keys if key not in in_pool]
@@ -58,9 +58,9 @@ class ServedPages:
     def brought(
         self, holder: int, keys: Sequence[bytes], sign: Callable[[], bool]
     ) -> Iterator[Callable[[bytes], Page | None]]:
-        """Brings the pool's pages into the export cache; yields a function that returns pages.
+        """Copies the pool's pages to the export cache; yields a function that returns a key's page.
 
-        A page that came for this call is leased until it was returned once.
+        A page copied for this call is leased until that function has returned it once.
         """
         missing = [key for key in keys if not self.export_cache.contains(key)]
         if self._pool is not None and missing:
@@ -83,7 +83,7 @@ class ServedPages:
             self.export_cache.release(holder, missing)
 
     def has_all(self, keys: Sequence[bytes]) -> bool:
-        """Returns whether all pages can be sent, as far as is known."""
+        """Returns whether all pages are in the export cache or other stores, as far as known."""
         others = [key for key in keys if not self.export_cache.contains(key)]
         return self._find_offered(others) == set(others)
 
@@ -112,7 +112,7 @@ class ServedPages:
             self._pool.renew(holder, self._timeouts.lease)
 
     def release(self, holder: int, keys: Collection[bytes] | None) -> None:
-        """Ends a holder's leases on some pages, or None: on all."""
+        """Ends a holder's leases on `keys`; all its leases if None."""
         self.export_cache.release(holder, keys)
         if self._pool is not None:
             self._pool.release(holder, keys)

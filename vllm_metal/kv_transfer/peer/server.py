@@ -48,7 +48,7 @@ _ACCEPT_PAUSE_S = 0.2
 
 
 class PageServer:
-    """Serves pages on a port. Errors of a peer only end its own connection."""
+    """Serves pages on a port. Errors of a peer only end that peer's connection."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class PageServer:
             terms: returns the current terms, from any thread. They only change after the export
                 cache was cleared.
             max_connections: limit of authenticated connections; others get `Busy`.
-            pool: see `ServedPages`.
+            pool: its pages are copied to the export cache on request; None: it is not shared.
 
         Raises:
             ValueError: the address is not loopback, and there is no secret.
@@ -98,7 +98,7 @@ class PageServer:
 
     @property
     def num_sessions(self) -> int:
-        """Number of engines behind these connections."""
+        """Number of engines with a connection to this server."""
         return len(self._sessions)
 
     def close(self) -> None:
@@ -259,7 +259,6 @@ class PageServer:
 
 
 def _listen(address: Address, secret: bytes) -> socket.socket:
-    """Returns a non-blocking listening socket."""
     named = f"'listen': {address}"
     try:
         family, sockaddr = address.resolve()[0]

@@ -55,10 +55,10 @@ class PeerStore(Store):
     ) -> None:
         """
         Args:
-            listen: where peers ask for pages; None: not served.
+            listen: address to serve pages at; None: pages are not served.
             secret: shared by all engines; b"" for none.
             outbox_bytes: memory limit of the export cache.
-            shares_pool: whether pages are copied there only on request.
+            shares_pool: copy pages from the pool to the export cache only on request.
         """
         self._listen = listen
         self._secret = secret
@@ -72,13 +72,13 @@ class PeerStore(Store):
 
     @property
     def handshake(self) -> Address | None:
-        """Where peers can ask for pages; None: not served."""
+        """Address where this engine serves pages; None if it does not."""
         if self._server is None or self._listen is None:
             return None
         return Address(self._listen.host, self._server.port)
 
     def use(self, content: PoolContent) -> None:
-        """See `Store`. Raises OSError if the address cannot be listened on."""
+        """Sets fingerprint and sizes of all later pages; OSError if the port cannot be used."""
         # Before the terms change, or old pages would be sent under the new terms.
         self.serve(())
         self._content = content

@@ -62,14 +62,13 @@ class PeerLookup(Lookup):
         return self._peer_of(key) is not None
 
     def _peer_of(self, key: bytes) -> Address | None:
-        """Returns a peer that has a page, among those that have answered."""
         for address, there in self.found().items():
             if key in there:
                 return address
         return None
 
     def found(self) -> dict[Address, frozenset[bytes]]:
-        """Returns the pages of the peers that have answered."""
+        """Returns, by peer, the pages that it has, for peers that have answered."""
         answered = {at: each for at, each in self._answers.items() if each.done()}
         return {at: each.result() for at, each in answered.items() if not each.cancelled()}
 
@@ -78,14 +77,14 @@ class PeerLookup(Lookup):
         return PullHint(found) if found else None
 
     def release(self, failed: bool) -> Lookup | None:
-        """See `Lookup`. After a failure no peer is asked again, to avoid another wait."""
+        """Releases found pages. After a failure no peer is asked again, to avoid another wait."""
         for address, answer in self._answers.items():
             self._release_answer(address, answer)
         return Lookup() if failed else None
 
 
 class ChosenLookup(PeerLookup):
-    """Peers' answers, of which at most one is used: if pulling is faster than computing."""
+    """Lookup that uses one peer's pages if pulling them is faster than computing, or none."""
 
     def __init__(
         self,
@@ -97,8 +96,8 @@ class ChosenLookup(PeerLookup):
     ) -> None:
         """
         Args:
-            puller: decides once, from the answers that came in time.
-            keys: of the lookup.
+            puller: chooses the peer once, from the answers that came in time.
+            keys: pages that were looked up.
             answers, release_answer, clock: see `PeerLookup`.
         """
         super().__init__(answers, release_answer, clock, ASK_SECONDS_HASTY)
@@ -135,7 +134,7 @@ class ChosenLookup(PeerLookup):
 
 
 class PeerView(View):
-    """Looks up pages at peers, in threads."""
+    """Scheduler's view of pages at peers; looks them up in threads."""
 
     source = CacheHitSource.P2P
 
@@ -154,9 +153,9 @@ class PeerView(View):
             clients: makes the peers; closed with the view.
             peers: initial peers, best first.
             file: lists peers, and may change; None: they are fixed.
-            puller: decides what to pull; None: everything available.
-            address: where peers ask this engine; None: not served.
-            keeps: whether peers are offered all pages, requested or not.
+            puller: decides which pages to pull; None: all that peers have.
+            address: where this engine serves pages; None if it does not.
+            keeps: copy all pages to the export cache, not only those that peers request.
         """
         self._engine_id = engine_id
         self._clients = clients
@@ -179,7 +178,7 @@ class PeerView(View):
         keys: Callable[[], Sequence[bytes]],
         params: Mapping[str, Any] | None,
     ) -> Lookup:
-        """See `View`. If a proxy names the engine that prefilled, only that engine is asked."""
+        """Asks peers for pages; only the engine that prefilled, if a proxy's `params` name it."""
         # Such a request waits for pages that this engine is still producing.
         peers = {at: self._clients.at(at) for at in self._list.addresses}
         engine_id = (params or {}).get("remote_engine_id")
@@ -245,7 +244,7 @@ class PeerView(View):
         return None if self._puller is None else self._puller.counts
 
     def params_for_others(self, req_id: str) -> dict[str, Any] | None:
-        """See `View`, with the names of vLLM's NIXL connector, which its proxies use."""
+        """Returns kv_transfer_params with the names of vLLM's NIXL connector, for its proxies."""
         # The other engine finds pages by their hashes; this only names the first peer to ask.
         if self._address is None:
             return None

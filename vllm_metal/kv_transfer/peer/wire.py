@@ -51,7 +51,7 @@ class Link:
         _configure(sock, min(_SLICE_S, no_progress_s / 4))
 
     def send(self, message: Message, raw: memoryview | None = None) -> None:
-        """Sends a message, then raw bytes; raises OSError, TimeoutError if nobody reads them."""
+        """Sends a message, then raw bytes; OSError, TimeoutError if the peer does not read them."""
         body = encode(message)
         self.send_bytes(_LENGTH.pack(len(body)) + body, raw)
 
@@ -115,7 +115,7 @@ class Link:
         """Fills a row with the next bytes.
 
         Args:
-            wanted: whether to go on; called at least every quarter of a second.
+            wanted: returns whether to go on; called at least every quarter of a second.
             received: called with each received piece, in order.
 
         Raises:
@@ -164,7 +164,6 @@ class Link:
         return False  # it ended, or the other side sent something unasked
 
     def peer_ip(self) -> str:
-        """Returns the other side's IP address."""
         return str(self.sock.getpeername()[0])
 
 
@@ -177,7 +176,6 @@ class _Progress:
         self._deadline = time.monotonic() + patience
 
     def note(self, moved: int) -> None:
-        """Adds the bytes moved since the last call."""
         self._moved += moved
         if self._moved >= LEAST_PROGRESS_BYTES:
             self._moved = 0

@@ -19,7 +19,7 @@ RELEASES = ("mlx 0.32", "mlx-lm 0.32")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a layer's matrices."""
+    """Input and output sizes of a linear layer, and its number of experts."""
 
     num_in: int  # elements per input row
     num_out: int  # elements per output row

@@ -24,7 +24,7 @@ RELEASES = ("mlx 0.32",)
 
 
 class CallingCache(ABC):
-    """Replaces a layer's cache; a module that gets it lets it handle the call."""
+    """A layer's cache. A module that is called with it returns the result of `call` instead."""
 
     @abstractmethod
     def call(self, module: MethodType, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -35,7 +35,7 @@ class CallingCache(ABC):
 
 
 class SequenceCache(CallingCache):
-    """Replaces mlx-lm's ArraysCache."""
+    """A CallingCache in place of mlx-lm's ArraysCache, which holds recurrent states."""
 
     # Attributes that mlx-lm's models read for padded batches.
     lengths = None

@@ -66,7 +66,7 @@ class SequenceCall(ABC):
         self._part_forms = list(zip(shapes, dtypes, strict=True))
 
     def advance(self, num_tokens: int) -> None:  # noqa: B027 - positions are the step's
-        """No-op: the step knows the positions."""
+        """No-op: the step tracks positions."""
 
     def __bool__(self) -> bool:
         return True
@@ -126,7 +126,7 @@ def known(module: nn.Module) -> bool:
 
 
 def hand_over(module: nn.Module) -> None:
-    """Prepares a known module for calls within `handed_to`; idempotent."""
+    """Patches the operations that a module in KNOWN calls, for `handed_to`; idempotent."""
     replace(nn.Conv1d, "__call__", _convolve)
     spread("gated_delta_update", _gated_delta, _gated_delta_update)
     spread("ssm_update", _ssm, _ssm_update)

@@ -155,7 +155,6 @@ def has_module(config: Mapping[str, Any]) -> bool:
 
 
 def _model_type(config: Mapping[str, Any]) -> str:
-    """Returns mlx-lm's name for a config.json's model_type."""
     model_type = str(config["model_type"])
     return {**TEXT_MODELS, **OTHER_NAMES}.get(model_type, model_type)
 

@@ -30,13 +30,13 @@ class Rotated:
     rotation: Rotation
 
     def alike(self, other: Rotated) -> bool:
-        """Returns whether both have the same positions and rotation."""
+        """Returns whether the other call has the same positions and rotation."""
         same = self.positions is other.positions and self.source.dtype == other.source.dtype
         return same and self.rotation.same_as(other.rotation)
 
 
 class OfLayer(NamedTuple):
-    """A layer's keys, and its queries if they had the same rotation."""
+    """Recorded rotation of a layer's keys, and of its queries if it was the same."""
 
     keys: Rotated
     queries: Rotated | None

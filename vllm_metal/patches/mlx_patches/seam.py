@@ -43,7 +43,7 @@ class AttendingCache(ABC):
 
     @abstractmethod
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Takes K and V, each [T, Hkv, 1, D]; passes its result to `attend`."""
+        """Takes K and V, each [T, Hkv, 1, D]; mlx-lm passes the result to `attend`."""
 
     @abstractmethod
     def attend(

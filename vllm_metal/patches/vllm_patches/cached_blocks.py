@@ -70,11 +70,9 @@ class _RecordingMap(BlockHashToBlockMap):
         return super().pop(key, block_id)
 
     def blocks(self) -> dict[bytes, int]:
-        """Returns one block per key."""
         found = {key: self.get_one_block(key) for key in self._cache}
         return {key: block.block_id for key, block in found.items() if block is not None}
 
     def take_changed(self) -> set[Any]:
-        """Returns the keys inserted or removed since the last call."""
         changed, self._changed = self._changed, set()
         return changed

@@ -19,7 +19,7 @@ CONTEXT_UNIT = 256  # tokens; shorter contexts all cost about the same
 
 @dataclass(frozen=True)
 class StepWork:
-    """The work of one step, or of several in a row."""
+    """Numbers of tokens that one step, or several in a row, compute."""
 
     decode_rows: int = 0  # of requests that decode, drafts included
     prefill_tokens: int = 0  # of all chunks
@@ -127,7 +127,6 @@ class _ByMagnitude:
         return bool(self._values)
 
     def num_measured(self, size: int) -> int:
-        """Counts the measurements of this magnitude."""
         return self._num_measured[size.bit_length()]
 
     def at(self, size: int) -> float | None:

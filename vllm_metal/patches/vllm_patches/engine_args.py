@@ -46,7 +46,7 @@ def fit_the_context() -> None:
     """Makes an unset --max-model-len select the longest context that fits, like -1.
 
     vLLM takes the model's longest context, and does not start if memory cannot hold one such
-    request. That suits GPUs chosen for a model, but not a Mac that is already there.
+    request. That suits GPUs bought for a model, but not a Mac that its user already has.
     """
     from vllm.engine.arg_utils import EngineArgs
 

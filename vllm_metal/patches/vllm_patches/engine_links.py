@@ -121,8 +121,6 @@ class _Waiting(zmq.Socket[bytes], metaclass=_AnySocket):
 
 
 class _Zmq(ModuleType):
-    """Replaces `zmq` in vLLM's engine client."""
-
     Socket = _Waiting
 
     def __getattr__(self, name: str) -> Any:

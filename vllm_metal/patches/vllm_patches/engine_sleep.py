@@ -37,17 +37,17 @@ class SleepManager(Protocol):
         """Returns a context for one request; entering it waits until the engine is awake."""
 
     async def sleep(self, call: Callable[[], Awaitable[None]], level: int) -> None:
-        """Makes a user's call that puts the engine to sleep at this level."""
+        """Awaits `call`, with which a user puts the engine to sleep at this level."""
 
     async def wake_up(self, call: Callable[[], Awaitable[bool]]) -> bool:
-        """Makes a user's call that wakes the engine; returns whether all of it is awake."""
+        """Awaits `call`, with which a user wakes the engine; returns whether all of it is awake."""
 
     def close(self) -> None:
         """Stops watching: the engine ends."""
 
 
 class Engine:
-    """A vLLM engine, as its sleep manager sees it."""
+    """A vLLM engine with the operations that its sleep manager needs."""
 
     def __init__(self, engine: Any) -> None:
         """Holds vLLM's `AsyncLLM` by a weak reference, so that it can be freed."""
@@ -72,7 +72,7 @@ class Engine:
         self._record(1, level)
 
     async def wake_up(self) -> None:
-        """Takes all memory again and resumes requests; if it raises, the engine sleeps on."""
+        """Allocates all memory again and resumes requests; if it raises, the engine sleeps on."""
         await self._engine.engine_core.wake_up_async(None)
         self._record(0, 0)
 

@@ -30,7 +30,10 @@ _WITH_TEXTS = (
 
 
 def stop_at_the_first_mistake() -> None:
-    """Changes the classes; call it before vLLM's routes are made, which copy their validators."""
+    """Makes vLLM's request classes reject a list at its first invalid item.
+
+    Call it before vLLM's routes are made, which copy the classes' validators.
+    """
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest

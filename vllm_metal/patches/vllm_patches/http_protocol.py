@@ -43,7 +43,7 @@ class LimitedHttp(HttpToolsProtocol):
     _idle: ClassVar[dict[LimitedHttp, None]] = {}
 
     def __init__(self, config: Config, *args: Any, **options: Any) -> None:
-        """Takes the limits from the configuration, where vLLM puts those of its options."""
+        """Reads the limits from uvicorn's configuration, where vLLM stores its options."""
         super().__init__(config, *args, **options)
         self._max_bytes = config.h11_max_incomplete_event_size or 1 << 16  # h11's own default
         self._max_headers: int | None = getattr(config, "h11_max_header_count", None)
@@ -156,7 +156,7 @@ class LimitedHttp(HttpToolsProtocol):
 
 
 def limit_connections() -> None:
-    """Makes uvicorn use this class in place of its own for httptools."""
+    """Makes uvicorn use `LimitedHttp` instead of its own class for httptools."""
     from uvicorn.config import HTTP_PROTOCOLS
 
     if find_spec("httptools") is not None:

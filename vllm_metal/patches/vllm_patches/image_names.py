@@ -36,7 +36,7 @@ def set_owner(owner: str) -> None:
 
 
 def keep_apart() -> None:
-    """Names each image of an owned request by an HMAC-SHA256 under the owner.
+    """Names each image of a request with an owner by an HMAC-SHA256 whose key is the owner.
 
     The owner is that of `set_owner`, or else `cache_salt`; with neither, vLLM's names are kept.
     """

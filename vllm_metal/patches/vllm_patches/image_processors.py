@@ -50,7 +50,7 @@ def readable() -> Iterator[None]:
 
 
 def refuse_bombs() -> None:
-    """Makes an image with too many pixels for Pillow fail its request like any bad image."""
+    """Makes an image with more pixels than Pillow allows fail its request, as invalid ones do."""
     # vLLM answers 400 above its own limit, but checks that after Pillow's, whose error it treats
     # as one of the server.
     from vllm.multimodal.media import image

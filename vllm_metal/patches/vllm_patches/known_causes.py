@@ -160,7 +160,7 @@ def _advice(part: Any) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error's message in one line; in vLLM's messages, field names become options."""
+    """Returns an error's message in one line; in vLLM's messages, field names become options."""
     words = error.args[0] if isinstance(error, KeyError) and error.args else error  # no quotes
     text = " ".join(str(words).split())
     return text if raised_in(error).startswith("vllm_metal.") else as_written(text)

@@ -86,7 +86,7 @@ def _has_few_files(record: logging.LogRecord) -> bool:
 
 
 def leave_out_what_clients_wrote() -> None:
-    """Logs the messages of QUOTING without the clients' words, and errors by type only.
+    """Removes clients' text from log messages listed in QUOTING, and reduces errors to their types.
 
     Clients get the full messages. Numbers and tracebacks are still logged.
     """

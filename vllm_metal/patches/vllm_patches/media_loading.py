@@ -42,7 +42,7 @@ class _Request:
 
 
 class ImageMemory:
-    """Counts the pixels of all decoded images of a server, and delays more until some are gone."""
+    """Limits the pixels of a server's decoded images; more images wait until some are freed."""
 
     def __init__(self, per_request: int) -> None:
         """
@@ -73,10 +73,11 @@ class ImageMemory:
     def charge(self, pixels: int, num_bytes: int) -> int:
         """Adds an image of `num_bytes` to this task's request before it is decoded.
 
-        `pixels` is what its header says. Returns the pixels that it counts as.
+        `pixels` is the number in the image's header. Returns the number to count, which is larger
+        for small images and large files.
 
         Raises:
-            VLLMValidationError: the request has too many.
+            VLLMValidationError: the request's images have too many pixels.
         """
         from vllm.exceptions import VLLMValidationError
 
@@ -95,9 +96,9 @@ class ImageMemory:
         return pixels
 
     async def wait_for(self, pixels: int) -> None:
-        """Waits until an image may be decoded, and counts it as held.
+        """Waits until an image may be decoded, and adds it to the decoded images.
 
-        `pixels` is what `charge` returned.
+        `pixels` is the result of `charge`.
         """
         # The oldest request never waits, so requests cannot deadlock waiting for each other.
         request = _REQUEST.get()
@@ -174,7 +175,7 @@ def around(app: ASGIApp, state: Any) -> ASGIApp:
 
 
 def bound(per_request: int, fetch_any_host: bool) -> None:
-    """Bounds the pixels of each request's images, and names what is wrong with one to its client.
+    """Bounds the pixels of each request's images, and reports invalid images to the client.
 
     Without `fetch_any_host`, URLs are only fetched with `--allowed-media-domains`.
     """

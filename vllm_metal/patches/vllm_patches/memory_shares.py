@@ -23,5 +23,5 @@ def give(parallel: ParallelConfig, share: Any) -> None:
 
 
 def given(parallel: ParallelConfig) -> Any:
-    """The share stored by `give`; None if a worker has the machine to itself."""
+    """Returns the share stored by `give`; None if a worker has the machine to itself."""
     return getattr(parallel, _SHARE, None)

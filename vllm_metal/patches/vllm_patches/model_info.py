@@ -247,7 +247,6 @@ def take_mlx_models() -> None:
 
 
 def _model_types(known: Container[str]) -> list[str]:
-    """Names of mlx-lm's model modules that are not in `known`, without importing them."""
     found = importlib.util.find_spec("mlx_lm")
     assert found is not None and found.submodule_search_locations is not None
     folder = Path(found.submodule_search_locations[0]) / "models"

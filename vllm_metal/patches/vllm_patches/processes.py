@@ -26,7 +26,7 @@ def spawn_on_macos() -> None:
 
 
 def spawn() -> None:
-    """Makes vLLM spawn the processes that this one starts from now on."""
+    """Makes vLLM spawn the processes that the current one starts from now on."""
     # An engine with several workers needs it on every system: a worker forked from an engine's
     # process waits forever for MLX's threads, which it does not have.
     from vllm import envs

@@ -29,14 +29,14 @@ class Watcher(Protocol):
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
     ) -> Any:
-        """Takes a prompt on its way to the engine; returns what `answered` gets.
+        """Takes a prompt on its way to the engine; returns the `question` for `answered`.
 
         Args:
-            tokens: of the prompt. At an image's positions there are numbers from IMAGES on, which
-                differ between images.
+            tokens: of the prompt. Positions of an image have numbers from IMAGES on, which differ
+                between images.
             salt: its `cache_salt`, with the name of its adapter, if any.
             messages: input of the chat template; empty for plain text.
-            tools: also input of the template.
+            tools: further input of the template.
         """
 
     def answered(self, question: Any, cached: int) -> None:
@@ -45,8 +45,6 @@ class Watcher(Protocol):
 
 @dataclass
 class _Chat:
-    """The messages and tools of a request's newest prompt."""
-
     messages: Sequence[Any] = ()
     tools: Sequence[Any] = ()
 
@@ -56,7 +54,7 @@ _CHAT: ContextVar[_Chat | None] = ContextVar("prompts_chat", default=None)
 
 
 def begin_request() -> None:
-    """Shares the request's prompt with all tasks that this one starts."""
+    """Makes the current task, and tasks that it starts, share the prompt of one request."""
     # vLLM makes the prompt of a Responses stream in a task other than that which calls the engine.
     _CHAT.set(_Chat())
 
@@ -75,7 +73,7 @@ def watch(engine: Any, watcher: Watcher) -> None:
 
 
 def rewrite(renderer: Any, change: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
-    """Makes a server's renderer apply `change` to messages before it makes prompts of them."""
+    """Makes a server's renderer apply `change` to messages before it renders them."""
     _patch()
     setattr(renderer, _REWRITE, change)
 

@@ -51,7 +51,7 @@ def _in_process(
 
 
 def answer_with_one_front_end(args: Namespace) -> None:
-    """Sets --api-server-count to 1 unless the user chose; changes a server's arguments."""
+    """Sets `args.api_server_count` to 1 unless the user has set it, or the server is headless."""
     # vLLM starts as many servers as ranks. They would share no tenants' limits, cached responses or
     # knowledge of idle engines, and a few Macs do not keep one server busy.
     if args.api_server_count is None and not args.headless:
@@ -59,7 +59,8 @@ def answer_with_one_front_end(args: Namespace) -> None:
 
 
 def make_independent(config: VllmConfig) -> None:
-    """Removes what vLLM's launchers infer lock-step from; call it before they start.
+    """Marks the model as dense, so that vLLM's launchers expect no lock-step; call it before they
+    start.
 
     The configuration of the server or launcher, with `data_parallel_size` above 1, goes on to the
     coordinator's, the headless launcher's and the engines' processes.
@@ -76,7 +77,7 @@ def mark_ranks(parallel: ParallelConfig) -> None:
 
 
 def is_rank(parallel: ParallelConfig) -> bool:
-    """Returns whether this process's engine is one of several; vLLM says it is the only one."""
+    """Returns whether this process's engine is one of several data-parallel ranks."""
     return hasattr(parallel, _RANK)
 
 

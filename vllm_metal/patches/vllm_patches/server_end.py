@@ -105,7 +105,7 @@ class TurnAway:
     """
 
     def __init__(self, app: ASGIApp, is_stopping: Callable[[], bool]) -> None:
-        """Takes the application and a function that says whether it is stopping."""
+        """`is_stopping` returns whether the server is stopping."""
         self._app, self._is_stopping = app, is_stopping
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -171,9 +171,9 @@ def tell_a_stop_from_a_failure() -> None:
 
 
 def remembering_the_stop(has_failed: Callable[[Any], bool]) -> Callable[..., Any]:
-    """Returns a `shutdown` that sets `told_to_stop` if it ends an object that still worked.
+    """Returns a `shutdown` that sets the object's `told_to_stop`: False if its engine has died.
 
-    `has_failed` says, at the first shutdown of the object, whether its engine died.
+    `has_failed` returns whether the engine has died; called at an object's first shutdown.
     """
 
     def shut_down(shutdown: Callable[..., None], self: Any, timeout: float | None = None) -> None:
@@ -200,7 +200,7 @@ def _is_failure(record: logging.LogRecord) -> bool:
 
 
 def forget_tokenizers() -> None:
-    """Releases the tokenizers of closed engines; those in use are looked up once more."""
+    """Clears a cache of vLLM that keeps the tokenizers of closed engines in memory."""
     # vLLM caches 128 functions that hold copies of them.
     from vllm.utils import func_utils
 

@@ -116,7 +116,7 @@ def _without_min_p_and_logit_bias(
 
 
 def allow_no_drafts() -> None:
-    """Allows 0 drafts in an engine that only writes a drafter's K/V for others.
+    """Allows 0 drafts in an engine that only writes a drafter's K/V for other engines.
 
     vLLM divides by the number of a DSpark block's tokens to limit requests. Called in every process
     that makes or unpacks a configuration.

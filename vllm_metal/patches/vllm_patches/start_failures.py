@@ -63,9 +63,9 @@ class StartError(ValueError):
 
 
 def cause(error: BaseException) -> str | None:
-    """Returns one line on an error that ended a start, or None for a program's fault.
+    """Returns one line that explains an error that ended a start; None for a bug.
 
-    The traceback of the latter should be shown.
+    A bug's traceback should be shown instead.
     """
     if isinstance(error, ValidationError):
         return known_causes.of_fields(error)
@@ -165,7 +165,7 @@ def _naming_the_tokenizer(load: Callable[..., Any], config: Any, **options: Any)
 
 
 def leave_causes() -> None:
-    """Makes a process of an engine leave the reason for its failure to its parent."""
+    """Makes a process of an engine report the cause of its failure to its parent."""
     for name in _STARTS:
         logging.getLogger(name).addFilter(_leave_cause)  # adding the same filter twice is a no-op
 
@@ -211,7 +211,7 @@ def _cause_file(parent: int) -> Path:
 
 
 def end_commands_with_one_line(served: Mapping[str, Sequence[str]]) -> None:
-    """Makes a `vllm` command print only the cause, last, and exit with status 1.
+    """Makes a `vllm` command that fails end with one line, the cause, and exit status 1.
 
     `served` maps options to the choices that are supported here, a subset of vLLM's.
     """
@@ -226,7 +226,7 @@ def end_commands_with_one_line(served: Mapping[str, Sequence[str]]) -> None:
 
 
 def print_causes() -> None:
-    """Makes this process end with only the cause, if it is known."""
+    """Makes an error that ends this process print only its cause, if that is known."""
     sys.excepthook = _print_cause
 
 

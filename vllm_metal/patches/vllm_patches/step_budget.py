@@ -36,8 +36,6 @@ def bound_steps() -> None:
 
 @dataclass(frozen=True)
 class _Step:
-    """A scheduled step without results yet."""
-
     output: SchedulerOutput
     work: StepWork
     began: float  # when it was scheduled, by the clock

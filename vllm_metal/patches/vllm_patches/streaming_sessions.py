@@ -34,7 +34,10 @@ OF_ALL_TURNS = (
 
 
 def serve_sessions() -> None:
-    """Corrects sessions in vLLM's schedulers; call it in the process that schedules."""
+    """Makes vLLM's schedulers continue streaming-input sessions from the text that they keep.
+
+    Call it in the process that schedules.
+    """
     # A turn's text is everything before it except the last token of the previous turn, which was
     # sampled and not computed. Between turns a session keeps its blocks but no index in the
     # worker's tables: the worker is told that it is preempted. A recurrent state cannot be rolled

@@ -67,7 +67,10 @@ _ignored: ContextVar[dict[str, None] | None] = ContextVar("ignored", default=Non
 
 
 def tell_of_unknown_fields() -> None:
-    """Changes request classes; call it before vLLM's routes are made, which copy their schemas."""
+    """Makes vLLM's request classes record unknown fields, and reject some that other servers know.
+
+    Call it before vLLM's routes are made, which copy the classes' schemas.
+    """
     # Other routes are left alone: a body there may be of one of several classes, each with fields
     # of its own.
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest

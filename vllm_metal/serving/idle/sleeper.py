@@ -37,7 +37,7 @@ class SleepingEngine(Protocol):
 
 
 class Sleeper:
-    """Puts one engine to sleep when it is idle, unless the user controls it by vLLM's calls."""
+    """Puts one engine to sleep when it is idle, unless the user paused it or put it to sleep."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Sleeper:
                 self._idle.set()
 
     async def sleep(self, call: Callable[[], Awaitable[None]], level: int) -> None:
-        """Makes the user's sleep call, or pause call at level 0, which only the user can undo."""
+        """Awaits the user's sleep or (level 0) pause call, which only the user can undo."""
         async with self._lock:
             if self._level and not level:  # a pause, which must leave the engine with its memory
                 await self._engine.wake_up()
@@ -94,7 +94,7 @@ class Sleeper:
             self._level = 0  # the user controls it from now on
 
     async def wake_up(self, call: Callable[[], Awaitable[bool]]) -> bool:
-        """Makes the user's wake-up call; returns whether the whole engine is awake."""
+        """Awaits the user's wake-up call; returns whether the whole engine is awake."""
         async with self._lock:
             if awake := await call():
                 self._level = 0

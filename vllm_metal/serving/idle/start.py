@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def keep_engines() -> None:
-    """Makes each engine that is created later have a Sleeper if its settings ask for it."""
+    """Gives each engine that is created later a Sleeper, if its settings have `idle_sleep`."""
     engine_sleep.keep(_make_sleeper, _refuse_without_a_loop)
 
 

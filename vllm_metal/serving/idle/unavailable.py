@@ -31,7 +31,7 @@ EXCHANGE: ContextVar[Exchange | None] = ContextVar("idle_exchange", default=None
 
 
 class CannotWake(GracefulHTTPError):
-    """A request fails because its engine cannot wake up; the next one tries again."""
+    """A request fails because its engine cannot wake up; the next request tries again."""
 
     def __init__(self) -> None:
         super().__init__(MESSAGE, HTTPStatus.SERVICE_UNAVAILABLE)

@@ -63,6 +63,5 @@ def _is_turned_off(additional_config: Any) -> bool:
 
 
 def _structured_outputs_parser(config: Any) -> str:
-    """Returns the reasoning parser in --structured-outputs-config."""
     named = config.get if isinstance(config, Mapping) else partial(getattr, config)
     return str(named("reasoning_parser", "") or "")

@@ -100,7 +100,6 @@ def value(miss: Miss, with_text: bool = False) -> str:
 
 
 def _style(scope: Scope) -> Style | None:
-    """Returns a generation request's style; None for other requests."""
     match = routes.find(scope["method"], scope["path"]) if scope["type"] == "http" else None
     return None if match is None else match.route.style
 

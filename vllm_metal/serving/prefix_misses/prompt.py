@@ -14,7 +14,7 @@ TOKEN = "I"
 
 
 class Message(NamedTuple):
-    """A message of a conversation, without its text."""
+    """Role of a conversation's message, and a fingerprint of its content."""
 
     role: str
     fingerprint: int
@@ -22,7 +22,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as the engine gets it."""
+    """Tokens of a prompt, and its messages and tools as fingerprints."""
 
     tokens: array[int]  # of type TOKEN
     messages: tuple[Message, ...] = ()  # none for plain text

@@ -30,7 +30,7 @@ class _Chunk:
 
 @dataclass(eq=False)
 class Remembered:
-    """An earlier prompt."""
+    """An earlier prompt, with its tokens as chunks that it shares with other prompts."""
 
     prompt: Prompt  # without its tokens
     num_tokens: int

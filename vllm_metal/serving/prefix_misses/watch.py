@@ -60,8 +60,8 @@ class Watch:
             decode: detokenizes token ids.
             lost: counter of lost tokens, by cause.
             block_size: tokens per block; None (for hybrids): inferred from hits.
-            prompts: see PROMPTS.
-            most_bytes: see MOST_BYTES; beyond it, evicts prompts of the least recent owner.
+            prompts: number of prompts to remember per owner.
+            most_bytes: limit of all prompts' tokens; beyond it, evicts the least recent owner's.
         """
         self._decode, self._lost = decode, lost
         self._block_size, self._hit_divisor = block_size, 0

@@ -45,13 +45,13 @@ class Coalesced:
         return self._in_flight.get(key)
 
     def lead(self, key: str) -> Lead:
-        """Makes later equal requests wait until the caller calls `end`, which it always must."""
+        """Makes later equal requests wait until the caller calls the result's `end`, as it must."""
         self._in_flight[key] = asyncio.get_running_loop().create_future()
         return Lead(self._in_flight, key)
 
 
 class Lead:
-    """The first of equal requests, which the others wait for."""
+    """Handle of the first of equal requests, for whose response the others wait."""
 
     def __init__(self, in_flight: dict[str, asyncio.Future[Entry]], key: str) -> None:
         self._in_flight, self._key, self._future = in_flight, key, in_flight[key]

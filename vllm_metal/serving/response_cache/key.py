@@ -25,7 +25,7 @@ Render = Callable[[Style, dict[str, Any]], Awaitable["list[Rendered] | None"]]
 
 
 class Rendered(NamedTuple):
-    """A prompt as the engine gets it."""
+    """Tokens of a rendered prompt, and hashes of its images and videos."""
 
     tokens: list[int]
     #: vLLM's content hashes of images and videos, by kind, as the content behind a URL may change.
@@ -43,7 +43,7 @@ async def of_request(
         read: the body as parsed by vLLM.
         tenant: the tenant's identity; "" without tenants.
         model: fingerprint of model and server.
-        render: see `Render`.
+        render: renders the body into prompts, as vLLM does.
     """
     # The tokens count as well as the body: templates may add more, such as the date.
     prompts = await render(style, fields)

@@ -172,7 +172,6 @@ class RedisStore:
     async def _scan(
         self, command: Callable[[int], Awaitable[tuple[int, list[Any]]]]
     ) -> AsyncIterator[list[Any]]:
-        """Yields the results of a Redis cursor in batches."""
         cursor = 0
         while True:
             cursor, found = await self._call(command(cursor))

@@ -257,7 +257,6 @@ def _is_damage(error: sqlite3.DatabaseError) -> bool:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Returns a file's device and inode; None if there is none."""
     try:
         found = path.stat()
     except OSError:

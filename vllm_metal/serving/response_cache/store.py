@@ -17,13 +17,14 @@ class Store(Protocol):
         """Returns an owner's value; None if there is none, or it has expired."""
 
     async def put(self, key: str, value: bytes, owner: str = "") -> None:
-        """Stores a value, and evicts others to make room.
+        """Stores a value, and evicts other values to make room.
 
-        `key` is hex digits and differs between owners. `owner`, without colons, is for `purge`.
+        `key` is hex digits and differs between owners. `owner`, a name without colons, is what
+        `purge` removes values by.
         """
 
     async def purge(self, owner: str | None = None) -> int:
-        """Removes an owner's values, or all; returns their number."""
+        """Removes an owner's values, or all values if None; returns their number."""
 
     async def num_bytes(self) -> int:
         """Returns the bytes of all values."""

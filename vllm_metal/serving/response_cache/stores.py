@@ -48,7 +48,7 @@ def secret_of(config: ResponseCacheConfig) -> bytes:
 
 
 def purge(config: ResponseCacheConfig, owner: str | None = None) -> int:
-    """Removes a tenant's cached responses, or all; returns their number.
+    """Removes the cached responses of tenant `owner`, or all if None; returns their number.
 
     Safe while servers use the store. Raises OSError if the store is unavailable.
     """
