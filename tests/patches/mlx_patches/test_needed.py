@@ -20,9 +20,8 @@ from patches.mlx_patches.test_seam import Noting
 from patches.mlx_patches.test_traced_layers import operations
 
 from vllm_metal.cli.fit.graph import record
-from vllm_metal.engine.models import mlx_vlm_families
 from vllm_metal.patches import mlx_patches
-from vllm_metal.patches.mlx_patches import library_kernels, seam
+from vllm_metal.patches.mlx_patches import library_kernels, mlx_vlm_families, seam
 from vllm_metal.patches.mlx_patches.replacing import replaced
 
 #: A module that changes nothing by itself, and that of families.

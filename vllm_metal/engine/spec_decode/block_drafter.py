@@ -12,7 +12,6 @@ import mlx.nn as nn
 from mlx_lm.models.rope_utils import initialize_rope
 
 from vllm_metal.engine.attention.attention_layer import AttentionLayer
-from vllm_metal.engine.models import mlx_vlm_families
 from vllm_metal.engine.models.parts import HiddenStates, ModelParts
 from vllm_metal.engine.spec_decode import packed_network
 from vllm_metal.engine.spec_decode.block_attention import BlockAttention, CastingCache
@@ -24,6 +23,7 @@ from vllm_metal.engine.spec_decode.block_heads import (
     SelectorHead,
 )
 from vllm_metal.engine.spec_decode.network import LAYER_PREFIX
+from vllm_metal.patches.mlx_patches import mlx_vlm_families
 from vllm_metal.patches.mlx_patches.seam import AttendingCache
 
 #: Arrays that are not loaded: a training table, angles that MLX computes, confidences.

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from vllm_metal.engine.models import mlx_vlm_families
 from vllm_metal.engine.vision.tower import Config, Tower, with_projector
+from vllm_metal.patches.mlx_patches import mlx_vlm_families
 
 
 class GemmaTower(Tower):

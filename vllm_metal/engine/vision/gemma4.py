@@ -9,8 +9,8 @@ from typing import ClassVar
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.engine.models import mlx_vlm_families
 from vllm_metal.engine.vision.tower import Config, Tower
+from vllm_metal.patches.mlx_patches import mlx_vlm_families
 
 
 class Gemma4Tower(Tower):

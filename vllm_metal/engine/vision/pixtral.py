@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from vllm_metal.engine.models import mlx_vlm_families
 from vllm_metal.engine.vision.tower import Config, Tower, with_projector
 from vllm_metal.identity.model_files import ModelLoadError
+from vllm_metal.patches.mlx_patches import mlx_vlm_families
 
 
 class PixtralTower(Tower):

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from vllm_metal.engine.models import mlx_vlm_families
 from vllm_metal.engine.vision.tower import Config, Tower
+from vllm_metal.patches.mlx_patches import mlx_vlm_families
 
 #: The processor's output that holds the pixels, by modality.
 _PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}

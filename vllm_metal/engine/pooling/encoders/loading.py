@@ -17,7 +17,6 @@ from mlx_lm.utils import load_config
 
 from vllm_metal.engine.config_json import published_config
 from vllm_metal.engine.models.loader import in_dtype
-from vllm_metal.engine.models.mlx_vlm_families import family as mlx_vlm_family
 from vllm_metal.engine.pooling.encoders import heads
 from vllm_metal.engine.pooling.encoders.networks import (
     Bert,
@@ -40,6 +39,7 @@ from vllm_metal.engine.weights.loading import load_model, opened
 from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.patches.mlx_patches import encoder_seam
 from vllm_metal.patches.mlx_patches import registry as patches
+from vllm_metal.patches.mlx_patches.mlx_vlm_families import family as mlx_vlm_family
 
 _LONGEST_REASON = 400  # characters kept of another package's message
 #: Old and new names of layer norms: Google's first files use the old ones.

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from vllm_metal.engine.models import mlx_vlm_families
+from vllm_metal.patches.mlx_patches import mlx_vlm_families
 
 _CHANGES = """
 import json, os
 from copy import deepcopy
 from transformers import AutoProcessor
 from transformers.models.lfm2_vl import processing_lfm2_vl as lfm2
-from vllm_metal.engine.models.mlx_vlm_families import family
+from vllm_metal.patches.mlx_patches.mlx_vlm_families import family
 
 def now():
     of_auto = AutoProcessor.__dict__["from_pretrained"]
