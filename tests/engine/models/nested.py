@@ -167,9 +167,13 @@ FAMILIES = {
         (
             "mistral3",
             "Mistral3ForConditionalGeneration",
-            _TEXT | {"model_type": "mistral"},
+            _TEXT | {"model_type": "mistral", "sliding_window": 7},
         ),
-        ("pixtral", "PixtralForConditionalGeneration", _TEXT | {"model_type": "mistral"}),
+        (
+            "pixtral",
+            "PixtralForConditionalGeneration",
+            _TEXT | {"model_type": "mistral", "sliding_window": 7},
+        ),
         (
             "qwen2_vl",
             "Qwen2VLForConditionalGeneration",

@@ -81,6 +81,14 @@ class _AttentionProbe(AttendingCache):
     def offset(self) -> mx.array:
         return self._offset
 
+    def make_mask(self, *args: object, **kwargs: object) -> None:
+        window = kwargs.get("window_size")
+        if window is not None and self._window != window:
+            raise NotImplementedError(
+                f"masks a window of {window} positions over a cache of "
+                f"{self._window or 'all'} positions, which is not supported"
+            )
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self._key_shape, self._value_shape = keys.shape, values.shape
         self._rotated = rotations.of_keys(self._offset, keys, values)

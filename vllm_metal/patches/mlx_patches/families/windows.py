@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from vllm_metal.patches.mlx_patches.families.forwards import heads, joined
 from vllm_metal.patches.mlx_patches.replacing import replaced, wrap
@@ -158,6 +158,15 @@ def by_kind(
         return normed
 
     return forward
+
+
+def caches_of_text(module: ModuleType) -> None:
+    """Gives a multimodal model its text model's caches; mlx-lm's give no layer a window."""
+
+    def make_cache(self: Any) -> list[Any]:
+        return make_prompt_cache(self.language_model)
+
+    module.Model.make_cache = make_cache
 
 
 def caches_by_window(self: Any) -> list[Any]:
