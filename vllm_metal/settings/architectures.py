@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_metal.settings.mlx_vlm_models import TEXT_ARCHITECTURES
+
 #: Multimodal models whose text part (or its MTP layers) can be served by itself.
 TEXT_PARTS = (
     "Qwen3_5ForConditionalGeneration",
@@ -20,6 +22,7 @@ TEXT_PARTS = (
     "KimiK25ForConditionalGeneration",
     "KimiK3ForConditionalGeneration",
     "MiniMaxM3SparseForConditionalGeneration",
+    *TEXT_ARCHITECTURES,
 )
 #: Models served with images if mlx-vlm is installed.
 WITH_IMAGES = (

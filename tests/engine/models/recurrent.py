@@ -3,6 +3,7 @@
 
 import importlib
 import json
+import sys
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,16 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from vllm_metal.patches.mlx_patches import registry, seam
+from vllm_metal.settings.mlx_vlm_models import MLX_VLM_MODELS
 
 VOCAB = 64
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family of mlx-lm's, and a small model of it."""
+    """A family of mlx-lm's or mlx-vlm's, and a small model of it."""
 
-    module: str  # of mlx_lm.models
+    module: str  # of mlx_lm.models; a model_type where mlx-vlm has the module
     architecture: str  # of config.json
     config: dict[str, Any]
 
@@ -185,7 +187,11 @@ def config_of(family: Family) -> dict[str, Any]:
 
 def _named(module: str) -> set[str]:
     """Keys that the module, or the one it takes its text model from, reads."""
-    content = vars(importlib.import_module(f"mlx_lm.models.{_TEXT_OF.get(module, module)}"))
+    if module in MLX_VLM_MODELS:
+        _, arguments = registry.classes({"model_type": module})
+        content = vars(sys.modules[arguments.__module__])
+    else:
+        content = vars(importlib.import_module(f"mlx_lm.models.{_TEXT_OF.get(module, module)}"))
     arguments = [each for each in content.values() if isinstance(each, type) and is_dataclass(each)]
     return {field.name for each in arguments for field in fields(each)}
 
@@ -198,11 +204,16 @@ def make_model(family: Family, seed: int = 1, drawn: bool = False) -> Any:
         seed: of the weights.
         drawn: whether they are so large that texts vary, biases and norms among them.
     """
-    module = importlib.import_module(f"mlx_lm.models.{family.module}")
-    seam.install()
-    registry.install()
+    config = config_of(family)
+    if family.module in MLX_VLM_MODELS:
+        model_class, arguments = registry.classes(config)
+    else:
+        module = importlib.import_module(f"mlx_lm.models.{family.module}")
+        seam.install()
+        registry.install()
+        model_class, arguments = module.Model, module.ModelArgs
     mx.random.seed(seed)
-    model = module.Model(module.ModelArgs.from_dict(config_of(family)))
+    model = model_class(arguments.from_dict(config))
     if drawn:
         _draw(model)
     model.eval()

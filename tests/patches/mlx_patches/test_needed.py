@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLX and mlx-lm still need every change this plugin makes to them.
+"""MLX, mlx-lm and mlx-vlm still need every change this plugin makes to them.
 
 Families' modules have tests of their own: `test_registry.py` and `models/test_plain.py`.
 """
@@ -7,6 +7,7 @@ Families' modules have tests of their own: `test_registry.py` and `models/test_p
 import importlib
 import inspect
 import re
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,8 +25,8 @@ from vllm_metal.patches import mlx_patches
 from vllm_metal.patches.mlx_patches import library_kernels, mlx_vlm_families, seam
 from vllm_metal.patches.mlx_patches.replacing import replaced
 
-#: A module that changes nothing by itself, and that of families.
-APART = {"__init__", "replacing", "registry"}
+#: Modules that change nothing by themselves, and that of families.
+APART = {"__init__", "mlx_vlm_families", "replacing", "registry"}
 PROBES = {}
 
 
@@ -58,6 +59,23 @@ def attention_of_encoders_asks_no_mask():
     with pytest.raises(TypeError):
         own(rows, rows, rows, None, 0.5, given)
     return not hasattr(given, "seen")
+
+
+@probe("mlx_vlm_text")
+def a_rope_depends_on_other_texts():
+    """mlx-vlm's LongRoPE chooses the factors of a row by the positions of all rows."""
+    mlx_vlm_families.family("klear", "this test")
+    scaling = {
+        "type": "longrope",
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * 4,
+        "long_factor": [9.0] * 4,
+    }
+    own = inspect.unwrap(sys.modules["mlx_vlm.models.rope_utils"].initialize_rope)
+    rope = own(8, 10_000.0, False, scaling, 128)
+    rows = mx.ones((2, 1, 1, 8))
+    one, other = (rope(rows, offset=mx.array([5, last])) for last in (6, 100))
+    return not mx.allclose(one[0], other[0]).item()
 
 
 @probe("multi_linear")

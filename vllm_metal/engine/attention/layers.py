@@ -28,6 +28,7 @@ from vllm_metal.engine.attention.recurrent_layer import (
 )
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.patches.mlx_patches import library_kernels, module_calls, rotations
+from vllm_metal.patches.mlx_patches.replacing import MLX_VLM
 from vllm_metal.patches.mlx_patches.rotations import OfLayer
 from vllm_metal.patches.mlx_patches.seam import AttendingCache, Scoring
 
@@ -185,6 +186,9 @@ PROBES: Mapping[type, Callable[[Any], Probe]] = {
     RotatingKVCache: _rotating,
     ArraysCache: RecurrentProbe,
 }
+#: The same by name: mlx-vlm has classes of its own with mlx-lm's names and protocol.
+_BY_NAME = {kind.__name__: probe for kind, probe in PROBES.items()}
+_OF_MLX_VLM = f"{MLX_VLM}cache"
 
 
 def attention_layers(model: nn.Module, model_type: str) -> list[StatefulLayer]:
@@ -231,7 +235,7 @@ def _layers(model: nn.Module) -> list[StatefulLayer]:
 def _probed(model: nn.Module, num_tokens: int) -> list[Probe | list[Probe]]:
     # Traces a forward of `num_tokens`. A layer with several caches gets a list of probes.
     probes: list[Probe | list[Probe]] = [
-        [_probe(each) for each in cache.caches] if isinstance(cache, CacheList) else _probe(cache)
+        [_probe(each) for each in cache.caches] if _is_list(cache) else _probe(cache)
         for cache in make_prompt_cache(model)
     ]
     if len(probes) < len(model.layers):
@@ -282,7 +286,14 @@ def _by_name(probes: Sequence[Probe | list[Probe]]) -> Iterator[tuple[str, Probe
             yield f"layers.{index}", of_layer
 
 
+def _is_list(cache: Any) -> bool:
+    kind = type(cache)
+    return kind is CacheList or (kind.__module__, kind.__name__) == (_OF_MLX_VLM, "CacheList")
+
+
 def _probe(cache: Any) -> Probe:
-    if type(cache) not in PROBES:
-        raise NotImplementedError(f"keeps {type(cache).__name__} layers, which is not supported")
-    return PROBES[type(cache)](cache)
+    kind = type(cache)
+    probe = _BY_NAME.get(kind.__name__) if kind.__module__ == _OF_MLX_VLM else PROBES.get(kind)
+    if probe is None:
+        raise NotImplementedError(f"keeps {kind.__name__} layers, which is not supported")
+    return probe(cache)

@@ -29,6 +29,8 @@ from vllm_metal.engine.config_json.rope_parameters import (
 )
 from vllm_metal.engine.config_json.stored_head import Head
 from vllm_metal.identity.model_files import ModelLoadError
+from vllm_metal.patches.mlx_patches import mlx_vlm_text
+from vllm_metal.patches.mlx_patches.replacing import MLX_LM
 
 Unread = dict[tuple[str, ...], Any]
 #: Classes within a module that read its `text_config` if there is no module for the text model.
@@ -222,11 +224,13 @@ def _checks_for_none(args: type, name: str) -> bool:
 
 def _text_args(text: Config, module: str) -> tuple[str, type | None]:
     """Returns the module that reads a `text_config`, and its arguments class."""
+    if f"{MLX_LM}{module}" not in sys.modules:
+        return module, mlx_vlm_text.text_arguments(module)
     if module == "mistral3":
         inner = text.get("model_type")
         module = inner if inner in ("ministral3", "mistral4") else "llama"
     module = _TEXT_OF.get(module, module)
-    own = sys.modules[f"mlx_lm.models.{module}"]
+    own = sys.modules[f"{MLX_LM}{module}"]
     for cls in own.Model.__mro__:  # variants inherit their model from another module
         for name in _TEXT_ARGS:
             found = getattr(sys.modules[cls.__module__], name, None)

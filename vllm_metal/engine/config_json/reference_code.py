@@ -20,6 +20,8 @@ from typing import Any
 
 from vllm_metal.engine.config_json import reference_classes
 from vllm_metal.engine.config_json.reference_classes import MISSING, literal, same
+from vllm_metal.patches.mlx_patches import mlx_vlm_text
+from vllm_metal.patches.mlx_patches.replacing import MLX_VLM
 
 Config = Mapping[str, Any]
 
@@ -157,7 +159,9 @@ def families() -> frozenset[str]:
 
 
 def is_used(args: type, key: str) -> bool:
-    """Whether mlx-lm's module uses a field of its `ModelArgs`, instead of only naming it."""
+    """Whether a library's module uses a field of its arguments, instead of only naming it."""
+    if args.__module__.startswith(MLX_VLM):
+        return any(_reads(_text(path), key) for path in mlx_vlm_text.sources(args))
     file = inspect.getsourcefile(args)
     return file is None or _reads(_text(Path(file)), key)
 

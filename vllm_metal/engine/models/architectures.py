@@ -18,6 +18,7 @@ from vllm_metal.settings.architectures import (
     TEXT_PARTS,
     WITH_IMAGES,
 )
+from vllm_metal.settings.mlx_vlm_models import MLX_VLM_MODELS
 
 #: Tables of vLLM's registry with models that are served as text models.
 _TABLES = ("_TEXT_GENERATION_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
@@ -38,8 +39,9 @@ def check(content: Mapping[str, Any]) -> None:
         raise ModelLoadError("config.json names no model_type: download the model again")
     if not isinstance(names, list | tuple):
         raise ModelLoadError(f"config.json says architectures={names!r}, which is not a list")
-    if not names or model_type not in families():
+    if not names or model_type not in families() or model_type in MLX_VLM_MODELS:
         _check_type(content)
+    if not names or model_type not in families():
         return
     listed = {name for table in _TABLES for name in listed_by_vllm(table)}
     served = {*listed, *TEXT_PARTS, *WITH_IMAGES, *BY_TRANSFORMERS} - MULTIMODAL
@@ -57,11 +59,10 @@ def check(content: Mapping[str, Any]) -> None:
 
 
 def _check_type(content: Mapping[str, Any]) -> None:
-    # mlx-lm must have a module for the model_type, unless the folder has code of its own.
+    # A library must have a module for the model_type, unless the folder has code of its own.
     from vllm_metal.patches.mlx_patches import registry
 
-    if not content.get("model_file") and not registry.has_module(content):
+    if not content.get("model_file") and (reason := registry.missing(content)) is not None:
         raise ModelLoadError(
-            f"model_type={content['model_type']!r} of config.json is not supported: there is no "
-            "such model. Choose a checkpoint of a family in docs/models.md"
+            f"model_type={content['model_type']!r} of config.json is not supported: {reason}"
         )

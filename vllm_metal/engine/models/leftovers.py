@@ -50,6 +50,7 @@ class _Kinds:
 
     mtp_layers: tuple[str, ...]  # prefixes of names
     tied: bool  # the model has no head of its own
+    tower_tensors: tuple[str, ...] = ()  # prefixes of names
 
     def reason(self, name: str, array: mx.array) -> str | None:
         """Returns why a tensor is left out, or None if it must not be."""
@@ -61,7 +62,7 @@ class _Kinds:
             return "numbers of positions"
         if _MTP.search(name) or name.startswith(self.mtp_layers):
             return "layers that draft, which are read apart"
-        if _OTHER_MODALITIES.search(name):
+        if _OTHER_MODALITIES.search(name) or name.startswith(self.tower_tensors):
             return "images and sound, whose tower is read apart"
         if _SCALES.search(name):
             return "scales of activations and of a quantized KV cache"
@@ -103,7 +104,8 @@ def _sanitized(model: type, instance: Any, weights: Arrays) -> tuple[Arrays, str
     parameters = _parameters(instance)
     marked = [_OF_MTP_LAYERS.match(name) for name in weights]
     mtp = tuple({str(match[1]) for match in marked if match} - parameters)
-    kinds = _Kinds(mtp, not any(map(is_head, parameters)))
+    towers = getattr(model, "tower_tensors", ())
+    kinds = _Kinds(mtp, not any(map(is_head, parameters)), towers)
     run = _run(model)
     found = run(instance, dict(weights))
     kept = {id(array) for array in found.values()}

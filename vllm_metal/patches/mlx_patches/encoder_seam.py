@@ -12,6 +12,7 @@ from vllm_metal.patches.mlx_patches.seam import AttendingCache, Scoring
 
 RELEASES = ("mlx-vlm 0.7",)
 _NAME = "scaled_dot_product_attention"
+_MARK = "_vllm_metal_encoder"
 
 
 def install(module: ModuleType) -> None:
@@ -29,7 +30,7 @@ def install(module: ModuleType) -> None:
             f"{' and '.join(RELEASES)}"
         )
     dense = getattr(module, _NAME)
-    if hasattr(dense, "__wrapped__"):
+    if hasattr(dense, _MARK):
         return
 
     @functools.wraps(dense)
@@ -42,4 +43,5 @@ def install(module: ModuleType) -> None:
             return mask.attend(queries, keys, values, Scoring(scale, sinks))
         return dense(queries, keys, values, cache, scale, mask, sinks)
 
+    setattr(dispatch, _MARK, True)
     setattr(module, _NAME, dispatch)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists patches of mlx-lm's modules, and finds a model's module.
+"""Lists patches of mlx-lm's and mlx-vlm's modules, and finds a model's module.
 
 A model must compute what transformers' class computes for its files, or be rejected.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
 from mlx_lm.utils import MODEL_REMAPPING, _get_classes
 
-from vllm_metal.patches.mlx_patches import multi_linear, seam
+from vllm_metal.patches.mlx_patches import mlx_vlm_text, multi_linear, seam
 from vllm_metal.patches.mlx_patches.families import (
     activations,
     arrays,
@@ -33,10 +33,12 @@ from vllm_metal.patches.mlx_patches.families import (
     text_models,
     windows,
 )
+from vllm_metal.patches.mlx_patches.replacing import MLX_LM, MLX_VLM
+from vllm_metal.settings.extras import install_advice
+from vllm_metal.settings.mlx_vlm_models import MLX_VLM_MODELS, TextModel, is_installed
 
 #: Releases of mlx-lm for which the family patches were written.
 RELEASES = ("mlx-lm 0.32",)
-_MODULES = "mlx_lm.models."
 _MARK = "_vllm_metal_patched"
 
 #: Maps transformers' name of a multimodal model's separate text model to mlx-lm's module of the
@@ -114,14 +116,23 @@ PAGED: Patches = {
     "plamo2": (plamo.plamo2,),
     "plamo3": (plamo.plamo3,),
 }
+#: The same for modules below mlx_vlm.models, by their dotted paths, such as "klear.language".
+OF_MLX_VLM: Patches = {}
 
 
 def classes(config: dict[str, Any]) -> tuple[type, type]:
-    """Returns mlx-lm's patched model and arguments classes for a config.json, for `load_model`.
+    """Returns a library's patched model and arguments classes for a config.json.
+
+    They are mlx-lm's if it has the model_type, otherwise mlx-vlm's; see `load_model`.
 
     Raises:
-        ValueError: mlx-lm has no such module, or the module needs a missing package.
+        ImportError: the model is mlx-vlm's, which is not installed; the message has the command.
+        ValueError: there is no such module, or the module needs a missing package.
     """
+    if (row := of_mlx_vlm(config)) is not None:
+        mlx_vlm_text.imported(row)
+        install()
+        return mlx_vlm_text.classes(row)
     config = {**config, "model_type": _model_type(config)}
     try:
         _get_classes(config)
@@ -135,25 +146,43 @@ def classes(config: dict[str, Any]) -> tuple[type, type]:
 
 
 def module_of(config: Mapping[str, Any], model: type) -> str:
-    """Returns the name of mlx-lm's module that reads a config.json.
+    """Returns the name of the module that reads a config.json: a folder where it is mlx-vlm's.
 
     model: the model's class, which that module may have imported from another one.
     """
+    if (row := of_mlx_vlm(config)) is not None:
+        return row.folder
     known = _model_type(config)
     name = str(MODEL_REMAPPING.get(known, known))
-    module = sys.modules.get(_MODULES + name)
+    module = sys.modules.get(MLX_LM + name)
     if getattr(module, "Model", None) is model:
         return name
-    return model.__module__.removeprefix(_MODULES)
+    return model.__module__.removeprefix(MLX_LM)
 
 
-def has_module(config: Mapping[str, Any]) -> bool:
-    """Returns whether mlx-lm has a module that reads a config.json, without importing it."""
+def of_mlx_vlm(config: Mapping[str, Any]) -> TextModel | None:
+    """Returns the row of a model that mlx-vlm computes; None: mlx-lm does, or nobody."""
+    row = MLX_VLM_MODELS.get(str(config["model_type"]))
+    return None if row is None or _is_of_mlx_lm(config) else row
+
+
+def missing(config: Mapping[str, Any]) -> str | None:
+    """Returns why no module can read a config.json, or None; imports none."""
+    if _is_of_mlx_lm(config):
+        return None
+    if of_mlx_vlm(config) is None:
+        return "there is no such model. Choose a checkpoint of a family in docs/models.md"
+    if is_installed():
+        return None
+    return f"its module is mlx-vlm's, which is not installed. Run: {install_advice('vlm')}"
+
+
+def _is_of_mlx_lm(config: Mapping[str, Any]) -> bool:
     known = _model_type(config)
     name = str(MODEL_REMAPPING.get(known, known))
     # Some names have dashes, such as nemotron-nas.
     is_name = name.replace("-", "_").isidentifier()
-    return is_name and importlib.util.find_spec(_MODULES + name) is not None
+    return is_name and importlib.util.find_spec(MLX_LM + name) is not None
 
 
 def _model_type(config: Mapping[str, Any]) -> str:
@@ -162,14 +191,14 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 
 def install() -> None:
-    """Patches attention, its parts and the modules mlx-lm has imported; idempotent.
+    """Patches attention, its parts and the modules that were imported; idempotent.
 
     Raises:
         ValueError: mlx-lm's release is not one the patches were written for.
     """
     release = "mlx-lm " + ".".join(version("mlx-lm").split(".")[:2])
     for name, patches in {**PATCHES, **PAGED}.items():
-        module: ModuleType | None = sys.modules.get(_MODULES + name)
+        module = sys.modules.get(MLX_LM + name)
         if module is None or hasattr(module, _MARK):
             continue
         if release not in RELEASES:
@@ -177,9 +206,18 @@ def install() -> None:
                 f"{release} may compute {name!r} as transformers does not: vllm-metal knows what "
                 f"{' and '.join(RELEASES)} lack"
             )
-        for patch in patches:
-            patch(module)
-        setattr(module, _MARK, True)
+        _apply(patches, module)
+    for name, patches in OF_MLX_VLM.items():
+        module = sys.modules.get(MLX_VLM + name)
+        if module is not None and not hasattr(module, _MARK):
+            _apply(patches, module)
     positions.spread_ropes()
     multi_linear.install()
+    mlx_vlm_text.install()
     seam.install()
+
+
+def _apply(patches: Iterable[Callable[[ModuleType], None]], module: ModuleType) -> None:
+    for patch in patches:
+        patch(module)
+    setattr(module, _MARK, True)

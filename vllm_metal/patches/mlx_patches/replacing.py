@@ -40,11 +40,15 @@ def after_init(cls: Any, then: Callable[..., None]) -> None:
     wrap(cls, "__init__", following)
 
 
+#: Prefixes of the libraries' modules of models.
+MLX_LM, MLX_VLM = "mlx_lm.models.", "mlx_vlm.models."
+
+
 def spread(name: str, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    """Replaces `before` by `after` in all mlx-lm modules imported so far; idempotent.
+    """Replaces `before` by `after` in all modules of models imported so far; idempotent.
 
     name: the modules' name of the function.
     """
     for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("mlx_lm.models.") and getattr(module, name, None) is before:
+        if module_name.startswith((MLX_LM, MLX_VLM)) and getattr(module, name, None) is before:
             setattr(module, name, after)

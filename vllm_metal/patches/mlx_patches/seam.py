@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes attention calls of mlx-lm models to the cache they pass along."""
+"""Routes attention calls of mlx-lm's and mlx-vlm's models to the cache they pass along."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models import base
 
-from vllm_metal.patches.mlx_patches.replacing import spread
+from vllm_metal.patches.mlx_patches.replacing import MLX_VLM, spread
 
-RELEASES = ("mlx-lm 0.32",)
+RELEASES = ("mlx-lm 0.32", "mlx-vlm 0.7")
 _NAME = "scaled_dot_product_attention"
-_dense = getattr(base, _NAME)
+_Attention = Callable[..., mx.array]
+_dense: _Attention = getattr(base, _NAME)
 
 
 class Scoring(NamedTuple):
@@ -67,26 +70,32 @@ class AttendingCache(ABC):
         return None
 
 
-@functools.wraps(_dense)
-def _dispatch(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    cache: Any = None,
-    scale: float = 1.0,
-    mask: mx.array | str | None = None,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    if cache is None and isinstance(keys, AttendingCache):
-        cache = keys  # a layer that shares another layer's K/V gets that layer's cache instead
-    if isinstance(cache, AttendingCache):
-        if isinstance(mask, mx.array):
-            out = cache.attend_latent(queries, values, mask, scale)
-            if out is None:
-                raise NotImplementedError(_refusal(mask))
-            return out
-        return cache.attend(queries, keys, values, Scoring(scale, sinks))
-    return _dense(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+def _dispatching(dense: _Attention) -> _Attention:
+    @functools.wraps(dense)
+    def dispatch(
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: Any = None,
+        scale: float = 1.0,
+        mask: mx.array | str | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        if cache is None and isinstance(keys, AttendingCache):
+            cache = keys  # a layer that shares another layer's K/V gets that layer's cache instead
+        if isinstance(cache, AttendingCache):
+            if isinstance(mask, mx.array):
+                out = cache.attend_latent(queries, values, mask, scale)
+                if out is None:
+                    raise NotImplementedError(_refusal(mask))
+                return out
+            return cache.attend(queries, keys, values, Scoring(scale, sinks))
+        return dense(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+    return dispatch
+
+
+_dispatch = _dispatching(_dense)
 
 
 def _refusal(mask: mx.array) -> str:
@@ -99,5 +108,14 @@ def _refusal(mask: mx.array) -> str:
 
 
 def install() -> None:
-    """Installs the dispatching attention in all mlx-lm models; idempotent."""
+    """Installs the dispatching attention in all models imported so far; idempotent."""
     spread(_NAME, _dense, _dispatch)
+    of_mlx_vlm = sys.modules.get(f"{MLX_VLM}base")
+    if of_mlx_vlm is not None:
+        dense = inspect.unwrap(getattr(of_mlx_vlm, _NAME))
+        spread(_NAME, dense, _dispatching_of_mlx_vlm(dense))
+
+
+@functools.cache
+def _dispatching_of_mlx_vlm(dense: _Attention) -> _Attention:
+    return _dispatching(dense)

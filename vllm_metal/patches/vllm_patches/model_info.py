@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from pathlib import Path
@@ -32,6 +32,7 @@ from vllm_metal.settings.architectures import (
     WITH_IMAGES,
     mtp_depth,
 )
+from vllm_metal.settings.mlx_vlm_models import MLX_VLM_MODELS
 
 #: vLLM's name for families that it does not list; their configurations use it.
 MLX_MODEL = "MlxForCausalLM"
@@ -232,7 +233,7 @@ def _with_a_class_for_images_only(ask: Callable[[ModelConfig], bool], self: Mode
 
 
 def take_mlx_models() -> None:
-    """Makes transformers read the config.json of families that only mlx-lm has, as MLX_MODEL.
+    """Makes transformers read the config.json of families that only MLX has, as MLX_MODEL.
 
     Also registers draft heads that vLLM dropped, and MTP layers that mlx-vlm split off. The state
     of the layers is inferred from mlx-lm's model.
@@ -246,12 +247,15 @@ def take_mlx_models() -> None:
         AutoConfig.register(model_type, _config_class(model_type))
 
 
-def _model_types(known: Container[str]) -> list[str]:
+def _model_types(known: Collection[str]) -> list[str]:
+    """Names of mlx-lm's and mlx-vlm's models that are not in `known`, without importing them."""
     found = importlib.util.find_spec("mlx_lm")
     assert found is not None and found.submodule_search_locations is not None
     folder = Path(found.submodule_search_locations[0]) / "models"
     unknown = (path for path in sorted(folder.glob("*.py")) if path.stem not in known)
-    return [path.stem for path in unknown if "class ModelArgs" in path.read_text()]
+    found_types = [path.stem for path in unknown if "class ModelArgs" in path.read_text()]
+    of_mlx_vlm = (name for name in MLX_VLM_MODELS if name not in {*found_types, *known})
+    return [*found_types, *of_mlx_vlm]
 
 
 @functools.cache

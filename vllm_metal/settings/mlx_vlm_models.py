@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text models that only mlx-vlm has a module for: one row per `model_type` of config.json."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+#: Releases of mlx-vlm that these rows, and the patches of its modules, were written for.
+RELEASES = ("mlx-vlm 0.7",)
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """How the text model of one of mlx-vlm's families is built and called."""
+
+    #: Folder of mlx_vlm.models.
+    folder: str
+    #: Multimodal architectures that are served as text models; vLLM lists the other ones itself.
+    architectures: tuple[str, ...] = ()
+    #: Attributes of the family's `Model` that its `sanitize` calls and a text model lacks.
+    towers: tuple[str, ...] = ()
+    #: Prefixes of checkpoint tensors that belong to towers, beside those named after a modality.
+    tower_tensors: tuple[str, ...] = ()
+
+
+#: Rows by `model_type`. mlx-lm's module goes first where it has one, whatever stands here.
+MLX_VLM_MODELS: Mapping[str, TextModel] = {
+    "cohere2_moe": TextModel("cohere2_moe"),
+}
+
+#: Multimodal architectures of the rows.
+TEXT_ARCHITECTURES = tuple(
+    dict.fromkeys(name for row in MLX_VLM_MODELS.values() for name in row.architectures)
+)
+
+
+def is_installed() -> bool:
+    """Returns whether mlx-vlm is installed, without importing it."""
+    return importlib.util.find_spec("mlx_vlm") is not None
