@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Separates the arrays of a step's plan from the rest."""
+"""Separates the arrays of a step's plan from its other fields."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ PlanT = TypeVar("PlanT")
 
 
 def all_else(plan: object, arrays: list[mx.array]) -> Hashable:
-    """Appends a plan's arrays to `arrays`; returns the rest.
+    """Appends a plan's arrays to `arrays`; returns everything else of the plan.
 
-    A forward that was built with one plan can use another one's arrays if both have the same rest.
+    A forward that was built with one plan can use another plan's arrays if both results are equal.
     Plans consist of dataclasses, tuples and hashable values; fields without comparison are ignored.
     """
     if isinstance(plan, mx.array):
@@ -30,7 +30,7 @@ def all_else(plan: object, arrays: list[mx.array]) -> Hashable:
 
 
 def with_arrays(plan: PlanT, arrays: Iterator[mx.array]) -> PlanT:
-    """Returns the plan with its arrays replaced by others, in order."""
+    """Returns the plan with its arrays replaced by `arrays`, in the order of `all_else`."""
     found: Any = plan
     if isinstance(plan, mx.array):
         found = next(arrays)

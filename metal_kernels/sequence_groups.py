@@ -46,7 +46,7 @@ class Endings:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A range of rows that advances a group's states at once."""
+    """A range of a group's rows through which its states are advanced in one call."""
 
     start: int  # index in the group's L rows
     stop: int

@@ -30,7 +30,7 @@ TILE_ROWS = 64
 
 @dataclass(frozen=True)
 class Sequences:
-    """A step's N requests and T rows."""
+    """The rows, blocks and tiles of a step's N requests, T rows in all, as kernels read them."""
 
     table: mx.array  # [N, COLUMNS] int32; only the device may know NUM_KEPT, POSITION, READ, WRITE
     #: [N, W] int32, the request's blocks in order: a block whose last token has a certain state

@@ -6,7 +6,7 @@ from metal_kernels import kernel
 with kernel.using(metal_interpreter.metal_kernel):  # instead of mx.fast.metal_kernel
     ...
 
-Kernels in a `with` block like this one run on the CPU. `Checker` also looks at each memory access.
+Kernels made in a `with` block like this one run on the CPU. `Checker` also checks memory accesses.
 """
 
 from .checker import Checker, Dispatch, Traffic

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check mode: runs kernels and checks every access to memory that threads share."""
+"""Check mode: runs kernels and checks every access to device and threadgroup memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .launch import Buffer, Result, Schedule
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one dispatch did with one buffer. Lines are 128 bytes, counted from its start."""
+    """One dispatch's accesses to one buffer. A line is 128 bytes, aligned to the buffer's start."""
 
     read_bytes: int  # as threads ask for them, summed over threads
     written_bytes: int
@@ -41,12 +41,12 @@ class Dispatch:
 
 
 class Checker:
-    """Runs kernels like `mx.fast.metal_kernel`, and finds what is undefined on a GPU.
+    """Runs kernels like `mx.fast.metal_kernel`, and detects behavior that is undefined on a GPU.
 
-    Its kernels raise `KernelViolation` for an access outside of the buffer or threadgroup variable,
-    for two threads that touch the same memory in no order (whatever the schedule), for threads that
-    wait for each other for ever, for a read of threadgroup memory or of an output that no thread
-    wrote, and for more than 32 KB of threadgroup memory.
+    Kernels raise `KernelViolation` for an access outside of a buffer or threadgroup variable, for
+    data races between threads (found under any schedule), for threads that wait for each other
+    forever, for reads of uninitialized threadgroup memory or outputs, and for more than 32 KB of
+    threadgroup memory.
 
     Args:
         schedule: "forward", "reverse" or "random:SEED", the order in which threads run.

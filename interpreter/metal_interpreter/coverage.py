@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Coverage mode: finds which lines of .metal files were executed.
 
-Kernels are compiled without optimization, and each basic block sets a flag of its own. Debug
-information tells the lines of a block's instructions, through `#line` and over all instantiations
-of a template. A line is executable if any compiled instantiation has code for it. Branches that the
-template arguments rule out in all of them are not.
+Kernels are compiled without optimization, and each basic block sets its own flag. Debug information
+maps a block's instructions to lines of the .metal file. A line is executable if any compiled
+instantiation of the kernel's template has code for it, so branches that the template arguments rule
+out in all instantiations do not count.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Flags = npt.NDArray[np.uint8]
 
 
 class Lines(NamedTuple):
-    """Line numbers of one file."""
+    """Line numbers of one .metal file: those executed, and all executable ones."""
 
     executed: frozenset[int]
     executable: frozenset[int]
@@ -48,14 +48,14 @@ class Lines(NamedTuple):
 
 @dataclass(frozen=True)
 class _Image:
-    """A kernel's library in this process."""
+    """A loaded kernel library: its basic blocks' flags and addresses, and its line table."""
 
     flags: _Flags  # of each block; what is set is reset by hand
     starts: npt.NDArray[np.uint64]  # where each begins, as an address within the library
     rows: list[lines.Row]
 
     def lines(self, executed: _Flags) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
-        """(file, line) executed, if the blocks flagged in `executed` were, and executable."""
+        """Returns (file, line) pairs: of blocks flagged in `executed`, and of all blocks."""
         order = np.argsort(self.starts)
         addresses = np.array([row.address for row in self.rows], np.uint64)
         blocks = order[np.searchsorted(self.starts[order], addresses, side="right") - 1]
@@ -69,10 +69,10 @@ class _Image:
 
 
 class Coverage:
-    """Runs kernels like `mx.fast.metal_kernel`, noting the lines of .metal files they execute.
+    """Runs kernels like `mx.fast.metal_kernel`, and records which lines of .metal files they run.
 
     Raises:
-        RuntimeError: not on Linux, or without the package pyelftools.
+        RuntimeError: the system is not Linux, or the package pyelftools is not installed.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Coverage:
         self.metal_kernel = Executor(_MODE, Schedule.parse("forward"), self._record).metal_kernel
 
     def report(self) -> dict[str, Lines]:
-        """Lines of each .metal file, by its name, over all kernels run so far."""
+        """Maps .metal file names to their lines, over all kernels run so far."""
         executed: set[tuple[str, int]] = set()
         executable: set[tuple[str, int]] = set()
         for place, flags in self._executed.items():
@@ -112,14 +112,14 @@ class Coverage:
 
 @cache
 def _image(library: Path, entry: int) -> _Image:
-    """The library whose `metal_cpu_entry` is at `entry` of this process."""
+    """Reads a loaded library; `entry` is the address of its `metal_cpu_entry` in this process."""
     from elftools.elf.elffile import ELFFile
 
     offset, rows = lines.rows(library)
     base = entry - offset
 
     def section(name: str) -> _Flags:
-        """Bytes of the loaded library, not of the file: addresses in it are relocated."""
+        """Returns a section's bytes in memory, where addresses are relocated, not in the file."""
         found = elf.get_section_by_name(name)
         assert found is not None
         raw = (ctypes.c_uint8 * found["sh_size"]).from_address(base + found["sh_addr"])

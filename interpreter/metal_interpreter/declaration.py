@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `mx.fast.metal_kernel` is given of a kernel, and functions that take the same."""
+"""Arguments of `mx.fast.metal_kernel`, and functions that accept the same arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Kernel = TypeVar("Kernel")
 
 @dataclass(frozen=True)
 class Declaration:
-    """A kernel before its first call: names of its buffers, and its text."""
+    """A kernel's arguments of `mx.fast.metal_kernel`: buffer names, source text, options."""
 
     name: str
     input_names: tuple[str, ...]
@@ -39,7 +39,7 @@ class Declaration:
         output_dtypes: Sequence[mx.Dtype],
         template: Sequence[TemplateArgument] | None,
     ) -> Signature:
-        """The function that MLX generates for a call."""
+        """Returns the signature of the Metal function that MLX generates for such a call."""
         return Signature(
             self.name,
             self.input_names,
@@ -53,10 +53,10 @@ class Declaration:
 
 
 def declaring(make: Callable[[Declaration], Kernel]) -> Callable[..., Kernel]:
-    """A function that takes what `mx.fast.metal_kernel` takes, and raises its errors.
+    """Returns a function with the arguments and argument errors of `mx.fast.metal_kernel`.
 
     Args:
-        make: what it returns of a kernel.
+        make: makes the function's result from the declared kernel.
     """
 
     def metal_kernel(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function of `mx.fast.metal_kernel`'s signature that runs kernels on the CPU."""
+"""Replaces `mx.fast.metal_kernel` by a function that makes kernels which run on the CPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KIND = {"input": 0, "output": 1, "shape": 2, "strides": 2, "ndim": 2}
 
 @dataclass(frozen=True)
 class Executor:
-    """A mode of compiling, a schedule of threads, and an observer of dispatches."""
+    """Settings for running kernels: compile mode, thread schedule, and observer of dispatches."""
 
     mode: toolchain.Mode
     schedule: Schedule
@@ -35,19 +35,14 @@ class Executor:
 
     @property
     def metal_kernel(self) -> Callable[..., MetalKernel]:
-        """As `mx.fast.metal_kernel`, whose errors it raises too."""
+        """Replacement for `mx.fast.metal_kernel`, with the same arguments and errors."""
         return declaring(partial(MetalKernel, self))
 
 
 class MetalKernel:
-    """A kernel; compiled when first called with a combination of types."""
+    """A kernel that runs on the CPU; compiled at the first call with a combination of types."""
 
     def __init__(self, executor: Executor, declaration: Declaration) -> None:
-        """
-        Args:
-            executor: runs it.
-            declaration: what it is.
-        """
         self._executor, self._declared = executor, declaration
         self._compiled: dict[tuple[object, ...], tuple[Signature, Program]] = {}
 
@@ -64,12 +59,12 @@ class MetalKernel:
         verbose: bool = False,
         stream: mx.Stream | mx.Device | None = None,
     ) -> list[mx.array]:
-        """Runs the kernel at once and returns its outputs; arguments as MLX's.
+        """Runs the kernel immediately, with the arguments of MLX's kernels; returns its outputs.
 
         Raises:
-            ValueError: a call MLX would refuse.
+            ValueError: MLX would reject the call.
             CompileError: the kernel does not compile.
-            KernelViolation: it does what is undefined on a GPU, and this mode detects it.
+            KernelViolation: the mode detected behavior that is undefined on a GPU.
         """
         arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
         self._check_counts(arrays, output_shapes, output_dtypes)
@@ -160,7 +155,7 @@ def _checked(template: tuple[TemplateArgument, ...]) -> tuple[TemplateArgument, 
 def _dispatch_size(
     grid: tuple[int, int, int], threadgroup: tuple[int, int, int]
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Grid and threadgroup in threads; MLX cuts a threadgroup down to the grid."""
+    """Checks grid and threadgroup, and limits the threadgroup to the grid's size, as MLX does."""
     gx, gy, gz = grid
     tx, ty, tz = threadgroup
     if min(gx, gy, gz, tx, ty, tz) < 1:
@@ -203,7 +198,7 @@ def _bind(
 
 
 def _span(view: memory.View) -> int:
-    """Elements from the first to past the last."""
+    """Number of elements between the view's first and last one, both included."""
     if 0 in view.shape:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))

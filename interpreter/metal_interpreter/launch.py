@@ -16,7 +16,7 @@ from . import lines, toolchain
 
 
 class KernelViolation(RuntimeError):
-    """A kernel did what is undefined on a GPU.
+    """A kernel's behavior would be undefined on a GPU.
 
     Attributes:
         kernel: name given to `metal_kernel`.
@@ -38,7 +38,7 @@ class Schedule:
 
     @staticmethod
     def parse(text: str) -> Schedule:
-        """ "forward", "reverse" or "random:SEED"."""
+        """Parses "forward", "reverse" or "random:SEED"; raises ValueError for other texts."""
         if text == "forward":
             return Schedule(0)
         if text == "reverse":
@@ -51,7 +51,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Buffer:
-    """One argument of the kernel."""
+    """Memory of one buffer argument of a kernel."""
 
     name: str
     address: int
@@ -111,7 +111,7 @@ class _Violation(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Result:
-    """What the runtime counted; in check mode, also the traffic of each buffer."""
+    """The runtime's counters for one dispatch; in check mode, also each buffer's traffic."""
 
     program: Program
     counters: Counters
@@ -120,7 +120,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled kernel in this process."""
+    """A compiled kernel that is loaded into this process."""
 
     library: Path
     entry: int
@@ -163,7 +163,7 @@ def dispatch(
     """Runs the kernel to its end, with the GIL released.
 
     Raises:
-        KernelViolation: what the runtime found.
+        KernelViolation: the runtime detected behavior that is undefined on a GPU.
     """
     bound = (_Buffer * len(buffers))(
         *(

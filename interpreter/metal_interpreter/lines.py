@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code addresses in the runtime's messages, turned into file and line of the .metal source."""
+"""Translates code addresses in the runtime's messages to files and lines of .metal sources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _SITE = re.compile(r"\{site:(0x[0-9a-f]+)\}")
 
 
 def resolve(text: str, entry: int, library: Path) -> str:
-    """Replaces every `{site:ADDRESS}`; removes it where the library's lines cannot be read."""
+    """Replaces `{site:ADDRESS}` in a message by file and line.
+
+    If the library's debug information cannot be read, removes it; without pyelftools, says so.
+    """
     if "{site:" not in text:
         return text
     try:
@@ -39,13 +42,13 @@ def _lookup(table: list[tuple[int, str]], offset: int) -> str:
 
 @cache
 def _table(library: Path) -> tuple[int, list[tuple[int, str]]]:
-    """The offset of `metal_cpu_entry`, and (offset, "file:line") sorted."""
+    """Returns the offset of `metal_cpu_entry`, and sorted (offset, "file:line") pairs."""
     entry, found = rows(library)
     return entry, sorted((row.address, f"{row.file}:{row.line}") for row in found if row.file)
 
 
 class Row(NamedTuple):
-    """A line, and where its instructions begin; they end at the next row's address."""
+    """A source line and the address of its first instruction; the code ends at the next row's."""
 
     address: int
     file: str  # its name alone; empty where no line's instructions follow
@@ -53,7 +56,7 @@ class Row(NamedTuple):
 
 
 def rows(library: Path) -> tuple[int, list[Row]]:
-    """The address of `metal_cpu_entry` in the library, and its line table by rising address.
+    """Returns the address of `metal_cpu_entry` in a library, and its line table by address.
 
     Raises:
         ImportError: the package pyelftools is missing.

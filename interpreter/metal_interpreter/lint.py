@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks a .metal file's text for rules of docs/metal-checklist.md that clang does not know.
 
-The rules match text and do not parse C++. So one may refuse what a compiler takes: a product
-without spaces (`a*b`) looks like a pointer.
+The rules match text and do not parse C++, so they may reject valid code: a product without spaces
+(`a*b`) looks like a pointer.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _Found = Iterator[tuple[int, str]]  # where, what
 
 
 def lint(text: str) -> list[str]:
-    """The faults in the text of a .metal file, as "LINE: what", by line."""
+    """Returns the violations in a .metal file's text, each as "LINE: message", by line."""
     start = text.find(BODY_MARKER)
     source = _Source(
         text,
@@ -103,7 +103,7 @@ def _static(source: _Source) -> _Found:
 
 
 def _mlx_names(source: _Source) -> _Found:
-    """MLX adds a parameter for each name that occurs in the body, however it occurs."""
+    """Finds misused attribute names: MLX adds a parameter for each occurrence in the body."""
     names = "|".join(sorted(ATTRIBUTES, key=len, reverse=True))
     for match in re.finditer(rf"\w*(?:{names})\w*", source.text[source.body :]):
         at, word = source.body + match.start(), match.group()
@@ -122,12 +122,12 @@ def _mlx_names(source: _Source) -> _Found:
 
 
 def _declares(code: str, at: int) -> bool:
-    """Whether the name at `at` follows a type, as in a declaration."""
+    """Whether the name at index `at` follows a type, as in a declaration."""
     return _TYPE_BEFORE.search(code[max(0, at - 80) : at]) is not None
 
 
 def _program_scope(source: _Source) -> _Found:
-    """Between functions only constants are declared."""
+    """Finds variables outside of functions that are not `constant`."""
     depth, start = 0, 0
     functions = source.code[: source.body]
     for at, character in enumerate(functions):
@@ -155,7 +155,7 @@ def _address_space(source: _Source) -> _Found:
 
 
 def _declaration(code: str, at: int) -> int:
-    """Where the type that ends at `at` begins: after what opens or separates, outside of <...>."""
+    """Returns the start of the declaration whose type ends at index `at`."""
     depth = 0
     for start in range(at, -1, -1):
         closes = code[start] == ">" and code[start - 1] != "-"
@@ -166,7 +166,7 @@ def _declaration(code: str, at: int) -> int:
 
 
 def _recursion(source: _Source) -> _Found:
-    """Functions that call themselves, through others too; by name, whatever the types."""
+    """Finds functions that call themselves, directly or indirectly; ignores overloads."""
     calls: dict[str, set[str]] = {}
     places: dict[str, int] = {}
     for match in _FUNCTION.finditer(source.code[: source.body]):
@@ -189,7 +189,7 @@ def _recursion(source: _Source) -> _Found:
 
 
 def _closing(code: str, start: int) -> int:
-    """Where the brace opened before `start` is closed."""
+    """Returns the index of the brace that closes the one opened before `start`."""
     depth = 1
     for at in range(start, len(code)):
         depth += (code[at] == "{") - (code[at] == "}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses of MLX arrays, so that kernels work on the arrays themselves.
+"""Finds the addresses of MLX arrays, so that kernels read and write the arrays without copies.
 
-numpy cannot view bfloat16, but the buffer protocol gives the address of any array. Kernels that
-write through an input, as those of a KV pool do on a GPU, write into the array itself.
+numpy cannot view bfloat16, but the buffer protocol gives the address of any array. A kernel that
+writes to an input, such as a KV pool, changes the array in place, as on a GPU.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import mlx.core as mx
 
 
 class _PyBuffer(ctypes.Structure):
-    """Py_buffer of Python's C API."""
-
     _fields_ = (
         ("buf", ctypes.c_void_p),
         ("obj", ctypes.py_object),
@@ -40,7 +38,7 @@ _release.argtypes = (ctypes.POINTER(_PyBuffer),)
 
 @dataclass(frozen=True)
 class View:
-    """Where an evaluated array lies; valid while the array lives."""
+    """An evaluated array's address, shape and strides; valid while the array exists."""
 
     address: int  # 0 for an empty array
     shape: tuple[int, ...]
@@ -57,7 +55,7 @@ class View:
 
 
 def view(array: mx.array) -> View:
-    """Evaluates `array`; MLX refuses that inside a transformation such as mx.compile."""
+    """Evaluates an array and returns its address; MLX raises inside mx.compile and the like."""
     mx.eval(array)
     if array.size == 0:
         return View(0, tuple(array.shape), (0,) * array.ndim)
@@ -72,7 +70,7 @@ def view(array: mx.array) -> View:
 
 
 def row_contiguous(array: mx.array) -> tuple[mx.array, View]:
-    """The array, copied if its rows do not follow each other, and its view."""
+    """Returns the array, or a row-contiguous copy of it if necessary, and the result's view."""
     seen = view(array)
     if seen.row_contiguous:
         return array, seen
@@ -81,8 +79,11 @@ def row_contiguous(array: mx.array) -> tuple[mx.array, View]:
 
 
 def allocate(shape: tuple[int, ...], dtype: mx.Dtype, init_value: float | None) -> mx.array:
-    """An evaluated array of our own: full of `init_value`, or of 0xFF bytes (a NaN in every float
-    format), because Metal does not clear what it allocates."""
+    """Returns a new evaluated array, filled with `init_value`.
+
+    If that is None, fills it with 0xFF bytes (NaN in every float format), because Metal does not
+    clear new buffers.
+    """
     if init_value is not None:
         return mx.full(shape, mx.array(init_value, dtype=dtype))
     array = mx.zeros(shape, dtype=dtype)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Metal function that MLX generates around the body of a custom kernel.
+"""Generates the Metal function that MLX generates around the body of a custom kernel.
 
-`mx.fast.metal_kernel` writes the signature from the names of the buffers, the types of the arrays
-and what the body mentions. The text made here is MLX 0.32's, byte for byte (the tests compare it
-with what MLX itself records when it exports a kernel).
+`mx.fast.metal_kernel` derives the function's parameters from the names of the buffers, the types of
+the arrays, and the names that occur in the body. The text is MLX 0.32's, byte for byte (the tests
+compare it with the text that MLX records when it exports a kernel).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ ATTRIBUTES = {
 
 
 def type_name(dtype: mx.Dtype) -> str:
-    """Metal's name of an MLX dtype; ValueError for those Metal has not (float64)."""
+    """Returns Metal's name of an MLX dtype; raises ValueError if Metal lacks it (float64)."""
     if dtype not in _TYPE_NAMES:
         raise ValueError(f"[metal_kernel] Metal has no {dtype}.")
     return _TYPE_NAMES[dtype]
@@ -69,7 +69,7 @@ def type_name(dtype: mx.Dtype) -> str:
 
 @dataclass(frozen=True)
 class Input:
-    """What the signature needs to know of one input array."""
+    """Properties of an input array that the generated signature depends on."""
 
     dtype: mx.Dtype
     scalar: bool  # no dimensions: passed by reference
@@ -93,7 +93,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Mentions:
-    """Which extra arguments the body asks for by mentioning them."""
+    """Extra parameters that MLX adds because their names occur in the kernel's body."""
 
     shapes: tuple[tuple[bool, bool, bool], ...]  # per input: shape, strides, ndim
     attributes: tuple[str, ...]
@@ -124,7 +124,7 @@ class Signature:
 
     @cached_property
     def function(self) -> str:
-        """The function's name, unique to the types: two functions never share one."""
+        """The function's name, which is different for each combination of types."""
         parts = ["custom_kernel_" + self.name]
         if self.template:
             parts.append(re.sub(r"<|>|-|(, )", "_", self.arguments)[:-1])
@@ -136,7 +136,7 @@ class Signature:
 
     @cached_property
     def arguments(self) -> str:
-        """The template arguments, `<float, 3, 1>`; empty without."""
+        """The template arguments as text, such as `<float, 3, 1>`; empty if there are none."""
         if not self.template:
             return ""
         values = (
@@ -172,7 +172,7 @@ class Signature:
 
     @property
     def head(self) -> str:
-        """From `template <...>` to the opening brace."""
+        """The function's text from `template <...>` to the opening brace."""
         text = ""
         if self.template:
             names = (f"{_parameter_kind(value)} {name}" for name, value in self.template)
@@ -192,7 +192,7 @@ class Signature:
 
     @property
     def instantiation(self) -> str:
-        """What follows the function, to have a template compiled; empty without template."""
+        """Text after the function that instantiates its template; empty without a template."""
         if not self.template:
             return ""
         called = self.function + self.arguments
@@ -201,7 +201,7 @@ class Signature:
         )
 
     def text(self, header: str, source: str) -> str:
-        """All that MLX hands to Metal's compiler after its own definitions."""
+        """Returns the text that MLX passes to Metal's compiler after its own definitions."""
         return f"{header}{self.head}{source}\n}}\n{self.instantiation}"
 
 

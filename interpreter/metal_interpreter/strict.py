@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict mode: checks that a kernel's pointers and references keep to their address spaces.
+"""Strict mode: checks that a kernel does not mix pointers of different address spaces.
 
-In other modes memory is flat, and `device`, `constant` and `threadgroup` mean nothing. Here they
-are clang's address spaces. The function that MLX generates is compiled for the template arguments
-of a call; nothing runs.
+In other modes memory is flat, and `device`, `constant` and `threadgroup` have no effect. In this
+mode they are clang's address spaces. The function that MLX generates is compiled for the template
+arguments of a call, but does not run.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _FILE = re.compile(r'^!(\d+) = !DIFile\(filename: "([^"]*)"', re.M)
 
 @dataclass(frozen=True, eq=False)
 class Strict:
-    """Compiles kernels like `mx.fast.metal_kernel` and runs nothing: outputs are zeros.
+    """Makes kernels like `mx.fast.metal_kernel` that are compiled, but not run: outputs are zeros.
 
-    It refuses, with file and line: a pointer without qualifier that is given one of another space,
-    a cast between two spaces, a write through `constant`, a threadgroup variable outside of the
-    kernel's body or of a type with a constructor, and arrays of variable length. It also refuses
-    copies of whole structs out of device memory, which Metal allows.
+    Rejects, with file and line: assigning a pointer of an address space to one without qualifier,
+    casts between two spaces, writes through `constant`, threadgroup variables outside of the
+    kernel's body or of a type with a constructor, and arrays of variable length. Also rejects
+    copies of whole structs from device memory, which Metal allows.
     """
 
     # What was compiled: names of generated functions, which tell types and template arguments.
@@ -53,14 +53,13 @@ class Strict:
 
     @property
     def metal_kernel(self) -> Callable[..., UnrunKernel]:
-        """As `mx.fast.metal_kernel`.
+        """Replacement for `mx.fast.metal_kernel`, with the same arguments and errors.
 
-        A call of a kernel raises CompileError if the address spaces do not fit.
+        Calling a kernel raises CompileError if its address spaces do not match.
         """
         return unrun(self._compile)
 
     def _compile(self, call: Call) -> None:
-        """Compiles each kernel once for a combination of types."""
         compiled = call.signature, call.header, call.source
         if compiled not in self._compiled:
             _compile(_unit(*compiled))

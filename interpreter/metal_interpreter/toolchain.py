@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles kernels and the runtime: the compiler, its flags, and where results are kept."""
+"""Compiles kernels and the runtime they are linked with, and caches the results on disk."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ _building = threading.Lock()  # temporary names are one process's, not one threa
 
 
 class CompileError(RuntimeError):
-    """The compiler refused a kernel; the text is what it said."""
+    """A kernel does not compile; the message is the compiler's."""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """How kernels are compiled, and the runtime they are linked with."""
+    """Compiler flags of kernels, and the sources and flags of the runtime they are linked with."""
 
     name: str
     kernel_flags: tuple[str, ...]
@@ -94,19 +94,19 @@ CHECK = Mode(
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels, runtimes and the compiler's own cache are kept; made if missing."""
+    """Returns the folder of compiled kernels, runtimes and the compiler's cache; creates it."""
     folder = cache_dir() / "interpreter"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def compiler() -> tuple[str, ...]:
-    """The command of a clang that knows ext_vector_type and _Float16.
+    """Returns the command of a clang that supports ext_vector_type and _Float16.
 
-    `$VLLM_METAL_CLANG` names one; otherwise the one in the package `ziglang` is used.
+    It is `$VLLM_METAL_CLANG` if set, else the clang in the package `ziglang`.
 
     Raises:
-        RuntimeError: neither is there.
+        RuntimeError: the variable is not set, and the package is not installed.
     """
     named = os.environ.get("VLLM_METAL_CLANG")
     if named:
@@ -123,7 +123,7 @@ def compiler() -> tuple[str, ...]:
 
 
 def build_kernel(text: str, mode: Mode, extra_flags: Sequence[str] = ()) -> Path:
-    """The shared library of a kernel's translation unit, compiled unless it already was.
+    """Returns the shared library of a kernel's translation unit; compiles it if not cached.
 
     Raises:
         CompileError: the text does not compile.
@@ -151,7 +151,7 @@ def _build_missing(text: str, flags: Sequence[str], runtime: Path, target: Path)
 
 
 def llvm_text(text: str, extra_flags: Sequence[str] = ()) -> str:
-    """A translation unit as LLVM's assembly language, neither optimized nor linked.
+    """Compiles a translation unit to unoptimized LLVM assembly.
 
     Raises:
         CompileError: the text does not compile.
@@ -165,9 +165,9 @@ def llvm_text(text: str, extra_flags: Sequence[str] = ()) -> str:
 
 
 def assembly(text: str, flags: Sequence[str]) -> str:
-    """A translation unit as assembly for another processor than this machine's.
+    """Compiles a translation unit to assembly for the processor that `flags` selects.
 
-    Always by the clang of `ziglang`, so that the same text is the same assembly everywhere.
+    Always uses the clang of `ziglang`, so that a text gives the same assembly on every machine.
 
     Raises:
         CompileError: the text does not compile.
@@ -186,7 +186,7 @@ def assembly(text: str, flags: Sequence[str]) -> str:
 
 
 def build_runtime(mode: Mode) -> Path:
-    """The shared library all kernels of a mode are linked with."""
+    """Returns the shared library that a mode's kernels are linked with; builds it if needed."""
     return _runtime(mode, cache_folder(), compiler())
 
 
@@ -222,7 +222,7 @@ def _link(inputs: Sequence[str], target: Path) -> None:
 def _invoke(
     arguments: Sequence[str], folder: str | None = None, command: Sequence[str] = ()
 ) -> str:
-    """Runs the compiler, or `command`, in `folder` if one is named; what it prints."""
+    """Runs the compiler, or `command`, in `folder` if given; returns its standard output."""
     environment = dict(os.environ)
     environment.setdefault("ZIG_GLOBAL_CACHE_DIR", str(cache_folder() / "zig"))
     command = command or compiler()
@@ -247,7 +247,7 @@ def _invoke(
 
 @cache
 def _fingerprint(command: tuple[str, ...]) -> tuple[str, ...]:
-    """What a compiled library depends on besides its own text."""
+    """Returns texts that a compiled library depends on besides its own, for the cache key."""
     folders = (_HERE / "shim", _HERE / "runtime")
     texts = [p.read_text() for f in folders for p in sorted(f.rglob("*")) if p.is_file()]
     with tempfile.TemporaryDirectory() as folder:  # ziglang leaves an empty a.o for a Mac
@@ -256,7 +256,7 @@ def _fingerprint(command: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _processor() -> str:
-    """Compilers aim at the processor they run on: a cache may be shared between several."""
+    """Returns the CPU's features: code is compiled for them, but machines may share a cache."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a kernel's Metal text to a C++ translation unit.
+"""Translates a kernel's Metal text to a C++ translation unit.
 
-Metal is C++ but for address spaces, which the shim makes empty macros, attributes, which the
-compiler ignores, and `threadgroup` variables: one object per threadgroup, declared inside a
-function that every thread of it runs. Those become references into memory the runtime hands out.
-Lines stay where they are, so that messages point into the .metal file.
+Metal is C++ except for address spaces, which the shim defines as empty macros, attributes, which
+the compiler ignores, and `threadgroup` variables, which are declared in a function that all threads
+of a threadgroup run, but exist once per threadgroup. They become references to memory that the
+runtime provides. Line numbers stay the same, so that messages point into the .metal file.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Declare = Callable[[int, str, str, str], str]
 
 
 def unit(signature: Signature, header: str, source: str) -> str:
-    """The C++ text of a kernel, with the `metal_cpu_entry` the runtime calls for each thread."""
+    """Returns a kernel's C++ text and its `metal_cpu_entry`, which the runtime calls per thread."""
     return f'{function(signature, header, source)}#line 1 "entry"\n{_entry(signature)}'
 
 
 def function(signature: Signature, header: str, source: str) -> str:
-    """The C++ text of a kernel's function, a template where the signature has arguments for it."""
+    """Returns the C++ text of a kernel's function; a template if it has template arguments."""
     return (
         '#include "mlx_prelude.h"\nusing namespace metal;\n'
         f'{header}\n#line 1 "signature"\n{signature.head}'
@@ -77,7 +77,10 @@ class _Statement:
 
 
 def with_variables(body: str, declare: Declare) -> str:
-    """A kernel's body with other declarations of its threadgroup variables, on the same lines."""
+    """Replaces each threadgroup variable's declaration in a kernel's body by `declare`'s result.
+
+    Line numbers stay the same.
+    """
     out, done, count = [], 0, 0
     for statement in _declarations(body):
         variables = _variables(statement.text)
@@ -94,7 +97,7 @@ def with_variables(body: str, declare: Declare) -> str:
 
 
 def with_made_vectors(text: str) -> str:
-    """Text that makes vectors by `metal::detail::make_vec`: clang's own take no list of parts."""
+    """Replaces vector constructors by `metal::detail::make_vec`; clang's vectors have none."""
     text = _NAMED_VECTOR.sub(r"metal::detail::make_vec<\1, \2>(", text)
     return _VECTOR.sub(r"metal::detail::make_vec<\1>(", text)
 
@@ -109,7 +112,7 @@ def _in_arena(number: int, type: str, name: str, extents: str) -> str:
 
 
 def _declarations(body: str) -> Iterator[_Statement]:
-    """Statements that begin with `threadgroup`."""
+    """Yields the statements that begin with `threadgroup`."""
     begins, start, text = True, -1, ""
     parentheses = 0
     for match in _TOKEN.finditer(body):
@@ -131,7 +134,7 @@ def _declarations(body: str) -> Iterator[_Statement]:
 
 
 def _variables(text: str) -> list[tuple[str, str, str]]:
-    """(type, name, extents) of each variable of `float a[4], b`; none if it declares a pointer."""
+    """Returns (type, name, extents) of each declared variable; empty if one is a pointer."""
     parts = _split(text)
     if any(_outside_brackets(part, "*&") for part in parts):
         return []
@@ -153,7 +156,7 @@ def _variables(text: str) -> list[tuple[str, str, str]]:
 
 
 def _extents_start(declaration: str) -> int:
-    """Where the `[...]` at the end of a declaration begin."""
+    """Returns the index of the `[...]` at the end of a declaration."""
     end = len(declaration.rstrip())
     while declaration[:end].rstrip().endswith("]"):
         depth = 0
@@ -166,7 +169,7 @@ def _extents_start(declaration: str) -> int:
 
 
 def _depths(text: str) -> Iterator[tuple[int, str, int]]:
-    """Each character with how many brackets are open around it."""
+    """Yields each character with the number of brackets open around it."""
     depth = extents = 0
     for i, c in enumerate(text):
         extents += (c == "[") - (c == "]")

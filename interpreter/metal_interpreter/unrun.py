@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that run nothing: whoever made them is told of each call, as a compiler knows it."""
+"""Kernels that do not run, but pass each call's compile-time arguments to a callback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .signature import Signature, TemplateArgument
 
 @dataclass(frozen=True)
 class Call:
-    """A kernel, and what its compiler knows of a call: types, template arguments, threadgroup."""
+    """A kernel, and a call's compile-time facts: types, template arguments, threadgroup size."""
 
     signature: Signature
     header: str
@@ -39,7 +39,7 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class UnrunKernel:
-    """A kernel like MLX's, whose outputs are zeros."""
+    """A kernel that passes each call to `called` and returns zeros."""
 
     called: Callable[[Call], None]
     declared: Declaration
@@ -54,11 +54,7 @@ class UnrunKernel:
         template: Sequence[TemplateArgument] | None = None,
         **dispatch: object,
     ) -> list[mx.array]:
-        """Takes MLX's arguments.
-
-        Returns:
-            Zeros of the shapes and dtypes asked for.
-        """
+        """Takes the arguments of MLX's kernels; returns zeros of the given shapes and dtypes."""
         arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
         declared = self.declared
         signature = declared.signature(arrays, output_dtypes, template)
@@ -70,5 +66,5 @@ class UnrunKernel:
 
 
 def unrun(called: Callable[[Call], None]) -> Callable[..., UnrunKernel]:
-    """What takes the place of `mx.fast.metal_kernel`, and tells `called` of its kernels' calls."""
+    """Returns a replacement for `mx.fast.metal_kernel`; its kernels pass each call to `called`."""
     return declaring(partial(UnrunKernel, called))

@@ -27,7 +27,7 @@ def even_cuts(num_rows: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def is_fused(key_size: int, value_size: int, dtype: mx.Dtype, device: mx.DeviceType) -> bool:
-    """Returns whether MLX has a fused kernel for prompts with such heads on its `device`."""
+    """Returns whether MLX has a fused attention kernel for prompts with these head sizes."""
     # While a graph is recorded, MLX's function is replaced by one that accepts all sizes.
     return _has_kernel(mx.fast.scaled_dot_product_attention, key_size, value_size, dtype, device)
 
@@ -56,7 +56,7 @@ def fused_value_size(key_size: int, value_size: int, dtype: mx.Dtype) -> int | N
 
 
 def is_plain(shape: AttentionShape, dtype: mx.Dtype, softcap: float | None) -> bool:
-    """Returns whether prompts of such layers need plain.py because MLX has no fused GPU kernel."""
+    """Returns whether prompts of these layers need plain.py, as MLX has no fused GPU kernel."""
     # None has a soft cap, or latents of 576 elements.
     if softcap is not None or shape.latent:
         return True

@@ -77,7 +77,7 @@ def run(
     """Attends for one layer, once this step's K/V are in the pool.
 
     Args:
-        plan: for this layer's block table, shape and window.
+        plan: a plan for this layer's block table, shape and window.
         queries: [T, H, D], float16, bfloat16 or float32.
         key_pool: [Hkv, B, block_size, D], the dtype of `queries`, uint8 (fp8 e4m3) or int8.
         value_pool: [Hkv, B, block_size, DV], the dtype of `key_pool`; for latents `key_pool`, whose
@@ -248,7 +248,7 @@ def _no_sinks(num_heads: int) -> mx.array:
 
 
 def unsupported(shape: AttentionShape, dtype: mx.Dtype, block_size: int) -> str | None:
-    """Returns why the kernels do not serve such layers and queries; None if they do."""
+    """Returns why the kernels do not support layers of this shape; None if they do."""
     if dtype not in VALUE_DTYPES:
         return f"queries of {dtype} are not supported; expected float16, bfloat16 or float32"
     if block_size not in BLOCK_SIZES:

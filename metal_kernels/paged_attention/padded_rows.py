@@ -72,7 +72,7 @@ class StepWrites:
         return positions[written].astype(np.int32), self._rows[nearest[written]]
 
     def in_order(self, table: PaddedTable, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Like `into`, but returns all rows, in the order of steps; needs one row per step each.
+        """Like `into`, but returns all rows of `members`, step by step: one per request and step.
 
         Rows that are never read go to their request's last slot, which is padding.
         """

@@ -44,7 +44,7 @@ def run(
     """Attends for one layer.
 
     Args:
-        plan: for this layer's block table and window.
+        plan: a plan for this layer's block table and window.
         queries: [T, H, D].
         keys: [E + T, Hkv, D], of the plan's earlier rows, if any, and of this step; None: they are
             in the pool.

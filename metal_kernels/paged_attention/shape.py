@@ -47,7 +47,7 @@ class AttentionShape:
 
     @property
     def may_be_wide(self) -> bool:
-        """Whether the decode kernel may use threadgroups of 512 threads for such heads."""
+        """Whether the decode kernel may use threadgroups of 512 threads for these heads."""
         # Smaller heads have eight walks in 256 threads. Larger ones have eight simdgroups per walk,
         # and threadgroup memory has no room for their joins.
         return 64 < self.head_size <= 256

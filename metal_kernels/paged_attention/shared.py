@@ -35,7 +35,7 @@ def beginnings(
     block_tables: np.ndarray,
     block_size: int,
 ) -> Beginnings | None:
-    """Returns the shared prefixes that are worth a dispatch; None: none.
+    """Returns the shared prefixes that are faster with a dispatch of their own; None: none are.
 
     `rows`: packed rows of the decode tiles of `pieces`; `block_tables`: [R, W] int32.
     """

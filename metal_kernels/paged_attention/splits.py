@@ -75,7 +75,7 @@ class Splits:
         return 2 * num_tiles <= self.slots
 
     def walkers(self, num_rows: int, most_parts: int, value_size: int) -> int:
-        """Returns how many simdgroups join a row's parts: 1, 2, 4 or 8. It changes no result.
+        """Returns how many simdgroups join a row's parts: 1, 2, 4 or 8. Affects only the speed.
 
         `num_rows`: rows of all heads; `most_parts`: most parts of a row.
         """

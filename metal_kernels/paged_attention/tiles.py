@@ -33,7 +33,7 @@ class Tiles:
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def for_layer(shape: AttentionShape, window: int | None = None) -> Tiles:
-        """Returns all sizes that rows of such layers may need."""
+        """Returns all tile sizes that layers of this shape and window may need."""
         decode, prefill = set(), set()
         most = shape.decode_rows + shape.tile_rows + shape.group
         for packed in range(shape.group, most, shape.group):
@@ -47,7 +47,7 @@ class Tiles:
         return Tiles(*sizes, longest > WHOLE, wide=shape.may_be_wide and WIDE_ROWS in decode)
 
     def only(self, decode: bool, rows: int) -> Tiles:
-        """Returns only this size, which then serves all rows."""
+        """Returns a copy with only one tile size, which then serves all rows."""
         return replace(self, decode=(rows,) if decode else (), prefill=() if decode else (rows,))
 
 

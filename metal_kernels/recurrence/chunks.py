@@ -156,7 +156,7 @@ class RowStates:
     states: tuple[mx.array, ...]  # L + 1 arrays [n, HK, G, DV, DK]
 
     def after(self, endings: Endings | None) -> mx.array:
-        """See `ChunkStates.after`."""
+        """Returns the [E, HK, G, DV, DK] states to store; None: each sequence's last state."""
         if endings is None:
             return self.states[-1]
         last, sequences = self.states[endings.length], endings.sequences

@@ -182,21 +182,21 @@ class Outcome:
         return Check(self.kernel, self.rows, self.wide)
 
     def gain(self, way: str) -> float:
-        """Speedup of `way` over the first of WAYS: geometric mean over the timed calls."""
+        """Speedup of `way` ("mlx") over our kernels: geometric mean over the timed calls."""
         first = self.times[WAYS[0]]
         return exp(fmean(log(first[call] / seconds) for call, seconds in self.times[way].items()))
 
     @property
     def fastest(self) -> str:
-        """The fastest of WAYS; the first one in a tie or without timings."""
+        """The faster of "metal" (our kernels) and "mlx"; "metal" in a tie or without timings."""
         best = max(self.times, key=self.gain) if self.ok and self.times else WAYS[0]
         return best if best in self.times and self.gain(best) > 1 + TIE else WAYS[0]
 
     @property
     def fewest_rows(self) -> int | None:
-        """Smallest row count from which the last of WAYS is always faster; None: never.
+        """Smallest row count from which "mlx" is always faster, by more than TIE; None: never.
 
-        It must win by more than TIE. Reads row counts from the names of calls, "1 x ROWS of ...".
+        Reads row counts from the names of the timed calls, "1 x ROWS of ...".
         """
         fewest = None
         ours, others = (self.times.get(way, {}) if self.ok else {} for way in WAYS)

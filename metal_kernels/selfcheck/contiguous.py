@@ -56,7 +56,7 @@ def attend(
 def decode_shares(
     case: Case, times: dict[str, dict[str, float]], copy: float
 ) -> dict[str, dict[str, float]]:
-    """Relates our decode kernels' speed to the machine's and MLX's; removes WAY from `times`.
+    """Relates our decode kernels' speed to copy bandwidth and to MLX; pops "contiguous" from times.
 
     Args:
         times: result of `timing.compare`.

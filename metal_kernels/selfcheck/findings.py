@@ -86,7 +86,6 @@ def findings(case: Case, check: Check, num_steps: int, tiles: Tiles) -> Iterator
 
 
 def _expected_keys(case: Case, kernel: str, step: Step) -> mx.array:
-    """Returns keys as the pool should hold them."""
     if kernel != "rotation":
         return step.keys
     return write_reference.rotate(step.keys, positions_of(step), rotation_of(case))
@@ -137,7 +136,6 @@ def _compare_contexts(
 def _compare_attention(
     where: str, case: Case, step: Step, found: mx.array, pools: Pools, by_mlx: bool
 ) -> Finding:
-    """Compares attention outputs."""
     layout = step.layout
     keys = gather_reference.decode(pools.keys, pools.key_scales)
     if pools.values is None:

@@ -98,7 +98,7 @@ def _rotate(pool: _Pool, step: Step) -> list[mx.array]:
 
 
 def rotation_of(case: Case) -> Rotation:
-    """Returns a rotation of the case's kind with Llama 2's base; scales explicit frequencies."""
+    """Returns a rotation of the case's kind with Llama 2's base; explicit frequencies times 4."""
     kind, base = case.rotation, 10000.0
     assert kind is not None
     if not kind.listed:
@@ -166,7 +166,7 @@ def elements(pools: Pools) -> list[mx.array]:
 
 
 def state_width(arrays: Sequence[mx.array]) -> int:
-    """Returns a number of elements such that a state extends into V, if any, and leaves room."""
+    """Returns the elements of a test state: 3/4 of a block, so that it extends into V if any."""
     return sum(map(block_elements, arrays)) * 3 // 4
 
 
@@ -281,7 +281,7 @@ def _splits(check: Check, tiles: Tiles) -> Iterator[Splits]:
 def play(
     case: Case, check: Check, played: Sequence[Step], tiles: Tiles
 ) -> tuple[list[list[mx.array]], Pools]:
-    """Returns the arrays that each step read, and the final pool."""
+    """Runs one kernel in each step; returns each step's results, and the final pool's arrays."""
     chosen = _tiles(check, tiles), _splits(check, tiles)
     pool = _Pool(case, len(played[0].blocks_np), *chosen)
     load = mx.zeros((_LOAD, _LOAD) if mx.default_device() == mx.Device(mx.gpu) else (1, 1))

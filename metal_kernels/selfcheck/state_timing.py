@@ -27,10 +27,10 @@ def compare(
     prompts: Sequence[int] = _ROWS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, dict[str, float]]:
-    """Times the ways of WAYS alternately, as `timing.compare` does.
+    """Times our kernel and MLX's chunked function alternately, as `timing.compare` does.
 
     case: a layer with float32 states, the delta rule and one decay per head. prompts: numbers of
-    rows to time. Returns median seconds per call, by way, then call.
+    rows to time. Returns median seconds per call, by WAYS ("metal", "mlx"), then call.
     """
     found: dict[str, dict[str, float]] = {way: {} for way in WAYS}
     for num_rows in prompts:
@@ -41,7 +41,7 @@ def compare(
 
 
 def ways_through(case: Case, num_rows: int) -> tuple[Call, Call]:
-    """Returns a call for each of WAYS that advances the state in _BLOCK by `num_rows` rows."""
+    """Returns calls of our kernel and of MLX that advance a state by `num_rows` rows."""
     part = parts_of(case)[1]
     pools, split = make_pools(case, part, fill=0)
     kind = case.states

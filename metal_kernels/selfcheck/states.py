@@ -148,8 +148,6 @@ def _replay(
 
 
 class _Convolution:
-    """A convolution of random rows."""
-
     def __init__(self, case: Case, kind: StateKind, steps: list[_Step]) -> None:
         rng = np.random.default_rng(1)
         self.part = parts_of(case)[0]

@@ -48,7 +48,7 @@ Call = Callable[[mx.array], list[mx.array]]
 
 
 def rotated_here() -> int:
-    """Returns ROTATED on a GPU, else 0."""
+    """Returns the bytes of K and V that timed calls cycle through: ROTATED on a GPU, else 0."""
     return ROTATED if mx.default_device().type == mx.DeviceType.gpu else 0
 
 
@@ -107,7 +107,7 @@ def compare(
     clock: Callable[[], float] = time.perf_counter,
     rotated: int | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Times the ways of WAYS alternately, so that a slowing machine affects both.
+    """Times our kernels and MLX's alternately, so that a slowing machine affects both.
 
     Args:
         batches: requests, rows of each, positions of each; empty: COMPARED[choice].
@@ -115,7 +115,8 @@ def compare(
         rotated: bytes of K and V that the calls cycle through; None: ROTATED on a GPU.
 
     Returns:
-        Median seconds per call, by way, then call. Decodes include "contiguous" if MLX supports it.
+        Median seconds per call, by WAYS ("metal", "mlx"), then call. Decodes include "contiguous",
+        MLX's attention over contiguous K and V, if MLX supports the case.
     """
     calls = _COMPARED_CALLS[choice]
     batches = [bounded(case, batch, calls) for batch in batches or COMPARED[choice]]
@@ -148,7 +149,7 @@ def bounded(case: Case, batch: tuple[int, int, int], calls: int) -> tuple[int, i
 def in_turn(
     ways: Sequence[Call], calls: int, clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[float]:
-    """Times `ways` alternately; returns median seconds per call, without the compiling round."""
+    """Times alternative calls in turn; returns median seconds per call, without compilation."""
     rounds: list[list[float]] = [[] for _ in ways]
     for number in range(_ROUNDS + 1):
         for call, seconds in zip(ways, rounds, strict=True):

@@ -15,7 +15,7 @@ from metal_kernels.tuner.stopwatch import Stopwatch, Timing
 
 @dataclass(frozen=True)
 class Layer:
-    """A kind of layer, and what is known about it before timing."""
+    """A kind of layer to tune: its self-check results, and the batches to time."""
 
     case: Case
     tiles: Tiles  # that passed their self-check
@@ -29,7 +29,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The result of a search."""
+    """The values that a search chose, and their speedup over the defaults."""
 
     #: Maps the choice's fields to values; None: the default, or never.
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Chosen:
 
 class Search(Protocol):
     def __call__(self, layer: Layer, stopwatch: Stopwatch) -> Chosen:
-        """Searches with at most 24 timings.
+        """Finds the fastest values for a layer, with at most 24 timings.
 
         Raises:
             Unsteady: the machine is unsteady.
@@ -59,7 +59,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class ProcessChoice:
-    """An entry of the registry for a number that MLX reads only once, so each needs a process."""
+    """An entry of the registry for a number that MLX reads once per process.
+
+    Each candidate is therefore timed in its own process.
+    """
 
     name: str  # for users
     #: Takes a function that times a number in its own process, and the current number.

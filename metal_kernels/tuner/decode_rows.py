@@ -15,7 +15,7 @@ _REQUESTS = 8  # that verify drafts and split the context's tokens
 
 
 def search(measure: Measure[int], sizes: Sequence[int]) -> Chosen:
-    """Finds the largest decode tile that pays; the prefill kernel serves requests with more rows.
+    """Chooses the largest decode tile by speed; the prefill kernel serves requests with more rows.
 
     measure: times requests that fill the largest tile, in tiles of limited size. sizes: ascending.
     """

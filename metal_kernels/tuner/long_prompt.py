@@ -15,14 +15,14 @@ from metal_kernels.tuner.stopwatch import Stopwatch, Timing
 
 
 class Arm(NamedTuple):
-    """One of WAYS with a number of rows."""
+    """A timed alternative: our kernel or MLX's function (`way`), for a prompt of `rows` rows."""
 
     way: str
     rows: int
 
 
 def search(measure: Measure[Arm], prompts: Sequence[int]) -> Chosen:
-    """Finds the smallest prompt from which MLX's function clearly wins, at all sizes above too.
+    """Finds the size of prompts from which on MLX's function is clearly faster than our kernel.
 
     prompts: numbers of rows, ascending.
     """

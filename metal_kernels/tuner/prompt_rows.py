@@ -22,7 +22,7 @@ _SIZES = 4
 
 
 class Arm(NamedTuple):
-    """One of WAYS for the last `rows` of a context."""
+    """A timed alternative: our kernel or MLX's attention (`way`), for a context's last `rows`."""
 
     way: str
     rows: int
@@ -30,7 +30,7 @@ class Arm(NamedTuple):
 
 
 def search(measure: Measure[Arm], contexts: Sequence[int], prompts: Sequence[int]) -> Chosen:
-    """Finds, for each context length, the number of rows from which MLX's attention clearly wins.
+    """Finds, for each context length, the number of rows from which MLX's attention is faster.
 
     contexts: numbers of positions. prompts: numbers of rows, ascending.
     """

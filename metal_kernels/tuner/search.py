@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares values by A-B-B-A timings, and changes one only if it clearly pays."""
+"""Compares values by A-B-B-A timings, and changes a setting only if it is clearly faster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Measure = Callable[[ValueT], Timing]
 
 @dataclass(frozen=True)
 class Found(Generic[ValueT]):
-    """The result of a search."""
+    """The value that a search chose, and its speedup over the previous value."""
 
     value: ValueT
     gain: float  # time of the previous value over that of this one; 1: no change
@@ -69,7 +69,7 @@ def duel(measure: Measure[ValueT], first: ValueT, second: ValueT) -> Duel:
 
 
 def best_of(measure: Measure[ValueT], values: Sequence[ValueT], current: ValueT) -> Found[ValueT]:
-    """Times all values; returns the fastest if it clearly beats the current one, else that.
+    """Times all values; returns the fastest if clearly faster than `current`, else `current`.
 
     Takes one timing per value and at most 8 more. values: include the current one.
     """
@@ -94,7 +94,7 @@ def confirmed(measure: Measure[ValueT], current: ValueT, other: ValueT) -> Found
 
 
 def fewest(wins: Callable[[int], bool], sizes: Sequence[int]) -> int | None:
-    """Finds by bisection the smallest of ascending sizes that wins; None: the largest loses."""
+    """Finds by bisection the smallest of ascending sizes for which `wins` is true, or None."""
     if not wins(sizes[-1]):
         return None
     # Bisection: 1 + log2(sizes) comparisons, if one way wins from some size on.

@@ -20,14 +20,14 @@ _TAIL = 256  # positions that are not shared
 
 
 class Arm(NamedTuple):
-    """Requests with a common prefix, which they read together or separately."""
+    """A timed alternative: requests that read a common prefix together, or each by itself."""
 
     shares: bool
     common: int
 
 
 def search(measure: Measure[Arm], lengths: Sequence[int], saved: int) -> Chosen:
-    """Finds the shortest prefix worth sharing; changes the default only for a clear gain.
+    """Finds the shortest prefix that is faster to share; keeps the default without a clear gain.
 
     lengths: positions of the prefix, ascending. saved: tiles that need not read the prefix.
     """

@@ -36,7 +36,7 @@ class Unsteady(Exception):
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call of an arm, in each window."""
+    """Seconds per call of an arm (one of the alternatives to compare), in each window."""
 
     arm: str
     windows: tuple[float, ...]
@@ -48,7 +48,7 @@ class Timing:
 
 @dataclass
 class Stopwatch:
-    """Times arms in sequence, and keeps the timings."""
+    """Times arms (alternatives to compare) one after the other, and records the timings."""
 
     #: Raises Unsteady if the system reports a problem; called before each timing.
     watch: Callable[[], None] = lambda: None
@@ -60,7 +60,7 @@ class Stopwatch:
     _ended: float | None = None  # when the last timing ended
 
     def time(self, arm: str, run: Run) -> Timing:
-        """Times calls.
+        """Times calls of `run` in several windows, after a warm-up, and records the timing.
 
         Raises:
             Unsteady: the windows differ too much, or the arm differs from its first timing.
@@ -78,7 +78,7 @@ class Stopwatch:
         return self.keep(Timing(arm, tuple(windows)))
 
     def keep(self, timing: Timing) -> Timing:
-        """Adds a timing from another process.
+        """Records a timing, also one from another process.
 
         Raises:
             Unsteady: see `time`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures kernels by the assembly of an open GPU back end, as no Mac is at hand.
+"""Estimates kernels' costs from the assembly that LLVM's AMD GPU back end makes of them.
 
 from metal_interpreter import proxy
 from metal_kernels import kernel

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the assembly of AMD's back end: registers, spills, loads before each wait, issue slots."""
+"""Reads AMD GPU assembly: registers, spills, loads before each wait, and issue slots."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _REGISTERS = re.compile(r"\bv(?:(\d+)|\[(\d+):(\d+)\])")
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of assembly."""
+    """One instruction of the assembly."""
 
     name: str
     operands: str
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes a lane loads from device memory; 0 for what is no load."""
+        """Bytes that the instruction loads from device memory per lane; 0 if it is not a load."""
         load = _LOAD.match(self.name)
         return int(load[2]) // 8 if load else 0
 
@@ -48,7 +48,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Batch:
-    """Loads of one lane between two waits: what is asked for before anything is waited for."""
+    """Number and bytes of the loads that one lane issues between two waits."""
 
     count: int
     bytes: int
@@ -56,10 +56,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a kernel's assembly says of it.
+    """Costs of a kernel that its assembly shows; a *round* is one iteration of its main loop.
 
-    Its main loop is the longest with a load from device memory, or the innermost in it that has all
-    of its loads and products of matrices; where there is none, all of the kernel.
+    The main loop is the longest loop that loads from device memory, or the innermost loop inside
+    it that contains all of its loads and matrix products. Without loops it is the whole kernel.
     """
 
     registers: int  # of 32 bits a thread, anywhere
@@ -70,26 +70,26 @@ class Figures:
     threads: int  # of a threadgroup
 
     def slots(self, of_sum: float) -> float:
-        """Issue slots of a simdgroup's round, if a `simd_sum` takes `of_sum`."""
+        """Issue slots that a simdgroup needs per round, if a `simd_sum` takes `of_sum` slots."""
         slots = sum(SLOTS[kind] * count for kind, count in self.kinds.items() if kind in SLOTS)
         return slots + of_sum * self.kinds["sum"]
 
     @property
     def in_flight(self) -> int:
-        """Bytes a threadgroup has asked for at the wait that finds most, 0 without loads."""
+        """Maximum bytes of a threadgroup's loads in flight at a wait; 0 without loads."""
         return max((batch.bytes for batch in self.batches), default=0) * self.threads
 
     @property
     def loaded(self) -> int:
-        """Bytes a threadgroup loads in a round."""
+        """Bytes that a threadgroup loads per round."""
         return sum(batch.bytes for batch in self.batches) * self.threads
 
 
 def read(assembly: str, name: str) -> Figures:
-    """The figures of the kernel `name`, of a file that clang wrote with `-S`.
+    """Returns the costs of the kernel `name` in `assembly`, which clang wrote with `-S`.
 
     Raises:
-        ValueError: there is no such kernel.
+        ValueError: the assembly has no such kernel.
     """
     function = _Function.of(assembly, name)
     round_ = function.main_loop or function.instructions
@@ -134,10 +134,10 @@ class _Function:
 
     @cached_property
     def main_loop(self) -> list[Instruction]:
-        """From the target of a branch backwards to the branch; empty without such a loop.
+        """Instructions of the main loop (see `Figures`); empty if no loop loads.
 
-        What is around a loop, and neither loads nor multiplies besides, is run once for many rounds
-        of it. A loop that loads for a product outside of it is a part of a round.
+        An outer loop without loads or products of its own runs once for many rounds of the inner
+        one. An inner loop that loads for a product outside of it is only a part of a round.
         """
         loops = [body for body in self._loops if any(x.loaded_bytes for x in body)]
         if not loops:
@@ -147,7 +147,7 @@ class _Function:
 
     @property
     def _loops(self) -> list[list[Instruction]]:
-        """One for each label that is branched back to: a loop may go on from several places."""
+        """Loop bodies, one per label that is branched back to, up to the last such branch."""
         labels = {line: at for at, line in enumerate(self.lines) if isinstance(line, str)}
         ends: dict[int, int] = {}  # by the label's place
         for at, line in enumerate(self.lines):
@@ -160,15 +160,14 @@ class _Function:
 
 
 def _work(body: Sequence[Instruction]) -> list[int]:
-    """Which instructions load from device memory, or multiply matrices."""
+    """Returns ids of the instructions that load from device memory or multiply matrices."""
     return [id(x) for x in body if x.loaded_bytes or _kind(x) == "multiply"]
 
 
 def _batches(round_: Sequence[Instruction]) -> list[Batch]:
-    """Loads between waits, of a round that follows on another.
+    """Returns the loads between waits of a round that follows another round.
 
-    The assembly of a loop may begin anywhere in the round: what its last instructions load, its
-    first ones wait for.
+    A loop's first instructions may wait for loads of its last ones in the round before.
     """
     found = []
     under_way, count, size = 0, 0, 0  # loads; since the last wait: loads, and their bytes
@@ -185,7 +184,7 @@ def _batches(round_: Sequence[Instruction]) -> list[Batch]:
 
 
 def _kind(instruction: Instruction) -> str | None:
-    """A key of SLOTS, or "sum"; None: it takes no slot."""
+    """Returns an instruction's key in SLOTS, or "sum"; None if it takes no slot."""
     name = instruction.name
     if name.startswith("metal_"):
         name = name.removeprefix("metal_")

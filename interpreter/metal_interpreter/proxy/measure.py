@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles calls of kernels for AMD's back end, and reads their figures."""
+"""Compiles calls of kernels for AMD GPUs, and reads their costs from the assembly."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _FLAGS = (
 
 
 def measure(call: Call) -> Figures:
-    """What AMD's back end makes of a call.
+    """Compiles a call's kernel for an AMD GPU and returns the costs that its assembly shows.
 
     Raises:
-        CompileError: the text does not compile.
+        CompileError: the kernel does not compile.
         RuntimeError: the package ziglang is not installed.
     """
     return read(toolchain.assembly(unit(call), _FLAGS), NAME)

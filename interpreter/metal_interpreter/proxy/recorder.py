@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records calls of kernels, so that what operations launch can be measured."""
+"""Records the kernel calls of operations, to measure them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..unrun import Call, UnrunKernel, unrun
 
 @dataclass(frozen=True, eq=False)
 class Recorder:
-    """Makes kernels like `mx.fast.metal_kernel` that run nothing: outputs are zeros."""
+    """Makes kernels that record their calls and return zeros without running."""
 
     #: Each once, in the order of the first call of it.
     calls: list[Call] = field(default_factory=list)
 
     @property
     def metal_kernel(self) -> Callable[..., UnrunKernel]:
-        """As `mx.fast.metal_kernel`."""
+        """Replacement for `mx.fast.metal_kernel`, with the same arguments and errors."""
         return unrun(self._record)
 
     def _record(self, call: Call) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a call of a kernel to a C++ translation unit for clang's AMD back end."""
+"""Translates a call of a kernel to a C++ translation unit for clang's AMD back end."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _MACROS = """\
 
 
 def unit(call: Call) -> str:
-    """The text, of one kernel named NAME.
+    """Returns the C++ text for a call, with one kernel named NAME.
 
     Raises:
-        ValueError: the body mentions a position that no kernel of ours uses.
+        ValueError: the kernel uses a Metal attribute that the translation does not support.
     """
     missing = [name for name in call.signature.mentions.attributes if name not in _POSITIONS]
     if missing:
@@ -67,7 +67,7 @@ def unit(call: Call) -> str:
 
 
 def _parameter(parameter: Parameter) -> str:
-    """AMD's kernels take no references."""
+    """Declares a parameter; by value if Metal's is a reference, which AMD's kernels cannot take."""
     is_value = parameter.type.endswith("&")
     kind = parameter.type.split()[-1].rstrip("&") if is_value else parameter.type
     return f"{kind} {parameter.name}"

@@ -96,7 +96,7 @@ class AttentionLayer(StatefulLayer):
 
     @property
     def context(self) -> Hashable:
-        """The sliding window."""
+        """Positions that a query sees, itself included; None: all (no sliding window)."""
         return self.window
 
     def spec(self, block_size: int, elements: mx.Dtype, whole_context: bool = False) -> KVCacheSpec:
@@ -261,9 +261,9 @@ class AttentionLayer(StatefulLayer):
     ) -> None:
         """Runs a prefill chunk over one long context, many decodes, and the expansion of latents.
 
-        Memory that other layers of the step may have gathered meanwhile is allocated during these
-        calls. Gathering calls are bounded (metal_kernels.paged_attention.buckets), so this finds
-        the peak.
+        During these calls, memory is allocated for contexts that other queued layers may have
+        gathered. Gathering calls are bounded (metal_kernels.paged_attention.buckets), so this
+        finds the peak.
         """
         if heads := self._expanded_heads(backend):
             mx.eval(latent_heads.largest_call(heads, context, bounds.num_tokens, dtype))

@@ -32,7 +32,7 @@ def has_runs(layout: StepLayout, window: int | None) -> bool:
 def planned(layout: StepLayout, window: int | None, plan_of: Callable[[StepLayout], Any]) -> Any:
     """Returns a step's plan whose `prompts` are its bidirectional runs.
 
-    `plan_of` plans a layout of the other tokens. Its plan must write all of the step's tokens.
+    `plan_of` plans a layout of the tokens outside of runs; its plan must write all tokens.
     """
     cut, whole = _split_at_runs(layout)
     found = SeparatePrompts.of(cut, whole)
@@ -77,8 +77,8 @@ def attend(
     """Attends with [T, H, D] queries after the layer's write; returns [T, H, DV].
 
     Args:
-        plan: of the step, for tokens outside of runs.
-        separate: the runs.
+        plan: the step's plan, for tokens outside of runs.
+        separate: the runs of the step.
 
     Raises:
         NotImplementedError: `scoring` has sinks or a soft cap.

@@ -39,7 +39,7 @@ def of_rows(name: str, otherwise: mx.array | None = None) -> mx.array:
     """Returns per-token values, for a module of the model while its forward is built.
 
     Args:
-        name: of the extra.
+        name: key of the values in `ForwardInputs.extras`.
         otherwise: default if the model is called without requests, as by the memory profile and
             the dense check.
 

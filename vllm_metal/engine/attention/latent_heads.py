@@ -29,7 +29,6 @@ class Projections:
 
     @staticmethod
     def of_zeros(heads: LatentHeads, dtype: mx.Dtype) -> Projections:
-        """Returns projections with zero weights."""
         made = []
         for num_outputs, num_inputs in ((heads.rank, heads.key), (heads.value, heads.rank)):
             layer = mla.MultiLinear(1, 1, 1)
@@ -38,7 +37,7 @@ class Projections:
         return Projections(*made)
 
     def heads(self, rotated: int) -> LatentHeads:
-        """Returns the sizes of the heads."""
+        """Returns the MLA heads' sizes; `rotated` is the number of elements with RoPE in a key."""
         key, rank = multi_linear.sizes(self.embed)
         _, value = multi_linear.sizes(self.unembed)
         return LatentHeads(len(self.embed.weight), rank, rotated, key, value)

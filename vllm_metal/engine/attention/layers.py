@@ -261,11 +261,11 @@ def decoder_layer(
     """Finds the KV cache of a single attention layer, by building a forward of one token.
 
     Args:
-        layer: of mlx-lm; takes hidden states of `dtype`, a mask and a cache.
+        layer: mlx-lm's; takes hidden states of `dtype`, a mask and a cache.
         window: positions that a query sees, itself included; None: no sliding window.
 
     Raises:
-        NotImplementedError: it is not supported; the message continues the layer's name.
+        NotImplementedError: the layer is not supported; the message continues the layer's name.
     """
     cache = KVCache() if window is None else RotatingKVCache(window)
     probe = _probe(cache)

@@ -34,7 +34,7 @@ class PagedCache(AttendingCache, Generic[PlanT]):
     The model gets a batch of T tokens of length 1. `offset` gives each its position,
     `update_and_fetch` writes K/V to the pool, and the patched attention calls `attend`.
 
-    If the layer has just applied RoPE to its keys, the pool's write takes the keys from before and
+    If the layer has just applied RoPE to its keys, the pool's write takes the unrotated keys and
     applies RoPE itself, also to the layer's queries: see mlx_patches.rotations.
     """
 
@@ -138,7 +138,7 @@ class LatentCache(PagedCache[PlanT], CallingCache):
     _projections: Projections  # of the module that is being called
 
     def call(self, module: MethodType, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """See CallingCache."""
+        """Calls the layer's module, without its MLA projections if long prompts apply them here."""
         if self._prompts is None:
             return module(*args, **kwargs)
         owner: Any = module.__self__
@@ -169,7 +169,7 @@ class LatentCache(PagedCache[PlanT], CallingCache):
     def attend_latent(
         self, queries: mx.array, values: mx.array, position_queries: mx.array, scale: float
     ) -> mx.array | None:
-        """See AttendingCache."""
+        """Attends with queries in latent space and rotated queries; see AttendingCache."""
         # The scale is applied to the whole product later, so it is divided out here.
         rotated = (position_queries.astype(mx.float32) / scale).astype(queries.dtype)
         rows = mx.concatenate([queries, rotated], axis=-1)

@@ -71,7 +71,7 @@ class RecurrentLayer(StatefulLayer):
 
     @property
     def kind(self) -> Hashable:
-        """The class, since plans do not depend on the states' format."""
+        """The layer's class; layers of one class share plans, whatever their states' format."""
         return type(self)
 
     @property
@@ -237,7 +237,7 @@ class _StepCache(SequenceCache, Generic[StateT, PlanT]):
 
 
 class RowsCache(_StepCache[SequenceState, SequencePlan]):
-    """Replaces the ArraysCache of a layer whose recurrent operations are known."""
+    """Replaces the ArraysCache of a layer that is called once for all tokens of a step."""
 
     def call(self, module: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         num_rows = self._scope.positions.size

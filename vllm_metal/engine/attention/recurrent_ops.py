@@ -44,7 +44,7 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Recurrence:
-    """A recurrence of `RecurrenceInputs`."""
+    """A recurrence over tokens, with inputs as in `RecurrenceInputs`."""
 
     heads: tuple[int, int, int, int]  # HK, DK, HV, DV
     dtype: mx.Dtype  # of queries and keys
@@ -112,7 +112,7 @@ def traced_ops(call: ModuleCall, cache: object, form: StateFormat) -> RecurrentO
     Args:
         call: a recorded call of the module.
         cache: the argument of the call that is the layer's cache.
-        form: of the state.
+        form: format of the layer's state.
     """
     recorder = _Recorder(form)
     args, options = tree_map(

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 def match_grammar_mask(
     batch: InputBatch, output: GrammarOutput
 ) -> tuple[GrammarMask | None, InputBatch]:
-    """Returns the masks by sampling row, or None, and the batch with unmasked drafts set to -1."""
+    """Returns the masks by sampling row (None: no grammars), and the batch; its drafts that have
+    no mask become -1.
+    """
     # A draft of -1 is never accepted.
     # For each request with a grammar, in the order of its own list, the scheduler sends one mask
     # for the next token and one for each row that it reserved for a draft. It advances a grammar

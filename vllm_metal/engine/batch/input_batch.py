@@ -26,7 +26,7 @@ class StepDrafts:
     copied_np: np.ndarray | None = None  # bool [R], drafts that are copied, not guessed; None: none
 
     def unused(self, req_ids: Iterable[str]) -> dict[str, int]:
-        """By request id, of R requests: reserved rows without a draft, where there are any."""
+        """Maps request ids to reserved rows without a draft; omits requests that use all rows."""
         counts = (self.reserved_np - self.counts_np).tolist()
         return {req_id: count for req_id, count in zip(req_ids, counts, strict=True) if count}
 
@@ -63,7 +63,7 @@ def prepare(
         num_scheduled_tokens: request id to its number of tokens in this step.
         last_token_ids: [max_num_reqs] int32, newest token by req_idx, on the device; used where
             the host does not know a token yet.
-        drafts: of the scheduled requests, in their order.
+        drafts: the scheduled requests' drafts, in the same order.
         lag: lag of the scheduled requests; None: the host knows how many tokens each has.
     """
     scheduled_requests = [requests[req_id] for req_id in num_scheduled_tokens]
@@ -144,9 +144,9 @@ class _SampledRows:
         """
         Args:
             sampling: [N] indices of the requests that sample.
-            ends: [N] one past the last batch index of each.
-            num_drafts: [R] drafts of each request.
-            drafts: of the step.
+            ends: [N] one past each sampling request's last batch index.
+            num_drafts: [R] number of drafts of each of the step's requests.
+            drafts: the step's drafts.
         """
         lens = 1 + num_drafts[sampling]
         span = np.repeat(np.arange(len(sampling)), lens)
@@ -166,13 +166,13 @@ def _input_ids(
     positions: np.ndarray,
     beyond: Callable[[], mx.array],
 ) -> mx.array:
-    """[T] int32 tokens of a batch: those that the host knows, and for the others those of `beyond`.
+    """Returns a batch's [T] int32 tokens: the host's copy of each, or the device's if it has none.
 
     Args:
-        requests: whose tokens the host knows.
+        requests: hold the tokens that the host has read.
         row_req_indices: [T] req_idx of each token.
         positions: [T] position of each token in its request.
-        beyond: computes [T] int32 on the device, read where the host does not know a token.
+        beyond: computes [T] int32 on the device; used for tokens that the host has not read.
     """
     last = requests.token_ids_np.shape[1] - 1  # a draft may lie past the longest request
     host_ids = mx.array(requests.token_ids_np[row_req_indices, np.minimum(positions, last)])
@@ -183,11 +183,11 @@ def _input_ids(
 
 
 def following_ids(requests: Requests, rows: Rows, last_token_ids: mx.array) -> mx.array:
-    """[T] int32: the token after each of the batch, newly sampled ones included.
+    """Returns [T] int32: the next token of its request after each token in the batch.
 
     Args:
-        requests: whose tokens the host knows.
-        rows: of a step without drafts.
+        requests: hold the tokens that the host has read.
+        rows: a step without drafts.
         last_token_ids: [max_num_reqs] int32, newest token by req_idx, on the device.
     """
     row_req_indices = np.repeat(rows.req_indices_np, np.diff(rows.query_start_loc_np))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class OutputHead(PerRequestState, Protocol):
-    """Turns a step's hidden states into results, by per-request settings."""
+    """Turns a step's hidden states into tokens or embeddings, with each request's parameters."""
 
     #: Whether `finish` needs nothing more of the scheduler, such as a grammar mask. vLLM then gets
     #: a step's results from `execute_model`, and never calls `sample_tokens`.
@@ -24,11 +24,11 @@ class OutputHead(PerRequestState, Protocol):
 
     @property
     def needs_host_tokens(self) -> bool:
-        """Whether `finish` reads tokens of earlier steps, so that the host must have read them."""
+        """Whether `finish` needs earlier steps' sampled tokens on the host."""
         return False
 
     def begin(self, batch: InputBatch, hidden_states: mx.array) -> None:
-        """Takes the [T, 1, H] hidden states of the forward just built, lazily."""
+        """Receives the lazy [T, 1, H] hidden states of the forward that was just built."""
         # A head that keeps all hidden states keeps their memory until `finish`.
         ...
 

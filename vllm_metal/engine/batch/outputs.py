@@ -38,7 +38,7 @@ class Unread:
         return PositionLag(self.num_rejected, most_np) if most_np.any() else None
 
     def of(self, indices_np: np.ndarray) -> Unread:
-        """Returns those of the requests at [n] indices."""
+        """Restricts the unread tokens to the requests at [n] indices."""
         return Unread(
             self.counts_np[indices_np],
             self.firsts_np[indices_np],
@@ -108,7 +108,7 @@ class StepOutput:
         return np.ones(len(self.batch.sampling_np), np.int32) if spans is None else spans.lens_np
 
     def unread(self, req_indices_np: np.ndarray) -> Unread | None:
-        """Returns this step's unread tokens of a later step's requests; None if the host knows all.
+        """Returns this step's unread tokens of a later step's requests; None if all have been read.
 
         Args:
             req_indices_np: [R] int32, req_idx of these requests. All other steps have been read.
@@ -169,7 +169,7 @@ class StepOutput:
         }
 
     def get_output(self) -> StepResult:
-        """The step's results as vLLM wants them; waits for the device."""
+        """Returns the step's results in vLLM's format; waits for the device."""
         token_ids = self.token_ids()
         req_ids = [state.req_id for state in self.batch.requests]
         logprobs = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PerRequestState: what one part of a step keeps for each request, by req_idx."""
+"""PerRequestState: one component's state for each request, by req_idx."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RequestsRefused(Exception):
 
 
 class PerRequestState(Protocol):
-    """Keeps what one part of a step needs of each request, by req_idx.
+    """Per-request state, by req_idx, of one component of a step, such as LoRA or images.
 
     The runner notifies it of every request that gets or gives up a req_idx. `RequestState.request`
     holds everything that the scheduler sent.
@@ -39,7 +39,7 @@ class PerRequestState(Protocol):
         ...
 
     def leave(self, req_idx: int) -> None:
-        """Clears a req_idx, even one it does not know, so that another request may take it."""
+        """Clears a req_idx, which another request may then use; no-op if nothing is stored."""
         ...
 
     def extras(self, rows: Rows) -> Mapping[str, mx.array]:
@@ -47,5 +47,5 @@ class PerRequestState(Protocol):
         return {}
 
     def inputs(self, rows: Rows, inputs: ForwardInputs) -> ForwardInputs:
-        """Adds to the forward's inputs; raises RequestsRefused to fail only some requests."""
+        """Adds the component's data to `inputs`; raises RequestsRefused to fail some requests."""
         return inputs.with_extras(self.extras(rows))

@@ -43,7 +43,7 @@ class RequestState:
 
     @property
     def cache_salt(self) -> str | None:
-        """The request's cache_salt; requests with the same salt, or none, may share cached text."""
+        """The request's cache_salt; only requests with equal salts share prefix-cache blocks."""
         return getattr(self.request, "cache_salt", None) or None  # see vllm_patches.scheduler
 
 
@@ -165,7 +165,6 @@ class Requests:
         changes.entered.append(self.resume_request(req_id, tokens, block_ids, num_computed))
 
     def _advance(self, changes: Changes, cached: CachedRequestData, index: int) -> None:
-        """Updates a running request's computed tokens and blocks."""
         req_idx = self._states[cached.req_ids[index]].req_idx
         self.num_computed_tokens_np[req_idx] = cached.num_computed_tokens[index]
         if (block_ids := cached.new_block_ids[index]) is not None:
@@ -186,7 +185,7 @@ class Requests:
             self.append_tokens(state, [*kept, *news])
 
     def add_request(self, data: NewRequestData) -> RequestState:
-        """Adds a request when it, or a session's turn of it, is first scheduled.
+        """Adds a new request, or the next turn of a session, when it is first scheduled.
 
         vLLM's second model runner also expects this for resumed requests: all their tokens are in
         `prefill_token_ids`.
@@ -205,7 +204,7 @@ class Requests:
         block_ids: Sequence[Sequence[int]],
         num_computed_tokens: int,
     ) -> RequestState:
-        """Resumes a preempted request with the tokens that the scheduler has of it.
+        """Resumes a preempted request with all of its tokens, which the scheduler sends.
 
         Makes a new state: if the host reads a token that was sampled before the preemption,
         `append_tokens` drops it, since it comes with the old state.
@@ -257,7 +256,7 @@ class Requests:
         self.num_tokens_np[req_indices_np] += counts_np
 
     def note_drafts(self, req_idx: int, token_ids: Sequence[int]) -> None:
-        """Writes drafts after a request's known tokens; this rank only receives accepted counts."""
+        """Writes drafts after a request's known tokens, on ranks that only get accepted counts."""
         known, width = int(self.num_known_np[req_idx]), self.token_ids_np.shape[1]
         self.token_ids_np[req_idx, known : known + len(token_ids)] = token_ids[: width - known]
 
@@ -267,9 +266,9 @@ class Requests:
         """Appends sampled tokens that the host has read; ignores a state that is no longer current.
 
         Args:
-            state: of the request.
+            state: the request's state when the tokens were sampled.
             token_ids: accepted tokens.
-            num_rejected: how many more `note_sampled` has counted.
+            num_rejected: rejected drafts, which `note_sampled` has counted.
         """
         if self._states.get(state.req_id) is not state:
             return
@@ -288,7 +287,7 @@ class Requests:
 
         The scheduler counts every draft as computed until it has the step's results. A request past
         its prompt has computed all its tokens but the newest. For a step that the host has not read
-        either, both counts include all of its drafts.
+        either, the counts of computed and of all tokens both include all of its drafts.
         """
         np.minimum(
             self.num_computed_tokens_np, self.num_tokens_np - 1, out=self.num_computed_tokens_np

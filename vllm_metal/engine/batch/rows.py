@@ -34,7 +34,6 @@ class Rows:
 
     @property
     def inputs(self) -> ForwardInputs:
-        """The model's inputs."""
         return ForwardInputs(self.input_ids, self.positions[None])
 
     def of_logits(self, hidden_states: mx.array) -> mx.array:
@@ -64,8 +63,8 @@ def step_layout(
 ) -> StepLayout:
     """Maps the tokens to slots of one KV cache group's blocks; -1 for tokens that are not stored.
 
-    `block_table_np` is [max_num_reqs, max_blocks] int32, by req_idx. Without `pace`, MLX ends
-    command buffers. `earlier_slots_np` and `runs`: see StepLayout.
+    `block_table_np` is [max_num_reqs, max_blocks] int32, by req_idx. Without `pace`, MLX decides
+    where command buffers end. `earlier_slots_np` and `runs`: see StepLayout.
     """
     # Cut to the longest context, so that a step's cost depends on its actual content.
     width = -(-int(rows.seq_lens_np.max()) // block_size)

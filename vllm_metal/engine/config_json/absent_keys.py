@@ -28,7 +28,7 @@ Fields = Iterable["dataclasses.Field[Any]"]
 def values(
     config: Config, module: str, fields: Fields, reference: Reference
 ) -> tuple[dict[str, Any], set[str]]:
-    """Returns omitted keys with the reference's values, and the keys these were derived from.
+    """Returns omitted keys with the reference's values, and the keys that the values come from.
 
     `fields`: fields of the module's `ModelArgs`.
     """

@@ -71,7 +71,7 @@ def unread(
 
     Args:
         read: fields of the module's `ModelArgs`.
-        used: keys from which keys that it reads were derived.
+        used: keys from which the values of keys that the module reads were derived.
     """
     beside_text = "text_config" in read
     text = config.get("text_config") or {}
@@ -150,7 +150,7 @@ def judge(
     reference: Reference,
     library: str = "mlx-lm",
 ) -> None:
-    """Logs keys that the reference does not read either and rejects the others.
+    """Logs the keys in `found` that the reference does not read, and rejects those that it reads.
 
     Raises:
         ModelLoadError: the reference reads some of `found`, or there is no reference.
@@ -191,7 +191,6 @@ def _short(value: Any) -> str:
 
 
 def _removal_overrides(paths: Sequence[Path], config: Config) -> dict[str, Any]:
-    """Returns --hf-overrides that remove the keys."""
     # vLLM replaces RoPE parameters as a whole, so they are repeated without the removed ones.
     overrides: dict[str, Any] = {}
     for path in paths:

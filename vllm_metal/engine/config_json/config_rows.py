@@ -27,7 +27,7 @@ NOTHING = object()
 
 @dataclass(frozen=True)
 class Row:
-    """A key that modules read and how to derive it."""
+    """A key that modules read, and the function that derives it from other keys."""
 
     key: str
     value: Callable[[Config], Any]  # returns None if the config does not determine it

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 
 
 def names(words: str) -> frozenset[str]:
-    """Splits words into a set."""
     return frozenset(words.split())
 
 

@@ -55,7 +55,7 @@ def as_read(
     folder: Path | None = None,
     head: Head | None = None,
 ) -> dict[str, Any]:
-    """Returns keys to change in config.json so that mlx-lm's module reads it as intended.
+    """Returns keys to change in config.json so that mlx-lm's module reads it as transformers does.
 
     Logs keys that neither the module nor a reference implementation reads.
 

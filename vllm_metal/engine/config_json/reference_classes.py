@@ -26,7 +26,7 @@ MISSING = object()
 
 
 def parameters(text: str) -> dict[str, Any]:
-    """Returns parameters' defaults in the text of an older configuration file or class."""
+    """Returns the defaults of parameters in the text of an older configuration file or class."""
     found: dict[str, Any] = {}
     for key, default in _PARAMETER.findall(text):
         if (value := literal(default)) is not MISSING:

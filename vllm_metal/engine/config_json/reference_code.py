@@ -105,7 +105,7 @@ class Reference:
         return bool(found) and all(same(literal(each), value) for each in found)
 
     def has_types_of_layers(self, key: str) -> bool:
-        """Whether the class does not declare a key, and layer types decide which layers use it."""
+        """Whether `layer_types` decides which layers use a key that the class does not declare."""
         return "layer_types" in self.declared and key not in self.declared
 
 
@@ -137,7 +137,7 @@ def listed_by_vllm(table: str) -> dict[str, str]:
 
 @functools.cache
 def decoders_of_transformers() -> frozenset[str]:
-    """Returns transformers' architectures that generate text; vLLM runs many it does not list."""
+    """Returns transformers' architectures that generate text, many of which vLLM does not list."""
     if (transformers := _package("transformers")) is None:
         return frozenset()
     text = _text(transformers / "models" / "auto" / "modeling_auto.py")

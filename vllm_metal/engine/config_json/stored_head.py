@@ -20,7 +20,7 @@ _EMBEDDING = re.compile(
 
 
 class Head(Enum):
-    """How a model's files store the head."""
+    """The ways in which a model's files may store the head."""
 
     NONE = "none"
     COPY = "a copy of the embedding"  # bit for bit

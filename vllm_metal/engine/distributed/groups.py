@@ -32,7 +32,7 @@ def join(parallel: ParallelConfig, rank: int, local_rank: int, init_method: str)
     """Joins the world, tensor and pipeline parallel groups; no-op for a single rank.
 
     Raises:
-        RuntimeError: other ranks did not come in time.
+        RuntimeError: other ranks did not join in time.
     """
     # vLLM's groups read their timeouts from its current configuration. `init_method` is the
     # executor's address for ranks of one machine; those of several meet at --master-addr.
@@ -57,10 +57,10 @@ def join(parallel: ParallelConfig, rank: int, local_rank: int, init_method: str)
 
 
 def share(mine: object) -> list[object]:
-    """Gathers each rank's value by rank; all ranks must call it, and it waits for them.
+    """Returns every rank's `mine`, by rank; waits until all ranks have called it.
 
     Raises:
-        RuntimeError: other ranks did not come in time.
+        RuntimeError: other ranks did not call it in time.
     """
     import torch
     from vllm.distributed.parallel_state import get_world_group

@@ -67,7 +67,7 @@ class Heartbeat:
         self._thread.start()
 
     def close(self) -> None:
-        """Notifies the others that this rank ends normally, and closes the connections."""
+        """Notifies the other ranks that this one ends normally, and closes the connections."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(timeout=self.interval_s)
@@ -126,7 +126,7 @@ class Heartbeat:
         return None
 
     def hear(self, rank: int, heard: dict[int, float]) -> str | None:
-        """Reads a rank's messages; returns the reason if the rank is lost."""
+        """Reads a rank's messages, records the time in `heard`, and returns why it is lost."""
         try:
             received = self.peers[rank].recv(4096)
         except BlockingIOError:
@@ -145,10 +145,10 @@ class Heartbeat:
 def join(
     rank: int, size: int, host: str, share: Callable[[object], list[object]], timeout_s: float
 ) -> Heartbeat:
-    """Connects rank 0 with all others.
+    """Opens the heartbeat connections between rank 0 and each other rank.
 
-    host: address of rank 0's machine for the others. share: gathers each rank's value by rank;
-    every rank calls it once.
+    host: address of rank 0's machine for the other ranks. share: gathers each rank's value by
+    rank; every rank calls it once.
 
     Raises:
         OSError: the connections were not made within timeout_s.

@@ -34,7 +34,7 @@ class Link(Protocol):
         ...
 
     def receive(self) -> mx.array:
-        """Waits for [T, ...] of the next step."""
+        """Waits for the next step's hidden states, [T, ...], from the previous stage."""
         ...
 
 
@@ -51,8 +51,7 @@ class GroupLink:
         self._num_sent += 1
 
     def receive(self) -> mx.array:
-        """Waits for [T, ...] of the next step.
-
+        """Waits for the next step's hidden states, [T, ...], from the previous stage.
         Raises:
             RuntimeError: the hidden states belong to another step, because a rank skipped one.
         """
@@ -68,7 +67,6 @@ class GroupLink:
 
 
 def to_torch(array: mx.array) -> torch.Tensor:
-    """Copies an array to torch."""
     # numpy, which converts between the two, has no bfloat16.
     if array.dtype == mx.bfloat16:
         bits = np.array(array.view(mx.uint16))
@@ -77,14 +75,13 @@ def to_torch(array: mx.array) -> torch.Tensor:
 
 
 def to_mlx(tensor: torch.Tensor) -> mx.array:
-    """Copies a tensor to MLX."""
     if tensor.dtype == torch.bfloat16:
         return mx.array(tensor.view(torch.int16).numpy().view(np.uint16)).view(mx.bfloat16)
     return mx.array(tensor.numpy())
 
 
 class HiddenIn(PerRequestState):
-    """Starts a step's forward from the previous stage's hidden states."""
+    """Makes a step's forward start from the previous stage's hidden states."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -99,7 +96,7 @@ class HiddenIn(PerRequestState):
         """Adds the previous stage's hidden states.
 
         Raises:
-            RuntimeError: their number of rows differs from this rank's.
+            RuntimeError: their number of tokens differs from this rank's.
         """
         hidden, count = self._link.receive(), len(rows.positions_np)
         if len(hidden) != count:
@@ -110,7 +107,7 @@ class HiddenIn(PerRequestState):
 
 
 class HiddenOut(OutputHead):
-    """Sends a step's hidden states on ranks that have a next stage."""
+    """Output head of ranks before the last stage: sends hidden states to the next stage."""
 
     at_once: ClassVar[bool] = True
 

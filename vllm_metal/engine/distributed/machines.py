@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machine:
-    """A rank's view of the machines."""
+    """Address of rank 0's machine, and the ranks that run on this rank's machine."""
 
     host_of_first: str  # address of rank 0's machine
     pids: dict[int, int]  # processes on this machine by rank, including its own
 
 
 def find(parallel: ParallelConfig, rank: int, init_method: str) -> Machine:
-    """Finds this rank's machine; all ranks, which met at `init_method`, must call it once.
+    """Finds this rank's machine; all ranks must call it once, after joining their process group.
 
     Raises:
-        RuntimeError: other ranks did not come in time.
+        RuntimeError: other ranks did not call it in time.
     """
     gathered = groups.share((_machine(parallel, rank), os.getpid()))
     ranks = dict(enumerate(each for each in gathered if isinstance(each, tuple)))

@@ -63,7 +63,7 @@ def _own_address(parallel: ParallelConfig) -> str:
     """Returns this rank's address for its neighbors: VLLM_HOST_IP, or vLLM's guess.
 
     Raises:
-        ValueError: it is an IPv6 address, which MLX's ring does not read.
+        ValueError: the address is IPv6, which MLX's ring does not support.
     """
     if parallel.nnodes == 1 and parallel.distributed_executor_backend != "ray":
         return "127.0.0.1"

@@ -48,8 +48,8 @@ def kv_backend(
 
     Args:
         layers: all layers of the pool.
-        dtype: of the queries.
-        pool_dtype: of the pool's elements.
+        dtype: dtype of the queries.
+        pool_dtype: dtype of the pool's elements.
         block_size: tokens per block.
         splits: how the kernels split contexts. With fixed splits, only the kernels may serve.
         tuned: the tuner's choices for this machine's GPU.
@@ -281,7 +281,6 @@ def _describe_choices(found: Sequence[Outcome], tuned: Choices) -> Iterator[str]
 
 
 def _describe_choice(outcome: Outcome, tuned: Choices) -> str:
-    """Names the chosen implementation for a log line."""
     if outcome.kernel == "decode_way":
         return "MLX's attention" if outcome.fastest == "mlx" else "our kernels"
     if outcome.kernel == "recurrence_way":

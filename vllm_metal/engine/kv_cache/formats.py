@@ -43,7 +43,7 @@ _BY_ELEMENTS = {each.elements: each for each in _FORMATS}
 
 
 def offered(cache_dtype: str, model_dtype: torch.dtype) -> bool:
-    """Whether `cache_dtype` is supported for a model of that dtype.
+    """Whether `cache_dtype` is supported for a model of `model_dtype`.
 
     A pool that is not quantized must have the queries' dtype: the kernels load both the same way.
     """

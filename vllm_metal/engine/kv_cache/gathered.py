@@ -25,7 +25,7 @@ _NEVER = 2**30
 
 @dataclass(frozen=True)
 class ByMLX:
-    """Which requests of a step MLX's attention serves, for one kind of layer."""
+    """Selects the requests of a step that MLX's attention serves, for one kind of layer."""
 
     decodes: bool = False  # requests with at most buckets.DECODE_ROWS tokens in the step
     #: Maps a timed context length to the fewest tokens of a request that MLX serves; None: never.
@@ -98,7 +98,7 @@ def plan(
     kind: AttentionKind,
     force_fused: bool | None = None,
 ) -> GatheredPlan:
-    """Plans the step for those [R] bool requests, at least one, that MLX's attention serves.
+    """Plans the step for the requests that MLX's attention serves: [R] bool, at least one True.
 
     `force_fused`: see `prompts.plan`.
     """
@@ -140,7 +140,7 @@ def run(
 
     Args:
         queries: [G, H, D], the plan's `rows`.
-        keys, values: of the pool; for MLA latents both are the keys.
+        keys, values: the pool's; for MLA latents both are the keys.
         after: fence of the last write.
 
     Returns:

@@ -38,7 +38,7 @@ Launch = Callable[[list[mx.array], int, Sequence[mx.array]], tuple[ResultT, mx.a
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """Plan of a step for one KV cache group and kind of layer."""
+    """A step's writes and attention calls, for layers of one KV cache group and kind."""
 
     slot_mapping: mx.array  # [max(T, MIN_ELEMENTS)] int32
     attention: AttentionPlan | None  # tokens that the kernels serve; None: none
@@ -53,7 +53,7 @@ class KernelPlan:
 
     @property
     def pipeline(self) -> Hashable:
-        """Pipelines of `attention`; gathering has only one."""
+        """Metal pipelines that `attention` launches; gathered contexts always use the same one."""
         return None if self.attention is None else self.attention.pipelines
 
 
@@ -155,7 +155,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         """Launches a kernel that reads and writes recurrent states, within a forward.
 
         Args:
-            plan: of the recurrent layer.
+            plan: the recurrent layer's plan.
             launch: takes the arrays that hold the states, their `split`, and fences to wait for;
                 returns its results and a fence.
         """
@@ -266,7 +266,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
 
 @dataclass(frozen=True)
 class KernelBackend(KVBackend[KernelPlan]):
-    """Our kernels, as far as they passed their checks and are fastest on this machine."""
+    """KV backend of our Metal kernels, for those that passed their checks and are fastest."""
 
     pipelined = True
 

@@ -48,7 +48,7 @@ class TrialPlan(Protocol):
 
     @property
     def pipeline(self) -> Hashable:
-        """Pipelines of attention; equal for plans that launch the same."""
+        """Key of the Metal pipelines that attention launches; equal keys launch the same ones."""
 
 
 @dataclass
@@ -131,7 +131,7 @@ class KVBackend(ABC, Generic[PlanT]):
         """Plans `write` of a step, for layers that do not attend."""
 
     def trials(self, kind: AttentionKind, block_size: int) -> Iterable[TrialPlan]:
-        """Yields small plans that together launch every pipeline of such layers.
+        """Yields small plans that together launch every Metal pipeline of layers of this kind.
 
         Yields none for backends without kernels.
         """
@@ -140,12 +140,12 @@ class KVBackend(ABC, Generic[PlanT]):
     def waiting(
         self, kind: AttentionKind, context: int, num_tokens: int, dtype: mx.Dtype
     ) -> tuple[int, int]:
-        """Estimates the memory of contexts gathered for layers that wait for the device.
+        """Estimates the memory of gathered contexts that several queued layers hold at once.
 
         Args:
             context: most tokens of a request.
             num_tokens: most tokens of a step.
-            dtype: of the queries.
+            dtype: dtype of the queries.
 
         Returns:
             Bytes, without those of one prompt in one layer, and the fewest tokens of a prompt whose

@@ -53,7 +53,7 @@ class StepLayout(RaggedLayout):
     runs: tuple[Run, ...] = ()
 
     def rows_of(self, requests: np.ndarray) -> np.ndarray:
-        """Returns [t] int32, indices of the tokens of [R] bool requests, in order."""
+        """Returns [t] int32, indices of the selected requests' tokens; `requests`: [R] bool."""
         lens = np.diff(self.query_start_loc_np)
         return np.flatnonzero(np.repeat(requests, lens)).astype(np.int32)
 
@@ -89,13 +89,12 @@ class StepScope(Generic[PlanT]):
     """
 
     def __init__(self, plan: Callable[[StepLayout], PlanT]) -> None:
-        """`plan` is called once per step."""
+        """`plan` makes a step's plan from its layout, once per step."""
         self._plan_of = plan
         self._step: tuple[mx.array, PlanT] | None = None
         self._padded: mx.array | None = None
 
     def plan_of(self, layout: StepLayout) -> PlanT:
-        """Plans a step with this layout."""
         return self._plan_of(layout)
 
     @contextmanager
@@ -112,7 +111,7 @@ class StepScope(Generic[PlanT]):
 
     @property
     def positions(self) -> mx.array:
-        """[T] int32; raises RuntimeError outside of a step."""
+        """Positions of the step's tokens, [T] int32; raises RuntimeError outside of a step."""
         if self._step is None:
             raise RuntimeError(_NO_STEP)
         return self._step[0]

@@ -55,7 +55,7 @@ class PagePart:
 
     @property
     def carrier(self) -> mx.Dtype:
-        """Dtype of exported arrays."""
+        """Dtype of the array's exported copies: its own, or uint16 for bfloat16."""
         return _CARRIERS.get(self.dtype, self.dtype)
 
 
@@ -236,7 +236,7 @@ def page_rows(
     Any thread may call it for arrays that are evaluated or submitted. Keeps no references to them.
 
     Args:
-        arrays: of a `BlockPages`, or views of their memory.
+        arrays: pages from `BlockPages`, or views of their memory.
         start: the first page.
         stop: the page after the last; None: all.
         memory: [n or more, page_bytes] uint8 to write to. None allocates, which costs a page fault
@@ -259,7 +259,7 @@ def finite_rows(parts: Sequence[PagePart], rows: np.ndarray) -> np.ndarray:
     """Returns [n] bool, whether each page has only finite numbers.
 
     Args:
-        parts: of a page; uint8 is fp8 e4m3, other integers are always finite.
+        parts: a page's parts; uint8 is fp8 e4m3, other integers are always finite.
         rows: [n, bytes of the parts] uint8.
     """
     # Merges consecutive parts of a dtype: each check costs 10 µs.

@@ -32,7 +32,7 @@ from vllm_metal.patches.mlx_patches.seam import Scoring
 
 @dataclass(frozen=True)
 class ScatterPlan:
-    """Plan of a step for one KV cache group and kind of layer."""
+    """A step's writes and attention calls, for layers of one KV cache group and kind."""
 
     slot_mapping: mx.array  # [E + T] int32, those of earlier forwards first, see StepLayout
     attention: buckets.BucketPlan | None  # None: the layers only write
@@ -191,7 +191,7 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
 
 @dataclass(frozen=True)
 class ScatterBackend(KVBackend[ScatterPlan]):
-    """MLX's operations for the whole pool."""
+    """KV backend that writes and attends with MLX's operations only."""
 
     pipelined = False
     gathers = True

@@ -37,7 +37,7 @@ class SeparatePrompts:
 
     @staticmethod
     def of(layout: StepLayout, requests: np.ndarray) -> SeparatePrompts:
-        """Selects the step's requests by [R] bool."""
+        """Makes prompts of the requests of the step that `requests`, [R] bool, selects."""
         prompts = tuple(_prompt(layout, index) for index in np.flatnonzero(requests).tolist())
         ours, others = layout.rows_of(requests), layout.rows_of(~requests)
         order = np.argsort(np.concatenate([others, ours])).astype(np.int32)
@@ -50,11 +50,11 @@ class SeparatePrompts:
 
 
 class PlanWithPrompts(Protocol):
-    """A step's plan from which some prompts may be excluded."""
+    """A step's plan; some of the step's prompts may attend separately from it."""
 
     @property
     def prompts(self) -> SeparatePrompts | None:
-        """The excluded prompts; None: there are none."""
+        """Prompts that attend separately; None: all requests attend by the plan."""
 
 
 def _prompt(layout: StepLayout, index: int) -> Prompt:
@@ -72,7 +72,7 @@ def _prompt(layout: StepLayout, index: int) -> Prompt:
 
 
 def without(layout: StepLayout, requests: np.ndarray) -> StepLayout:
-    """Returns the layout without the [R] bool requests, but with the slots of all tokens."""
+    """Returns the layout without the selected requests ([R] bool), but with all tokens' slots."""
     starts, lens, tables = layout.arrays_without(requests)
     others = np.flatnonzero(~requests)
     return replace(

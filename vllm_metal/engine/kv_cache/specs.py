@@ -35,9 +35,9 @@ def block_size_for(
     state is also cached once per block while a request runs: prefix-cache hits end at whole blocks.
 
     Args:
-        layers: of all networks.
+        layers: the layers of all networks.
         block_size: the user's, or the default.
-        dtype: of the pool's elements.
+        dtype: dtype of the pool's elements.
         asked: whether the user set it; otherwise it is larger if all layers are recurrent.
     """
     layers = [layer for layer in layers if not layer.guest]
@@ -88,9 +88,9 @@ def kv_cache_specs(
     all groups are padded by the size of the guests' K/V, and other groups leave the padding unused.
 
     Args:
-        layers: of all networks over the pool.
+        layers: the layers of all networks over the pool.
         block_size: tokens per block, see `block_size_for`.
-        dtype: of the pool's elements.
+        dtype: dtype of the pool's elements.
 
     Raises:
         NotImplementedError: there are guests, but no layer keeps the whole context.
@@ -136,7 +136,7 @@ def _with_guests(
 
 
 def groups_of(config: KVCacheConfig, layers: Sequence[StatefulLayer]) -> dict[str, int]:
-    """Maps layer names to KV cache groups; guests to the first that keeps the whole context."""
+    """Maps layer names to KV cache groups; guests use the first that keeps the whole context."""
     groups = config.kv_cache_groups
     found = {name: g for g, group in enumerate(groups) for name in group.layer_names}
     guests = [layer.name for layer in layers if layer.name not in found]

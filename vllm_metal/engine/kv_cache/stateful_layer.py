@@ -29,7 +29,7 @@ class StatefulLayer(ABC):
 
     @property
     def guest(self) -> bool:
-        """Whether it uses other layers' blocks, in its own memory; see `specs.kv_cache_specs`."""
+        """Whether the layer uses other layers' block ids, with memory of its own; see `specs`."""
         return False
 
     @property
@@ -81,7 +81,7 @@ class StatefulLayer(ABC):
         return 0
 
     def share(self, storage: Storage) -> LayerState:
-        """Returns the layer's state in the storage of a layer with enough `room`."""
+        """Returns this layer's state in `storage`, which belongs to a layer with enough `room`."""
         raise NotImplementedError(f"{type(self).__name__} keeps no state that shares a storage")
 
     def room(self, block_size: int, elements: mx.Dtype) -> int:
@@ -90,14 +90,14 @@ class StatefulLayer(ABC):
 
     @abstractmethod
     def scope(self, state: LayerState) -> StepScope:
-        """Creates the scope that layers of this kind share; `state` is of any of them."""
+        """Creates the scope that layers of this kind share; `state` belongs to any of these."""
 
     @abstractmethod
     def cache(self, state: LayerState, scope: StepScope) -> Any:
         """Returns the object to pass to the model as mlx-lm's cache of this layer."""
 
     def unsupported(self, dtype: mx.Dtype, block_size: int) -> str | None:
-        """Returns why our kernels cannot serve the layer; None if they can, or it needs none.
+        """Returns why our kernels cannot serve the layer; None if they can, or it uses no kernels.
 
         `dtype` is that of the model's queries.
         """
@@ -157,7 +157,7 @@ class StatefulLayer(ABC):
 
 @dataclass(frozen=True)
 class StepBounds:
-    """Limits of a step."""
+    """The most tokens and requests of a step, and the tokens per block."""
 
     num_tokens: int
     max_num_seqs: int

@@ -63,7 +63,7 @@ class LowRank:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Elements of an input row and of an output row."""
+        """Number of input features and of output features."""
         return int(self.a.shape[-1]), int(self.b.shape[-2])
 
     def of_rank(self, rank: int) -> LowRank:
@@ -78,7 +78,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter as stored in its files."""
+    """An adapter's updates, by the module names that its files use."""
 
     name: str
     #: Keys: for PEFT, a checkpoint module as named by transformers, or a parameter of experts; for

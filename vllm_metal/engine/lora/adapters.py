@@ -45,7 +45,7 @@ class Adapters:
 
     @property
     def nbytes(self) -> AdapterBytes:
-        """Memory of slots and kept adapters at the largest rank."""
+        """Memory of the slots and of the cached adapters, all at the largest rank."""
         return AdapterBytes(self.updates.nbytes, self._max_kept * self.updates.slot_bytes)
 
     def add(self, request: LoRARequest) -> bool:
@@ -59,8 +59,8 @@ class Adapters:
         """Loads the adapter unless the same content is loaded already.
 
         Raises:
-            LoRAAdapterNotFoundError, AdapterError: it cannot be served, or its files changed since
-                the request arrived.
+            LoRAAdapterNotFoundError, AdapterError: the adapter cannot be served, or its files
+                changed since the request arrived.
         """
         if request.digest in self._kept:
             self._kept.move_to_end(request.digest)

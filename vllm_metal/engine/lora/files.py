@@ -69,7 +69,7 @@ class AdapterFiles:
 
 @dataclass(frozen=True)
 class AdapterContent:
-    """Content of an adapter's files."""
+    """An adapter's configuration and weights file, read but not parsed, and their digest."""
 
     name: str  # of the adapter
     file: str  # name of the weights file, one of WEIGHTS

@@ -215,7 +215,6 @@ def _origins(weights: _Weights, model: nn.Module) -> dict[str, _Origin]:
 
 
 def _sanitize(model: nn.Module, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Applies `sanitize` and splits stacked experts."""
     given = set(arrays)
     if hasattr(model, "sanitize"):
         try:

@@ -44,7 +44,7 @@ class Patterns:
         self._wrappers = Counter(_INNER.sub("", module) for module in modules)
 
     def update_of(self, module: str) -> Update:
-        """Returns PEFT's settings for a name in the file.
+        """Returns PEFT's settings for a module name in the adapter's file.
 
         Raises:
             ValueError: the file and the configuration disagree on the number of parameters.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Layer:
-    """A layer that can be adapted."""
+    """Sizes of a layer that adapters can update, and whether the model calls it."""
 
     sizes: Sizes
     in_use: bool = False  # whether the model calls it with a step's tokens
@@ -56,7 +56,7 @@ class Layer:
 
 
 class Updates:
-    """The updates of a model's layers, by slot."""
+    """Stacked A and B matrices of a model's layers, with one adapter per slot."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Updates:
         return self.matrices[name] if name in self._touched else None
 
     def one_by_one(self, slots: mx.array) -> tuple[mx.array, mx.array]:
-        """Flattens [n, 1] uint32 slots; also returns row indices. Cached for a step's layers."""
+        """Returns [n] slots of [n, 1] uint32 `slots`, and 0..n-1; cached for a step's layers."""
         # Without row indices MLX would build them anew in each product.
         if self._cached_rows is None or self._cached_rows[0] is not slots:
             rows = mx.arange(len(slots), dtype=mx.uint32)
@@ -156,7 +156,7 @@ class Updates:
         mx.eval(self.matrices[name])
 
     def variables(self, inputs: ForwardInputs) -> dict[str, list[mx.array]] | None:
-        """Returns arrays beside the inputs that a compiled forward reads, and that may change."""
+        """Returns the matrices that a compiled forward of `inputs` reads; None without adapters."""
         if not any(name == self.extra for name, _ in inputs.extras):
             return None
         return {name: self.matrices[name] for name in self._touched}
@@ -223,7 +223,7 @@ def _product_slots(slots: mx.array, x: mx.array, expert: Expert | None) -> mx.ar
 
 
 def adapter_bytes(model: nn.Module, config: LoRAConfig, dtype: mx.Dtype) -> AdapterBytes:
-    """Returns the bytes of adapters at the largest rank, without reading the model's weights."""
+    """Returns the most bytes that slots and cached adapters take; reads no weights."""
     layers = _layers(model, config.target_modules).values()
     one = sum(layer.nbytes(int(config.max_lora_rank), dtype) for layer in layers)
     return AdapterBytes((config.max_loras + 1) * one, kept_at_most(config) * one)

@@ -33,7 +33,7 @@ class _Version:
 
 
 class Versions:
-    """Current content of an engine's adapters."""
+    """Digests of the current files of an engine's adapters, by the clients' ids and the paths."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, str], _Version] = {}  # by the client's id and the path
@@ -64,7 +64,7 @@ class Versions:
         )
 
     def forget(self, asked_id: int) -> None:
-        """Makes the adapter's next request read its files again."""
+        """Discards the digest of the client's adapter; its next request reads the files again."""
         with self._lock:
             for key in [key for key in self._known if key[0] == asked_id]:
                 del self._known[key]

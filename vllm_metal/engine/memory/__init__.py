@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes the KV pool and holds MLX to its share of memory."""
+"""Computes the KV pool's size, and sets MLX's memory limits."""

@@ -48,7 +48,7 @@ def check(measured: Measured, settings: Settings, request: Request) -> Budget:
     """Returns the budget if the pool holds one request of max_model_len.
 
     Raises:
-        BudgetError: it does not, or the requested pool exceeds what the device allows.
+        BudgetError: the pool is too small, or the requested pool exceeds what the device allows.
     """
     budget = budget_of(measured, settings)
     if fits(measured, settings, request):
@@ -263,7 +263,7 @@ def _excess_in_use(measured: Measured, settings: Settings) -> int:
 
 
 def _shortfall(now: Change) -> int:
-    """Bytes that would have to be free in addition."""
+    """Additional bytes that would have to be free for the pool to fit."""
     if now.settings.asked is not None:
         return 1 - budget_of(now.measured, now.settings).left
     pool, states = least(now.settings, now.request), now.measured.states

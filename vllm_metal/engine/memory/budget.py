@@ -34,7 +34,7 @@ DRAFTS_SHARE = 1 / 8
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes measured on a device with the networks loaded; those of steps are 0 until measured."""
+    """Bytes measured on a device with the networks loaded; a step's peaks are 0 until measured."""
 
     source: str  # describes `total`
     total: int  # what the device may use at all
@@ -59,8 +59,8 @@ class StepStates:
     """Bytes that recurrent layers take in a step, in addition to its prompt tokens.
 
     Our kernels update states in place in the pool and keep nothing per request; with MLX's
-    operations each request's newest state is held from one step to the next. A draft leaves the
-    inputs of convolutions and recurrences until the step after next begins. A layer whose module
+    operations each request's newest state is held from one step to the next. A draft's inputs of
+    convolutions and recurrences are held until the step after next begins. A layer whose module
     is called per sequence keeps one state per request and one per draft.
     """
 
@@ -84,7 +84,7 @@ class Settings:
 
     @property
     def most_bytes(self) -> int | None:
-        """Bytes of the largest pool created by default; None if all that is left may be used."""
+        """Bytes of the largest pool created by default; None if the default has no limit."""
         if self.most is None:
             return None
         fitted = self.most.fitted if self.fitted else None
@@ -100,7 +100,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Most:
-    """The largest pool created by default."""
+    """The limit of a pool created by default, in bytes, and the reason for it."""
 
     nbytes: int
     reason: str  # for the budget's line of unused memory
@@ -122,7 +122,7 @@ class AskedPool:
 
 @dataclass(frozen=True)
 class Request:
-    """The smallest need: one request of max_model_len tokens."""
+    """Bytes that one request needs in the pool, by its number of tokens."""
 
     needed: Callable[[int], int]  # maps tokens to bytes, monotonically
     quantized: float | None = None  # ratio to `needed` with a quantized cache; None: it is one
@@ -130,7 +130,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Line:
-    """A summand of a budget."""
+    """A named term of a budget; negative if it reduces the available memory."""
 
     name: str  # for programs
     label: str  # for people
@@ -146,7 +146,7 @@ class Budget:
 
     @property
     def left(self) -> int:
-        """Sum of the lines; negative if they take more than there is."""
+        """Sum of the lines; negative if they need more memory than is available."""
         return sum(line.nbytes for line in self.lines)
 
     def table(self) -> str:
@@ -156,7 +156,7 @@ class Budget:
         return "\n".join(f"  {label:<56}{nbytes / GIB:>9.2f} GiB" for label, nbytes in rows)
 
     def as_json(self) -> dict[str, int]:
-        """Bytes by line name; they sum to what is left."""
+        """Bytes by line name; they sum to `left`."""
         return {line.name: line.nbytes for line in self.lines}
 
 
@@ -227,7 +227,7 @@ def budget_of(measured: Measured, settings: Settings) -> Budget:
 
 
 def peak_of_a_step(measured: Measured) -> int:
-    """Peak of a step over short contexts."""
+    """Peak bytes of a step over short contexts."""
     return max(measured.forward, measured.sampling + measured.logits) + measured.counts
 
 
@@ -248,7 +248,7 @@ def states_of_a_step(states: StepStates, settings: Settings, pool: int, drafts: 
 
 
 def for_drafts(states: StepStates, settings: Settings, nbytes: int) -> int:
-    """Bytes to reserve for drafts, of `nbytes` for pool and states; at least one request's."""
+    """Bytes reserved for drafts: a share of `nbytes` (pool and states), at least one request's."""
     return max(int(nbytes * DRAFTS_SHARE), settings.num_drafts * states.draft)
 
 
@@ -317,7 +317,7 @@ def pool_bytes(measured: Measured, settings: Settings) -> int:
 
 
 def fits(measured: Measured, settings: Settings, request: Request) -> bool:
-    """Whether the pool holds the longest request, or, if its length is fitted, the shortest."""
+    """Whether the pool holds one request of `Settings.least_context` tokens."""
     return least(settings, request) <= pool_bytes(measured, settings)
 
 
@@ -328,5 +328,5 @@ def longest(measured: Measured, settings: Settings, request: Request) -> int:
 
 
 def least(settings: Settings, request: Request) -> int:
-    """Bytes of the smallest acceptable pool."""
+    """Bytes of the smallest pool that holds one request of `Settings.least_context` tokens."""
     return request.needed(settings.least_context)

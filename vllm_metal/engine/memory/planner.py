@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what budget.py needs and holds MLX to the result.
+"""Measures memory for budget.py, and sets MLX's memory limits from the resulting budget.
 
 `vllm_metal.engine.memory.wiring` decides what is wired. Metal also limits the number of buffers
 (`resource_limit` of `mx.device_info`, 499000 on every known Mac); the pool has two arrays per
-layer, or four if quantized, and the bytes of MLX's cache bound the rest of a step.
+layer, or four if quantized, and the limit of MLX's cache bounds the number of other buffers.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def cache_limit(kind: Device, total: int) -> int:
 def at_work(
     measured: Measured, settings: Settings, request: Request, calls: LargestCalls, peaks: Peaks
 ) -> Measured:
-    """Adds what steps take to a measurement at rest; runs `calls` to measure them."""
+    """Adds the peaks of steps to `measured`; runs `calls` for those that `peaks` lacks."""
     measured = replace(
         measured,
         forward=_round_up(peaks.forward),
@@ -264,9 +264,9 @@ def _sampling(calls: LargestCalls) -> int:
 def peak_of(run: Callable[[], None], waiting: bool = True) -> int:
     """Peak bytes of `run` above the current memory, excluding cached buffers.
 
-    With `waiting`, MLX waits for each operation. Otherwise it may be hundreds of operations ahead
-    of the device, holding all their outputs, and waits only at its limit
-    (`MemoryPlanner._limit_mlx`); so the least it can do with is the relevant peak.
+    With `waiting`, MLX waits for each operation, which gives the smallest peak. Otherwise it may be
+    hundreds of operations ahead of the device, holding all their outputs, and waits only at its
+    memory limit (`MemoryPlanner._limit_mlx`); so the smallest peak is what a step needs.
     """
     mx.synchronize()
     collects = gc.isenabled()
@@ -290,9 +290,9 @@ def _round_up(nbytes: int) -> int:
 
 
 def quantized_share(layers: Sequence[StatefulLayer], dtype: mx.Dtype) -> float | None:
-    """Relative size of a quantized cache to one of `dtype`; None if it is quantized already.
+    """Ratio of a quantized KV cache's bytes to one of `dtype`; None if `dtype` is quantized.
 
-    Blocks of layers with other state than K/V have the same size in both.
+    Blocks of layers with other state than K/V have the same size in both caches.
     """
     if dtype in CODE_DTYPES:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the largest steps and calls that a scheduler can ask for, to measure their memory."""
+"""Runs the largest steps and calls that a scheduler can request, to measure their memory."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def profile_step(
     backend: KVBackend,
     extras: Callable[[Rows], Mapping[str, mx.array]] = lambda rows: {},
 ) -> None:
-    """Runs prompts of max_num_batched_tokens tokens with logits of all that may be sampled.
+    """Runs prompts of max_num_batched_tokens tokens, with logits for as many as may be sampled.
 
-    Its small pool counts towards the peak and is freed afterwards. `extras` returns further
-    inputs of the model's modules.
+    The step's small pool counts towards the peak and is freed afterwards. `extras` returns
+    further inputs of the model's modules.
     """
     step = LargestStep.of(layers, config, backend)
     _run(parts, step, extras(step.rows))
@@ -56,9 +56,9 @@ def requests_profile(
     backend: KVBackend,
     drafts: int,
 ) -> Callable[[], None]:
-    """Allocates a pool; returns a function that runs two steps of the requests of `drafted` in it.
+    """Allocates a pool; returns a function that runs two decode steps (see `drafted`) on it.
 
-    The second step starts with what the first one leaves behind, and leaves as much itself.
+    The second step starts with the first one's states and draft inputs, and keeps as many itself.
     """
     step = LargestStep.of(layers, config, backend, drafts)
     mx.eval(step.layers.pool_arrays())
@@ -213,7 +213,10 @@ class LargestStep:
         return self.layers.step(self.rows, self.block_tables)
 
     def next(self) -> LargestStep:
-        """The following step, as if all drafts of this one were accepted; its forward is built."""
+        """The following step, as if all drafts of this one were accepted.
+
+        Call it after this step's forward is built.
+        """
         rows = self.rows
         starts = rows.query_start_loc_np
         counts = np.diff(starts)

@@ -19,16 +19,16 @@ class Share:
 
     @staticmethod
     def of(workers: int, usage: MemoryUsage) -> Share:
-        """A share of a device's current memory, taken before any worker starts."""
+        """Divides a device's memory as it is now; call it before any worker starts."""
         return Share(workers, max(usage.total - usage.available, 0))
 
     def part(self, usage: MemoryUsage) -> MemoryUsage:
-        """A worker's view of the device; `active` is what it holds itself."""
+        """Returns one worker's part of `usage`; `active`, its own allocations, is unchanged."""
         total = usage.total // self.workers
         available = max(total - self.in_use // self.workers, 0)
         return MemoryUsage(total=total, available=available, active=usage.active)
 
     @property
     def words(self) -> str:
-        """Suffix to the name of a device's memory in a budget."""
+        """Text that follows the device's name in a budget's line, such as ", 1 of 2 parts"."""
         return f", 1 of {self.workers} parts"

@@ -35,7 +35,7 @@ MOST_POOL_ARRAYS = 4
 
 
 class Wiring:
-    """The wired part of a process's memory, from its first pool until it ends."""
+    """Wires a process's weights, or weights and pool, in memory until the process ends."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Wiring:
                 self._wire(num_arrays, "weights")
 
     def everything(self, num_arrays: int) -> None:
-        """Wires weights and pool (`num_arrays` arrays), and their successors, if configured."""
+        """Wires weights and pool (`num_arrays` arrays), if the setting `wire_memory` is on."""
         if self._asked:
             self._wire(num_arrays, "weights and KV pool")
 

@@ -29,7 +29,7 @@ _MAX_GRAPHS = 64
 
 @dataclass
 class Graphs:
-    """Whether an engine's forwards may be compiled, and how many were."""
+    """Says whether an engine's forwards may be compiled, and counts the compiled ones."""
 
     allowed: bool = True
     num_built: int = 0  # forwards built from compiled graphs so far
@@ -63,12 +63,12 @@ class CompiledForward:
     ) -> None:
         """
         Args:
-            build: the network's Python: from inputs and plans to arrays. It may run several passes,
+            build: the network's Python: maps inputs and plans to arrays. It may run several passes,
                 each with its own plans.
             module: the network, with its weights.
             states: the storage that the forward reads and writes.
             graphs: says whether forwards may be compiled, and counts the compiled ones.
-            variables: from inputs to lists and dictionaries of arrays that the forward reads and
+            variables: maps inputs to lists and dictionaries of arrays that the forward reads and
                 that may change between steps; the same ones for inputs that differ only in arrays.
         """
         self._build = build

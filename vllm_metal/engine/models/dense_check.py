@@ -51,7 +51,7 @@ def check_hidden(parts: ModelParts, paged: PagedHidden, dtype: mx.Dtype, model_t
     `dtype` is that of the weights, `model_type` is for the message.
 
     Raises:
-        ModelLoadError: they differ by more than the limit.
+        ModelLoadError: the hidden states differ by more than the limit.
     """
     expected = np.array(parts.dense_hidden(paged.token_ids).astype(mx.float32))
     distances = np.linalg.norm(paged.hidden_states - expected, axis=-1)
@@ -66,7 +66,7 @@ def check_hidden(parts: ModelParts, paged: PagedHidden, dtype: mx.Dtype, model_t
 
 
 def check(model: nn.Module, paged: PagedLogits, dtype: mx.Dtype, model_type: str) -> None:
-    """Compares log-probabilities of a short text, as `check_hidden` compares hidden states."""
+    """Like `check_hidden`, but compares the log-probabilities of a text's tokens."""
     if not paged.logprobs:
         return
     logits = model(mx.array([list(paged.token_ids)]), cache=make_prompt_cache(model))

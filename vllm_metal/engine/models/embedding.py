@@ -7,7 +7,7 @@ import mlx.nn as nn
 
 
 def decoder_of(model: nn.Module) -> nn.Module | None:
-    """Returns the module that holds the layers and returns hidden states; None: the model."""
+    """Returns the submodule that maps tokens to hidden states; None: it is the model itself."""
     layers = [id(layer) for layer in model.layers]  # some families return a copy of the list
     for _, module in model.named_modules():
         found = module.get("layers")

@@ -30,7 +30,7 @@ class ModelExecutor(PagedLayers):
         graphs: Graphs | None = None,
         variables: Callable[[ForwardInputs], object] = lambda inputs: None,
     ) -> None:
-        """See PagedLayers and CompiledForward. Without `graphs`, forwards may be compiled."""
+        """For the arguments, see PagedLayers and CompiledForward; `graphs` None: may compile."""
         super().__init__(layers, layer_states, group_of, block_size)
         self.parts = parts
         placed = parts.model, self.own_states, graphs or Graphs()

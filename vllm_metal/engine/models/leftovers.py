@@ -72,7 +72,7 @@ class _Kinds:
 
 
 def accounted(classes: Classes) -> Classes:
-    """Makes the model's `sanitize` account for every tensor that it gets.
+    """Wraps `classes` so that the model's `sanitize` raises if it drops a tensor with an effect.
 
     `classes` gives the model and its arguments for a config.json.
     """

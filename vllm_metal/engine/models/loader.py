@@ -60,7 +60,7 @@ def load(
     Quantized weights stay packed; their scales and biases are cast.
 
     Args:
-        model_config: of a draft model, which gets the target's dtype; None: the target's own.
+        model_config: a draft model's, which is loaded in the target's dtype; None: the target's.
         classes: returns the model's classes for its config.json.
         prepare: called with the model before its weights are read; may remove modules.
 
@@ -163,10 +163,10 @@ def dense_model(
         trust_remote_code: whether the folder's own code may run.
         overrides: replaces keys of config.json.
         classes: see `load`.
-        dtype: of activations, for the scales of quantized weights.
+        dtype: dtype of activations, for the scales of quantized weights.
 
     Raises:
-        ModelLoadError: mlx-lm's module does not compute what config.json asks for, or the format
+        ModelLoadError: mlx-lm's module does not support a setting of config.json, or the format
             of the weights is not supported.
         Exception: from mlx-lm.
     """
@@ -197,7 +197,7 @@ def in_dtype(
     """Casts floating-point arrays to one dtype, lazily.
 
     Args:
-        arrays: by name.
+        arrays: arrays by name.
         model: its family may exclude parameters, such as the biases that choose experts.
         place: prefix of the names in the model.
     """
@@ -226,7 +226,7 @@ def load_weights(
     Args:
         model_config: names the checkpoint's folder.
         wanted: selects arrays by name; None: all.
-        dtype: of the arrays; None: the target's.
+        dtype: dtype of the returned arrays; None: the target's.
 
     Raises:
         ModelLoadError: the folder is missing or has no weights, or they are unreadable.
@@ -286,7 +286,6 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def _read_weights(model: nn.Module, path: Path) -> None:
-    """Reads lazy weights, with a progress bar in bytes."""
     parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
     arrays = [array for _, array in parameters]
     total = weight_bytes(model)
@@ -300,7 +299,7 @@ def _read_weights(model: nn.Module, path: Path) -> None:
 
 
 def mlx_dtype(config: VllmConfig) -> mx.Dtype:
-    """Returns the dtype that vLLM chose as MLX's; ModelLoadError if it is not supported."""
+    """Returns MLX's name of the dtype that vLLM chose; raises ModelLoadError if unsupported."""
     dtype = config.model_config.dtype
     assert isinstance(dtype, torch.dtype)  # vLLM resolves "auto" and names before workers start
     if dtype not in MLX_DTYPES:

@@ -49,7 +49,7 @@ class MTPFamily:
         """Returns an array's name in MTPHead, or None if the head does not load it.
 
         Args:
-            name: in the checkpoint.
+            name: the array's name in the checkpoint.
             num_layers: the target's.
             is_split: whether the checkpoint is a folder that mlx-vlm has split from another.
         """

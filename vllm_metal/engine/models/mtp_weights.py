@@ -33,7 +33,7 @@ _NORMS = ("embedding_norm.weight", "hidden_norm.weight", "norm.weight")
 def mtp_weights(
     config: VllmConfig, family: MTPFamily, model: nn.Module, num_layers: int, head: nn.Module
 ) -> Placed:
-    """Returns the layer's arrays by the head's names: `block.` precedes the decoder layer's.
+    """Returns the layer's arrays by MTPHead's names, with prefix `block.` for its decoder layer.
 
     `config.speculative_config` names the checkpoint. `family`, `model` (mlx-lm's) and `num_layers`
     are the target's; `head` has no weights.

@@ -29,7 +29,7 @@ from vllm_metal.patches.mlx_patches import rotations
 
 
 class EarlierSlots:
-    """Slots that the earlier forwards of one submission write, for the later ones."""
+    """Slots that earlier forwards of one submission write; later ones plan their reads by these."""
 
     def __init__(self, num_forwards: int, num_rows: int) -> None:
         """Takes the most forwards of one submission, and the tokens of each."""
@@ -37,7 +37,7 @@ class EarlierSlots:
         self._by_group: dict[int, np.ndarray] = {}
 
     def of(self, group: int) -> np.ndarray:
-        """Returns [E] int32, see StepLayout."""
+        """Returns a KV cache group's slots, [E] int32; see `StepLayout.earlier_slots_np`."""
         return self._by_group.get(group, self._none_np)
 
     def add(self, group: int, slots_np: np.ndarray) -> None:
@@ -206,5 +206,4 @@ class PagedLayers:
         return BlockPages(self._by_name, groups)
 
     def pool_arrays(self) -> list[mx.array]:
-        """Returns the pool's current arrays."""
         return [array for storage in self.storages for array in storage.arrays]

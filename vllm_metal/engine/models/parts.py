@@ -72,7 +72,7 @@ class ModelParts:
 
         Args:
             write: called with the draft layers' caches and `ForwardInputs.indices`.
-            num_layers: of the draft network; its caches follow the model's in `forward_hidden`.
+            num_layers: the draft network's; its caches follow the model's in `forward_hidden`.
         """
         self._write_context, self._num_context_layers = write, num_layers
 
@@ -171,7 +171,7 @@ class ModelParts:
         """The model's token embedding.
 
         Raises:
-            NotImplementedError: it is not where mlx-lm's families keep it.
+            NotImplementedError: the embedding is not where mlx-lm's families keep it.
         """
         if self._embedding is None:
             raise NotImplementedError(_NO_EMBEDDING)
@@ -281,7 +281,7 @@ class HiddenStates:
         self._newest = dict(zip(self._layer_ids, states, strict=True))
 
     def take(self) -> mx.array:
-        """Takes [T, H], or [T, H * len(layer_ids)], of the newest forward; lazy."""
+        """Pops the newest forward's states, [T, H] or [T, H * len(layer_ids)]; lazy."""
         states = [state[:, 0] for state in self.newest]
         self._newest.clear()
         return states[0] if len(states) == 1 else mx.concatenate(states, axis=-1)

@@ -89,7 +89,7 @@ class Stage:
         ]
 
     def keep(self, model: nn.Module) -> None:
-        """Removes what other ranks compute; weights that were not read yet never will be."""
+        """Removes the weights of other ranks' layers, embedding and head, before they are read."""
         layers = model.layers
         own = {id(module) for layer in layers[self.start : self.end] for module in layer.modules()}
         for index, layer in enumerate(layers):
@@ -111,9 +111,9 @@ class Stage:
 
 
 def check_stages(model: nn.Module, layers: Sequence[StatefulLayer]) -> None:
-    """Raises NotImplementedError for a model whose layers need more than their predecessor.
+    """Raises NotImplementedError if layers need more than the previous layer's output.
 
-    These are layers without a cache of their own, or one module used as several layers.
+    These are layers without a cache of their own, and modules that are used as several layers.
     """
     if len(_first_of_each(layers)) != len(model.layers):
         raise NotImplementedError("has layers without a cache of their own")

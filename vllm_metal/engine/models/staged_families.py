@@ -70,7 +70,7 @@ def refusal(model_type: str) -> str | None:
 
 
 def keeps_states(model_type: str) -> bool:
-    """Returns whether distributed layers keep recurrent state, all or some."""
+    """Returns whether a model_type that runs in pipeline stages has recurrent layers."""
     return _module(model_type) in STAGED_STATES
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-request state of recurrent layers, and its steps."""
+"""Per-request state of recurrent layers: its storage in the pool, and plans of its updates."""

@@ -100,7 +100,7 @@ class KeptRows:
     def take(
         self, req_indices_np: np.ndarray, may_apply: np.ndarray | None = None
     ) -> tuple[Entries, np.ndarray, Entries, Entries]:
-        """Takes all entries out; the caller returns the carried ones by `add`.
+        """Removes and returns all entries; the caller puts back the last group with `add`.
 
         Args:
             req_indices_np: [R] int32, requests with tokens in the current step.
@@ -108,7 +108,7 @@ class KeptRows:
 
         Returns:
             Entries of requests in the step; [R] int, index of each request's entry or -1; entries
-            of other requests with known results; and entries to carry over.
+            of other requests with known results; and all remaining entries, to carry over.
         """
         entries, self._entries = self._entries, NO_ENTRIES
         found_np = np.full(len(req_indices_np), -1, np.int64)
@@ -137,7 +137,7 @@ class KeptRows:
         )
 
     def add(self, entries: Entries, query_start_loc_np: np.ndarray, num_rows: int) -> None:
-        """Puts entries back; the current step, which keeps `num_rows` rows, has `steps_np` -1."""
+        """Stores entries; `steps_np` -1 marks the current step, which keeps `num_rows` rows."""
         self._step += 1
         self.num_rows = num_rows
         self._entries = entries

@@ -143,7 +143,7 @@ class RecurrentState(LayerState, Traceable, Generic[PlanT]):
 
     @property
     def inputs(self) -> list[mx.array]:
-        """No arrays: states are read from the storage, which lists its own."""
+        """Always empty: the storage itself lists the arrays that hold the states."""
         return []
 
     @contextmanager

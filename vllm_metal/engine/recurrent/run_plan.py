@@ -67,7 +67,7 @@ class Endings:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Plan of a step for one KV cache group."""
+    """A step's runs, and the blocks of its states, for one KV cache group."""
 
     before: mx.array  # [R] int32, block of each request's state
     fresh: mx.array | None  # [R] bool, requests without a state; None: all have one

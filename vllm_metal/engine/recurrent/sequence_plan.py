@@ -38,7 +38,7 @@ _FEWEST_BLOCKS = 16
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """Plan of a step for one KV cache group."""
+    """A step's sequences, and the blocks of their states, for one KV cache group."""
 
     scope: int  # number of the `SequenceScope` that created it
     sequences: Sequences

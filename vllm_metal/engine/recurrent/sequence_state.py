@@ -64,7 +64,7 @@ class SequenceState(RecurrentState[SequencePlan]):
 
     @property
     def inputs(self) -> list[mx.array]:
-        """Kept rows, layer by layer; states are read from the storage, which lists its own."""
+        """Kept rows, layer by layer; the storage itself lists the arrays that hold the states."""
         return [array for kept in self._kept.values() for array in kept]
 
     @contextmanager

@@ -187,7 +187,7 @@ class KeepingProcessors(SamplingStage):
         return bool(self._custom.keeping)
 
     def remove_request(self, req_idx: int) -> None:
-        """No-op: `CustomProcessors`, which runs before, notifies them of every request."""
+        """No-op: `CustomProcessors.remove_request` already notifies all processors."""
 
     def apply(self, logits: mx.array, step: Step) -> mx.array:
         return self._custom.run(self._custom.keeping, logits, step)

@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class DraftSpans:
-    """Rows that verify drafts, one span per request; each row of a span follows one more draft.
+    """Rows that verify drafts, one span per request; row k of a span follows its first k drafts.
 
     Raises ValueError if starts_np and lens_np disagree.
     """

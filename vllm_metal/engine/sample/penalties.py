@@ -36,7 +36,7 @@ class Penalties(SamplingStage):
     def add_request(
         self, req_idx: int, params: SamplingParams, prompt: Sequence[int], output: list[int]
     ) -> bool:
-        """Counts the tokens known so far; the request's next step writes them to the device."""
+        """Counts the request's tokens so far; its next step writes the counts to the device."""
         if not (
             params.repetition_penalty != 1.0
             or params.frequency_penalty != 0.0

@@ -50,7 +50,7 @@ def stages(
 
 @dataclass(frozen=True)
 class GrammarMask:
-    """Tokens allowed by a grammar, as vLLM's scheduler sends them; `Sampler.sample` only reads."""
+    """Bit mask of the tokens that a grammar allows, in the format of vLLM's scheduler."""
 
     rows: np.ndarray  # int32 [M], indices into the step's logits
     bitmask: np.ndarray  # int32 [M, ceil(V/32)]; bit v % 32 of word v // 32: token v is allowed
@@ -62,7 +62,7 @@ class GrammarMask:
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """Lazy results of one step."""
+    """Lazy arrays that one sampling step computes: tokens, logprobs, counts of accepted drafts."""
 
     token_ids: mx.array  # int32 [N]; only the first 1 + num_accepted of a span are output
     broken: mx.array  # bool [N], rows with a NaN in their logits: their tokens are meaningless
@@ -179,7 +179,7 @@ class Sampler:
         """Samples the next token of each row and records the output in the requests' device state.
 
         num_output_tokens: upper bound of the tokens generated before each row, including drafts;
-        `lag` is what it exceeds the true number by. Raises ValueError for logits or spans with
+        `lag` is its excess over the true number. Raises ValueError for logits or spans with
         another number of rows, and for drafts with custom processors.
         """
         if logits.shape != (len(req_indices), self._vocab_size):

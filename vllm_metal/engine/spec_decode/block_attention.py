@@ -61,7 +61,7 @@ class BlockAttention(nn.Module):
             x: [R, L, H] hidden states; a block is a request's newest token and its mask tokens.
             x_ctx, projected_context: unused; the cache already holds the context's K/V.
             rope: rotates queries and keys by `cache.offset`.
-            cache: for the R * L tokens of the blocks.
+            cache: the layer's, for the R * L tokens of the blocks.
         """
         rows = x.flatten(0, 1)
         kept = self.write(rows, rope, cache)

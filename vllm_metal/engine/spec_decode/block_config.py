@@ -167,7 +167,6 @@ class BlockConfig:
 
 
 def _of_dflash2(nested: Config) -> dict[str, Any]:
-    """Fields that DFlash2 adds."""
     return {
         "logit_scale": nested.get("output_multiplier", 1.0),
         "embedding_scale": float(nested.get("input_embedding_scale", 1.0)),

@@ -41,8 +41,8 @@ class BlockDrafter(nn.Module):
         """
         Args:
             config: the drafter's shape.
-            dtype: of the drafter's activations.
-            pool_dtype: of the keys and values that the target's pool takes.
+            dtype: dtype of the drafter's activations.
+            pool_dtype: dtype of the keys and values that the target's pool takes.
         """
         super().__init__()
         self.config, self.dtype, self.pool_dtype = config, dtype, pool_dtype
@@ -55,7 +55,7 @@ class BlockDrafter(nn.Module):
         """Loads a checkpoint's arrays.
 
         Args:
-            weights: by published names; dense, or packed by MLX's tools.
+            weights: arrays by published names; dense, or packed by MLX's tools.
             bits: quantizes dense linear layers to this width; None: leaves them dense.
 
         Raises:
@@ -173,7 +173,7 @@ class BlockDrafter(nn.Module):
 
 
 def draft_layers(config: BlockConfig, dtype: mx.Dtype) -> list[AttentionLayer]:
-    """The drafter's layers as the KV cache sees them."""
+    """Describes the drafter's layers to the KV cache."""
     kinds = zip(config.windows, config.causal, strict=True)
     return [
         AttentionLayer(
@@ -205,7 +205,6 @@ def join_target(drafter: BlockDrafter, target: ModelParts) -> None:
 
 
 def _network(config: BlockConfig) -> Any:
-    """mlx-vlm's modules, with our attention."""
     module = mlx_vlm_families.drafter(config.module, f"a drafter of {config.module}")
     ids = [layer - 1 for layer in config.target_layer_ids]
     given: dict[str, Any] = {
@@ -255,7 +254,6 @@ def is_left_out(published: str) -> bool:
 
 
 def _named(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Renames published arrays to the names of mlx-vlm's modules."""
     found = {}
     for published, array in weights.items():
         name = published.removeprefix("model.").replace("midlayer.", "layers.0.")

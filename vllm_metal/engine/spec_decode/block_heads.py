@@ -65,7 +65,7 @@ class ArgmaxHead(BlockHead):
 
 
 class SelectorHead(BlockHead):
-    """Chooses, of each position's top tokens, the one that best follows its neighbor (DFlash2)."""
+    """Chooses, of each position's top tokens, the best one after the token before it (DFlash2)."""
 
     def __init__(self, selector: Any, transform: Callable[[mx.array], mx.array]) -> None:
         """

@@ -47,7 +47,7 @@ class DraftModel(DraftNetwork):
             target: unused, since a draft model reads only tokens.
 
         Raises:
-            loader.ModelLoadError: it cannot be loaded, or does not share the target's vocabulary.
+            loader.ModelLoadError: the model cannot be loaded, or has another vocabulary.
             NotImplementedError: this plugin does not serve its layers.
         """
         speculation = config.speculative_config
@@ -159,7 +159,7 @@ class DraftModelProposer(PagedProposer):
     ) -> None:
         """
         Args:
-            passes: of the draft model, over the shared pool.
+            passes: run the draft model over the shared pool.
             max_num_reqs: number of req_idx.
             num_drafts: K, the most drafts of a request.
             max_len: the draft model's context length; longer requests get no drafts.
@@ -222,7 +222,7 @@ class DraftModelProposer(PagedProposer):
         """Writes K/V of positions [starts, ends), and drafts the tokens that follow.
 
         Args:
-            request: of R requests.
+            request: the R requests.
             starts_np, ends_np: [R] int32, positions to write; no range is empty.
             limits_np: [R] int32, drafts of each request.
         """

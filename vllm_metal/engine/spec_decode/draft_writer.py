@@ -41,7 +41,7 @@ class DraftWriter:
         Args:
             paged: the network's layers, whose forwards join the target's steps.
             last: state of the last layer.
-            block_tables: of the requests.
+            block_tables: the requests' block tables.
             pass_over: maps the arguments of `write` to the tokens and the forward of a pass; None:
                 there is nothing to write.
         """
@@ -54,7 +54,7 @@ class DraftWriter:
         """Builds the pass over the tokens of the target's newest forward.
 
         Args:
-            rows: of the step, without drafts.
+            rows: the step's tokens, without drafts.
             last_token_ids: [max_num_reqs] int32, the newest token by req_idx, including those that
                 this step samples.
 

@@ -27,8 +27,6 @@ MODULES: dict[str, type[EagleHead] | type[Eagle3Head]] = {
 
 
 class Eagle(HeadNetwork):
-    """An EAGLE or EAGLE-3 head loaded for its target."""
-
     def __init__(self, config: VllmConfig, target: ModelParts) -> None:
         """Loads the head and makes the target record its hidden states from now on.
 

@@ -78,8 +78,6 @@ class HeadConfig:
 
 
 class _LlamaHead(Head):
-    """A head with Llama's decoder layers."""
-
     _config: HeadConfig
 
     def rotate_by_three(self, axes: Axes) -> Rotation | None:
@@ -98,7 +96,7 @@ class EagleHead(_LlamaHead):
         """
         Args:
             config: the head's shape.
-            names: of the arrays in the checkpoint.
+            names: names of the arrays in the checkpoint.
         """
         super().__init__()
         args = config.decoder

@@ -45,7 +45,8 @@ class Head(nn.Module):
     def __call__(
         self, embeds: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
     ) -> tuple[mx.array, mx.array]:
-        """
+        """Runs the head over T tokens.
+
         Args:
             embeds: [T, H], token or image embeddings.
             hidden: [T, H], output of `combine`, or the head's own from the pass before.

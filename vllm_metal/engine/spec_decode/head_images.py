@@ -57,10 +57,10 @@ class HeadImages:
 
         Args:
             input_ids: [T] int32, the token after each position of the spans.
-            spans: of R requests.
+            spans: positions of R requests.
             kept: hidden states of the same requests, which cover the spans.
             encode: whether a coming step reads the tokens after the spans, so that the scheduler
-                has a place for their images in the encoder cache. Otherwise an image that is not
+                has room for their images in the encoder cache. Otherwise an image that is not
                 encoded yet is embedded as its placeholder, as in vLLM.
 
         Returns:

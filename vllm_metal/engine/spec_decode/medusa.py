@@ -84,8 +84,6 @@ class _ResidualBlock(nn.Module):
 
 
 class Medusa(StateNetwork):
-    """Medusa's heads loaded for their target."""
-
     def __init__(self, config: VllmConfig, target: ModelParts) -> None:
         super().__init__(
             config, target, lambda arrays: MedusaHeads(_renamed(arrays)), "Medusa heads"

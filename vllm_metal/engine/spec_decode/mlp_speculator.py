@@ -95,8 +95,6 @@ def _of(modules: Sequence[nn.Module], step: int) -> nn.Module:
 
 
 class _Norm(nn.Module):
-    """RMS norm with scale and shift."""
-
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = mx.ones(size)
@@ -107,8 +105,6 @@ class _Norm(nn.Module):
 
 
 class MLPSpeculator(StateNetwork):
-    """An MLP speculator loaded for its target."""
-
     def __init__(self, config: VllmConfig, target: ModelParts) -> None:
         assert config.speculative_config is not None
         settings = config.speculative_config.draft_model_config.hf_config.to_dict()

@@ -75,7 +75,7 @@ def build_layer(
         family: the target's.
         args: the target's, as mlx-lm reads them.
         config: config.json of the checkpoint.
-        dtype: of activations.
+        dtype: dtype of activations.
 
     Raises:
         NotImplementedError: the paged path does not support the layer's state.

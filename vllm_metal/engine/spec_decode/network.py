@@ -61,7 +61,7 @@ class DraftNetwork(ABC):
 
         Args:
             pool: shared with the target.
-            requests: whose blocks are written.
+            requests: requests with blocks to write.
 
         Returns:
             None: the target's forward already writes the K/V.

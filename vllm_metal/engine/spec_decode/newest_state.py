@@ -107,8 +107,6 @@ class StateNetwork(DraftNetwork):
 
 @dataclass(frozen=True)
 class _HeadInputs:
-    """Inputs of the heads for N requests."""
-
     hidden: mx.array  # [N, H]
     newest: mx.array  # [N] int32
     num_heads: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""N-gram drafts (prompt lookup): what followed the text's last n-gram when it first occurred."""
+"""N-gram drafts (prompt lookup): the tokens after the first occurrence of the last n-gram."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class NgramProposer(TextProposer):
 
 
 class TextIndex:
-    """Where each n-gram of the shortest length has occurred in one growing text.
+    """Index of the positions of each n-gram of the shortest length in one growing text.
 
     Has one entry per token for any range of lengths, about 150 bytes: a thousandth of a token's
     K/V. Positions are those of the token after the n-gram.

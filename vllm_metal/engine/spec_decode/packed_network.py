@@ -21,8 +21,8 @@ def packings(network: nn.Module, weights: Mapping[str, mx.array]) -> dict[str, d
     config.json uses the checkpoint's names, and does not always list every module.
 
     Args:
-        network: before its modules are packed.
-        weights: by the network's names.
+        network: the network, not yet packed.
+        weights: arrays by the network's names.
     """
     found = {}
     for path, module in network.named_modules():

@@ -115,7 +115,7 @@ class HeadNetwork(DraftNetwork):
 
 
 class HeadPasses(PassNetwork):
-    """Runs a draft head in passes."""
+    """A draft head in the form that `Passes` runs; it reads tokens and hidden states."""
 
     module: Head
 
@@ -158,7 +158,7 @@ class HeadProposer(PagedProposer):
         """
         Args:
             head: loaded, with an embedding and an output head.
-            passes: of the head, over the shared pool.
+            passes: run the head over the shared pool.
             states: the target's hidden states.
             num_drafts: K, the most drafts of a request.
             images: the images that the head reads; None if its target reads none.

@@ -41,7 +41,7 @@ class PassNetwork(ABC):
         """Replaces the positions by those that the network rotates by.
 
         Args:
-            inputs: with each token's index in its request as position.
+            inputs: their positions are each token's index in its request.
             rows: the tokens of the pass.
         """
         return inputs
@@ -53,7 +53,7 @@ class PassNetwork(ABC):
         """Predicts the next token after each of the N wanted ones of a pass.
 
         Args:
-            inputs: of the pass.
+            inputs: the pass's inputs.
             caches: one per layer, for the tokens of the pass.
 
         Returns:
@@ -169,7 +169,7 @@ def single_rows(
     since its blocks have no room for more.
 
     Args:
-        spans: of R requests, one token each, for the first pass.
+        spans: positions of the first pass, one token of each of R requests.
         limits_np: [R] drafts of each request, at least 1.
         tokens: [R] int32, of the first pass.
         lag: how far the spans' positions exceed the requests' true ones; None: they are exact.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """A step's R requests whose newest tokens the drafts are to follow."""
+    """R requests of a step, after whose newest tokens drafts are wanted."""
 
     token_ids_np: np.ndarray  # [max_num_reqs, max_model_len] int32, by req_idx; read only
     req_indices_np: np.ndarray  # [R] int32, rows of the requests
@@ -46,7 +46,7 @@ class DraftRequest:
         return None if self.unread is None else self.unread.lag
 
     def limits_within(self, num_drafts: int, max_len: int | np.ndarray | None = None) -> np.ndarray:
-        """[R] int32 drafts of each request: those wanted, limited by `num_drafts` and its length.
+        """[R] int32, each request's wanted drafts, limited by `num_drafts` and `max_len`.
 
         Args:
             num_drafts: most drafts of a request.
@@ -58,7 +58,7 @@ class DraftRequest:
         return np.maximum(limits_np, 0).astype(np.int32)
 
     def select(self, indices_np: np.ndarray) -> DraftRequest:
-        """Returns the [n] requests at `indices_np` alone."""
+        """Returns a DraftRequest of only the requests at `indices_np`, [n]."""
         before_np = self.num_before_np
         return DraftRequest(
             self.token_ids_np,
@@ -112,13 +112,13 @@ class Proposer(ABC):
         """Called when a request is gone, so that another one may take its req_idx."""
 
     def complete_draft_kv(self, request: DraftRequest) -> None:  # noqa: B027 - most keep no K/V
-        """Writes the K/V that `propose` has left out, of all tokens but each request's newest.
+        """Writes the K/V that `propose` has not written, of all tokens but each request's newest.
 
         Called before the tokens' blocks are kept for other requests or sent to other machines.
 
         Args:
-            request: wants no drafts, and has no `unread`. Leaves out positions that no step has
-                computed.
+            request: has no wanted drafts and no `unread`. Positions that no step has computed are
+                skipped.
         """
 
     def take_hidden(self, rows: Rows) -> None:  # noqa: B027 - for heads on hidden states

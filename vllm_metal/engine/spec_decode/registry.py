@@ -2,7 +2,7 @@
 """The methods of --speculative-config: a table with one row per method.
 
 The platform reads the table before a model is loaded, so this module imports neither MLX nor vLLM;
-a method's own code is imported when an engine uses it. A new method is a module and a row here.
+a method's own code is imported when an engine uses it. To add a method, add a module and a row.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def make_speculator(
 
     Args:
         config: vLLM's.
-        requests: whose tokens the drafts continue.
+        requests: requests to draft for.
         network: the draft network's proposer; None if the method has no network.
         most_drafts: most drafts of all requests in a step; None: no limit.
 

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class ScheduledDrafts(Speculator):
-    """Takes all drafts from the scheduler, and learns from it which of them were accepted."""
+    """Takes all drafts, and how many of them were accepted, from the scheduler."""
 
     def __init__(self, requests: Requests, num_drafts: int, most_drafts: int | None) -> None:
-        """See Speculator."""
+        """For the arguments, see Speculator."""
         lengths = DraftLengths(num_drafts)
         super().__init__(requests, _Nothing(num_drafts), lengths, num_drafts, most_drafts)
 
@@ -42,8 +42,6 @@ class ScheduledDrafts(Speculator):
 
 
 class _Nothing(Proposer):
-    """A proposer that makes no drafts."""
-
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
 

@@ -73,7 +73,8 @@ class Spans:
         lag: PositionLag | None = None,
         stored_np: np.ndarray | None = None,
     ) -> Rows:
-        """
+        """Returns the pass's tokens as a ragged batch.
+
         Args:
             input_ids: [T] int32.
             logits_indices: [N] int32, tokens to compute logits for; None: all.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculator: decides a step's drafts, and when a draft network writes K/V that it left out."""
+"""Speculator: decides a step's drafts, and when a draft network writes missing K/V."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Speculator(PerRequestState):
     ) -> None:
         """
         Args:
-            requests: whose tokens the drafts continue.
+            requests: requests to draft for.
             proposer: makes the drafts.
             lengths: limits the drafts of each request.
             num_drafts: K, the most drafts of a request in a step.
-            most_drafts: of all requests of a step, where memory for them is set aside; None: as
-                many as it has rows for.
-            lookup: finds requests whose drafts are copied from their own text instead; None: none
-                are.
+            most_drafts: the most drafts of all requests in a step, if memory limits them; None: as
+                many as the step has tokens for.
+            lookup: finds requests whose drafts are copied from their own text; None: no request's
+                drafts are.
         """
         self._requests = requests
         self._proposer = proposer
@@ -70,7 +70,7 @@ class Speculator(PerRequestState):
         self._num_judged = 0  # drafts verified so far
 
     def for_warm_up(self) -> Speculator:
-        """A copy for warm-up steps, which drafts as much as it can and records nothing here."""
+        """A copy for warm-up steps: drafts as much as possible, and records nothing in this one."""
         lengths = DraftLengths(self.num_drafts)
         return Speculator(
             self._requests, self._proposer, lengths, self.num_drafts, self._most_drafts
@@ -78,7 +78,7 @@ class Speculator(PerRequestState):
 
     @property
     def reads_text(self) -> bool:
-        """Whether the host must know all tokens before the next step's drafts."""
+        """Whether the host must have read all tokens before the next step's drafts are made."""
         return self._proposer.reads_text
 
     def is_copying(self, req_ids: Iterable[str]) -> bool:
@@ -201,7 +201,7 @@ class Speculator(PerRequestState):
         return _lists(req_ids, drafts.token_ids, drafts.counts_np)
 
     def complete_draft_kv(self, ends: Mapping[str, int]) -> None:
-        """Makes the proposer write the K/V that it has left out of requests' first tokens.
+        """Makes the proposer write the K/V of requests' first tokens that are still missing.
 
         Args:
             ends: request id to the number of tokens; ignores requests that are gone.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suffix decoding: drafts what most often followed the last tokens, here and in past outputs.
+"""Suffix decoding: drafts the tokens that most often followed the text's last tokens before.
 
 SuffixDecoding, Oliaro et al. 2024, arXiv:2411.04975, with the options of vLLM's method `suffix`.
 The paper counts in suffix trees; here, counts are taken on demand over the positions where the last
@@ -57,7 +57,7 @@ class SuffixProposer(TextProposer):
         """
         Args:
             num_drafts: num_speculative_tokens, the most drafts of a request (K).
-            options: as configured.
+            options: the configured settings.
             max_cached_tokens: most tokens of all cached outputs, a second bound on memory.
         """
         super().__init__(num_drafts)
@@ -108,7 +108,7 @@ class SuffixProposer(TextProposer):
     def _likeliest(
         self, source: np.ndarray, ends: np.ndarray, text: np.ndarray, limit: int
     ) -> tuple[float, list[int]]:
-        """Score and tokens of the best draft behind a match in one source; (0.0, []) if none."""
+        """Score and tokens of the best draft after a match in one source; (0.0, []) if none."""
         ends = ends[ends < len(source)]  # without the text's own end
         if not len(ends):
             return 0.0, []

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Axes:
-    """How a model rotates by three positions per token (time, height, width)."""
+    """Rotary settings of a model with three positions per token (time, height, width)."""
 
     rotation: Rotation
     merge_size: int  # patches per token, along each side
@@ -38,7 +38,7 @@ class Axes:
 
 @dataclass(frozen=True)
 class StepImages:
-    """The image tokens of a forward."""
+    """Batch indices and embeddings of a forward's image tokens."""
 
     rows_np: np.ndarray  # [n] int32, their batch indices, ascending
     embeddings: mx.array  # [n, H], the tower's
@@ -46,8 +46,6 @@ class StepImages:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A request that has images."""
-
     req_id: str
     images: list[Image]
 
@@ -59,8 +57,6 @@ class _Prompt:
 
 @dataclass(frozen=True)
 class _Span:
-    """Scheduled tokens of a request that has images."""
-
     prompt: _Prompt
     start: int  # batch index of its first token
     places_np: np.ndarray  # [n] int32, the tokens' indices in the request
@@ -139,8 +135,8 @@ class ImageColumn(PerRequestState):
         """Looks up the tower's output for a token of a request.
 
         Args:
-            req_idx: of a request, with or without images.
-            index: of the token in the request.
+            req_idx: the request, with or without images.
+            index: the token's index in the request.
             encode: computes the image if the encoder does not have it, since the scheduler has
                 reserved room for it in the coming step.
 

@@ -19,7 +19,7 @@ DEEPSTACK = "deepstack"
 
 
 def put_in(model: nn.Module, levels: int) -> None:
-    """Makes a text model's first `levels` layers add a step's DEEPSTACK to their output."""
+    """Makes the first `levels` text layers add a step's DeepStack outputs (extra DEEPSTACK)."""
     for level, layer in enumerate(model.layers[:levels]):
         follow_call(layer, partial(_add_level, level))
 

@@ -14,7 +14,7 @@ from vllm_metal.metrics.step_metrics import measure
 
 
 class Encoder:
-    """A tower and its outputs for images that requests still need or may need again.
+    """A vision tower, and a cache of its outputs by image hash.
 
     vLLM's scheduler decides what stays in its encoder cache and frees by hash. The encoder
     outlives the runner and its pool, as the scheduler's accounting does.
@@ -47,7 +47,7 @@ class Encoder:
         return found
 
     def known(self, image: Image) -> mx.array | None:
-        """The image's output, or None if it would have to be computed."""
+        """The image's cached output; None if it is not cached."""
         return self._outputs.get(image.key)
 
     def free(self, keys: Iterable[str]) -> None:

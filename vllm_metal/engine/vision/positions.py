@@ -59,7 +59,7 @@ class ShiftTable:
             self._behind_np = np.pad(self._behind_np, (0, missing))
 
     def leave(self, req_idx: int) -> None:
-        """Clears a req_idx, even one it does not know."""
+        """Clears a req_idx; no-op if its request has no images."""
         if self._of.pop(req_idx, None) is not None:
             self._ends_np[req_idx] = self._behind_np[req_idx] = 0
 

@@ -41,9 +41,9 @@ def positioned(
     """Adds the tokens' shifts to a forward's positions.
 
     Args:
-        inputs: with each token's index in its request as position.
+        inputs: its positions are each token's index in the request.
         shifts_np: see ShiftTable.of_rows.
-        rotation: of the network; None: it rotates by one position per token, the time.
+        rotation: the network's; None: the network rotates by one position per token, the time.
     """
     if shifts_np is None:
         return inputs
@@ -54,7 +54,7 @@ def positioned(
 
 
 class RopeOfRows(nn.Module):
-    """A layer's RoPE that rotates by the step's ROTATION if it has one."""
+    """A layer's RoPE; rotates by the step's ROTATION in steps with image tokens."""
 
     def __init__(self, rope: nn.RoPE) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ def headers(folder: Path) -> dict[str, Header]:
 def headers_of(
     files: Iterable[Path], counts: Callable[[str, Path], bool] = lambda name, path: True
 ) -> dict[str, Header]:
-    """Reads the headers of tensors in safetensors files; `counts` selects by name and file.
+    """Reads the headers of tensors in safetensors files; `counts` selects tensors by name and file.
 
     Raises:
         ModelLoadError: a file is unreadable or truncated, or two have a tensor of the same name.

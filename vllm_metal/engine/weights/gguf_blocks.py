@@ -56,7 +56,7 @@ def plain(tensor: GGUFTensor, order: Order = None) -> LazyArray:
 
 
 def exact(tensor: GGUFTensor, order: Order = None) -> tuple[dict[str, LazyArray], Convert]:
-    """Opens a tensor of a type in EXACT: its arrays, and a function that packs them.
+    """Opens a tensor of a type in EXACT; returns its arrays, and a function that packs them.
 
     Args:
         tensor: [..., out, in].
@@ -90,7 +90,7 @@ def exact(tensor: GGUFTensor, order: Order = None) -> tuple[dict[str, LazyArray]
 def decoded(
     tensor: GGUFTensor, packs: bool, order: Order = None
 ) -> tuple[dict[str, LazyArray], Convert]:
-    """Opens a tensor of any type, dequantized: its arrays, and a function that makes a weight.
+    """Opens a tensor of any type; returns its arrays, and a function that dequantizes them.
 
     Args:
         tensor: [..., out, in].

@@ -104,7 +104,7 @@ def awq_by_rows(
         scales: [out, 8 * words] floating point: one per group, then padding.
         qzeros: [out, words] int32, in order; None: 8.
         dtype: dtype of activations.
-        group_size: as configured; None for whole rows.
+        group_size: the configured size; None for whole rows.
     """
     num_in = qweight.shape[-1] * 8
     groups = 1 if group_size is None else num_in // group_size
@@ -127,7 +127,7 @@ def compressed(
 ) -> Weight:
     """Converts a weight in compressed-tensors' "pack-quantized" format.
 
-    Stored integers are positive: an offset was added. A word holds as many as fit whole.
+    Stored integers are positive: an offset was added. A word holds as many whole ones as fit.
 
     Args:
         packed: [..., out, words] int32.

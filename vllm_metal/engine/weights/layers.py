@@ -46,7 +46,7 @@ class ScaledSwitchLinear(QuantizedSwitchLinear):
     """Experts' quantized projections with `output_scale` ([E, out] float32)."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        """Maps [..., 1, in] to [..., 1, out] by the experts of `indices`."""
+        """Maps [..., 1, in] to [..., 1, out] with the experts that `indices` selects."""
         product = mx.gather_qmm(
             _in_range(self, x),
             self["weight"],

@@ -35,7 +35,7 @@ _OUTLINES = ContextVar("outlines", default=False)
 
 @contextmanager
 def outlines_only() -> Iterator[None]:
-    """Within the block, makes arrays that have shapes and dtypes, but whose content is not read."""
+    """Context manager in which arrays have shapes and dtypes, but their content is not read."""
     token = _OUTLINES.set(True)
     try:
         yield
@@ -59,7 +59,6 @@ class LazyArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
         return prod(self.shape) * _DTYPES[self.dtype].size
 
 
@@ -80,7 +79,7 @@ class Reader(Mapping[str, mx.array]):
 
 
 def arrays_of(lazy: Mapping[str, LazyArray]) -> dict[str, mx.array]:
-    """Creates MLX's arrays by name."""
+    """Creates an MLX array for each lazy one, by name."""
     if not lazy:
         return {}
     if _OUTLINES.get():

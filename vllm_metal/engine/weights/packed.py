@@ -246,6 +246,8 @@ def stacked(parts: list[Weight], axis: int = -2) -> Weight:
 
 
 def chunks(num_out: int, num_in: int, multiple: int = 1) -> list[slice]:
-    """Divides rows into slices to dequantize at a time; all but the last fit `multiple`."""
+    """Divides rows into slices to dequantize at a time; their sizes are multiples of `multiple`,
+    except for the last one's.
+    """
     rows = max(_AT_ONCE // max(num_in, 1) // multiple, 1) * multiple
     return [slice(start, min(start + rows, num_out)) for start in range(0, num_out, rows)]

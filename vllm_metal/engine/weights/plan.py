@@ -43,7 +43,7 @@ class StoredWeight:
 
 @dataclass(frozen=True)
 class Plan:
-    """How to read a checkpoint: weights that need a conversion, and tensors that are not used."""
+    """A plan to read a checkpoint: weights to convert, and tensors that are not used."""
 
     weights: Mapping[str, StoredWeight] = field(default_factory=dict)  # by name
     #: Tensors that are not used, such as scales of activations, with the reason.

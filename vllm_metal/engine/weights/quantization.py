@@ -44,7 +44,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Quantization:
-    """A folder's `quantization_config`, from whichever file."""
+    """A folder's `quantization_config`, from config.json or modelopt's hf_quant_config.json."""
 
     method: str  # a value of METHODS
     settings: Config
@@ -154,7 +154,6 @@ def _ignored(settings: Config) -> Iterator[str]:
 
 
 def _check(method: str, settings: Config) -> None:
-    """Rejects settings of a method that are not supported."""
     for key, served, methods in _SERVED:
         value = settings.get(key)
         if method in methods and value is not None and not served(value):

@@ -31,7 +31,7 @@ _FLOATS = ("F32", "BF16", "F16")
 
 
 def float8(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeight | None:
-    """Reads E4M3 values with scales per tensor, row, block or MX group."""
+    """Recognizes E4M3 values with scales per tensor, row, block or MX group; None for others."""
     if len(tensors.shape(name)) < 2 or (scale := _scale_of(name, tensors)) is None:
         return None
     # MLX has no such dtype and writes uint8.
@@ -80,7 +80,7 @@ def float8(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeig
 def blocks_of_gpt_oss(
     name: str, tensors: Tensors, said: Quantization | None
 ) -> StoredWeight | None:
-    """Reads gpt-oss's MXFP4 experts: `X_blocks` and `X_scales` of a weight X, [E, in, out]."""
+    """Recognizes gpt-oss's MXFP4 experts: `X_blocks` and `X_scales` of a weight X, [E, in, out]."""
     weight = name.removesuffix("_blocks")
     scales = f"{weight}_scales"
     if weight == name or scales not in tensors or tensors.dtype(name) != "U8":
@@ -92,7 +92,7 @@ def blocks_of_gpt_oss(
 
 
 def float4(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeight | None:
-    """Reads NVFP4 and MXFP4 of compressed-tensors and modelopt: two values per byte."""
+    """Recognizes NVFP4 and MXFP4 of compressed-tensors and modelopt, with two values per byte."""
     if tensors.dtype(name) != "U8" or len(tensors.shape(name)) < 2:
         return None
     module = re.sub(r"(\.|_)weight_packed$", "", name)
@@ -135,7 +135,7 @@ def float4(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeig
 
 
 def packed_integers(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeight | None:
-    """Reads compressed-tensors' packed integers."""
+    """Recognizes compressed-tensors' packed integers; returns None for other tensors."""
     module = name.removesuffix(".weight_packed")
     if module == name or tensors.dtype(name) not in ("I32", "U32"):
         return None
@@ -178,7 +178,7 @@ def packed_integers(name: str, tensors: Tensors, said: Quantization | None) -> S
 
 
 def int8(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeight | None:
-    """Reads 8-bit integers, one per byte."""
+    """Recognizes 8-bit integers, one per byte; returns None for other tensors."""
     scales = f"{name}_scale"
     if tensors.dtype(name) != "I8" or scales not in tensors or len(tensors.shape(name)) < 2:
         return None

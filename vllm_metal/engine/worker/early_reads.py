@@ -21,7 +21,8 @@ FIRST, MOST = 8, 1024
 class EarlyReads:
     """Reads a step's tokens before or after the next submission.
 
-    Each read before a submission that has to wait doubles the threshold for the next one.
+    If an early read has to wait for the device, twice as many reads in a row must not have waited
+    before the next early one.
     """
 
     def __init__(self) -> None:
@@ -31,11 +32,11 @@ class EarlyReads:
 
     @property
     def due(self) -> bool:
-        """Whether the next read comes before the next submission."""
+        """Whether the newest step's tokens are to be read before the next submission."""
         return self._quick >= self._needed
 
     def before_submit(self, newest: StepOutput | None, ended: bool) -> None:
-        """Reads the tokens of the newest submitted step, if that is due.
+        """Reads the tokens of the newest submitted step, if an early read is `due`.
 
         `ended` says that the host has already waited for the step.
         """

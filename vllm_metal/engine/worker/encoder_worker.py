@@ -88,7 +88,6 @@ class EncoderModel(ServedModel):
         return {}
 
     def pool_size(self, memory: MemoryPlanner, transfer_bytes: int) -> int:
-        """Returns 0, since there is no pool."""
         return 0
 
     def executor(self) -> EncoderExecutor:

@@ -27,7 +27,7 @@ class KeepAwake:
         self,
         timer: Callable[[float, Callable[[], None]], threading.Timer] = threading.Timer,
     ) -> None:
-        """`timer` makes timers from seconds and a function to call then."""
+        """`timer` makes a timer from a delay in seconds and a function to call after it."""
         self._make_timer = timer
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -35,7 +35,7 @@ class KeepAwake:
         self._failed = False
 
     def update(self, busy: bool) -> None:
-        """Called at every step with whether there are requests."""
+        """Called at every step; `busy` says whether the engine has requests."""
         if busy == (self._process is not None and self._timer is None):
             return
         with self._lock:

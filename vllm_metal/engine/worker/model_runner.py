@@ -117,7 +117,7 @@ class ModelRunner:
         """Notifies hooks, requests and columns of a step, each only once even if one call failed.
 
         Args:
-            step: as the scheduler sent it.
+            step: the scheduler's step.
             sound: whether the pool holds what the scheduler assumes.
 
         Raises:
@@ -147,7 +147,7 @@ class ModelRunner:
     ) -> ModelRunner:
         """Makes a runner for warm-up steps, over the same networks, pool and requests.
 
-        It drafts only with a draft network, and records nothing in this runner.
+        The new runner drafts only with a draft network, and records nothing in this one.
 
         Args:
             make_head: makes its output head from this runner's model and requests.
@@ -169,7 +169,7 @@ class ModelRunner:
 
     @property
     def ends_at_once(self) -> bool:
-        """Whether a step is finished in the call that begins it."""
+        """Whether `execute_model` also returns the step's results, without `sample_tokens`."""
         return self._end.at_once
 
     @property
@@ -182,7 +182,9 @@ class ModelRunner:
         self._joining += arrays
 
     def complete_draft_kv(self, ends: Mapping[str, int]) -> None:
-        """Completes draft K/V and recurrent states in blocks, also of requests that draft no more.
+        """Writes draft K/V and recurrent states that requests' blocks still lack.
+
+        Includes requests that no longer draft.
 
         Args:
             ends: request id to the number of its tokens that must have K/V.
@@ -195,9 +197,9 @@ class ModelRunner:
             self._speculator.complete_draft_kv(ends)
 
     def finalize_blocks(self, scheduler_output: SchedulerOutput) -> None:
-        """Completes the blocks of requests that leave in this step, for others to reuse.
+        """Completes the blocks of requests that leave in this step, so that others can reuse them.
 
-        A session between turns resumes after its last token.
+        Includes the last block of a session between turns, which resumes after its last token.
         """
         if self._speculator is None:
             return
@@ -225,7 +227,7 @@ class ModelRunner:
         host must know its tokens.
 
         Args:
-            scheduler_output: of the step to be laid out; None: the host must know all tokens.
+            scheduler_output: the next step's; None: the host must know all tokens.
         """
         if self._speculator is None or not self._pending:
             return
@@ -260,7 +262,7 @@ class ModelRunner:
         Raises:
             RequestsRefused: some requests could not be added. They have no req_idx, and all others
                 are intact. State that this runner's columns keep of them, such as a custom logits
-                processor's, is undefined: make the runner anew.
+                processor's, is undefined: make a new runner.
         """
         for column in self._columns:
             column.step_begins(scheduler_output)
@@ -284,7 +286,7 @@ class ModelRunner:
             raise RequestsRefused(failed)
 
     def update_blocks(self, scheduler_output: SchedulerOutput) -> None:
-        """Clears and copies blocks as the scheduler asks, even if no tokens are scheduled."""
+        """Clears and copies the blocks that the scheduler lists, even in a step without tokens."""
         zeroed, copied = (
             scheduler_output.new_block_ids_to_zero,
             scheduler_output.kv_cache_block_copies,

@@ -109,12 +109,12 @@ class Networks:
         return Networks(target, layers, draft, draft_bytes, columns, adapters, encoder)
 
     def variables(self, inputs: ForwardInputs) -> object:
-        """What the target's forward reads besides its inputs and may change; None if nothing."""
+        """LoRA matrices that the target's forward of `inputs` reads; None without adapters."""
         return None if self.adapters is None else self.adapters.updates.variables(inputs)
 
     @property
     def adapter_bytes(self) -> AdapterBytes | None:
-        """Most memory that LoRA adapters take; None if none are served."""
+        """Maximum bytes of LoRA adapters; None if none are served."""
         return None if self.adapters is None else self.adapters.nbytes
 
     def heaviest_extras(self, rows: Rows) -> Mapping[str, mx.array]:

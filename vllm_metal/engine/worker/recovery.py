@@ -174,7 +174,7 @@ class RecoveringRunner:
             logger.error("A hook failed after a step that failed", exc_info=error)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Returns drafts for the scheduler, or None after a failure that it does not know of."""
+        """Returns drafts for the scheduler; None after a failure not yet reported to it."""
         return self._attempt(lambda runner: runner.take_draft_token_ids())
 
     def _result(self, step: Step, output: StepOutput | None) -> StepResult:
@@ -232,7 +232,7 @@ class RecoveringRunner:
             self._fail_of_hook(error)
 
     def wait(self) -> None:
-        """Blocks until the device has finished every submitted step, one of which may fail."""
+        """Blocks until the device has finished every submitted step; recovers if one failed."""
         if (error := self._finish()) is not None:
             self._fail(error)
 
@@ -259,7 +259,7 @@ class RecoveringRunner:
             self._drop_runner(lost=False)
 
     def close(self) -> None:
-        """Drops the pool for good; steps still queued on the device may have failed."""
+        """Waits for submitted steps, ignoring their errors, and drops the pool for good."""
         self._drop_runner(lost=self._finish() is not None)
 
     def restore_pool(self) -> None:

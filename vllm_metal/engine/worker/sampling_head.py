@@ -35,8 +35,6 @@ class _PromptRows:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A forward that is built but not yet sampled from."""
-
     batch: InputBatch
     logits: mx.array  # [S, V] of the sampling rows
     prompt_rows: list[_PromptRows]

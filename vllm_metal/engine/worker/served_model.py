@@ -125,7 +125,6 @@ class ServedModel:
             return networks
 
     def release(self) -> None:
-        """Frees the weights."""
         self._networks = None
         mlx_device.give_back()
 
@@ -155,7 +154,7 @@ class ServedModel:
         )
 
     def specs(self) -> dict[str, KVCacheSpec]:
-        """Returns this rank's layers as vLLM's scheduler sees them."""
+        """Returns vLLM's KV cache spec of each of this rank's layers, by name."""
         specs, draft = self._specs_of_all_ranks(), self.networks.draft
         # vLLM would not load the last block of a transferred prompt for layers that it knows as a
         # draft network's; here their K/V arrive complete (`spec_decode.draft_writer`).
@@ -212,7 +211,7 @@ class ServedModel:
         return 2 * weights + MOST_POOL_ARRAYS * len(networks.all_layers)
 
     def make_runner(self, parts: RunnerParts, graphs: Graphs) -> ModelRunner:
-        """Allocates the pool and all that works on it; see CompiledForward on `graphs`."""
+        """Allocates the pool, and makes a runner on it; for `graphs`, see CompiledForward."""
         networks, block_size, requests = self.networks, self._block_size, parts.requests
         kv_caches = allocate_kv_caches(
             parts.kv_cache_config, networks.all_layers, block_size, self._pool_dtype, self.backend

@@ -29,7 +29,7 @@ class HookedRunner(Protocol):
         ...
 
     def complete_draft_kv(self, ends: Mapping[str, int]) -> None:
-        """Completes draft K/V and recurrent states of requests' first tokens, by request id."""
+        """Writes missing draft K/V and recurrent states; `ends`: request id to number of tokens."""
         ...
 
 
@@ -45,7 +45,7 @@ class StepHooks:
         """Called when there is a new, empty pool.
 
         Args:
-            runner: on that pool. Release it in `before_pool_goes`, or the pool stays in memory
+            runner: uses that pool. Release it in `before_pool_goes`, or the pool stays in memory
                 beside the next one.
         """
 
@@ -66,13 +66,13 @@ class StepHooks:
         With speculation, the host has read the tokens of the step before.
 
         Args:
-            scheduler_output: of the step, which may have nothing scheduled.
-            sound: whether the pool holds what the scheduler assumes. False until the scheduler has
-                heard of a failed step; the step is then skipped.
+            scheduler_output: the step's, which may have nothing scheduled.
+            sound: whether the pool holds what the scheduler assumes. False until a failed step is
+                reported to the scheduler; the step is then skipped.
         """
 
     def before_forward(self) -> None:
-        """Called when requests are updated, and blocks cleared and copied as the scheduler asks.
+        """Called after requests are updated, and the step's blocks are cleared and copied.
 
         This is the moment to copy blocks in. Not called if the pool was lost before.
         """
@@ -91,7 +91,7 @@ class StepHooks:
 
         Args:
             computed: whether the pool holds what the scheduler assumes, this step included. False
-                if the step failed, or is skipped until the scheduler hears of one that did.
+                if the step failed, or is skipped until a failed one is reported to the scheduler.
 
         Returns:
             The transfers to report to the scheduler, with this step's result even if the step
@@ -129,15 +129,15 @@ class Transfers(Protocol):
 
     @property
     def memory_bytes(self) -> int:
-        """Most memory that the transfers take."""
+        """Maximum bytes that the transfers take."""
         ...
 
     def weights_loaded(self) -> None:
-        """Notes the digests of the weights that were just read, as the files may change later."""
+        """Records digests of the weights that were just read, as the files may change later."""
         ...
 
     def open(self, kv_cache_config: KVCacheConfig, pool: str) -> None:
-        """Opens the configured stores; `pool` is what computes on it, "scatter" or "kernels"."""
+        """Opens the configured stores; `pool`: MLX's "scatter" or our "kernels" write to it."""
         ...
 
     def handshake(self) -> dict[tuple[int, int], Any] | None:

@@ -72,12 +72,12 @@ def run_warm_up(
     Leaves the runner and the pool as they were.
 
     Args:
-        runner: without requests and with nothing in flight.
+        runner: has no requests and no steps in flight.
         sampler: returns the model's own log-probabilities, without the user's logits processors,
             which must not see this request.
         sampling: default sampling parameters by name.
         vocab_size: bounds the token ids.
-        room: of the engine.
+        room: the engine's capacity.
     """
     with_drafts, rows = runner.num_drafts > 0, 1 + runner.num_drafts
     num_steps = NUM_DECODE_STEPS_WITH_DRAFTS if with_drafts else NUM_DECODE_STEPS

@@ -299,7 +299,6 @@ class MetalWorker(WorkerBase):
             return self._adapters.remove(lora_id)
 
     def pin_lora(self, lora_id: int) -> bool:
-        """Keeps an adapter in a slot."""
         with self._turn:
             return self._adapters.pin(lora_id)
 

@@ -23,7 +23,7 @@ def family(name: str, wanted_by: str) -> ModuleType:
 
     Args:
         name: usually the `model_type` of a configuration.
-        wanted_by: what needs it, as the subject of the error's sentence.
+        wanted_by: feature that needs the module, as the subject of the error's sentence.
 
     Raises:
         ImportError: mlx-vlm is not installed; the message has the install command.

@@ -26,7 +26,7 @@ class EncoderExecutor(PagedLayers):
     ) -> mx.array:
         """Returns lazy [T, 1, H] hidden states of a step's whole texts.
 
-        block_tables: unused. inputs: inputs of the model; None: `rows.inputs`.
+        block_tables: unused. inputs: the model's inputs; None: `rows.inputs`.
 
         Raises:
             RuntimeError: part of a text is missing.

@@ -32,9 +32,9 @@ def largest_lengths(rows: int, longest: int, texts: int) -> list[int]:
 
 
 def rows_of(lengths: list[int], token_ids: np.ndarray | None = None) -> Rows:
-    """Returns rows of whole texts.
+    """Returns a batch of whole texts.
 
-    lengths: [R] tokens of each, at least 1. token_ids: [T] int32; None: id 0 for all.
+    lengths: [R] tokens of each text, at least 1. token_ids: [T] int32; None: id 0 for all.
     """
     lengths_np = np.array(lengths, np.int32)
     ends_np = np.cumsum(lengths_np)

@@ -22,7 +22,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Family:
-    """Models computed by one module of mlx-vlm or mlx-lm."""
+    """Encoders computed by one module of mlx-vlm or mlx-lm, and the config keys it supports."""
 
     module: str  # module name
     by_mlx_vlm: bool
@@ -37,7 +37,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A supported entry of `architectures` in a config.json."""
+    """A supported entry of `architectures` in a config.json: its family and its head."""
 
     family: Family
     classifies: bool = False  # has a head over labels
@@ -153,7 +153,7 @@ def refuse_others(content: Config) -> None:
 
 
 def is_causal(hf_config: Any) -> bool:
-    """Returns whether a Gemma uses causal attention."""
+    """Returns whether a Gemma model uses causal attention."""
     return not getattr(hf_config, "use_bidirectional_attention", False)
 
 

@@ -34,7 +34,7 @@ def served_family(source: GGUFSource) -> Family:
     """Finds a file's family for serving.
 
     Raises:
-        ConversionError: it is not a language model, or its family is not supported.
+        ConversionError: the file is not a language model, or its family is not supported.
     """
     architecture, path = source.architecture, source.path
     if source.get("general.type") == "adapter":

@@ -10,12 +10,10 @@ from .stems import TOP, Stems
 
 
 def has_experts(source: GGUFSource) -> bool:
-    """Whether a file's layers have experts."""
     return bool(source.arch("expert_count", 0))
 
 
 def has_none(source: GGUFSource) -> bool:
-    """Whether a file's layers have no experts."""
     return not has_experts(source)
 
 

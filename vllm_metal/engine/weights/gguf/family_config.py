@@ -22,9 +22,10 @@ _MLA_YARN = 0.1  # llama.cpp stores a tenth of mscale_all_dim, the factor of YaR
 
 
 def window_kinds(source: GGUFSource, period: int) -> list[str]:
-    """Builds `layer_types` from the file, which flags sliding-window layers or has a period.
+    """Builds `layer_types` from the file's `attention.sliding_window_pattern`.
 
-    `period`: distance of full-attention layers if the file has neither.
+    The key has a flag per layer, or a period: every so many layers one has full attention.
+    `period`: the period if the file lacks the key.
     """
     layers = source.require_arch("block_count")
     stated = source.arch("attention.sliding_window_pattern", period)
@@ -214,7 +215,7 @@ def phi3(source: GGUFSource, config: Config) -> Config:
 
 
 def every_fourth_sees_all(source: GGUFSource, config: Config) -> Config:
-    """Builds `layer_types` with full attention in every fourth layer, unless the file differs."""
+    """Builds `layer_types` by `window_kinds`, by default with full attention in every 4th layer."""
     return {"layer_types": window_kinds(source, 4)}
 
 

@@ -49,13 +49,13 @@ def served_names(family: Family, source: GGUFSource) -> dict[str, list[str]]:
 
 
 def parted(name: str) -> tuple[str, str]:
-    """Splits a tensor's name into stem and suffix ("" if there is none)."""
+    """Splits a tensor's name into stem and suffix: "weight", "bias", or "" if it has neither."""
     stem, _, suffix = name.rpartition(".")
     return (stem, suffix) if suffix in ("weight", "bias") else (name, "")
 
 
 def stem_of(name: str) -> str:
-    """Returns a tensor's stem under `blk.N.`; outside of layers, its name without the suffix."""
+    """Returns a tensor's name without the prefix `blk.N.` and without the suffix (see `parted`)."""
     stem = parted(name)[0]
     return stem.split(".", 2)[2] if stem.startswith("blk.") else stem
 
@@ -86,7 +86,7 @@ def row_order(family: Family, source: GGUFSource, name: str) -> Order | None:
 
 
 def joined_order(source: GGUFSource, names: list[str]) -> Order | None:
-    """Returns, for each row of a parameter, its row in the concatenated tensors; None: the same."""
+    """Returns each parameter row's index in the concatenated tensors; None: the same order."""
     # Qwen3-Next's projection groups queries, keys, values and gates by key head; GGUF has those of
     # all heads one after the other.
     if stem_of(names[-1]) != "attn_gate" or len(names) == 1:
@@ -122,7 +122,6 @@ def _v_head_order(source: GGUFSource, size: int | None = None) -> Order:
 
 
 def has_attention_bias(source: GGUFSource) -> bool:
-    """Whether attention projections have biases."""
     return any(name.endswith(".attn_q.bias") for name in source.tensors)
 
 

@@ -46,7 +46,7 @@ SECOND_NORM = {
 
 
 def experts(module: str, router: str, switch: str = "switch_mlp") -> Stems:
-    """Maps stems of routed experts to `module`; `switch` is the submodule that stacks experts."""
+    """Maps GGUF tensor stems of routed experts to mlx-lm's `module`; `switch` stacks experts."""
     return {
         "ffn_gate_inp": f"{module}.{router}",
         "ffn_gate_exps": f"{module}.{switch}.gate_proj",
@@ -56,7 +56,7 @@ def experts(module: str, router: str, switch: str = "switch_mlp") -> Stems:
 
 
 def shared(module: str) -> Stems:
-    """Maps stems of shared experts to `module`."""
+    """Maps GGUF tensor stems of shared experts to mlx-lm's `module`."""
     return {
         "ffn_gate_shexp": f"{module}.gate_proj",
         "ffn_up_shexp": f"{module}.up_proj",
@@ -65,7 +65,7 @@ def shared(module: str) -> Stems:
 
 
 def mamba(module: str) -> Stems:
-    """Maps stems of a Mamba 2 mixer to `module`."""
+    """Maps GGUF tensor stems of a Mamba 2 mixer to mlx-lm's `module`."""
     return {
         "ssm_in": f"{module}.in_proj",
         "ssm_conv1d": f"{module}.conv1d",
@@ -78,7 +78,7 @@ def mamba(module: str) -> Stems:
 
 
 def mamba1(module: str) -> Stems:
-    """Maps stems of a Mamba mixer, with Jamba's norms, to `module`."""
+    """Maps GGUF tensor stems of a Mamba mixer, with Jamba's norms, to mlx-lm's `module`."""
     return {
         **mamba(module),
         "ssm_x": f"{module}.x_proj",
