@@ -82,7 +82,7 @@ def test_a_models_own_layer_drafts_and_the_key_turns_it_off(whole, messages):
 def test_a_layer_beside_a_model_drafts_and_without_it_the_model_is_served(whole, alone, messages):
     assert DRAFTS not in played(alone)
     (said,) = {message for message in messages() if "rafts" in message}
-    assert said.startswith("Serves without drafts") and f"{alone}/mtp, or folders of" in said
+    assert said.startswith("Serving without drafts") and f"{alone}/mtp, or folders of" in said
     layers = split(whole, alone.parent / "alone-MTP", q_bits=4, q_group_size=32)
     assert played(alone)[ACCEPTED] > 0
     assert any(f"MTP layer in {layers}" in message for message in messages())

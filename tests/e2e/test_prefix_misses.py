@@ -104,7 +104,7 @@ def test_streams_texts_and_the_other_routes_say_it_too(client, server):
     assert messages("at turn 8")["cause"] == "counter"
     assert server.metric("vllm:prefix_cache_lost_tokens_total", cause="counter") > 64
     log = server.log.read_text()
-    assert "were not found in the prefix cache" in log
+    assert "Prefix cache missed" in log
     assert "bakery" not in log
 
 

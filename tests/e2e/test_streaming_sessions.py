@@ -304,10 +304,10 @@ def test_what_a_session_cannot_have_is_refused_by_name(tiny):
             {"prompt_logprobs": 1},
             {"structured_outputs": StructuredOutputsParams(regex="a+")},
         ):
-            with pytest.raises(ValueError, match=f"{next(iter(setting))} is not served in a sess"):
+            with pytest.raises(ValueError, match=f"{next(iter(setting))} is not supported in str"):
                 session.send([3, 4], streamed(max_tokens=2, **setting))
         session.ask([3, 4])
-        with pytest.raises(ValueError, match=r"logprobs is 1 in a turn .* whose first has None"):
+        with pytest.raises(ValueError, match=r"logprobs=1 is not .* first turn sets None"):
             session.send([3, 4], streamed(max_tokens=2, logprobs=1))
         session.ask([3, 4])
         session.close()

@@ -24,7 +24,7 @@ def test_a_secret_is_read_without_the_space_around_it(tmp_path):
 @pytest.mark.parametrize(
     ("content", "mode", "reason"),
     [
-        (KEY[:-1] + b" \n", 0o600, r"holds 15 bytes, and a secret needs 16.*openssl rand"),
+        (KEY[:-1] + b" \n", 0o600, r"holds 15 bytes, but a secret needs 16.*openssl rand"),
         (b"", 0o600, "holds 0 bytes"),
         (KEY, 0o640, r".*mode 0640 gives other users access: run `chmod 600"),
         (KEY, 0o604, ".*mode 0604"),

@@ -241,7 +241,7 @@ _REFUSED = union(
                 "mlx-lm reads the config.json beside the weights": "hf_config_path",
                 "use a checkpoint that is quantized, of any format": "quantization",
                 "only tokens are accepted as input": "enable_prompt_embeds ec_transfer_config",
-                "adapters have the model's dtype": "lora_dtype",
+                "adapters use the model's dtype": "lora_dtype",
                 "adapters are supported for linear layers of the text model only": (
                     "default_mm_loras enable_tower_connector_lora max_lora_cls_labels"
                 ),

@@ -235,7 +235,7 @@ def check_options(given: Sequence[str], own: Mapping[str, str]) -> None:
     for option in given:
         name = option.partition("=")[0].replace("_", "-")
         if option.startswith("--") and name in advice:
-            raise ValueError(f"{name} behind --serve: {advice[name]}")
+            raise ValueError(f"{name} after --serve is not supported: {advice[name]}")
 
 
 def serve_command(

@@ -96,7 +96,7 @@ class BatchWriter:
                     batch, copies, first, first + count
                 )
         except Exception:
-            logger.exception("Blocks that left the KV pool could not be stored")
+            logger.exception("Blocks copied out of the KV pool could not be stored")
         copies.clear()  # before the room they took is reused
         self._written.put((batch, sizes))
 

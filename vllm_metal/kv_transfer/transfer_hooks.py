@@ -110,7 +110,7 @@ class TransferHooks(StepHooks):
                     self._runner.complete_draft_kv(self._draft_ends({}))
                 self.store_jobs.drain(DRAIN_SECONDS)
         except Exception:
-            logger.exception("Blocks could not be copied out of the KV pool before it goes")
+            logger.exception("Blocks could not be copied out of the KV pool before it is freed")
         self.store_jobs.lose_pool()
         self.load_jobs.lose_pool()
         if (shared := self.store.shared_pool) is not None:

@@ -30,14 +30,15 @@ class StepMetrics:
     host_seconds: float = Metric(
         "histogram",
         "vllm:metal_step_host_seconds",
-        "Host time of a step until all of it was handed to the device.",
+        "Host time to prepare a step and submit it to the device.",
         buckets=_BUCKETS,
     ).field()
     #: Upper bound; None: the step sampled no token, so its end is unknown.
     device_seconds: float | None = Metric(
         "histogram",
         "vllm:metal_step_device_seconds",
-        "Time from a step's hand-over, or the end of the step before, until its tokens came.",
+        "Time from a step's submission, or the previous step's end if later, until its tokens "
+        "were ready.",
         buckets=_BUCKETS,
     ).field()
     #: Parts of `device_seconds`, with `decode_seconds`.

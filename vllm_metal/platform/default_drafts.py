@@ -55,8 +55,8 @@ def default_drafts(args: EngineArgs, model: ModelConfig) -> dict[str, Any] | Non
     if found is None:
         if mtp_folders.depth_of(content):
             logger.info(
-                "Serves without drafts: config.json states an MTP layer, and the checkpoint has "
-                "none, nor is there any in %s (docs/speculation.md)",
+                "Serving without drafts: config.json declares an MTP layer, but the checkpoint "
+                "contains none, and none was found in %s (docs/speculation.md)",
                 mtp_folders.places(folder),
             )
         return None

@@ -16,7 +16,10 @@ _OURS = "mlx-vlm's towers compute images"
 _NO_KERNELS = f"{_OURS}, in the model's dtype"
 #: Maps each option to its field of `MultiModalConfig` and to why it is rejected.
 REFUSED_OF_IMAGES: dict[str, tuple[str, str]] = {
-    "--enable-mm-embeds": ("enable_mm_embeds", "images come as images, not as their embeddings"),
+    "--enable-mm-embeds": (
+        "enable_mm_embeds",
+        "image embeddings are not accepted: send images",
+    ),
     "--mm-encoder-only": ("mm_encoder_only", "the text model is always served"),
     "--mm-processor-cache-type": (
         "mm_processor_cache_type",

@@ -106,7 +106,7 @@ def _lora_refusals(config: VllmConfig) -> dict[str, bool]:
         "--enable-lora with --runner pooling (adapters are for models that generate)": (
             pools(config)
         ),
-        f"--lora-dtype {lora.lora_dtype} (adapters have the model's: leave it out)": (
+        f"--lora-dtype {lora.lora_dtype} (adapters use the model's dtype: leave it out)": (
             model is not None and lora.lora_dtype not in ("auto", model.dtype)
         ),
         "--fully-sharded-loras": lora.fully_sharded_loras,

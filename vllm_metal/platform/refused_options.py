@@ -33,7 +33,7 @@ class RefusedOption:
 
 
 _ONE_DEVICE = "there is one device"
-_MLX_LM = "mlx-lm's modules are the models"
+_MLX_LM = "mlx-lm's modules are used instead"
 _NO_CLASSES = "vLLM's own model classes alone do that"
 _UNIFIED = "memory is unified: there is no other side to offload weights to"
 
@@ -147,7 +147,11 @@ REFUSED_OPTIONS = (
         "cache_config.enable_mamba_shared_prefix_checkpoint",
         "states are kept at the ends of blocks",
     ),
-    RefusedOption("--use-replayssm", "cache_config.use_replayssm", "states are kept, not inputs"),
+    RefusedOption(
+        "--use-replayssm",
+        "cache_config.use_replayssm",
+        "recurrent states are cached, not layer inputs",
+    ),
 )
 
 

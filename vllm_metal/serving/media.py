@@ -28,7 +28,11 @@ def check(fields: Mapping[str, Any]) -> None:
     """
     for name in _COSTS:
         if fields.get(name):
-            raise Refusal(400, f"{name} is set for all tenants, with the server's options.")
+            raise Refusal(
+                400,
+                f"{name} is not supported in requests: the server's options set it for all "
+                "tenants. Leave it out.",
+            )
     if any(each.get("uuid") is not None and _is_media(each) for each in _objects(fields)):
         raise Refusal(
             400, "The uuid of an image is not supported on this server: send the image itself."

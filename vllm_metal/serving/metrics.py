@@ -43,7 +43,7 @@ class ServerMetrics:
         )
         self.kept_answers = Counter(
             "vllm:response_cache_requests",
-            "Requests by what the response cache did.",
+            "Requests by result of the response cache (hit, miss, bypass).",
             ("result",),
             registry=registry,
         )
@@ -58,7 +58,8 @@ class ServerMetrics:
         )
         self.durations = Histogram(
             "vllm:request_duration_seconds",
-            "From a request's last byte in to its answer's last byte out, by how it ended.",
+            "Seconds from a request's last byte received to its response's last byte sent, by "
+            "outcome.",
             ("outcome",),
             buckets=_BUCKETS,
             registry=registry,

@@ -136,7 +136,7 @@ def _check_references(secret: bytes, key: Key, outgoing: dict[str, Any]) -> None
     more = outgoing.get("vllm_xargs")  # vLLM reads both from there, too
     for name in _TRANSFERS:
         if outgoing.pop(name, None) is not None or (isinstance(more, dict) and name in more):
-            raise Refusal(400, f"{name!r} is not for tenants.")
+            raise Refusal(400, f"{name!r} is not supported for tenants. Leave it out.")
     earlier = outgoing.get("previous_response_id")
     if earlier is not None and not (
         isinstance(earlier, str) and response_ids.belongs(secret, key.identity, earlier)
@@ -157,5 +157,7 @@ def _client_salt(outgoing: dict[str, Any]) -> str:
             400, f"'cache_salt' must be 1 to {_MAX_SALT} characters, without @, / and \\."
         )
     if salt.startswith("vm1-"):
-        raise Refusal(400, "'cache_salt' may not begin with 'vm1-', as the server's own do.")
+        raise Refusal(
+            400, "'cache_salt' may not begin with 'vm1-': the server reserves this prefix."
+        )
     return salt

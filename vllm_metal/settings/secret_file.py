@@ -34,7 +34,7 @@ def read(path: Path, setting: str) -> bytes:
         )
     if len(secret) < MIN_BYTES:
         raise ValueError(
-            f"{named} holds {len(secret)} bytes, and a secret needs {MIN_BYTES}: make one by "
+            f"{named} holds {len(secret)} bytes, but a secret needs {MIN_BYTES}: create one with "
             f"`openssl rand -hex 32 > {path}`"
         )
     return secret

@@ -94,7 +94,7 @@ def test_what_was_found_is_kept_for_servers_and_shown(run):
         "tiles of drafts (gemma): decode_rows 16",
         "prompts (llama): prompt_rows 1024:64 8192:None (1.20 times",
         "dispatches of a command buffer: dispatches 200 (1.50 times",
-        "not tuned, for time: long prompts",
+        "not tuned, for lack of time: long prompts",
     ):
         assert words in said
     long, short = (line for line in said.splitlines() if "x 1 of" in line)

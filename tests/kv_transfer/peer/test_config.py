@@ -86,7 +86,7 @@ def test_beyond_this_machine_a_secret_is_needed(check, secret):
         ("kv_consumer", {"listen": HERE}, "'kv_consumer' needs .*'peers'"),
         ("kv_consumer", {"listen": HERE, "peers": [THERE]}, "does not use .*'listen'.*kv_both"),
         ("kv_both", {}, "lacks 'path'.* 'listen' and 'peers'"),
-        ("kv_both", {"secret": "/tmp/x"}, "'secret' needs 'listen' or 'peers'"),
+        ("kv_both", {"secret": "/tmp/x"}, "'secret' has no effect without 'listen' or 'peers'"),
         ("kv_consumer", {"peers": [HERE], "outbox_bytes": 5}, "'outbox_bytes' needs 'listen'"),
         ("kv_consumer", {"peers": [HERE], "bytes": "5GB"}, "'bytes' needs 'path'"),
         ("kv_consumer", {"peers": HERE}, "'peers' must be a list of addresses"),

@@ -202,7 +202,10 @@ def finding(outcomes: Sequence[Outcome], on_metal: bool) -> Finding:
         return Finding("kernels", "ok", f"all agree with the references, in {scope}")
     advice = REPORT_BUG
     if on_metal:
-        advice += " A server leaves out what fails for its model; VLLM_METAL_KERNELS=mlx all."
+        advice += (
+            " A server does not use kernels that fail for its model; VLLM_METAL_KERNELS=mlx turns "
+            "all kernels off."
+        )
     return Finding("kernels", "failed", f"{', '.join(failed)} failed, in {scope}", advice)
 
 

@@ -23,7 +23,9 @@ SECONDS = 75.0
 #: longer.
 _LIMIT = 180.0
 _NAME = "tuner"
-_SHARE_IT = "Attach the report to an issue, so that chips like yours begin with what yours found."
+_SHARE_IT = (
+    "Attach the report to an issue, so that its results can become the defaults for this chip."
+)
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,9 @@ def tune(found: Report, commands: Commands, kernels_work: Callable[[], bool]) ->
         Finding(_NAME, "ok", f"kept in {path}, for servers that start from now on", _SHARE_IT)
     )
     if tuning.left:
-        seen = f"not tuned, for time: {'; '.join(tuning.left)}"
-        found.add(Finding("tuner's rest", "warning", seen, "`--tune --full` takes the time."))
+        seen = f"not tuned, for lack of time: {'; '.join(tuning.left)}"
+        advice = "Run `vllm-metal doctor --tune --full` to tune everything."
+        found.add(Finding("tuner's rest", "warning", seen, advice))
 
 
 def table(tuning: Tuning) -> Iterator[str]:

@@ -89,12 +89,12 @@ class DiskConfig(StoreConfig):
 
         store = DiskStore(self.directory, Limits(self.max_bytes, self.daily_write_bytes))
         logger.info(
-            "The prefix cache is kept in %s: %.3g GB at most, %s",
+            "Prefix cache in %s: at most %.3g GB, %s",
             self.directory,
             self.max_bytes / 1e9,
-            "however much is written a day"
+            "no daily write limit"
             if self.daily_write_bytes is None
-            else f"{self.daily_write_bytes / 1e9:.3g} GB written a day at most",
+            else f"at most {self.daily_write_bytes / 1e9:.3g} GB written per day",
         )
         return store
 

@@ -136,8 +136,8 @@ class PeerConfig(StoreConfig):
             )
         if "share" in given and (role != "kv_both" or "listen" not in given):
             raise ValueError(
-                f"{where} 'share' needs kv_role 'kv_both' and 'listen', the address where others "
-                "ask for what this engine has in its pool"
+                f"{where} 'share' needs kv_role 'kv_both' and 'listen', the address at which "
+                "peers fetch pages from this engine's KV pool"
             )
         if cls.is_asked_for(given):
             try:
@@ -146,7 +146,10 @@ class PeerConfig(StoreConfig):
                 raise ValueError(f"{where} 'peers_file': {error}") from error
             _check_secret(config, where)
         elif "secret" in given:
-            raise ValueError(f"{where} 'secret' needs 'listen' or 'peers', who share it")
+            raise ValueError(
+                f"{where} 'secret' has no effect without 'listen' or 'peers': set one of them, or "
+                "leave it out"
+            )
 
     @classmethod
     def of(cls, given: Mapping[str, Any], role: str) -> PeerConfig:

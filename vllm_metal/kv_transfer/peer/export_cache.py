@@ -38,10 +38,12 @@ class ExportStats:
         "Bytes of pages that peers have requested and not received yet.",
     ).field()
     num_refused: int = Metric(
-        "total", "vllm:kv_outbox_refused", "Pages that the outbox had no room for."
+        "total",
+        "vllm:kv_outbox_refused",
+        "Pages not stored in the export cache for lack of room.",
     ).field()
     num_evicted: int = Metric(
-        "total", "vllm:kv_outbox_evicted", "Pages that left the outbox to make room."
+        "total", "vllm:kv_outbox_evicted", "Pages evicted from the export cache."
     ).field()
     sent_bytes: int = Metric(
         "total", "vllm:kv_peer_sent_bytes", "Bytes of pages sent to peers."
@@ -49,10 +51,10 @@ class ExportStats:
     shared_pages: int = Metric(
         "total",
         "vllm:kv_shared_pages",
-        "Pages that left the KV pool because peers asked for them.",
+        "Pages copied out of the KV pool because peers requested them.",
     ).field()
     shared_bytes: int = Metric(
-        "total", "vllm:kv_shared_bytes", "Bytes of those (shared_pages)."
+        "total", "vllm:kv_shared_bytes", "Bytes of pages copied out of the KV pool for peers."
     ).field()
 
 

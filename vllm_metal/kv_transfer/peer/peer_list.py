@@ -155,7 +155,7 @@ class PeerList:
         self.addresses = self._without_own(self._file.addresses)
         self._clients.keep(self.addresses)
         self._present.intersection_update(self.addresses)
-        logger.info("Now fetching K/V from %s", ", ".join(map(str, self.addresses)) or "nobody")
+        logger.info("Now fetching K/V from %s", ", ".join(map(str, self.addresses)) or "no peers")
 
     def _greet(self) -> None:
         # All at once, so that a peer that does not answer does not delay the others.

@@ -40,7 +40,7 @@ _LONGEST_AT_RISK = 1.0
 #: Seconds that a peer is avoided after a failed load; doubled with each further one, and the limit.
 _AVOIDED, _AVOIDED_MOST = 10.0, 300.0
 _CHOICES = "vllm:kv_pull_choices"
-_CHOSEN = "Requests whose pages a peer had, by what was thought to be sooner."
+_CHOSEN = "Requests with pages at a peer, by the choice estimated to be faster."
 
 
 class Rate:
@@ -146,7 +146,7 @@ class PullCounts:
     pulled: int = Metric("total", _CHOICES, _CHOSEN, label=("choice", "pulled")).field(0)
     computed: int = Metric("total", _CHOICES, _CHOSEN, label=("choice", "computed")).field(0)
     failed: int = Metric(
-        "total", "vllm:kv_pulls_failed", "Pulls that did not bring all pages, or not in time."
+        "total", "vllm:kv_pulls_failed", "Pulls that failed or did not return all pages in time."
     ).field(0)
 
 
@@ -298,6 +298,6 @@ class Puller:
         link.avoided_until = now + avoided
         if link.num_failures == 1:
             logger.warning(
-                "The peer %s did not bring pages in time; it is left alone for a while",
+                "Peer %s did not send all pages in time; it is not used for a while",
                 pull.address,
             )

@@ -255,7 +255,7 @@ class PageServer:
 
     def _check(self, terms: Terms) -> None:
         if self._terms().identity != terms.identity:
-            raise handshake.Refused("the pages differ from those agreed on")
+            raise handshake.Refused("the pages no longer match the terms of the handshake")
 
 
 def _listen(address: Address, secret: bytes) -> socket.socket:

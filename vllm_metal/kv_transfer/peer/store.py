@@ -29,7 +29,7 @@ class PeerMetrics(ExportStats, PeerStats):
     shared_leases: int = Metric(
         "gauge",
         "vllm:kv_shared_leased_pages",
-        "Pages of the KV pool that peers have asked for and not let go of yet.",
+        "Pages of the KV pool that peers have leased.",
     ).field()
 
 

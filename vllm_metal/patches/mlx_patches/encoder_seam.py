@@ -26,8 +26,8 @@ def install(module: ModuleType) -> None:
     release = "mlx-vlm " + ".".join(version("mlx-vlm").split(".")[:2])
     if release not in RELEASES:
         raise ValueError(
-            f"{release} may compute encoders as transformers does not: vllm-metal knows those of "
-            f"{' and '.join(RELEASES)}"
+            f"{release} is not supported: its encoders may differ from transformers'. Install "
+            f"{' or '.join(RELEASES)}"
         )
     dense = getattr(module, _NAME)
     if hasattr(dense, _MARK):

@@ -45,8 +45,8 @@ def imported(row: TextModel) -> ModuleType:
     release = "mlx-vlm " + ".".join(version("mlx-vlm").split(".")[:2])
     if release not in RELEASES:
         raise ValueError(
-            f"{release} may compute {row.folder!r} as transformers does not: vllm-metal knows "
-            f"the models of {' and '.join(RELEASES)}"
+            f"{release} is not supported: {row.folder!r} may differ from transformers'. Install "
+            f"{' or '.join(RELEASES)}"
         )
     return module
 

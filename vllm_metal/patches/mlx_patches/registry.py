@@ -203,8 +203,8 @@ def install() -> None:
             continue
         if release not in RELEASES:
             raise ValueError(
-                f"{release} may compute {name!r} as transformers does not: vllm-metal knows what "
-                f"{' and '.join(RELEASES)} lack"
+                f"{release} is not supported: {name!r} may differ from transformers'. Install "
+                f"{' or '.join(RELEASES)}"
             )
         _apply(patches, module)
     for name, patches in OF_MLX_VLM.items():

@@ -138,8 +138,8 @@ def _require_same_settings(
         first, own = (getattr(of, setting, None) for of in (state.first_turn, params))
         if own != first:
             raise ValueError(
-                f"{setting} is {own} in a turn of a session of streaming input whose first "
-                f"has {first}: set the same in all its turns"
+                f"{setting}={own} is not supported in a streaming session whose first turn sets "
+                f"{first}: use the same value in all turns"
             )
     add(self, request, *args, **options)
     if state is None and request.resumable:
@@ -158,7 +158,7 @@ def _refusing(
     for setting, why in REFUSED.items() if options.get("resumable") else ():
         if getattr(params, setting, None) is not None:
             raise ValueError(
-                f"{setting} is not served in a session of streaming input: {why}. Leave it "
-                "out, or send the text as a request of its own"
+                f"{setting} is not supported in streaming sessions: {why}. Leave it out, or send "
+                "the text as a separate request"
             )
     return process(self, request_id, prompt, params, *args, **options)

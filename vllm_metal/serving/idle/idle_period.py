@@ -46,8 +46,8 @@ def refusals(config: VllmConfig, environment: Mapping[str, str] | None = None) -
     environment = os.environ if environment is None else environment
     num_servers = config.parallel_config._api_process_count
     return {
-        f"--api-server-count {num_servers} with {SETTING} (none of them knows when the others "
-        "are idle: leave it out)": num_servers > 1,
+        f"--api-server-count {num_servers} with {SETTING} (no server can tell whether the "
+        "others are idle: leave it out)": num_servers > 1,
         f"VLLM_USE_RUST_FRONTEND=1 with {SETTING} (that front end does not wake an engine up)": (
             environment.get("VLLM_USE_RUST_FRONTEND", "0").lower() in ("1", "true")
         ),

@@ -20,7 +20,7 @@ from vllm_metal.serving.idle.unavailable import CannotWake
 
 logger = init_logger(__name__)
 
-_GIVEN_BACK = {1: "the KV pool is", 2: "the weights are"}
+_FREED = {1: "the KV pool", 2: "the weights"}
 
 
 class SleepingEngine(Protocol):
@@ -170,5 +170,5 @@ class Sleeper:
             except Exception as error:
                 logger.error("The idle engine could not go to sleep: %s", error)
                 return False
-            logger.info("Idle: returned %s of memory", _GIVEN_BACK[period.level])
+            logger.info("Idle: freed %s", _FREED[period.level])
             return True

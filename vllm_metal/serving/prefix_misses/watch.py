@@ -119,8 +119,8 @@ class Watch:
         self._lost.labels(counted.cause).inc(counted.lost)
         if miss.cause != "first_seen":
             logger.info(
-                "%d tokens of a prompt were not found in the prefix cache, %d were: %s, from token "
-                "%s on, in message %s of role %s",
+                "Prefix cache missed %d tokens of a prompt (%d hits): %s, from token %s, message %s"
+                ", role %s",
                 *(miss.lost, miss.cached, miss.cause, miss.token, miss.message, miss.role),
             )
         if (exchange := EXCHANGE.get()) is not None:

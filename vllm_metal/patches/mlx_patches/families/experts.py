@@ -18,8 +18,8 @@ logger = init_logger(__name__)
 
 _BIAS = "e_score_correction_bias"
 _LACKS = (
-    f"The folder has no {_BIAS}: mlx-lm's conversion leaves it out. The published model chooses "
-    "its experts by it, and answers otherwise: serve that folder instead"
+    f"The folder lacks {_BIAS}, which mlx-lm's conversion omits. Without it, the model chooses "
+    "other experts and answers differently. Serve the published checkpoint instead"
 )
 _EXPERT = re.compile(r".*\.mlp\.experts\.(\d+)\..*")
 
