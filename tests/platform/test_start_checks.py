@@ -292,7 +292,7 @@ FOLDERS = [
     ("defaults", with_file("generation_config.json", b'{"top_k": "x"}'), "top_k 'x' is no", False),
     ("template", with_file("chat_template.jinja", b"{{ a }"), "not a template: line 1: une", False),
     ("rope", saying(rope_parameters={"rope_type": "yarn"}), "{'factor'}", False),
-    ("no layers", saying(num_hidden_layers=0), "num_hidden_layers=0, and models have at", True),
+    ("no layers", saying(num_hidden_layers=0), "num_hidden_layers=0, which must be at", True),
     ("unknown type", saying(model_type="foo"), "model_type='foo' of config.json is not sup", True),
     ("vision", saying(model_type="vit", architectures=["ViTModel"]), "['ViTModel'] of con", True),
     ("bitsandbytes", of_method("bitsandbytes"), "quant_method='bitsandbytes' is not supp", True),

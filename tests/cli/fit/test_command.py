@@ -239,10 +239,10 @@ def test_ranks_of_one_mac_have_a_part_each(llama3_8b, capsys):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000, and models have 10000 at"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000, which must be at most 10000"),
         ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers"),
         ({"vocab_size": 10**12}, "vocab_size"),
-        ({"num_attention_heads": 0}, "num_attention_heads=0, and models have at least 1"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0, which must be at least 1"),
         ({"rope_scaling": {"type": "linear", "factor": 1e300}}, "factor=1e+300"),
         ({"hidden_size": float("nan")}, "hidden_size=nan"),
         ({"num_attention_heads": "many"}, "heads='many', which is not a number"),

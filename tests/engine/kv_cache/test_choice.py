@@ -158,7 +158,7 @@ def test_an_interpreter_that_is_not_installed_is_said_to_be_missing(monkeypatch)
     monkeypatch.setitem(sys.modules, "metal_interpreter", None)  # as if there were none
     with pytest.raises(
         ValueError,
-        match=r"=interpret: the package metal_interpreter is not installed; install it by .*inter",
+        match=r"=interpret: the package metal_interpreter is not installed; run: .*inter",
     ):
         choice.kv_backend("cpu", LAYERS, mx.float32, mx.float32, 16)
 

@@ -88,7 +88,7 @@ def test_spare_buffers_are_given_back_and_it_is_said_once_in_a_while(
         system.now += POLL_EVERY
     assert given_back == times
     assert len(log) == 1
-    assert f"memory is {word}: returned 4 MiB of spare buffers" in log[0]
+    assert f"memory is {word}: freed 4 MiB of spare buffers" in log[0]
     pressure.poll()
     assert len(log) == 2
 

@@ -108,7 +108,7 @@ def test_what_macos_did_not_wire_is_said(monkeypatch, log):
     Mac(monkeypatch, wired=12 * GIB)
     Wiring("metal", asked=None, alone=True).weights(100)
     ((level, text),) = log
-    assert level == "warning" and "12.00 GiB wired in all, less than the 40.00 GiB" in text
+    assert level == "warning" and "wired only 12.00 GiB in total, less than the 40.00 GiB" in text
 
 
 def test_a_limit_of_the_system_s_own_stops_a_start_only_where_it_was_asked_for(monkeypatch, log):

@@ -153,8 +153,8 @@ def test_drafts_are_the_papers_after_any_pattern_of_acceptance(bench):
     ("arrays", "changes", "reason"),
     [
         (shapes(3, 3), {}, "3 of the 4 arrays emb.STEP.weight"),
-        ({"fc.weight": (4, 4)}, {}, "holds no MLP speculator"),
-        (shapes(4, 4, hidden=32), {"emb_dim": 32}, "hidden states of 32, but the target's .* 64"),
+        ({"fc.weight": (4, 4)}, {}, "contains no MLP speculator"),
+        (shapes(4, 4, hidden=32), {"emb_dim": 32}, "hidden size 32, but the target's .* 64"),
         (shapes(4, 4, vocab=VOCAB + 8), {}, f"ids from 0 to {VOCAB + 7}, but .* has {VOCAB} tok"),
     ],
 )

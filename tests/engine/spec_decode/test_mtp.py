@@ -284,7 +284,7 @@ def test_a_checkpoint_without_mtp_layers_is_named(tmp_path):
     folder = write(tmp_path / "target", GLM, {})
     config = mtp_config(folder)
     model = loader.load(config)
-    reason = rf"{folder} carries no MTP layers \(model.layers.{LAYERS}.*original checkpoint"
+    reason = rf"{folder} contains no MTP layers \(model.layers.{LAYERS}.*original checkpoint"
     with pytest.raises(loader.ModelLoadError, match=reason):
         load_network(config, parts.ModelParts(model))
 

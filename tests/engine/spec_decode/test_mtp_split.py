@@ -227,7 +227,7 @@ def cached(folder, name):
 
 def test_a_start_without_layers_says_where_they_were_looked_for(tmp_path):
     target = without_layers(write_hybrid(tmp_path / "whole", "qwen3_next"), tmp_path / "Model-4bit")
-    with pytest.raises(ValueError, match="carries none") as caught:
+    with pytest.raises(ValueError, match="contains none") as caught:
         configured(target, method="mtp")
     message = str(caught.value)
     assert "\n" not in message

@@ -82,7 +82,8 @@ def rope(config: Config, module: str, read: set[str], reference: Reference) -> d
         if "rope_parameters" in read:
             raise ModelLoadError(
                 f"{' and '.join(stated)} without rope_parameters in config.json is not supported "
-                f"with mlx-lm's module {module!r}: layers differ in them. State rope_parameters"
+                f"with mlx-lm's module {module!r}: its kinds of layers have different values. Add "
+                "rope_parameters to config.json"
             )
     found: dict[str, Any] = {}
     for key, default_names in (("rope_theta", _THETAS), ("partial_rotary_factor", _SHARES)):
@@ -142,8 +143,8 @@ def check(
         ):
             raise ModelLoadError(
                 f"config.json sets {key}={config[key]!r}, which mlx-lm's module {module!r} reads "
-                "and transformers' class does not: they would compute different things. Choose "
-                f"transformers' by --hf-overrides '{{\"{key}\": null}}'"
+                "but transformers' class does not, so results would differ. To follow "
+                f"transformers, set --hf-overrides '{{\"{key}\": null}}'"
             )
 
 

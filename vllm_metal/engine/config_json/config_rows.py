@@ -64,9 +64,9 @@ def _window_letters(config: Config) -> Any:
         return NOTHING  # the module then applies RoPE in all layers, whatever their type
     if len(set(letters)) == 1:
         raise ModelLoadError(
-            "layer_types and sliding_window_pattern of config.json have all layers "
-            f"{'with' if 'L' in letters else 'without'} a window beside sliding_window {window!r}: "
-            "mlx-lm's module of the family needs layers of both types"
+            f"config.json gives {'all' if 'L' in letters else 'no'} layers a window (layer_types "
+            f"or sliding_window_pattern, with sliding_window={window!r}), but mlx-lm's module "
+            "needs layers with a window and layers without one"
         )
     return letters
 
@@ -79,8 +79,8 @@ def _lfm2_attention_layers(config: Config) -> list[int]:
     )
     if len(layers) in (0, count):
         raise ModelLoadError(
-            "layer_types of config.json, or their absence, make all layers of one type: mlx-lm's "
-            "module of the family needs attention and convolutions"
+            "layer_types of config.json, or its default, gives all layers the same type, but "
+            "mlx-lm's module needs both attention layers and convolution layers"
         )
     return layers
 
@@ -106,8 +106,8 @@ def _num_dense_layers(config: Config) -> int | None:
     count = sparse.index(True) if True in sparse else len(sparse)
     if not all(sparse[count:]):
         raise ModelLoadError(
-            "mlp_layer_types of config.json have dense layers after expert layers: "
-            "mlx-lm's module of the family supports them only before"
+            "mlp_layer_types of config.json has dense layers after expert layers, but mlx-lm's "
+            "module supports them only before"
         )
     return count
 

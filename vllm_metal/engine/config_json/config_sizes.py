@@ -65,11 +65,9 @@ def check(config: Mapping[str, Any]) -> None:
         if most is not None and isinstance(value, str):
             raise ModelLoadError(f"config.json sets {key}={value!r}, which is not a number")
         if most is not None and not value <= most:  # also catches NaN
-            raise ModelLoadError(
-                f"config.json sets {key}={value}, and models have {most:g} at most"
-            )
+            raise ModelLoadError(f"config.json sets {key}={value}, which must be at most {most:g}")
         if key in _POSITIVE and not isinstance(value, str) and value < 1:
-            raise ModelLoadError(f"config.json sets {key}={value}, and models have at least 1")
+            raise ModelLoadError(f"config.json sets {key}={value}, which must be at least 1")
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

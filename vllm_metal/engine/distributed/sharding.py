@@ -91,9 +91,9 @@ def _split_with_scales(model: nn.Module, method: Callable[[], object]) -> None:
         if order is not None:
             if module["scales"].shape[-1] != groups:
                 raise ShardingError(
-                    f"--tensor-parallel-size is not supported with {path}: its inputs have an "
-                    "order of their own (g_idx), and ranks would have parts of them. Choose a "
-                    "checkpoint without activation order (desc_act=false)."
+                    f"--tensor-parallel-size is not supported with {path}: its activation order "
+                    "(g_idx) cannot be split between ranks. Choose a checkpoint with "
+                    "desc_act=false."
                 )
             module["input_order"] = order
         module.freeze()

@@ -94,7 +94,7 @@ def _choose(
             kernel.use(kernel.named(extras.INTERPRETER))
         except RuntimeError as error:
             raise ValueError(
-                f"VLLM_METAL_KERNELS=interpret: {error}; install it by "
+                f"VLLM_METAL_KERNELS=interpret: {error}; run: "
                 f"{extras.install_advice('interpreter')}"
             ) from error
     elif not reasons:
@@ -105,7 +105,7 @@ def _choose(
                 replace(case, kernels=tuple(k for k in case.kernels if k not in CHOICES))
                 for case in cases
             ]
-        logger.info("Checking the Metal kernels; results are kept for later starts")
+        logger.info("Checking the Metal kernels; results are cached for later starts")
         found = selfcheck.results(cases, tell=_report_progress)
         chosen = _backend_from(cases, found, tuned)
         of_kernels = [outcome for outcome in found if outcome.kernel not in CHOICES]
@@ -154,10 +154,10 @@ def _check_library_kernels(layers: Sequence[StatefulLayer]) -> None:
     calls = dict.fromkeys(call for layer in layers for call in layer.library_calls)
     if not calls:
         return
-    logger.info("Checking mlx-lm's Metal kernels; results are kept for later starts")
+    logger.info("Checking mlx-lm's Metal kernels; results are cached for later starts")
     for verdict in library_kernels.replace_wrong(calls):
         logger.warning(
-            "mlx-lm's kernel %s is not used, MLX's operations take its place: %s",
+            "MLX's operations are used instead of mlx-lm's kernel %s: %s",
             verdict.call.name,
             verdict.detail,
         )

@@ -118,8 +118,8 @@ def _with_guests(
     """Adds the guests' specs, or pads the pages of the others for them; see `kv_cache_specs`."""
     if not any(isinstance(spec, FullAttentionSpec) for spec in specs.values()):
         raise NotImplementedError(
-            "a draft network is not supported with a model whose layers all have windows or keep "
-            "states only: no layer keeps the whole context. Choose method ngram or suffix"
+            "a draft network is not supported with this model: none of its layers attends to the "
+            "whole context. Choose method ngram or suffix"
         )
     own = {guest.name: guest.spec(block_size, dtype, True) for guest in guests}
     if all(isinstance(spec, FullAttentionSpec) for spec in specs.values()):
@@ -215,8 +215,8 @@ def allocate_kv_caches(
         first = first_keys.setdefault(offset, layer.storage_key)
         if first != layer.storage_key and not with_states:
             raise NotImplementedError(
-                f"{name} has K/V of {layer.storage_key}, but another layer in the same memory "
-                f"has {first}; use --disable-hybrid-kv-cache-manager"
+                f"{name} stores K/V as {layer.storage_key}, but another layer that shares its "
+                f"memory as {first}; use --disable-hybrid-kv-cache-manager"
             )
         placed[name] = storage(layer, (offset, layer.storage_key))
     host = host_of_states(layers, block_size, dtype)

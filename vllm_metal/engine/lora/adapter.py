@@ -107,9 +107,9 @@ def _config(content: AdapterContent) -> dict[str, Any]:
     try:
         config = json.loads(content.config)
     except ValueError as error:
-        raise AdapterError(content.name, f"has no JSON in its configuration: {error}") from error
+        raise AdapterError(content.name, f"has an invalid JSON configuration: {error}") from error
     if not isinstance(config, dict):
-        raise AdapterError(content.name, "has no object in its configuration")
+        raise AdapterError(content.name, "has a configuration that is not a JSON object")
     return config
 
 
@@ -218,7 +218,9 @@ def _scaled(name: str, module: str, a: mx.array, b: mx.array, scale: float) -> L
     largest = abs(scale) * a.shape[-2] * _max_abs(a) * _max_abs(b)
     if not largest <= _LARGEST_UPDATE:
         raise AdapterError(
-            name, f"has an update of up to {largest:g} at {module} (with its scale {scale:g})"
+            name,
+            f"has an update of up to {largest:g} at {module} (with its scale {scale:g}), which "
+            "float16 cannot hold",
         )
     return LowRank(a, b * scale)
 

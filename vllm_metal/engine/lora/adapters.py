@@ -70,8 +70,8 @@ class Adapters:
         if content.digest != request.digest:
             raise AdapterError(
                 request.lora_name,
-                f"changed on disk ({request.lora_path}) after the request came, or since it was "
-                "loaded last: load it again",
+                f"changed on disk ({request.lora_path}) since it was loaded or the request arrived"
+                ": load it again",
             )
         updates = on_modules(read_adapter(content, self._max_rank), self._model)
         self._check(request.lora_name, updates)
@@ -137,8 +137,8 @@ class Adapters:
             raise ValueError(f"LoRA adapter {asked_id} is not loaded: it cannot be pinned")
         if len(self._pinned_digests() | {self._by_id[asked_id]}) >= max(self._num_slots, 2):
             raise ValueError(
-                f"LoRA adapter {asked_id} cannot be pinned: of --max-loras {self._num_slots} one "
-                "slot must be left for others"
+                f"LoRA adapter {asked_id} cannot be pinned: one of the {self._num_slots} slots "
+                "must remain for other adapters. Raise --max-loras"
             )
         self._pinned.add(asked_id)
         self.activate({self._by_id[asked_id]})

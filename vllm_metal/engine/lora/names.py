@@ -295,7 +295,7 @@ def _origin(
     whole = [mx.array_equal(array, mx.round(array)) for array in (edges[0], rows, columns)]
     sources = np.atleast_1d(np.array(edges[0])).astype(int)
     if not all(each.item() for each in (*same, *whole)):
-        raise _Unmapped(f"updates parts of {module}, which mlx-lm's model has as one")
+        raise _Unmapped(f"updates parts of {module}, which is a single module in mlx-lm's model")
     factors = np.array(factor[..., 0]).reshape(-1, factor.shape[-2])[0]
     return _Origin(sources, _largest(rows), _largest(columns), factors, source.ndim == 3)
 

@@ -99,8 +99,8 @@ class Patterns:
         count, depth = self._wrappers[outer], module.removeprefix(outer).count(".base_layer")
         if count != len(names) or depth >= count:
             raise ValueError(
-                f"target_parameters names {', '.join(names)} of {outer}, of which the file has "
-                f"{count} updates"
+                f"target_parameters lists {len(names)} parameters of {outer} ({', '.join(names)}), "
+                f"but the file updates {count}"
             )
         return f"{outer}.{names[count - 1 - depth]}"
 

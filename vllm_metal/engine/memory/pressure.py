@@ -49,7 +49,7 @@ class MemoryPressure:
         if now >= self._next_log:
             self._next_log = now + LOG_EVERY
             logger.warning(
-                "macOS reports that memory is %s: returned %.0f MiB of spare buffers. Close other "
+                "macOS reports that memory is %s: freed %.0f MiB of spare buffers. Close other "
                 "programs, or start with a lower --gpu-memory-utilization",
                 NAMES.get(level, f"at level {level}"),
                 spare / 2**20,

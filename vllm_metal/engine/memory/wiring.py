@@ -82,8 +82,8 @@ class Wiring:
         wired = getattr(psutil.virtual_memory(), "wired", None)
         if wired is not None and wired < held:
             logger.warning(
-                "macOS has %.2f GiB wired in all, less than the %.2f GiB of %s: after a pause the "
-                "first step may be slow",
+                "macOS has wired only %.2f GiB in total, less than the %.2f GiB of %s: the first "
+                "step after a pause may be slow",
                 wired / GIB,
                 held / GIB,
                 what,

@@ -89,7 +89,7 @@ def _overrides(model_config: ModelConfig, path: Path) -> dict[str, Any]:
         return {}
     config = load_config(path)
     for key in _left_out(config, given):
-        logger.warning("--hf-overrides drops %s of config.json", key)
+        logger.warning("--hf-overrides removes %s from config.json", key)
     changed = {
         key: {**config.get(key, {}), **value} if isinstance(value, dict) else value
         for key, value in given.items()

@@ -54,9 +54,9 @@ def mtp_weights(
     convolutions = {name: found.pop(name) for name in [*found] if name.endswith(_CONVOLUTION)}
     if not found:
         raise loader.ModelLoadError(
-            f"{model_config.model} carries no MTP layers ({family.prefix.format(num_layers)}*): "
-            'most conversions to MLX drop them. Name the original checkpoint as "model" in '
-            "--speculative-config, or choose another method"
+            f"{model_config.model} contains no MTP layers ({family.prefix.format(num_layers)}*): "
+            'most conversions to MLX drop them. Set "model" in --speculative-config to the '
+            "original checkpoint, or choose another method"
         )
     weights = {str(own_name(name)): array for name, array in found.items()}
     stored = {str(own_name(name)): each for name, each in plan.weights.items() if name in found}

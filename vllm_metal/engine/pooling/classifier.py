@@ -32,17 +32,17 @@ def stored(folder: Path, model_config: ModelConfig) -> torch.nn.Linear:
     names = {name.removeprefix(OTHER_HEAD) for name in found}
     if "weight" not in names or not names <= {"weight", "bias"}:
         raise ModelLoadError(
-            f"{folder} has no layer `score` of a weight and perhaps a bias, which classifies "
-            f"(it has {sorted(found) or 'nothing of that name'}): use --convert embed, or a "
-            "checkpoint that was made for sequence classification"
+            f"{folder} has no classification layer `score` with a weight and an optional bias (it "
+            f"has {sorted(found) or 'no such tensors'}): use --convert embed, or a checkpoint made "
+            "for sequence classification"
         )
     weight, bias = found[f"{OTHER_HEAD}weight"], found.get(f"{OTHER_HEAD}bias")
     # (number of labels, hidden size)
     expected = (model_config.hf_config.get_text_config().num_labels, model_config.get_hidden_size())
     if weight.shape != expected:
         raise ModelLoadError(
-            f"score.weight in {folder} is {tuple(weight.shape)}, and config.json asks for "
-            f"{expected}: labels by hidden size"
+            f"score.weight in {folder} has shape {tuple(weight.shape)}, but config.json requires "
+            f"{expected} (number of labels, hidden size)"
         )
     return torch_layers.linear(weight, bias).to(model_config.head_dtype)
 
@@ -62,8 +62,8 @@ def of_head(model: nn.Module, embedding: nn.Module, model_config: ModelConfig) -
         rows = rows[1:] - rows[:1]
     elif method != _EACH_TOKEN:
         raise ModelLoadError(
-            f"method {method!r} of --hf-overrides makes no classifier: vLLM has "
-            f"{_TWO_WAYS!r} and {_EACH_TOKEN!r}"
+            f"--hf-overrides with method={method!r} is not supported: choose {_TWO_WAYS!r} or "
+            f"{_EACH_TOKEN!r}"
         )
     return torch_layers.linear(rows).to(model_config.head_dtype)
 

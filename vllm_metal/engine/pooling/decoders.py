@@ -60,8 +60,8 @@ def _classifier(parts: ModelParts, config: VllmConfig) -> torch.nn.Module | None
 def _check_that_only_a_head_follows(parts: ModelParts, model_type: str) -> None:
     if (decoder := parts.decoder_path) is None:
         raise ModelLoadError(
-            f"{model_type} cannot be served with --runner pooling: mlx-lm's module of it does not "
-            "tell its hidden states from its logits"
+            f"{model_type} cannot be served with --runner pooling: mlx-lm's module does not "
+            "separate hidden states from logits"
         )
     head = headless.head_path(parts.model)
     inside = tuple(f"{path}." for path in (decoder, head) if path is not None)
@@ -70,6 +70,6 @@ def _check_that_only_a_head_follows(parts: ModelParts, model_type: str) -> None:
     # Headless pooling would silently skip such parameters, for example a norm after the layers.
     if others := [name for name in names if not name.startswith(inside)]:
         raise ModelLoadError(
-            f"{model_type} cannot be served with --runner pooling: mlx-lm's module of it has "
-            f"{', '.join(others[:3])} beside the layers, which may belong to the hidden states"
+            f"{model_type} cannot be served with --runner pooling: mlx-lm's module has "
+            f"{', '.join(others[:3])} besides its layers, which may change the hidden states"
         )

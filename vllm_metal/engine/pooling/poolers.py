@@ -52,6 +52,6 @@ def check_projector(config: VllmConfig, pooler: Any) -> None:
     if read != len(named):
         folders = ", ".join(str(layer["folder"]) for layer in named)
         raise ModelLoadError(
-            f"{model.model} projects its embeddings by {len(named)} Dense layers ({folders}), of "
-            f"which {read} could be read: their weights are missing or in an unknown form"
+            f"{model.model} has {len(named)} Dense layers ({folders}), but only {read} could be "
+            "read: the weights of the others are missing or in an unknown format"
         )

@@ -48,7 +48,7 @@ def _model_refusals(model: ModelConfig, encoder: bool, encoders: Iterable[str]) 
     )
     left_out = sentence_transformers.left_out(model)
     return {
-        f"{architectures} (a bidirectional encoder: supported are {', '.join(encoders)})": both_ways
+        f"{architectures} (supported bidirectional encoders: {', '.join(encoders)})": both_ways
         and not encoder,
         f"{architectures} (vLLM's own class pools: served are decoders that --convert adapts)": (
             model.convert_type == "none" and not both_ways

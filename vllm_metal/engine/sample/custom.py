@@ -144,7 +144,7 @@ class CustomProcessors(SamplingStage):
             names = ", ".join(type(processor).__name__ for processor in self._processors.all)
             raise ValueError(
                 f"custom logits processors ({names}) cannot be combined with speculative decoding; "
-                "remove --logits-processors (or the plugin that brings them) or "
+                "remove --logits-processors (or the plugin that registers them) or "
                 "--speculative-config"
             )
         for req_idx, expected in zip(

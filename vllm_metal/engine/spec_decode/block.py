@@ -116,7 +116,7 @@ def _load(drafter: BlockDrafter, config: VllmConfig, folder: Path) -> None:
         drafter.load(arrays, bits)
     except ValueError as error:
         raise loader.ModelLoadError(
-            f"the weights of {model_config.model} are not those of its config.json: {error}"
+            f"the weights of {model_config.model} do not match its config.json: {error}"
         ) from error
     path = folder / _MASK_EMBEDDING
     if mask is None and path.is_file():

@@ -126,7 +126,7 @@ class BlockConfig:
 
         for key, computed in _COMPUTED.items():
             if (value := either(key, computed)) != computed:
-                raise _unsupported(key, value, f"only {computed!r} is computed")
+                raise _unsupported(key, value, f"only {computed!r} is implemented")
         module = MODULES[architecture]
         dspark = module == "dspark"
         from_anchor = bool(either("sample_from_anchor", dspark))
@@ -197,7 +197,7 @@ def _check_keys(published: Config) -> None:
     """Raises ModelLoadError if a key that is not supported has a value."""
     nested = published.get(_NESTED) or {}
     if (projector := nested.get("projector_type")) not in _PROJECTORS:
-        raise _unsupported(f"{_NESTED}.projector_type", projector, "its head is not computed")
+        raise _unsupported(f"{_NESTED}.projector_type", projector, "its head is not implemented")
     known = _READ | _INERT
     unread = {f"{_NESTED}.{key}": v for key, v in nested.items() if key not in known | _READ_NESTED}
     unread.pop(f"{_NESTED}.projector_type", None)
@@ -215,7 +215,7 @@ def _check_keys(published: Config) -> None:
         if value not in (None, {}, [], False) and not (
             quantized or inert_keys.is_inert(name, "qwen3", beside_text=False)
         ):
-            raise _unsupported(key, value, "the key is not computed")
+            raise _unsupported(key, value, "the key is not implemented")
 
 
 def _unsupported(key: str, value: Any, reason: str) -> ModelLoadError:
@@ -247,7 +247,7 @@ def _layer_types(given: Config, nested: Config) -> Sequence[str]:
     if _SLIDING in kinds:
         unknown = set(kinds) - {_SLIDING, _FULL}
         if unknown:
-            raise _unsupported("layer_types", sorted(unknown), "such layers are not computed")
+            raise _unsupported("layer_types", sorted(unknown), "such layers are not implemented")
         return kinds
     kind = _SLIDING if nested.get("use_swa") else _FULL
     return [kind] * given["num_hidden_layers"]

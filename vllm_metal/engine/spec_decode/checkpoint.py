@@ -73,10 +73,10 @@ def _split_layers(target: ModelConfig) -> Path | None:
     if (place := mtp_folders.split_beside(folder)) is not None:
         return place
     raise ValueError(
-        f"{_OPTION} method 'mtp' needs MTP layers, and {target.model} carries none, as most "
-        f"conversions to MLX; nor are there any in {mtp_folders.places(folder)}. Name the original "
-        'checkpoint, or a folder that mlx-vlm\'s split_mtp wrote, as "model", or choose another '
-        "method."
+        f"{_OPTION} method 'mtp' needs MTP layers, but {target.model} contains none, like most "
+        f'conversions to MLX, and none were found in {mtp_folders.places(folder)}. Set "model" '
+        "to the original checkpoint, or to a folder written by mlx-vlm's split_mtp, or choose "
+        "another method."
     )
 
 
@@ -87,8 +87,8 @@ def _check_split(folder: Path | None, content: Mapping[str, Any]) -> None:
         served = ", ".join(dict.fromkeys(name for kinds in SPLIT_MTP.values() for name in kinds))
         of = f"{content['model_type']} of a {content['text_config'].get('model_type')} model"
         raise ValueError(
-            f"{_OPTION} model {str(folder)!r} is not supported: {of}; split MTP layers are served "
-            f"for {served}. Choose another method."
+            f"{_OPTION} model {str(folder)!r} is not supported: {of}; split MTP layers are "
+            f"supported for {served}. Choose another method."
         )
 
 

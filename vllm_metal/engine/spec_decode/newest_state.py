@@ -81,13 +81,13 @@ class StateNetwork(DraftNetwork):
         try:
             heads = make(weights)
         except (KeyError, ValueError) as error:
-            raise ModelLoadError(f"{model_config.model} holds no {what}: {error}") from error
+            raise ModelLoadError(f"{model_config.model} contains no {what}: {error}") from error
         mx.eval(heads.parameters())
         hidden_size = config.model_config.get_hidden_size()
         if heads.hidden_size != hidden_size:
             raise ModelLoadError(
-                f"{config.speculative_config.model} reads hidden states of {heads.hidden_size}, "
-                f"but the target's are of {hidden_size}: choose heads made for this model"
+                f"{config.speculative_config.model} needs hidden size {heads.hidden_size}, but the "
+                f"target's is {hidden_size}: choose heads made for this model"
             )
         vocabulary.check_drafted(heads.drafted_tokens(), config)
         self._config = config

@@ -35,7 +35,9 @@ class PixtralTower(Tower):
         vision["rope_theta"] = rope.get("rope_theta", vision.get("rope_theta", 10000.0))
         self._layer = config["vision_feature_layer"]
         if not isinstance(self._layer, int):
-            raise ModelLoadError(f"vision_feature_layer {self._layer}: one layer's is served")
+            raise ModelLoadError(
+                f"vision_feature_layer={self._layer} is not supported: only a single layer is"
+            )
         of_tower = module.VisionConfig.from_dict(vision)
         self.vision_tower = module.VisionModel(of_tower)
         self.multi_modal_projector = self.projector(module, of_tower, config)

@@ -96,7 +96,8 @@ def put_in(model: nn.Module, sections: Sequence[int], interleaved: bool = True) 
     kinds = {_kind(rope) for _, rope in ropes}
     if len(kinds) != 1:
         raise ModelLoadError(
-            f"the layers have {len(kinds)} different RoPE settings, and images need one"
+            f"images are not supported with layers of {len(kinds)} different RoPE settings. Serve "
+            "the text with --language-model-only"
         )
     ((dims, base),) = kinds
     if sum(sections) != dims // 2:
@@ -119,6 +120,7 @@ def put_in(model: nn.Module, sections: Sequence[int], interleaved: bool = True) 
 def _kind(rope: Any) -> tuple[int, float]:
     if type(rope) is not nn.RoPE or rope.traditional or rope.scale != 1.0:
         raise ModelLoadError(
-            f"images need RoPE with three positions per token, and {type(rope).__name__} has one"
+            f"images are not supported with {type(rope).__name__}: they need RoPE with three "
+            "positions per token. Serve the text with --language-model-only"
         )
     return rope.dims, rope.base

@@ -69,8 +69,8 @@ def of_blocks(
     expected = (*outer, -(-num_out // block[0]), -(-num_in // block[1]))
     if scales.shape != expected:
         raise ModelLoadError(
-            f"has scales of shape {tuple(scales.shape)}, and blocks of {block[0]}x{block[1]} take "
-            f"{expected}"
+            f"has scales of shape {tuple(scales.shape)}, but blocks of {block[0]}x{block[1]} "
+            f"require {expected}"
         )
     rows = mx.arange(num_out) // block[0]
     if powers_of_two and num_in % _GROUP == 0 and block[1] % _GROUP == 0:
@@ -118,6 +118,6 @@ def _exponents(scales: mx.array) -> mx.array:
     exponents, mantissas = exponents_of(scales)
     if not mx.all((mantissas == 1) | (scales == 0)).item():
         raise ModelLoadError(
-            "has scales that are no powers of two, though quantization_config says scale_fmt=ue8m0"
+            "has scales other than powers of two, but quantization_config sets scale_fmt=ue8m0"
         )
     return exponents

@@ -26,7 +26,7 @@ def gptq_or_awq(name: str, tensors: Tensors, said: Quantization | None) -> Store
     weight, scales = f"{module}.weight", f"{module}.scales"
     if said is None or said.method not in ("gptq", "awq", "auto-round"):
         raise ModelLoadError(
-            f"{weight} is stored as GPTQ or AWQ, and config.json says no such quant_method: use "
+            f"{weight} is stored as GPTQ or AWQ, but config.json sets no such quant_method: use "
             "the config.json of the same checkpoint."
         )
     if scales not in tensors:

@@ -59,7 +59,7 @@ def gptq(
         # Some tools leave the zeros of symmetric weights at 0.
         if symmetric and not mx.all((read == zeros) | (stored.T == 0)).item():
             raise ModelLoadError(
-                f"has zeros that are not {zeros}, though quantization_config says sym=true: "
+                f"has zeros other than {zeros}, but quantization_config sets sym=true: "
                 "checkpoint_format or sym is wrong"
             )
         zeros = zeros if symmetric else read

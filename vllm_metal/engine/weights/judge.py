@@ -14,7 +14,7 @@ from vllm_metal.engine.weights import readers
 from vllm_metal.engine.weights.files import Header
 from vllm_metal.engine.weights.plan import Plan, StoredWeight
 from vllm_metal.engine.weights.quantization import Config, Quantization
-from vllm_metal.engine.weights.tensors import Tensors
+from vllm_metal.engine.weights.tensors import AGAIN, Tensors
 from vllm_metal.identity.model_files import ModelLoadError
 
 _EXPERTS = r"(\.|(gate_up_proj|down_proj)_)"
@@ -107,9 +107,8 @@ def _check_ignored(weights: Mapping[str, StoredWeight], quantization: Quantizati
     for name, weight in weights.items():
         if (entry := quantization.ignores(name.removesuffix(".weight"))) is not None:
             raise ModelLoadError(
-                f"{name} is stored as {weight.format}, though quantization_config names {entry!r} "
-                "as not quantized: config.json and the weights are not of one checkpoint. "
-                "Download both again."
+                f"{name} is stored as {weight.format}, but quantization_config excludes {entry!r} "
+                f"from quantization: {AGAIN}."
             )
 
 

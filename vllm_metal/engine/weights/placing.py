@@ -77,7 +77,7 @@ def place(
                 return _assemble(run, weights, parts, packings)
         for name in unplaceable:
             weights[name] = cast(Packed, weights[name]).dense(dtype)
-    raise ValueError("the family's sanitize does not settle on what it reads")
+    raise ValueError("cannot map quantized weights to the model's names")
 
 
 def install(model: nn.Module, placed: Placed) -> None:

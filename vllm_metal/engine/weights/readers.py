@@ -58,8 +58,8 @@ def float8(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeig
         )
     if block is None:
         raise ModelLoadError(
-            f"{name} has FP8 scales of {list(of_scale)} for a weight of {list(shape)}, and config"
-            ".json says no weight_block_size: use the config.json of the same checkpoint."
+            f"{name} has FP8 scales of {list(of_scale)} for a weight of {list(shape)}, but config"
+            ".json sets no weight_block_size: use the config.json of the same checkpoint."
         )
     powers = (said is not None and said.get("scale_fmt") == "ue8m0") or (
         tensors.dtype(scale) in _EXPONENT
@@ -144,7 +144,7 @@ def packed_integers(name: str, tensors: Tensors, said: Quantization | None) -> S
     bits = args.get("num_bits")
     if said is None or said.method != "compressed-tensors" or not bits:
         raise ModelLoadError(
-            f"{weight} is stored as packed integers, and quantization_config says no num_bits for "
+            f"{weight} is stored as packed integers, but quantization_config sets no num_bits for "
             "it: use the config.json of the same checkpoint."
         )
     parts = tensors.parts(
@@ -275,7 +275,8 @@ def _scheme(name: str, said: Quantization | None) -> Config:
         return {k: v for k, v in (group.get("weights") or {}).items() if v is not None}
     if schemes:
         raise ModelLoadError(
-            f"{name} is quantized, and no group of quantization_config targets it."
+            f"{name} is quantized, but no group of quantization_config targets it: use the "
+            "config.json of the same checkpoint."
         )
     return {}
 

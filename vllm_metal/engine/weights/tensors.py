@@ -10,7 +10,7 @@ from vllm_metal.engine.weights.files import Header
 from vllm_metal.engine.weights.quantization import Config
 from vllm_metal.identity.model_files import ModelLoadError
 
-AGAIN = "config.json and the weights are not of one checkpoint. Download both again"
+AGAIN = "config.json and the weights are from different checkpoints. Download both again"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Tensors:
 
 
 def contradiction(name: str, found: str, stated: str) -> ModelLoadError:
-    return ModelLoadError(f"{name} {found}, though quantization_config says {stated}: {AGAIN}.")
+    return ModelLoadError(f"{name} {found}, but quantization_config sets {stated}: {AGAIN}.")
 
 
 def group_size(settings: Config) -> int | None:

@@ -67,7 +67,9 @@ class KeepAwake:
             )
         except OSError as error:
             self._failed = True
-            logger.warning("The Mac may fall asleep while requests run: caffeinate: %s", error)
+            logger.warning(
+                "The Mac may fall asleep while requests run: caffeinate failed to start: %s", error
+            )
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

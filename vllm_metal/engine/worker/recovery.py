@@ -171,7 +171,7 @@ class RecoveringRunner:
         if self._unreported is None:
             self._fail(error)
         else:
-            logger.error("A hook failed after a step that failed", exc_info=error)
+            logger.error("A hook failed after a failed step", exc_info=error)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Returns drafts for the scheduler; None after a failure not yet reported to it."""
@@ -294,7 +294,7 @@ class RecoveringRunner:
             return
         for req_id in failures:
             logger.error(
-                "Request %s could not be added and fails. All others restart",
+                "Request %s could not be added and fails. All other requests restart",
                 req_id,
                 exc_info=errors[req_id],
             )
@@ -320,7 +320,7 @@ class RecoveringRunner:
             self._final_error = error
             raise error
         logger.error(
-            "A step failed, and its requests with it: %s. All others restart",
+            "A step failed, so its requests fail: %s. All other requests restart",
             ", ".join(req_ids) or "none",
             exc_info=error,
         )

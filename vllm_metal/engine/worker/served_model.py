@@ -121,7 +121,7 @@ class ServedModel:
             if not drop_default(self._config):
                 raise
             networks = Networks.load(self._config)  # raises again where the target is at fault
-            logger.warning("Serves without drafts: %s. %s hides this", error, OFF_SWITCH)
+            logger.warning("Serving without drafts: %s. %s hides this", error, OFF_SWITCH)
             return networks
 
     def release(self) -> None:

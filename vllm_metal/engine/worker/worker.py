@@ -143,7 +143,7 @@ class MetalWorker(WorkerBase):
             drop_default(self.vllm_config)
             self.cache_config.kv_cache_layout = None
             why, _, _ = str(error).partition(":\n")
-            logger.warning("Serves without drafts: with them, %s. %s hides this", why, OFF_SWITCH)
+            logger.warning("Serving without drafts: with them, %s. %s hides this", why, OFF_SWITCH)
             self.served.release()
             self.load_model()
 
@@ -229,7 +229,7 @@ class MetalWorker(WorkerBase):
         """
         before = mx.get_active_memory()
         self.discard(("weights",) if level >= 2 else ())
-        logger.info("Asleep: returned %.2f GiB", (before - mx.get_active_memory()) / 2**30)
+        logger.info("Asleep: freed %.2f GiB", (before - mx.get_active_memory()) / 2**30)
 
     def discard(self, tags: tuple[str, ...]) -> None:
         """Frees the KV pool, and also the weights if the tags contain "weights"."""

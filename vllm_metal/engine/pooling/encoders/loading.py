@@ -157,7 +157,7 @@ def _modernbert(model: Any, config: Config) -> Encoder:
 
 
 def _no_head(model: nn.Module) -> torch.nn.Module:
-    raise ModelLoadError("EmbeddingGemma has no head over labels")
+    raise ModelLoadError("EmbeddingGemma has no classification head")
 
 
 def _gemma(model: nn.Module, config: Config) -> Encoder:

@@ -147,8 +147,8 @@ def refuse_others(content: Config) -> None:
     (name, *_) = content.get("architectures") or ("",)
     if name.startswith(tuple(families)):
         raise ModelLoadError(
-            f"{name} (a bidirectional encoder: supported are {', '.join(ARCHITECTURES)}) "
-            "is not supported"
+            f"architecture {name} is not supported: of bidirectional encoders, choose one of "
+            f"{', '.join(ARCHITECTURES)}"
         )
 
 
@@ -167,8 +167,8 @@ def check_config(config: Config, family: Family) -> None:
         value = config.get(key)
         if value is not None and value not in values:
             raise ModelLoadError(
-                f"config.json has {key} {value!r}, which mlx-vlm's module {family.module!r} does "
-                f"not compute: it computes {' or '.join(map(repr, values))}"
+                f"config.json sets {key}={value!r}, but mlx-vlm's module {family.module!r} "
+                f"supports only {' or '.join(map(repr, values))}"
             )
     known = family.read | family.fixed.keys() | family.inert | GENERAL
     reference = reference_of(config)

@@ -39,13 +39,14 @@ def served_family(source: GGUFSource) -> Family:
     architecture, path = source.architecture, source.path
     if source.get("general.type") == "adapter":
         raise ConversionError(
-            f"{path} is a LoRA adapter and no model: GGUF adapters are not served. Use "
+            f"{path} is a LoRA adapter, not a model: GGUF adapters are not supported. Use "
             "--lora-modules with the adapter's PEFT folder"
         )
     if architecture == "clip" or source.get("general.type") == "mmproj":
         raise ConversionError(
-            f"{path} is a vision encoder (mmproj) and no language model: images are not served "
-            "from GGUF files. Serve the language model's own file, or a checkpoint in safetensors"
+            f"{path} is a vision encoder (mmproj), not a language model: images are not "
+            "supported with GGUF files. Serve the language model's own file, or a checkpoint in "
+            "safetensors"
         )
     families = [family for family in FAMILIES if family.architecture == architecture]
     if not families:

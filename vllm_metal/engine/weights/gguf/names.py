@@ -152,7 +152,7 @@ def tensor_names(family: Family, source: GGUFSource) -> dict[str, str]:
     present = [name for name in source.tensors if name != ROPE_FREQS]
     missing = [name for name in names if name not in source.tensors]
     unknown = [name for name in present if name not in names]
-    for what, found in (("lacks", missing), ("holds unknown", unknown)):
+    for what, found in (("lacks", missing), ("has unknown", unknown)):
         if found:
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""
             raise ConversionError(

@@ -80,8 +80,8 @@ class GGUFSource:
         name = _PART.fullmatch(self.path.name)
         if name is None or int(name["count"]) != count:
             raise ConversionError(
-                f"{self.path}: one of {count} parts, whose name must end in "
-                f"-00001-of-{count:05}.gguf, so that the others are found. Rename the parts"
+                f"{self.path} is one of {count} parts, but its name does not end in "
+                f"-00001-of-{count:05}.gguf, by which the others are found. Rename the parts"
             )
         self.files = tuple(
             self.path.with_name(f"{name['stem']}-{number:05}-of-{count:05}.gguf")
@@ -180,7 +180,9 @@ class _Header:
         if magic != GGUF_MAGIC:
             raise ValueError("it does not begin with GGUF")
         if version not in _VERSIONS:
-            raise _UnknownError(f"version {version} of the format, and {_VERSIONS} are read")
+            raise _UnknownError(
+                f"GGUF version {version} (supported: {', '.join(map(str, _VERSIONS))})"
+            )
         self.metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = self._string()
@@ -191,7 +193,7 @@ class _Header:
         self.tensors: dict[str, GGUFTensor] = {}
         for entry in entries:
             if entry.name in self.tensors:
-                raise ValueError(f"tensor {entry.name} is there twice")
+                raise ValueError(f"tensor {entry.name} occurs twice")
             self.tensors[entry.name] = self._tensor(entry, start)
 
     def _unpack(self, layout: str) -> tuple[Any, ...]:

@@ -93,7 +93,7 @@ def copy_tokenizer(directory: Path, out: Path) -> None:
     names = [name for name in _TOKENIZER_FILES if (directory / name).is_file()]
     if not {"tokenizer.json", "tokenizer.model"} & set(names):
         raise ConversionError(
-            f"--tokenizer {directory}: neither tokenizer.json nor tokenizer.model is there"
+            f"--tokenizer {directory} has neither tokenizer.json nor tokenizer.model"
         )
     for name in names:
         shutil.copyfile(directory / name, out / name)
